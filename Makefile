@@ -1,0 +1,51 @@
+# Everything a person or CI runs. `make help` lists it.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint unit bench gpu docs evidence soak clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+setup: $(READY) ## a virtual environment with everything, versions pinned
+
+demo: $(READY) ## what Legroom does, on this machine, now
+	$(BIN)/legroom doctor || test $$? -eq 1
+
+test: lint docs unit ## all checks and all tests
+
+lint: $(READY) ## style, types, layers
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(READY) ## every test, with coverage
+	$(BIN)/coverage erase
+	COVERAGE_PROCESS_START=pyproject.toml $(BIN)/python -m pytest --cov --cov-report=term:skip-covered -m "not gpu and not soak"
+
+bench: $(READY) ## measure: speed as ratios against peers, side by side
+	$(BIN)/python bench/startup.py
+
+gpu: ## every GPU test and benchmark, with the machine's own python3
+	PYTHONPATH=src python3 -m pytest -p no:cacheprovider -m "gpu or real" tests/gpu tests/real
+
+docs: $(READY) ## build the documentation, warnings are errors
+	$(BIN)/mkdocs build --strict --quiet
+
+evidence: $(READY) ## run the experiments behind the claims
+	$(BIN)/python docs/evidence/run.py
+
+soak: $(READY) ## what takes long
+	$(BIN)/python -m pytest -m soak
+
+clean: ## remove what was built
+	rm -rf $(VENV) site build dist .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

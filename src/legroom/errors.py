@@ -1,0 +1,200 @@
+"""Every error Legroom raises: what happened, why (with numbers), what to do, under a stable code.
+
+    LegroomError
+    ├── UsageError            exit 2   the request makes no sense as asked
+    │   ├── BadSize                    bad-size
+    │   ├── BadDuration                bad-duration
+    │   ├── NoSuchProcess              no-such-process
+    │   ├── NothingMatches             nothing-matches
+    │   ├── NoSuchRoot                 no-such-root
+    │   ├── MissingKey                 missing-key
+    │   └── MissingPackage             missing-package
+    ├── SourceError           exit 2   the data file
+    │   ├── UnreadableSource           unreadable-source
+    │   ├── UnknownFormat              unknown-format
+    │   ├── DamagedSource              damaged-source
+    │   ├── UnsupportedData            unsupported-data
+    │   ├── SourceBeingWritten         source-being-written
+    │   └── SourceChanged              source-changed
+    └── StoreError            exit 1   the shared cache
+        ├── NoRoom                     no-room
+        ├── NoStore                    no-store
+        ├── EntryInUse                 entry-in-use
+        ├── NotLoaded                  not-loaded
+        └── EntryDamaged               entry-damaged
+
+Covers: the tree and how an error reads as text and as JSON. Does not cover: findings, which are
+states of a box and not failures (model.Finding).
+
+Codes are stable: programs may match them. The sentences are for people and may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+EXIT_REFUSED = 1
+EXIT_USAGE = 2
+
+
+class LegroomError(Exception):
+    """Something Legroom will not or cannot do; ``str()`` is the whole story on a few lines."""
+
+    code: ClassVar[str] = "error"
+    exit_status: ClassVar[int] = EXIT_REFUSED
+
+    def __init__(self, what: str, *, why: str = "", fix: Sequence[str] = ()) -> None:
+        super().__init__(what)
+        self.what = what
+        self.why = why
+        self.fix = tuple(fix)
+
+    def __str__(self) -> str:
+        lines = [f"{self.what} [{self.code}]"]
+        if self.why:
+            lines.append(f"  why: {self.why}")
+        lines.extend(f"  do:  {step}" for step in self.fix)
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors cross process borders (workers, builders): keyword-only arguments need help.
+        return (_rebuild, (type(self), self.what, self.why, self.fix))
+
+    def as_dict(self) -> dict[str, object]:
+        """The error as JSON carries it."""
+        return {"code": self.code, "message": self.what, "why": self.why, "fix": list(self.fix)}
+
+
+def _rebuild(kind: type[LegroomError], what: str, why: str, fix: tuple[str, ...]) -> LegroomError:
+    return kind(what, why=why, fix=fix)
+
+
+class UsageError(LegroomError):
+    """The request makes no sense as asked."""
+
+    code = "bad-usage"
+    exit_status = EXIT_USAGE
+
+
+class BadSize(UsageError, ValueError):
+    """A size that cannot be read."""
+
+    code = "bad-size"
+
+
+class BadDuration(UsageError, ValueError):
+    """A duration that cannot be read."""
+
+    code = "bad-duration"
+
+
+class NoSuchProcess(UsageError):
+    """A process id that is not there, or not ours to see."""
+
+    code = "no-such-process"
+
+
+class NothingMatches(UsageError):
+    """A pattern that matches no process."""
+
+    code = "nothing-matches"
+
+
+class NoSuchRoot(UsageError):
+    """A root directory to read below that does not exist or is no directory."""
+
+    code = "no-such-root"
+
+
+class MissingKey(UsageError, KeyError):
+    """A name that the data do not have; the message lists what there is and the nearest name."""
+
+    code = "missing-key"
+    __str__ = LegroomError.__str__  # KeyError would print the repr of the message
+
+
+class MissingPackage(UsageError, ImportError):
+    """An optional package that this needs is not installed."""
+
+    code = "missing-package"
+
+
+class SourceError(LegroomError):
+    """Something is wrong with the data file."""
+
+    code = "source-error"
+    exit_status = EXIT_USAGE
+
+
+class UnreadableSource(SourceError, OSError):
+    """The file is not there, not a file, or not ours to read."""
+
+    code = "unreadable-source"
+    __str__ = LegroomError.__str__
+
+
+class UnknownFormat(SourceError):
+    """The file's content is none of the formats that can be read."""
+
+    code = "unknown-format"
+
+
+class DamagedSource(SourceError):
+    """The file says it is of a format and breaks its rules: truncated, empty, corrupt."""
+
+    code = "damaged-source"
+
+
+class UnsupportedData(SourceError):
+    """Data that cannot be shared as arrays without guessing."""
+
+    code = "unsupported-data"
+
+
+class SourceBeingWritten(SourceError):
+    """The file is open for writing; what would be read is not what will be there."""
+
+    code = "source-being-written"
+
+
+class SourceChanged(SourceError):
+    """The file changed while it was being read."""
+
+    code = "source-changed"
+
+
+class StoreError(LegroomError):
+    """Something is wrong with the shared cache."""
+
+    code = "store-error"
+
+
+class NoRoom(StoreError):
+    """The data do not fit: says how many bytes are missing, and where."""
+
+    code = "no-room"
+
+
+class NoStore(StoreError):
+    """No place for a store could be used; each candidate with the reason it was passed over."""
+
+    code = "no-store"
+
+
+class EntryInUse(StoreError):
+    """An entry cannot be dropped while somebody uses it."""
+
+    code = "entry-in-use"
+
+
+class NotLoaded(StoreError):
+    """The cache holds nothing for that file or key."""
+
+    code = "not-loaded"
+
+
+class EntryDamaged(StoreError):
+    """An entry's bytes are not what its manifest promises."""
+
+    code = "entry-damaged"

@@ -1,0 +1,105 @@
+"""What every format offers: a description without reading data, and reading into memory that is given.
+
+Covers: the records and the protocol. Does not cover: choosing a format (detect.py) or any format itself.
+
+Arrays leave a reader native-endian and in C order, whatever the file holds. A reader owns its open file and
+nothing else: buffers belong to the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import numpy as np
+
+Progress = Callable[[int], None]  # told how many bytes have newly arrived
+
+
+def no_progress(_: int) -> None:
+    """A progress nobody looks at."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """One array as it will lie in memory."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]  # native byte order, never object
+    attributes: Mapping[str, Any] = field(default_factory=dict)  # JSON can hold them
+    # "offsets" and "values" of ragged or string data are two arrays, <name>/offsets and <name>/values;
+    # `ragged` is then their common name and `text` says that the values are UTF-8.
+    ragged: str | None = None
+    text: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """One table, to be stored as an Arrow IPC file."""
+
+    name: str
+    rows: int
+    columns: Mapping[str, str]  # name → Arrow type as text
+    nbytes: int  # at least what the IPC file will take: room is reserved by it
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where an array lies in a file exactly as it will lie in memory: raw copies and maps may use it."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A file without its data."""
+
+    format: str
+    items: tuple[ArraySpec | TableSpec, ...]
+    attributes: Mapping[str, Any]
+    files: tuple[Path, ...]  # every file whose bytes the data come from, the named one first
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.items)
+
+
+class Reader(Protocol):
+    """An opened file of some format."""
+
+    def describe(self) -> Description:
+        """What is in the file; reads no data (but the lengths of ragged rows)."""
+        ...
+
+    def read_into(self, name: str, out: np.ndarray[Any, Any], progress: Progress = no_progress) -> None:
+        """Read one whole array into ``out``, which has the spec's shape and dtype and is C-contiguous."""
+        ...
+
+    def extent(self, name: str) -> Extent | None:
+        """Where the array lies raw, or None where it must be decoded."""
+        ...
+
+    def write_table(self, name: str, path: Path, progress: Progress = no_progress) -> int:
+        """Write one table as an Arrow IPC file; returns its bytes."""
+        ...
+
+    def close(self) -> None:
+        """Give the file back; closing twice is fine."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

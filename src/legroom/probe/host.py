@@ -1,0 +1,228 @@
+"""The machine as probes see it: files below a root, and the few system calls files cannot answer.
+
+Covers: reading a file, listing a directory, asking a filesystem for its room, limits, affinity, user ids;
+live, or below another root (``/host`` in a container), or from a recording.
+Does not cover: what any of it means; that is each probe's own business.
+
+A recording is a directory tree with a ``recording.json`` at its top, which answers the system calls::
+
+    {"env": {...}, "platform": "linux", "uid": 1000, "groups": ["sudo"], "affinity": 16,
+     "rlimits": {"nofile": [1024, 4096], "memlock": [65536, 65536]}, "kernel": "6.8.0",
+     "statvfs": {"/dev/shm": [size, free]}, "stat": {"/dev/shm": [mode, uid]}, "now": 1760000000.0}
+
+Nothing here raises because something is missing: a missing answer is None, and ``why`` says why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from legroom.errors import NoSuchRoot
+
+UNLIMITED = -1  # an rlimit without a bound
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine: live at ``/``, or whatever lies below another root."""
+
+    root: Path = Path("/")
+    env: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    platform: str = sys.platform
+    recording: Mapping[str, Any] | None = None
+
+    @classmethod
+    def at(cls, root: str | Path = "/") -> Host:
+        """The host below ``root``: a recording if there is one, else live files."""
+        root = Path(root)
+        if not root.is_dir():
+            raise NoSuchRoot(
+                f"{root} is not a directory to read a machine from",
+                why="it does not exist" if not root.exists() else "it is a file",
+                fix=("give a directory that holds proc/ and sys/, such as / or /host",),
+            )
+        notes = root / "recording.json"
+        if not notes.is_file():
+            return cls(root=root)
+        try:
+            recording = json.loads(notes.read_text(encoding="utf-8"))
+            if not isinstance(recording, dict):
+                raise ValueError("not an object")
+        except (OSError, ValueError) as problem:
+            raise NoSuchRoot(
+                f"cannot read the recording in {root}",
+                why=f"recording.json: {problem}",
+                fix=("record the machine again, or remove recording.json to read the files alone",),
+            ) from problem
+        return cls(
+            root=root,
+            env=recording.get("env", {}),
+            platform=recording.get("platform", "linux"),
+            recording=recording,
+        )
+
+    # Files. Paths are absolute as on the machine itself: "/proc/meminfo".
+
+    def path(self, path: str) -> Path:
+        """Where that file of the machine lies for us."""
+        return self.root / path.lstrip("/")
+
+    def text(self, path: str) -> str | None:
+        """The file's text, or None where it cannot be read."""
+        try:
+            return self.path(path).read_bytes().decode("utf-8", "replace")
+        except (OSError, ValueError):
+            return None
+
+    def number(self, path: str) -> int | None:
+        """The whole number that is all the file holds; None where it is something else (``max``)."""
+        text = self.text(path)
+        try:
+            return int(text) if text is not None else None
+        except ValueError:
+            return None
+
+    def table(self, path: str) -> dict[str, int]:
+        """A file of ``name value`` lines (memory.stat, vmstat, meminfo); what is not a number is left out."""
+        rows: dict[str, int] = {}
+        for line in (self.text(path) or "").splitlines():
+            words = line.replace(":", " ").split()
+            if len(words) >= 2:
+                try:
+                    value = int(words[1])
+                except ValueError:
+                    continue
+                rows[words[0]] = value * 1024 if len(words) > 2 and words[2] == "kB" else value
+        return rows
+
+    def names(self, path: str) -> list[str]:
+        """What a directory holds, sorted; empty where it cannot be listed."""
+        try:
+            return sorted(os.listdir(self.path(path)))
+        except OSError:
+            return []
+
+    def exists(self, path: str) -> bool:
+        """Whether that path is there."""
+        try:
+            return self.path(path).exists()
+        except OSError:
+            return False
+
+    def link(self, path: str) -> str | None:
+        """Where a symbolic link points, or None."""
+        try:
+            return os.readlink(self.path(path))
+        except (OSError, ValueError):
+            return None
+
+    def why(self, path: str) -> str:
+        """Why that file gave nothing, in words."""
+        try:
+            self.path(path).open("rb").close()
+        except FileNotFoundError:
+            return f"{path} does not exist"
+        except OSError as problem:
+            return f"{path}: {problem.strerror or problem}"
+        return f"{path} holds nothing that can be read as expected"
+
+    # System calls.
+
+    def room(self, path: str) -> tuple[int, int] | None:
+        """(size, free to us) of the filesystem that holds ``path``."""
+        if self.recording is not None:
+            pair = self.recording.get("statvfs", {}).get(path)
+            return (int(pair[0]), int(pair[1])) if pair else None
+        try:
+            if sys.platform == "win32":
+                import shutil
+
+                usage = shutil.disk_usage(self.path(path))
+                return usage.total, usage.free
+            stats = os.statvfs(self.path(path))
+        except OSError:
+            return None
+        return stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
+
+    def owner_mode(self, path: str) -> tuple[int, int] | None:
+        """(uid, permission bits) of ``path``."""
+        if self.recording is not None:
+            pair = self.recording.get("stat", {}).get(path)
+            return (int(pair[1]), int(pair[0])) if pair else None
+        try:
+            stats = os.stat(self.path(path))
+        except OSError:
+            return None
+        return stats.st_uid, stats.st_mode & 0o7777
+
+    def rlimit(self, name: str) -> tuple[int, int] | None:
+        """(soft, hard) of ``nofile`` or ``memlock``; UNLIMITED where there is no bound."""
+        if self.recording is not None:
+            pair = self.recording.get("rlimits", {}).get(name)
+            return (int(pair[0]), int(pair[1])) if pair else None
+        try:
+            import resource
+        except ImportError:  # Windows
+            return None
+        soft, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
+        infinite = resource.RLIM_INFINITY
+        return (UNLIMITED if soft == infinite else soft, UNLIMITED if hard == infinite else hard)
+
+    @property
+    def affinity(self) -> int | None:
+        """How many CPUs this process may run on."""
+        if self.recording is not None:
+            return self.recording.get("affinity")
+        if hasattr(os, "sched_getaffinity"):
+            return len(os.sched_getaffinity(0))
+        return os.cpu_count()
+
+    @property
+    def uid(self) -> int | None:
+        """The effective user id; None where there is none (Windows)."""
+        if self.recording is not None:
+            return self.recording.get("uid")
+        return os.geteuid() if hasattr(os, "geteuid") else None
+
+    @property
+    def groups(self) -> frozenset[str]:
+        """The names of this user's groups, as far as they have names."""
+        if self.recording is not None:
+            return frozenset(self.recording.get("groups", ()))
+        try:
+            import grp
+        except ImportError:  # Windows
+            return frozenset()
+        names = set()
+        for number in os.getgroups():
+            try:
+                names.add(grp.getgrgid(number).gr_name)
+            except KeyError:  # a group of the host's that the container has no name for
+                continue
+        return frozenset(names)
+
+    @property
+    def kernel(self) -> str | None:
+        """The kernel's release."""
+        if self.recording is not None:
+            return self.recording.get("kernel")
+        return os.uname().release if hasattr(os, "uname") else None
+
+    @property
+    def now(self) -> float:
+        """The time of day in seconds."""
+        if self.recording is not None:
+            return float(self.recording.get("now", 0.0))
+        return time.time()
+
+    @property
+    def live(self) -> bool:
+        """Whether asking twice can give two answers."""
+        return self.recording is None

@@ -1,0 +1,37 @@
+"""What every test shares: the rigs' switch, and a guard against leaving anything behind."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+import pytest
+import rigs
+
+TREES = Path(__file__).parent / "trees"
+
+
+@cache
+def _why_not(need: str) -> str | None:
+    return rigs.WHY_NOT[need]()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a real test where its rig cannot be had; in CI as root that is a failure, not a skip."""
+    for marker in item.iter_markers("real"):
+        for need in marker.args:
+            reason = _why_not(need)
+            if reason is None:
+                continue
+            if os.environ.get("CI") and rigs.why_no_rigs() is None:
+                pytest.fail(f"the {need} rig must work in CI as root: {reason}", pytrace=False)
+            pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test depends on the switches of the person who runs it."""
+    for name in [name for name in os.environ if name.startswith("LEGROOM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NO_COLOR", "1")

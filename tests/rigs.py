@@ -1,0 +1,172 @@
+"""Real rigs: a small /dev/shm, a memory cgroup of one's own, a swap file, another user.
+
+Each function either gives the rig and cleans it up, or says in words why it cannot be had here. They need
+root on a disposable Linux machine. Nothing of the machine outside the rig is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+_serial = itertools.count()
+
+
+def why_no_rigs() -> str | None:
+    """Why no rig at all can be had here, or None."""
+    if sys.platform != "linux":
+        return "real rigs need Linux"
+    if os.geteuid() != 0:
+        return "real rigs need root"
+    return None
+
+
+def why_not_mount() -> str | None:
+    """Why a private mount namespace with its own /dev/shm cannot be had, or None."""
+    if reason := why_no_rigs():
+        return reason
+    if shutil.which("unshare") is None:
+        return "unshare (util-linux) is not installed"
+    probe = subprocess.run(small_shm(["true"], "1m"), capture_output=True, text=True)
+    return None if probe.returncode == 0 else f"cannot mount in a namespace: {probe.stderr.strip()}"
+
+
+def small_shm(command: Sequence[str], size: str = "64m") -> list[str]:
+    """The command with a /dev/shm of ``size`` that only it and its children see."""
+    script = f'mount -t tmpfs -o size={size},mode=1777 tmpfs /dev/shm && exec "$@"'
+    return ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", *command]
+
+
+def why_not_cgroup() -> str | None:
+    """Why a memory cgroup of one's own cannot be had, or None."""
+    if reason := why_no_rigs():
+        return reason
+    try:
+        with memory_cgroup(64 << 20):
+            return None
+    except OSError as problem:
+        return f"cannot make a memory cgroup: {problem}"
+
+
+@dataclass(frozen=True)
+class Cgroup:
+    """A memory cgroup that lives as long as its ``with`` block."""
+
+    path: Path
+    version: str
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """The command, started inside the group."""
+        script = f'echo $$ > {self.path}/cgroup.procs && exec "$@"'
+        return ["sh", "-c", script, "sh", *command]
+
+    def oom_kills(self) -> int:
+        """Kills in this group itself, by the kernel's own counter."""
+        name = "memory.oom_control" if self.version == "v1" else "memory.events.local"
+        for line in (self.path / name).read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == "oom_kill":
+                return int(value)
+        raise AssertionError(f"{name} has no oom_kill")
+
+
+@contextlib.contextmanager
+def memory_cgroup(limit: int, *, swap: int | None = 0) -> Iterator[Cgroup]:
+    """A memory cgroup with a limit; ``swap`` bytes of swap beyond it (None: no bound)."""
+    name = f"legroom-test-{os.getpid()}-{next(_serial)}"
+    if (_CGROUP / "cgroup.controllers").exists():
+        version, path = "v2", _CGROUP / name
+        if "memory" not in (_CGROUP / "cgroup.controllers").read_text().split():
+            raise OSError("the memory controller is not in cgroup.controllers")
+        (_CGROUP / "cgroup.subtree_control").write_text("+memory")
+    else:
+        version, path = "v1", _CGROUP / "memory" / name
+    path.mkdir()
+    group = Cgroup(path, version)
+    try:
+        if version == "v2":
+            (path / "memory.max").write_text(str(limit))
+            if swap is not None and (path / "memory.swap.max").exists():
+                (path / "memory.swap.max").write_text(str(swap))
+        else:
+            (path / "memory.limit_in_bytes").write_text(str(limit))
+            if swap is not None and (path / "memory.memsw.limit_in_bytes").exists():
+                (path / "memory.memsw.limit_in_bytes").write_text(str(limit + swap))
+        yield group
+    finally:
+        _empty_and_remove(path)
+
+
+def _empty_and_remove(path: Path) -> None:
+    """End what still runs in the group (only we can have put it there), then remove it."""
+    deadline = time.monotonic() + 10
+    while True:
+        for pid in (path / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), 9)
+        try:
+            path.rmdir()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def why_not_swap() -> str | None:
+    """Why a swap file cannot be had, or None."""
+    if reason := why_no_rigs():
+        return reason
+    if shutil.which("mkswap") is None or shutil.which("swapon") is None:
+        return "mkswap and swapon (util-linux) are not installed"
+    try:
+        with swap_file(1 << 20):
+            return None
+    except (OSError, subprocess.CalledProcessError) as problem:
+        return f"cannot switch swap on: {problem}"
+
+
+@contextlib.contextmanager
+def swap_file(size: int) -> Iterator[Path]:
+    """A swap file in use for as long as the block lasts."""
+    with tempfile.TemporaryDirectory(prefix="legroom-swap-", dir="/var/tmp") as folder:
+        path = Path(folder) / "swap"
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+        path.chmod(0o600)
+        subprocess.run(["mkswap", str(path)], check=True, capture_output=True)
+        subprocess.run(["swapon", str(path)], check=True, capture_output=True)
+        try:
+            yield path
+        finally:
+            subprocess.run(["swapoff", str(path)], check=True, capture_output=True)
+
+
+def why_not_user() -> str | None:
+    """Why commands cannot be run as somebody else, or None."""
+    if reason := why_no_rigs():
+        return reason
+    return None if shutil.which("setpriv") else "setpriv (util-linux) is not installed"
+
+
+def as_user(uid: int, command: Sequence[str]) -> list[str]:
+    """The command as an unprivileged user without any group or capability of root's."""
+    return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--inh-caps=-all", *command]
+
+
+WHY_NOT = {
+    "mount": why_not_mount,
+    "cgroup": why_not_cgroup,
+    "swap": why_not_swap,
+    "user": why_not_user,
+}
