@@ -1,0 +1,188 @@
+"""The fix for this place: what to type here, and the command that proves it worked.
+
+Covers: more /dev/shm, more RAM, swap, descriptors, disk, CPU quota, GPU: for docker, podman, kubernetes,
+slurm, bare machines with and without rights. Does not cover: finding out what is wrong (findings.py).
+
+Pure functions of a Place and numbers. A fix is a tuple of lines in the order to try them; a line that
+proves the change begins with ``check:``.
+"""
+
+from __future__ import annotations
+
+from legroom.model import Place
+from legroom.units import exact_size, format_size
+from legroom.words import say
+
+# Above a quarter of the memory the data in /dev/shm would crowd out the processes that use them.
+SHM_SHARE = 4
+_SHM_TOP = 8 << 30
+_SHM_FLOOR = 512 << 20
+
+_CHECK_SHM = "check: df -h /dev/shm"
+
+
+def advised_shm(ram: int | None) -> int:
+    """A size for /dev/shm when nothing is known of the workload: a power of two, 512 MB to 8 GB.
+
+    At most a quarter of the memory that is really there: tmpfs pages count against it.
+    """
+    if ram is None:
+        return 1 << 30
+    bound = max(ram // SHM_SHARE, 64 << 20)
+    size = _SHM_TOP
+    while size > bound and size > _SHM_FLOOR:
+        size //= 2
+    while size > ram // 2 and size > 64 << 20:  # a box too small even for the floor
+        size //= 2
+    return size
+
+
+def _privilege(place: Place) -> str | None:
+    """What a command that needs rights is prefixed with here; None where no prefix would help."""
+    if place.may_mount:
+        return ""
+    return "sudo " if place.sudo and not place.root else None
+
+
+def enlarge_shm(place: Place, size: int) -> tuple[str, ...]:
+    """How to get a /dev/shm of ``size`` here."""
+    wanted = exact_size(size)
+    remount = _privilege(place)
+    if place.kind in ("docker", "podman"):
+        lines = [
+            say(
+                "start the container again with: {tool} run --shm-size={size} …", tool=place.kind, size=wanted
+            ),
+            say("or in compose, under the service: shm_size: {size}", size=wanted.lower() + "b"),
+        ]
+        if remount is not None:
+            lines.insert(0, say("now, without a restart: mount -o remount,size={size} /dev/shm", size=wanted))
+        return (*lines, _CHECK_SHM)
+    if place.kind == "kubernetes":
+        return (
+            say(
+                "give the pod a memory volume: volumes: [{{name: shm, emptyDir: {{medium: Memory, "
+                "sizeLimit: {size}i}}}}] and volumeMounts: [{{name: shm, mountPath: /dev/shm}}]",
+                size=wanted,
+            ),
+            say("what lies in it counts against the container's memory limit: raise that by as much"),
+            "check: kubectl exec POD -- df -h /dev/shm",
+        )
+    if place.kind in ("bare", "wsl", "slurm") and remount is not None:
+        return (
+            say("now: {sudo}mount -o remount,size={size} /dev/shm", sudo=remount, size=wanted),
+            say(
+                "for good, in /etc/fstab: tmpfs /dev/shm tmpfs defaults,size={size} 0 0 "
+                "(mount -a does not enlarge what is mounted; the remount does)",
+                size=wanted,
+            ),
+            _CHECK_SHM,
+        )
+    return (
+        say("without rights: num_workers=0 uses no shared memory; smaller batches, fewer workers use less"),
+        say(
+            "ask the administrator: \"/dev/shm on this machine is too small for PyTorch's data loaders; please "
+            'run: mount -o remount,size={size} /dev/shm, and set size={size} for it in /etc/fstab"',
+            size=wanted,
+        ),
+        _CHECK_SHM,
+    )
+
+
+def raise_ram_limit(place: Place, limit: int | None) -> tuple[str, ...]:
+    """How to get more memory, or use less, where the ram pool runs short."""
+    use_less = say("or use less: fewer workers, smaller batches, one shared copy of the data")
+    more = exact_size(2 * limit) if limit else "16G"
+    if place.kind in ("docker", "podman"):
+        return (
+            say("start the container again with: {tool} run --memory={size} …", tool=place.kind, size=more),
+            use_less,
+            "check: legroom doctor",
+        )
+    if place.kind == "kubernetes":
+        return (
+            say("raise resources.limits.memory of the container, to {size}i say", size=more),
+            use_less,
+            "check: legroom doctor",
+        )
+    if place.kind == "slurm":
+        return (say("ask for more: sbatch --mem={size} …", size=more), use_less, "check: legroom doctor")
+    return (
+        say("see who holds it: ps -eo pid,user,rss,args --sort=-rss | head"),
+        use_less,
+        "check: legroom doctor",
+    )
+
+
+def settle_swap(place: Place, moving: bool) -> tuple[str, ...]:
+    """What to do about swap: it is the symptom; the working set is the cause."""
+    lines = []
+    if moving:
+        lines.append(
+            say("shrink the working set: fewer workers, smaller prefetch, one shared copy of the data")
+        )
+        lines.append(say("see who is swapped out: grep VmSwap /proc/[0-9]*/status | sort -k2 -n | tail"))
+    prefix = "" if place.root else "sudo "
+    if place.kind in ("bare", "wsl") and (place.root or place.sudo):
+        lines.append(
+            say(
+                "to bring pages back once there is free RAM for them: {sudo}swapoff -a && {sudo}swapon -a "
+                "(with too little free RAM this calls the OOM killer)",
+                sudo=prefix,
+            )
+        )
+    return (*lines, "check: vmstat 1 5   (columns si and so stay 0)")
+
+
+def raise_nofile(place: Place, soft: int, hard: int | None) -> tuple[str, ...]:
+    """How to get more open files."""
+    unlimited = hard is None or hard < 0
+    wanted = 65536 if unlimited or hard is None or hard >= 65536 else hard
+    lines = []
+    if wanted > soft:
+        lines.append(say("in the shell that starts the training: ulimit -n {count}", count=wanted))
+    if not unlimited and (hard or 0) < 65536:
+        if place.kind in ("docker", "podman"):
+            lines.append(say("{tool} run --ulimit nofile=65536:65536 …", tool=place.kind))
+        else:
+            lines.append(
+                say(
+                    "for more than {hard}: a nofile line in /etc/security/limits.conf, by the administrator",
+                    hard=hard,
+                )
+            )
+    lines.append(
+        say(
+            "or torch.multiprocessing.set_sharing_strategy('file_system'): fewer descriptors, the same /dev/shm"
+        )
+    )
+    return (*lines, "check: ulimit -n")
+
+
+def free_disk(path: str) -> tuple[str, ...]:
+    """How to get room on a disk."""
+    return (
+        say("see what takes it: du -xh --max-depth=1 {path} | sort -h | tail", path=path),
+        f"check: df -h {path}",
+    )
+
+
+def remove_leftovers(names: tuple[str, ...], total: int) -> tuple[str, ...]:
+    """How to remove files in /dev/shm that no process uses."""
+    listed = " ".join(f"/dev/shm/{_quoted(name)}" for name in names[:5])
+    more = say(" (and {count} more)", count=len(names) - 5) if len(names) > 5 else ""
+    return (
+        say(
+            "no process maps them, so this frees {total}: rm {names}{more}",
+            total=format_size(total),
+            names=listed,
+            more=more,
+        ),
+        _CHECK_SHM,
+    )
+
+
+def _quoted(name: str) -> str:
+    import shlex
+
+    return shlex.quote(name)

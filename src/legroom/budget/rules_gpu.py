@@ -1,0 +1,114 @@
+"""Rules about GPU memory.
+
+Covers: cards nearly full, cards nobody can talk to, memory spilled into the host's RAM (Windows).
+Does not cover: what a training will need of a card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from legroom.model import Box, Finding, Gpu
+from legroom.units import format_size
+from legroom.words import say
+
+NEARLY_FULL = 0.90
+FULL = 0.97
+
+
+def nearly_full(box: Box) -> Iterator[Finding]:
+    """Little left on a card."""
+    for card in box.gpus.cards:
+        if card.size is None or card.used is None or card.free is None or card.used < NEARLY_FULL * card.size:
+            continue
+        yield Finding(
+            "gpu-nearly-full",
+            "critical" if card.used >= FULL * card.size else "warning",
+            say(
+                "gpu{index} has {free} of {size} left",
+                index=card.index, free=format_size(card.free), size=format_size(card.size),
+            ),
+            say("{used} in use{holders}", used=format_size(card.used), holders=_holders(card)),
+            (
+                say("smaller batches with more accumulation keep the effective batch; mixed precision needs less"),
+                say("end what should not run there, by the pids above"),
+                "check: nvidia-smi",
+            ),
+        )  # fmt: skip
+
+
+def _holders(card: Gpu) -> str:
+    if card.processes is None:
+        return say("; by whom is unknown ({reason})", reason=card.reason or "")
+    known = sorted((p for p in card.processes if p.used is not None), key=lambda p: -(p.used or 0))
+    if not known:
+        return ""
+    hidden = sum(1 for p in card.processes if p.command is None)
+    text = ", ".join(f"{p.pid} {format_size(p.used or 0)}" for p in known[:3])
+    note = (
+        say("; {count} of the pids belong to processes that cannot be seen from here", count=hidden)
+        if hidden
+        else ""
+    )
+    return say(" (largest: {text}{note})", text=text, note=note)
+
+
+def unseen(box: Box) -> Iterator[Finding]:
+    """A card on the bus, or a driver, that does not answer."""
+    gpus = box.gpus
+    dead = [card for card in gpus.cards if card.size is None]
+    if dead:
+        yield Finding(
+            "gpu-unseen",
+            "critical",
+            say("gpu{index} does not answer", index=dead[0].index),
+            dead[0].reason or say("the driver gave no memory figures for it"),
+            (
+                say("see the kernel's log for Xid errors; a reset or a reboot may be needed"),
+                "check: nvidia-smi -q",
+            ),
+        )
+    if gpus.cards or not gpus.on_bus:
+        return
+    yield Finding(
+        "gpu-unseen",
+        "warning",
+        say("{count} NVIDIA card(s) on the bus, none can be used", count=gpus.on_bus),
+        gpus.reason or say("the driver did not answer"),
+        (
+            say("in a container: docker run --gpus all … with the NVIDIA container toolkit on the host")
+            if box.place.kind in ("docker", "podman", "container")
+            else say("in kubernetes: ask for nvidia.com/gpu in resources.limits")
+            if box.place.kind == "kubernetes"
+            else say(
+                "install or reload the NVIDIA driver; after an upgrade a reboot joins library and module again"
+            ),
+            "check: nvidia-smi",
+        ),
+    )
+
+
+def spilling(box: Box) -> Iterator[Finding]:
+    """Windows moves GPU memory into the host's RAM when a card is full."""
+    for card in box.gpus.cards:
+        if not card.spilled:
+            continue
+        yield Finding(
+            "gpu-spilling",
+            "critical",
+            say("{spilled} of GPU memory lies in the host's RAM", spilled=format_size(card.spilled)),
+            say(
+                "gpu{index} ({size}) is full and Windows has moved memory across the PCIe bus: training slows down "
+                "and no error says so",
+                index=card.index,
+                size=say("size unknown") if card.size is None else format_size(card.size),
+            ),
+            (
+                say("smaller batches, mixed precision or smaller images until nothing spills"),
+                say("cap torch below the card: torch.cuda.set_per_process_memory_fraction(0.8)"),
+                say("check: Task Manager, Performance, GPU: 'Shared GPU memory' goes back to its idle value"),
+            ),
+        )
+
+
+RULES = (nearly_full, unseen, spilling)

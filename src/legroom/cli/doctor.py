@@ -1,0 +1,144 @@
+"""`legroom doctor`: one screen about this box. Parses, calls, renders; decides nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import click
+
+from legroom.budget.binding import bind
+from legroom.budget.findings import findings
+from legroom.budget.settings import safe_settings
+from legroom.cli.layout import paint, paragraph, pool_line
+from legroom.model import Box, Finding, Job, LoaderSettings
+from legroom.probe.box import snapshot
+from legroom.probe.host import Host
+from legroom.units import format_size
+from legroom.words import say
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.option("--plain", is_flag=True, help="No bars: text that reads well aloud.")
+@click.option("--job", type=int, metavar="PID", help="Tell of one running training and its children too.")
+@click.option("--match", metavar="REGEX", help="The same, found by its command line.")
+@click.option("--root", default="/", metavar="DIR", help="Read the machine below DIR: /host, or a recording.")
+def command(as_json: bool, plain: bool, job: int | None, match: str | None, root: str) -> int:
+    """What is short on this box, why, and what to type about it.
+
+    Reads only, needs no rights. Exits 1 when a finding is critical.
+    """
+    if job is not None and match is not None:
+        raise click.UsageError("--job and --match name the same thing: give one of them")
+    host = Host.at(root)
+    found = None
+    if job is not None or match is not None:
+        from legroom.probe.job import job as look_up
+
+        found = look_up(host, match if job is None else job)
+    box = snapshot(host, pid="self" if found is None else str(found.pid))
+    if found is not None:
+        found = bind(box, found)
+    said, settings = findings(box), safe_settings(box)
+    if as_json:
+        click.echo(json.dumps(as_object(box, said, settings, found), ensure_ascii=False))
+    else:
+        click.echo(as_text(box, said, settings, found, plain))
+    return 1 if any(finding.severity == "critical" for finding in said) else 0
+
+
+def as_object(
+    box: Box, said: tuple[Finding, ...], settings: tuple[LoaderSettings, ...], job: Job | None
+) -> dict[str, Any]:
+    """The report as other programs read it."""
+    report: dict[str, Any] = {
+        "schema": "legroom.doctor/1",
+        "place": dataclasses.asdict(box.place),
+        "pools": [dataclasses.asdict(pool) for pool in box.pools],
+        "settings": [dataclasses.asdict(row) for row in settings],
+        "findings": [dataclasses.asdict(finding) for finding in said],
+    }
+    if job is not None:
+        report["job"] = dataclasses.asdict(job)
+    return report
+
+
+def as_text(
+    box: Box,
+    said: tuple[Finding, ...],
+    settings: tuple[LoaderSettings, ...],
+    job: Job | None,
+    plain: bool,
+) -> str:
+    """The report as people read it."""
+    place = box.place
+    lines = [
+        paragraph(
+            say("{kind} ({how}), {rights}", kind=place.kind, how=place.how, rights=place.rights_how), "", "  "
+        ),
+        "",
+        *(pool_line(pool, plain) for pool in box.pools),
+        "",
+        *_job_lines(job),
+        *_settings_lines(settings),
+        "",
+    ]
+    if not said:
+        lines.append(say("Nothing to say: no finding."))
+    for finding in said:
+        lines += _finding_lines(finding)
+    return "\n".join(lines).rstrip()
+
+
+def _settings_lines(settings: tuple[LoaderSettings, ...]) -> list[str]:
+    lines = [say("DataLoader settings that fit here now (torch's loader)")]
+    for row in settings:
+        if row.num_workers == 0:
+            size = say("any batch: no shared memory used")
+        elif row.max_batch_bytes is None:
+            size = say("unknown batch: {why}", why=row.why)
+        else:
+            size = say("batches up to {size}", size=format_size(row.max_batch_bytes))
+        prefetch = "" if row.prefetch_factor is None else f", prefetch_factor={row.prefetch_factor}"
+        lines.append(f"  num_workers={row.num_workers}{prefetch}".ljust(36) + size)
+    lines.append(paragraph(settings[-1].why.partition("; ")[2], "  ", "  "))
+    return lines
+
+
+def _finding_lines(finding: Finding) -> list[str]:
+    label = paint(finding.severity.upper(), finding.severity, bold=True)
+    lines = [f"{label} {finding.code}", paragraph(finding.message, "  ", "  ")]
+    lines.append(paragraph(finding.why, "  why: ", "       "))
+    lines += [paragraph(step, "  do:  ", "       ") for step in finding.fix]
+    return [*lines, ""]
+
+
+def _job_lines(job: Job | None) -> list[str]:
+    if job is None:
+        return []
+    count = len(job.processes)
+    held = ", ".join(f"{name} {_amount(name, amount)}" for name, amount in job.held.items())
+    flags = ", ".join(f"{name} {value}" for name, value in job.flags.items())
+    return [
+        paragraph(
+            say("Job {pid} ({count} processes): {command}", pid=job.pid, count=count, command=job.command),
+            "",
+            "  ",
+        ),
+        paragraph(say("holds: {held}", held=held), "  ", "         "),
+        paragraph(
+            say("flags: {flags}", flags=flags or say("none recognised on its command line")),
+            "  ",
+            "         ",
+        ),
+        paragraph(say("binds: {why}", why=job.binds_why), "  ", "         "),
+        "",
+    ]
+
+
+def _amount(name: str, amount: int | None) -> str:
+    if amount is None:
+        return say("unknown")
+    return str(amount) if name == "fds" else format_size(amount)

@@ -1,0 +1,84 @@
+"""How text looks: bars, wrapped paragraphs, colours that switch themselves off.
+
+Covers: the terminal's width, plain text for pipes and screen readers. Does not cover: what is said.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+
+import click
+
+from legroom.model import Pool, Severity
+from legroom.units import format_size
+from legroom.words import say
+
+_COLOURS = {"critical": "red", "warning": "yellow", "info": "cyan"}
+BAR = 20
+
+
+def coloured() -> bool:
+    """Colours only on a terminal, and never against NO_COLOR."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def width() -> int:
+    """The columns to write in: the terminal's, at most 100; 80 where there is none."""
+    return max(40, min(100, shutil.get_terminal_size((80, 24)).columns))
+
+
+def paint(text: str, severity: Severity | None = None, *, bold: bool = False) -> str:
+    """The text in its severity's colour, where colours are on."""
+    if not coloured():
+        return text
+    return click.style(text, fg=_COLOURS.get(severity or ""), bold=bold)
+
+
+def paragraph(text: str, first: str, rest: str) -> str:
+    """The text wrapped to the width; commands are never broken at a hyphen or inside a word."""
+    return textwrap.fill(
+        text,
+        width=width(),
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def bar(share: float) -> str:
+    """A share as a bar of twenty cells; at least one cell for anything above nothing."""
+    share = min(1.0, max(0.0, share))
+    full = round(share * BAR)
+    if share > 0 and full == 0:
+        full = 1
+    blocks = "█░" if (sys.stdout.encoding or "").lower().startswith("utf") else "#."
+    return blocks[0] * full + blocks[1] * (BAR - full)
+
+
+def pool_line(pool: Pool, plain: bool) -> str:
+    """One pool on one line; what is unknown says why."""
+    label = f"  {pool.name:<7}"
+    share = pool.used_share
+    if pool.size is None:
+        return paragraph(say("unknown: {reason}", reason=pool.reason or pool.source), label, " " * len(label))
+    if pool.size == 0:
+        return label + say("none")
+    if pool.name == "fds":
+        return label + say("{size} files a process may open", size=pool.size)
+    if share is None or pool.used is None or pool.free is None:
+        known = say("{size} in all", size=format_size(pool.size))
+        if pool.free is not None:
+            known = say("{free} of {size} free", free=format_size(pool.free), size=format_size(pool.size))
+        return paragraph(f"{known}; {pool.reason or pool.source}", label, " " * len(label))
+    severity: Severity | None = "critical" if share >= 0.95 else "warning" if share >= 0.8 else None
+    figures = say(
+        "{used:>8} of {size:>8} used, {free} free",
+        used=format_size(pool.used), size=format_size(pool.size), free=format_size(pool.free),
+    )  # fmt: skip
+    if plain:
+        return label + say("{share:.0%} used: ", share=share) + " ".join(figures.split())
+    return label + paint(bar(share), severity) + f" {share:>4.0%} {figures}"

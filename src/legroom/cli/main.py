@@ -1,0 +1,96 @@
+"""The door: finds the verb, imports it, turns errors into words and exit statuses.
+
+Covers: the table of verbs, lazy import, errors, closed pipes. Does not cover: any verb.
+
+Exit 0: fine, warnings included. 1: the answer is no. 2: bad usage or bad input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+from legroom import __version__
+from legroom.errors import EXIT_USAGE, LegroomError
+
+# One line each, so that --help needs none of the modules.
+VERBS = {
+    "doctor": "What is short on this box, why, and what to type about it.",
+}
+
+
+class Verbs(click.Group):
+    """A group whose commands are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        command: click.Command = import_module(f"legroom.cli.{cmd_name}").command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as problem:
+            import difflib
+
+            near = difflib.get_close_matches(args[0], VERBS, 1)
+            if near:
+                problem.message += f" Did you mean '{near[0]}'?"
+            raise
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "--version", "-V", prog_name="legroom")
+def cli() -> None:
+    """Memory room for training: what will run out on this box, and what to do about it here.
+
+    Every verb has --json. Sizes read and print as people write them: 64MB, 8G, 1.5GiB.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line; the exit status."""
+    try:
+        status = cli.main(arguments, prog_name="legroom", standalone_mode=False)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else 0
+    except LegroomError as error:
+        _tell(error, as_json="--json" in arguments, verb=arguments[0])
+        return error.exit_status
+    except click.ClickException as problem:
+        problem.show()
+        return EXIT_USAGE
+    except click.Abort:
+        click.echo("stopped", err=True)
+        return 130
+    except BrokenPipeError:
+        # Whoever read us has had enough (`| head`). Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _tell(error: LegroomError, *, as_json: bool, verb: str) -> None:
+    if as_json:
+        click.echo(json.dumps({"schema": f"legroom.{verb}/1", "error": error.as_dict()}, ensure_ascii=False))
+    click.echo(f"legroom: {error}", err=True)

@@ -1,0 +1,101 @@
+"""The fix belongs to the place, and can be pasted as it stands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import yaml
+from boxes import GB, MB, healthy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from legroom.budget import remedy
+from legroom.model import Place
+
+BARE = healthy().place
+
+
+def _at(kind: str, **more: object) -> Place:
+    return replace(BARE, kind=kind, **more)
+
+
+def _text(steps: tuple[str, ...]) -> str:
+    return "\n".join(steps)
+
+
+def test_docker_restarts_with_shm_size() -> None:
+    text = _text(remedy.enlarge_shm(_at("docker", may_mount=False), 8 * GB))
+    assert "docker run --shm-size=8G" in text and "shm_size: 8gb" in text and "remount" not in text
+    assert "podman run --shm-size=8G" in _text(remedy.enlarge_shm(_at("podman", may_mount=False), 8 * GB))
+
+
+def test_a_privileged_container_may_remount() -> None:
+    assert "mount -o remount,size=2G /dev/shm" in remedy.enlarge_shm(_at("docker", may_mount=True), 2 * GB)[0]
+
+
+def test_kubernetes_gets_a_memory_volume_that_is_yaml() -> None:
+    line = remedy.enlarge_shm(_at("kubernetes", may_mount=False), 8 * GB)[0]
+    volumes, mounts = line.split(": ", 1)[1].split(" and ")
+    parsed = yaml.safe_load(volumes)
+    assert parsed == {"volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}]}
+    assert yaml.safe_load(mounts) == {"volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}]}
+
+
+@pytest.mark.parametrize(
+    ("rights", "command"),
+    [
+        ({"root": True, "may_mount": True}, "now: mount -o remount,size=8G /dev/shm"),
+        ({"root": False, "may_mount": False, "sudo": True}, "now: sudo mount -o remount,size=8G /dev/shm"),
+    ],
+)
+def test_a_bare_machine_remounts(rights: dict[str, bool], command: str) -> None:
+    steps = remedy.enlarge_shm(_at("bare", **rights), 8 * GB)
+    assert steps[0] == command
+    assert "tmpfs /dev/shm tmpfs defaults,size=8G 0 0" in steps[1] and "mount -a does not" in steps[1]
+
+
+@pytest.mark.parametrize("kind", ["bare", "slurm", "container"])
+def test_without_rights_there_is_a_letter_to_the_administrator(kind: str) -> None:
+    text = _text(remedy.enlarge_shm(_at(kind, root=False, may_mount=False, sudo=False), 8 * GB))
+    assert "num_workers=0" in text and "ask the administrator" in text and "remount,size=8G" in text
+
+
+@given(st.none() | st.integers(64 * MB, 4096 * GB))
+def test_advice_is_a_power_of_two_within_the_memory(ram: int | None) -> None:
+    size = remedy.advised_shm(ram)
+    assert size & (size - 1) == 0
+    assert size <= 8 * GB
+    if ram is not None and ram >= 128 * MB:
+        assert size <= ram // 2
+    if ram is not None and ram >= 2 * GB:
+        assert 512 * MB <= size <= ram // 4
+
+
+def test_swap_is_cleared_only_with_rights_and_a_warning() -> None:
+    text = _text(remedy.settle_swap(_at("bare", root=False, sudo=True), moving=True))
+    assert "sudo swapoff -a && sudo swapon -a" in text and "OOM killer" in text
+    assert "swapoff" not in _text(remedy.settle_swap(_at("bare", root=False, sudo=False), moving=True))
+    assert "swapoff" not in _text(remedy.settle_swap(_at("docker"), moving=True))
+
+
+def test_descriptors_up_to_the_hard_limit_need_nobody() -> None:
+    assert "ulimit -n 65536" in _text(remedy.raise_nofile(BARE, 1024, 1 << 20))
+    text = _text(remedy.raise_nofile(BARE, 1024, 4096))
+    assert "ulimit -n 4096" in text and "limits.conf" in text
+    assert "ulimit -n 4096" not in _text(remedy.raise_nofile(BARE, 4096, 4096))
+    assert "--ulimit nofile=65536:65536" in _text(remedy.raise_nofile(_at("docker"), 1024, 1024))
+
+
+def test_leftovers_are_quoted_and_counted() -> None:
+    line = remedy.remove_leftovers(("torch_1", "a b;c", "x", "y", "z", "w"), 5 * MB)[0]
+    assert "rm /dev/shm/torch_1 '/dev/shm/a b;c'" in line or "rm /dev/shm/torch_1 /dev/shm/'a b;c'" in line
+    assert "frees 5 MB" in line and "and 1 more" in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [("docker", "--memory=16G"), ("kubernetes", "16Gi"), ("slurm", "--mem=16G"), ("bare", "ps -eo")],
+)
+def test_more_ram_by_place(kind: str, part: str) -> None:
+    assert part in _text(remedy.raise_ram_limit(_at(kind), 8 * GB))

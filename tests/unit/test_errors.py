@@ -1,0 +1,51 @@
+"""Every error has a code of its own, says what, why and what to do, and crosses process borders whole."""
+
+from __future__ import annotations
+
+import pickle
+import re
+
+import pytest
+
+from legroom import errors
+from legroom.errors import LegroomError, MissingKey, NoRoom, UsageError
+
+
+def _all(kind: type[LegroomError] = LegroomError) -> list[type[LegroomError]]:
+    return [kind, *(leaf for child in kind.__subclasses__() for leaf in _all(child))]
+
+
+def test_codes_are_unique_and_well_formed() -> None:
+    codes = [kind.code for kind in _all()]
+    assert len(codes) == len(set(codes))
+    assert all(re.fullmatch(r"[a-z]+(-[a-z0-9]+)*", code) for code in codes)
+
+
+def test_the_drawn_tree_names_every_error() -> None:
+    drawing = errors.__doc__ or ""
+    for kind in _all():
+        assert kind.__name__ in drawing
+        if not kind.__subclasses__():
+            assert kind.code in drawing, kind
+
+
+@pytest.mark.parametrize("kind", _all())
+def test_reads_as_a_few_lines_and_survives_pickling(kind: type[LegroomError]) -> None:
+    error = kind("it broke", why="3 of 4 MB", fix=("do this", "or that"))
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind
+    assert str(again) == f"it broke [{kind.code}]\n  why: 3 of 4 MB\n  do:  do this\n  do:  or that"
+    assert again.as_dict() == {
+        "code": kind.code, "message": "it broke", "why": "3 of 4 MB", "fix": ["do this", "or that"],
+    }  # fmt: skip
+
+
+def test_exit_statuses() -> None:
+    assert UsageError("x").exit_status == 2
+    assert NoRoom("x").exit_status == 1
+
+
+def test_a_missing_key_is_still_a_key_error() -> None:
+    with pytest.raises(KeyError) as caught:
+        raise MissingKey("no 'imgaes'", fix=("did you mean 'images'?",))
+    assert str(caught.value).startswith("no 'imgaes' [missing-key]")

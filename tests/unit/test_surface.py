@@ -1,0 +1,69 @@
+"""The surface: exported names, light start, help of every verb, a verb a page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import click
+import pytest
+
+import legroom
+from legroom.cli.main import VERBS, cli
+
+REPO = Path(__file__).parents[2]
+HEAVY = {"numpy", "torch", "h5py", "pyarrow", "rich", "pynvml", "psutil", "textual"}
+
+
+def test_exported_names_are_all_there_and_nothing_else() -> None:
+    for name in legroom.__all__:
+        assert getattr(legroom, name) is not None
+    assert set(legroom._HOMES) | {"__version__"} == set(legroom.__all__)
+    assert set(legroom.__all__) <= set(dir(legroom))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = legroom.nonsense
+
+
+def _modules_after(code: str) -> set[str]:
+    script = f"import sys, json\n{code}\nprint(json.dumps(sorted(sys.modules)))"
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(json.loads(shown.stdout.splitlines()[-1]))
+
+
+def test_import_and_help_pull_nothing_heavy() -> None:
+    assert not _modules_after("import legroom") & HEAVY
+    quiet = "import contextlib, io\nfrom legroom.cli.main import run\nwith contextlib.redirect_stdout(io.StringIO()):\n    run(['--help'])"
+    assert not _modules_after(quiet) & HEAVY
+
+
+def test_doctor_does_without_numpy_and_torch() -> None:
+    quiet = "import contextlib, io\nfrom legroom.cli.main import run\nwith contextlib.redirect_stdout(io.StringIO()):\n    run(['doctor'])"
+    assert not _modules_after(quiet) & (HEAVY - {"pynvml", "psutil"})
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_json_a_page_and_a_file(verb: str) -> None:
+    command = cli.get_command(click.Context(cli), verb)
+    assert command is import_module(f"legroom.cli.{verb}").command
+    text = command.get_help(click.Context(command, info_name=f"legroom {verb}"))
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert "--json" in text
+    assert (REPO / "docs" / f"{verb}.md").is_file()
+
+
+def test_versions_agree() -> None:
+    import tomllib
+
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    assert project["version"] == legroom.__version__
+
+
+def test_every_package_says_what_it_covers() -> None:
+    for path in (REPO / "src" / "legroom").rglob("*.py"):
+        text = path.read_text()
+        assert text.startswith('"""'), path
+        if path.name == "__init__.py" and path.parent.name != "legroom":
+            assert "Covers:" in text and "Does not cover:" in text, path
