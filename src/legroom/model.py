@@ -81,6 +81,7 @@ class Shm:
     removed_at_logout: bool | None = None
     removed_how: str = ""
     reason: str | None = None
+    unlinked: int | None = None  # blocks of files without a name that living processes still hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,7 @@ class Swap:
     cgroup_limit: int | None  # None: no limit; a v2 group's memory.swap.max, v1's memsw less memory
     source: str
     reason: str | None = None
+    cgroup_used: int | None = None  # at the level that has the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +286,7 @@ class LoaderSettings:
     max_batch_bytes: int | None  # the largest batch for which they hold; None: nothing bounds it
     bound_by: str
     why: str
+    pin_why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,3 +300,95 @@ class Job:
     held: Mapping[str, int | None] = field(default_factory=dict)  # by pool
     binds: str | None = None
     binds_why: str = ""
+    spellings: Mapping[str, str] = field(default_factory=dict)  # each flag as the command line has it
+    notes: tuple[str, ...] = ()  # what the figures in ``held`` leave out or count twice
+
+
+@dataclass(frozen=True, slots=True)
+class EntryArray:
+    """One array of an entry."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    attributes: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EntryTable:
+    """One table of an entry."""
+
+    rows: int
+    columns: Mapping[str, str]  # name → Arrow type
+    bytes: int
+    attributes: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EntryUser:
+    """A process that has an entry mapped, for showing to people: a lock, not this, says that it is in use."""
+
+    pid: int
+    command: str
+    privatised: int | None  # bytes it has written to and so holds for itself; None: may not be looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One dataset: in the shared cache, mapped where it lies, or read into one process."""
+
+    key: str | None  # None: not in a store
+    sources: tuple[str, ...]
+    digest: str | None
+    hash: str | None
+    format: str  # of the source
+    backing: Literal["shm", "disk", "inplace", "memory"]
+    bytes: int
+    arrays: Mapping[str, EntryArray]
+    tables: Mapping[str, EntryTable]
+    attributes: Mapping[str, object]
+    store: str | None = None  # the store's directory
+    in_use: bool | None = None  # None: not looked at
+    users: tuple[EntryUser, ...] | None = None  # None: not looked at, or they cannot be seen from here
+    created: float | None = None
+    last_used: float | None = None
+    built_by: str | None = None
+    damaged: str | None = None  # why it cannot be used
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRoom:
+    """One store of the cache, and its room."""
+
+    path: str
+    backing: Literal["shm", "disk"]
+    size: int
+    used: int  # by the cache's own entries
+    free: int  # for new entries: bounded by the file system, the store's limit and the cgroup
+    bound_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reaped:
+    """What a drop or a gc removed, or would remove."""
+
+    entries: tuple[Entry, ...]
+    freed: int
+    strays: int  # half-built directories, trash, records and locks of nobody
+    kept: tuple[Entry, ...] = ()  # wanted, and in use
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """An entry compared with its checksums, and its source with its digest."""
+
+    entry: Entry
+    damaged: tuple[str, ...]  # arrays and tables whose bytes are not what was written
+    source: Literal["same", "changed", "missing", "not-checked"]
+    source_why: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the copy is what was written; a source that changed since is no damage."""
+        return not self.damaged
