@@ -58,7 +58,8 @@ def safe_settings(box: Box) -> tuple[LoaderSettings, ...]:
                 persistent_workers=True,
                 max_batch_bytes=largest,
                 bound_by=bound_by,
-                why=f"{why}; {pin_why}",
+                why=why,
+                pin_why=pin_why,
             )
         )
     rows.append(
@@ -69,7 +70,8 @@ def safe_settings(box: Box) -> tuple[LoaderSettings, ...]:
             persistent_workers=False,
             max_batch_bytes=None,
             bound_by="none",
-            why=say("no worker, no shared memory; {pin}", pin=pin_why),
+            why=say("no worker, no shared memory"),
+            pin_why=pin_why,
         )
     )
     return tuple(rows)

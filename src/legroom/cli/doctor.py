@@ -34,10 +34,11 @@ def command(as_json: bool, plain: bool, job: int | None, match: str | None, root
         raise click.UsageError("--job and --match name the same thing: give one of them")
     host = Host.at(root)
     found = None
-    if job is not None or match is not None:
+    wanted = match if job is None else job
+    if wanted is not None:
         from legroom.probe.job import job as look_up
 
-        found = look_up(host, match if job is None else job)
+        found = look_up(host, wanted)
     box = snapshot(host, pid="self" if found is None else str(found.pid))
     if found is not None:
         found = bind(box, found)
@@ -86,7 +87,7 @@ def as_text(
         "",
     ]
     if not said:
-        lines.append(say("Nothing to say: no finding."))
+        lines.append(say("No finding: nothing here is short."))
     for finding in said:
         lines += _finding_lines(finding)
     return "\n".join(lines).rstrip()
@@ -98,12 +99,12 @@ def _settings_lines(settings: tuple[LoaderSettings, ...]) -> list[str]:
         if row.num_workers == 0:
             size = say("any batch: no shared memory used")
         elif row.max_batch_bytes is None:
-            size = say("unknown batch: {why}", why=row.why)
+            size = say("batch size unknown: {why}", why=row.why)
         else:
             size = say("batches up to {size}", size=format_size(row.max_batch_bytes))
         prefetch = "" if row.prefetch_factor is None else f", prefetch_factor={row.prefetch_factor}"
-        lines.append(f"  num_workers={row.num_workers}{prefetch}".ljust(36) + size)
-    lines.append(paragraph(settings[-1].why.partition("; ")[2], "  ", "  "))
+        lines.append(paragraph(size, f"  num_workers={row.num_workers}{prefetch}".ljust(36), " " * 36))
+    lines.append(paragraph(settings[-1].pin_why, "  ", "  "))
     return lines
 
 

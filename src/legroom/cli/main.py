@@ -45,9 +45,9 @@ class Verbs(click.Group):
             import difflib
 
             near = difflib.get_close_matches(args[0], VERBS, 1)
-            if near:
-                problem.message += f" Did you mean '{near[0]}'?"
-            raise
+            if not near:
+                raise
+            raise click.UsageError(f"{problem.message} Did you mean '{near[0]}'?", ctx) from problem
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
