@@ -219,6 +219,7 @@ class Disk:
     free: int | None
     filesystem: str | None
     reason: str | None = None
+    used: int | None = None  # less than size − free where some is reserved for root
 
 
 @dataclass(frozen=True, slots=True)

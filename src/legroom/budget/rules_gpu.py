@@ -14,6 +14,8 @@ from legroom.words import say
 
 NEARLY_FULL = 0.90
 FULL = 0.97
+SPILLS_FROM = 0.85
+SPILL_FLOOR = 256 << 20
 
 
 def nearly_full(box: Box) -> Iterator[Finding]:
@@ -91,17 +93,20 @@ def unseen(box: Box) -> Iterator[Finding]:
 def spilling(box: Box) -> Iterator[Finding]:
     """Windows moves GPU memory into the host's RAM when a card is full."""
     for card in box.gpus.cards:
-        if not card.spilled:
+        # Pinned buffers and the desktop keep some there on a healthy machine; on a full card it is a spill.
+        full = card.size is None or card.used is None or card.used >= SPILLS_FROM * card.size
+        if not card.spilled or card.spilled < SPILL_FLOOR or not full:
             continue
         yield Finding(
             "gpu-spilling",
             "critical",
             say("{spilled} of GPU memory lies in the host's RAM", spilled=format_size(card.spilled)),
             say(
-                "gpu{index} ({size}) is full and Windows has moved memory across the PCIe bus: training slows down "
-                "and no error says so",
+                "gpu{index} holds {used} of {size}, and Windows keeps the rest across the PCIe bus: training slows "
+                "down and no error says so",
                 index=card.index,
-                size=say("size unknown") if card.size is None else format_size(card.size),
+                used=say("an unknown amount") if card.used is None else format_size(card.used),
+                size=say("an unknown size") if card.size is None else format_size(card.size),
             ),
             (
                 say("smaller batches, mixed precision or smaller images until nothing spills"),

@@ -8,7 +8,10 @@ A recording is a directory tree with a ``recording.json`` at its top, which answ
 
     {"env": {...}, "platform": "linux", "uid": 1000, "groups": ["sudo"], "affinity": 16,
      "rlimits": {"nofile": [1024, 4096], "memlock": [65536, 65536]}, "kernel": "6.8.0",
-     "statvfs": {"/dev/shm": [size, free]}, "stat": {"/dev/shm": [mode, uid]}, "now": 1760000000.0}
+     "statvfs": {"/dev/shm": [size, free, used]}, "stat": {"/dev/shm": [mode, uid]}, "cwd": "/home/me",
+     "vmstat_later": {"pswpin": 0, "pswpout": 0}, "interval": 0.1, "now": 1760000000.0}
+
+(``used`` may be left out: size less free. ``vmstat_later`` is /proc/vmstat again after ``interval`` seconds.)
 
 Nothing here raises because something is missing: a missing answer is None, and ``why`` says why.
 """
@@ -22,11 +25,19 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from legroom.errors import NoSuchRoot
 
 UNLIMITED = -1  # an rlimit without a bound
+
+
+class Room(NamedTuple):
+    """A filesystem's bytes: all, free to us, used by files."""
+
+    size: int
+    free: int
+    used: int
 
 
 @dataclass(frozen=True)
@@ -135,21 +146,27 @@ class Host:
 
     # System calls.
 
-    def room(self, path: str) -> tuple[int, int] | None:
-        """(size, free to us) of the filesystem that holds ``path``."""
+    def room(self, path: str) -> Room | None:
+        """The room of the filesystem that holds ``path``."""
         if self.recording is not None:
-            pair = self.recording.get("statvfs", {}).get(path)
-            return (int(pair[0]), int(pair[1])) if pair else None
+            row = self.recording.get("statvfs", {}).get(path)
+            return (
+                Room(int(row[0]), int(row[1]), int(row[2] if len(row) > 2 else row[0] - row[1]))
+                if row
+                else None
+            )
         try:
             if sys.platform == "win32":
                 import shutil
 
                 usage = shutil.disk_usage(self.path(path))
-                return usage.total, usage.free
+                return Room(usage.total, usage.free, usage.used)
             stats = os.statvfs(self.path(path))
         except OSError:
             return None
-        return stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
+        # What is reserved for root is neither free to us nor used by anybody.
+        used = stats.f_blocks - stats.f_bfree
+        return Room(stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize, used * stats.f_frsize)
 
     def owner_mode(self, path: str) -> tuple[int, int] | None:
         """(uid, permission bits) of ``path``."""

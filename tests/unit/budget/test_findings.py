@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Callable[[], Box], str]] = {
     "above-cgroup-root-unknown": (lambda: _memory(above_hidden=True), "info"),
     "gpu-nearly-full": (lambda: _gpu(74 * GB), "warning"),
     "gpu-unseen": (lambda: healthy(gpus=Gpus((), 2, None, "NVML", "driver not loaded")), "warning"),
-    "gpu-spilling": (lambda: _gpu(10 * GB, spilled=2 * GB), "critical"),
+    "gpu-spilling": (lambda: _gpu(70 * GB, spilled=2 * GB), "critical"),
     "fds-low": (lambda: healthy(limits=replace(healthy().limits, nofile_soft=1024)), "info"),
     "disk-low": (lambda: healthy(disks=(Disk("work", "/w", 500 * GB, GB, "ext4"),)), "warning"),
     "cpu-quota-below-affinity": (lambda: healthy(cpu=replace(healthy().cpu, quota=2.5)), "info"),
@@ -110,7 +110,7 @@ def test_each_fix_ends_with_the_command_that_proves_it(code: str) -> None:
         ),
         (healthy(pressure=(Pressure("machine", 60.0, 9.0, 30.0, 1.0, "/p"),)), "memory-pressure", "critical"),
         (_gpu(79 * GB), "gpu-nearly-full", "critical"),
-        (_gpu(None, None, reason="GPU is lost"), "gpu-unseen", "critical"),
+        (_gpu(None, None, reason="GPU is lost"), "gpu-unseen", "warning"),
         (healthy(limits=replace(healthy().limits, nofile_soft=256)), "fds-low", "warning"),
         (healthy(disks=(Disk("work", "/w", 500 * GB, 100 * MB, None),)), "disk-low", "critical"),
         (_shm(32 * GB, files=(_leftover(size=4 * GB),)), "shm-leftovers", "warning"),
@@ -137,6 +137,8 @@ def test_severity_follows_the_numbers(box: Box, code: str, severity: str) -> Non
         healthy(gpus=Gpus((), 0, None, "NVML", "no driver")),
         healthy(limits=replace(healthy().limits, nofile_soft=-1)),  # unlimited
         _gpu(71 * GB),
+        _gpu(10 * GB, spilled=2 * GB),  # pinned buffers count too, and the card is not full
+        _gpu(70 * GB, spilled=10 * MB),
     ],
 )
 def test_silent_below_the_thresholds(box: Box) -> None:

@@ -1,0 +1,205 @@
+"""NVIDIA cards: what each has, what is used, by whom.
+
+Covers: every card or MIG slice NVML shows, cards on the PCI bus without a driver, memory spilled on Windows.
+Does not cover: who uses a card (gpu_processes.py), other makers' cards, torch's own accounting (gpu/), load, clocks.
+
+A card's size is what CUDA can give out: the driver's reserve is taken off, so used + free is the size and the size
+is what torch.cuda.mem_get_info() calls total. nvidia-smi's total has the reserve in it (0.4 % on an H200).
+Indices run over what is listed here; they are nvidia-smi's until a card is cut into MIG slices, each of which is
+listed as a card of its own. CUDA counts after CUDA_VISIBLE_DEVICES, which is named in ``source``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from legroom.model import Gpu, Gpus, Pool
+from legroom.probe.gpu_processes import processes_on
+from legroom.probe.host import Host
+from legroom.probe.nvml import NOT_FOUND, NOT_SUPPORTED, NvmlTrouble, call, memory_info, text
+from legroom.probe.spill import CounterSource, Spill, spill
+from legroom.words import say
+
+_PCI = "/sys/bus/pci/devices"
+_NVIDIA = "0x10de"
+_DISPLAY = "0x03"  # PCI base class: display controllers, of which 0x0302 are compute cards
+_DRIVER_SIGNS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
+_MODULE = re.compile(r"Kernel Module(?:\s+for\s+\S+)?\s+(\d+(?:\.\d+)+)", re.A)
+
+
+def gpus(host: Host, nvml: Any = None, counters: CounterSource | None = None) -> Gpus:
+    """Every card that can be asked about; ``nvml`` is the pynvml module unless a test brings its own."""
+    on_bus = cards_on_bus(host)
+    module = module_version(host.text("/proc/driver/nvidia/version") or "")
+    source = _source(host)
+    if nvml is None:
+        nvml, why_none = _bindings(host, on_bus)
+        if nvml is None:
+            return Gpus((), on_bus, module, source, why_none)
+    try:
+        call(nvml, "nvmlInit")
+    except NvmlTrouble as trouble:
+        loaded = say(" (kernel module {version})", version=module) if module else ""
+        return Gpus((), on_bus, module, source, f"{trouble}{loaded}")
+    try:
+        driver = _or_none(nvml, "nvmlSystemGetDriverVersion") or module
+        try:
+            cards = tuple(_cards(host, nvml))
+        except NvmlTrouble as trouble:
+            return Gpus((), on_bus, driver, source, str(trouble))
+    finally:
+        try:
+            call(nvml, "nvmlShutdown")
+        except NvmlTrouble:
+            pass  # what was read is read
+    if host.platform == "win32":
+        spilled = spill(host, counters)
+        cards = tuple(_with_spill(card, spilled) for card in cards)
+    return Gpus(cards, on_bus, driver, source, None if cards else say("the driver shows no card"))
+
+
+def gpu_pools(gpus: Gpus) -> tuple[Pool, ...]:
+    """One pool a card, gpu0 and on."""
+    return tuple(
+        Pool(f"gpu{card.index}", card.size, card.used, card.free, gpus.source, card.reason)
+        for card in gpus.cards
+    )
+
+
+def cards_on_bus(host: Host) -> int | None:
+    """NVIDIA display controllers on the PCI bus, driver or not; None where the bus cannot be looked at."""
+    if not host.exists(_PCI):
+        return None
+    devices = [f"{_PCI}/{name}" for name in host.names(_PCI)]
+    return sum(
+        1
+        for device in devices
+        if (host.text(f"{device}/vendor") or "").strip() == _NVIDIA
+        and (host.text(f"{device}/class") or "").strip().startswith(_DISPLAY)
+    )
+
+
+def module_version(text: str) -> str | None:
+    """The version of the loaded kernel module, from /proc/driver/nvidia/version."""
+    found = _MODULE.search(text)
+    return found[1] if found else None
+
+
+def _source(host: Host) -> str:
+    visible = host.env.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return "NVML"
+    if not visible.strip():
+        return say("NVML; CUDA_VISIBLE_DEVICES is empty: CUDA programs see no card")
+    return say(
+        "NVML; CUDA_VISIBLE_DEVICES={visible}: CUDA programs see and number these only", visible=visible
+    )
+
+
+def _bindings(host: Host, on_bus: int | None) -> tuple[Any, str]:
+    """The pynvml module, or None and why it is not asked."""
+    if not host.live:
+        return None, say("a recording cannot be asked by NVML")
+    if host.platform != "win32" and not any(host.exists(sign) for sign in _DRIVER_SIGNS):
+        if on_bus:
+            return None, say("no NVIDIA driver is loaded, or this container was not given the card")
+        return None, say("no NVIDIA driver is loaded") if on_bus is None else say(
+            "no NVIDIA card and no driver"
+        )
+    try:
+        import pynvml
+    except Exception as problem:  # not installed, or a package of that name that breaks on import
+        return None, say("the bindings (nvidia-ml-py) cannot be imported: {problem}", problem=problem)
+    return pynvml, ""
+
+
+def _cards(host: Host, nvml: Any) -> Iterator[Gpu]:
+    index = 0
+    for number in range(call(nvml, "nvmlDeviceGetCount")):
+        for handle, mig in _devices(nvml, number):
+            yield (
+                _dead(index, handle, mig)
+                if isinstance(handle, NvmlTrouble)
+                else _card(host, nvml, handle, index, mig)
+            )
+            index += 1
+
+
+def _devices(nvml: Any, number: int) -> Iterator[tuple[Any, bool]]:
+    """(handle or trouble, is a MIG slice): the card itself, or its slices where it is cut."""
+    try:
+        card = call(nvml, "nvmlDeviceGetHandleByIndex", number)
+    except NvmlTrouble as trouble:
+        yield trouble, False
+        return
+    try:
+        sliced = bool(call(nvml, "nvmlDeviceGetMigMode", card)[0])
+        most = call(nvml, "nvmlDeviceGetMaxMigDeviceCount", card) if sliced else 0
+    except NvmlTrouble:  # most cards cannot be cut
+        sliced, most = False, 0
+    if not sliced:
+        yield card, False
+        return
+    some = False
+    for place in range(most):
+        try:
+            yield call(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", card, place), True
+        except NvmlTrouble as trouble:
+            if trouble.code == NOT_FOUND:  # an empty place
+                continue
+            yield trouble, True
+        some = True
+    if not some:
+        yield (
+            NvmlTrouble(None, say("MIG mode is on and no slice was made: CUDA sees nothing of this card")),
+            False,
+        )
+
+
+def _dead(index: int, trouble: NvmlTrouble, mig: bool) -> Gpu:
+    return Gpu(index, say("unknown"), "", None, None, None, None, mig=mig, reason=str(trouble))
+
+
+def _card(host: Host, nvml: Any, handle: Any, index: int, mig: bool) -> Gpu:
+    reasons: list[str] = []
+    size = used = free = None
+    try:
+        info, apart = memory_info(nvml, handle)
+        # `used` is not taken from NVML: releases differ in whether it has the reserve in it.
+        size, free = info.total - (info.reserved if apart else 0), info.free
+        used = size - free
+        if not apart:
+            reasons.append(say("the driver is too old to tell its reserve apart: it is counted as used"))
+    except NvmlTrouble as trouble:
+        what = say(" (it may share the machine's RAM)") if trouble.code == NOT_SUPPORTED else ""
+        reasons.append(say("memory unknown: {trouble}{what}", trouble=trouble, what=what))
+    processes = processes_on(host, nvml, handle, reasons)
+    return Gpu(
+        index=index,
+        name=_or_none(nvml, "nvmlDeviceGetName", handle) or say("unknown"),
+        uuid=_or_none(nvml, "nvmlDeviceGetUUID", handle) or "",
+        size=size,
+        used=used,
+        free=free,
+        processes=processes,
+        mig=mig,
+        reason="; ".join(reasons) or None,
+    )
+
+
+def _or_none(nvml: Any, name: str, *arguments: Any) -> str | None:
+    try:
+        return text(call(nvml, name, *arguments))
+    except NvmlTrouble:
+        return None
+
+
+def _with_spill(card: Gpu, spilled: Spill) -> Gpu:
+    amount, why = spilled.of_card([process.pid for process in card.processes or ()])
+    if amount is not None:
+        return replace(card, spilled=amount)
+    reasons = [card.reason] if card.reason else []
+    return replace(card, reason="; ".join([*reasons, say("spilled memory unknown: {why}", why=why)]))

@@ -1,0 +1,103 @@
+"""NVML's answers, or why there are none, in words.
+
+Covers: calling a function of the ``pynvml`` module (nvidia-ml-py) so that every way it can fail is one exception
+with a sentence for people; the questions that have several versions.
+Does not cover: what is asked and what becomes of it (gpu.py).
+
+The module is always an argument: tests hand in a fake, and nothing is imported here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from legroom.words import say
+
+NOT_SUPPORTED = 3
+NOT_FOUND = 6
+TOO_OLD = 13  # FUNCTION_NOT_FOUND
+_INVALID_ARGUMENT = 2
+_OTHER_VERSION = 25  # ARGUMENT_VERSION_MISMATCH
+# Answers after which an older version of the question is worth asking.
+_ASK_OLDER = (_INVALID_ARGUMENT, NOT_SUPPORTED, TOO_OLD, _OTHER_VERSION)
+
+# By NVML's own numbers, which are part of its binary interface.
+_WORDS = {
+    1: "NVML was not started",
+    NOT_SUPPORTED: "not supported by this card or driver",
+    4: "no permission to ask the driver; in a container the device files must be allowed too",
+    NOT_FOUND: "not found",
+    9: "the NVIDIA driver is not loaded",
+    10: "the driver did not answer in time",
+    11: "the driver has an interrupt problem with the card",
+    12: "NVIDIA's management library (libnvidia-ml.so.1, nvml.dll) was not found; in a container "
+    "NVIDIA_DRIVER_CAPABILITIES must name utility",
+    TOO_OLD: "the installed driver or its library is too old for this question",
+    15: "the card is lost: it fell off the bus or does not answer any more",
+    16: "the card must be reset before it can be used again",
+    17: "the operating system blocked the question",
+    18: "the library and the loaded kernel module are of different versions, as after an upgrade without a reboot",
+    20: "the driver had no memory to answer",
+    _OTHER_VERSION: "the library does not know this version of the question",
+    999: "the driver met an unknown error",
+}
+
+
+class NvmlTrouble(Exception):
+    """A question that got no answer: NVML's code where it gave one, and the reason in words."""
+
+    def __init__(self, code: int | None, words: str) -> None:
+        super().__init__(words)
+        self.code = code
+
+
+def call(nvml: Any, name: str, *arguments: Any, **options: Any) -> Any:
+    """Ask; whatever goes wrong becomes an NvmlTrouble."""
+    function = getattr(nvml, name, None)
+    if function is None:
+        raise NvmlTrouble(TOO_OLD, say("the installed nvidia-ml-py is too old: it has no {name}", name=name))
+    try:
+        return function(*arguments, **options)
+    except Exception as problem:  # bindings also raise TypeError, OSError and errors of no class of NVML's
+        raise _trouble(problem) from problem
+
+
+def memory_info(nvml: Any, handle: Any) -> tuple[Any, bool]:
+    """The memory of a card, and whether the driver's reserve is told apart in it."""
+    version = getattr(nvml, "nvmlMemory_v2", None)
+    if version is not None:
+        try:
+            return call(nvml, "nvmlDeviceGetMemoryInfo", handle, version=version), True
+        except NvmlTrouble as trouble:
+            if trouble.code not in _ASK_OLDER:
+                raise
+    return call(nvml, "nvmlDeviceGetMemoryInfo", handle), False
+
+
+def running(nvml: Any, handle: Any, which: str) -> list[Any]:
+    """The processes of one kind (Compute, Graphics, MPSCompute) on a card, by the newest question it answers."""
+    name = f"nvmlDeviceGet{which}RunningProcesses"
+    last = NvmlTrouble(TOO_OLD, _WORDS[TOO_OLD])
+    for version in ("_v3", "_v2", ""):
+        try:
+            return list(call(nvml, name + version, handle))
+        except NvmlTrouble as trouble:
+            last = trouble
+            if trouble.code not in _ASK_OLDER:
+                break
+    raise last
+
+
+def text(value: Any) -> str:
+    """A string as NVML gives it: older bindings give bytes."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _trouble(problem: Exception) -> NvmlTrouble:
+    code = getattr(problem, "value", None)
+    if isinstance(code, int):
+        words = _WORDS.get(code)
+        return NvmlTrouble(code, words or say("NVML error {code}: {problem}", code=code, problem=problem))
+    if isinstance(problem, (TypeError, AttributeError)):  # bindings without this argument or version
+        return NvmlTrouble(TOO_OLD, say("the installed nvidia-ml-py is too old: {problem}", problem=problem))
+    return NvmlTrouble(None, say("{kind}: {problem}", kind=type(problem).__name__, problem=problem))

@@ -1,0 +1,206 @@
+"""Where this runs, and what its user may change there.
+
+Covers: bare machine, docker, podman, kubernetes, slurm, WSL and other containers (lxc, systemd-nspawn, apptainer),
+each with the file or variable that gave it away; root, CAP_SYS_ADMIN, sudo.
+Does not cover: what the container's limits are (memory.py) or what to do about them (budget). Never runs sudo.
+
+Order matters: a pod also looks like a container, docker on Windows also like WSL, and a slurm job in a container
+is changed by whoever starts the container.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from legroom.model import Place, PlaceKind
+from legroom.probe.host import Host
+from legroom.probe.mounts import Mount, mounted_at, mounts
+from legroom.words import say
+
+CAP_SYS_ADMIN = 21
+SUDO_GROUPS = frozenset({"sudo", "wheel", "admin"})
+_SUDO_PLACES = ("/usr/bin", "/bin", "/usr/local/bin", "/usr/sbin", "/sbin")
+
+# The kernel gives the first namespace of each kind a fixed number (include/linux/proc_ns.h).
+_INITIAL = {"uts": 4026531838, "ipc": 4026531839, "pid": 4026531836, "user": 4026531837}
+
+
+def place(host: Host) -> Place:
+    """Where this process runs and what it may change."""
+    kind, how = _where(host)
+    job = _slurm(host)
+    if kind == "bare" and job is not None:
+        kind, how = "slurm", job
+    elif job is not None:
+        how = say("{how}; in a slurm job ({job})", how=how, job=job)
+    status = status_fields(host.text("/proc/self/status") or "")
+    capable = has_capability(status.get("CapEff"), CAP_SYS_ADMIN)
+    sudo, sudo_how = _sudo(host, status)
+    return Place(
+        kind=kind,
+        how=how,
+        platform=host.platform,
+        root=host.uid == 0,
+        may_mount=capable is True,
+        sudo=sudo,
+        rights_how=_rights(host, capable, sudo_how),
+        kernel=host.kernel,
+    )
+
+
+def in_initial_namespace(host: Host, kind: str) -> bool | None:
+    """Whether this process is in the machine's own namespace of that kind; None where it cannot be told."""
+    link = host.link(f"/proc/self/ns/{kind}")
+    return None if link is None else link == f"{kind}:[{_INITIAL[kind]}]"
+
+
+def status_fields(text: str) -> dict[str, str]:
+    """The ``Name: value`` lines of a /proc/<pid>/status."""
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {name.strip(): value.strip() for name, colon, value in pairs if colon}
+
+
+def has_capability(mask: str | None, number: int) -> bool | None:
+    """Whether a hexadecimal capability mask holds that capability; None where it is no such mask."""
+    try:
+        return None if mask is None else bool(int(mask, 16) >> number & 1)
+    except ValueError:
+        return None
+
+
+def _where(host: Host) -> tuple[PlaceKind, str]:
+    cgroups = host.text("/proc/self/cgroup") or ""
+    found = mounts(host)
+    if how := _kubernetes(host, cgroups, found):
+        return "kubernetes", how
+    if sure := _engine_by_kernel(cgroups, found):
+        return sure
+    # What follows are files and variables, which also lie in images that virtual machines are made from.
+    signs = list(_engine_signs(host))
+    leftover = ""
+    if signs and all(in_initial_namespace(host, kind) for kind in ("pid", "ipc", "uts")):
+        leftover = say(
+            "; {sign} is an image's leftover: these are the machine's own namespaces", sign=signs[0][1]
+        )
+        signs = []
+    for engine, how in signs:
+        if engine == "podman":
+            return "podman", how
+        if engine == "docker":
+            return "docker", how
+    if how := _other_container(host, cgroups, signs):
+        return "container", how
+    if how := _wsl(host):
+        return "wsl", how
+    root = mounted_at(found, "/")
+    if root is not None and root.kind == "overlay" and in_initial_namespace(host, "pid") is False:
+        return "container", say("unknown kind: a pid namespace of its own and an overlay at /")
+    return "bare", say("no sign of a container, WSL or a scheduler") + leftover
+
+
+def _hosts_root(found: list[Mount]) -> str:
+    """Which file lies at /etc/hosts: engines bind one of their own there."""
+    mount = mounted_at(found, "/etc/hosts")
+    return mount.root if mount else ""
+
+
+def _kubernetes(host: Host, cgroups: str, found: list[Mount]) -> str | None:
+    if host.env.get("KUBERNETES_SERVICE_HOST"):
+        return "KUBERNETES_SERVICE_HOST"
+    for path in ("/var/run/secrets/kubernetes.io", "/run/secrets/kubernetes.io"):
+        if host.exists(path):
+            return path
+    if "kubepods" in cgroups:
+        return say("kubepods in /proc/self/cgroup")
+    if "/pods/" in _hosts_root(found) and _hosts_root(found).endswith("/etc-hosts"):
+        return say("the kubelet's /etc/hosts in /proc/self/mountinfo")
+    return None
+
+
+def _engine_by_kernel(cgroups: str, found: list[Mount]) -> tuple[PlaceKind, str] | None:
+    """docker or podman by what no image can hold."""
+    if "/libpod" in cgroups:
+        return "podman", say("libpod in /proc/self/cgroup")
+    if "/docker/" in cgroups or "/docker-" in cgroups:
+        return "docker", say("docker in /proc/self/cgroup")
+    if "/docker/containers/" in _hosts_root(found):
+        return "docker", say("docker's /etc/hosts in /proc/self/mountinfo")
+    if "-containers/" in _hosts_root(found) and "/userdata/" in _hosts_root(found):
+        return "podman", say("podman's /etc/hosts in /proc/self/mountinfo")
+    return None
+
+
+def _engine_signs(host: Host) -> Iterator[tuple[str, str]]:
+    """(engine, how) as container managers write it down themselves."""
+    if host.exists("/.dockerenv"):
+        yield "docker", "/.dockerenv"
+    if host.exists("/run/.containerenv"):
+        yield "podman", "/run/.containerenv"
+    if engine := host.env.get("container"):
+        yield engine, say("container={engine} in the environment", engine=engine)
+    if engine := (host.text("/run/systemd/container") or "").strip():
+        yield engine, "/run/systemd/container"
+    for entry in (host.text("/proc/1/environ") or "").split("\0"):  # root's to read
+        if entry.startswith("container=") and (engine := entry.partition("=")[2]):
+            yield engine, say("container={engine} in /proc/1/environ", engine=engine)
+
+
+def _other_container(host: Host, cgroups: str, signs: list[tuple[str, str]]) -> str | None:
+    for name in ("APPTAINER_CONTAINER", "APPTAINER_NAME", "SINGULARITY_CONTAINER", "SINGULARITY_NAME"):
+        if host.env.get(name):
+            return say("apptainer, by {name}", name=name)
+    if host.exists("/.singularity.d"):
+        return say("apptainer, by {name}", name="/.singularity.d")
+    for engine, how in signs:
+        if engine != "wsl":  # systemd counts WSL among the containers
+            return say("{engine}, by {how}", engine=engine, how=how)
+    for sign, engine in (("/lxc", "lxc"), ("/lxd", "lxc"), ("containerd", "containerd")):
+        if sign in cgroups:
+            return say("{engine}, by {sign} in /proc/self/cgroup", engine=engine, sign=sign.lstrip("/"))
+    return None
+
+
+def _wsl(host: Host) -> str | None:
+    if host.env.get("WSL_DISTRO_NAME"):
+        return "WSL_DISTRO_NAME"
+    release = host.kernel or host.text("/proc/sys/kernel/osrelease") or ""
+    return say("the kernel {release}", release=release.strip()) if "microsoft" in release.lower() else None
+
+
+def _slurm(host: Host) -> str | None:
+    if host.env.get("SLURM_JOB_ID"):
+        return "SLURM_JOB_ID"
+    return say("slurm in /proc/self/cgroup") if "slurm" in (host.text("/proc/self/cgroup") or "") else None
+
+
+def _sudo(host: Host, status: dict[str, str]) -> tuple[bool | None, str]:
+    if host.platform == "win32":
+        return False, say("no sudo")
+    folders = [*_SUDO_PLACES, *(part for part in host.env.get("PATH", "").split(":") if part.startswith("/"))]
+    if not any(host.exists(f"{folder}/sudo") for folder in folders):
+        return False, say("no sudo")
+    if status.get("NoNewPrivs") == "1":
+        return False, say("sudo cannot raise rights here (no_new_privs is set)")
+    allowed = sorted(host.groups & SUDO_GROUPS)
+    if allowed:
+        return True, say("may use sudo (in group {group})", group=allowed[0])
+    return None, say("sudo is there, but none of the groups {names}", names=", ".join(sorted(SUDO_GROUPS)))
+
+
+def _rights(host: Host, capable: bool | None, sudo_how: str) -> str:
+    who = (
+        say("user unknown")
+        if host.uid is None
+        else say("root")
+        if host.uid == 0
+        else say("uid {uid}", uid=host.uid)
+    )
+    if capable is None:
+        power = say("capabilities unknown ({why})", why=host.why("/proc/self/status"))
+        if host.platform != "linux":
+            power = say("no capabilities on {platform}", platform=host.platform)
+    else:
+        power = say("with CAP_SYS_ADMIN") if capable else say("without CAP_SYS_ADMIN")
+    if in_initial_namespace(host, "user") is False:
+        power = say("{power} in a user namespace", power=power)
+    return say("{who} {power}", who=who, power=power) if host.uid == 0 else ", ".join((who, power, sudo_how))
