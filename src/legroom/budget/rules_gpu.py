@@ -62,12 +62,12 @@ def unseen(box: Box) -> Iterator[Finding]:
     if dead:
         yield Finding(
             "gpu-unseen",
-            "critical",
-            say("gpu{index} does not answer", index=dead[0].index),
-            dead[0].reason or say("the driver gave no memory figures for it"),
+            "warning",
+            say("gpu{index} gives no memory figures", index=dead[0].index),
+            dead[0].reason or say("the driver gave no reason"),
             (
-                say("see the kernel's log for Xid errors; a reset or a reboot may be needed"),
-                "check: nvidia-smi -q",
+                say("see the kernel's log for Xid errors: dmesg | grep -i xid"),
+                "check: nvidia-smi -q -d MEMORY",
             ),
         )
     if gpus.cards or not gpus.on_bus:
