@@ -73,8 +73,9 @@ def enlarge_shm(place: Place, size: int) -> tuple[str, ...]:
             say("now: {sudo}mount -o remount,size={size} /dev/shm", sudo=remount, size=wanted),
             say(
                 "for good, in /etc/fstab: tmpfs /dev/shm tmpfs defaults,size={size} 0 0 "
-                "(mount -a does not enlarge what is mounted; the remount does)",
+                "(then {sudo}mount -o remount /dev/shm; mount -a does not enlarge what is mounted)",
                 size=wanted,
+                sudo=remount,
             ),
             _CHECK_SHM,
         )

@@ -4,7 +4,8 @@ Covers: for torch's loader, how large a batch may be for a given number of worke
 /dev/shm and RAM have free now. Does not cover: choosing settings for a known dataset and step time.
 
 The bound is facts, not taste: torch's loader holds up to workers × prefetch + 2 batches in /dev/shm
-(docs/evidence/loader-peak.md), each tensor in whole pages with 64 bytes of header.
+(docs/evidence/loader-peak.md), each tensor in whole pages after 64 bytes of header (the header is there under the
+file_system strategy only; leaving room for it costs at most a page).
 """
 
 from __future__ import annotations
