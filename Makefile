@@ -35,8 +35,10 @@ unit: $(READY) ## every test, with coverage
 bench: $(READY) ## measure: speed as ratios against peers, side by side
 	$(BIN)/python bench/startup.py
 
-gpu: ## every GPU test and benchmark, with the machine's own python3
-	PYTHONPATH=src python3 -m pytest -p no:cacheprovider -m "gpu or real" tests/gpu tests/real
+gpu: ## every GPU test, real rig and experiment, with the machine's own python3 and nothing else
+	PYTHONPATH=$(CURDIR)/src python3 -m pytest -p no:cacheprovider -c tests/gpu/pytest.ini --rootdir . \
+	    -m "(gpu or real) and not soak" tests/gpu tests/real
+	python3 docs/evidence/run.py
 
 docs: $(READY) ## build the documentation, warnings are errors
 	$(BIN)/mkdocs build --strict --quiet

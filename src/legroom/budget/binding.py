@@ -15,17 +15,14 @@ _SHARED = ("shm", "ram")
 
 
 def bind(box: Box, job: Job) -> Job:
-    """The job with the pool named that it will run out of first, by the share of it in use."""
+    """The job with its share of each card, and the pool named that it will run out of first."""
+    job = replace(job, held={**job.held, **_on_cards(box, job)})
     shares: list[tuple[float, str, str]] = []
     for pool in box.pools:
-        if pool.name == "fds" or (pool.name.startswith("gpu") and not job.held.get("gpu")):
-            continue
-        if pool.name not in _SHARED and not pool.name.startswith("gpu"):
-            continue
-        if pool.size and pool.free is not None:
-            share = 1 - pool.free / pool.size
+        ours = pool.name in _SHARED or (pool.name.startswith("gpu") and pool.name in job.held)
+        if ours and pool.size and pool.free is not None:
             text = say("{free} of {size} left", free=format_size(pool.free), size=format_size(pool.size))
-            shares.append((share, pool.name, text))
+            shares.append((1 - pool.free / pool.size, pool.name, text))
     for process in job.processes:
         if process.fds is not None and process.fd_limit:
             text = say(
@@ -36,8 +33,16 @@ def bind(box: Box, job: Job) -> Job:
     if not shares:
         return replace(job, binds=None, binds_why=say("no pool it uses has a known size"))
     share, name, text = max(shares)
-    return replace(
-        job,
-        binds=name,
-        binds_why=say("{name} is {share:.0%} used, {text}", name=name, share=share, text=text),
-    )
+    why = say("{name} is {share:.0%} used, {text}", name=name, share=share, text=text)
+    return replace(job, binds=name, binds_why=why)
+
+
+def _on_cards(box: Box, job: Job) -> dict[str, int | None]:
+    """What the job's processes hold of each card they are on; None where the driver does not tell."""
+    pids = {process.pid for process in job.processes}
+    held: dict[str, int | None] = {}
+    for card in box.gpus.cards:
+        ours = [process.used for process in card.processes or () if process.pid in pids]
+        if ours:
+            held[f"gpu{card.index}"] = None if None in ours else sum(used or 0 for used in ours)
+    return held

@@ -11,12 +11,14 @@ import click
 from legroom.budget.binding import bind
 from legroom.budget.findings import findings
 from legroom.budget.settings import safe_settings
-from legroom.cli.layout import paint, paragraph, pool_line
-from legroom.model import Box, Finding, Job, LoaderSettings
+from legroom.cli.layout import paint, paragraph, pool_line, shorten
+from legroom.model import Box, Finding, Job, LoaderSettings, Process
 from legroom.probe.box import snapshot
 from legroom.probe.host import Host
 from legroom.units import format_size
 from legroom.words import say
+
+_MOST_HOLDERS = 5
 
 
 @click.command()
@@ -58,6 +60,8 @@ def as_object(
         "schema": "legroom.doctor/1",
         "place": dataclasses.asdict(box.place),
         "pools": [dataclasses.asdict(pool) for pool in box.pools],
+        "shm": dataclasses.asdict(box.shm),
+        "holders": [_holder_object(process) for process in _holders(box)],
         "settings": [dataclasses.asdict(row) for row in settings],
         "findings": [dataclasses.asdict(finding) for finding in said],
     }
@@ -82,6 +86,7 @@ def as_text(
         "",
         *(pool_line(pool, plain) for pool in box.pools),
         "",
+        *_holder_lines(box),
         *_job_lines(job),
         *_settings_lines(settings),
         "",
@@ -91,6 +96,34 @@ def as_text(
     for finding in said:
         lines += _finding_lines(finding)
     return "\n".join(lines).rstrip()
+
+
+def _holders(box: Box) -> list[Process]:
+    """Who holds something of /dev/shm, most first."""
+    holding = [process for process in box.processes if process.shm]
+    return sorted(holding, key=lambda process: -(process.shm or 0))
+
+
+def _holder_object(process: Process) -> dict[str, Any]:
+    names = ("pid", "command", "uid", "shm", "shm_mapped", "rss_shmem")
+    return {name: getattr(process, name) for name in names}
+
+
+def _holder_lines(box: Box) -> list[str]:
+    holders = _holders(box)
+    if not holders:
+        return []
+    lines = [say("Who holds /dev/shm (what several share counts for each)")]
+    for process in holders[:_MOST_HOLDERS]:
+        figures = say(
+            "{pid:>9}  {shm:>8}, RssShmem {rss:>8}  ",
+            pid=process.pid, shm=format_size(process.shm or 0),
+            rss=say("unknown") if process.rss_shmem is None else format_size(process.rss_shmem),
+        )  # fmt: skip
+        lines.append(shorten(f"{figures}{process.command}"))
+    if len(holders) > _MOST_HOLDERS:
+        lines.append(say("  and {count} more", count=len(holders) - _MOST_HOLDERS))
+    return [*lines, ""]
 
 
 def _settings_lines(settings: tuple[LoaderSettings, ...]) -> list[str]:
@@ -134,6 +167,7 @@ def _job_lines(job: Job | None) -> list[str]:
             "  ",
             "         ",
         ),
+        *(paragraph(say("note: {note}", note=note), "  ", "         ") for note in job.notes),
         paragraph(say("binds: {why}", why=job.binds_why), "  ", "         "),
         "",
     ]

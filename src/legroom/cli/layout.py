@@ -49,6 +49,11 @@ def paragraph(text: str, first: str, rest: str) -> str:
     )
 
 
+def shorten(line: str) -> str:
+    """One line, cut at the width with a mark where it was."""
+    return line if len(line) <= width() else line[: width() - 1] + "…"
+
+
 def bar(share: float) -> str:
     """A share as a bar of twenty cells; at least one cell for anything above nothing."""
     share = min(1.0, max(0.0, share))

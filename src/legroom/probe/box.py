@@ -14,7 +14,7 @@ from legroom.probe.limits import fds_pool, limits, pinned_pool
 from legroom.probe.memory import memory, ram_pool
 from legroom.probe.place import place
 from legroom.probe.pressure import pressure
-from legroom.probe.process import processes
+from legroom.probe.process import processes, with_shm
 from legroom.probe.shm import shm, shm_pool
 from legroom.probe.swap import start, swap, swap_pool
 
@@ -30,6 +30,8 @@ def snapshot(host: Host | None = None, *, pid: str = "self") -> Box:
     ram = memory(host, pid)
     bounds = limits(host)
     tmpfs = shm(host, everybody)
+    if tmpfs.used:
+        everybody = with_shm(host, everybody)
     cards = gpus(host)
     rooms = disks(host)
     swapped = swap(host, ram, counters)

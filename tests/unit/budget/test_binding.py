@@ -5,7 +5,7 @@ from __future__ import annotations
 from boxes import GB, healthy, with_pool
 
 from legroom.budget.binding import bind
-from legroom.model import Job, Process
+from legroom.model import Gpu, GpuProcess, Gpus, Job, Process
 
 JOB = Job(
     1, "python train.py", (Process(1, 0, "python train.py", 0, fds=100, fd_limit=1024),), held={"gpu": None}
@@ -19,10 +19,18 @@ def test_ram_binds_when_it_is_fullest() -> None:
 
 
 def test_a_card_counts_only_when_the_job_is_on_it() -> None:
-    box = with_pool(healthy(), "gpu0", 20 * GB, 19 * GB, GB)
-    assert bind(box, JOB).binds != "gpu0"
-    on_card = Job(1, "x", (), held={"gpu": 19 * GB})
-    assert bind(box, on_card).binds == "gpu0"
+    users = (GpuProcess(1, 12 * GB, "python train.py"), GpuProcess(99, 7 * GB, None))
+    card = Gpu(0, "card", "u", 20 * GB, 19 * GB, GB, users)
+    box = with_pool(healthy(gpus=Gpus((card,), 1, "580", "NVML")), "gpu0", 20 * GB, 19 * GB, GB)
+    bound = bind(box, JOB)
+    assert bound.binds == "gpu0" and bound.held["gpu0"] == 12 * GB
+    elsewhere = bind(box, Job(2, "x", (Process(2, 0, "x", 0),)))
+    assert elsewhere.binds != "gpu0" and "gpu0" not in elsewhere.held
+
+
+def test_a_driver_that_does_not_tell_leaves_the_share_unknown() -> None:
+    card = Gpu(0, "card", "u", 20 * GB, 19 * GB, GB, (GpuProcess(1, None, "python train.py"),))
+    assert bind(healthy(gpus=Gpus((card,), 1, "580", "NVML")), JOB).held["gpu0"] is None
 
 
 def test_descriptors_of_one_process_can_bind() -> None:

@@ -1,0 +1,238 @@
+"""The processes of this machine, and what each holds.
+
+Covers: one cheap look at everybody (status and command line), a deeper one at chosen processes, a process's
+descendants, finding processes by their command line.
+Does not cover: which files of /dev/shm they hold (segments.py), a whole training's sums (job.py), GPU memory
+(gpu.py).
+
+Processes come and go while they are read: one that vanished is left out, and what may not be read is None.
+Kernel threads and zombies are left out: neither holds memory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from legroom.errors import NoSuchProcess, NothingMatches, UsageError
+from legroom.model import Process
+from legroom.probe.host import Host
+from legroom.probe.segments import Segments
+from legroom.words import say
+
+# What could move a terminal's cursor or turn its text around is replaced; line ends and tabs become blanks.
+_MOST_HOLDERS = 16  # a look into one takes under a millisecond
+_BLANK = re.compile("[\t\n\v\f\r\x85\u2028\u2029]")
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
+_KTHREADD = 2
+_DRIVER = "/dev/nvidia"
+_SHARED_ANONYMOUS = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw.s .* /dev/zero \(deleted\)$", re.M)
+_TICKS = 100  # a second, of the clock that /proc/<pid>/stat counts in: the same on every Linux since 2.6
+
+
+def processes(host: Host) -> list[Process]:
+    """Everybody, by two small files each, ordered by pid."""
+    pids = sorted(int(name) for name in host.names("/proc") if name.isascii() and name.isdecimal())
+    return [process for pid in pids if (process := process_at(host, pid)) is not None]
+
+
+def process_at(host: Host, pid: int) -> Process | None:
+    """One process by its status and command line; None where there is none such."""
+    found = parse_status(host.text(f"/proc/{pid}/status") or "", pid)
+    if found is None:
+        return None
+    words = arguments(host, pid)
+    return replace(found, command=command_text(words)) if words else found
+
+
+def parse_status(text: str, pid: int) -> Process | None:
+    """A process from the text of its status file; None for kernel threads, zombies and other text."""
+    rows = dict(line.split(":", 1) for line in text.split("\n") if ":" in line)
+    parent = _number(rows.get("PPid"))
+    if parent is None or rows.get("State", "").strip()[:1] in ("Z", "X"):
+        return None
+    if rows.get("Kthread", "").strip() == "1" or (_KTHREADD in (pid, parent) and "VmRSS" not in rows):
+        return None
+    return Process(
+        pid=pid,
+        parent=parent,
+        command=f"[{plain(rows.get('Name', '').strip())}]",  # as ps shows what has no command line
+        uid=_number(rows.get("Uid"), 1),  # the effective one
+        rss=_size(rows.get("VmRSS")),
+        rss_shmem=_size(rows.get("RssShmem")),
+        swap=_size(rows.get("VmSwap")),
+        locked=_size(rows.get("VmLck")),
+        pinned=_size(rows.get("VmPin")),
+    )
+
+
+def arguments(host: Host, pid: int) -> list[str]:
+    """The command line word by word; empty where it cannot be read."""
+    text = (host.text(f"/proc/{pid}/cmdline") or "").rstrip("\0")
+    return text.split("\0") if text else []
+
+
+def started_at(host: Host, pid: int) -> float | None:
+    """When that process began, in seconds of the day's clock; None where it cannot be read."""
+    # The name in brackets may hold anything, blanks and brackets too: count from the last bracket.
+    fields = (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+    booted = host.table("/proc/stat").get("btime")
+    if len(fields) < 20 or not fields[19].isdecimal() or booted is None:
+        return None
+    return booted + int(fields[19]) / _TICKS
+
+
+def command_text(words: Iterable[str]) -> str:
+    """A command line as text that is safe to show."""
+    return plain(" ".join(words)).strip()
+
+
+def plain(text: str) -> str:
+    """Text without what a terminal would obey instead of show."""
+    return _CONTROL.sub("\ufffd", _BLANK.sub(" ", text))
+
+
+def holdings(host: Host, process: Process, segments: Segments | None = None) -> Process:
+    """The process with what takes a longer look: its share of /dev/shm, PSS and descriptors.
+
+    ``segments`` carries the sizes of segments from one process to the next.
+    """
+    segments = segments or Segments.of(host)
+    held = segments.of_process(process.pid)
+    return replace(
+        process,
+        pss=host.table(f"/proc/{process.pid}/smaps_rollup").get("Pss"),
+        shm=None if held is None else segments.total(held.inodes),
+        shm_mapped=None if held is None else held.address_space,
+        pinned=_pinned(process.pinned, host.text(f"/proc/{process.pid}/maps")),
+        fds=_open_files(host, process.pid),
+        fd_limit=parse_limits(host.text(f"/proc/{process.pid}/limits") or "").get("Max open files"),
+    )
+
+
+def with_shm(host: Host, everybody: Sequence[Process], *, most: int = _MOST_HOLDERS) -> list[Process]:
+    """Everybody, with what the likeliest holders of /dev/shm hold of it; the others' share stays None.
+
+    RssShmem also counts what is not in /dev/shm, so it tells where to look, not how much is there.
+    """
+    segments = Segments.of(host)
+    likely = sorted((p for p in everybody if p.rss_shmem), key=lambda p: -(p.rss_shmem or 0))[:most]
+    seen = {process.pid: segments.of_process(process.pid) for process in likely}
+    held = {pid: held for pid, held in seen.items() if held is not None}
+    return [
+        replace(p, shm=segments.total(held[p.pid].inodes), shm_mapped=held[p.pid].address_space)
+        if p.pid in held
+        else p
+        for p in everybody
+    ]
+
+
+def parse_limits(text: str) -> dict[str, int]:
+    """The soft limits of a limits file that are numbers: ``unlimited`` is left out."""
+    found = {}
+    for line in text.split("\n"):
+        match = re.fullmatch(r"(Max [a-z ]*[a-z]) +([0-9]+) +\S+(?: +\S+)? *", line)
+        if match:
+            found[match[1]] = int(match[2])
+    return found
+
+
+def tree(processes: Sequence[Process], pid: int) -> list[Process]:
+    """That process and all its descendants, parents before children."""
+    children: dict[int, list[Process]] = {}
+    for process in processes:
+        children.setdefault(process.parent, []).append(process)
+    found = [process for process in processes if process.pid == pid]
+    if not found:
+        raise NoSuchProcess(
+            say("there is no process {pid}", pid=pid),
+            why=say("{count} processes can be seen from here, none with that id", count=len(processes)),
+            fix=(
+                say("ps -e -o pid,args shows those of this machine"),
+                say("inside a container, ids are the container's own"),
+            ),
+        )
+    seen = {pid}
+    for process in found:  # grows while it is walked
+        for child in children.get(process.pid, ()):
+            if child.pid not in seen:  # ids reused between two reads could make a ring
+                seen.add(child.pid)
+                found.append(child)
+    return found
+
+
+def matching(processes: Sequence[Process], pattern: str, us: int | None = None) -> list[Process]:
+    """The processes whose command line the regular expression finds, ourselves and our ancestors left out.
+
+    ``us`` is our own id as these processes are numbered (another /proc may number them differently).
+    """
+    try:
+        expression = re.compile(pattern)
+    except re.error as problem:
+        raise UsageError(
+            say("cannot read {pattern!r} as a regular expression", pattern=pattern),
+            why=str(problem),
+            fix=(say("escape the characters . * + ? ( ) [ ] with a backslash to mean themselves"),),
+        ) from problem
+    ours = _ancestry(processes, os.getpid() if us is None else us)
+    found = [p for p in processes if p.pid not in ours and expression.search(p.command)]
+    if not found:
+        raise NothingMatches(
+            say("no process's command line matches {pattern!r}", pattern=pattern),
+            why=say(
+                "{count} processes were looked at; this one and its {above} ancestors do not count",
+                count=len(processes),
+                above=max(0, len(ours) - 1),
+            ),
+            fix=(say("ps -e -o pid,args shows the command lines"), say("give the process's id instead")),
+        )
+    return found
+
+
+def our_pid(host: Host) -> int | None:
+    """Our own id as that host's /proc numbers it; None where we are not in it (a recording)."""
+    name = host.link("/proc/self") or ""
+    return int(name) if name.isdecimal() else None
+
+
+def _ancestry(processes: Sequence[Process], pid: int) -> set[int]:
+    parents = {process.pid: process.parent for process in processes}
+    found: set[int] = set()
+    while pid in parents and pid not in found:
+        found.add(pid)
+        pid = parents[pid]
+    return found
+
+
+def _pinned(locked_in: int | None, maps: str | None) -> int | None:
+    """VmPin, and what CUDA pinned, which no counter has.
+
+    cudaHostAlloc (torch's pin_memory) shows as shared memory without a file in a process that has the driver
+    mapped: 300 MB were a mapping of 512, all of it resident. Without maps a GPU's user cannot be told, and VmPin
+    of 0 says nothing.
+    """
+    if maps is None:
+        return locked_in or None
+    if _DRIVER not in maps:
+        return locked_in
+    areas = _SHARED_ANONYMOUS.findall(maps)
+    return (locked_in or 0) + sum(int(end, 16) - int(start, 16) for start, end in areas)
+
+
+def _open_files(host: Host, pid: int) -> int | None:
+    try:
+        return len(os.listdir(host.path(f"/proc/{pid}/fd")))
+    except OSError:
+        return None
+
+
+def _number(text: str | None, index: int = 0) -> int | None:
+    words = (text or "").split()
+    return int(words[index]) if len(words) > index and words[index].isdecimal() else None
+
+
+def _size(text: str | None) -> int | None:
+    count = _number(text)
+    return None if count is None else count * 1024
