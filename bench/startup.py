@@ -52,7 +52,11 @@ def main() -> None:
         for name, seconds in best.items()
     }
     if wants_json:
-        print(json.dumps({"schema": "legroom.bench.startup/1", "machine": machine, "rounds": ROUNDS, "rows": rows}))
+        print(
+            json.dumps(
+                {"schema": "legroom.bench.startup/1", "machine": machine, "rounds": ROUNDS, "rows": rows}
+            )
+        )
         return
     print(machine)
     print(f"{'':<28}{'ms':>8}{'over bare':>12}{'times bare':>12}")
