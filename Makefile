@@ -30,7 +30,7 @@ lint: $(READY) ## style, types, layers
 
 unit: $(READY) ## every test, with coverage
 	$(BIN)/coverage erase
-	COVERAGE_PROCESS_START=pyproject.toml $(BIN)/python -m pytest --cov --cov-report=term:skip-covered -m "not gpu and not soak"
+	COVERAGE_PROCESS_START=pyproject.toml $(BIN)/python -m pytest --cov --cov-report=term:skip-covered -m "not soak" --ignore=tests/gpu
 
 bench: $(READY) ## measure: speed as ratios against peers, side by side
 	$(BIN)/python bench/startup.py

@@ -66,12 +66,12 @@ def test_the_fix_works_when_typed() -> None:
 
 @pytest.mark.real("mount")
 def test_a_nearly_full_shm_names_the_leftovers() -> None:
-    script = "head -c 55000000 /dev/zero > /dev/shm/torch_1_2_3 && touch -d '1 hour ago' /dev/shm/torch_1_2_3 && exec \"$@\""
+    script = "head -c 55000000 /dev/zero > /dev/shm/torch_999999999_2_3 && touch -d '1 hour ago' /dev/shm/torch_999999999_2_3 && exec \"$@\""
     status, report = _report(rigs.small_shm(["sh", "-c", script, "sh", *DOCTOR, "--json"]))
     codes = _codes(report)
     assert status == 1
     assert {"shm-nearly-full", "shm-leftovers"} <= codes.keys()
-    assert "rm /dev/shm/torch_1_2_3" in "\n".join(codes["shm-leftovers"]["fix"])
+    assert "rm /dev/shm/torch_999999999_2_3" in "\n".join(codes["shm-leftovers"]["fix"])
 
 
 @pytest.mark.real("cgroup")
