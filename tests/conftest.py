@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from pathlib import Path
 
 import pytest
 import rigs
-
-TREES = Path(__file__).parent / "trees"
 
 
 @cache

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+TREES = Path(__file__).parent / "trees"  # recorded machines
 _CGROUP = Path("/sys/fs/cgroup")
 _serial = itertools.count()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from legroom.budget.remedy import advised_shm, enlarge_shm, remove_leftovers
-from legroom.budget.settings import batches_in_flight, largest_batch
+from legroom.budget.settings import batches_in_flight
 from legroom.model import Box, Finding
 from legroom.units import format_size
 from legroom.words import say
@@ -30,7 +30,7 @@ def too_small(box: Box) -> Iterator[Finding]:
     numbers = {
         "size": format_size(size),
         "flights": flights,
-        "largest": format_size(largest_batch(size, 4, 2)),
+        "largest": format_size(size // flights),
         "wanted": format_size(wanted),
     }
     if size <= DEFAULT_SIZE:

@@ -11,7 +11,7 @@ import click
 from legroom.budget.binding import bind
 from legroom.budget.findings import findings
 from legroom.budget.settings import safe_settings
-from legroom.cli.layout import paint, paragraph, pool_line, shorten
+from legroom.cli.layout import elide, paint, paragraph, pool_line, shorten
 from legroom.model import Box, Finding, Job, LoaderSettings, Process
 from legroom.probe.box import snapshot
 from legroom.probe.host import Host
@@ -144,7 +144,7 @@ def _settings_lines(settings: tuple[LoaderSettings, ...]) -> list[str]:
 def _finding_lines(finding: Finding) -> list[str]:
     label = paint(finding.severity.upper(), finding.severity, bold=True)
     lines = [f"{label} {finding.code}", paragraph(finding.message, "  ", "  ")]
-    lines.append(paragraph(finding.why, "  why: ", "       "))
+    lines.append(paragraph(elide(finding.why), "  why: ", "       "))
     lines += [paragraph(step, "  do:  ", "       ") for step in finding.fix]
     return [*lines, ""]
 

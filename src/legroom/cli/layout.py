@@ -6,6 +6,7 @@ Covers: the terminal's width, plain text for pipes and screen readers. Does not 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -52,6 +53,15 @@ def paragraph(text: str, first: str, rest: str) -> str:
 def shorten(line: str) -> str:
     """One line, cut at the width with a mark where it was."""
     return line if len(line) <= width() else line[: width() - 1] + "…"
+
+
+def elide(text: str, longest: int = 56) -> str:
+    """The text with the middle of its longest words left out: cgroup paths run to hundreds of characters."""
+    return re.sub(
+        rf"\S{{{longest + 1},}}",
+        lambda word: f"{word[0][: longest // 3]}…{word[0][-longest * 2 // 3 :]}",
+        text,
+    )
 
 
 def bar(share: float) -> str:

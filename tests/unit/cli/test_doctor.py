@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from rigs import TREES
 
-from conftest import TREES
 from legroom.cli.main import run
 
 ALL = sorted(path.name for path in TREES.iterdir() if path.is_dir())
