@@ -9,17 +9,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from legroom.cache.open import open
     from legroom.errors import LegroomError
     from legroom.model import Box
     from legroom.probe.box import snapshot
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["Box", "LegroomError", "__version__", "snapshot"]
+__all__ = ["Box", "LegroomError", "__version__", "open", "snapshot"]
 
 _HOMES = {
     "Box": "legroom.model",
     "LegroomError": "legroom.errors",
+    "open": "legroom.cache.open",
     "snapshot": "legroom.probe.box",
 }
 

@@ -21,6 +21,7 @@ from legroom.errors import EXIT_USAGE, LegroomError
 # One line each, so that --help needs none of the modules.
 VERBS = {
     "doctor": "What is short on this box, why, and what to type about it.",
+    "cache": "One copy of a dataset for every process: load, look, remove.",
 }
 
 
@@ -76,7 +77,7 @@ def run(arguments: list[str]) -> int:
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except LegroomError as error:
-        _tell(error, as_json="--json" in arguments, verb=arguments[0])
+        _tell(error, as_json="--json" in arguments, verb=_verb(arguments))
         return error.exit_status
     except click.ClickException as problem:
         problem.show()
@@ -88,6 +89,12 @@ def run(arguments: list[str]) -> int:
         # Whoever read us has had enough (`| head`). Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _verb(arguments: list[str]) -> str:
+    """The verb as its JSON names it: ``doctor``, ``cache.list``."""
+    words = [word for word in arguments if not word.startswith("-")]
+    return ".".join(words[:2] if words[:1] == ["cache"] else words[:1])
 
 
 def _tell(error: LegroomError, *, as_json: bool, verb: str) -> None:

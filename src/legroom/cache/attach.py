@@ -1,0 +1,224 @@
+"""Entries opened for use: leased, looked at, mapped.
+
+Covers: the lease, checking an entry on its descriptors, arrays on its maps.
+Does not cover: finding which entry a file has (find.py), checksums (verify.py).
+
+The order is: shared lock, then open the directory, then look that the lock file still has its name. Whoever
+removes an entry does so under the exclusive lock or, when forced, takes the lock file's name away as well, so an
+entry that passes all three cannot be dropped as unused any more. It costs a few system calls, whatever the size.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from legroom.cache import locks, manifest
+from legroom.cache.locks import Lock
+from legroom.cache.manifest import Array, Damaged, Manifest, OtherFormat, Table
+from legroom.cache.manifest_json import from_json
+from legroom.cache.maps import Map
+from legroom.cache.place import Store
+from legroom.model import Finding
+
+_READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_MOST_MANIFEST = 256 << 20
+
+NDArray = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """An entry in use. The lease lives as long as any of the maps does."""
+
+    manifest: Manifest
+    root: Path
+    backing: str
+    arrays: Mapping[str, NDArray]
+    maps: tuple[Map, ...]
+    lease: Lock | None
+    findings: tuple[Finding, ...] = ()  # which places were passed over when it was built
+
+    def path(self, item: Array | Table) -> Path:
+        """The file of one array or table."""
+        return self.root / self.manifest.key / item.file
+
+
+def lock_name(key: str) -> str:
+    """The lock file of an entry."""
+    return key + ".lock"
+
+
+def lease(store: Store, key: str, *, create: bool = False) -> Lock | None:
+    """A shared lock on the entry; None where there has never been one (and it is not to be created)."""
+    try:
+        return locks.acquire(store.locks, lock_name(key), shared=True, create=create, block=True, lease=True)
+    except FileNotFoundError:
+        return None
+
+
+def attach(store: Store, key: str) -> Attached | None:
+    """Map an entry; None where it is not there. Raises Damaged or OtherFormat where it cannot be used."""
+    while True:
+        lock = lease(store, key) or (lease(store, key, create=True) if _is_there(store, key) else None)
+        if lock is None:
+            return None
+        try:
+            folder = open_entry(store, key)
+        except FileNotFoundError:
+            lock.release()
+            return None
+        except BaseException:
+            lock.release()
+            raise
+        try:
+            if not _still_named(store, lock):
+                lock.release()  # removed by force, and perhaps built anew: look again
+                continue
+            found = map_entry(store, key, folder, lock)
+            lock.touch()
+            return found
+        except Damaged:
+            gone = not _still_named(store, lock)
+            lock.release()
+            if not gone:
+                raise  # else it was taken away by force while it was looked at: no damage
+        except BaseException:
+            lock.release()
+            raise
+        finally:
+            os.close(folder)
+
+
+def open_entry(store: Store, key: str) -> int:
+    """The entry's directory, checked on its descriptor."""
+    flags = _READ | getattr(os, "O_DIRECTORY", 0)
+    try:
+        folder = os.open(key, flags, dir_fd=store.fd)
+    except FileNotFoundError:
+        raise
+    except OSError as problem:
+        raise Damaged(f"{key} is no directory: {problem.strerror}") from problem
+    try:
+        _ours(os.fstat(folder), key)
+    except BaseException:
+        os.close(folder)
+        raise
+    return folder
+
+
+def read_manifest(folder: int, key: str) -> Manifest:
+    """The manifest in an open entry; Damaged or OtherFormat where it is not one of ours."""
+    fd = _open(folder, manifest.NAME)
+    try:
+        size = os.fstat(fd).st_size
+        if size > _MOST_MANIFEST:
+            raise Damaged("the manifest is too large to be one")
+        data = os.read(fd, size + 1)
+    finally:
+        os.close(fd)
+    return from_json(data, key)
+
+
+def checked(folder: int, item: Array | Table) -> int:
+    """A data file's descriptor, its size and header compared with the manifest."""
+    fd = _open(folder, item.file)
+    try:
+        header = item.header if isinstance(item, Array) else b""
+        stats = os.fstat(fd)
+        if stats.st_size != len(header) + item.nbytes:
+            raise Damaged(f"{item.file} has {stats.st_size} bytes, {len(header) + item.nbytes} expected")
+        if manifest.stamp_of(stats) != item.stamp:
+            raise Damaged(f"{item.file} was changed or replaced after it had been written")
+        if os.pread(fd, len(header), 0) != header:
+            raise Damaged(f"{item.file} has another header than its manifest says")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def map_entry(store: Store, key: str, folder: int, lock: Lock) -> Attached:
+    """Map what lies in an open directory, as the entry of that key, under a lease."""
+    found = read_manifest(folder, key)
+    arrays: dict[str, NDArray] = {}
+    maps: list[Map] = []
+    for array in found.arrays:
+        fd = checked(folder, array)
+        try:
+            start = len(array.header)
+            mapped = Map(fd, start + array.nbytes, lock)
+        finally:
+            os.close(fd)
+        maps.append(mapped)
+        arrays[array.name] = view(mapped, array.shape, array.dtype, start)
+    for table in found.tables:
+        os.close(checked(folder, table))
+    return Attached(found, store.root, store.backing, arrays, tuple(maps), lock)
+
+
+def view(mapped: Map, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int) -> NDArray:
+    """An array on a map, which it keeps alive."""
+    array: NDArray = np.ndarray(shape, dtype, mapped.buffer(), offset)
+    array.flags.writeable = mapped.writable
+    return array
+
+
+def _open(folder: int, name: str) -> int:
+    try:
+        fd = os.open(name, _READ | getattr(os, "O_NONBLOCK", 0), dir_fd=folder)
+    except OSError as problem:
+        raise Damaged(f"{name}: {problem.strerror}") from problem
+    try:
+        stats = os.fstat(fd)
+        _ours(stats, name)
+        if not stat.S_ISREG(stats.st_mode):
+            raise Damaged(f"{name} is no file")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _ours(stats: os.stat_result, name: str) -> None:
+    if stats.st_uid != os.geteuid():
+        raise Damaged(f"{name} belongs to uid {stats.st_uid}")
+    if stat.S_IMODE(stats.st_mode) & 0o022:
+        raise Damaged(f"{name} may be written by others")
+
+
+def _is_there(store: Store, key: str) -> bool:
+    """Whether there is an entry; its lock file may have been removed by hand."""
+    try:
+        os.stat(key, dir_fd=store.fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _still_named(store: Store, lock: Lock) -> bool:
+    try:
+        named = os.stat(lock.name, dir_fd=store.locks, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    held = os.fstat(lock.fd)
+    return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
+
+
+__all__ = [
+    "Attached",
+    "Damaged",
+    "OtherFormat",
+    "attach",
+    "checked",
+    "lease",
+    "lock_name",
+    "open_entry",
+    "view",
+]

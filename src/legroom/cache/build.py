@@ -1,0 +1,271 @@
+"""A cold start: one process reads the source, the others wait for it.
+
+Covers: what happens between being elected and giving the entry its name.
+Does not cover: the election (elect.py), finding what is there already (find.py), the files' bytes (load.py, copy.py).
+
+Lock order, the same everywhere: the source's lock in the home store, the source's lock in the store that the data
+go to, the entry's lease, the store's lock. The last is held for moments and nobody who holds it waits.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from logging import DEBUG, WARNING
+
+from legroom.cache import identity, manifest, records
+from legroom.cache.attach import Attached, attach, lease, map_entry, open_entry, read_manifest
+from legroom.cache.elect import name_work, turn
+from legroom.cache.evict import by_age
+from legroom.cache.find import Request, find, find_digest, own_options, put_aside
+from legroom.cache.load import Asked, Job, Progress, Written, load
+from legroom.cache.locks import Lock
+from legroom.cache.manifest import FORMAT, Damaged, Manifest, Options, OtherFormat
+from legroom.cache.manifest_json import to_json
+from legroom.cache.place import Store, Stores, stores
+from legroom.cache.plan import plan
+from legroom.cache.steps import log, step
+from legroom.cache.work import Work
+from legroom.errors import EntryDamaged, NoRoom, NoStore, SourceChanged, StoreError
+from legroom.formats.detect import open_source
+from legroom.words import say
+
+
+def build(request: Request, *, wait: bool = True, progress: Progress | None = None) -> Attached:
+    """Attach the source's entry, building it where nobody has; at most one process reads it at a time."""
+    for last in (False, True):
+        asked = Asked(request, identity.look(request.paths), time.time_ns(), wait, progress)
+        try:
+            with stores(make=True) as places:
+                for finding in places.findings:
+                    log.log(
+                        WARNING if finding.severity == "warning" else DEBUG,
+                        "%s: %s",
+                        finding.message,
+                        finding.why,
+                    )
+                return replace(_elected(asked, places), findings=places.findings)
+        except SourceChanged:
+            if last:
+                raise
+        except FileNotFoundError as problem:
+            # The store was removed under us (logind does so at logout): it is made anew once.
+            if last:
+                raise StoreError(
+                    "the store vanished while it was written", why=str(problem), fix=("try again",)
+                ) from problem
+    raise AssertionError("not reached")
+
+
+def _elected(asked: Asked, places: Stores) -> Attached:
+    won = turn(asked, places.home)
+    if isinstance(won, Attached):
+        return won
+    with won:
+        found = find(asked.request, asked.source, asked.when_ns)
+        if found is not None:
+            return found
+        step("elected")
+        return _build(asked, places)
+
+
+def _build(asked: Asked, places: Stores) -> Attached:
+    with ExitStack() as stack:
+        readers = [stack.enter_context(open_source(path, asked.request.keys)) for path in asked.source.paths]
+        descriptions = [reader.describe() for reader in readers]
+        behind = [path for description in descriptions for path in description.files]
+        job = Job(asked, identity.with_behind(asked.source, behind), readers, plan(descriptions))
+        job.sample = identity.sample(job.source)
+        found = _there_already(job, places)
+        if found is not None:
+            return found
+        work = stack.enter_context(_reserved(job, places))
+        if work.store is not places.home:
+            # Processes that share this store and not the home store (other containers) are elected here.
+            won = turn(asked, work.store)
+            if isinstance(won, Attached):
+                return won
+            stack.enter_context(won)
+            found = find(asked.request, asked.source, asked.when_ns)
+            if found is not None:
+                return found
+        name_work(asked, places.home, work)
+        return _publish(job, work, load(job, work))
+
+
+def _there_already(job: Job, places: Stores) -> Attached | None:
+    """The entry of a file with the same bytes and another name: hashed before anything is copied."""
+    asked = job.asked
+    for store in places.found:
+        record = records.read(store, asked.source)
+        # Other keys may have needed other files behind the named one: their digest is not this one's.
+        behind = {str(file.stamp) for file in job.source.behind}
+        if (
+            record is not None
+            and record.believed(asked.when_ns)
+            and behind == {stamp for _, stamp in record.behind}
+        ):
+            job.digests.update(record.digests)
+            job.hashed_ns = record.hashed_ns
+    if asked.request.hash in job.digests or not _may_be_there(job, places):
+        return None
+    step("hash")
+    job.hashed_ns = time.time_ns()
+    job.digests = {asked.request.hash: identity.digest(job.source, asked.request.hash)}
+    for store in places.found:
+        if not asked.request.wants(store):
+            continue
+        found = find_digest(
+            asked.request, asked.source, store, job.digests[asked.request.hash], asked.request.hash
+        )
+        if found is not None:
+            if not identity.unchanged(job.source):
+                raise identity.changed(asked.source.paths[0])
+            step("record")
+            records.write(store, job.source, job.digests, job.hashed_ns)
+            return found
+    return None
+
+
+def _may_be_there(job: Job, places: Stores) -> bool:
+    """Whether some entry was built from as many bytes as this source has, and a few of them are the same."""
+    for store in places.found:
+        for old in by_age(store):
+            try:
+                folder = open_entry(store, old.key)
+                try:
+                    found = read_manifest(folder, old.key)
+                    same = (found.source_bytes, found.hash) == (job.source.size, job.asked.request.hash)
+                    if same and found.sample == job.sample:
+                        return True
+                finally:
+                    os.close(folder)
+            except (Damaged, OtherFormat, OSError):
+                continue
+    return False
+
+
+def _reserved(job: Job, places: Stores) -> Work:
+    """Room in the first store that has it."""
+    request = job.asked.request
+    chosen = [store for store in places.found if request.wants(store)]
+    if not chosen:
+        raise NoStore(
+            say("there is no {backing} store", backing=request.backing),
+            why="; ".join(finding.why for finding in places.findings) or "no candidate could be used",
+            fix=("backing='auto'", "LEGROOM_DIR=/some/local/directory"),
+        )
+    refused: list[NoRoom] = []
+    for store in chosen:
+        try:
+            return Work(store, job.plan.need, evict=request.evict)
+        except NoRoom as problem:
+            refused.append(problem)
+    if len(refused) == 1:
+        raise refused[0]
+    raise NoRoom(
+        say("no store has room for {path}", path=job.source.paths[0]),
+        why="; ".join(f"{problem.what}: {problem.why}" for problem in refused),
+        fix=tuple(dict.fromkeys(line for problem in refused for line in problem.fix)),
+    )
+
+
+def _publish(job: Job, work: Work, written: Written) -> Attached:
+    """Give the entry its name, unless its content is there already, and record the source.
+
+    It is mapped before it has its name: whoever takes it away again, even by force, does not take it from us.
+    """
+    options = own_options(job.asked.request, job.source)
+    while True:
+        found = _manifest(job, written, options)
+        step("lease")
+        lock = _leased(work.store, found.key)
+        try:
+            step("manifest")
+            work.write(manifest.NAME, to_json(found))
+            work.seal(manifest.NAME)
+            attached = map_entry(work.store, found.key, work.fd, lock)
+            if not identity.unchanged(job.source):
+                raise identity.changed(job.source.paths[0])
+            if work.publish(found.key):
+                _record(job, work.store)
+                lock.touch()
+                step("done")
+                return attached
+        except Damaged as problem:
+            raise _cannot_read_back(work.store, problem) from problem
+        except BaseException:
+            lock.release()
+            raise
+        lock.release()
+        del attached
+        try:
+            there = attach(work.store, found.key)
+        except OtherFormat as other:
+            if other.version > FORMAT:
+                options = replace(options, version=FORMAT)
+            else:
+                put_aside(work.store, found.key)
+        except Damaged:
+            put_aside(work.store, found.key)
+        else:
+            if there is not None:
+                _record(job, work.store)
+                return there
+
+
+def _record(job: Job, store: Store) -> None:
+    step("record")
+    records.write(store, job.source, job.digests, job.hashed_ns)
+    step("recorded")
+
+
+def _cannot_read_back(store: Store, problem: Damaged) -> EntryDamaged:
+    return EntryDamaged(
+        say("what was written to {root} does not read back as written", root=store.root),
+        why=str(problem),
+        fix=("LEGROOM_DIR on a local file system", "LEGROOM_DISABLE=1 does without the cache"),
+    )
+
+
+def _leased(store: Store, key: str) -> Lock:
+    lock = lease(store, key, create=True)
+    assert lock is not None  # it was to be created
+    return lock
+
+
+def _manifest(job: Job, written: Written, options: Options) -> Manifest:
+    algorithm = job.asked.request.hash
+    digest = job.digests[algorithm]
+    stamps = {file.path: str(file.stamp) for file in job.source.files}
+    return Manifest(
+        key=manifest.key_of(digest, algorithm, options),
+        hash=algorithm,
+        digest=digest,
+        options=options,
+        paths=tuple(os.fspath(path) for path in job.source.paths),
+        stamps=tuple(stamps.get(path, "") for path in job.source.paths),
+        source_bytes=job.source.size,
+        sample=job.sample,
+        kind=job.plan.kind,
+        arrays=written.arrays,
+        tables=written.tables,
+        attributes=job.plan.attributes,
+        built_at=time.time(),
+        built_by=say(
+            "legroom {version}, pid {pid} on {host}",
+            version=legroom_version(),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        ),
+    )
+
+
+def legroom_version() -> str:
+    """The version that builds, for the manifest."""
+    from legroom import __version__
+
+    return __version__

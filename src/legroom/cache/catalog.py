@@ -1,0 +1,155 @@
+"""What is in the cache.
+
+Covers: every entry, the entry of a key or of a file, the room of each store. Changes nothing.
+Does not cover: removing (reap.py), checking bytes (verify.py), printing (cli).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from legroom.cache import identity, locks, records, room
+from legroom.cache.attach import lock_name, open_entry, read_manifest
+from legroom.cache.describe import damaged_entry, entry_of
+from legroom.cache.evict import by_age, last_used
+from legroom.cache.manifest import Damaged, Manifest, OtherFormat, is_key
+from legroom.cache.open import source_paths
+from legroom.cache.place import Store, stores
+from legroom.cache.users import users
+from legroom.errors import LegroomError, NotLoaded, UsageError
+from legroom.model import Entry, EntryUser, Finding, StoreRoom
+from legroom.words import say
+
+Where = str | os.PathLike[str]
+_SHORTEST = 6  # digits of a key that may stand for it
+
+
+def entries(what: Where | None = None, *, with_users: bool = False) -> tuple[Entry, ...]:
+    """Every entry of every store, newest use last; or those of one key or file (none, where it is not loaded)."""
+    found: list[Entry] = []
+    with stores() as places:
+        for store in places.found:
+            keys = [old.key for old in by_age(store)] if what is None else matching(store, what)
+            people = users(store.root) if with_users and keys else None
+            for key in keys:
+                entry = entry_in(store, key, people.get(key, ()) if people is not None else None)
+                if entry is not None:
+                    found.append(entry)
+    return tuple(found)
+
+
+def info(what: Where, *, with_users: bool = True) -> Entry:
+    """The entry of a key (or its first digits) or of a file; NotLoaded where there is none."""
+    found = entries(what, with_users=with_users)
+    if not found:
+        raise not_loaded(what)
+    return found[0]
+
+
+def store_rooms() -> tuple[tuple[StoreRoom, ...], tuple[Finding, ...]]:
+    """The stores that are there with their room, and which candidates were passed over."""
+    with stores() as places:
+        found = []
+        for store in places.found:
+            stats = os.statvfs(store.fd)
+            bound = room.tightest(room.bounds(store))
+            free = max(0, bound.free - room.outstanding(store))
+            size = stats.f_blocks * stats.f_frsize
+            found.append(
+                StoreRoom(os.fspath(store.root), store.backing, size, room.used(store), free, bound.what)
+            )
+        return tuple(found), places.findings
+
+
+def not_loaded(what: Where) -> NotLoaded:
+    """The error for something the cache does not hold."""
+    there = os.path.lexists(os.path.expanduser(os.fspath(what)))
+    return NotLoaded(
+        say("{what} is not loaded", what=os.fspath(what)),
+        why="no store holds an entry of that file as it is now"
+        if there
+        else "no store holds an entry of that key, and there is no such file",
+        fix=(
+            say("legroom cache load {what}", what=os.fspath(what)),
+            "legroom cache list shows what there is",
+        ),
+    )
+
+
+def matching(store: Store, what: Where) -> list[str]:
+    """The keys of a store that a key, its first digits, or a file stand for."""
+    text = os.fspath(what)
+    if not os.path.lexists(text) and len(text) >= _SHORTEST and not set(text) - set("0123456789abcdef-blkex"):
+        found = [old.key for old in by_age(store) if old.key.startswith(text)]
+        if len(found) > 1 and text not in found and len({key.partition("-")[0] for key in found}) > 1:
+            raise UsageError(
+                say("{text} stands for several entries", text=text),
+                why=", ".join(found),
+                fix=("give more digits",),
+            )
+        return [text] if text in found else found
+    paths = source_paths(what)
+    if len(paths) == 1 and not os.path.lexists(paths[0]):
+        # The file may have been removed, and what was built from it not.
+        return [old.key for old in by_age(store) if _built_from(store, old.key, paths[0])]
+    return of_source(store, paths)
+
+
+def _built_from(store: Store, key: str, path: Path) -> bool:
+    manifest = manifest_of(store, key)
+    return isinstance(manifest, Manifest) and os.fspath(path) in manifest.paths
+
+
+def of_source(store: Store, paths: Sequence[Path]) -> list[str]:
+    """The keys of a store that were built from these files as they are now."""
+    source = identity.look(paths)
+    record = records.read(store, source)
+    digests = set(record.digests.values()) if record is not None else set()
+    stamps = tuple(str(file.stamp) for file in source.files)
+    found = []
+    for old in by_age(store):
+        if old.key.partition("-")[0] in digests:
+            found.append(old.key)
+            continue
+        manifest = manifest_of(store, old.key)
+        if isinstance(manifest, Manifest) and manifest.stamps == stamps and "" not in stamps:
+            found.append(old.key)
+    return found
+
+
+def manifest_of(store: Store, key: str) -> Manifest | LegroomError | Exception | None:
+    """The manifest of an entry; the reason where it cannot be used; None where it is gone."""
+    if not is_key(key):
+        return None
+    try:
+        folder = open_entry(store, key)
+    except FileNotFoundError:
+        return None
+    except (Damaged, OSError) as problem:
+        return problem
+    try:
+        return read_manifest(folder, key)
+    except (Damaged, OtherFormat, OSError) as problem:
+        return problem
+    finally:
+        os.close(folder)
+
+
+def entry_in(store: Store, key: str, people: tuple[EntryUser, ...] | None = None) -> Entry | None:
+    """One entry as it is now; None where it has gone meanwhile."""
+    manifest = manifest_of(store, key)
+    if manifest is None:
+        return None
+    root = os.fspath(store.root)
+    if not isinstance(manifest, Manifest):
+        return damaged_entry(key, store.backing, root, str(manifest), room.blocks(store, key))
+    return entry_of(
+        manifest,
+        store.backing,
+        store=root,
+        in_use=locks.held(store.locks, lock_name(key)),
+        users=people,
+        last_used=last_used(store, key),
+    )

@@ -1,0 +1,235 @@
+"""Filling the files of an entry: raw copies by threads, decoding where the bytes must be made.
+
+Covers: one build's reading and writing, its checksums, its progress, stopping it early.
+Does not cover: what is written (plan.py), the room for it (room.py), hashing the source (identity.py).
+
+Threads copy; the caller's thread watches, reports and may be interrupted. Files are allocated before they are
+filled, so a map that is written to cannot meet a full file system.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from legroom.cache import checksum
+from legroom.cache.checksum import Part
+from legroom.cache.fileio import read_at, write_all
+from legroom.cache.identity import changed
+from legroom.cache.plan import ArrayTarget, Piece, TableTarget
+from legroom.formats.protocol import Extent, Reader
+
+PART = 8 << 20
+_BUFFER = 1 << 20
+_MOST_OPEN = 128  # a file of thousands of small arrays must not run out of descriptors
+_local = threading.local()
+
+
+class Stopped(Exception):
+    """The build was given up: somebody else's error, or an interrupt."""
+
+
+@dataclass(slots=True)
+class Meter:
+    """How far a build is, counted by its threads and read by its watcher."""
+
+    copied: int = 0
+    hashed: int = 0
+    stopped: bool = False
+
+    def add(self, count: int) -> None:
+        if self.stopped:
+            raise Stopped
+        self.copied += count  # a lost update between threads would misreport a moment, nothing more
+
+    def add_hashed(self, count: int) -> None:
+        if self.stopped:
+            raise Stopped
+        self.hashed += count
+
+
+class Filler:
+    """Fills allocated files from readers; ``jobs`` are what it has under way."""
+
+    def __init__(
+        self,
+        readers: Sequence[Reader],
+        meter: Meter,
+        pool: ThreadPoolExecutor,
+        again: Callable[[int], None],  # raises where that many more bytes do not fit any more
+        *,
+        by_map: bool,
+    ) -> None:
+        self._readers, self._meter, self._pool, self._by_map = readers, meter, pool, by_map
+        self._again = again
+        self._extents: dict[tuple[int, str], Extent | None] = {}
+        self._decoding = threading.Lock()  # readers are not asked from two threads at once
+        self._sources: dict[str, int] = {}
+        self.jobs: list[Future[Any]] = []
+        self._parts: dict[str, list[tuple[int, Future[list[Part]]]]] = {}
+        self._opened: deque[tuple[int, list[Future[Any]]]] = deque()
+
+    def look(self, targets: Sequence[ArrayTarget]) -> None:
+        """Ask where the arrays lie, before any thread reads: a reader is used by one thread at a time."""
+        for target in targets:
+            for piece in target.pieces:
+                # A shifted piece has other numbers in the entry than in the file.
+                raw = None if piece.shift else self._readers[piece.source].extent(piece.name)
+                self._extents[piece.source, piece.name] = raw
+
+    def array(self, target: ArrayTarget, fd: int, allocated: Iterable[int]) -> None:
+        """Fill one array's file as its blocks come: ``allocated`` says up to which byte they are there.
+
+        The descriptor is taken over, and closed when the file is filled.
+        """
+        parts = self._parts.setdefault(target.spec.name, [])
+        waiting = deque(self._work(target, fd))
+        started: list[Future[Any]] = []
+        self._opened.append((fd, started))
+        for end in allocated:
+            if self._meter.stopped:
+                raise Stopped
+            while waiting and waiting[0][0] <= end:
+                _, offset, work, arguments = waiting.popleft()
+                started.append(self._start(work, *arguments))
+                parts.append((offset, started[-1]))
+        self._settle(_MOST_OPEN)
+
+    def _work(
+        self, target: ArrayTarget, fd: int
+    ) -> Iterator[tuple[int, int, Callable[..., Any], tuple[Any, ...]]]:
+        """What fills the file, in its order: (end in the file, offset in the array, function, arguments)."""
+        for piece in target.pieces:
+            start = len(target.header) + piece.offset
+            extent = self._extents[piece.source, piece.name]
+            if extent is None:
+                yield start + piece.nbytes, piece.offset, self._decode, (target, piece, fd)
+                continue
+            begin = extent.offset + extent.nbytes - piece.nbytes  # after the rows that are left out
+            source = self._source(extent)
+            for done in range(0, piece.nbytes, PART):
+                length = min(PART, piece.nbytes - done)
+                arguments = (extent, source, begin + done, fd, start + done, length)
+                yield start + done + length, piece.offset + done, self._copy, arguments
+
+    def _settle(self, most: int) -> None:
+        """Close files that are filled, oldest first, until at most so many are open."""
+        while len(self._opened) > most:
+            fd, jobs = self._opened.popleft()
+            wait(jobs)
+            os.close(fd)
+
+    def crc32(self, name: str) -> str:
+        """The checksum of an array that has been filled."""
+        ordered = sorted(self._parts[name], key=lambda pair: pair[0])
+        return checksum.as_text(checksum.joined(part for _, job in ordered for part in job.result()))
+
+    def table(self, target: TableTarget, folder: str) -> Future[int]:
+        """Start writing one table."""
+        return self._start(self._table, target, folder)
+
+    def close(self) -> None:
+        """Wait for every job, then close whatever is open."""
+        wait(self.jobs)
+        self._settle(0)
+        for fd in self._sources.values():
+            os.close(fd)
+        self._sources.clear()
+
+    def failure(self) -> BaseException | None:
+        """What went wrong first in a job that has ended, if anything did."""
+        ended = [job for job in self.jobs if job.done() and not job.cancelled()]
+        problems = [problem for job in ended if (problem := job.exception()) is not None]
+        return next((problem for problem in problems if not isinstance(problem, Stopped)), None)
+
+    def _start(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        job = self._pool.submit(self._run, work, arguments)
+        self.jobs.append(job)
+        return job
+
+    def _run(self, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        try:
+            return work(*arguments)
+        except BaseException:
+            self._meter.stopped = True  # nobody needs to go on
+            raise
+
+    def _source(self, extent: Extent) -> int:
+        path = os.fspath(extent.path)
+        if path not in self._sources:
+            self._sources[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._sources[path]
+
+    def _copy(self, extent: Extent, source: int, start: int, fd: int, to: int, length: int) -> list[Part]:
+        crc, total, done = checksum.crc32(), 0, 0
+        buffer = _buffer()
+        while done < length:
+            got = read_at(source, buffer[: min(len(buffer), length - done)], start + done)
+            if got == 0:
+                raise changed(extent.path)
+            part = buffer[:got]
+            total = crc(part, total)
+            write_all(fd, part, to + done)
+            done += got
+            self._meter.add(got)
+        return [(total, length)]
+
+    def _decode(self, target: ArrayTarget, piece: Piece, fd: int) -> list[Part]:
+        if piece.nbytes == 0:
+            return []
+        with self._decoding:
+            if self._meter.stopped:
+                raise Stopped
+            plain = piece.shift == 0 and piece.skip == 0
+            if self._by_map and plain:
+                return self._decode_into_map(target, piece, fd)
+            whole = np.empty(piece.shape, target.spec.dtype)
+            self._readers[piece.source].read_into(piece.name, whole, self._meter.add)
+            kept = whole[piece.skip :] + piece.shift if not plain else whole
+            data = np.ascontiguousarray(kept, target.spec.dtype).reshape(-1).view(np.uint8).data
+        write_all(fd, data, len(target.header) + piece.offset)
+        return [(checksum.crc32()(data), len(data))]
+
+    def _decode_into_map(self, target: ArrayTarget, piece: Piece, fd: int) -> list[Part]:
+        start = len(target.header) + piece.offset
+        page = start - start % mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(fd, start - page + piece.nbytes, offset=page)
+        try:
+            out: Any = np.ndarray(piece.shape, target.spec.dtype, mapped, start - page)
+            self._readers[piece.source].read_into(piece.name, out, self._meter.add)
+            total = checksum.crc32()(memoryview(mapped)[start - page :])
+            del out
+        finally:
+            try:
+                mapped.close()
+            except BufferError:
+                pass  # a traceback still refers to the array; the map goes with it
+        return [(total, piece.nbytes)]
+
+    def _table(self, target: TableTarget, folder: str) -> int:
+        with self._decoding:
+            if self._meter.stopped:
+                raise Stopped
+            path = Path(folder, target.file)
+            # Its file is not ours to allocate: memory is looked at as it grows.
+            return self._readers[target.source].write_table(target.name, path, self._grow)
+
+    def _grow(self, count: int) -> None:
+        self._again(count)
+        self._meter.add(count)
+
+
+def _buffer() -> memoryview:
+    """This thread's buffer: small enough to stay in its core's cache between read and write."""
+    if not hasattr(_local, "buffer"):
+        _local.buffer = memoryview(bytearray(_BUFFER))
+    return _local.buffer  # type: ignore[no-any-return]

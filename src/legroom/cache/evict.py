@@ -1,0 +1,90 @@
+"""Entries nobody uses, least recently used first, removed until there is room.
+
+Covers: which entries may go, in which order, and taking one away. Does not cover: the commands (reap.py).
+
+Exclusive locks on entries are taken here alone, under the store's lock and without waiting.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from legroom.cache import locks, room, trash
+from legroom.cache.attach import lock_name
+from legroom.cache.manifest import is_key
+from legroom.cache.place import Store
+from legroom.cache.steps import log, step
+from legroom.errors import NoRoom
+
+
+@dataclass(frozen=True, slots=True)
+class Old:
+    """An entry as its lock file knows it."""
+
+    key: str
+    last_used: float
+    nbytes: int  # by blocks
+
+
+def by_age(store: Store) -> list[Old]:
+    """Every entry, the one used longest ago first."""
+    found = []
+    for name in os.listdir(store.fd):
+        if is_key(name):
+            found.append(Old(name, last_used(store, name), room.blocks(store, name)))
+    return sorted(found, key=lambda old: old.last_used)
+
+
+def last_used(store: Store, key: str) -> float:
+    """When somebody last attached the entry: the mtime of its lock file, else of the entry."""
+    for folder, name in ((store.locks, lock_name(key)), (store.fd, key)):
+        try:
+            return os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
+        except OSError:
+            continue
+    return 0.0
+
+
+def take_away(store: Store, key: str, *, force: bool = False) -> str | None:
+    """Move an unused entry to the trash, under the store's lock; its trash name, None where it is in use.
+
+    The lock file's name goes too: whoever waits for it, or holds it by force's leave, sees that and looks again.
+    """
+    step("hold")
+    lock = locks.acquire(store.locks, lock_name(key))
+    if lock is None and not force:
+        return None
+    try:
+        moved = trash.move(store, key)
+        step("unlock")
+        if moved is not None or lock is not None:  # else a builder leases what it has not yet published
+            try:
+                os.unlink(lock_name(key), dir_fd=store.locks)
+            except FileNotFoundError:
+                pass
+    finally:
+        if lock is not None:
+            lock.release()
+    return moved
+
+
+def evict_for(store: Store, need: int, *, mine: str | None = None) -> bool:
+    """Evict until ``need`` bytes fit, under the store's lock; False, and nothing touched, where they cannot."""
+    unused = [old for old in by_age(store) if not locks.held(store.locks, lock_name(old.key))]
+    bound = room.tightest(room.bounds(store))
+    missing = need + room.outstanding(store, mine) - bound.free
+    if missing > sum(old.nbytes for old in unused):
+        return False
+    for old in unused:
+        moved = take_away(store, old.key)
+        if moved is None:
+            continue  # somebody came
+        log.info("evicted %s from %s", old.key, store.root)
+        trash.delete(store, moved)
+        try:
+            room.check(store, need, mine=mine)
+        except NoRoom:
+            continue
+        return True
+    return False

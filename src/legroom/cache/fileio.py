@@ -1,0 +1,26 @@
+"""Reading and writing at an offset, whole.
+
+Covers: what the system calls leave to the caller: short writes, and systems without preadv (macOS).
+Does not cover: sources (formats has its own reading, with its own errors).
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def read_at(fd: int, view: memoryview, offset: int) -> int:
+    """Read into ``view`` from ``offset``; how many bytes came, 0 at the end."""
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [view], offset)
+    data = os.pread(fd, len(view), offset)
+    view[: len(data)] = data
+    return len(data)
+
+
+def write_all(fd: int, data: memoryview | bytes, offset: int) -> None:
+    """Write all of ``data`` at ``offset``."""
+    view = memoryview(data)
+    while len(view):
+        done = os.pwrite(fd, view, offset)
+        view, offset = view[done:], offset + done

@@ -1,0 +1,210 @@
+"""The work of one build: hash and load side by side, watched from the caller's thread.
+
+Covers: allocating the files, starting the threads, progress, the source's digest, stopping when anything fails.
+Does not cover: being elected (build.py), publishing (build.py), the copying itself (copy.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from legroom.cache import checksum, identity
+from legroom.cache.copy import Filler, Meter, Stopped
+from legroom.cache.find import Request
+from legroom.cache.identity import Source
+from legroom.cache.manifest import Array, Table, stamp_of
+from legroom.cache.numa import interleaved
+from legroom.cache.place import filesystem
+from legroom.cache.plan import Plan
+from legroom.cache.steps import step
+from legroom.cache.work import Work
+from legroom.formats.protocol import Reader
+
+Progress = Callable[[int, int], None]  # (done, total) in bytes
+_POLL = 0.05
+# File systems whose allocation holds when the file is written through a map. On others (copy on write,
+# compressed) a full disk would be a SIGBUS there, so data are decoded into memory and written.
+_SURE = frozenset({"tmpfs", "ext2", "ext3", "ext4", "xfs", "f2fs"})
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request at one moment."""
+
+    request: Request
+    source: Source
+    when_ns: int
+    wait: bool
+    progress: Progress | None
+
+
+@dataclass(slots=True)
+class Job:
+    """What is to be built."""
+
+    asked: Asked
+    source: Source  # with every file behind it
+    readers: Sequence[Reader]
+    plan: Plan
+    digests: dict[str, str] = field(default_factory=dict)
+    hashed_ns: int = 0  # when hashing began
+    sample: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The data files as they have been written."""
+
+    arrays: tuple[Array, ...]
+    tables: tuple[Table, ...]
+
+
+def load(job: Job, work: Work) -> Written:
+    """Fill the private directory, and learn the source's digest on the way."""
+    meter = Meter()
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    slow_hash = job.asked.request.hash == "md5" and "md5" not in job.digests
+    humble = _humble if slow_hash else None
+    with (
+        ThreadPoolExecutor(1, "legroom-hash") as hashing,
+        ThreadPoolExecutor(1, "legroom-allocate", humble) as allocating,
+        ThreadPoolExecutor(
+            min(16, max(1, cpus - 1) if slow_hash else max(2, cpus)), "legroom-copy", humble
+        ) as copying,
+    ):
+        by_map = filesystem(work.store) in _SURE
+        filler = Filler(job.readers, meter, copying, work.again, by_map=by_map)
+        first: list[Future[Any]] = []
+        try:
+            step("read")
+            if job.asked.request.hash not in job.digests:
+                job.hashed_ns = time.time_ns()
+                first.append(
+                    hashing.submit(identity.digest, job.source, job.asked.request.hash, meter.add_hashed)
+                )
+            else:
+                meter.hashed = job.source.size
+            filler.look(job.plan.arrays)
+            step("allocate")
+            first.append(allocating.submit(_allocate, job, work, filler))
+            _watch(first[-1:], lambda: _report(job, work, meter))
+            step("write")
+            folder = work.store.root / work.folder
+            tables = [filler.table(target, os.fspath(folder)) for target in job.plan.tables]
+            _watch([*first, *filler.jobs], lambda: _report(job, work, meter))
+            step("written")
+            if len(first) == 2:
+                job.digests = {**job.digests, job.asked.request.hash: first[0].result()}
+            crcs = {target.spec.name: filler.crc32(target.spec.name) for target in job.plan.arrays}
+            sizes = [table.result() for table in tables]
+        except BaseException as problem:
+            meter.stopped = True
+            wait(first)
+            cause = filler.failure() or problem
+            work.raise_full(cause)
+            if cause is not problem:
+                raise cause from None
+            raise
+        finally:
+            meter.stopped = True
+            wait(first)
+            filler.close()
+    # Closed by everybody: nothing changes the files' times from here on.
+    step("seal")
+    return _sealed(job, work, crcs, sizes)
+
+
+def _allocate(job: Job, work: Work, filler: Filler) -> None:
+    """Take the room of every array, starting to fill what has been taken."""
+    with interleaved():  # pages in memory lie where the thread is that takes them
+        for target in job.plan.arrays:
+            fd = work.create(target.file)
+            filler.array(target, fd, work.allocate(fd, target.header, target.size))
+
+
+def _humble() -> None:
+    """Let the hashing thread have a core to itself: md5 takes longer than everything else together."""
+    if sys.platform == "linux":
+        try:
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + 5))
+        except OSError:
+            pass  # a sandbox that forbids it: a little slower
+
+
+def _watch(jobs: Sequence[Future[Any]], report: Callable[[], None]) -> None:
+    """Wait for everything, reporting on the way; the first failure ends the waiting."""
+    pending: set[Future[Any]] = set(jobs)
+    while pending:
+        done, pending = wait(pending, timeout=_POLL, return_when=FIRST_EXCEPTION)
+        failed = [job.exception() for job in done if job.exception() is not None]
+        for problem in sorted(failed, key=lambda problem: isinstance(problem, Stopped)):
+            for job in pending:
+                job.cancel()
+            assert problem is not None
+            raise problem
+        report()
+
+
+def _report(job: Job, work: Work, meter: Meter) -> None:
+    """Both must be done, so the slower of the two is the progress."""
+    total = job.plan.nbytes
+    copied = meter.copied / total if total else 1.0
+    hashed = meter.hashed / job.source.size if job.source.size else 1.0
+    done = int(total * min(1.0, copied, hashed))
+    work.note(done, total)
+    if job.asked.progress is not None:
+        job.asked.progress(done, total)
+
+
+def _sealed(job: Job, work: Work, crcs: Mapping[str, str], sizes: Sequence[int]) -> Written:
+    arrays, tables = [], []
+    for target in job.plan.arrays:
+        spec, stamp = target.spec, stamp_of(work.seal(target.file))
+        crc = crcs[spec.name]
+        arrays.append(
+            Array(
+                spec.name,
+                target.file,
+                spec.shape,
+                spec.dtype,
+                crc,
+                stamp,
+                spec.attributes,
+                spec.ragged,
+                spec.text,
+            )
+        )
+    for table, size in zip(job.plan.tables, sizes, strict=True):
+        stamp = stamp_of(work.seal(table.file))
+        crc = checksum.as_text(_crc_of(work, table.file))
+        about = table.spec
+        tables.append(
+            Table(
+                about.name,
+                table.file,
+                about.rows,
+                about.columns,
+                size,
+                crc,
+                stamp,
+                about.attributes,
+                table.part_of,
+            )
+        )
+    return Written(tuple(arrays), tuple(tables))
+
+
+def _crc_of(work: Work, name: str) -> int:
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=work.fd)
+    try:
+        return checksum.of_file(fd)
+    finally:
+        os.close(fd)

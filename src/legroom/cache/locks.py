@@ -1,0 +1,143 @@
+"""Locks between processes: flock on small files, with its traps.
+
+Covers: taking, testing and giving back locks. Does not cover: what a lock means (build, reap, attach).
+
+The traps, and what is done about each:
+
+- A lock belongs to the open file description, so a forked child holds it too, also after its parent was
+  killed. Work locks are closed in children by ``os.register_at_fork``. Leases are kept by children on purpose:
+  a forked worker uses the data as much as its parent does. So a lease is given back by closing the descriptor,
+  never by LOCK_UN, which would take it from parent and children at once.
+- The file may have been unlinked between open and flock: then the lock is on nothing. After every flock the
+  descriptor and the name must be the same inode, else it is tried again.
+- Process ids prove nothing across pid namespaces: alive means that a lock is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+
+try:
+    import fcntl
+except ImportError:  # Windows: data are read into each process, as LEGROOM_DISABLE=1 would have it
+    SUPPORTED = False
+else:
+    SUPPORTED = hasattr(os, "register_at_fork")
+
+_guard = threading.RLock()  # held while forking, so that no descriptor is missed between open and note
+_work: set[int] = set()  # descriptors that children close
+_hooked = False
+
+
+@dataclass(eq=False, slots=True)
+class Lock:
+    """A held lock; it is gone when the last process that has the descriptor closes it or dies."""
+
+    fd: int
+    name: str
+    lease: bool
+    pid: int = field(default_factory=os.getpid)
+
+    def touch(self) -> None:
+        """Note the moment in the lock file's mtime: that is when the entry was last used."""
+        os.utime(self.fd)
+
+    def release(self) -> None:
+        """Give it back; a second time does nothing."""
+        fd, self.fd = self.fd, -1
+        if fd < 0:
+            return
+        if self.lease:
+            os.close(fd)
+        elif self.pid == os.getpid():  # in a child the descriptor was closed at fork
+            with _guard:
+                _work.discard(fd)
+                os.close(fd)
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            self.release()
+
+
+def acquire(
+    folder: int,
+    name: str,
+    *,
+    shared: bool = False,
+    create: bool = True,
+    block: bool = False,
+    lease: bool = False,
+) -> Lock | None:
+    """Take the lock file ``name`` in the open directory ``folder``; None where it is held by somebody else.
+
+    Raises FileNotFoundError where it is not there and ``create`` is false.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+    kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if block else fcntl.LOCK_NB)
+    while True:
+        lock = _open(folder, name, flags, lease)
+        try:
+            fcntl.flock(lock.fd, kind)
+            held = os.fstat(lock.fd)
+            named = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino):
+                return lock
+        except BlockingIOError:
+            lock.release()
+            return None
+        except FileNotFoundError:
+            pass  # unlinked under us: the lock is on nothing
+        except BaseException:
+            lock.release()
+            raise
+        lock.release()
+
+
+def held(folder: int, name: str) -> bool:
+    """Whether somebody alive holds that lock (shared or not); False where the file is not there."""
+    try:
+        lock = acquire(folder, name, create=False)
+    except FileNotFoundError:
+        return False
+    if lock is None:
+        return True
+    lock.release()
+    return False
+
+
+def _open(folder: int, name: str, flags: int, lease: bool) -> Lock:
+    if lease:
+        return Lock(os.open(name, flags, 0o600, dir_fd=folder), name, lease)
+    _hook()
+    with _guard:
+        fd = os.open(name, flags, 0o600, dir_fd=folder)
+        _work.add(fd)
+    return Lock(fd, name, lease)
+
+
+def _hook() -> None:
+    global _hooked
+    with _guard:
+        if not _hooked:
+            os.register_at_fork(
+                before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_close_in_child
+            )
+            _hooked = True
+
+
+def _close_in_child() -> None:
+    for fd in _work:
+        try:
+            os.close(fd)
+        except OSError:
+            pass  # somebody closed every descriptor before us
+    _work.clear()
+    _guard.release()

@@ -1,0 +1,76 @@
+"""Copy-on-write maps of files, and their lifetime.
+
+Covers: mapping a file so that arrays can be made on it, unmapping when the last array is gone.
+Does not cover: which files (attach.py), pages ahead of time (prefault.py).
+
+Maps are private and writable: a trainer that writes in place changes its own pages and nobody else's. They
+reserve no memory, or 40 GB could not be mapped on a 24 GB machine. Under ``vm.overcommit_memory=2`` the kernel
+would count every writable map in full, so they are read-only there. No descriptor stays open for a map: files
+with thousands of arrays would run out of them.
+
+A Map owns its addresses. Arrays keep the Map alive, the Map keeps the lease alive; when the last array dies the
+pages are unmapped and the lease is given back, in this process alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_NORESERVE = {"linux": 0x4000}.get(sys.platform, 0)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+@cache
+def libc() -> Any:
+    """The C library, whose calls run without the interpreter's lock."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *([ctypes.c_int] * 3), ctypes.c_long)
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return library
+
+
+@cache
+def writable() -> bool:
+    """Whether private writable maps cost nothing here."""
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2"
+    except OSError:
+        return True
+
+
+class Map:
+    """One mapped file; ``keep`` is held for as long as the map is."""
+
+    __slots__ = ("__weakref__", "_unmap", "address", "keep", "length", "writable")
+
+    def __init__(self, fd: int, length: int, keep: object = None, *, offset: int = 0) -> None:
+        self.length = 0
+        self.keep = keep
+        self.writable = writable()
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
+        self._unmap = libc().munmap
+        self.address = libc().mmap(None, length, protection, mmap.MAP_PRIVATE | _NORESERVE, fd, offset)
+        if self.address == _FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        self.length = length
+
+    def buffer(self) -> Any:
+        """The bytes, as an object that keeps this map alive."""
+        buffer: Any = (ctypes.c_char * self.length).from_address(self.address)
+        buffer.map = self
+        return buffer
+
+    def __del__(self) -> None:
+        # At exit other threads may still read; the kernel unmaps soon enough.
+        if self.length and not sys.is_finalizing():
+            self._unmap(self.address, self.length)
+            self.length = 0

@@ -1,0 +1,84 @@
+"""The header of the .npy files in an entry, made one way only.
+
+Covers: writing the header, and the dtypes that may stand in one. Does not cover: data, or .npy files of
+other people's (formats).
+
+The header is a function of shape and dtype, so a reader compares bytes instead of parsing a file it has no
+reason to trust. Any program that reads .npy reads it: version 1.0 where it fits, padded to 64 bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+ALIGNMENT = 64
+_SIMPLE = re.compile(r"[<>|=]?(?:[biufcmMSUV?])[0-9]*(?:\[[0-9]*[a-zA-Zμ]+\])?")
+
+Dtype = np.dtype[Any]
+
+
+@lru_cache(maxsize=4096)
+def header(shape: tuple[int, ...], dtype: Dtype) -> bytes:
+    """The bytes before the data."""
+    descr = np.lib.format.dtype_to_descr(dtype)
+    text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {tuple(map(int, shape))!r}, }}"
+    try:
+        body, major, width = text.encode("latin-1"), 1, 2
+    except UnicodeEncodeError:  # field names of a structured dtype: version 3.0 is UTF-8
+        body, major, width = text.encode("utf-8"), 3, 4
+    if major == 1 and len(body) > 65000:
+        major, width = 2, 4
+    start = 8 + width
+    padded = -(-(start + len(body) + 1) // ALIGNMENT) * ALIGNMENT
+    body = body.ljust(padded - start - 1) + b"\n"
+    return b"\x93NUMPY" + bytes((major, 0)) + len(body).to_bytes(width, "little") + body
+
+
+def dtype_to_json(dtype: Dtype) -> Any:
+    """The dtype as JSON can hold it."""
+    return np.lib.format.dtype_to_descr(dtype)
+
+
+def dtype_from_json(value: Any) -> Dtype:
+    """The dtype again; ValueError for anything that is not a plain dtype in native byte order."""
+    try:
+        dtype = np.dtype(_plain(value)) if isinstance(value, str) else np.dtype(_fields(value))
+    except (TypeError, ValueError, SyntaxError, OverflowError, MemoryError) as problem:
+        raise ValueError(f"{value!r} is no dtype") from problem
+    if dtype.hasobject or not dtype.isnative:
+        raise ValueError(f"{value!r} is not a native dtype without objects")
+    return dtype
+
+
+def _plain(value: str) -> str:
+    if len(value) > 64 or not _SIMPLE.fullmatch(value):
+        raise ValueError(f"{value!r} is no dtype")
+    return value
+
+
+def _fields(value: Any, depth: int = 0) -> list[Any]:
+    """A structured dtype's fields: lists of [name, dtype] or [name, dtype, shape]."""
+    if not isinstance(value, list) or not value or depth > 8:
+        raise ValueError("no list of fields")
+    fields: list[Any] = []
+    for entry in value:
+        if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3):
+            raise ValueError("no field")
+        name, kind, *rest = entry
+        if isinstance(name, (list, tuple)) and all(isinstance(part, str) for part in name):
+            name = tuple(name)  # (title, name)
+        elif not isinstance(name, str):
+            raise ValueError("no name of a field")
+        kind = _plain(kind) if isinstance(kind, str) else _fields(kind, depth + 1)
+        fields.append((name, kind, *(_shape(part) for part in rest)))
+    return fields
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or not all(type(n) is int and n >= 0 for n in value):
+        raise ValueError("no shape of a field")
+    return tuple(value)

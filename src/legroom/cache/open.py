@@ -1,0 +1,160 @@
+"""``legroom.open``: the data of a file, one copy for every process.
+
+Covers: what the caller may give, and what is given back. Does not cover: how it comes about (find.py, build.py).
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from legroom.cache import identity, locks, place
+from legroom.cache.attach import Attached, Damaged, OtherFormat, attach
+from legroom.cache.dataset import Contents, Data, ragged_of
+from legroom.cache.describe import entry_of
+from legroom.cache.find import Request, find
+from legroom.cache.prefault import Prefault
+from legroom.errors import UnreadableSource, UsageError
+from legroom.formats.protocol import Extent
+from legroom.formats.selection import Selection
+from legroom.model import Entry
+from legroom.words import say
+
+BACKINGS = ("auto", "shm", "disk", "inplace")
+Where = str | os.PathLike[str]
+
+
+def open(
+    path: Where | Iterable[Where],
+    keys: str | Iterable[str] | None = None,
+    *,
+    backing: str = "auto",
+    hash: str = "md5",
+    wait: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+    evict: bool = True,
+) -> Data:
+    """The arrays of a file (or of several, joined along the first axis), shared by every process of this user.
+
+    ``keys`` names the items to take; ``backing`` is auto, shm, disk or inplace; ``progress`` is called with
+    (done, total) bytes; with ``wait=False`` a file that another process is loading raises NotLoaded; ``evict``
+    lets unused entries go when room is needed.
+    """
+    _check(backing, hash)
+    request = Request(source_paths(path), Selection(keys).keys, backing, hash, evict)
+    again = (_reopen, (request, None, None, None))
+    if disabled(os.environ) or not locks.SUPPORTED:
+        from legroom.cache.plain import in_process
+
+        return Data(in_process(request.paths, request.keys, progress), request.keys, again)
+    if backing == "inplace":
+        from legroom.cache.plain import in_place
+
+        return Data(in_place(request.paths, request.keys), request.keys, again)
+    return _data(_attached(request, wait, progress), request)
+
+
+def load(path: Where | Iterable[Where], keys: str | Iterable[str] | None = None, **options: Any) -> Entry:
+    """Put the data into the cache, as ``open`` with the same options would, and let go of them; what is there now."""
+    with open(path, keys, **options) as data:
+        return data.info
+
+
+def disabled(env: Mapping[str, str]) -> bool:
+    """Whether ``LEGROOM_DISABLE`` switches the cache off."""
+    return env.get("LEGROOM_DISABLE", "").strip().lower() not in ("", "0", "no", "false", "off")
+
+
+def source_paths(path: Where | Iterable[Where]) -> tuple[Path, ...]:
+    """Absolute paths of what was named: a path, a pattern (its matches sorted), or several of either."""
+    given = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+    found: list[Path] = []
+    for one in given:
+        text = os.path.expanduser(os.fspath(one))
+        if isinstance(text, bytes):
+            text = os.fsdecode(text)
+        if "\0" in text:
+            raise UsageError("a path cannot hold a null character", fix=("check the path",))
+        if glob.has_magic(text) and not os.path.lexists(text):
+            matches = sorted(glob.glob(text, recursive=True))
+            if not matches:
+                raise UnreadableSource(
+                    say("nothing matches {pattern}", pattern=text),
+                    why=say("the working directory is {cwd}", cwd=os.getcwd()),
+                    fix=("check the pattern",),
+                )
+            found.extend(Path(os.path.abspath(match)) for match in matches)
+        else:
+            found.append(Path(os.path.abspath(text)))
+    if not found:
+        raise UsageError("no file was named", fix=("give a path, a pattern or a list of paths",))
+    return tuple(found)
+
+
+def _check(backing: str, hash: str) -> None:
+    if backing not in BACKINGS:
+        raise UsageError(
+            say("there is no backing {backing!r}", backing=backing),
+            why=say("the backings are {all}", all=", ".join(BACKINGS)),
+            fix=("backing='auto'",),
+        )
+    if hash != "md5":
+        identity.new_hasher(hash)  # says what is wrong with the name, or what is not installed
+
+
+def _attached(request: Request, wait: bool, progress: Callable[[int, int], None] | None) -> Attached:
+    source = identity.look(request.paths)
+    found = find(request, source, time.time_ns())
+    if found is not None:
+        return found
+    from legroom.cache.build import build
+
+    return build(request, wait=wait, progress=progress)
+
+
+def _data(attached: Attached, request: Request) -> Data:
+    manifest = attached.manifest
+    memory = attached.backing == "shm"
+    extents = {
+        array.name: Extent(attached.path(array), len(array.header), array.nbytes) for array in manifest.arrays
+    }
+    contents = Contents(
+        entry=entry_of(
+            manifest, attached.backing, store=os.fspath(attached.root), in_use=True, last_used=time.time()
+        ),
+        arrays=attached.arrays,
+        tables=_tables(attached),
+        ragged=ragged_of(manifest.arrays),
+        extents=extents,
+        prefault=Prefault(attached.maps, in_memory=memory) if attached.maps else None,
+        keep=attached.lease,
+        findings=attached.findings,
+    )
+    root = os.fspath(attached.root)
+    return Data(contents, request.keys, (_reopen, (request, root, attached.backing, manifest.key)))
+
+
+def _tables(attached: Attached) -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
+    for table in attached.manifest.tables:
+        found.setdefault(table.part_of or table.name, []).append(attached.path(table))
+    return found
+
+
+def _reopen(request: Request, root: str | None, backing: Any, key: str | None) -> Data:
+    """In another process: the same entry by name, else the same source."""
+    if root is not None and key is not None and not disabled(os.environ) and locks.SUPPORTED:
+        candidate = place.Candidate(Path(root).parent, backing, named=True)
+        try:
+            if os.fspath(candidate.root) == root:
+                with place.open_store(candidate, make=False) as store:
+                    found = attach(store, key)
+                if found is not None:
+                    return _data(found, request)
+        except (OSError, place.Unfit, Damaged, OtherFormat):
+            pass  # whatever is wrong with it, opening the source says so or builds it anew
+    return open(request.paths, request.keys, backing=request.backing, hash=request.hash, evict=request.evict)

@@ -1,0 +1,288 @@
+"""Where entries live: one store in shared memory, one on a local disk.
+
+Covers: which directories may be stores, opening and making them, why one is passed over.
+Does not cover: how much room a store has (room.py) or what is in it.
+
+A store is ``legroom-<uid>`` below ``/dev/shm`` (or ``LEGROOM_SHM``), and below the first of ``LEGROOM_DIR``,
+``SLURM_TMPDIR``, ``/var/tmp``, ``$XDG_CACHE_HOME`` that is writable and local. Nothing in it is trusted before
+its descriptor says that it is a directory of ours which nobody else may write to.
+
+A Store owns three directory descriptors and closes them; entries, locks and records belong to the directory.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from legroom.errors import NoStore
+from legroom.model import Finding
+from legroom.probe.host import Host
+from legroom.words import say
+
+Backing = Literal["shm", "disk"]
+LOCKS, SOURCES = "locks", "sources"
+STORE_LOCK = "store.lock"
+_FOLDER = (
+    os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+)
+
+
+class Unfit(Exception):
+    """A candidate that cannot be a store, with the reason in words."""
+
+    def __init__(self, reason: str, code: str = "store-unusable") -> None:
+        super().__init__(reason)
+        self.reason, self.code = reason, code
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A directory below which there may be a store."""
+
+    parent: Path
+    backing: Backing
+    named: bool  # asked for by name: a network file system is then the user's choice
+    may_create: bool = False
+
+    @property
+    def root(self) -> Path:
+        return self.parent / f"legroom-{os.geteuid()}"
+
+
+@dataclass(eq=False, slots=True)
+class Store:
+    """An open store."""
+
+    root: Path
+    backing: Backing
+    fd: int
+    locks: int
+    sources: int
+
+    def close(self) -> None:
+        """Close its descriptors; a second time does nothing."""
+        for name in ("fd", "locks", "sources"):
+            number = getattr(self, name)
+            setattr(self, name, -1)
+            if number >= 0:
+                os.close(number)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """The usable stores, shared memory first, and what was passed over."""
+
+    found: tuple[Store, ...]
+    findings: tuple[Finding, ...] = field(default=())
+
+    def of(self, backing: str) -> Store | None:
+        return next((store for store in self.found if store.backing == backing), None)
+
+    @property
+    def home(self) -> Store:
+        """Where builders are elected, whichever store the data will go to: the same for every process."""
+        if not self.found:
+            raise NoStore(
+                "there is no place for the shared cache",
+                why="; ".join(finding.why for finding in self.findings) or "this system has no file locks",
+                fix=(
+                    "LEGROOM_DIR=/some/local/directory",
+                    "LEGROOM_DISABLE=1 reads the data into this process alone",
+                ),
+            )
+        return self.found[0]
+
+
+def candidates(env: Mapping[str, str]) -> Iterator[Candidate]:
+    """Every directory that could hold a store, best first."""
+    memory = env.get("LEGROOM_SHM")
+    yield Candidate(Path(memory or "/dev/shm").absolute(), "shm", bool(memory))
+    from legroom.probe.disk import store_candidates
+
+    for place in store_candidates(Host(env=env)):
+        if os.path.isabs(place.path):
+            yield Candidate(Path(place.path), "disk", place.asked_for, place.may_create)
+
+
+def each(env: Mapping[str, str] | None = None) -> Iterator[Store]:
+    """The stores that are there, opened one after the other and closed when the next is asked for.
+
+    An attach that finds its entry in the first never looks at the second.
+    """
+    seen: set[Backing] = set()
+    for candidate in candidates(os.environ if env is None else env):
+        if candidate.backing in seen:
+            continue
+        try:
+            store = open_store(candidate, make=False)
+        except (OSError, Unfit):
+            continue
+        seen.add(candidate.backing)
+        with store:
+            yield store
+
+
+@contextmanager
+def stores(env: Mapping[str, str] | None = None, *, make: bool = False) -> Iterator[Stores]:
+    """Open the stores together; with ``make`` those that are not there are made."""
+    opened: list[Store] = []
+    findings: list[Finding] = []
+    try:
+        for candidate in candidates(os.environ if env is None else env):
+            if all(store.backing != candidate.backing for store in opened):
+                _open_one(candidate, make, opened, findings)
+        yield Stores(tuple(opened), tuple(findings))
+    finally:
+        for store in opened:
+            store.close()
+
+
+def _open_one(candidate: Candidate, make: bool, opened: list[Store], findings: list[Finding]) -> None:
+    try:
+        opened.append(open_store(candidate, make=make))
+    except FileNotFoundError:
+        if make:  # else it is not there yet, and nobody asked for it
+            why = say("{path} does not exist", path=candidate.parent)
+            findings.append(_passed_over(candidate, Unfit(why)))
+    except Unfit as unfit:
+        findings.append(_passed_over(candidate, unfit))
+    except OSError as problem:
+        why = say("{path}: {problem}", path=candidate.root, problem=problem.strerror or problem)
+        findings.append(_passed_over(candidate, Unfit(why)))
+
+
+def open_store(candidate: Candidate, *, make: bool) -> Store:
+    """Open one store and check it on its descriptors; Unfit where it cannot be trusted."""
+    root = candidate.root
+    if make:
+        if candidate.may_create:
+            os.makedirs(candidate.parent, 0o700, exist_ok=True)
+        _check_parent(candidate.parent)
+        _check_local(candidate)
+        _make(root)
+    opened = [_folder(root, None)]
+    try:
+        if not make:
+            _check_local(candidate)
+        for name in (LOCKS, SOURCES):
+            if make:
+                _make(Path(name), opened[0])
+            opened.append(_folder(Path(name), opened[0]))
+    except BaseException:
+        for number in opened:
+            os.close(number)
+        raise
+    return Store(root, candidate.backing, *opened)
+
+
+def _make(path: Path, folder: int | None = None) -> None:
+    try:
+        os.mkdir(path, 0o700, dir_fd=folder)
+    except FileExistsError:
+        pass
+
+
+def _folder(path: Path, folder: int | None) -> int:
+    try:
+        fd = os.open(path, _FOLDER, dir_fd=folder)
+    except NotADirectoryError:
+        is_link = stat.S_ISLNK(os.stat(path, dir_fd=folder, follow_symlinks=False).st_mode)
+        what = "a symbolic link" if is_link else "not a directory"
+        raise Unfit(say("{path} is {what}", path=path, what=what), "store-symlink") from None
+    except OSError as problem:
+        if problem.errno in (40, 62):  # ELOOP on Linux and macOS
+            raise Unfit(say("{path} is a symbolic link", path=path), "store-symlink") from None
+        raise
+    stats = os.fstat(fd)
+    mode = stat.S_IMODE(stats.st_mode)
+    unfit = None
+    if stats.st_uid != os.geteuid():
+        why = say(
+            "{path} belongs to uid {owner}, not to {uid}", path=path, owner=stats.st_uid, uid=os.geteuid()
+        )
+        unfit = Unfit(why, "store-squatted")
+    elif mode & 0o022:
+        why = say("{path} may be written by others (mode {mode})", path=path, mode=oct(mode)[2:])
+        unfit = Unfit(why, "store-writable-by-others")
+    if unfit is not None:
+        os.close(fd)
+        raise unfit
+    return fd
+
+
+def _check_parent(parent: Path) -> None:
+    """Others who may rename what lies in the parent could swap the store: only a sticky bit prevents it."""
+    stats = os.stat(parent)
+    mode = stat.S_IMODE(stats.st_mode)
+    if mode & 0o022 and not mode & stat.S_ISVTX:
+        why = say(
+            "{path} may be written by others and is not sticky (mode {mode})", path=parent, mode=oct(mode)[2:]
+        )
+        raise Unfit(why, "store-writable-by-others")
+    if stats.st_uid not in (0, os.geteuid()):
+        why = say("{path} belongs to uid {owner}", path=parent, owner=stats.st_uid)
+        raise Unfit(why, "store-squatted")
+
+
+def _passed_over(candidate: Candidate, unfit: Unfit) -> Finding:
+    usual = unfit.code == "store-unusable" and not candidate.named
+    return Finding(
+        code=unfit.code,
+        severity="info" if usual else "warning",
+        message=say("{path} is not used as a store", path=candidate.root),
+        why=unfit.reason,
+        fix=(
+            say("remove {path}, or have its owner remove it", path=candidate.root),
+            "LEGROOM_DIR=/some/local/directory",
+        ),
+    )
+
+
+def _check_local(candidate: Candidate) -> None:
+    if candidate.backing == "shm" or candidate.named:
+        return
+    kind = _network(str(candidate.parent), os.stat(candidate.parent).st_dev)
+    if kind is not None:
+        why = say("{path} is on {kind}, which other machines share", path=candidate.root, kind=kind)
+        raise Unfit(why, "store-on-network")
+
+
+@cache
+def _network(parent: str, _device: int) -> str | None:
+    """The kind of network file system the directory is on; None for a local one."""
+    from legroom.probe.disk import filesystem_of, is_network
+
+    mount = filesystem_of(Host(), parent)
+    return mount.kind if mount is not None and is_network(mount.kind) else None
+
+
+def filesystem(store: Store) -> str | None:
+    """The kind of file system the store is on."""
+    return _kind(str(store.root), os.fstat(store.fd).st_dev)
+
+
+@cache
+def _kind(root: str, _device: int) -> str | None:
+    from legroom.probe.disk import filesystem_of
+
+    mount = filesystem_of(Host(), root)
+    return None if mount is None else mount.kind
+
+
+def in_memory(store: Store) -> bool:
+    """Whether the store's files are memory: a tmpfs, wherever it is mounted."""
+    kind = filesystem(store)
+    return store.backing == "shm" if kind is None else kind in ("tmpfs", "ramfs")

@@ -1,0 +1,181 @@
+"""Removing entries and what dead processes left.
+
+Covers: drop, gc. Does not cover: eviction when a build needs room (evict.py has the order and the deed).
+
+What somebody uses is refused: the exclusive lock says so. ``force`` takes the name away; those who have it mapped
+keep their pages until they end.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from legroom.cache import locks, records, room, trash
+from legroom.cache.catalog import entry_in, manifest_of, matching, not_loaded
+from legroom.cache.evict import Old, by_age, take_away
+from legroom.cache.identity import Stamp
+from legroom.cache.manifest import Manifest, is_key
+from legroom.cache.place import STORE_LOCK, Store, stores
+from legroom.cache.steps import step
+from legroom.cache.users import users
+from legroom.errors import EntryInUse
+from legroom.model import Entry, Reaped
+from legroom.words import say
+
+Where = str | os.PathLike[str]
+
+
+def drop(what: Where | None = None, *, force: bool = False) -> Reaped:
+    """Remove the entries of a key or file, or all (None); EntryInUse where a named one is in use."""
+    removed: list[Entry] = []
+    kept: list[Entry] = []
+    freed = 0
+    with stores() as places:
+        for store in places.found:
+            keys = [old.key for old in by_age(store)] if what is None else matching(store, what)
+            for key in keys:
+                entry, size = entry_in(store, key), room.blocks(store, key)
+                if entry is None:
+                    continue
+                if _remove(store, key, force=force):
+                    removed.append(entry)
+                    freed += size
+                elif what is None:
+                    kept.append(entry)
+                else:
+                    raise in_use(store, key)
+    if what is not None and not removed:
+        raise not_loaded(what)
+    return Reaped(tuple(removed), freed, 0, tuple(kept))
+
+
+def gc(
+    *, free: int | None = None, older: float | None = None, stale: bool = False, dry_run: bool = False
+) -> Reaped:
+    """Clear what nobody needs: strays always; with ``stale`` entries whose file is a newer one now; those not used
+    for ``older`` seconds; then the least recently used until every store has ``free`` bytes of room."""
+    removed: list[Entry] = []
+    kept: list[Entry] = []
+    freed = strays = 0
+    with stores() as places:
+        for store in places.found:
+            strays += clear_strays(store, dry_run=dry_run)
+            wanted = _wanted(store, older, stale)
+            for old in wanted:
+                freed += _reap(store, old, removed, kept, dry_run)
+            if free is not None:
+                gone = {old.key for old in wanted}
+                freed += _make_room(store, free, gone, removed, kept, dry_run)
+            if not dry_run:
+                strays += clear_strays(store, dry_run=False)
+    return Reaped(tuple(removed), freed, strays, tuple(kept), dry_run)
+
+
+def clear_strays(store: Store, *, dry_run: bool = False) -> int:
+    """Half-built directories, trash, records and lock files of nothing; how many there were."""
+    with trash.store_lock(store):
+        if dry_run:
+            return sum(name.startswith((trash.TRASH, trash.BUILDING)) for name in os.listdir(store.fd))
+        return trash.sweep(store) + _clear_records(store) + _clear_locks(store)
+
+
+def superseded(manifest: Manifest) -> bool:
+    """Whether a source of the entry has become another file: newer, or of another size."""
+    for path, text in zip(manifest.paths, manifest.stamps, strict=True):
+        try:
+            now = Stamp.of(os.stat(path))
+        except OSError:
+            continue  # gone, or not to be seen from here: nothing newer is known
+        if text and str(now) != text:
+            return True
+    return False
+
+
+def in_use(store: Store, key: str) -> EntryInUse:
+    """The error that names who uses an entry."""
+    people = (users(store.root) or {}).get(key, ())
+    who = ", ".join(say("{pid} ({command})", pid=user.pid, command=user.command) for user in people)
+    return EntryInUse(
+        say("{key} is in use", key=key),
+        why=say("by {who}", who=who)
+        if who
+        else "its lock is held by a process that cannot be seen from here",
+        fix=("end those processes first", "--force takes it away; they keep the pages they have mapped"),
+    )
+
+
+def _remove(store: Store, key: str, *, force: bool = False) -> bool:
+    with trash.store_lock(store):
+        moved = take_away(store, key, force=force)
+    if moved is None:
+        return False
+    trash.delete(store, moved)
+    step("removed")
+    return True
+
+
+def _reap(store: Store, old: Old, removed: list[Entry], kept: list[Entry], dry_run: bool) -> int:
+    entry = entry_in(store, old.key)
+    if entry is None:
+        return 0
+    if entry.in_use or not (dry_run or _remove(store, old.key)):
+        kept.append(entry)
+        return 0
+    removed.append(entry)
+    return old.nbytes
+
+
+def _wanted(store: Store, older: float | None, stale: bool) -> list[Old]:
+    def wanted(old: Old) -> bool:
+        if older is not None and time.time() - old.last_used > older:
+            return True
+        manifest = manifest_of(store, old.key) if stale else None
+        return isinstance(manifest, Manifest) and superseded(manifest)
+
+    return [old for old in by_age(store) if wanted(old)]
+
+
+def _make_room(
+    store: Store, free: int, gone: set[str], removed: list[Entry], kept: list[Entry], dry_run: bool
+) -> int:
+    freed = 0
+    have: Callable[[], int] = lambda: room.tightest(room.bounds(store)).free - room.outstanding(store)  # noqa: E731
+    start = have()
+    for old in by_age(store):
+        if (start + freed if dry_run else have()) >= free:
+            break
+        if old.key not in gone:
+            freed += _reap(store, old, removed, kept, dry_run)
+    return freed
+
+
+def _clear_records(store: Store) -> int:
+    present = {name.partition("-")[0] for name in os.listdir(store.fd) if is_key(name)}
+    cleared = 0
+    for name in os.listdir(store.sources):
+        record = None if name.startswith(records.TEMPORARY) else records.read_named(store, name)
+        if record is None or not present & set(record.digests.values()):
+            os.unlink(name, dir_fd=store.sources)
+            cleared += 1
+    return cleared
+
+
+def _clear_locks(store: Store) -> int:
+    """Lock files of no entry that nobody holds; whoever waits for one sees that its name has gone."""
+    cleared = 0
+    for name in os.listdir(store.locks):
+        key = name.removesuffix(".lock")
+        if name == STORE_LOCK or (is_key(key) and entry_in(store, key) is not None):
+            continue
+        try:
+            lock = locks.acquire(store.locks, name, create=False)
+        except FileNotFoundError:
+            continue
+        if lock is None:
+            continue
+        with lock:
+            os.unlink(name, dir_fd=store.locks)
+            cleared += 1
+    return cleared

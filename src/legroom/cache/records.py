@@ -1,0 +1,122 @@
+"""What is remembered about sources: which digest the bytes behind a stamp have.
+
+Covers: reading and replacing the small files in ``sources/``. Does not cover: computing digests (identity.py).
+
+A record is believed when its stamp still matches, every file behind the named one still matches, and the file
+had been quiet for two seconds when hashing began: the clock of a file system is coarse, and a file that is
+written twice within one tick keeps its stamp. A record made too soon is believed only by those who asked
+before the hashing began: they could have known no better by hashing themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from legroom.cache.fileio import write_all
+from legroom.cache.identity import DIGITS, File, Source, Stamp
+from legroom.cache.place import Store
+from legroom.cache.trash import store_lock
+
+FORMAT = 1
+QUIET_NS = 2_000_000_000
+TEMPORARY = ".tmp-"
+_MOST = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Digests of one source, by algorithm, and when they were taken."""
+
+    digests: Mapping[str, str]
+    hashed_ns: int  # when hashing began
+    changed_ns: int  # the youngest change of any file then
+    paths: tuple[str, ...]
+    behind: tuple[tuple[str, str], ...] = ()  # (path, stamp) of files that were not named
+
+    def believed(self, asked_ns: int) -> bool:
+        """Whether somebody who asked then may use it."""
+        return self.hashed_ns - self.changed_ns >= QUIET_NS or self.hashed_ns >= asked_ns
+
+
+def read(store: Store, source: Source) -> Record | None:
+    """The record of that source; None where there is none, or it does not hold any more."""
+    record = read_named(store, source.name)
+    if record is None:
+        return None
+    for path, stamp in record.behind:
+        try:
+            if str(Stamp.of(os.stat(path))) != stamp:
+                return None
+        except (OSError, ValueError):
+            return None
+    return record
+
+
+def read_named(store: Store, name: str) -> Record | None:
+    """The record of that name, its files not looked at; None for anything that is no record."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=store.sources)
+    except OSError:
+        return None
+    try:
+        value = json.loads(os.read(fd, min(_MOST, os.fstat(fd).st_size + 1)))
+        return _parse(value)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    finally:
+        os.close(fd)
+
+
+def _parse(value: Any) -> Record | None:
+    if value["format"] != FORMAT:
+        return None
+    digests = {name: text for name, text in value["digests"].items() if _is_digest(name, text)}
+    numbers = value["hashed_ns"], value["changed_ns"]
+    paths = tuple(value["paths"])
+    behind = tuple((path, stamp) for path, stamp in value["behind"])
+    texts = (*paths, *(part for pair in behind for part in pair))
+    if not digests or not all(type(n) is int for n in numbers) or not all(type(t) is str for t in texts):
+        return None
+    return Record(digests, *numbers, paths, behind)
+
+
+def _is_digest(name: str, text: Any) -> bool:
+    return isinstance(text, str) and len(text) == DIGITS.get(name) and not set(text) - set("0123456789abcdef")
+
+
+def write(store: Store, source: Source, digests: Mapping[str, str], hashed_ns: int) -> None:
+    """Replace the source's record by rename.
+
+    Under the store's lock, so that a temporary file seen under it is one that a kill has left.
+    """
+    value = {
+        "format": FORMAT,
+        "digests": dict(digests),
+        "hashed_ns": hashed_ns,
+        "changed_ns": source.changed_ns,
+        "paths": [os.fspath(path) for path in source.paths],
+        "behind": [_behind(file) for file in source.behind],
+    }
+    with store_lock(store):
+        _replace(store, source.name, json.dumps(value).encode("ascii"))
+
+
+def _replace(store: Store, name: str, data: bytes) -> None:
+    scratch = TEMPORARY + secrets.token_hex(8)
+    fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=store.sources)
+    try:
+        write_all(fd, data, 0)
+        if store.backing == "disk":
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.rename(scratch, name, src_dir_fd=store.sources, dst_dir_fd=store.sources)
+
+
+def _behind(file: File) -> list[str]:
+    return [os.fspath(file.path), str(file.stamp)]

@@ -1,0 +1,195 @@
+"""Room in a store: looked at, reserved, and looked at again while it is taken.
+
+Covers: what bounds a store (its file system, its limit, the memory cgroups), everybody's reservations.
+Does not cover: choosing a store (build.py), which entries may be evicted (reap.py).
+
+Inside a memory cgroup the kernel does not refuse pages, it kills: so the bytes are compared with what the
+groups still allow before they are asked for, in steps, each time anew. A reservation is the text of the
+builder's lock file; it counts as long as that lock is held.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from legroom.cache import locks
+from legroom.cache.place import Store, in_memory
+from legroom.cache.trash import BUILDING
+from legroom.errors import NoRoom
+from legroom.probe.host import Host
+from legroom.probe.memory import memory
+from legroom.units import exact_size, format_size, parse_size
+from legroom.words import say
+
+STEP = 32 << 20
+_MB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One thing that limits a store, and how many bytes it still allows."""
+
+    free: int
+    what: str
+
+
+def bounds(store: Store, env: Mapping[str, str] | None = None) -> list[Bound]:
+    """Everything that limits the store now, before reservations."""
+    stats = os.statvfs(store.fd)
+    size, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
+    keep = min(256 * _MB, size // 16) if store.backing == "shm" else min(1024 * _MB, size // 20)
+    found = [Bound(free - keep, say("{root}: {free} free, {keep} kept free", **_sizes(store, free, keep)))]
+    if store.backing == "disk":
+        found.append(_limit(store, size, os.environ if env is None else env))
+    if in_memory(store):
+        found.extend(memory_bounds())
+    return found
+
+
+def bounds_now(store: Store) -> list[Bound]:
+    """What may have changed since the reservation: the file system itself, and memory. Cheap."""
+    stats = os.statvfs(store.fd)
+    free = stats.f_bavail * stats.f_frsize
+    found = [Bound(free, say("{root}: {free} free", root=store.root, free=format_size(free)))]
+    return found + (memory_bounds() if in_memory(store) else [])
+
+
+def memory_bounds(host: Host | None = None) -> list[Bound]:
+    """What the machine and each memory cgroup above this process still allow."""
+    now = memory(host or Host())
+    found = []
+    if now.available is not None and now.total is not None:
+        keep = min(1024 * _MB, now.total // 16)
+        text = say("RAM: {free} available, {keep} kept free", **_pair(now.available, keep))
+        found.append(Bound(now.available - keep, text))
+    for level in now.levels:
+        if level.room is not None and level.limit is not None:
+            keep = max(16 * _MB, min(512 * _MB, level.limit // 16))
+            text = say("memory cgroup {path}: {free} left of {limit}, {keep} kept free",
+                       path=level.path, limit=format_size(level.limit), **_pair(level.room, keep))  # fmt: skip
+            found.append(Bound(level.room - keep, text))
+    return found
+
+
+def tightest(found: list[Bound]) -> Bound:
+    """The bound that bites first."""
+    return min(found, key=lambda bound: bound.free)
+
+
+def check(store: Store, need: int, *, mine: str | None = None) -> None:
+    """Raise NoRoom where ``need`` bytes would not fit beside what others have reserved."""
+    promised = outstanding(store, mine)
+    bound = tightest(bounds(store))
+    missing = need - (bound.free - promised)
+    if missing > 0:
+        raise no_room(store, need, missing, bound, promised)
+
+
+def no_room(store: Store, need: int, missing: int, bound: Bound, promised: int = 0) -> NoRoom:
+    """The error, with the numbers."""
+    others = say("; {bytes} promised to others who load now", bytes=format_size(promised)) if promised else ""
+    larger = (
+        "a larger /dev/shm: docker run --shm-size, or mount -o remount,size=… /dev/shm"
+        if store.backing == "shm"
+        else "LEGROOM_DIR on a larger disk, or a higher LEGROOM_DISK_LIMIT"
+    )
+    wanted = format_size(need)
+    return NoRoom(
+        say("{missing} missing to hold {need} in {root}", missing=format_size(missing), need=wanted, root=store.root),
+        why=bound.what + others,
+        fix=("legroom cache gc --free " + exact_size(need), larger, "keys=[…] loads fewer arrays"),
+    )  # fmt: skip
+
+
+def outstanding(store: Store, mine: str | None = None) -> int:
+    """Bytes that living builders have been promised and have not yet taken."""
+    total = 0
+    for name in os.listdir(store.locks):
+        if not name.startswith("building-") or name == mine or not locks.held(store.locks, name):
+            continue
+        taken = blocks(store, BUILDING + name.removeprefix("building-").removesuffix(".lock"))
+        total += max(0, read_note(store, name)[0] - taken)
+    return total
+
+
+def read_note(store: Store, name: str) -> tuple[int, int, int]:
+    """(reserved, done, total) as a builder wrote them; zeros where it has written nothing."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=store.locks)
+        try:
+            numbers = [int(word) for word in os.read(fd, 200).split()]
+        finally:
+            os.close(fd)
+    except (OSError, ValueError):
+        return 0, 0, 0
+    return (numbers[0], numbers[1], numbers[2]) if len(numbers) == 3 else (0, 0, 0)
+
+
+def write_note(fd: int, reserved: int, done: int, total: int) -> None:
+    """Write the reservation and the progress where others read them, in one call."""
+    os.pwrite(fd, f"{reserved:>20} {done:>20} {total:>20}\n".encode(), 0)
+
+
+def blocks(store: Store, name: str) -> int:
+    """The bytes a directory of the store takes, by blocks."""
+    total = 0
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=store.fd)
+    except OSError:
+        return 0
+    try:
+        with os.scandir(fd) as entries:
+            for entry in entries:
+                try:
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+                except OSError:
+                    continue
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
+    return total
+
+
+def used(store: Store) -> int:
+    """The bytes the whole store takes."""
+    with os.scandir(store.fd) as entries:
+        return sum(blocks(store, entry.name) for entry in entries if entry.is_dir(follow_symlinks=False))
+
+
+def disk_limit(size: int, env: Mapping[str, str]) -> int:
+    """How large a disk store may grow: LEGROOM_DISK_LIMIT, or half the file system."""
+    text = env.get("LEGROOM_DISK_LIMIT")
+    return parse_size(text) if text else size // 2
+
+
+def allocate(fd: int, size: int, again: Callable[[int], None]) -> Iterator[int]:
+    """Take the blocks of a file for real, in steps, yielding up to which byte they are there.
+
+    ``again(step)`` raises where a step does not fit any more.
+    """
+    os.ftruncate(fd, size)
+    for offset in range(0, size, STEP):
+        step = min(STEP, size - offset)
+        again(step)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, offset, step)
+        yield offset + step
+
+
+def _limit(store: Store, size: int, env: Mapping[str, str]) -> Bound:
+    limit = disk_limit(size, env)
+    taken = used(store)
+    text = say("{root} may hold {limit} (LEGROOM_DISK_LIMIT, else half the file system) and holds {taken}",
+               root=store.root, limit=format_size(limit), taken=format_size(taken))  # fmt: skip
+    return Bound(limit - taken, text)
+
+
+def _pair(free: int, keep: int) -> dict[str, str]:
+    return {"free": format_size(free), "keep": format_size(keep)}
+
+
+def _sizes(store: Store, free: int, keep: int) -> dict[str, object]:
+    return {"root": store.root, **_pair(free, keep)}

@@ -1,0 +1,93 @@
+"""Entries compared with their checksums, and sources with their digests.
+
+Covers: reading every byte of both. Does not cover: repair; a damaged entry is dropped and built anew by whoever
+opens its file next.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from legroom.cache import checksum, identity
+from legroom.cache.attach import checked, lease, open_entry, read_manifest
+from legroom.cache.catalog import entry_in, matching, not_loaded
+from legroom.cache.evict import by_age
+from legroom.cache.manifest import Array, Damaged, Manifest, OtherFormat, Table
+from legroom.cache.place import Store, stores
+from legroom.cache.records import read as read_record
+from legroom.errors import SourceError
+from legroom.model import Verification
+from legroom.words import say
+
+Where = str | os.PathLike[str]
+
+
+def verify(what: Where | None = None, *, source: bool = True) -> tuple[Verification, ...]:
+    """Check the entries of a key or file, or all; ``source=False`` leaves the sources unread."""
+    found = []
+    with stores() as places:
+        for store in places.found:
+            for key in [old.key for old in by_age(store)] if what is None else matching(store, what):
+                result = _verify(store, key, source)
+                if result is not None:
+                    found.append(result)
+    if what is not None and not found:
+        raise not_loaded(what)
+    return tuple(found)
+
+
+def _verify(store: Store, key: str, source: bool) -> Verification | None:
+    lock = lease(store, key, create=True)  # it must not be dropped while it is read
+    assert lock is not None
+    with lock:
+        entry = entry_in(store, key)
+        if entry is None:
+            return None
+        if entry.damaged is not None:
+            return Verification(entry, (entry.damaged,), "not-checked", "its manifest cannot be read")
+        try:
+            folder = open_entry(store, key)
+        except (Damaged, OSError) as problem:
+            return Verification(entry, (str(problem),), "not-checked", "it cannot be read")
+        try:
+            manifest = read_manifest(folder, key)
+            damaged = tuple(item.name for item in manifest.items if not _whole(folder, item))
+        except (Damaged, OtherFormat) as problem:
+            return Verification(entry, (str(problem),), "not-checked", "its manifest cannot be read")
+        finally:
+            os.close(folder)
+    if not source:
+        return Verification(entry, damaged, "not-checked", "it was not asked for")
+    state, why = _source(store, manifest)
+    return Verification(entry, damaged, state, why)
+
+
+def _whole(folder: int, item: Array | Table) -> bool:
+    try:
+        fd = checked(folder, item)
+    except Damaged:
+        return False
+    try:
+        start = len(item.header) if isinstance(item, Array) else 0
+        return checksum.as_text(checksum.of_file(fd, start)) == item.crc32
+    finally:
+        os.close(fd)
+
+
+def _source(store: Store, manifest: Manifest) -> tuple[Literal["same", "changed", "missing"], str]:
+    try:
+        looked = identity.look([Path(path) for path in manifest.paths])
+        record = read_record(store, looked)
+        if record is not None and record.behind:
+            looked = identity.with_behind(looked, [Path(path) for path, _ in record.behind])
+        now = identity.digest(looked, manifest.hash)
+    except FileNotFoundError as problem:
+        return "missing", str(problem)
+    except SourceError as problem:
+        missing = not all(os.path.exists(path) for path in manifest.paths)
+        return ("missing" if missing else "changed"), problem.why
+    if now == manifest.digest:
+        return "same", ""
+    return "changed", say("its {hash} is {now} now", hash=manifest.hash, now=now)

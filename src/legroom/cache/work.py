@@ -1,0 +1,170 @@
+"""A builder's private place in a store: its lock, its reservation, its directory.
+
+Covers: from the reservation to the rename, and giving up. Does not cover: what is written there (copy.py).
+
+The lock file ``building-<id>.lock`` is made before the directory ``.building-<id>`` and removed after it, both
+under the store's lock; so a directory whose lock nobody holds belongs to somebody dead.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+
+from legroom.cache import locks, room, trash
+from legroom.cache.evict import evict_for
+from legroom.cache.locks import Lock
+from legroom.cache.place import Store
+from legroom.cache.steps import step
+from legroom.errors import NoRoom
+
+_CREDIT = 4 << 20
+
+
+class Work:
+    """One build under way."""
+
+    def __init__(self, store: Store, need: int, *, evict: bool) -> None:
+        """Reserve ``need`` bytes in the store; NoRoom where they are not to be had."""
+        self.store, self.need = store, need
+        self.ident = secrets.token_hex(8)
+        self.folder = trash.BUILDING + self.ident
+        self._credit = 0  # bytes that may be taken before memory is looked at again
+        self.lock_file = f"building-{self.ident}.lock"
+        self.fd = -1
+        step("work")
+        with trash.store_lock(store):
+            trash.sweep(store)
+            lock = locks.acquire(store.locks, self.lock_file)
+            assert lock is not None  # nobody else knows the name
+            self._lock: Lock = lock
+            try:
+                step("reserve")
+                self._reserve(evict)
+                os.mkdir(self.folder, 0o700, dir_fd=store.fd)
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+                self.fd = os.open(self.folder, flags, dir_fd=store.fd)
+            except BaseException as problem:
+                self._clear()
+                self.raise_full(problem)
+                raise
+
+    def _reserve(self, evict: bool) -> None:
+        try:
+            room.check(self.store, self.need, mine=self.lock_file)
+        except NoRoom:
+            if not evict or not evict_for(self.store, self.need, mine=self.lock_file):
+                raise
+            room.check(self.store, self.need, mine=self.lock_file)
+        room.write_note(self._lock.fd, self.need, 0, 0)
+
+    def note(self, done: int, total: int) -> None:
+        """Tell those who wait how far it is."""
+        room.write_note(self._lock.fd, self.need, done, total)
+
+    def create(self, name: str) -> int:
+        """A new file in the private directory; the descriptor is the caller's."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, 0o600, dir_fd=self.fd)
+
+    def allocate(self, fd: int, header: bytes, size: int) -> Iterator[int]:
+        """Take the blocks of a file in steps and write its header; up to which byte they are there."""
+        try:
+            for end in room.allocate(fd, size, self.again):
+                if header:
+                    os.pwrite(fd, header, 0)
+                    header = b""
+                yield end
+        except OSError as problem:
+            self.raise_full(problem)
+            raise
+
+    def again(self, count: int) -> None:
+        """Look once more before ``count`` bytes are taken; raises NoRoom where they have become too many."""
+        if count <= self._credit:
+            self._credit -= count
+            return
+        bound = room.tightest(room.bounds_now(self.store))
+        if count > bound.free:
+            raise room.no_room(self.store, self.need, count - bound.free, bound)
+        # Thousands of small arrays need not each ask the cgroup: one look is good for a few megabytes.
+        self._credit = min(_CREDIT, (bound.free - count) // 8)
+
+    def write(self, name: str, data: bytes) -> None:
+        """A small file, whole; one of that name is replaced."""
+        try:
+            os.unlink(name, dir_fd=self.fd)
+        except FileNotFoundError:
+            pass
+        fd = self.create(name)
+        try:
+            for _ in self.allocate(fd, data, len(data)):
+                pass
+        finally:
+            os.close(fd)
+
+    def seal(self, name: str) -> os.stat_result:
+        """Make a file read-only and, on a disk, durable; what it looks like from now on."""
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
+        try:
+            os.fchmod(fd, 0o400)
+            if self.store.backing == "disk":
+                os.fsync(fd)
+            return os.fstat(fd)
+        except OSError as problem:
+            self.raise_full(problem)
+            raise
+        finally:
+            os.close(fd)
+
+    def raise_full(self, problem: BaseException) -> None:
+        """Raise NoRoom where a write failed for want of room; else do nothing."""
+        if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            bound = room.tightest(room.bounds(self.store))
+            missing = max(1, self.need - max(0, bound.free))
+            raise room.no_room(self.store, self.need, missing, bound) from problem
+
+    def publish(self, key: str) -> bool:
+        """Give the directory its visible name, in one step; False where an entry of that name is there."""
+        if self.store.backing == "disk":
+            os.fsync(self.fd)
+        step("publish")
+        try:
+            os.rename(self.folder, key, src_dir_fd=self.store.fd, dst_dir_fd=self.store.fd)
+        except OSError as problem:
+            if problem.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                return False
+            raise
+        if self.store.backing == "disk":
+            os.fsync(self.store.fd)
+        return True
+
+    def close(self) -> None:
+        """Remove whatever has not been published, and the lock; a second time does nothing."""
+        if (
+            self._lock.fd < 0 or self._lock.pid != os.getpid()
+        ):  # a forked child's way out is not the builder's
+            return
+        with trash.store_lock(self.store):
+            self._clear()
+
+    def _clear(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        moved = trash.move(self.store, self.folder)
+        try:
+            os.unlink(self.lock_file, dir_fd=self.store.locks)
+        except FileNotFoundError:
+            pass
+        self._lock.release()
+        if moved is not None:
+            trash.delete(self.store, moved)
+
+    def __enter__(self) -> Work:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,248 @@
+"""How the cache looks: as text, as JSON, and while it loads.
+
+Covers: rendering of `legroom cache`. Does not cover: any looking or removing (legroom.cache).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from legroom.cli.layout import paragraph
+from legroom.model import Entry, Finding, Reaped, StoreRoom, Verification
+from legroom.units import format_duration, format_size
+from legroom.words import say
+
+_SHORT = 12  # digits of a key that people see
+
+
+class Bar:
+    """What a load tells of itself; drawn on a terminal, silent in a pipe."""
+
+    def __init__(self, draw: Any = None) -> None:
+        self.moved = False  # whether bytes were loaded, here or by the process waited for
+        self._draw = draw
+
+    def told(self, done: int, total: int) -> None:
+        self.moved = True
+        if self._draw is not None:
+            self._draw(done, total)
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Bar]:
+    """A progress bar with rate and time left on stderr, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield Bar()
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task(label, total=None)
+        yield Bar(lambda done, total: shown.update(task, completed=done, total=total))
+
+
+def print_json(verb: str, content: dict[str, Any]) -> None:
+    """One object on stdout."""
+    click.echo(json.dumps({"schema": f"legroom.{verb}/1", **content}, ensure_ascii=False))
+
+
+def entry_object(entry: Entry) -> dict[str, Any]:
+    """An entry as other programs read it."""
+    whole = dataclasses.asdict(entry)
+    whole["source"] = entry.sources[0] if entry.sources else None
+    return whole
+
+
+def listing_object(
+    found: Sequence[Entry], rooms: Sequence[StoreRoom], passed_over: Sequence[Finding]
+) -> dict[str, Any]:
+    """The list as other programs read it; ``store`` is the first of ``stores``."""
+    stores = [dataclasses.asdict(room) for room in rooms]
+    return {
+        "store": stores[0] if stores else None,
+        "stores": stores,
+        "entries": [entry_object(entry) for entry in found],
+        "saved": saved(found),
+        "findings": [dataclasses.asdict(finding) for finding in passed_over],
+    }
+
+
+def saved(found: Sequence[Entry]) -> int:
+    """Bytes that separate copies would have taken on top: one for every user but the first."""
+    return sum(entry.bytes * max(0, len(entry.users or ()) - 1) for entry in found)
+
+
+def listing_text(
+    found: Sequence[Entry], rooms: Sequence[StoreRoom], passed_over: Sequence[Finding], what: str | None
+) -> str:
+    """The list as people read it."""
+    lines: list[str] = []
+    if not found:
+        lines += [say("{what}: not loaded", what=what) if what else say("the cache is empty"), ""]
+    for entry in found:
+        lines += [entry_text(entry), ""]
+    together = saved(found)
+    if together:
+        lines.append(say("saved against separate copies: {size}", size=format_size(together)))
+    lines += [
+        say(
+            "{backing} store {path}: {used} in entries, {free} free for more (bound by {bound})",
+            backing=room.backing, path=room.path, used=format_size(room.used), free=format_size(room.free),
+            bound=room.bound_by,
+        )
+        for room in rooms
+    ]  # fmt: skip
+    lines += [
+        paragraph(f"{finding.message}: {finding.why} [{finding.code}]", "", "  ")
+        for finding in passed_over
+        if finding.severity != "info"
+    ]
+    return "\n".join(lines).rstrip()
+
+
+def entry_text(entry: Entry, *, attributes: bool = False) -> str:
+    """One entry: file, digest, each array with its size, who uses it."""
+    source = entry.sources[0] if entry.sources else say("source unknown")
+    if len(entry.sources) > 1:
+        source = say("{first} and {count} more", first=source, count=len(entry.sources) - 1)
+    lines = [source]
+    if entry.damaged is not None:
+        lines += [f"  {entry.key}", say("  damaged: {why}", why=entry.damaged)]
+        return "\n".join(lines)
+    lines.append(f"  {(entry.hash or '').upper():<8}{entry.digest}")
+    if entry.key != entry.digest:
+        lines.append(f"  {say('key'):<8}{entry.key}")
+    names = [*entry.arrays, *entry.tables]
+    column = max((len(name) for name in names), default=0)
+    for name, array in entry.arrays.items():
+        shape = "×".join(map(str, array.shape)) or say("scalar")
+        lines.append(f"  {name:<{column}}  {format_size(array.bytes):>8}  {shape} {array.dtype}")
+    for name, table in entry.tables.items():
+        size = format_size(table.bytes)
+        columns = ", ".join(table.columns)
+        lines.append(
+            f"  {name:<{column}}  {size:>8}  "
+            + say("{rows} rows: {columns}", rows=table.rows, columns=columns)
+        )
+    lines.append("  " + _state(entry))
+    for user in entry.users or ():
+        own = say("unknown") if user.privatised is None else format_size(user.privatised)
+        lines.append(
+            paragraph(
+                say("{pid} {command} (privatised {own})", pid=user.pid, command=user.command, own=own),
+                "    ",
+                "      ",
+            )
+        )
+    if attributes:
+        lines += [
+            f"  @{name}: {json.dumps(value, ensure_ascii=False, default=str)}"
+            for name, value in entry.attributes.items()
+        ]
+        lines += [say("  built by {who}", who=entry.built_by or say("unknown"))]
+    return "\n".join(lines)
+
+
+def _state(entry: Entry) -> str:
+    now = time.time()
+    parts = [say("{size} in {backing}", size=format_size(entry.bytes), backing=entry.backing)]
+    if entry.users:
+        parts.append(say("used by {count}", count=len(entry.users)))
+    elif entry.in_use:
+        parts.append(say("in use by a process that cannot be seen from here"))
+    else:
+        parts.append(say("not in use"))
+    if entry.created is not None:
+        parts.append(say("built {age} ago", age=format_duration(max(0.0, now - entry.created))))
+    if entry.last_used is not None:
+        parts.append(say("opened {age} ago", age=format_duration(max(0.0, now - entry.last_used))))
+    return ", ".join(parts)
+
+
+def loaded_line(entry: Entry, seconds: float, *, built: bool) -> str:
+    """One line about one load."""
+    name = entry.sources[0] if entry.sources else entry.key
+    what = say("{name}: {size} in {backing}", name=name, size=format_size(entry.bytes), backing=entry.backing)
+    if not built:
+        return say("{what}, was there already ({time})", what=what, time=format_duration(seconds))
+    rate = format_size(int(entry.bytes / seconds)) if seconds > 0 else "?"
+    return say("{what}, loaded in {time} ({rate}/s)", what=what, time=format_duration(seconds), rate=rate)
+
+
+def reaped_object(gone: Reaped) -> dict[str, Any]:
+    """What was removed, as other programs read it."""
+    return {
+        "removed": [entry_object(entry) for entry in gone.entries],
+        "kept": [entry_object(entry) for entry in gone.kept],
+        "freed": gone.freed,
+        "strays": gone.strays,
+        "dry_run": gone.dry_run,
+    }
+
+
+def reaped_text(gone: Reaped) -> str:
+    """What was removed, as people read it."""
+    verb = say("would remove") if gone.dry_run else say("removed")
+    lines = [f"{verb} {_named(entry)}" for entry in gone.entries]
+    lines += [say("kept {name}: in use", name=_named(entry)) for entry in gone.kept]
+    lines.append(
+        say(
+            "{verb} {count} entries, {freed}, and {strays} leftovers of dead processes",
+            verb=verb, count=len(gone.entries), freed=format_size(gone.freed), strays=gone.strays,
+        )
+    )  # fmt: skip
+    return "\n".join(lines)
+
+
+def _named(entry: Entry) -> str:
+    source = entry.sources[0] if entry.sources else say("source unknown")
+    return f"{(entry.key or '')[:_SHORT]} {source} ({format_size(entry.bytes)})"
+
+
+def verified_object(result: Verification) -> dict[str, Any]:
+    """A check as other programs read it."""
+    return {
+        "key": result.entry.key,
+        "source": result.entry.sources[0] if result.entry.sources else None,
+        "whole": result.whole,
+        "damaged": list(result.damaged),
+        "source_state": result.source,
+        "source_why": result.source_why,
+    }
+
+
+def verified_line(result: Verification) -> str:
+    """A check as people read it."""
+    copy = (
+        say("copy whole") if result.whole else say("copy DAMAGED: {names}", names=", ".join(result.damaged))
+    )
+    source = {
+        "same": say("source unchanged"),
+        "changed": say("source CHANGED since: {why}", why=result.source_why),
+        "missing": say("source gone"),
+        "not-checked": say("source not read"),
+    }[result.source]
+    return f"{_named(result.entry)}: {copy}, {source}"

@@ -1,0 +1,60 @@
+"""Argument types the verbs share. Covers: sizes, durations, keys of the cache. Does not cover: any verb."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from legroom.errors import LegroomError, UsageError
+from legroom.units import parse_duration, parse_size
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes as people write it."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return parse_size(value)
+        except UsageError as problem:
+            self.fail(f"{problem.what}: {problem.fix[0]}", param, ctx)
+
+
+class Duration(click.ParamType[float]):
+    """Seconds as people write them."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            return parse_duration(value)
+        except UsageError as problem:
+            self.fail(f"{problem.what}: {problem.fix[0]}", param, ctx)
+
+
+class EntryName(click.ParamType[str]):
+    """A file, or a key of the cache; a shell that asks is given the keys and sources there are."""
+
+    name = "file|key"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        from legroom.cache.catalog import entries
+
+        try:
+            found = entries()
+        except LegroomError:
+            return []
+        keys = [
+            CompletionItem(entry.key, help=entry.sources[0] if entry.sources else None)
+            for entry in found
+            if entry.key is not None and entry.key.startswith(incomplete)
+        ]
+        return [*keys, CompletionItem(incomplete, type="file")]

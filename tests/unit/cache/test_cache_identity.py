@@ -1,0 +1,117 @@
+"""Stamps and digests."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from legroom.cache import identity
+from legroom.cache.find import Request, own_options, row_order
+from legroom.errors import SourceChanged, UnreadableSource, UsageError
+
+
+def test_one_file_has_the_digest_that_md5sum_prints(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(os.urandom(5_000_000))
+    source = identity.look([path])
+    assert identity.digest(source, "md5") == hashlib.md5(path.read_bytes()).hexdigest()
+    stats = path.stat()
+    assert (
+        source.name
+        == f"{stats.st_dev}-{stats.st_ino}-{stats.st_size}-{stats.st_mtime_ns}-{stats.st_ctime_ns}"
+    )
+
+
+def test_an_empty_file_has_a_digest_too(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    assert identity.digest(identity.look([tmp_path / "a"]), "md5") == "d41d8cd98f00b204e9800998ecf8427e"
+
+
+@pytest.mark.parametrize("algorithm", ["blake3", "xxh3"])
+def test_other_hashes_agree_with_their_packages(tmp_path: Path, algorithm: str) -> None:
+    package = pytest.importorskip({"blake3": "blake3", "xxh3": "xxhash"}[algorithm])
+    path = tmp_path / "a"
+    path.write_bytes(os.urandom(3_000_000))
+    function = package.blake3 if algorithm == "blake3" else package.xxh3_128
+    found = identity.digest(identity.look([path]), algorithm)
+    assert found == function(path.read_bytes()).hexdigest()
+    assert len(found) == identity.DIGITS[algorithm]
+
+
+def test_an_unknown_hash_is_refused() -> None:
+    with pytest.raises(UsageError, match="md5, blake3 and xxh3"):
+        identity.new_hasher("sha0")
+
+
+def test_several_files_and_folders_are_the_same_wherever_they_lie(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    (first / "sub").mkdir(parents=True)
+    (first / "a").write_bytes(b"1")
+    (first / "sub" / "b").write_bytes(b"2")
+    second = tmp_path / "second"
+    shutil.copytree(first, second)
+    digests = {identity.digest(identity.look([folder]), "md5") for folder in (first, second)}
+    assert len(digests) == 1
+    (second / "sub" / "b").rename(second / "sub" / "c")
+    assert identity.digest(identity.look([second]), "md5") not in digests
+    lists = [[folder / "a", folder / "sub" / "b"] for folder in (first, tmp_path / "third")]
+    shutil.copytree(first, tmp_path / "third")
+    assert len({identity.digest(identity.look(paths), "md5") for paths in lists}) == 1
+
+
+def test_the_order_of_shards_is_part_of_the_key_and_not_of_the_digest(tmp_path: Path) -> None:
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "same").write_bytes(folder.encode())
+    there = [tmp_path / "x" / "same", tmp_path / "y" / "same"]
+    back = there[::-1]
+    assert identity.digest(identity.look(there), "md5") == identity.digest(identity.look(back), "md5")
+    assert row_order(identity.look(there)) is None
+    assert row_order(identity.look(back)) == (1, 0)
+    options = [own_options(Request(tuple(paths)), identity.look(paths)) for paths in (there, back)]
+    assert options[0].suffix == ""
+    assert options[0] != options[1]
+
+
+def test_a_file_that_changes_under_the_hash_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(bytes(10_000_000))
+    source = identity.look([path])
+
+    def write(_: int) -> None:
+        with path.open("r+b") as file:
+            file.write(b"x")
+
+    with pytest.raises(SourceChanged):
+        identity.digest(source, "md5", write)
+    assert not identity.unchanged(source)
+
+
+@pytest.mark.parametrize("kind", ["missing", "dangling", "fifo"])
+def test_what_is_no_file_is_refused_with_the_reason(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a"
+    if kind == "dangling":
+        path.symlink_to(tmp_path / "nowhere")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    with pytest.raises(UnreadableSource) as caught:
+        identity.look([path])
+    assert caught.value.why and caught.value.fix
+
+
+def test_files_behind_the_named_one_are_hashed_with_it(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(name.encode())
+    alone = identity.look([tmp_path / "a"])
+    both = identity.with_behind(alone, [tmp_path / "a", tmp_path / "b"])
+    assert [file.name for file in both.behind] == ["b"]
+    assert both.name == alone.name
+    assert identity.digest(both, "md5") != identity.digest(alone, "md5")
+    before = identity.digest(both, "md5")
+    (tmp_path / "b").write_bytes(b"other")
+    assert not identity.unchanged(both)
+    assert identity.digest(identity.with_behind(alone, [tmp_path / "b"]), "md5") != before

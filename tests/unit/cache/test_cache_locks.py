@@ -1,0 +1,129 @@
+"""flock and its traps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from legroom.cache import locks
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no flock")
+
+
+@pytest.fixture
+def folder(tmp_path: Path):
+    fd = os.open(tmp_path, os.O_RDONLY)
+    yield fd
+    os.close(fd)
+
+
+def test_exclusive_refuses_others_and_shared_lets_them_in(folder: int) -> None:
+    first = locks.acquire(folder, "a.lock")
+    assert first is not None
+    assert locks.acquire(folder, "a.lock") is None
+    assert locks.acquire(folder, "a.lock", shared=True) is None
+    assert locks.held(folder, "a.lock")
+    first.release()
+    first.release()
+    assert not locks.held(folder, "a.lock")
+    one = locks.acquire(folder, "a.lock", shared=True, lease=True)
+    two = locks.acquire(folder, "a.lock", shared=True, lease=True)
+    assert one and two
+    assert locks.acquire(folder, "a.lock") is None
+    one.release()
+    assert locks.held(folder, "a.lock")
+    two.release()
+    assert not locks.held(folder, "a.lock")
+
+
+def test_a_missing_lock_is_not_created_unless_asked(folder: int, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        locks.acquire(folder, "none.lock", create=False)
+    assert not locks.held(folder, "none.lock")
+    assert not (tmp_path / "none.lock").exists()
+
+
+def test_lock_files_are_for_their_owner_alone(folder: int, tmp_path: Path) -> None:
+    with locks.acquire(folder, "a.lock"):  # type: ignore[union-attr]
+        assert (tmp_path / "a.lock").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_lock_whose_file_was_unlinked_meanwhile_is_taken_again(folder: int, tmp_path: Path) -> None:
+    """Whoever waits for a lock that is removed must end up with the lock that has the name."""
+    holder = locks.acquire(folder, "a.lock")
+    assert holder is not None
+    got: list[locks.Lock | None] = []
+    waiter = threading.Thread(target=lambda: got.append(locks.acquire(folder, "a.lock", block=True)))
+    waiter.start()
+    time.sleep(0.05)
+    os.unlink(tmp_path / "a.lock")
+    holder.release()
+    waiter.join(10)
+    assert got[0] is not None
+    assert os.fstat(got[0].fd).st_ino == (tmp_path / "a.lock").stat().st_ino
+    assert locks.acquire(folder, "a.lock") is None
+    got[0].release()
+
+
+SCRIPT = """
+import os, sys, time
+from legroom.cache import locks
+folder = os.open(sys.argv[1], os.O_RDONLY)
+lock = locks.acquire(folder, "a.lock", shared=sys.argv[2] == "lease", lease=sys.argv[2] == "lease")
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("kind", "held_by_child"), [("work", False), ("lease", True)])
+def test_a_forked_child_keeps_a_lease_and_no_work_lock(
+    folder: int, tmp_path: Path, kind: str, held_by_child: bool
+) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), kind], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    try:
+        assert locks.held(folder, "a.lock")
+        time.sleep(0.1)  # the child has closed, or not closed, what it inherited
+        parent.kill()
+        parent.wait()
+        assert locks.held(folder, "a.lock") is held_by_child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while locks.held(folder, "a.lock"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_child_that_gives_back_a_lease_does_not_take_it_from_its_parent(folder: int) -> None:
+    lease = locks.acquire(folder, "a.lock", shared=True, lease=True)
+    assert lease is not None
+    script = (
+        "import fcntl, os, sys\n"
+        "os.close(int(sys.argv[1]))\n"
+    )  # a child's release is a close, which this stands for
+    subprocess.run([sys.executable, "-c", script, str(lease.fd)], pass_fds=[lease.fd], check=True)
+    assert locks.held(folder, "a.lock")
+    lease.release()
+
+
+def test_a_symlink_is_no_lock(folder: int, tmp_path: Path) -> None:
+    (tmp_path / "target").touch()
+    (tmp_path / "a.lock").symlink_to(tmp_path / "target")
+    with pytest.raises(OSError):
+        locks.acquire(folder, "a.lock")

@@ -1,0 +1,479 @@
+"""legroom.open: what may be given, what comes back, how it is found again."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import legroom
+from legroom.cache import catalog, identity, locks, reap, records, steps
+from legroom.cache import load as load_module
+from legroom.cache.place import stores
+from legroom.errors import (
+    DamagedSource,
+    MissingKey,
+    NotLoaded,
+    SourceBeingWritten,
+    SourceChanged,
+    UnknownFormat,
+    UnreadableSource,
+    UnsupportedData,
+    UsageError,
+)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The steps that this process takes."""
+    names: list[str] = []
+    monkeypatch.setattr(steps, "trace", names.append)
+    return names
+
+
+@pytest.fixture
+def h5(tmp_path: Path) -> Path:
+    path = tmp_path / "a.h5"
+    rng = np.random.default_rng(0)
+    with h5py.File(path, "w") as file:
+        file["images"] = rng.integers(0, 255, (20, 8, 8, 3), np.uint8)
+        file.create_dataset(
+            "group/heat", data=rng.random((20, 4)), chunks=(5, 4), compression="gzip", shuffle=True
+        )
+        file["big"] = np.arange(20, dtype=">i4")
+        file["empty"] = np.zeros((0, 3), np.float32)
+        file["one"] = 7.5
+        file["names"] = [f"name {n} ü" for n in range(20)]
+        file.attrs["made"] = "by hand"
+        file["images"].attrs["mean"] = [1.5, 2.5]
+    return path
+
+
+def same(data: legroom.cache.dataset.Data, path: Path) -> bool:  # type: ignore[name-defined]
+    with h5py.File(path) as file:
+        return all(
+            (np.asarray(data[name]) == file[name][...]).all()
+            for name in ("images", "group/heat", "big", "one")
+        )
+
+
+@pytest.mark.parametrize("backing", ["auto", "shm", "disk"])
+def test_a_file_is_given_as_arrays(shm: Path, h5: Path, backing: str) -> None:
+    with legroom.open(h5, backing=backing) as data:
+        assert set(data) == {"images", "group/heat", "big", "empty", "one", "names"}
+        assert len(data) == 6
+        assert same(data, h5)
+        assert data["big"].dtype.isnative and data["images"].flags.c_contiguous
+        assert data["empty"].shape == (0, 3) and data["one"].shape == ()
+        assert data["names"][3] == "name 3 ü"
+        assert list(data["names"])[:2] == ["name 0 ü", "name 1 ü"]
+        assert data.attributes["made"] == "by hand"
+        assert data.info.arrays["images"].attributes["mean"] == [1.5, 2.5]
+        assert data.info.backing == ("disk" if backing == "disk" else "shm")
+        assert data.ready(10)
+        for array in data.info.arrays:
+            where = data.where(array)
+            assert where is not None
+            assert where.path.stat().st_mode & 0o777 == 0o400
+            loaded = np.load(where.path, mmap_mode="r")  # anyone can, without us
+            assert loaded.shape == data.info.arrays[array].shape
+    with pytest.raises(UsageError, match="closed"):
+        data["images"]
+
+
+def test_the_second_open_reads_nothing(shm: Path, h5: Path, seen: list[str], old_files: None) -> None:
+    first = legroom.open(h5)
+    assert seen.count("read") == 1
+    seen.clear()
+    second = legroom.open(h5)
+    assert seen == []
+    assert same(second, h5)
+    assert second.info.key == first.info.key
+
+
+def test_a_renamed_copy_finds_the_same_entry(shm: Path, h5: Path, tmp_path: Path, seen: list[str]) -> None:
+    first = legroom.open(h5)
+    shutil.copy(h5, tmp_path / "other.h5")
+    seen.clear()
+    second = legroom.open(tmp_path / "other.h5")
+    assert seen == ["elected", "hash", "record"]  # nothing was copied
+    assert second.info.key == first.info.key
+    assert len(catalog.entries()) == 1
+
+
+def test_another_hash_finds_what_is_there(shm: Path, h5: Path, seen: list[str], old_files: None) -> None:
+    pytest.importorskip("xxhash")
+    first = legroom.open(h5)
+    second = legroom.open(h5, hash="xxh3")
+    assert second.info.key == first.info.key
+    del first, second
+    reap.drop(h5)
+    reap.gc()
+    third = legroom.open(h5, hash="xxh3")
+    assert third.info.hash == "xxh3"
+    assert third.info.key == f"{third.info.digest}-xxh3"
+
+
+def test_a_changed_file_is_a_new_entry(shm: Path, npy, old_files: None) -> None:
+    path = npy()
+    before = legroom.open(path)
+    np.save(path, np.ones((500, 10), np.int32))
+    after = legroom.open(path)
+    assert after["array"].all() and before["array"][0, 0] == 0
+    assert after.info.key != before.info.key
+
+
+def test_a_file_changed_within_its_clocks_tick_is_noticed(shm: Path, npy) -> None:
+    """Same size, same times to the nanosecond: only hashing again can tell, and it is done."""
+    path = npy()
+    legroom.open(path)
+    record_before = _records()
+    other = np.load(path)
+    other[0, 0] = 99
+    np.save(path, other)
+    # Give the new content the record of the old: as if both had been written within one tick.
+    with stores() as places:
+        (old_name,) = record_before
+        new_name = identity.look([path]).name
+        os.rename(old_name, new_name, src_dir_fd=places.home.sources, dst_dir_fd=places.home.sources)
+    assert legroom.open(path)["array"][0, 0] == 99
+
+
+def _records() -> list[str]:
+    with stores() as places:
+        return os.listdir(places.home.sources)
+
+
+def test_a_record_is_believed_when_the_file_was_quiet_or_the_question_older() -> None:
+    second = 1_000_000_000
+    record = records.Record({"md5": "0" * 32}, hashed_ns=10 * second, changed_ns=9 * second, paths=("a",))
+    assert not record.believed(11 * second)
+    assert record.believed(10 * second)
+    quiet = records.Record({"md5": "0" * 32}, hashed_ns=11 * second, changed_ns=9 * second, paths=("a",))
+    assert quiet.believed(99 * second)
+
+
+def test_keys_choose_and_are_served_by_the_whole(shm: Path, h5: Path, old_files: None) -> None:
+    some = legroom.open(h5, ["images", "group"])
+    assert set(some) == {"images", "group/heat"}
+    assert "-" in (some.info.key or "")
+    whole = legroom.open(h5)
+    assert legroom.open(h5, "images").info.key == whole.info.key
+    assert list(legroom.open(h5, "images")) == ["images"]
+    for _ in range(2):  # with the file's own words, and with the entry's
+        with pytest.raises(MissingKey, match="did you mean 'images'"):
+            legroom.open(h5, "imagse")
+    with pytest.raises(MissingKey):
+        whole["nothing"]
+    assert "images" in whole and "nothing" not in whole
+
+
+def test_shards_are_joined_in_the_order_given(shm: Path, tmp_path: Path, old_files: None) -> None:
+    parts = [np.full((n + 1, 4), n, np.float32) for n in range(3)]
+    for number, part in enumerate(parts):
+        with h5py.File(tmp_path / f"part-{number}.h5", "w") as file:
+            file["x"] = part
+            file["text"] = [f"{number}-{row}" for row in range(len(part))]
+    data = legroom.open(str(tmp_path / "part-*.h5"))
+    assert (data["x"] == np.concatenate(parts)).all()
+    assert list(data["text"]) == ["0-0", "1-0", "1-1", "2-0", "2-1", "2-2"]
+    back = legroom.open([tmp_path / "part-2.h5", tmp_path / "part-0.h5"])
+    assert back["x"][:, 0].tolist() == [2, 2, 2, 0]
+    assert list(back["text"]) == ["2-0", "2-1", "2-2", "0-0"]
+    assert legroom.open([tmp_path / "part-2.h5", tmp_path / "part-0.h5"]).info.key == back.info.key
+    with h5py.File(tmp_path / "odd.h5", "w") as file:
+        file["x"] = np.zeros((2, 5), np.float32)
+        file["text"] = ["a"]
+    with pytest.raises(UnsupportedData, match="cannot be joined"):
+        legroom.open([tmp_path / "part-0.h5", tmp_path / "odd.h5"])
+
+
+def test_disabled_gives_the_same_without_the_cache(
+    shm: Path, h5: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LEGROOM_DISABLE", "1")
+    calls: list[tuple[int, int]] = []
+    data = legroom.open(h5, progress=lambda done, total: calls.append((done, total)))
+    assert same(data, h5)
+    assert data["names"][3] == "name 3 ü"
+    assert data.info.backing == "memory" and data.info.key is None
+    assert calls[-1][0] == calls[-1][1]
+    assert data.ready()
+    assert not shm.exists()
+    monkeypatch.setenv("LEGROOM_DISABLE", "0")
+    assert legroom.open(h5).info.backing == "shm"
+
+
+def test_inplace_maps_the_file_where_it_lies(shm: Path, tmp_path: Path) -> None:
+    path = tmp_path / "raw.h5"
+    array = np.random.default_rng(0).random((100, 7))
+    with h5py.File(path, "w") as file:
+        file["x"] = array
+    data = legroom.open(path, backing="inplace")
+    assert (data["x"] == array).all()
+    assert data.info.backing == "inplace"
+    data["x"][0] = -1  # this process's own page
+    with h5py.File(path) as file:
+        assert (file["x"][...] == array).all()
+    assert not shm.exists()
+
+
+def test_inplace_refuses_what_must_be_decoded(shm: Path, h5: Path) -> None:
+    with pytest.raises(UnsupportedData, match="in place"):
+        legroom.open(h5, backing="inplace")
+
+
+def test_progress_reaches_the_end_and_never_goes_back(shm: Path, npy) -> None:
+    calls: list[tuple[int, int]] = []
+    legroom.open(npy(array=np.zeros(30 << 20, np.uint8)), progress=lambda *now: calls.append(now))
+    assert calls[-1] == (30 << 20, 30 << 20)
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+
+
+def test_a_progress_that_raises_stops_the_build_and_leaves_nothing(shm: Path, npy) -> None:
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        legroom.open(npy(), progress=stop)
+    assert catalog.entries() == ()
+    assert not [name for name in os.listdir(shm) if name.startswith(".")]
+    assert not [name for name in os.listdir(shm / "locks") if name.startswith("building-")]
+
+
+def test_waiters_see_progress_and_get_the_data(shm: Path, npy, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = npy()
+    go = threading.Event()
+    held = threading.Event()
+
+    def slow(name: str) -> None:
+        if name == "seal":
+            held.set()
+            assert go.wait(20)
+
+    monkeypatch.setattr(steps, "trace", slow)
+    results: list[object] = []
+    builder = threading.Thread(target=lambda: results.append(legroom.open(path)))
+    builder.start()
+    assert held.wait(20)
+    with pytest.raises(NotLoaded, match="being loaded"):
+        legroom.open(path, wait=False)
+    calls: list[tuple[int, int]] = []
+    waiter = threading.Thread(
+        target=lambda: results.append(legroom.open(path, progress=lambda *n: calls.append(n)))
+    )
+    waiter.start()
+    deadline = time.monotonic() + 20
+    while not calls and time.monotonic() < deadline:
+        time.sleep(0.01)
+    go.set()
+    builder.join(20)
+    waiter.join(20)
+    assert len(results) == 2
+    assert calls and all(call == (20_000, 20_000) for call in calls)
+
+
+def test_a_file_that_changes_during_the_load_is_loaded_again(
+    shm: Path, npy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = npy()
+    times = []
+
+    def change(name: str) -> None:
+        if name == "written" and not times:
+            times.append(1)
+            np.save(path, np.full((500, 10), 5, np.int32))
+
+    monkeypatch.setattr(steps, "trace", change)
+    assert (legroom.open(path)["array"] == 5).all()
+    assert times == [1]
+    assert len(catalog.entries()) == 1
+
+
+def test_a_file_that_keeps_changing_is_refused(shm: Path, npy, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = npy()
+    counter = iter(range(100))
+
+    def change(name: str) -> None:
+        if name == "written":
+            np.save(path, np.full((500, 10), next(counter), np.int32))
+
+    monkeypatch.setattr(steps, "trace", change)
+    with pytest.raises(SourceChanged):
+        legroom.open(path)
+    assert catalog.entries() == ()
+    assert not [name for name in os.listdir(shm) if name.startswith(".")]
+
+
+def test_arrays_keep_the_entry_leased_and_valid(shm: Path, npy) -> None:
+    path = npy()
+    data = legroom.open(path)
+    array = data["array"][10:20]
+    data.close()
+    del data
+    gc.collect()
+    with pytest.raises(legroom.LegroomError, match="in use"):
+        reap.drop(path)
+    reap.drop(path, force=True)
+    assert array[0, 0] == 100  # the pages stay
+    del array
+    gc.collect()
+    with stores() as places:
+        assert not [name for name in os.listdir(places.home.locks) if locks.held(places.home.locks, name)]
+
+
+def test_no_descriptor_is_left_open(shm: Path, h5: Path, old_files: None) -> None:
+    if not os.path.isdir("/proc/self/fd"):
+        pytest.skip("needs /proc")
+    data = legroom.open(h5)
+    data.ready()
+    before = len(os.listdir("/proc/self/fd"))
+    more = [legroom.open(h5) for _ in range(10)]
+    for one in more:
+        one.ready()
+    assert len(os.listdir("/proc/self/fd")) == before + 10  # one lease each, whatever the number of arrays
+    del more, one
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0 if hasattr(os, "geteuid") else True, reason="root may read everything")
+def test_an_unreadable_file(shm: Path, npy) -> None:
+    path = npy()
+    path.chmod(0)
+    with pytest.raises(UnreadableSource, match="may not read"):
+        legroom.open(path)
+
+
+def _garbage(path: Path) -> None:
+    path.write_bytes(b"this is no data file at all, whatever its name says" * 10)
+
+
+def _truncated(path: Path) -> None:
+    with h5py.File(path, "w") as file:
+        file["x"] = np.arange(100_000)
+    os.truncate(path, 50_000)
+
+
+def _virtual(path: Path) -> None:
+    with h5py.File(path, "w") as file:
+        layout = h5py.VirtualLayout((10,), "i4")
+        layout[:] = h5py.VirtualSource(str(path) + ".gone", "x", (10,))
+        file.create_virtual_dataset("v", layout)
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda path: None, UnreadableSource),
+        (lambda path: path.symlink_to("nowhere"), UnreadableSource),
+        (lambda path: path.mkdir(), (UnknownFormat, UnreadableSource)),
+        (lambda path: path.touch(), DamagedSource),
+        (_garbage, UnknownFormat),
+        (_truncated, DamagedSource),
+        (_virtual, legroom.LegroomError),
+    ],
+)
+def test_bad_files_are_refused_and_leave_nothing(shm: Path, tmp_path: Path, make, error) -> None:
+    path = tmp_path / "bad.h5"
+    make(path)
+    with pytest.raises(error) as caught:
+        legroom.open(path)
+    assert caught.value.why and caught.value.fix
+    assert catalog.entries() == ()
+
+
+def test_a_virtual_dataset_follows_its_source(shm: Path, tmp_path: Path, old_files: None) -> None:
+    source, virtual = tmp_path / "source.h5", tmp_path / "virtual.h5"
+
+    def write(value: int) -> None:
+        with h5py.File(source, "w") as file:
+            file["x"] = np.full(10, value, "i4")
+
+    write(1)
+    with h5py.File(virtual, "w") as file:
+        layout = h5py.VirtualLayout((10,), "i4")
+        layout[:] = h5py.VirtualSource(str(source), "x", (10,))
+        file.create_virtual_dataset("v", layout)
+    assert (legroom.open(virtual)["v"] == 1).all()
+    assert (legroom.open(virtual)["v"] == 1).all()
+    write(2)
+    assert (legroom.open(virtual)["v"] == 2).all()
+
+
+def test_other_keys_may_need_other_files(shm: Path, tmp_path: Path, old_files: None) -> None:
+    """Choosing what lies in the named file alone must not hide that the rest lies elsewhere, and has changed."""
+    source, both = tmp_path / "source.h5", tmp_path / "both.h5"
+
+    def write(value: int) -> None:
+        with h5py.File(source, "w") as file:
+            file["x"] = np.full(10, value, "i4")
+
+    write(1)
+    with h5py.File(both, "w") as file:
+        layout = h5py.VirtualLayout((10,), "i4")
+        layout[:] = h5py.VirtualSource(str(source), "x", (10,))
+        file.create_virtual_dataset("v", layout)
+        file["local"] = np.arange(3)
+    for value in (1, 2, 3):
+        write(value)
+        assert legroom.open(both, "local")["local"].tolist() == [0, 1, 2]
+        assert (legroom.open(both)["v"] == value).all()
+        assert legroom.open(both, "local")["local"].tolist() == [0, 1, 2]
+        assert (legroom.open(both, "v")["v"] == value).all()
+
+
+def test_a_file_being_written_is_refused(shm: Path, tmp_path: Path) -> None:
+    path = tmp_path / "w.h5"
+    with h5py.File(path, "w", libver="latest") as file:
+        file["x"] = np.arange(10)
+        file.flush()
+        with pytest.raises(SourceBeingWritten):
+            legroom.open(path)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"backing": "tape"}, {"hash": "sha0"}, {"keys": []}, {"path": []}, {"path": "a\0b"}],
+)
+def test_nonsense_is_refused(shm: Path, npy, arguments: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        legroom.open(**{"path": npy(), **arguments})  # type: ignore[arg-type]
+
+
+def test_a_pattern_that_matches_nothing(shm: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnreadableSource, match="nothing matches"):
+        legroom.open(str(tmp_path / "*.h5"))
+
+
+def test_decoding_without_maps_gives_the_same(shm: Path, h5: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What file systems get whose allocation a map cannot rely on."""
+    monkeypatch.setattr(load_module, "_SURE", frozenset())
+    assert same(legroom.open(h5), h5)
+
+
+def test_fortran_order_is_turned(shm: Path, npy) -> None:
+    array = np.asfortranarray(np.random.default_rng(0).random((30, 40)))
+    found = legroom.open(npy(array=array))["array"]
+    assert found.flags.c_contiguous and (found == array).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_attaching_imports_no_reader(shm: Path, h5: Path, tmp_path: Path) -> None:
+    import subprocess
+
+    time.sleep(max(0.0, h5.stat().st_ctime + 2.1 - time.time()))
+    legroom.open(h5)
+    script = (
+        "import sys, legroom; legroom.open(sys.argv[1]); print('h5py' in sys.modules, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(h5)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

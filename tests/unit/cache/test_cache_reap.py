@@ -1,0 +1,310 @@
+"""Listing, dropping, collecting, evicting, verifying."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import legroom
+from legroom.cache import catalog, evict, reap, room, steps, trash, verify
+from legroom.cache.place import stores
+from legroom.cache.steps import REAP_STEPS
+from legroom.errors import EntryInUse, NoRoom, NotLoaded, UsageError
+
+
+def make(tmp_path: Path, number: int, size: int = 40_000) -> Path:
+    path = tmp_path / f"{number}.npy"
+    np.save(path, np.full(size, number, np.uint8))
+    return path
+
+
+def used_at(shm: Path, path: Path, when: float) -> str:
+    """Say that the file's entry was last used then."""
+    key = catalog.info(path).key
+    assert key is not None
+    os.utime(shm / "locks" / f"{key}.lock", (when, when))
+    return key
+
+
+@pytest.mark.usefixtures("old_files")
+class TestCatalog:
+    def test_entries_say_what_they_are(self, shm: Path, tmp_path: Path) -> None:
+        path = make(tmp_path, 1)
+        assert catalog.entries() == ()
+        with pytest.raises(NotLoaded):
+            catalog.info(path)
+        data = legroom.open(path)
+        (entry,) = catalog.entries(with_users=True)
+        assert entry.key == data.info.key
+        assert entry.sources == (str(path),)
+        assert entry.arrays["array"].shape == (40_000,)
+        assert entry.in_use is True
+        assert entry.bytes == data.info.bytes == (shm / data.info.key / "array.npy").stat().st_size
+        assert abs(time.time() - (entry.last_used or 0)) < 60
+        if sys.platform == "linux":
+            assert [user.pid for user in entry.users or ()] == [os.getpid()]
+        data.close()
+        assert catalog.info(path).in_use is False
+
+    def test_a_key_may_be_shortened_as_long_as_it_is_one(self, shm: Path, tmp_path: Path) -> None:
+        keys = [legroom.open(make(tmp_path, number)).info.key or "" for number in range(3)]
+        assert catalog.info(keys[1]).key == keys[1]
+        assert catalog.info(keys[1][:10]).key == keys[1]
+        with pytest.raises(legroom.LegroomError):
+            catalog.info("0" * 10)
+
+    def test_an_entry_is_found_after_its_file_has_gone(self, shm: Path, tmp_path: Path) -> None:
+        path = make(tmp_path, 1)
+        legroom.open(path)
+        path.unlink()
+        assert catalog.info(path).sources == (str(path),)
+        assert len(reap.drop(path).entries) == 1
+
+    def test_rooms_name_what_bounds_them(self, shm: Path, tmp_path: Path) -> None:
+        legroom.open(make(tmp_path, 1))
+        rooms, findings = catalog.store_rooms()
+        assert [found.backing for found in rooms] == ["shm", "disk"]
+        assert rooms[0].used >= 40_000 and rooms[0].free > 0 and rooms[0].bound_by
+        assert findings == ()
+
+    def test_a_damaged_entry_is_listed_as_such(self, shm: Path, tmp_path: Path) -> None:
+        key = legroom.open(make(tmp_path, 1)).info.key or ""
+        (shm / key / "manifest.json").chmod(0o600)
+        (shm / key / "manifest.json").write_text("{}")
+        (entry,) = catalog.entries()
+        assert entry.damaged
+        (found,) = verify.verify()
+        assert not found.whole
+        assert len(reap.drop(key).entries) == 1
+
+
+@pytest.mark.usefixtures("old_files")
+class TestDrop:
+    def test_what_is_in_use_is_refused_and_named(self, shm: Path, tmp_path: Path) -> None:
+        path = make(tmp_path, 1)
+        data = legroom.open(path)
+        with pytest.raises(EntryInUse) as caught:
+            reap.drop(path)
+        if sys.platform == "linux":
+            assert str(os.getpid()) in caught.value.why
+        kept = reap.drop()
+        assert not kept.entries and len(kept.kept) == 1
+        dropped = reap.drop(path, force=True)
+        assert dropped.freed >= 40_000
+        assert (data["array"] == 1).all()
+        assert catalog.entries() == ()
+
+    def test_forced_away_under_a_user_it_is_built_anew_for_others(self, shm: Path, tmp_path: Path) -> None:
+        path = make(tmp_path, 1)
+        old = legroom.open(path)
+        reap.drop(path, force=True)
+        new = legroom.open(path)
+        assert (new["array"] == old["array"]).all()
+        del old
+        with pytest.raises(EntryInUse):
+            reap.drop(path)
+        del new
+        reap.drop(path)
+
+    def test_nothing_there(self, shm: Path, tmp_path: Path) -> None:
+        with pytest.raises(NotLoaded):
+            reap.drop(make(tmp_path, 1))
+        assert reap.drop() == reap.gc()
+
+    @pytest.mark.parametrize("at", [name for name in REAP_STEPS if name != "removed"])
+    def test_killed_in_the_middle_it_leaves_nothing_half_gone(
+        self, shm: Path, tmp_path: Path, at: str
+    ) -> None:
+        path = make(tmp_path, 1)
+        legroom.open(path)
+        script = (
+            "import os, signal, sys\n"
+            "from legroom.cache import reap, steps\n"
+            f"steps.trace = lambda name: name == {at!r} and os.kill(os.getpid(), signal.SIGKILL)\n"
+            "reap.drop(sys.argv[1])\n"
+        )
+        done = subprocess.run([sys.executable, "-c", script, str(path)])
+        assert done.returncode == -9
+        assert (legroom.open(path)["array"] == 1).all()
+        reap.gc()
+        assert not [name for name in os.listdir(shm) if name.startswith(".")]
+        (found,) = verify.verify()
+        assert found.whole
+
+
+@pytest.mark.usefixtures("old_files")
+class TestGc:
+    def test_strays_go_and_what_lives_stays(self, shm: Path, tmp_path: Path) -> None:
+        data = legroom.open(make(tmp_path, 1))
+        (shm / ".trash-1").mkdir()
+        (shm / ".trash-1" / "x").write_bytes(b"x" * 5000)
+        (shm / ".building-dead").mkdir()
+        (shm / ".building-dead" / "y").touch()
+        (shm / "locks" / "building-dead.lock").touch()
+        (shm / "locks" / "src-1-2-3.lock").touch()
+        (shm / "locks" / ("0" * 32 + ".lock")).touch()
+        (shm / "sources" / ".tmp-1").touch()
+        (shm / "sources" / "1-2-3").write_text("nonsense")
+        assert reap.gc(dry_run=True).dry_run
+        assert (shm / ".trash-1").exists()
+        assert reap.gc().strays >= 5
+        assert sorted(os.listdir(shm)) == sorted([data.info.key, "locks", "sources"])
+        assert sorted(os.listdir(shm / "locks")) == sorted([f"{data.info.key}.lock", "store.lock"])
+        assert len(os.listdir(shm / "sources")) == 1
+
+    def test_a_living_builders_directory_stays(self, shm: Path, tmp_path: Path) -> None:
+        from legroom.cache.work import Work
+
+        with stores(make=True) as places, Work(places.home, 1000, evict=False) as work:
+            reap.gc()
+            assert (shm / work.folder).is_dir()
+            assert room.outstanding(places.home) == 1000
+            assert room.outstanding(places.home, work.lock_file) == 0
+        assert not (shm / work.folder).exists()
+
+    def test_stale_versions(self, shm: Path, tmp_path: Path) -> None:
+        path = make(tmp_path, 1)
+        old = legroom.open(path).info.key
+        np.save(path, np.zeros(10))
+        new = legroom.open(path).info.key
+        assert {entry.key for entry in reap.gc(stale=True, dry_run=True).entries} == {old}
+        assert {entry.key for entry in reap.gc(stale=True).entries} == {old}
+        assert [entry.key for entry in catalog.entries()] == [new]
+
+    def test_older(self, shm: Path, tmp_path: Path) -> None:
+        for number in range(2):
+            legroom.open(make(tmp_path, number))
+        key = used_at(shm, tmp_path / "0.npy", time.time() - 1000)
+        assert [entry.key for entry in reap.gc(older=500).entries] == [key]
+
+    def test_free_takes_the_least_recently_used_first_and_spares_the_used(
+        self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        held = legroom.open(make(tmp_path, 0))
+        for number in range(1, 4):
+            legroom.open(make(tmp_path, number))
+        now = time.time()
+        keys = [used_at(shm, tmp_path / f"{number}.npy", now - 100 + number) for number in range(4)]
+        pretend(monkeypatch, shm, 200_000)
+        reaped = reap.gc(free=90_000)
+        assert [entry.key for entry in reaped.entries] == keys[1:3]
+        assert [entry.key for entry in reaped.kept] == [held.info.key]
+        assert {entry.key for entry in catalog.entries()} == {keys[0], keys[3]}
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, root: Path, size: int) -> None:
+    """The shared-memory store has that many bytes and no other bound."""
+
+    def bounds(store: object, env: object = None) -> list[room.Bound]:
+        if getattr(store, "root", None) != root:
+            return [room.Bound(1 << 40, "plenty")]
+        return [room.Bound(size - room.used(store), "pretended")]  # type: ignore[arg-type]
+
+    monkeypatch.setattr(room, "bounds", bounds)
+    monkeypatch.setattr(room, "bounds_now", bounds)
+
+
+@pytest.mark.usefixtures("old_files")
+class TestEviction:
+    def test_unused_entries_make_room_oldest_first(
+        self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for number in range(3):
+            legroom.open(make(tmp_path, number))
+        keys = [used_at(shm, tmp_path / f"{number}.npy", 1000 + number) for number in range(3)]
+        need = 45_056 + (1 << 16) + 1024
+        pretend(monkeypatch, shm, 3 * 49_152 + need - 10_000)
+        data = legroom.open(make(tmp_path, 9))
+        assert data.info.backing == "shm"
+        assert {entry.key for entry in catalog.entries()} == {*keys[1:], data.info.key}
+
+    def test_without_eviction_or_with_everything_in_use_it_goes_to_disk_or_fails(
+        self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        held = legroom.open(make(tmp_path, 0))
+        pretend(monkeypatch, shm, 100_000)
+        assert legroom.open(make(tmp_path, 1)).info.backing == "disk"
+        with pytest.raises(NoRoom) as caught:
+            legroom.open(make(tmp_path, 2), backing="shm")
+        assert len(caught.value.fix) == 3
+        held.close()
+        with pytest.raises(NoRoom):
+            legroom.open(make(tmp_path, 3), backing="shm", evict=False)
+        assert len(catalog.entries(tmp_path / "0.npy")) == 1
+        del held
+        assert legroom.open(make(tmp_path, 4, 10_000), backing="shm").info.backing == "shm"
+
+    def test_nothing_is_evicted_in_vain(
+        self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        legroom.open(make(tmp_path, 0))
+        pretend(monkeypatch, shm, 100_000)
+        with pytest.raises(NoRoom):
+            legroom.open(make(tmp_path, 1, 500_000), backing="shm")
+        assert len(catalog.entries()) == 1
+
+
+class TestVerify:
+    def test_copy_and_source(self, shm: Path, tmp_path: Path) -> None:
+        path = make(tmp_path, 1)
+        key = legroom.open(path).info.key or ""
+        (found,) = verify.verify(path)
+        assert found.whole and found.source == "same"
+        (found,) = verify.verify(path, source=False)
+        assert found.source == "not-checked"
+        np.save(path, np.zeros(3))
+        (found,) = verify.verify(key)
+        assert found.whole and found.source == "changed"
+        path.unlink()
+        (found,) = verify.verify(key)
+        assert found.source == "missing"
+
+    def test_a_changed_bit_is_found(self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        key = legroom.open(make(tmp_path, 1)).info.key or ""
+        file = shm / key / "array.npy"
+        file.chmod(0o600)
+        with file.open("r+b") as stream:
+            stream.seek(-5, 2)
+            stream.write(b"\x07")
+        # Even if its times were those it was sealed with.
+        monkeypatch.setattr("legroom.cache.manifest.stamp_of", lambda stats: _sealed(shm / key))
+        (found,) = verify.verify(key)
+        assert found.damaged == ("array",)
+
+    def test_not_loaded(self, shm: Path, tmp_path: Path) -> None:
+        assert verify.verify() == ()
+        with pytest.raises(NotLoaded):
+            verify.verify(make(tmp_path, 1))
+
+
+def _sealed(folder: Path) -> str:
+    import json
+
+    stamp: str = json.loads((folder / "manifest.json").read_text())["arrays"][0]["stamp"]
+    return stamp
+
+
+def test_a_key_that_stands_for_several_is_refused(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ["abcdef" + "0" * 26, "abcdef" + "1" * 26]
+    with stores(make=True) as places:
+        monkeypatch.setattr(catalog, "by_age", lambda store: [evict.Old(key, 0.0, 1) for key in keys])
+        with pytest.raises(UsageError, match="several"):
+            catalog.matching(places.home, "abcdef")
+
+
+def test_trash_deletes_nothing_else(shm: Path) -> None:
+    with stores(make=True) as places, pytest.raises(ValueError):
+        trash.delete(places.home, "locks")
+
+
+def test_steps_are_told_in_order(shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(steps, "trace", seen.append)
+    legroom.open(make(tmp_path, 1))
+    assert [name for name in seen if name in steps.BUILD_STEPS] == list(steps.BUILD_STEPS)

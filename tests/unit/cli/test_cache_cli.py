@@ -1,0 +1,205 @@
+"""`legroom cache` as a person and a program use it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from legroom.cli.main import run
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shared cache is Linux's")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store of one's own and a file to load."""
+    for name in ("shm", "disk"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("LEGROOM_SHM", str(tmp_path / "shm"))
+    monkeypatch.setenv("LEGROOM_DIR", str(tmp_path / "disk"))
+    monkeypatch.chdir(tmp_path)
+    np.save("train.npy", np.arange(24, dtype=np.float32).reshape(6, 4))
+    old = 1_600_000_000
+    os.utime("train.npy", (old, old))
+    return tmp_path
+
+
+def _json(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict[str, object]:
+    assert run(["cache", *arguments, "--json"]) == status
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["schema"] == f"legroom.cache.{arguments[0]}/1"
+    return shown
+
+
+def _text(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    assert run(["cache", *arguments]) == status
+    shown = capsys.readouterr()
+    return shown.out + shown.err
+
+
+def test_load_list_drop_as_text(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "train.npy: not loaded" in _text(capsys, "list", "train.npy")
+    assert "loaded in" in _text(capsys, "load", "train.npy")
+    shown = _text(capsys, "list")
+    digest = subprocess.run(["md5sum", "train.npy"], capture_output=True, text=True).stdout.split()[0]
+    assert f"MD5     {digest}" in shown
+    assert "6×4 float32" in shown and "not in use" in shown and "free for more" in shown
+    assert "copy whole, source unchanged" in _text(capsys, "verify")
+    assert "removed 1 entries" in _text(capsys, "drop", "train.npy")
+    assert "the cache is empty" in _text(capsys, "list")
+
+
+def test_json_has_the_fields_programs_rely_on(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _json(capsys, "load", "train.npy")
+    shown = _json(capsys, "list")
+    assert {"path", "size", "used", "free"} <= shown["store"].keys()
+    (entry,) = shown["entries"]
+    assert {
+        "key",
+        "source",
+        "digest",
+        "hash",
+        "backing",
+        "bytes",
+        "arrays",
+        "in_use",
+        "users",
+        "created",
+        "last_used",
+    } <= entry.keys()
+    assert (
+        entry["source"] == str(home / "train.npy") and entry["hash"] == "md5" and entry["bytes"] == 96 + 128
+    )  # and the header
+    (array,) = entry["arrays"].values()
+    assert {"shape", "dtype", "bytes"} <= array.keys() and array["shape"] == [6, 4]
+    assert _json(capsys, "info", entry["key"][:8])["entry"]["key"] == entry["key"]
+
+
+def test_what_is_in_use_is_refused_and_named(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hold = "import legroom, sys; d = legroom.open('train.npy'); print('ready', flush=True); sys.stdin.read()"
+    holder = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == b"ready\n"
+        (entry,) = _json(capsys, "list")["entries"]
+        assert entry["in_use"] is True
+        assert [user["pid"] for user in entry["users"]] == [holder.pid]
+        assert entry["users"][0]["privatised"] == 0
+        refused = _text(capsys, "drop", "train.npy", status=1)
+        assert "[entry-in-use]" in refused and str(holder.pid) in refused and "--force" in refused
+        assert "kept" in _text(capsys, "drop", "--all", status=1)
+        assert "removed 1 entries" in _text(capsys, "drop", "train.npy", "--force")
+    finally:
+        holder.communicate(timeout=30)
+    assert holder.returncode == 0
+
+
+def test_saved_counts_every_user_but_the_first(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hold = "import legroom, sys; d = legroom.open('train.npy'); print('ready', flush=True); sys.stdin.read()"
+    holders = [
+        subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(3)
+    ]
+    try:
+        for holder in holders:
+            assert holder.stdout is not None and holder.stdout.readline() == b"ready\n"
+        assert _json(capsys, "list")["saved"] == 2 * (96 + 128)
+    finally:
+        for holder in holders:
+            holder.communicate(timeout=30)
+
+
+def test_gc_by_age_and_dry_run(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _json(capsys, "load", "train.npy")
+    assert len(_json(capsys, "gc", "--older", "0s", "--dry-run")["removed"]) == 1
+    assert len(_json(capsys, "list")["entries"]) == 1
+    assert _json(capsys, "gc", "--older", "1d")["removed"] == []
+    assert len(_json(capsys, "gc", "--older", "0s")["removed"]) == 1
+    assert _json(capsys, "list")["entries"] == []
+
+
+def test_a_new_version_makes_the_old_one_stale(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _json(capsys, "load", "train.npy")
+    np.save("train.npy", np.arange(24, dtype=np.float32)[::-1].reshape(6, 4))
+    _json(capsys, "load", "train.npy")
+    assert len(_json(capsys, "list")["entries"]) == 2
+    assert len(_json(capsys, "gc", "--stale")["removed"]) == 1
+    (entry,) = _json(capsys, "list", "train.npy")["entries"]
+    assert _json(capsys, "verify")["entries"][0]["whole"] is True
+    assert entry["key"]
+
+
+def test_a_damaged_copy_is_found(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _json(capsys, "load", "train.npy")
+    (entry,) = _json(capsys, "list")["entries"]
+    (file,) = Path(entry["store"], entry["key"]).glob("*.npy")
+    file.chmod(0o600)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    file.chmod(0o400)
+    assert "DAMAGED" in _text(capsys, "verify", status=1)
+    assert _json(capsys, "verify", status=1)["entries"][0]["whole"] is False
+
+
+def test_what_a_file_was_loaded_as_can_be_dropped_after_it_is_gone(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _json(capsys, "load", "train.npy")
+    os.unlink("train.npy")
+    assert len(_json(capsys, "drop", "train.npy")["removed"]) == 1
+
+
+def test_shards_are_joined(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save("more.npy", np.zeros((2, 4), dtype=np.float32))
+    (entry,) = _json(capsys, "load", "--join", "train.npy", "more.npy")["entries"]
+    (array,) = entry["arrays"].values()
+    assert array["shape"] == [8, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["drop"], "--all"),
+        (["drop", "train.npy", "--all"], "--all"),
+        (["gc", "--free", "2 bananas"], "cannot read '2 bananas' as a size"),
+        (["gc", "--older", "soon"], "cannot read 'soon' as a duration"),
+        (["load"], "FILES"),
+        (["load", "nowhere.h5"], "[unreadable-source]"),
+        (["load", "train.npy", "--keys", "imgaes"], "[missing-key]"),
+        (["load", "train.npy", "--backing", "tape"], "tape"),
+        (["unpack"], "No such command"),
+    ],
+)
+def test_bad_input_says_what_to_do(
+    home: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
+) -> None:
+    assert part in _text(capsys, *arguments, status=2)
+
+
+def test_not_loaded_is_a_no(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "[not-loaded]" in _text(capsys, "info", "train.npy", status=1)
+    assert "[not-loaded]" in _text(capsys, "drop", "train.npy", status=1)
+    assert "[not-loaded]" in _text(capsys, "verify", "deadbeef", status=1)
+
+
+def test_keys_complete_in_the_shell(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _json(capsys, "load", "train.npy")
+    key = _json(capsys, "list")["entries"][0]["key"]
+    asked = {
+        "_LEGROOM_COMPLETE": "bash_complete",
+        "COMP_WORDS": f"legroom cache info {key[:4]}",
+        "COMP_CWORD": "3",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", "from legroom.cli.main import main; main()"],
+        env={**os.environ, **asked},
+        capture_output=True,
+        text=True,
+    )
+    assert f"plain,{key}" in done.stdout, done.stderr
