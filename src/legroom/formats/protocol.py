@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -32,13 +33,15 @@ class ArraySpec:
     dtype: np.dtype[Any]  # native byte order, never object
     attributes: Mapping[str, Any] = field(default_factory=dict)  # JSON can hold them
     # "offsets" and "values" of ragged or string data are two arrays, <name>/offsets and <name>/values;
-    # `ragged` is then their common name and `text` says that the values are UTF-8.
+    # `ragged` is then their common name and `text` says that the values are UTF-8. Row i is
+    # values[offsets[i]:offsets[i + 1]]; attributes["ragged_shape"] is there when the rows are not one list.
     ragged: str | None = None
     text: bool = False
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        # Not numpy's product: a damaged file may claim a shape that overflows 64 bits.
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +70,9 @@ class Description:
 
     format: str
     items: tuple[ArraySpec | TableSpec, ...]
-    attributes: Mapping[str, Any]
-    files: tuple[Path, ...]  # every file whose bytes the data come from, the named one first
+    attributes: Mapping[str, Any]  # the file's own; a group's are under "<group>/<attribute>"
+    # Every file whose bytes the data come from, the named one first; a directory stands for all below it.
+    files: tuple[Path, ...]
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +80,7 @@ class Description:
 
 
 class Reader(Protocol):
-    """An opened file of some format."""
+    """An opened file of some format; used by one thread at a time, it starts threads of its own."""
 
     def describe(self) -> Description:
         """What is in the file; reads no data (but the lengths of ragged rows)."""

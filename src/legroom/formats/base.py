@@ -1,0 +1,118 @@
+"""What all readers share: names, checks, closing.
+
+Covers: the parts of the Reader protocol that do not depend on the format. Does not cover: any format; a
+subclass says what is in the file (``_look``) and brings arrays (``_read``) or tables (``_write``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from legroom.errors import UsageError
+from legroom.formats.fill import check_out
+from legroom.formats.protocol import (
+    ArraySpec,
+    Description,
+    Extent,
+    Progress,
+    TableSpec,
+    no_progress,
+)
+from legroom.formats.selection import Selection, missing_key
+from legroom.words import say
+
+
+class BaseReader:
+    """An opened file; what it holds is looked up once."""
+
+    def __init__(self, path: Path, selection: Selection) -> None:
+        self.path = path
+        self.selection = selection
+        self._description: Description | None = None
+        self._closed = False
+
+    # What a format brings.
+
+    def _look(self) -> Description:
+        raise NotImplementedError
+
+    def _read(self, spec: ArraySpec, out: np.ndarray[Any, Any], progress: Progress) -> None:
+        raise NotImplementedError
+
+    def _extent(self, spec: ArraySpec) -> Extent | None:
+        raise NotImplementedError
+
+    def _write(self, spec: TableSpec, path: Path, progress: Progress) -> int:
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        raise NotImplementedError
+
+    # The protocol.
+
+    def describe(self) -> Description:
+        """What is in the file; reads no data (but the lengths of ragged rows)."""
+        self._require_open()
+        if self._description is None:
+            self._description = self._look()
+        return self._description
+
+    def read_into(self, name: str, out: np.ndarray[Any, Any], progress: Progress = no_progress) -> None:
+        """Read one whole array into ``out``, which has the spec's shape and dtype and is C-contiguous."""
+        spec = self._array(name)
+        check_out(spec, out)
+        self._read(spec, out, progress)
+
+    def extent(self, name: str) -> Extent | None:
+        """Where the array lies raw, or None where it must be decoded."""
+        return self._extent(self._array(name))
+
+    def write_table(self, name: str, path: Path, progress: Progress = no_progress) -> int:
+        """Write one table as an Arrow IPC file; returns its bytes."""
+        spec = self._item(name)
+        if not isinstance(spec, TableSpec):
+            raise UsageError(
+                say("{name!r} of {path} is an array, not a table", name=name, path=self.path),
+                fix=("use read_into for arrays",),
+            )
+        return self._write(spec, path, progress)
+
+    def close(self) -> None:
+        """Give the file back; closing twice is fine."""
+        if not self._closed:
+            self._closed = True
+            self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _array(self, name: str) -> ArraySpec:
+        spec = self._item(name)
+        if not isinstance(spec, ArraySpec):
+            raise UsageError(
+                say("{name!r} of {path} is a table, not an array", name=name, path=self.path),
+                fix=("use write_table for tables",),
+            )
+        return spec
+
+    def _item(self, name: str) -> ArraySpec | TableSpec:
+        items = self.describe().items
+        for item in items:
+            if item.name == name:
+                return item
+        raise missing_key(name, (item.name for item in items), self.path)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError(
+                say("{path} was closed", path=self.path), fix=("open it again with open_source(path)",)
+            )

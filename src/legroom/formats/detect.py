@@ -1,0 +1,164 @@
+"""Opening a data file by what it holds, not by what it is called.
+
+Covers: recognising every format by its first and last bytes. Does not cover: reading any of them; and
+formats that cannot be read without running code (pickle, torch.save) or guessing (CSV).
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+
+from legroom.errors import UnknownFormat, UnreadableSource
+from legroom.formats.base import BaseReader
+from legroom.formats.hdf5_open import signature_at
+from legroom.formats.npy_header import MAGIC as NPY
+from legroom.formats.protocol import Reader
+from legroom.formats.selection import Selection
+from legroom.formats.source import SourceFile, damaged, unreadable
+from legroom.words import say
+
+READABLE = "HDF5, npy, npz, Parquet, Arrow IPC (file, stream, Feather v2), Zarr v2 and v3, safetensors"
+
+_READERS = {
+    "hdf5": "Hdf5Reader",
+    "npy": "NpyReader",
+    "npz": "NpzReader",
+    "parquet": "ParquetReader",
+    "arrow": "ArrowReader",
+    "safetensors": "SafetensorsReader",
+    "zarr": "ZarrReader",
+}
+_ZIP = (b"PK\x03\x04", b"PK\x05\x06")
+_HINTS = {
+    b"\x1f\x8b": ("it is compressed with gzip as a whole", "decompress it first: gunzip -k {path}"),
+    b"BZh": ("it is compressed with bzip2 as a whole", "decompress it first: bunzip2 -k {path}"),
+    b"\xfd7zXZ": ("it is compressed with xz as a whole", "decompress it first: unxz -k {path}"),
+    b"\x28\xb5\x2f\xfd": ("it is compressed with zstd as a whole", "decompress it first: unzstd {path}"),
+    b"\x80": ("it looks like a pickle, which runs code when it is read", "save the arrays with numpy.savez"),
+    b"FEA1": ("it is Feather version 1", "rewrite it: pyarrow.feather.write_feather(table, path)"),
+    b"PARE": ("it is Parquet with an encrypted footer", "write it without encryption"),
+    b"CDF\x01": ("it is netCDF 3", "convert it to netCDF 4, which is HDF5: nccopy -k nc4 {path} out.nc"),
+    b"CDF\x02": ("it is netCDF 3", "convert it to netCDF 4, which is HDF5: nccopy -k nc4 {path} out.nc"),
+    b"MATLAB 5": ("it is a MATLAB 5 file", "save it in MATLAB with -v7.3, which is HDF5"),
+}
+
+
+def open_source(path: str | os.PathLike[str], keys: str | Iterable[str] | None = None) -> Reader:
+    """Open a data file; ``keys`` names the items, or groups of items, that are wanted (None: all)."""
+    place, selection = Path(path), Selection(keys)
+    if _is_folder(place):
+        return _open_folder(place, selection)
+    with SourceFile(place) as file:
+        if file.size == 0:
+            raise damaged(place, "it is empty (0 bytes)")
+        kind = _kind(file)
+    return _open(kind, place, selection)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError) as problem:
+        raise unreadable(path, problem) from problem
+
+
+def _kind(file: SourceFile) -> str:
+    head = file.read_at(0, min(64, file.size))
+    if head.startswith(NPY):
+        return "npy"
+    if head.startswith(_ZIP):
+        return _zip_kind(file, head)
+    if head.startswith(b"PAR1"):
+        _require_end(file, b"PAR1", "Parquet")
+        return "parquet"
+    if head.startswith(b"ARROW1"):
+        _require_end(file, b"ARROW1", "Arrow IPC")
+        return "arrow"
+    if signature_at(file) is not None:
+        return "hdf5"
+    if _is_stream(head):
+        return "arrow"
+    if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32:
+        return "safetensors"
+    raise _unknown(file.path, head)
+
+
+def _require_end(file: SourceFile, mark: bytes, name: str) -> None:
+    tail = file.read_at(max(0, file.size - len(mark)), min(len(mark), file.size))
+    if tail != mark or file.size < 3 * len(mark):
+        raise damaged(
+            file.path,
+            say(
+                "it begins as {name} and ends with {tail!r}, not {mark!r}: cut short",
+                name=name,
+                tail=tail,
+                mark=mark,
+            ),
+        )
+
+
+def _is_stream(head: bytes) -> bool:
+    """An Arrow stream has no magic: a continuation mark, the length of a message, and a table's offset."""
+    length = int.from_bytes(head[4:8], "little")
+    return head.startswith(b"\xff\xff\xff\xff") and 0 < length < 1 << 28 and length % 8 == 0
+
+
+def _zip_kind(file: SourceFile, head: bytes) -> str:
+    try:
+        with zipfile.ZipFile(file.path) as archive:
+            names = archive.namelist()
+    except (
+        zipfile.BadZipFile,
+        ValueError,
+        NotImplementedError,
+        EOFError,
+        IndexError,
+        OverflowError,
+    ) as problem:
+        raise damaged(file.path, say("as a zip archive: {problem}", problem=problem)) from problem
+    if any(name in (".zgroup", ".zarray", "zarr.json") for name in names):
+        return "zarr"
+    if any(name.endswith(".npy") for name in names):
+        return "npz"
+    if any(name.endswith("data.pkl") for name in names):
+        raise _unknown(
+            file.path, head, "it is a torch.save file, a pickle that runs code when it is read",
+            "save tensors with safetensors.torch.save_file",
+        )  # fmt: skip
+    raise _unknown(file.path, head, "it is a zip archive without .npy members", "name one of its files")
+
+
+def _unknown(path: Path, head: bytes, why: str = "", fix: str = "") -> UnknownFormat:
+    for mark, (reason, advice) in _HINTS.items():
+        if not why and head.startswith(mark):
+            why, fix = reason, say(advice, path=path)
+    shown = say("it begins with {shown!r} ({hex})", shown=head[:16], hex=head[:16].hex(" "))
+    return UnknownFormat(
+        say("{path} is in no format that can be read", path=path),
+        why=say("{why}; {shown}", why=why, shown=shown) if why else shown,
+        fix=(*([fix] if fix else []), say("give it as one of: {readable}", readable=READABLE)),
+    )
+
+
+def _open_folder(path: Path, selection: Selection) -> Reader:
+    try:
+        names = set(os.listdir(path))
+    except OSError as problem:
+        raise unreadable(path, problem) from problem
+    if not names & {".zgroup", ".zarray", "zarr.json"}:
+        raise UnreadableSource(
+            say("cannot read {path}", path=path),
+            why="it is a directory and no Zarr store: it has no .zgroup, .zarray or zarr.json",
+            fix=("name a file in it",),
+        )
+    return _open("zarr", path, selection)
+
+
+def _open(kind: str, path: Path, selection: Selection) -> Reader:
+    """Each format is imported only when a file of it is opened."""
+    reader: BaseReader = getattr(import_module("legroom.formats." + kind), _READERS[kind])(path, selection)
+    return reader

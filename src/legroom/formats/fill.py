@@ -1,0 +1,159 @@
+"""Filling buffers that are given: checks, pieces, threads, byte order and Fortran order.
+
+Covers: what every reader of raw bytes needs between a file and ``out``. Does not cover: where the bytes
+come from (a callable) or decompression.
+
+Threads are started and ended within one call, and progress is told from the calling thread alone: nothing
+here survives a fork or needs a lock around a progress line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+
+from legroom.errors import UsageError
+from legroom.formats.protocol import ArraySpec, Progress
+from legroom.formats.source import SourceFile
+from legroom.words import say
+
+PIECE = 8 << 20
+_MOST_THREADS = 16  # memory bandwidth is spent well before this
+
+Array = np.ndarray[Any, Any]
+Take = Callable[[memoryview], None]  # fills the view with the next bytes of the file
+
+
+def check_out(spec: ArraySpec, out: Array) -> None:
+    """Refuse a buffer that is not exactly what the spec says."""
+    if not isinstance(out, np.ndarray):
+        wrong = say("it is a {kind}, not a numpy array", kind=type(out).__name__)
+    elif out.shape != spec.shape:
+        wrong = say("its shape is {has}, needed is {needed}", has=out.shape, needed=spec.shape)
+    elif out.dtype != spec.dtype:
+        wrong = say("its dtype is {has}, needed is {needed}", has=out.dtype, needed=spec.dtype)
+    elif not out.flags.c_contiguous:
+        wrong = "it is not C-contiguous"
+    elif not out.flags.writeable:
+        wrong = "it is read-only"
+    else:
+        return
+    raise UsageError(
+        say("cannot read {name!r} into this buffer", name=spec.name),
+        why=wrong,
+        fix=("give numpy.empty(spec.shape, spec.dtype), or a writable map of that shape and dtype",),
+    )
+
+
+def bytes_of(out: Array) -> memoryview:
+    """The bytes of a C-contiguous array, to be written to."""
+    if out.nbytes == 0:
+        return memoryview(bytearray())
+    return out.reshape(-1).view(np.uint8).data
+
+
+def threads() -> int:
+    """How many threads are worth starting: the CPUs this process may run on."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(count, _MOST_THREADS))
+
+
+def in_parallel(tasks: Iterable[Callable[[], int]], progress: Progress) -> None:
+    """Run tasks that each say how many bytes they brought; the first failure ends it all.
+
+    ``tasks`` may be a generator: it is drawn from in the calling thread, a few tasks ahead.
+    """
+    count = threads()
+    if count == 1:
+        for task in tasks:
+            progress(task())
+        return
+    running: set[Future[int]] = set()
+    with ThreadPoolExecutor(count, thread_name_prefix="legroom-read") as pool:
+        try:
+            for task in tasks:
+                running.add(pool.submit(task))
+                if len(running) >= 3 * count:
+                    running = _settle(running, progress)
+            while running:
+                running = _settle(running, progress)
+        finally:
+            for future in running:
+                future.cancel()
+
+
+def _settle(running: set[Future[int]], progress: Progress) -> set[Future[int]]:
+    done, rest = wait(running, return_when=FIRST_COMPLETED)
+    for future in done:
+        progress(future.result())
+    return rest
+
+
+def copy_raw(file: SourceFile, offset: int, out: Array, progress: Progress) -> None:
+    """Read bytes that lie in the file exactly as in memory, by threads."""
+    view = bytes_of(out)
+    file.require(offset, len(view))
+
+    def piece(start: int) -> Callable[[], int]:
+        def read() -> int:
+            part = view[start : start + PIECE]
+            file.read_into(offset + start, part)
+            return len(part)
+
+        return read
+
+    if len(view) <= PIECE:
+        progress(piece(0)())
+    else:
+        in_parallel((piece(start) for start in range(0, len(view), PIECE)), progress)
+
+
+def fill_in_order(
+    take: Take, out: Array, file_dtype: np.dtype[Any], fortran: bool, progress: Progress
+) -> None:
+    """Fill ``out`` from bytes that come in the file's own order, converting byte order and axes on the way."""
+    if out.nbytes == 0:
+        progress(0)
+        return
+    fortran = fortran and out.ndim > 1
+    if file_dtype == out.dtype and not fortran:
+        view = bytes_of(out)
+        for start in range(0, len(view), PIECE):
+            part = view[start : start + PIECE]
+            take(part)
+            progress(len(part))
+        return
+    # In Fortran order the last axis is the slowest: the transpose runs through memory as the file does.
+    _convert(take, out.T if fortran else out.reshape(-1), file_dtype, progress)
+
+
+def _convert(take: Take, target: Array, file_dtype: np.dtype[Any], progress: Progress) -> None:
+    """Slab by slab, so that the second copy stays small whatever the shape."""
+    row = target[0].nbytes
+    if row > PIECE and target.ndim > 1:
+        for part in target:
+            _convert(take, part, file_dtype, progress)
+        return
+    step = max(1, PIECE // row)
+    for start in range(0, len(target), step):
+        part = target[start : start + step]
+        slab = np.empty(part.shape, file_dtype)
+        take(bytes_of(slab))
+        part[...] = slab
+        progress(part.nbytes)
+
+
+def one_after_another(file: SourceFile, offset: int) -> Take:
+    """The bytes of a file from ``offset`` on, in order."""
+    position = offset
+
+    def take(view: memoryview) -> None:
+        nonlocal position
+        file.read_into(position, view)
+        position += len(view)
+
+    return take

@@ -1,0 +1,216 @@
+"""HDF5 files as arrays.
+
+Covers: every dataset under its path (``group/name``) with its attributes; contiguous data read raw by
+threads, common compression decoded by threads (hdf5_chunks.py), everything else through h5py in slabs.
+Does not cover: writing, ever; what the parts refuse is in hdf5_types.py, hdf5_files.py and hdf5_open.py.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from legroom.errors import SourceChanged
+from legroom.formats.attributes import as_json
+from legroom.formats.base import BaseReader
+from legroom.formats.fill import PIECE, Array, copy_raw
+from legroom.formats.hdf5_chunks import chunked, read_chunks
+from legroom.formats.hdf5_files import files_behind
+from legroom.formats.hdf5_filters import filters_of, require_filters
+from legroom.formats.hdf5_open import hdf5_trouble, open_hdf5
+from legroom.formats.hdf5_rows import Rows
+from legroom.formats.hdf5_types import Stored, stored_as
+from legroom.formats.hdf5_walk import Found, Walk, dataset_names, readable
+from legroom.formats.protocol import ArraySpec, Description, Extent, Progress
+from legroom.formats.selection import Selection
+from legroom.formats.source import SourceFile
+from legroom.words import say
+
+_MOST_ATTRIBUTE = 16 << 20  # more is not read: it would only be described
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What stands behind one array of the description."""
+
+    dataset: Any
+    stored: Stored
+    rows: Rows | None = None
+
+
+class Hdf5Reader(BaseReader):
+    """An HDF5 file."""
+
+    def __init__(self, path: Path, selection: Selection) -> None:
+        super().__init__(path, selection)
+        # Absolute, so that changing the working directory while it is open does no harm.
+        self._file = open_hdf5(Path(os.path.abspath(path)))
+        self._raw_files: dict[Path, SourceFile] = {}
+        self._entries: dict[str, _Entry] = {}
+
+    # What there is.
+
+    def _look(self) -> Description:
+        import h5py
+
+        items: list[ArraySpec] = []
+        attributes = self._attributes(self._file)
+        files: list[Path] = []
+        seen: set[tuple[Path, str]] = set()
+        for found in Walk(self.path, self.selection)(self._file):
+            if isinstance(found.node, h5py.Group):
+                if self.selection.takes(found.name):
+                    own = self._attributes(found.node)
+                    attributes.update({found.name + "/" + name: value for name, value in own.items()})
+                continue
+            specs = self._specs(found)
+            if specs:
+                files += [*found.through, *files_behind(found.node, found.name, seen)]
+            items += specs
+        names = [item.name for item in items]
+        self.selection.check(names, dataset_names(self._file) if self.selection.keys else (), self.path)
+        others = sorted({path for path in files if not _same(path, self.path)})
+        return Description("hdf5", tuple(items), attributes, (self.path, *others))
+
+    def _specs(self, found: Found) -> list[ArraySpec]:
+        """One array for a dataset, two for one of variable length; none where it was not asked for."""
+        wanted = self.selection.takes(found.name)
+        parts = (found.name + "/offsets", found.name + "/values")
+        if not wanted and not any(self.selection.takes(part) for part in parts):
+            return []
+        dataset, name = found.node, found.name
+        with hdf5_trouble(self.path, say("{name!r}", name=name)):
+            stored = stored_as(dataset, name, self.path)
+            require_filters(filters_of(dataset.id.get_create_plist()), name, self.path)
+            notes = {**self._attributes(dataset), **stored.notes}
+            shape = (0,) if dataset.shape is None else dataset.shape
+        if not stored.variable:
+            self._entries[name] = _Entry(dataset, stored)
+            return [ArraySpec(name, shape + stored.inner, stored.dtype, notes)] if wanted else []
+        rows = Rows(dataset, stored, self._raw_file(dataset), name)
+        if len(shape) != 1:
+            notes["ragged_shape"] = list(shape)
+        entry = _Entry(dataset, stored, rows)
+        sizes = {parts[0]: (len(rows.offsets), np.dtype(np.int64)), parts[1]: (rows.total, stored.dtype)}
+        self._entries.update(dict.fromkeys(parts, entry))
+        return [
+            ArraySpec(part, (length,), dtype, notes, ragged=name, text=stored.text)
+            for part, (length, dtype) in sizes.items()
+            if self.selection.takes(part)
+        ]
+
+    def _attributes(self, node: Any) -> dict[str, Any]:
+        with hdf5_trouble(self.path, say("the attributes of {name!r}", name=node.name)):
+            return {readable(name): self._attribute(node, name) for name in node.attrs}
+
+    def _attribute(self, node: Any, name: str | bytes) -> Any:
+        kind = node.attrs.get_id(name)
+        large = prod(kind.shape or ()) * kind.dtype.itemsize > _MOST_ATTRIBUTE
+        # References, as netCDF and MATLAB keep in attributes, mean nothing outside the file.
+        if large or (kind.dtype.hasobject and not _strings(kind.dtype)):
+            return {"omitted": str(kind.dtype), "shape": list(kind.shape or ())}
+        return as_json(node.attrs[name])
+
+    # Bringing it.
+
+    def _extent(self, spec: ArraySpec) -> Extent | None:
+        entry = self._entries[spec.name]
+        dataset, stored = entry.dataset, entry.stored
+        if entry.rows is not None or stored.file_dtype != stored.dtype or dataset.shape is None:
+            return None
+        with hdf5_trouble(self.path, say("{name!r}", name=spec.name)):
+            offset = dataset.id.get_offset()
+            whole = dataset.id.get_storage_size() == spec.nbytes
+        if offset is None or not whole or dataset.external or dataset.chunks is not None:
+            return None
+        file = self._raw_file(dataset)
+        if file is None:
+            return None
+        file.require(offset, spec.nbytes)
+        return Extent(file.path, offset, spec.nbytes)
+
+    def _read(self, spec: ArraySpec, out: Array, progress: Progress) -> None:
+        entry = self._entries[spec.name]
+        if entry.rows is not None:
+            if spec.name.endswith("/offsets"):
+                out[...] = entry.rows.offsets
+                progress(out.nbytes)
+            else:
+                entry.rows.read_values(out, progress)
+            return
+        if out.nbytes == 0:
+            progress(0)
+            return
+        extent = self._extent(spec)
+        file = self._raw_file(entry.dataset)
+        if extent is not None and file is not None:
+            copy_raw(file, extent.offset, out, progress)
+            return
+        with hdf5_trouble(self.path, say("{name!r}", name=spec.name)):
+            chunks = chunked(entry.dataset)
+        if chunks is not None and file is not None and entry.stored.file_dtype is not None:
+            read_chunks(chunks, file, entry.stored.file_dtype, out, progress)
+        else:
+            self._read_slabs(entry, spec.name, out, progress)
+
+    def _read_slabs(self, entry: _Entry, name: str, out: Array, progress: Progress) -> None:
+        """Through HDF5, some megabytes at a time, cut between chunks so that none is decoded twice."""
+        from h5py import h5s
+
+        dataset, kind = entry.dataset, entry.stored.memory_type
+        shape = dataset.shape
+        with hdf5_trouble(self.path, say("{name!r}", name=name)):
+            if shape == ():
+                dataset.id.read(h5s.ALL, h5s.ALL, out, kind)
+                progress(out.nbytes)
+                return
+            step = max(1, 2 * PIECE // max(1, out.nbytes // shape[0]))
+            if dataset.chunks is not None:
+                step = -(-step // dataset.chunks[0]) * dataset.chunks[0]
+            for start in range(0, shape[0], step):
+                part = out[start : start + step]
+                size = (len(part), *shape[1:])
+                space = dataset.id.get_space()
+                space.select_hyperslab((start,) + (0,) * (len(shape) - 1), size)
+                dataset.id.read(h5s.create_simple(size), space, part, kind)
+                progress(part.nbytes)
+
+    def _raw_file(self, dataset: Any) -> SourceFile | None:
+        """The file a dataset lies in, for reading around HDF5; None where HDF5 splits or hides it."""
+        if dataset.file.driver not in ("sec2", "windows"):
+            return None
+        path = Path(os.path.abspath(dataset.file.filename))
+        if path not in self._raw_files:
+            self._raw_files[path] = file = SourceFile(path)
+            if os.name == "posix":
+                ours, theirs = os.stat(path), os.fstat(dataset.file.id.get_vfd_handle())
+                if (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino):
+                    raise SourceChanged(
+                        say("{path} was replaced while it was being opened", path=file.path),
+                        fix=("try again once nobody replaces it",),
+                    )
+        return self._raw_files[path]
+
+    def _close(self) -> None:
+        for file in self._raw_files.values():
+            file.close()
+        self._entries.clear()
+        self._file.close()
+
+
+def _strings(dtype: np.dtype[Any]) -> bool:
+    from h5py import check_string_dtype
+
+    return check_string_dtype(dtype) is not None
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False

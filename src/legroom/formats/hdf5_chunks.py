@@ -1,0 +1,193 @@
+"""Chunked HDF5 datasets read without HDF5: chunk bytes from the file, decoded by threads, straight into ``out``.
+
+Covers: datasets whose filters are deflate, shuffle and fletcher32, or none; edge chunks, chunks that were
+never written, filters that single chunks went without. Does not cover: other filters (h5py reads those).
+
+HDF5 is asked only where the chunks lie. It holds one lock for the whole process while it decompresses; here
+every core decompresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from legroom.formats.dtypes import DType
+from legroom.formats.fill import Array, bytes_of, in_parallel
+from legroom.formats.hdf5_filters import SHUFFLE, Filter, can_undo, filters_of, undo
+from legroom.formats.hdf5_open import hdf5_trouble
+from legroom.formats.protocol import Progress
+from legroom.formats.source import SourceFile, damaged
+from legroom.words import say
+
+_TASK = 2 << 20  # bytes out of one task: small enough to share out, large enough to be worth a thread's while
+_Fetch = Callable[[], bytes]  # gets a chunk's bytes, in any thread
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Where one chunk lies: its first element, its bytes, the filters it went without."""
+
+    first: tuple[int, ...]
+    offset: int
+    size: int
+    mask: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedDataset:
+    """A chunked dataset that can be read here."""
+
+    dataset: Any
+    path: Path
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    filters: tuple[Filter, ...]
+    direct: bool  # chunk offsets are offsets in the file
+
+    def region(self, chunk: Chunk) -> tuple[slice, ...]:
+        """The part of the dataset that a chunk covers; numpy crops it at the edges."""
+        return tuple(slice(first, first + step) for first, step in zip(chunk.first, self.chunk, strict=True))
+
+    def at_edge(self, chunk: Chunk) -> bool:
+        """Whether the chunk reaches beyond the dataset."""
+        ends = zip(chunk.first, self.chunk, self.shape, strict=True)
+        return any(first + step > length for first, step, length in ends)
+
+    @property
+    def count(self) -> int:
+        """How many chunks there are if all were written."""
+        return prod(-(-length // step) for length, step in zip(self.shape, self.chunk, strict=True))
+
+
+def chunked(dataset: Any) -> ChunkedDataset | None:
+    """The dataset's chunks, or None where HDF5 itself must read it."""
+    if dataset.chunks is None or not hasattr(dataset.id, "chunk_iter"):
+        return None
+    filters = filters_of(dataset.id.get_create_plist())
+    uneven = any(length % step for length, step in zip(dataset.shape, dataset.chunks, strict=True))
+    # A file may say that its edge chunks are not filtered, and h5py cannot ask. It shows in the size of a
+    # deflated or checksummed chunk; shuffling alone changes no size.
+    if not can_undo(filters) or (uneven and filters and all(one.code == SHUFFLE for one in filters)):
+        return None
+    # Libraries before 1.14.4 gave chunk offsets without the user block in front of them.
+    direct = dataset.file.userblock_size == 0
+    return ChunkedDataset(
+        dataset, Path(dataset.file.filename), dataset.shape, dataset.chunks, filters, direct
+    )
+
+
+def read_chunks(
+    source: ChunkedDataset, file: SourceFile, file_dtype: DType, out: Array, progress: Progress
+) -> None:
+    """Decode every chunk into ``out``, whose leading axes are the dataset's."""
+    if out.nbytes == 0:
+        progress(0)
+        return
+    table = _table(source)
+    if len(table) < source.count:
+        out[...] = _fill_value(source, out)  # what was never written
+    decoder = _Decoder(source, file, file_dtype, out)
+    arrived = 0
+
+    def count(done: int) -> None:
+        nonlocal arrived
+        arrived += done
+        progress(done)
+
+    def tasks() -> Iterator[Callable[[], int]]:
+        step = max(1, _TASK // max(1, decoder.chunk_bytes))
+        for start in range(0, len(table), step):
+            batch = [(chunk, decoder.fetch(chunk)) for chunk in table[start : start + step]]
+            yield partial(decoder.place_all, batch)
+
+    in_parallel(tasks(), count)
+    for chunk in decoder.left_to_hdf5:
+        count(decoder.ask_hdf5(chunk))
+    progress(out.nbytes - arrived)
+
+
+class _Decoder:
+    """Puts chunks where they belong in ``out``; threads share it, each chunk has a region of its own."""
+
+    def __init__(self, source: ChunkedDataset, file: SourceFile, file_dtype: DType, out: Array) -> None:
+        self.source = source
+        self.file = file
+        self.out = out
+        self.file_dtype = file_dtype
+        self.chunk_shape = source.chunk + out.shape[len(source.shape) :]
+        self.chunk_bytes = prod(self.chunk_shape) * file_dtype.itemsize
+        self.as_is = source.direct and not source.filters and file_dtype == out.dtype
+        self.left_to_hdf5: list[Chunk] = []
+
+    def fetch(self, chunk: Chunk) -> _Fetch:
+        """The means to get a chunk's bytes in any thread."""
+        if self.source.direct:
+            return partial(self.file.read_at, chunk.offset, chunk.size)
+        with hdf5_trouble(self.source.path, "reading a chunk"):
+            _, stored = self.source.dataset.id.read_direct_chunk(chunk.first)
+        return lambda: stored
+
+    def place_all(self, batch: list[tuple[Chunk, _Fetch]]) -> int:
+        return sum(self.place(chunk, fetch) for chunk, fetch in batch)
+
+    def place(self, chunk: Chunk, fetch: _Fetch) -> int:
+        """Undo the filters of one chunk and put it into ``out``; returns the bytes that are there now."""
+        target = self.out[self.source.region(chunk)]
+        whole = target.shape == self.chunk_shape and target.flags.c_contiguous
+        if self.as_is and whole and chunk.size == self.chunk_bytes:
+            self.file.read_into(chunk.offset, bytes_of(target))
+            return chunk.size
+        stored = fetch()
+        try:
+            plain = undo(self.source.filters, stored, chunk.mask, self.chunk_bytes)
+        except ValueError as problem:
+            if len(stored) == self.chunk_bytes and self.source.at_edge(chunk):
+                self.left_to_hdf5.append(chunk)  # left unfiltered, or damaged: HDF5 knows which
+                return 0
+            raise damaged(
+                self.source.path, say("the chunk at {first}: {problem}", first=chunk.first, problem=problem)
+            ) from problem
+        values = plain.view(self.file_dtype).reshape(self.chunk_shape)
+        target[...] = values[tuple(slice(length) for length in target.shape)]
+        return int(target.nbytes)
+
+    def ask_hdf5(self, chunk: Chunk) -> int:
+        """Let HDF5 read one chunk."""
+        region = self.source.region(chunk)
+        with hdf5_trouble(self.source.path, say("the chunk at {first}", first=chunk.first)):
+            self.out[region] = np.asarray(self.source.dataset[region])
+        return int(self.out[region].nbytes)
+
+
+def _table(source: ChunkedDataset) -> list[Chunk]:
+    """Every chunk that exists, each once, in the order of the file."""
+    found: dict[tuple[int, ...], Chunk] = {}
+
+    def note(info: Any) -> None:
+        if info.size and info.byte_offset is not None:
+            first = tuple(info.chunk_offset)
+            found[first] = Chunk(first, info.byte_offset, info.size, info.filter_mask)
+
+    with hdf5_trouble(source.path, "looking for its chunks"):
+        source.dataset.id.chunk_iter(note)
+    for first in found:
+        for place, length, step in zip(first, source.shape, source.chunk, strict=True):
+            if place >= length or place % step:
+                raise damaged(source.path, say("a chunk lies at {first}", first=first))
+    return sorted(found.values(), key=lambda chunk: chunk.offset)
+
+
+def _fill_value(source: ChunkedDataset, out: Array) -> Any:
+    from h5py import h5d
+
+    with hdf5_trouble(source.path, "its fill value"):
+        if source.dataset.id.get_create_plist().fill_value_defined() != h5d.FILL_VALUE_USER_DEFINED:
+            return np.zeros((), out.dtype)
+        return source.dataset.fillvalue

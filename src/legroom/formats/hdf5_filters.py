@@ -1,0 +1,161 @@
+"""The filters HDF5 puts on chunks: which there are, and undoing the common ones without HDF5.
+
+Covers: deflate, shuffle and fletcher32 in any order, with the mask of filters a chunk went without; finding
+other filters through hdf5plugin. Does not cover: undoing any other filter; HDF5 does that itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from legroom.errors import UnsupportedData
+from legroom.formats.inflate import inflate
+from legroom.words import say
+
+DEFLATE, SHUFFLE, FLETCHER32 = 1, 2, 3
+_NAMES = {
+    4: "szip", 5: "nbit", 6: "scale-offset", 307: "bzip2", 32000: "lzf", 32001: "blosc", 32004: "lz4",
+    32008: "bitshuffle", 32013: "zfp", 32015: "zstd", 32018: "fcidecomp", 32026: "blosc2", 32029: "sperr",
+}  # fmt: skip
+_ROW = 256  # words whose weighted sum stays within 32 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """One filter of a dataset, in the order it was applied."""
+
+    code: int
+    values: tuple[int, ...]
+    name: str
+
+
+def filters_of(properties: Any) -> tuple[Filter, ...]:
+    """The filters of a dataset's creation properties."""
+    found = []
+    for index in range(properties.get_nfilters()):
+        code, _, values, name = properties.get_filter(index)
+        shown = name.split(b"\0")[0].decode("ascii", "replace").strip()
+        found.append(Filter(code, tuple(values), _NAMES.get(code) or shown or "unnamed"))
+    return tuple(found)
+
+
+def require_filters(filters: tuple[Filter, ...], name: str, path: Path) -> None:
+    """Refuse a dataset whose filters are not to be had; hdf5plugin is imported only where it may help."""
+    from h5py import h5z
+
+    missing = [one for one in filters if not h5z.filter_avail(one.code)]
+    if not missing:
+        return
+    try:
+        import hdf5plugin  # noqa: F401  registers its filters
+    except ImportError:
+        why, fix = "hdf5plugin is not installed", "pip install hdf5plugin"
+    else:
+        missing = [one for one in missing if not h5z.filter_avail(one.code)]
+        if not missing:
+            return
+        why, fix = "hdf5plugin does not have it", "install the plugin that wrote it, or rewrite it with gzip"
+    raise UnsupportedData(
+        say(
+            "{name!r} of {path} is compressed with {filter} (filter {code})",
+            name=name,
+            path=path,
+            filter=missing[0].name,
+            code=missing[0].code,
+        ),
+        why=say("this HDF5 has no such filter, and {why}", why=why),
+        fix=(fix, "or leave it out: name the datasets you need with keys=[…]"),
+    )
+
+
+def can_undo(filters: tuple[Filter, ...]) -> bool:
+    """Whether these can be undone here."""
+    return all(one.code in (DEFLATE, SHUFFLE, FLETCHER32) for one in filters)
+
+
+def undo(filters: tuple[Filter, ...], stored: bytes, mask: int, size: int) -> np.ndarray[Any, Any]:
+    """One chunk's plain bytes, exactly ``size`` of them; ValueError where that cannot be."""
+    applied = [one for bit, one in enumerate(filters) if not mask >> bit & 1]
+    sizes = _sizes_before(applied, size)
+    data: bytes | memoryview = stored
+    for one in reversed(applied):
+        before = sizes.pop()
+        if one.code == DEFLATE:
+            data = inflate(data, before)
+        elif one.code == FLETCHER32:
+            data = _verified(data)
+        else:
+            data = _unshuffled(data, one.values[0] if one.values else 1)
+    if len(data) != size:
+        raise ValueError(f"a chunk of {len(data)} bytes where {size} were promised")
+    return np.frombuffer(data, np.uint8)
+
+
+def _sizes_before(applied: list[Filter], size: int) -> list[int]:
+    """What each filter was given: only fletcher32 changes the length before deflate."""
+    sizes = []
+    for one in applied:
+        sizes.append(size)
+        size += 4 if one.code == FLETCHER32 else 0
+    return sizes
+
+
+def _unshuffled(data: bytes | memoryview, width: int) -> memoryview:
+    """Bytes grouped by significance, put back together; what is left over was never moved."""
+    count = len(data) // width if width > 1 else 0
+    if count <= 1:
+        return memoryview(data)
+    whole = count * width
+    grouped = np.frombuffer(data, np.uint8, whole).reshape(width, count)
+    plain = np.empty(len(data), np.uint8)
+    target = plain[:whole].reshape(count, width)
+    for byte in range(width):  # a column at a time is six times faster than one transposed copy
+        target[:, byte] = grouped[byte]
+    plain[whole:] = np.frombuffer(data, np.uint8)[whole:]
+    return plain.data
+
+
+def _verified(data: bytes | memoryview) -> memoryview:
+    """The data without their checksum, once it agrees."""
+    if len(data) < 4:
+        raise ValueError(f"a chunk of {len(data)} bytes has no room for its checksum")
+    body, tail = memoryview(data)[:-4], bytes(data[-4:])
+    has = fletcher32(body)
+    # HDF5 1.6.2 and before wrote the bytes of both halves the other way round on little-endian machines.
+    swapped = (has & 0xFF00FF) << 8 | (has >> 8) & 0xFF00FF
+    if int.from_bytes(tail, "little") not in (has, swapped):
+        raise ValueError(f"a chunk's checksum is {has:08x}, the file says {tail[::-1].hex()}")
+    return body
+
+
+def fletcher32(data: memoryview) -> int:
+    """HDF5's Fletcher-32: of big-endian 16-bit words, an odd last byte taken as the high one.
+
+    Modulo 65535, reading a word the other way round is multiplying it by 256: the sums are taken over
+    little-endian words, which machines read fast, and turned at the end.
+    """
+    even = len(data) & ~1
+    words = np.frombuffer(data[:even], "<u2")
+    if even != len(data):
+        words = np.append(words, np.array([data[-1]], "<u2"))
+    whole = len(words) // _ROW * _ROW
+    rows, tail = words[:whole].reshape(-1, _ROW), words[whole:].astype(np.uint64)
+    sums = rows.sum(axis=1, dtype=np.uint64)
+    # A word counts once for itself and once for every word after it.
+    within = np.einsum("ij,j->i", rows, np.arange(_ROW, 0, -1, dtype=np.uint32), dtype=np.uint32)
+    after = (len(words) - _ROW * np.arange(1, len(rows) + 1, dtype=np.uint64)) % 65535
+    low = int(sums.sum()) + int(tail.sum())
+    high = int(within.sum(dtype=np.uint64)) + int((sums * after).sum())
+    high += int(np.dot(tail, np.arange(len(tail), 0, -1, dtype=np.uint64)))
+    if low == 0:
+        return 0
+    return _turned(high) << 16 | _turned(low)
+
+
+def _turned(total: int) -> int:
+    """Modulo 65535 as end-around carries leave it: a sum that is not zero never becomes zero."""
+    return (256 * total - 1) % 65535 + 1

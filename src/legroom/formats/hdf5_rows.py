@@ -1,0 +1,249 @@
+"""HDF5 strings and sequences of variable length, as one array of offsets and one of values.
+
+Covers: the lengths of all rows without their content, and the content of all rows. Does not cover: rows that
+hold rows.
+
+Each element of such a dataset is a reference (length, address, index) into a heap of the file. Where the
+references can be read raw, the lengths are known without touching the heap and the rows are copied from it
+by threads, each checked against its bounds; HDF5 trusts these numbers and can crash on a damaged file.
+Everywhere else (compact and virtual datasets, rare filters) h5py reads rows, a few megabytes at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from legroom.errors import UnsupportedData
+from legroom.formats.fill import PIECE, Array, bytes_of, copy_raw, in_parallel
+from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks
+from legroom.formats.hdf5_open import hdf5_trouble
+from legroom.formats.hdf5_types import Stored
+from legroom.formats.protocol import Progress, no_progress
+from legroom.formats.source import SourceFile, damaged
+from legroom.units import format_size
+from legroom.words import say
+
+_REFERENCE = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])
+_HEAP = b"GCOL"
+_HEAP_HEADER = 16
+_FIRST_READ = 4096  # the size of a heap unless a row is larger
+
+
+class Rows:
+    """The rows of one dataset of variable length."""
+
+    def __init__(self, dataset: Any, stored: Stored, file: SourceFile | None, name: str) -> None:
+        self._dataset = dataset
+        self._stored = stored
+        self._file = file
+        self._name = name
+        self._path = Path(dataset.file.filename)
+        references = self._references()
+        if references is None and stored.file_dtype != stored.dtype:
+            # h5py gives the rows' bytes as they lie in the file and calls them native.
+            raise UnsupportedData(
+                say("the rows of {name!r} of {path} cannot be read", name=name, path=self._path),
+                why="they are in another byte order, behind a layout that only h5py can read",
+                fix=("rewrite it in native byte order, or leave it out with keys=[…]",),
+            )
+        lengths = references["length"].astype(np.int64) if references is not None else self._measured()
+        self._raw = references is not None
+        self.offsets = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=self.offsets[1:])
+
+    @property
+    def total(self) -> int:
+        """How many values all rows have together."""
+        return int(self.offsets[-1])
+
+    def read_values(self, out: Array, progress: Progress) -> None:
+        """All rows, one after the other."""
+        references = self._references() if self._raw else None
+        if references is None:
+            self._read_through_hdf5(out, progress)
+        else:
+            self._read_heap(references, out, progress)
+
+    # The heap, read here.
+
+    def _references(self) -> np.ndarray[Any, Any] | None:
+        """Every element's reference, or None where they cannot be read raw."""
+        file = self._file
+        if file is None or self._stored.file_dtype is None:
+            return None
+        with hdf5_trouble(self._path, say("{name!r}", name=self._name)):
+            offset, chunks = self._storage()
+            table = self._room_for_references()
+            if offset is not None and self._dataset.id.get_storage_size() != table.nbytes:
+                offset = None
+        if offset is not None:
+            copy_raw(file, offset, table, no_progress)
+        elif chunks is not None:
+            read_chunks(chunks, file, _REFERENCE, table, no_progress)
+        else:
+            return None
+        table = table.reshape(-1)
+        if int(table["length"].max(initial=0)) * self._stored.dtype.itemsize > file.size:
+            raise damaged(self._path, say("a row of {name!r} is longer than the file", name=self._name))
+        return table
+
+    def _room_for_references(self) -> np.ndarray[Any, Any]:
+        try:
+            return np.zeros(self._dataset.shape, _REFERENCE)
+        except (MemoryError, ValueError) as problem:
+            raise UnsupportedData(
+                say("{name!r} of {path} has too many rows", name=self._name, path=self._path),
+                why=say(
+                    "the references to {rows} rows alone take {size}",
+                    rows=prod(self._dataset.shape),
+                    size=format_size(prod(self._dataset.shape) * _REFERENCE.itemsize),
+                ),
+                fix=("check the file, or leave it out: name the datasets you need with keys=[…]",),
+            ) from problem
+
+    def _storage(self) -> tuple[int | None, ChunkedDataset | None]:
+        """Where the references lie, as one piece or as chunks; neither where h5py must read the rows."""
+        dataset = self._dataset
+        strange = dataset.is_virtual or dataset.external or _has_fill(dataset)
+        if strange or dataset.file.id.get_create_plist().get_sizes() != (8, 8):
+            return None, None
+        return dataset.id.get_offset(), chunked(dataset)
+
+    def _read_heap(self, references: np.ndarray[Any, Any], out: Array, progress: Progress) -> None:
+        width = self._stored.dtype.itemsize
+        target = bytes_of(out)
+        filled = np.flatnonzero(references["length"])
+        order = filled[np.argsort(references["address"][filled], kind="stable")]
+        in_parallel(
+            (
+                partial(self._copy_rows, references, rows, target, width)
+                for rows in self._shares(references, order)
+            ),
+            progress,
+        )
+        if self._stored.file_dtype is not None and self._stored.file_dtype != self._stored.dtype:
+            out[...] = out.view(self._stored.file_dtype)
+
+    def _shares(self, references: np.ndarray[Any, Any], order: Array) -> Iterator[Array]:
+        """Rows in the order of their heaps, cut between heaps into tasks of some megabytes."""
+        if not len(order):
+            return
+        addresses = references["address"][order]
+        cuts = np.flatnonzero(addresses[1:] != addresses[:-1]) + 1
+        weight = np.cumsum(references["length"][order].astype(np.int64) * self._stored.dtype.itemsize + 64)
+        start = 0
+        for cut in [*cuts.tolist(), len(order)]:
+            if cut == len(order) or weight[cut - 1] - (weight[start - 1] if start else 0) >= PIECE // 4:
+                yield order[start:cut]
+                start = cut
+
+    def _copy_rows(
+        self, references: np.ndarray[Any, Any], rows: Array, target: memoryview, width: int
+    ) -> int:
+        here, done = None, 0
+        heap, places = b"", dict[int, tuple[int, int]]()
+        for row, (length, address, index) in zip(rows.tolist(), references[rows].tolist(), strict=True):
+            if address != here:
+                heap, places = self._heap(address)
+                here = address
+            first, size = places.get(index, (0, -1))
+            count = length * width
+            if count > size:
+                raise damaged(
+                    self._path,
+                    say(
+                        "row {row} of {name!r} has {count} bytes, its heap holds {size}",
+                        row=row,
+                        name=self._name,
+                        count=count,
+                        size=max(size, 0),
+                    ),
+                )
+            start = int(self.offsets[row]) * width
+            target[start : start + count] = heap[first : first + count]
+            done += count
+        return done
+
+    def _heap(self, address: int) -> tuple[bytes, dict[int, tuple[int, int]]]:
+        """One heap of the file: its bytes, and where each object lies in them."""
+        assert self._file is not None
+        start = address + self._dataset.file.userblock_size
+        self._file.require(start, _HEAP_HEADER)
+        heap = self._file.read_at(start, min(_FIRST_READ, self._file.size - start))
+        if heap[:4] != _HEAP or heap[4] != 1:
+            raise damaged(
+                self._path, say("no heap at byte {start} for {name!r}", start=start, name=self._name)
+            )
+        size = int.from_bytes(heap[8:16], "little")
+        self._file.require(start, size)
+        if size > len(heap):
+            heap = self._file.read_at(start, size)
+        places: dict[int, tuple[int, int]] = {}
+        at = _HEAP_HEADER
+        while at + _HEAP_HEADER <= size:
+            index = int.from_bytes(heap[at : at + 2], "little")
+            length = int.from_bytes(heap[at + 8 : at + 16], "little")
+            if index == 0 or at + _HEAP_HEADER + length > size:  # the free space at the end
+                break
+            places[index] = (at + _HEAP_HEADER, length)
+            at += _HEAP_HEADER + (length + 7) // 8 * 8
+        return heap, places
+
+    # Through h5py.
+
+    def _measured(self) -> np.ndarray[Any, Any]:
+        return np.fromiter((len(row) for row in self._rows()), np.int64)
+
+    def _read_through_hdf5(self, out: Array, progress: Progress) -> None:
+        start, told = 0, 0
+        for row in self._rows():
+            values = np.frombuffer(row, np.uint8) if self._stored.text else row
+            end = start + len(values)
+            if end > len(out):
+                break
+            out[start:end] = values
+            start = end
+            if (start - told) * out.itemsize >= PIECE:
+                progress((start - told) * out.itemsize)
+                told = start
+        if start != len(out):
+            raise damaged(self._path, say("{name!r} changed while it was read", name=self._name))
+        progress((start - told) * out.itemsize)
+
+    def _rows(self) -> Iterator[Any]:
+        """Every row, some megabytes of them at a time."""
+        dataset = self._dataset
+        read = _guarded(self._path, say("the rows of {name!r}", name=self._name))
+        if dataset.shape == ():
+            yield read(lambda: dataset[()])
+            return
+        start, step = 0, 64
+        while dataset.size and start < dataset.shape[0]:
+            block = read(partial(dataset.__getitem__, slice(start, start + step))).reshape(-1)
+            start += step
+            size = sum(len(row) for row in block) * self._stored.dtype.itemsize + 64 * len(block)
+            step = max(1, min(4 * step, step * PIECE // size))
+            yield from block
+
+
+def _guarded(path: Path, doing: str) -> Callable[[Callable[[], Any]], Any]:
+    def read(call: Callable[[], Any]) -> Any:
+        with hdf5_trouble(path, doing):
+            return call()
+
+    return read
+
+
+def _has_fill(dataset: Any) -> bool:
+    """Whether rows that were never written may be something else than empty."""
+    from h5py import h5d
+
+    # Asked for, not read: a fill value of variable length is itself a reference that may be damaged.
+    defined = dataset.id.get_create_plist().fill_value_defined()
+    return bool(defined == h5d.FILL_VALUE_USER_DEFINED)

@@ -1,0 +1,139 @@
+"""Finding the datasets of an HDF5 file by name.
+
+Covers: nested groups, hard, soft and external links, groups that contain themselves. Does not cover: what
+the datasets hold (hdf5_types.py).
+
+A dataset that two names lead to is found under both. Nothing that was not asked for is opened, so a broken
+link or an unsupported dataset elsewhere in the file does no harm.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from legroom.errors import UnreadableSource, UnsupportedData
+from legroom.formats.hdf5_files import linked_file
+from legroom.formats.hdf5_open import hdf5_trouble
+from legroom.formats.selection import Selection
+from legroom.formats.source import damaged
+from legroom.words import say
+
+_MOST_LINKS = 1_000_000  # groups that contain one another can be walked in endless ways
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A dataset or a group under one of its names; ``through`` are the files that links led into."""
+
+    name: str
+    node: Any
+    through: tuple[Path, ...] = ()
+
+
+class Walk:
+    """One walk through a file."""
+
+    def __init__(self, path: Path, selection: Selection) -> None:
+        self._path = path
+        self._selection = selection
+        self._links = 0
+
+    def __call__(self, file: Any) -> Iterator[Found]:
+        """Groups asked for and datasets that may be asked for, in the order of the file."""
+        yield from self._group(Found("", file), frozenset({self._identity(file)}))
+
+    def _group(self, group: Found, above: frozenset[tuple[int, ...]]) -> Iterator[Found]:
+        import h5py
+
+        with hdf5_trouble(self._path, say("the group {name!r}", name=group.name or "/")):
+            keys = list(group.node)
+        for key in keys:
+            name = group.name + "/" + readable(key) if group.name else readable(key)
+            if not self._selection.enters(name):
+                continue
+            found = self._follow(group, key, name)
+            if isinstance(found.node, h5py.Dataset):
+                yield found
+            elif isinstance(found.node, h5py.Group):
+                identity = self._identity(found.node)
+                if identity not in above:
+                    yield found
+                    yield from self._group(found, above | {identity})
+
+    def _follow(self, group: Found, key: str | bytes, name: str) -> Found:
+        import h5py
+
+        self._links += 1
+        if self._links > _MOST_LINKS:
+            raise damaged(self._path, say("more than {most} names in it", most=_MOST_LINKS))
+        through = group.through
+        holder = Path(group.node.file.filename)
+        with hdf5_trouble(self._path, say("the link {name!r}", name=name)):
+            try:
+                # h5py cannot tell what kind of link a name that is not UTF-8 is; it follows it all the same.
+                link = group.node.get(key, getlink=True) if isinstance(key, str) else None
+            except TypeError:  # user-defined
+                raise _unknown_link(name, self._path) from None
+        if isinstance(link, h5py.ExternalLink):
+            through = (*through, linked_file(link, name, holder))
+        try:
+            with hdf5_trouble(self._path, say("{name!r}", name=name)):
+                node = group.node[key]
+        except Exception:
+            if not isinstance(link, h5py.SoftLink | h5py.ExternalLink):
+                raise
+            raise _dangling(name, link.path, through[-1] if through else self._path) from None
+        reached = Path(os.path.abspath(node.file.filename))
+        if reached != Path(os.path.abspath(holder)) and reached not in through:
+            through = (*through, reached)
+        return Found(name, node, through)
+
+    def _identity(self, group: Any) -> tuple[int, ...]:
+        import h5py
+
+        with hdf5_trouble(self._path, "a group"):
+            info = h5py.h5o.get_info(group.id)
+            return (info.fileno, info.addr)
+
+
+def readable(name: str | bytes) -> str:
+    """A name as text; h5py gives bytes where it is not UTF-8."""
+    return name if isinstance(name, str) else name.decode("utf-8", "backslashreplace")
+
+
+def dataset_names(file: Any, most: int = 1000) -> list[str]:
+    """Names to choose from, for a message; as many as can be had."""
+    import h5py
+
+    names: list[str] = []
+
+    def note(name: str | bytes, node: Any) -> bool | None:
+        if isinstance(node, h5py.Dataset):
+            names.append(readable(name))
+        return True if len(names) >= most else None
+
+    try:
+        file.visititems(note)
+    except Exception:  # the message is about something else
+        pass
+    return names
+
+
+def _dangling(name: str, target: str, path: Path) -> UnreadableSource:
+    return UnreadableSource(
+        say("{name!r} leads nowhere", name=name),
+        why=say("it is a link to {target!r} of {path}, which does not exist", target=target, path=path),
+        fix=("restore what it points to, or leave it out: name the datasets you need with keys=[…]",),
+    )
+
+
+def _unknown_link(name: str, path: Path) -> UnsupportedData:
+    return UnsupportedData(
+        say("{name!r} of {path} is a user-defined link", name=name, path=path),
+        why="only the program that made it knows where it leads",
+        fix=("leave it out: name the datasets you need with keys=[…]",),
+    )

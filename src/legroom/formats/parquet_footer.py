@@ -1,0 +1,131 @@
+"""What a Parquet footer says about the sizes of columns.
+
+Covers: rows of each row group; entries, encodings and sizes of each column chunk, and how long its values are
+unencoded where the writer noted it, which pyarrow does not show. Does not cover: anything else in the footer,
+which is skipped.
+
+A dictionary-encoded column says nothing else about its size: a million copies of one long string take a few
+bytes in the file. The footer is a Thrift struct in compact encoding; what is needed of that is below. pyarrow's
+own view of column chunks is not used: on a damaged footer it ends the process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from legroom.formats.source import SourceFile
+
+_MOST_FOOTER = 64 << 20
+_MOST_DEPTH = 32
+_STOP, _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT, _UUID = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    8,
+    9,
+    10,
+    11,
+    12,
+    13,
+)
+
+
+_DICTIONARIES = {2, 8}
+_PREFIXES = {7}  # each string after the first is what differs from the one before
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnChunk:
+    """One column of one row group."""
+
+    entries: int
+    data: int | None  # the most its values take unencoded, without offsets; None: not known
+
+
+def row_groups(file: SourceFile) -> list[tuple[int, list[ColumnChunk]]] | None:
+    """(rows, columns) of each row group; None where the footer cannot be followed."""
+    length = int.from_bytes(file.read_at(file.size - 8, 4), "little")
+    if length > min(_MOST_FOOTER, file.size - 8):
+        return None
+    try:
+        footer = _Compact(file.read_at(file.size - 8 - length, length)).struct(0)
+        return [(group[3], [_chunk(chunk[3]) for chunk in group[1]]) for group in footer.get(4, [])]
+    except (IndexError, KeyError, AttributeError, ValueError, TypeError):
+        return None  # odd, but pyarrow may read it: what is lost is a bound, not the file
+
+
+def _chunk(column: dict[int, Any]) -> ColumnChunk:
+    entries, size, encodings = column[5], column[6], set(column[2])
+    if min(entries, size) < 0:
+        raise ValueError("less than nothing")
+    exact = column.get(16, {}).get(1)
+    hidden = encodings & (_DICTIONARIES | _PREFIXES) or column.get(11)
+    if not isinstance(exact, int) or exact < 0:
+        exact = None if hidden else size
+    return ColumnChunk(entries, exact)
+
+
+class _Compact:
+    """Thrift's compact encoding, as dictionaries of field numbers."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def struct(self, depth: int) -> dict[int, Any]:
+        fields: dict[int, Any] = {}
+        number = 0
+        while True:
+            head = self._byte()
+            kind = head & 0x0F
+            if kind == _STOP:
+                return fields
+            number = number + (head >> 4) if head >> 4 else self._signed()
+            fields[number] = kind == _TRUE if kind in (_TRUE, _FALSE) else self._value(kind, depth)
+
+    def _value(self, kind: int, depth: int) -> Any:
+        if depth > _MOST_DEPTH:
+            raise ValueError("nested too deeply")
+        if kind in (_TRUE, _FALSE, _BYTE):  # in lists, booleans take a byte
+            return self._byte()
+        if kind in (4, 5, 6):
+            return self._signed()
+        if kind == _STRUCT:
+            return self.struct(depth + 1)
+        if kind in (_LIST, _SET):
+            head = self._byte()
+            count = self._varint() if head >> 4 == 15 else head >> 4
+            if count > len(self._data):
+                raise ValueError("a list longer than the footer")
+            return [self._value(head & 0x0F, depth + 1) for _ in range(count)]
+        if kind == _MAP:
+            raise ValueError("footers have no maps")
+        self._skip({_DOUBLE: 8, _UUID: 16}[kind] if kind != _BINARY else self._varint())
+        return None
+
+    def _byte(self) -> int:
+        self._at += 1
+        return self._data[self._at - 1]
+
+    def _skip(self, count: int) -> None:
+        self._at += count
+        if self._at > len(self._data):
+            raise ValueError("it ends too early")
+
+    def _varint(self) -> int:
+        value = shift = 0
+        while True:
+            byte = self._byte()
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+            shift += 7
+            if shift > 63:
+                raise ValueError("a number of more than 64 bits")
+
+    def _signed(self) -> int:
+        value = self._varint()
+        return value >> 1 ^ -(value & 1)

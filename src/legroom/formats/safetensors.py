@@ -1,0 +1,166 @@
+"""Tensors in a safetensors file: eight bytes of length, a JSON header, raw bytes.
+
+Covers: the whole format, checked strictly: known types, offsets in bounds, in order, without gap or overlap.
+Does not cover: types narrower than a byte, which are refused.
+
+bfloat16 and the 8-bit floats have no numpy type: their bits come as uint16 and uint8, and the true type is
+in ``attributes["safetensors_dtype"]``.
+"""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from legroom.errors import UnsupportedData
+from legroom.formats.base import BaseReader
+from legroom.formats.dtypes import in_memory
+from legroom.formats.fill import copy_raw, fill_in_order, one_after_another
+from legroom.formats.protocol import ArraySpec, Description, Extent, Progress
+from legroom.formats.selection import Selection
+from legroom.formats.source import SourceFile, damaged
+from legroom.words import say
+
+MOST_HEADER = 100_000_000  # the format's own limit
+_TYPES = {
+    "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4",
+    "U64": "<u8", "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8", "C64": "<c8",
+}  # fmt: skip
+_BITS = {
+    "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1", "F8_E4M3FNUZ": "u1", "F8_E5M2FNUZ": "u1",
+}  # fmt: skip
+_NARROW = ("F4", "F6_E2M3", "F6_E3M2")
+
+
+class SafetensorsReader(BaseReader):
+    """A .safetensors file."""
+
+    def __init__(self, path: Path, selection: Selection) -> None:
+        super().__init__(path, selection)
+        self._file = SourceFile(path)
+        try:
+            self._header, self._start = _read_header(self._file)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _look(self) -> Description:
+        header = dict(self._header)
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise damaged(self.path, "__metadata__ is not an object of strings")
+        ranges = {name: self._range(name, entry) for name, entry in header.items()}
+        self._check_ranges(ranges)
+        self._ranges = ranges
+        taken = [name for name in header if self.selection.takes(name)]
+        self.selection.check(taken, header, self.path)
+        specs = tuple(self._spec(name, header[name]) for name in taken)
+        return Description("safetensors", specs, metadata, (self.path,))
+
+    def _range(self, name: str, entry: object) -> tuple[int, int]:
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise damaged(self.path, say("{name!r} is not dtype, shape and data_offsets", name=name))
+        offsets = entry["data_offsets"]
+        if not _whole(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+            raise damaged(self.path, say("the offsets of {name!r} are {has}", name=name, has=offsets))
+        return offsets[0], offsets[1]
+
+    def _check_ranges(self, ranges: dict[str, tuple[int, int]]) -> None:
+        """In the order of their offsets the tensors must cover all that follows the header, once."""
+        end = 0
+        for name, (first, last) in sorted(ranges.items(), key=lambda item: item[1]):
+            if first != end:
+                raise damaged(
+                    self.path,
+                    say(
+                        "{name!r} begins at {first}, the one before ends at {end}",
+                        name=name,
+                        first=first,
+                        end=end,
+                    ),
+                )
+            end = last
+        self._file.require(self._start, end)
+        if self._start + end != self._file.size:
+            extra = self._file.size - self._start - end
+            raise damaged(self.path, say("{extra} bytes after the last tensor", extra=extra))
+
+    def _spec(self, name: str, entry: dict[str, Any]) -> ArraySpec:
+        kind, shape = entry["dtype"], entry["shape"]
+        if kind in _NARROW:
+            raise UnsupportedData(
+                say("{name!r} of {path} has type {kind}", name=name, path=self.path, kind=kind),
+                why="its elements are narrower than a byte",
+                fix=("leave it out with keys=[…], or convert it to 8 bits or more",),
+            )
+        text = _TYPES.get(kind) or _BITS.get(kind) if isinstance(kind, str) else None
+        if text is None:
+            raise damaged(self.path, say("{name!r} has the unknown type {kind!r}", name=name, kind=kind))
+        if not _whole(shape) or len(shape) > 32:
+            raise damaged(self.path, say("the shape of {name!r} is {shape}", name=name, shape=shape))
+        dtype = np.dtype(text)
+        first, last = self._ranges[name]
+        if prod(shape) * dtype.itemsize != last - first:
+            raise damaged(
+                self.path,
+                say(
+                    "{name!r} of shape {shape} and type {kind} has {has} bytes",
+                    name=name,
+                    shape=shape,
+                    kind=kind,
+                    has=last - first,
+                ),
+            )
+        notes = {"safetensors_dtype": kind} if kind in _BITS else {}
+        return ArraySpec(name, tuple(shape), in_memory(dtype), notes)
+
+    def _file_dtype(self, spec: ArraySpec) -> np.dtype[Any]:
+        return spec.dtype.newbyteorder("<")
+
+    def _extent(self, spec: ArraySpec) -> Extent | None:
+        if self._file_dtype(spec) != spec.dtype:  # a big-endian machine
+            return None
+        return Extent(self.path, self._start + self._ranges[spec.name][0], spec.nbytes)
+
+    def _read(self, spec: ArraySpec, out: np.ndarray[Any, Any], progress: Progress) -> None:
+        offset = self._start + self._ranges[spec.name][0]
+        if self._extent(spec) is not None:
+            copy_raw(self._file, offset, out, progress)
+        else:
+            fill_in_order(one_after_another(self._file, offset), out, self._file_dtype(spec), False, progress)
+
+    def _close(self) -> None:
+        self._file.close()
+
+
+def _read_header(file: SourceFile) -> tuple[dict[str, Any], int]:
+    """The header's object, and where the tensors begin."""
+    length = int.from_bytes(file.read_at(0, 8), "little")
+    if length > MOST_HEADER:
+        raise damaged(
+            file.path,
+            say("a header of {length} bytes; at most {most} are allowed", length=length, most=MOST_HEADER),
+        )
+    text = file.read_at(8, length)
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as problem:
+        raise damaged(file.path, say("its header: {problem}", problem=problem)) from problem
+    if not isinstance(header, dict) or not text.startswith(b"{"):
+        raise damaged(file.path, "its header is not an object")
+    return header, 8 + length
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return made
+
+
+def _whole(numbers: object) -> bool:
+    return isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)

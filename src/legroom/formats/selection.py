@@ -1,0 +1,69 @@
+"""Which items of a file are asked for.
+
+Covers: choosing by name or by group, and the error for a name that is not there. Does not cover: walking a
+file, which each format does its own way, asking a Selection what to enter and what to take.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable
+
+from legroom.errors import MissingKey, UsageError
+from legroom.words import say
+
+_SHOWN = 20
+
+
+class Selection:
+    """The keys asked for; none given means everything."""
+
+    def __init__(self, keys: str | Iterable[str] | None = None) -> None:
+        if keys is None:
+            self.keys: tuple[str, ...] | None = None
+            return
+        given = (keys,) if isinstance(keys, str) else tuple(keys)
+        if not given or not all(isinstance(key, str) for key in given):
+            raise UsageError(
+                say("keys={keys!r} selects nothing", keys=keys),
+                why="keys names items of the file; None means all of them",
+                fix=("leave keys out to take everything",),
+            )
+        self.keys = given
+
+    def takes(self, name: str) -> bool:
+        """Whether that item is asked for, by its own name or that of a group above it."""
+        return self.keys is None or any(_covers(key, name) for key in self.keys)
+
+    def enters(self, group: str) -> bool:
+        """Whether something below that group may be asked for."""
+        if self.keys is None or self.takes(group):
+            return True
+        return any(key.strip("/").startswith(group + "/") for key in self.keys)
+
+    def check(self, taken: Collection[str], every: Iterable[str], where: object) -> None:
+        """Refuse a key that no item taken answers to; ``every`` is what there is to choose from."""
+        for key in self.keys or ():
+            if not any(_covers(key, name) for name in taken):
+                raise missing_key(key, every, where)
+
+
+def _covers(key: str, name: str) -> bool:
+    bare = key.strip("/")
+    return name in (key, bare) or not bare or name.startswith((bare + "/", key + "/"))
+
+
+def missing_key(key: str, every: Iterable[str], where: object) -> MissingKey:
+    """The error for a name that is not there: what there is, and the nearest."""
+    names = list(dict.fromkeys(every))
+    groups = {name.rpartition("/")[0] for name in names} - {""}
+    near = difflib.get_close_matches(key.strip("/"), [*names, *sorted(groups)], n=1, cutoff=0.5)
+    shown = ", ".join(names[:_SHOWN]) or "nothing"
+    if len(names) > _SHOWN:
+        shown += say(" and {more} more", more=len(names) - _SHOWN)
+    fix = [say("did you mean {near!r}?", near=near[0])] if near else []
+    return MissingKey(
+        say("{where} has no {key!r}", where=where, key=key),
+        why=say("it holds {shown}", shown=shown),
+        fix=(*fix, "leave keys out to take everything"),
+    )

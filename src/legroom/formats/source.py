@@ -1,0 +1,159 @@
+"""A data file opened for reading at any place, and the words for a file that cannot be opened.
+
+Covers: missing files, dangling links, directories, devices, permissions; reads at an offset that either give
+all the bytes asked for or say that the file is cut short. Does not cover: what the bytes mean.
+
+A SourceFile owns one descriptor. Reads take an offset and never move a shared position, so threads may read
+from one SourceFile at the same time.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+from typing import Self
+
+from legroom.errors import DamagedSource, UnreadableSource
+from legroom.units import format_size
+from legroom.words import say
+
+_MOST_AT_ONCE = 1 << 30  # macOS refuses reads of 2 GB and more
+
+
+class SourceFile:
+    """One regular file, open for reading."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        require_regular(path)
+        try:
+            self._file = path.open("rb", buffering=0)
+        except OSError as problem:
+            raise unreadable(path, problem) from problem
+        self.size = os.fstat(self._file.fileno()).st_size
+        self._lock = threading.Lock()
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Exactly ``count`` bytes from ``offset``."""
+        self.require(offset, count)
+        if hasattr(os, "pread") and count <= _MOST_AT_ONCE:
+            try:
+                data = os.pread(self._file.fileno(), count, offset)  # no buffer to clear and copy from
+            except OSError as problem:
+                raise unreadable(self.path, problem) from problem
+            if len(data) == count:
+                return data
+        buffer = bytearray(count)
+        self.read_into(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from ``offset``."""
+        done = 0
+        while done < len(view):
+            try:
+                got = self._read_some(offset + done, view[done : done + _MOST_AT_ONCE])
+            except OSError as problem:
+                raise unreadable(self.path, problem) from problem
+            if got == 0:
+                raise cut_short(self.path, offset + len(view), offset + done)
+            done += got
+
+    def _read_some(self, offset: int, view: memoryview) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [view], offset)
+        with self._lock:  # Windows: one position for everybody
+            self._file.seek(offset)
+            return self._file.readinto(view) or 0
+
+    def require(self, offset: int, count: int) -> None:
+        """Refuse a range that the file does not have, before memory is taken for it."""
+        if offset < 0 or count < 0 or offset + count > self.size:
+            raise cut_short(self.path, offset + count, self.size)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def require_regular(path: Path) -> os.stat_result:
+    """The file's stat, or the error that says why it is not a file to read."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError) as problem:
+        raise unreadable(path, problem) from problem
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a directory" if stat.S_ISDIR(found.st_mode) else "not a regular file"
+        raise UnreadableSource(
+            say("cannot read {path}", path=path),
+            why=say("it is {kind}", kind=kind),
+            fix=("name a data file, or the directory of a Zarr store",),
+        )
+    return found
+
+
+def unreadable(path: Path, problem: Exception) -> UnreadableSource:
+    """Why that path cannot be opened or read, in words."""
+    what = say("cannot read {path}", path=path)
+    if isinstance(problem, FileNotFoundError):
+        if target := _dangling(path):
+            return UnreadableSource(
+                what,
+                why=say("it is a link to {target}, which does not exist", target=target),
+                fix=("restore the file the link points to, or point the link elsewhere",),
+            )
+        return UnreadableSource(
+            what, why="there is no such file", fix=(say("look for it: ls {folder}", folder=path.parent),)
+        )
+    if isinstance(problem, PermissionError):
+        return UnreadableSource(
+            what,
+            why="this user may not read it",
+            fix=(say("see who may: ls -l {path}", path=path), "ask its owner for read permission"),
+        )
+    reason = getattr(problem, "strerror", None) or str(problem)
+    return UnreadableSource(
+        what, why=reason, fix=(say("check the path and its filesystem: ls -l {path}", path=path),)
+    )
+
+
+def _dangling(path: Path) -> str | None:
+    """Where the first broken link on the way to ``path`` points, or None where no link is at fault."""
+    for step in (path, *path.parents):
+        try:
+            target = os.readlink(step)
+        except (OSError, ValueError):
+            continue
+        if not step.exists():
+            return os.path.normpath(step.parent / target)
+    return None
+
+
+def cut_short(path: Path, needed: int, size: int) -> DamagedSource:
+    """The error for a file that ends before its data do."""
+    return DamagedSource(
+        say("{path} is cut short", path=path),
+        why=say(
+            "its data go on to byte {needed}, the file ends at byte {size} ({missing} missing)",
+            needed=needed,
+            size=size,
+            missing=format_size(max(0, needed - size)),
+        ),
+        fix=("copy or download the file again and compare its size with the original's",),
+    )
+
+
+def damaged(path: Path, why: str) -> DamagedSource:
+    """The error for a file that breaks the rules of its own format."""
+    return DamagedSource(
+        say("{path} is damaged", path=path),
+        why=why,
+        fix=("copy or download the file again, or write it anew from its source",),
+    )

@@ -1,0 +1,123 @@
+"""What the readers of tables share: choosing columns, and writing record batches to an Arrow IPC file.
+
+Covers: uncompressed IPC files that can be mapped, written a batch at a time. Does not cover: where batches
+come from (parquet.py, arrow.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from legroom.errors import LegroomError, UnsupportedData
+from legroom.formats.attributes import as_json
+from legroom.formats.base import BaseReader
+from legroom.formats.packages import require
+from legroom.formats.protocol import ArraySpec, Extent, Progress, TableSpec
+from legroom.formats.selection import Selection
+from legroom.formats.source import SourceFile, damaged
+from legroom.words import say
+
+NAME = "table"  # the file has no name for the one table it holds
+_SILENT = {b"ARROW:schema"}  # the schema itself, encoded
+
+
+class TableReader(BaseReader):
+    """A file that is one table."""
+
+    def __init__(self, path: Path, selection: Selection) -> None:
+        super().__init__(path, selection)
+        self._file = SourceFile(path)
+
+    def _batches(self) -> Iterator[Any]:
+        """Record batches with the columns asked for, checked so that writing them is safe."""
+        raise NotImplementedError
+
+    def _columns(self, schema: Any) -> list[str]:
+        """The columns asked for; ``table`` alone means all."""
+        with arrow_trouble(self.path, "the names of its columns"):
+            names: list[str] = schema.names
+        double = {name for name in names if names.count(name) > 1}
+        if double:
+            raise UnsupportedData(
+                say("{path} has two columns named {name!r}", path=self.path, name=min(double)),
+                why="a table is a mapping of names to columns",
+                fix=("rename one of them",),
+            )
+        if self.selection.takes(NAME) and NAME not in names:
+            return names
+        taken = [name for name in names if self.selection.takes(name)]
+        self.selection.check(taken, names, self.path)
+        return taken
+
+    def _spec(self, schema: Any, rows: int, nbytes: int) -> TableSpec:
+        metadata = schema.metadata or {}
+        notes = {as_json(key): as_json(value) for key, value in metadata.items() if key not in _SILENT}
+        return TableSpec(NAME, rows, {part.name: str(part.type) for part in schema}, nbytes, notes)
+
+    def _read(self, spec: ArraySpec, out: Any, progress: Progress) -> None:
+        raise NotImplementedError  # no arrays here; BaseReader refuses before this
+
+    def _extent(self, spec: ArraySpec) -> Extent | None:
+        raise NotImplementedError
+
+    def _write(self, spec: TableSpec, path: Path, progress: Progress) -> int:
+        rows, taken = write_ipc(self._schema(), self._batches(), path, spec.nbytes, progress, self.path)
+        if rows != spec.rows:
+            raise damaged(
+                self.path, say("{rows} rows where {promised} were promised", rows=rows, promised=spec.rows)
+            )
+        return taken
+
+    def _schema(self) -> Any:
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        self._file.close()
+
+
+def write_ipc(
+    schema: Any, batches: Iterable[Any], path: Path, most: int, progress: Progress, source: Path
+) -> tuple[int, int]:
+    """Write batches as an uncompressed Arrow IPC file; returns its rows and bytes.
+
+    Room was reserved for ``most`` bytes: a file whose metadata promised less than it holds is damaged.
+    """
+    arrow = require("pyarrow", "parquet", "tables")
+    options = arrow.ipc.IpcWriteOptions(compression=None, emit_dictionary_deltas=True)
+    rows = told = 0
+    with arrow.OSFile(str(path), "wb") as sink:
+        with arrow.ipc.new_file(sink, schema, options=options) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+                rows += batch.num_rows
+                if sink.tell() > most:
+                    raise damaged(
+                        source, say("it holds more than the {most} bytes its metadata promise", most=most)
+                    )
+                progress(sink.tell() - told)
+                told = sink.tell()
+        taken = sink.tell()
+    progress(taken - told)
+    return rows, taken
+
+
+@contextmanager
+def arrow_trouble(path: Path, doing: str) -> Iterator[None]:
+    """Turn whatever pyarrow says about a file that breaks its rules into one error."""
+    try:
+        yield
+    except (LegroomError, MemoryError):
+        raise
+    except Exception as problem:
+        text = (str(problem).splitlines() or [type(problem).__name__])[0]
+        arrow = require("pyarrow", "parquet", "tables")
+        if isinstance(problem, arrow.ArrowNotImplementedError):
+            raise UnsupportedData(
+                say("{path} cannot be read: {doing}", path=path, doing=doing),
+                why=text,
+                fix=("leave the column out: name those you need with keys=[…]",),
+            ) from problem
+        raise damaged(path, say("{doing}: {text}", doing=doing, text=text)) from problem

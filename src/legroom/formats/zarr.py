@@ -1,0 +1,121 @@
+"""Zarr stores, versions 2 and 3, as arrays.
+
+Covers: a directory or a zip file, nested groups, attributes, every codec the zarr package has; slabs cut
+between chunks, which zarr decodes in parallel. Does not cover: arrays of Python objects or of strings of
+variable length, which are refused, and stores elsewhere than in files.
+
+``files`` is the directory itself: what lies below it are the store's chunks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from legroom.errors import LegroomError, UnsupportedData
+from legroom.formats.attributes import as_json
+from legroom.formats.base import BaseReader
+from legroom.formats.dtypes import in_memory
+from legroom.formats.fill import PIECE, Array
+from legroom.formats.packages import require
+from legroom.formats.protocol import ArraySpec, Description, Extent, Progress
+from legroom.formats.selection import Selection
+from legroom.formats.source import damaged
+from legroom.words import say
+
+NAME = "array"  # a store that is one array has no name for it
+_SLAB = 4 * PIECE  # enough chunks at once for zarr to work on several
+
+
+class ZarrReader(BaseReader):
+    """A Zarr store."""
+
+    def __init__(self, path: Path, selection: Selection) -> None:
+        super().__init__(path, selection)
+        self._zarr = require("zarr", "zarr", "Zarr")
+        self._arrays: dict[str, Any] = {}
+        with _trouble(path, "its metadata"):
+            storage = self._zarr.storage
+            self._store = (
+                storage.LocalStore(path, read_only=True)
+                if path.is_dir()
+                else storage.ZipStore(path, mode="r", read_only=True)
+            )
+            try:
+                self._root = self._zarr.open(store=self._store, mode="r")
+            except BaseException:
+                self._store.close()
+                raise
+
+    def _look(self) -> Description:
+        with _trouble(self.path, "its metadata"):
+            if isinstance(self._root, self._zarr.Array):
+                found, attributes = {NAME: self._root}, {}
+            else:
+                attributes = as_json(self._root.attrs.asdict())
+                members = sorted(self._root.members(max_depth=None))
+                found = {name: node for name, node in members if isinstance(node, self._zarr.Array)}
+                for name, node in members:
+                    if name not in found and self.selection.takes(name):
+                        own = as_json(node.attrs.asdict())
+                        attributes.update({name + "/" + key: value for key, value in own.items()})
+            self._arrays = {name: node for name, node in found.items() if self.selection.takes(name)}
+            self.selection.check(self._arrays, found, self.path)
+            specs = tuple(self._spec(name, node) for name, node in self._arrays.items())
+        return Description("zarr", specs, attributes, (self.path,))
+
+    def _spec(self, name: str, node: Any) -> ArraySpec:
+        dtype = node.dtype
+        if not isinstance(dtype, np.dtype) or dtype.hasobject or dtype.kind not in "biufcSUVMm":
+            raise UnsupportedData(
+                say("{name!r} of {path} cannot be shared as an array", name=name, path=self.path),
+                why=say("its elements are {dtype}: objects or strings of variable length", dtype=dtype),
+                fix=("leave it out: name the arrays you need with keys=[…]", "or store fixed-length strings"),
+            )
+        return ArraySpec(name, tuple(node.shape), in_memory(dtype), as_json(node.attrs.asdict()))
+
+    def _extent(self, spec: ArraySpec) -> Extent | None:
+        return None
+
+    def _read(self, spec: ArraySpec, out: Array, progress: Progress) -> None:
+        if out.nbytes == 0:
+            progress(0)
+            return
+        node = self._arrays[spec.name]
+        if out.ndim == 0:
+            with _trouble(self.path, say("{name!r}", name=spec.name)):
+                out[...] = node[...]
+            progress(out.nbytes)
+            return
+        # Shards are read whole: they, not the chunks in them, must not be cut.
+        rows = (getattr(node, "shards", None) or node.chunks)[0]
+        step = -(-max(1, _SLAB // max(1, out[0].nbytes)) // rows) * rows
+        for start in range(0, len(out), step):
+            part = out[start : start + step]
+            with _trouble(self.path, say("{name!r}", name=spec.name)):
+                part[...] = node[start : start + step]
+            progress(part.nbytes)
+
+    def _close(self) -> None:
+        self._arrays.clear()
+        self._store.close()
+
+
+@contextmanager
+def _trouble(path: Path, doing: str) -> Iterator[None]:
+    """Turn whatever zarr and its codecs say about a broken store into one error."""
+    try:
+        with warnings.catch_warnings():
+            # About specifications in flux and foreign files in the store: nothing a reader can act on.
+            warnings.simplefilter("ignore")
+            yield
+    except (LegroomError, MemoryError):
+        raise
+    except Exception as problem:
+        text = (str(problem).splitlines() or [type(problem).__name__])[0]
+        raise damaged(path, say("{doing}: {text}", doing=doing, text=text)) from problem
