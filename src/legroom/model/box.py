@@ -1,19 +1,13 @@
-"""The nouns: frozen records, the only things that cross from one layer to another.
+"""A box at one moment: its pools, its place, its processes.
 
-Covers: what is known about a box at one moment, and what is said about it. Does not cover: reading it
-(probe), judging it (budget), printing it (cli).
-
-Unknown is not zero. A number that could not be read is None, and ``reason`` beside it says why in words;
-nothing downstream may turn that None into a figure.
+Covers: what probes read. Does not cover: what is made of it (advice.py), datasets (entry.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-Severity = Literal["critical", "warning", "info"]
 PlaceKind = Literal["bare", "docker", "podman", "kubernetes", "slurm", "wsl", "container"]
 
 
@@ -263,133 +257,3 @@ class Box:
     def pool(self, name: str) -> Pool | None:
         """The pool of that name, or None where this box has none such."""
         return next((pool for pool in self.pools if pool.name == name), None)
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing worth saying about a box: a stable code, why with numbers, and the fix for this place."""
-
-    code: str
-    severity: Severity
-    message: str
-    why: str
-    fix: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class LoaderSettings:
-    """DataLoader settings that fit the box as it stands."""
-
-    num_workers: int
-    prefetch_factor: int | None
-    pin_memory: bool
-    persistent_workers: bool
-    max_batch_bytes: int | None  # the largest batch for which they hold; None: nothing bounds it
-    bound_by: str
-    why: str
-    pin_why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A running training: its processes, the flags found on its command line, what binds it."""
-
-    pid: int
-    command: str
-    processes: tuple[Process, ...]
-    flags: Mapping[str, str] = field(default_factory=dict)
-    held: Mapping[str, int | None] = field(default_factory=dict)  # by pool
-    binds: str | None = None
-    binds_why: str = ""
-    spellings: Mapping[str, str] = field(default_factory=dict)  # each flag as the command line has it
-    notes: tuple[str, ...] = ()  # what the figures in ``held`` leave out or count twice
-
-
-@dataclass(frozen=True, slots=True)
-class EntryArray:
-    """One array of an entry."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    attributes: Mapping[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class EntryTable:
-    """One table of an entry."""
-
-    rows: int
-    columns: Mapping[str, str]  # name → Arrow type
-    bytes: int
-    attributes: Mapping[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class EntryUser:
-    """A process that has an entry mapped, for showing to people: a lock, not this, says that it is in use."""
-
-    pid: int
-    command: str
-    privatised: int | None  # bytes it has written to and so holds for itself; None: may not be looked at
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One dataset: in the shared cache, mapped where it lies, or read into one process."""
-
-    key: str | None  # None: not in a store
-    sources: tuple[str, ...]
-    digest: str | None
-    hash: str | None
-    format: str  # of the source
-    backing: Literal["shm", "disk", "inplace", "memory"]
-    bytes: int
-    arrays: Mapping[str, EntryArray]
-    tables: Mapping[str, EntryTable]
-    attributes: Mapping[str, object]
-    store: str | None = None  # the store's directory
-    in_use: bool | None = None  # None: not looked at
-    users: tuple[EntryUser, ...] | None = None  # None: not looked at, or they cannot be seen from here
-    created: float | None = None
-    last_used: float | None = None
-    built_by: str | None = None
-    damaged: str | None = None  # why it cannot be used
-
-
-@dataclass(frozen=True, slots=True)
-class StoreRoom:
-    """One store of the cache, and its room."""
-
-    path: str
-    backing: Literal["shm", "disk"]
-    size: int
-    used: int  # by the cache's own entries
-    free: int  # for new entries: bounded by the file system, the store's limit and the cgroup
-    bound_by: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reaped:
-    """What a drop or a gc removed, or would remove."""
-
-    entries: tuple[Entry, ...]
-    freed: int
-    strays: int  # half-built directories, trash, records and locks of nobody
-    kept: tuple[Entry, ...] = ()  # wanted, and in use
-    dry_run: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """An entry compared with its checksums, and its source with its digest."""
-
-    entry: Entry
-    damaged: tuple[str, ...]  # arrays and tables whose bytes are not what was written
-    source: Literal["same", "changed", "missing", "not-checked"]
-    source_why: str = ""
-
-    @property
-    def whole(self) -> bool:
-        """Whether the copy is what was written; a source that changed since is no damage."""
-        return not self.damaged
