@@ -19,6 +19,8 @@ setup: $(READY) ## a virtual environment with everything, versions pinned
 
 demo: $(READY) ## what Legroom does, on this machine, now
 	$(BIN)/legroom doctor || test $$? -eq 1
+	@echo
+	$(BIN)/python examples/first_look/first_look.py
 
 test: lint docs unit ## all checks and all tests
 
@@ -34,6 +36,9 @@ unit: $(READY) ## every test, with coverage
 
 bench: $(READY) ## measure: speed as ratios against peers, side by side
 	$(BIN)/python bench/startup.py
+	$(BIN)/python bench/formats.py
+	$(BIN)/python bench/cache.py
+	$(BIN)/python bench/peers.py
 
 gpu: ## every GPU test, real rig and experiment, with the machine's own python3 and nothing else
 	PYTHONPATH=$(CURDIR)/src python3 -m pytest -p no:cacheprovider -c tests/gpu/pytest.ini --rootdir . \
