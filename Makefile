@@ -42,7 +42,7 @@ bench: $(READY) ## measure: speed as ratios against peers, side by side
 
 gpu: ## every GPU test, real rig and experiment, with the machine's own python3 and nothing else
 	PYTHONPATH=$(CURDIR)/src python3 -m pytest -p no:cacheprovider -c tests/gpu/pytest.ini --rootdir . \
-	    -m "(gpu or real) and not soak" tests/gpu tests/real
+	    -m "(gpu or real) and not soak" tests/gpu tests/real --ignore=tests/real/test_real_evidence.py
 	python3 docs/evidence/run.py
 
 docs: $(READY) ## build the documentation, warnings are errors

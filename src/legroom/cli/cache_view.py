@@ -210,7 +210,7 @@ def reaped_text(gone: Reaped) -> str:
     lines += [say("kept {name}: in use", name=_named(entry)) for entry in gone.kept]
     lines.append(
         say(
-            "{verb} {count} entries, {freed}, and {strays} leftovers of dead processes",
+            "{verb} in all: {freed} in entries ({count}), leftovers of dead processes: {strays}",
             verb=verb, count=len(gone.entries), freed=format_size(gone.freed), strays=gone.strays,
         )
     )  # fmt: skip

@@ -51,7 +51,7 @@ def test_load_list_drop_as_text(home: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"MD5     {digest}" in shown
     assert "6×4 float32" in shown and "not in use" in shown and "free for more" in shown
     assert "copy whole, source unchanged" in _text(capsys, "verify")
-    assert "removed 1 entries" in _text(capsys, "drop", "train.npy")
+    assert "in entries (1)" in _text(capsys, "drop", "train.npy")
     assert "the cache is empty" in _text(capsys, "list")
 
 
@@ -93,7 +93,7 @@ def test_what_is_in_use_is_refused_and_named(home: Path, capsys: pytest.CaptureF
         refused = _text(capsys, "drop", "train.npy", status=1)
         assert "[entry-in-use]" in refused and str(holder.pid) in refused and "--force" in refused
         assert "kept" in _text(capsys, "drop", "--all", status=1)
-        assert "removed 1 entries" in _text(capsys, "drop", "train.npy", "--force")
+        assert "in entries (1)" in _text(capsys, "drop", "train.npy", "--force")
     finally:
         holder.communicate(timeout=30)
     assert holder.returncode == 0
