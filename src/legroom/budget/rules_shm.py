@@ -98,10 +98,12 @@ def above_limit(box: Box) -> Iterator[Finding]:
     if size is None or ram is None or ram.size is None or not box.shm.mounted or size <= ram.size:
         return
     by_cgroup = box.memory.total is None or ram.size < box.memory.total
-    wanted = advised_shm(ram.size)
+    half = 1 << max(
+        26, (ram.size // 2).bit_length() - 1
+    )  # the largest power of two that leaves half to processes
     yield Finding(
         "shm-above-cgroup-limit",
-        "warning",
+        "warning" if by_cgroup else "info",
         say(
             "/dev/shm may grow to {size}, {whose} is {ram}",
             size=format_size(size),
@@ -109,10 +111,10 @@ def above_limit(box: Box) -> Iterator[Finding]:
             ram=format_size(ram.size),
         ),
         say(
-            "pages in /dev/shm are charged to the memory limit, so filling it does not give an error: the OOM "
-            "killer ends a process first, and not always the guilty one"
+            "pages in /dev/shm count as memory, so filling it does not give an error: the OOM killer ends a process "
+            "first, and not always the guilty one"
         ),
-        enlarge_shm(box.place, wanted),
+        enlarge_shm(box.place, half),
     )
 
 

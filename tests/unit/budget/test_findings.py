@@ -115,6 +115,7 @@ def test_each_fix_ends_with_the_command_that_proves_it(code: str) -> None:
         (healthy(disks=(Disk("work", "/w", 500 * GB, 100 * MB, None),)), "disk-low", "critical"),
         (_shm(32 * GB, files=(_leftover(size=4 * GB),)), "shm-leftovers", "warning"),
         (_shm(32 * GB, mode=0o777), "shm-permissions", "warning"),
+        (_shm(65 * GB), "shm-above-cgroup-limit", "info"),
         (
             _memory(events=replace(healthy().memory.events, oom_kills=1, scope="machine")),
             "oom-kills-seen",
@@ -143,6 +144,11 @@ def test_severity_follows_the_numbers(box: Box, code: str, severity: str) -> Non
 )
 def test_silent_below_the_thresholds(box: Box) -> None:
     assert findings(box) == ()
+
+
+def test_a_shm_above_the_limit_is_brought_to_half_of_it() -> None:
+    finding = _by_code(with_pool(_shm(16 * GB), "ram", 8 * GB, GB, 7 * GB))["shm-above-cgroup-limit"]
+    assert "size=4G" in finding.fix[0]
 
 
 def test_most_dangerous_first() -> None:
