@@ -157,12 +157,28 @@ def why_not_user() -> str | None:
     """Why commands cannot be run as somebody else, or None."""
     if reason := why_no_rigs():
         return reason
-    return None if shutil.which("setpriv") else "setpriv (util-linux) is not installed"
+    if shutil.which("setpriv") is None:
+        return "setpriv (util-linux) is not installed"
+    probe = subprocess.run(
+        as_user(65534, [sys.executable, "-c", "import sys"]), capture_output=True, text=True, cwd="/"
+    )
+    return (
+        None
+        if probe.returncode == 0
+        else f"{sys.executable} cannot be run by another user: {probe.stderr.strip()}"
+    )
 
 
 def as_user(uid: int, command: Sequence[str]) -> list[str]:
     """The command as an unprivileged user without any group or capability of root's."""
     return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--inh-caps=-all", *command]
+
+
+def open_to_all(folder: Path) -> None:
+    """Let another user pass into a test's folder: pytest keeps the ones above it to itself."""
+    for part in (folder, *folder.parents):
+        if part.stat().st_uid == os.getuid() and part != Path("/"):
+            part.chmod(part.stat().st_mode | 0o055)
 
 
 WHY_NOT = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+import rigs
 
 import legroom
 from legroom.cache import catalog, identity, locks, reap, records, steps
@@ -345,12 +347,16 @@ def test_no_descriptor_is_left_open(shm: Path, h5: Path, old_files: None) -> Non
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.skipif(os.geteuid() == 0 if hasattr(os, "geteuid") else True, reason="root may read everything")
-def test_an_unreadable_file(shm: Path, npy) -> None:
+@pytest.mark.real("user")
+def test_an_unreadable_file(npy) -> None:
     path = npy()
+    rigs.open_to_all(path.parent)
     path.chmod(0)
-    with pytest.raises(UnreadableSource, match="may not read"):
-        legroom.open(path)
+    script = f"import legroom\ntry: legroom.open({str(path)!r})\nexcept legroom.LegroomError as e: print(e.code, e.why)"
+    done = subprocess.run(
+        rigs.as_user(65534, [sys.executable, "-c", script]), capture_output=True, text=True, cwd="/"
+    )
+    assert done.stdout.startswith("unreadable-source this user may not read it"), done.stderr
 
 
 def _garbage(path: Path) -> None:

@@ -1,0 +1,132 @@
+"""Small files of every format to be damaged: small, so that most bytes matter."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
+
+from format_samples import (
+    Sample,
+    read_h5,
+    read_ipc,
+    read_npy,
+    read_npz,
+    read_safetensors,
+    read_zarr,
+)
+
+
+def _h5(folder: Path, **options: Any) -> Path:
+    import h5py
+
+    with h5py.File(folder / "x", "w", **options) as file:
+        file.attrs["count"] = 3
+        file.attrs["title"] = "strings lie in a heap of their own"
+        file["group/plain"] = np.arange(20, dtype=np.int32)
+        file["group"].attrs["mean"] = [0.5, 0.25]
+        file.create_dataset(
+            "packed",
+            data=np.arange(100, dtype="i2"),
+            chunks=(30,),
+            compression="gzip",
+            shuffle=True,
+            fletcher32=True,
+        )
+        file["captions"] = ["a", "bc", ""]
+        rows = file.create_dataset("rows", (3,), h5py.vlen_dtype("i4"))
+        rows[0] = [1, 2]
+        file["records"] = np.zeros(2, [("x", ">i4"), ("y", "f4", (3,))])
+    return folder / "x"
+
+
+def _npy(folder: Path) -> Path:
+    with open(folder / "x", "wb") as file:
+        np.save(file, np.asfortranarray(np.arange(24, dtype=">i4").reshape(4, 6)))
+    return folder / "x"
+
+
+def _npz(folder: Path, compressed: bool = False) -> Path:
+    with open(folder / "x", "wb") as file:
+        (np.savez_compressed if compressed else np.savez)(file, a=np.arange(30), b=np.zeros((2, 3), "S4"))
+    return folder / "x"
+
+
+def _safetensors(folder: Path) -> Path:
+    from safetensors.numpy import save_file
+
+    save_file({"a": np.arange(6.0), "b/c": np.zeros((2, 2), np.int8)}, folder / "x", metadata={"k": "v"})
+    return folder / "x"
+
+
+def _zarr(folder: Path, version: int) -> Path:
+    import zarr
+
+    store = zarr.storage.ZipStore(folder / "x", mode="w")
+    root = zarr.create_group(store=store, zarr_format=version, attributes={"k": [1, 2]})
+    made = root.create_array("group/a", shape=(20,), dtype="i4", chunks=(7,))
+    made[...] = np.arange(20)
+    store.close()
+    return folder / "x"
+
+
+def _table() -> Any:
+    import pyarrow as pa
+
+    return pa.table(
+        {
+            "id": pa.array(range(30), pa.int32()),
+            "text": [None if i % 7 == 0 else "abc" * (i % 3) for i in range(30)],
+            "list": [[i, i + 1] if i % 3 else None for i in range(30)],
+            "pair": [{"a": i, "b": "x"} for i in range(30)],
+        }
+    )
+
+
+def _parquet(folder: Path, **options: Any) -> Path:
+    import pyarrow.parquet as pq
+
+    # With checksums: without them nobody can tell a damaged level from a good one.
+    pq.write_table(
+        _table(), folder / "x", row_group_size=17, store_schema=False, write_page_checksum=True, **options
+    )
+    return folder / "x"
+
+
+def _read_parquet(path: Path) -> Any:
+    import pyarrow.parquet as pq
+
+    return pq.read_table(path, use_threads=False, page_checksum_verification=True)
+
+
+def _ipc(folder: Path, stream: bool = False, compression: str | None = None) -> Path:
+    import pyarrow as pa
+
+    table = _table()
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(
+        str(folder / "x"), table.schema, options=options
+    ) as to:
+        to.write_table(table, max_chunksize=17)
+    return folder / "x"
+
+
+TINY = [
+    Sample("hdf5", "hdf5", _h5, read_h5),
+    Sample("hdf5-latest", "hdf5", lambda f: _h5(f, libver="latest"), read_h5),
+    Sample("npy", "npy", _npy, read_npy),
+    Sample("npz", "npz", _npz, read_npz),
+    Sample("npz-compressed", "npz", lambda f: _npz(f, compressed=True), read_npz),
+    Sample("safetensors", "safetensors", _safetensors, read_safetensors),
+    Sample("zarr-2", "zarr", lambda f: _zarr(f, 2), read_zarr),
+    Sample("zarr-3", "zarr", lambda f: _zarr(f, 3), read_zarr),
+    Sample("parquet", "parquet", _parquet, table=_read_parquet),
+    Sample("parquet-plain", "parquet", lambda f: _parquet(f, use_dictionary=False), table=_read_parquet),
+    Sample("arrow", "arrow", _ipc, table=read_ipc),
+    Sample("arrow-stream", "arrow-stream", lambda f: _ipc(f, stream=True), table=read_ipc),
+    Sample("arrow-zstd", "arrow", lambda f: _ipc(f, compression="zstd"), table=read_ipc),
+]

@@ -1,0 +1,172 @@
+"""Opening by content, and the words for everything that cannot be opened."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import rigs
+
+from legroom.errors import DamagedSource, MissingPackage, UnknownFormat, UnreadableSource, UsageError
+from legroom.formats.detect import open_source
+
+
+def test_a_missing_file_is_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableSource, match="no such file") as caught:
+        open_source(tmp_path / "nowhere.h5")
+    assert "nowhere.h5" in str(caught.value)
+
+
+def test_a_dangling_link_says_where_it_points(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("gone/data.h5")
+    with pytest.raises(UnreadableSource) as caught:
+        open_source(tmp_path / "link")
+    assert str(tmp_path / "gone" / "data.h5") in caught.value.why
+
+
+def test_a_dangling_link_on_the_way_says_where_it_points(tmp_path: Path) -> None:
+    (tmp_path / "disk").symlink_to("/no/such/disk")
+    with pytest.raises(UnreadableSource) as caught:
+        open_source(tmp_path / "disk" / "data.h5")
+    assert "/no/such/disk" in caught.value.why
+
+
+def test_a_link_that_leads_to_itself_is_unreadable(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(UnreadableSource):
+        open_source(tmp_path / "loop")
+
+
+def test_a_directory_that_is_no_zarr_store_is_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableSource, match="no Zarr store"):
+        open_source(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no fifos here")
+def test_a_fifo_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UnreadableSource, match="not a regular file"):
+        open_source(tmp_path / "pipe")
+
+
+def test_a_path_no_filesystem_can_have_is_unreadable() -> None:
+    with pytest.raises(UnreadableSource):
+        open_source("data\0.h5")
+    with pytest.raises(UnreadableSource):
+        open_source("x" * 5000)
+
+
+@pytest.mark.real("user")
+def test_a_file_of_somebody_else_is_unreadable(tmp_path: Path) -> None:
+    path = tmp_path / "data.npy"
+    np.save(path, np.zeros(3))
+    rigs.open_to_all(tmp_path)
+    path.chmod(0o600)
+    script = (
+        "from legroom.formats.detect import open_source\n"
+        f"try: open_source({str(path)!r})\n"
+        "except Exception as problem: print(problem.code, problem.why)"
+    )
+    source = Path(__file__).parents[3] / "src"
+    done = subprocess.run(
+        rigs.as_user(65534, [sys.executable, "-c", script]),
+        capture_output=True, text=True, env={"PYTHONPATH": str(source), "PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    assert done.stdout.startswith("unreadable-source this user may not read it"), done.stderr
+
+
+def test_an_empty_file_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "x.h5").touch()
+    with pytest.raises(DamagedSource, match="empty"):
+        open_source(tmp_path / "x.h5")
+
+
+def test_an_unknown_format_shows_its_first_bytes_and_what_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("image,label\n1,2\n")
+    with pytest.raises(UnknownFormat) as caught:
+        open_source(tmp_path / "x.csv")
+    assert "image,label" in caught.value.why
+    assert "69 6d 61 67 65" in caught.value.why
+    assert any("Parquet" in step and "safetensors" in step for step in caught.value.fix)
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (pickle.dumps([1]), "pickle"),
+        (b"\x1f\x8b\x08" + bytes(20), "gunzip"),
+        (b"FEA1" + bytes(20), "Feather version 1"),
+        (b"PARE" + bytes(20), "encrypted"),
+        (b"MATLAB 5.0 MAT-file", "v7.3"),
+    ],
+)
+def test_known_strangers_are_told_apart(tmp_path: Path, content: bytes, word: str) -> None:
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(UnknownFormat) as caught:
+        open_source(tmp_path / "x")
+    assert word in str(caught.value)
+
+
+def test_a_torch_checkpoint_is_not_unpickled(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "model.pt", "w") as archive:
+        archive.writestr("model/data.pkl", b"boom")
+    with pytest.raises(UnknownFormat, match=r"torch\.save"):
+        open_source(tmp_path / "model.pt")
+
+
+def test_a_zip_of_anything_else_is_unknown(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr("readme.txt", b"hello")
+    with pytest.raises(UnknownFormat, match="zip archive without"):
+        open_source(tmp_path / "x.zip")
+
+
+@pytest.mark.parametrize(
+    "content", [b"PAR1", b"PAR1" + bytes(100), b"ARROW1\0\0" + bytes(50), b"PK\x03\x04" + bytes(90)]
+)
+def test_a_file_without_its_end_is_damaged(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(DamagedSource):
+        open_source(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "content"),
+    [
+        ("pyarrow", "parquet", b"PAR1" + bytes(20) + b"PAR1"),
+        ("pyarrow", "parquet", b"ARROW1\0\0" + bytes(20) + b"ARROW1"),
+        ("zarr", "zarr", None),
+    ],
+)
+def test_a_missing_package_is_named_with_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, extra: str, content: bytes | None
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    path = tmp_path / "x"
+    if content is None:
+        path.mkdir()
+        (path / "zarr.json").write_text("{}")
+    else:
+        path.write_bytes(content)
+    with pytest.raises(MissingPackage) as caught:
+        open_source(path)
+    assert caught.value.fix == (f"pip install 'legroom[{extra}]'",)
+
+
+@pytest.mark.parametrize("keys", [[], [1], ""])
+def test_keys_that_name_nothing_are_refused_or_mean_all(tmp_path: Path, keys: object) -> None:
+    np.save(tmp_path / "x.npy", np.zeros(3))
+    if keys == "":
+        with open_source(tmp_path / "x.npy", keys="/") as reader:
+            assert len(reader.describe().items) == 1
+        return
+    with pytest.raises(UsageError):
+        open_source(tmp_path / "x.npy", keys=keys)  # type: ignore[arg-type]

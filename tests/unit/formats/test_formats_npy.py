@@ -1,0 +1,177 @@
+"""npy and npz: what the headers may say, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from legroom.errors import DamagedSource, UnsupportedData
+from legroom.formats.detect import open_source
+from legroom.formats.npy_header import read_header
+
+
+def read(path: Path, name: str = "array") -> np.ndarray:
+    with open_source(path) as reader:
+        spec = next(item for item in reader.describe().items if item.name == name)
+        out = np.empty(spec.shape, spec.dtype)
+        reader.read_into(name, out)
+    return out
+
+
+def raw_npy(path: Path, header: str, data: bytes = b"", version: int = 1) -> Path:
+    text = header.encode("utf-8" if version == 3 else "latin-1")
+    length = len(text).to_bytes(2 if version == 1 else 4, "little")
+    path.write_bytes(b"\x93NUMPY" + bytes([version, 0]) + length + text + data)
+    return path
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_every_version_is_read(tmp_path: Path, version: int) -> None:
+    path = raw_npy(
+        tmp_path / "x", "{'descr': '<i2', 'fortran_order': False, 'shape': (2,), }", b"\1\0\2\0", version
+    )
+    assert read(path).tolist() == [1, 2]
+
+
+def test_field_names_of_version_3_are_utf8(tmp_path: Path) -> None:
+    array = np.zeros(2, [("大きさ", "<f4")])
+    with pytest.warns(UserWarning):  # numpy's, about version 3
+        np.save(tmp_path / "x.npy", array)
+    assert read(tmp_path / "x.npy").dtype.names == ("大きさ",)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '<i2', 'fortran_order': False, 'shape': (2,)",
+        "{'descr': '<i2', 'fortran_order': False}",
+        "{'descr': '<i2', 'fortran_order': 1, 'shape': (2,)}",
+        "{'descr': '<i2', 'fortran_order': False, 'shape': (-1,)}",
+        "{'descr': '<i2', 'fortran_order': False, 'shape': (2.0,)}",
+        "{'descr': '<i2', 'fortran_order': False, 'shape': (True,)}",
+        "{'descr': '<i2', 'fortran_order': False, 'shape': [2]}",
+        "{'descr': '<i2', 'fortran_order': False, 'shape': (9999999999999,)}",
+        "{'descr': '<i2', 'fortran_order': False, 'shape': (1,) * 3}",
+        "{'descr': '<i2', 'fortran_order': False, 'shape': " + str((1,) * 40) + "}",
+        "{'descr': 'a2', 'fortran_order': False, 'shape': (1,)}",
+        "{'descr': '<i3', 'fortran_order': False, 'shape': (1,)}",
+        "{'descr': 'i4,i4', 'fortran_order': False, 'shape': (1,)}",
+        "{'descr': [('a',)], 'fortran_order': False, 'shape': (1,)}",
+        "{'descr': [('a', '<i2'), ('a', '<i2')], 'fortran_order': False, 'shape': (1,)}",
+        "{'descr': 7, 'fortran_order': False, 'shape': (1,)}",
+        "__import__('os')",
+        "(" * 3000,
+        "-" * 9000 + "1",
+        "",
+    ],
+)
+def test_a_header_that_breaks_the_rules_is_damage(tmp_path: Path, header: str) -> None:
+    path = raw_npy(tmp_path / "x", header, bytes(8))
+    with pytest.raises(DamagedSource), open_source(path) as reader:
+        reader.describe()
+
+
+def test_a_header_longer_than_any_is_damage_before_memory_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"\x93NUMPY\x02\x00" + (1 << 31).to_bytes(4, "little") + b"{}")
+    with pytest.raises(DamagedSource, match="2147483648"):
+        open_source(path)
+
+
+@pytest.mark.parametrize("array", [np.array([None, 1]), np.array([(1, "x")], [("a", "i4"), ("b", "O")])])
+def test_objects_are_refused_without_being_unpickled(tmp_path: Path, array: np.ndarray) -> None:
+    np.save(tmp_path / "x.npy", array)
+    with pytest.raises(UnsupportedData, match="pickle"):
+        open_source(tmp_path / "x.npy")
+    np.savez(tmp_path / "y.npz", good=np.arange(3), bad=array)
+    with pytest.raises(UnsupportedData, match="'bad'"), open_source(tmp_path / "y.npz") as reader:
+        reader.describe()
+    with open_source(tmp_path / "y.npz", keys="good") as reader:
+        assert [item.name for item in reader.describe().items] == ["good"]
+
+
+def test_a_fortran_array_with_long_columns_is_read_in_small_slabs(tmp_path: Path) -> None:
+    array = np.asfortranarray(np.arange(3_000_000, dtype=np.float64).reshape(1_500_000, 2))
+    np.save(tmp_path / "x.npy", array)
+    seen: list[int] = []
+    with open_source(tmp_path / "x.npy") as reader:
+        out = np.empty(array.shape, array.dtype)
+        reader.read_into("array", out, seen.append)
+    np.testing.assert_array_equal(out, array)
+    assert len(seen) >= 4  # each column of 12 MB in two pieces
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_a_flipped_bit_in_an_archive_is_noticed(tmp_path: Path, save: object) -> None:
+    array = np.random.default_rng(0).integers(0, 9, 5000)
+    buffer = io.BytesIO()
+    save(buffer, a=array)  # type: ignore[operator]
+    data = bytearray(buffer.getvalue())
+    data[len(data) // 2] ^= 4
+    (tmp_path / "x").write_bytes(data)
+    with pytest.raises(DamagedSource):
+        read(tmp_path / "x", "a")
+
+
+def test_members_that_are_no_arrays_are_left_out(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", a=np.arange(3))
+    with zipfile.ZipFile(tmp_path / "x.npz", "a") as archive:
+        archive.writestr("notes.txt", "hello")
+    with open_source(tmp_path / "x.npz") as reader:
+        assert [item.name for item in reader.describe().items] == ["a"]
+
+
+def test_an_encrypted_member_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", a=np.arange(3))
+    data = bytearray((tmp_path / "x.npz").read_bytes())
+    data[data.index(b"PK\x01\x02") + 8] |= 1
+    (tmp_path / "x.npz").write_bytes(data)
+    with pytest.raises(UnsupportedData, match="encrypted"), open_source(tmp_path / "x.npz") as reader:
+        reader.describe()
+
+
+def test_a_packing_that_numpy_never_writes_is_refused(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    np.save(buffer, np.arange(3))
+    with zipfile.ZipFile(tmp_path / "x.npz", "w", zipfile.ZIP_BZIP2) as archive:
+        archive.writestr("a.npy", buffer.getvalue())
+    with pytest.raises(UnsupportedData, match="method 12"), open_source(tmp_path / "x.npz") as reader:
+        reader.describe()
+
+
+def test_a_member_larger_than_its_array_is_damage(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    np.save(buffer, np.arange(3))
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+        archive.writestr("a.npy", buffer.getvalue() + b"more")
+    with pytest.raises(DamagedSource, match="the archive has"), open_source(tmp_path / "x.npz") as reader:
+        reader.describe()
+
+
+def test_a_large_deflated_member_streams(tmp_path: Path) -> None:
+    array = np.arange(3_000_000, dtype=np.int64) % 1000
+    np.savez_compressed(tmp_path / "x.npz", a=array)
+    seen: list[int] = []
+    with open_source(tmp_path / "x.npz") as reader:
+        out = np.empty(array.shape, array.dtype)
+        reader.read_into("a", out, seen.append)
+    np.testing.assert_array_equal(out, array)
+    assert len(seen) == 3 and sum(seen) == array.nbytes
+
+
+def test_the_header_reader_asks_for_no_more_than_the_header() -> None:
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros(1000))
+    data = buffer.getvalue()
+    asked: list[int] = []
+
+    def give(offset: int, count: int) -> bytes:
+        asked.append(offset + count)
+        return data[offset : offset + count]
+
+    header = read_header(give, Path("x"), "array")
+    assert max(asked) == header.size == len(data) - 8000

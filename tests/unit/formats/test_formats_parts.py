@@ -1,0 +1,269 @@
+"""The parts the readers are made of: filters, filling, choosing, attributes, files."""
+
+from __future__ import annotations
+
+import json
+import threading
+import zlib
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+
+from legroom.errors import DamagedSource, MissingKey, UnreadableSource
+from legroom.formats import fill
+from legroom.formats.attributes import as_json
+from legroom.formats.detect import open_source
+from legroom.formats.dtypes import in_memory
+from legroom.formats.hdf5_filters import DEFLATE, FLETCHER32, SHUFFLE, Filter, fletcher32, undo
+from legroom.formats.inflate import inflate
+from legroom.formats.selection import Selection, missing_key
+from legroom.formats.source import SourceFile
+
+quick = settings(max_examples=80, deadline=None, derandomize=True)
+
+# Filters.
+
+
+def slow_fletcher32(data: bytes) -> int:
+    """The definition, word by word."""
+    low = high = 0
+    padded = data + b"\0" * (len(data) % 2)
+    for at in range(0, len(padded), 2):
+        low += padded[at] << 8 | padded[at + 1]
+        high += low
+        low, high = (low & 0xFFFF) + (low >> 16), (high & 0xFFFF) + (high >> 16)
+    for _ in range(3):
+        low, high = (low & 0xFFFF) + (low >> 16), (high & 0xFFFF) + (high >> 16)
+    return high << 16 | low
+
+
+@quick
+@given(st.binary(max_size=50), st.integers(0, 40), st.sampled_from([b"", b"\xff", b"\xff\xff", b"\0"]))
+def test_fletcher32_is_the_sum_by_its_definition(data: bytes, times: int, tail: bytes) -> None:
+    whole = data * times + tail
+    assert fletcher32(memoryview(whole)) == slow_fletcher32(whole)
+
+
+@quick
+@given(
+    array=arrays(
+        st.sampled_from(["u1", ">i2", "<f4", "<c16", "S5"]), array_shapes(min_dims=1, max_dims=3, max_side=9)
+    ),
+    chunk=st.integers(1, 6),
+    gzip=st.booleans(),
+    shuffle=st.booleans(),
+    checksum=st.booleans(),
+)
+def test_any_chunks_and_filters_read_as_h5py_reads_them(
+    tmp_path_factory: Any, array: np.ndarray, chunk: int, gzip: bool, shuffle: bool, checksum: bool
+) -> None:
+    path = tmp_path_factory.mktemp("h5") / "x.h5"
+    chunks = tuple(min(chunk, side) for side in array.shape)
+    with h5py.File(path, "w") as file:
+        file.create_dataset(
+            "x",
+            data=array,
+            chunks=chunks,
+            compression="gzip" if gzip else None,
+            shuffle=shuffle,
+            fletcher32=checksum,
+        )
+    with h5py.File(path, "r") as file:
+        expected = file["x"][...]
+    with open_source(path) as reader:
+        (spec,) = reader.describe().items
+        out = np.empty(spec.shape, spec.dtype)  # type: ignore[union-attr]
+        reader.read_into("x", out)
+    assert out.tobytes() == expected.astype(out.dtype).tobytes()
+
+
+def test_what_does_not_fill_a_word_is_never_shuffled() -> None:
+    shuffled = np.arange(10, dtype=np.uint8)  # two words of four bytes and two bytes more
+    plain = undo((Filter(SHUFFLE, (4,), "shuffle"),), shuffled.tobytes(), 0, 10)
+    assert plain.tolist() == [0, 2, 4, 6, 1, 3, 5, 7, 8, 9]
+
+
+def test_a_checksum_inside_the_compression_is_undone_in_order() -> None:
+    body = bytes(range(100))
+    packed = zlib.compress(body + fletcher32(memoryview(body)).to_bytes(4, "little"))
+    filters = (Filter(FLETCHER32, (), "fletcher32"), Filter(DEFLATE, (6,), "deflate"))
+    assert undo(filters, packed, 0, 100).tobytes() == body
+    assert undo(filters, body, 3, 100).tobytes() == body  # both skipped
+    with pytest.raises(ValueError, match="promised"):
+        undo(filters, packed, 0, 99)
+
+
+def test_the_old_order_of_checksum_bytes_is_accepted() -> None:
+    body = b"from a library before 1.6.3"
+    good = fletcher32(memoryview(body)).to_bytes(4, "little")
+    filters = (Filter(FLETCHER32, (), "fletcher32"),)
+    for tail in (good, bytes([good[1], good[0], good[3], good[2]])):
+        assert undo(filters, body + tail, 0, len(body)).tobytes() == body
+    with pytest.raises(ValueError, match="checksum"):
+        undo(filters, body + b"\1\2\3\4", 0, len(body))
+    with pytest.raises(ValueError, match="no room"):
+        undo(filters, b"ab", 0, 2)
+
+
+def test_a_promise_deflate_cannot_keep_takes_no_memory() -> None:
+    with pytest.raises(ValueError, match="cannot hold"):
+        inflate(zlib.compress(b"x"), 1 << 40)
+    with pytest.raises(ValueError, match="where 5 were promised"):
+        inflate(zlib.compress(b"x"), 5)
+    with pytest.raises(ValueError):
+        inflate(b"rubbish", 5)
+
+
+# Filling.
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_first_failure_ends_all_tasks_and_is_told(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(fill, "threads", lambda: count)
+    done: list[int] = []
+
+    def fail() -> int:
+        raise DamagedSource("broken")
+
+    tasks = [lambda: 1, fail] + [lambda: 2] * 1000
+    with pytest.raises(DamagedSource):
+        fill.in_parallel(iter(tasks), done.append)
+    assert len(done) < 100
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("legroom-read")]
+
+
+def test_tasks_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fill, "threads", lambda: 3)
+    together = threading.Barrier(3, timeout=20)  # passes only if three wait at once
+
+    def meet() -> int:
+        together.wait()
+        return 5
+
+    seen: list[int] = []
+    fill.in_parallel([meet, meet, meet], seen.append)
+    assert seen == [5, 5, 5]
+
+
+def test_large_arrays_are_copied_in_pieces(tmp_path: Path) -> None:
+    array = np.random.default_rng(0).integers(0, 255, 20_000_003, np.uint8)
+    (tmp_path / "x").write_bytes(b"abc" + array.tobytes())
+    out, seen = np.zeros_like(array), list[int]()
+    with SourceFile(tmp_path / "x") as file:
+        fill.copy_raw(file, 3, out, seen.append)
+        np.testing.assert_array_equal(out, array)
+        assert len(seen) == 3 and sum(seen) == array.nbytes
+        with pytest.raises(DamagedSource, match="cut short"):
+            fill.copy_raw(file, 4, out, seen.append)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_cut_short(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(bytes(1000))
+    with SourceFile(tmp_path / "x") as file:
+        (tmp_path / "x").write_bytes(bytes(10))
+        with pytest.raises(DamagedSource, match="ends at byte 10"):
+            file.read_at(0, 100)
+
+
+def test_without_positional_reads_a_file_reads_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    for name in ("pread", "preadv"):
+        monkeypatch.delattr(os, name, raising=False)
+    array = np.arange(5_000_000, dtype=np.int32)
+    np.save(tmp_path / "x.npy", array)
+    with open_source(tmp_path / "x.npy") as reader:
+        out = np.empty_like(array)
+        reader.read_into("array", out)
+    np.testing.assert_array_equal(out, array)
+
+
+def test_a_failing_disk_is_unreadable_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+    import os
+
+    def broken(*_: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    (tmp_path / "x").write_bytes(bytes(100))
+    with SourceFile(tmp_path / "x") as file:
+        monkeypatch.setattr(os, "pread", broken)
+        with pytest.raises(UnreadableSource, match="Input/output error"):
+            file.read_at(0, 10)
+
+
+# Choosing.
+
+
+@pytest.mark.parametrize(
+    ("keys", "name", "takes", "enters"),
+    [
+        (None, "a/b", True, True),
+        (["a"], "a", True, True),
+        (["a"], "a/b", True, True),
+        (["a"], "ab", False, False),
+        (["a/b"], "a", False, True),
+        (["/a/"], "a/b", True, True),
+        (["/"], "x", True, True),
+    ],
+)
+def test_a_selection_takes_items_and_enters_groups(keys: Any, name: str, takes: bool, enters: bool) -> None:
+    selection = Selection(keys)
+    assert selection.takes(name) is takes
+    assert selection.enters(name) is enters
+
+
+def test_a_missing_key_lists_what_there_is() -> None:
+    problem = missing_key("imges", [f"n{i}" for i in range(50)] + ["images"], "x.h5")
+    assert isinstance(problem, MissingKey)
+    assert "and 31 more" in problem.why
+    assert problem.fix[0] == "did you mean 'images'?"
+    assert "nothing" in missing_key("a", [], "x").why
+
+
+# Attributes and types.
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.float32(0.5), 0.5),
+        (float("nan"), "nan"),
+        (np.array(7), 7),
+        (np.array([[1, 2]]), [[1, 2]]),
+        (np.array([b"a", b"b"]), ["a", "b"]),
+        (np.array(["a", 1], object), ["a", 1]),
+        (np.datetime64("2020-01-02"), "2020-01-02"),
+        (1 + 2j, [1.0, 2.0]),
+        (np.longdouble(1.5), 1.5),
+        (np.void(b"ab"), "ab"),
+        (b"\xff", "\ufffd"),
+        ({"a": (1, None)}, {"a": [1, None]}),
+        (object(), {"omitted": "object"}),
+        ("x" * 2_000_000, {"omitted": "text", "length": 2_000_000}),
+        (np.zeros((0, 2)), []),
+    ],
+)
+def test_attributes_become_json(value: object, expected: object) -> None:
+    assert as_json(value) == expected
+    json.dumps(as_json(value), allow_nan=False)
+
+
+def test_types_lose_metadata_and_foreign_order_but_keep_their_layout() -> None:
+    kind = np.dtype(
+        {"names": ["a", "b"], "formats": [">i4", ("<f8", (2,))], "offsets": [4, 16], "itemsize": 40}
+    )
+    found = in_memory(kind)
+    assert found.itemsize == 40 and found.fields is not None and found.fields["b"][1] == 16
+    assert found["a"] == np.dtype("i4") and found["a"].isnative
+    assert in_memory(np.dtype("i4", metadata={"enum": {}})).metadata is None
+    assert in_memory(np.dtype(">M8[ns]")) == np.dtype("M8[ns]")
+    assert in_memory(np.dtype("V7")) == np.dtype("V7")
