@@ -99,6 +99,23 @@ def test_an_extent_holds_the_arrays_bytes(sample: Sample, path_of: Any) -> None:
     assert found >= sample.raw
 
 
+@every_array_format
+def test_slabs_one_after_the_other_are_the_array(sample: Sample, path_of: Any) -> None:
+    expected = sample.arrays(path_of(sample))
+    with open_source(path_of(sample)) as reader:
+        for spec in reader.describe().items:
+            slabs = reader.slabs(spec.name)
+            if slabs is None:
+                continue
+            assert [slab.start for slab in slabs] == list(
+                np.cumsum([0, *(slab.nbytes for slab in slabs)])[:-1]
+            )
+            parts = [b"".join(slab.decode()) for slab in slabs]
+            assert [len(part) for part in parts] == [slab.nbytes for slab in slabs]
+            native = np.ascontiguousarray(expected[spec.name]).astype(spec.dtype)
+            assert b"".join(parts) == native.tobytes(), spec.name
+
+
 @every_table_format
 def test_the_table_is_what_the_library_reads(sample: Sample, path_of: Any, tmp_path: Path) -> None:
     import pyarrow as pa

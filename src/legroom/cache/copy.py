@@ -26,7 +26,7 @@ from legroom.cache.checksum import Part
 from legroom.cache.fileio import read_at, write_all
 from legroom.cache.identity import changed
 from legroom.cache.plan import ArrayTarget, Piece, TableTarget
-from legroom.formats.protocol import Extent, Reader
+from legroom.formats.protocol import Extent, Reader, Slab
 
 PART = 8 << 20
 _BUFFER = 1 << 20
@@ -72,6 +72,7 @@ class Filler:
         self._readers, self._meter, self._pool, self._by_map = readers, meter, pool, by_map
         self._again = again
         self._extents: dict[tuple[int, str], Extent | None] = {}
+        self._slabs: dict[tuple[int, str], Sequence[Slab] | None] = {}
         self._decoding = threading.Lock()  # readers are not asked from two threads at once
         self._sources: dict[str, int] = {}
         self.jobs: list[Future[Any]] = []
@@ -82,9 +83,11 @@ class Filler:
         """Ask where the arrays lie, before any thread reads: a reader is used by one thread at a time."""
         for target in targets:
             for piece in target.pieces:
+                reader, key = self._readers[piece.source], (piece.source, piece.name)
                 # A shifted piece has other numbers in the entry than in the file.
-                raw = None if piece.shift else self._readers[piece.source].extent(piece.name)
-                self._extents[piece.source, piece.name] = raw
+                self._extents[key] = None if piece.shift else reader.extent(piece.name)
+                whole = piece.shift == 0 and piece.skip == 0
+                self._slabs[key] = reader.slabs(piece.name) if whole and self._extents[key] is None else None
 
     def array(self, target: ArrayTarget, fd: int, allocated: Iterable[int]) -> None:
         """Fill one array's file as its blocks come: ``allocated`` says up to which byte they are there.
@@ -111,6 +114,12 @@ class Filler:
         for piece in target.pieces:
             start = len(target.header) + piece.offset
             extent = self._extents[piece.source, piece.name]
+            slabs = self._slabs[piece.source, piece.name]
+            if slabs is not None:
+                for slab in slabs:
+                    place = start + slab.start
+                    yield place + slab.nbytes, piece.offset + slab.start, self._put, (slab, fd, place)
+                continue
             if extent is None:
                 yield start + piece.nbytes, piece.offset, self._decode, (target, piece, fd)
                 continue
@@ -182,6 +191,18 @@ class Filler:
             done += got
             self._meter.add(got)
         return [(total, length)]
+
+    def _put(self, slab: Slab, fd: int, to: int) -> list[Part]:
+        """Decode a slab and write it; blocks are there, and writing spares the page faults of a map."""
+        crc, total, done = checksum.crc32(), 0, 0
+        for part in slab.decode():
+            total = crc(part, total)
+            write_all(fd, part, to + done)
+            done += len(part)
+            self._meter.add(len(part))
+        if done != slab.nbytes:
+            raise AssertionError(f"a slab of {slab.nbytes} bytes gave {done}")
+        return [(total, done)]
 
     def _decode(self, target: ArrayTarget, piece: Piece, fd: int) -> list[Part]:
         if piece.nbytes == 0:

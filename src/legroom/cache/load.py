@@ -72,12 +72,12 @@ def load(job: Job, work: Work) -> Written:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
     slow_hash = job.asked.request.hash == "md5" and "md5" not in job.digests
     humble = _humble if slow_hash else None
+    # Copying is done long before md5 is, so one core is left to it; decoding takes all there are.
+    copiers = max(1, cpus - 1) if slow_hash and not _decodes(job) else max(2, cpus)
     with (
         ThreadPoolExecutor(1, "legroom-hash") as hashing,
         ThreadPoolExecutor(1, "legroom-allocate", humble) as allocating,
-        ThreadPoolExecutor(
-            min(16, max(1, cpus - 1) if slow_hash else max(2, cpus)), "legroom-copy", humble
-        ) as copying,
+        ThreadPoolExecutor(min(16, copiers), "legroom-copy", humble) as copying,
     ):
         by_map = filesystem(work.store) in _SURE
         filler = Filler(job.readers, meter, copying, work.again, by_map=by_map)
@@ -127,6 +127,12 @@ def _allocate(job: Job, work: Work, filler: Filler) -> None:
         for target in job.plan.arrays:
             fd = work.create(target.file)
             filler.array(target, fd, work.allocate(fd, target.header, target.size))
+
+
+def _decodes(job: Job) -> bool:
+    """Whether some array does not lie in its file as it will lie in memory."""
+    pieces = (piece for target in job.plan.arrays for piece in target.pieces)
+    return any(job.readers[piece.source].extent(piece.name) is None for piece in pieces)
 
 
 def _humble() -> None:

@@ -6,6 +6,7 @@ subclass says what is in the file (``_look``) and brings arrays (``_read``) or t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +20,7 @@ from legroom.formats.protocol import (
     Description,
     Extent,
     Progress,
+    Slab,
     TableSpec,
     no_progress,
 )
@@ -46,6 +48,9 @@ class BaseReader:
     def _extent(self, spec: ArraySpec) -> Extent | None:
         raise NotImplementedError
 
+    def _slabs(self, spec: ArraySpec) -> Sequence[Slab] | None:
+        return None
+
     def _write(self, spec: TableSpec, path: Path, progress: Progress) -> int:
         raise NotImplementedError
 
@@ -70,6 +75,10 @@ class BaseReader:
     def extent(self, name: str) -> Extent | None:
         """Where the array lies raw, or None where it must be decoded."""
         return self._extent(self._array(name))
+
+    def slabs(self, name: str) -> Sequence[Slab] | None:
+        """The array as slabs, one after the other from its first byte to its last; None where it comes whole."""
+        return self._slabs(self._array(name))
 
     def write_table(self, name: str, path: Path, progress: Progress = no_progress) -> int:
         """Write one table as an Arrow IPC file; returns its bytes."""

@@ -22,11 +22,13 @@ from legroom.formats.fill import PIECE, Array, copy_raw
 from legroom.formats.hdf5_chunks import chunked, read_chunks
 from legroom.formats.hdf5_files import files_behind
 from legroom.formats.hdf5_filters import filters_of, require_filters
+from legroom.formats.hdf5_heap import Heaps
 from legroom.formats.hdf5_open import hdf5_trouble, open_hdf5
 from legroom.formats.hdf5_rows import Rows
+from legroom.formats.hdf5_slabs import slabs_of
 from legroom.formats.hdf5_types import Stored, stored_as
 from legroom.formats.hdf5_walk import Found, Walk, dataset_names, readable
-from legroom.formats.protocol import ArraySpec, Description, Extent, Progress
+from legroom.formats.protocol import ArraySpec, Description, Extent, Progress, Slab
 from legroom.formats.selection import Selection
 from legroom.formats.source import SourceFile
 from legroom.words import say
@@ -105,16 +107,16 @@ class Hdf5Reader(BaseReader):
         ]
 
     def _attributes(self, node: Any) -> dict[str, Any]:
-        with hdf5_trouble(self.path, say("the attributes of {name!r}", name=node.name)):
-            return {readable(name): self._attribute(node, name) for name in node.attrs}
+        import h5py
 
-    def _attribute(self, node: Any, name: str | bytes) -> Any:
-        kind = node.attrs.get_id(name)
-        large = prod(kind.shape or ()) * kind.dtype.itemsize > _MOST_ATTRIBUTE
-        # References, as netCDF and MATLAB keep in attributes, mean nothing outside the file.
-        if large or (kind.dtype.hasobject and not _strings(kind.dtype)):
-            return {"omitted": str(kind.dtype), "shape": list(kind.shape or ())}
-        return as_json(node.attrs[name])
+        with hdf5_trouble(self.path, say("the attributes of {name!r}", name=node.name)):
+            kinds = {name: node.attrs.get_id(name) for name in node.attrs}
+            header = h5py.h5o.get_info(node.id).addr
+            file = self._raw_file(node)
+        if file is not None and any(kind.dtype.hasobject for kind in kinds.values()):
+            Heaps(file, node.file.userblock_size, self.path).check_attributes(header)
+        with hdf5_trouble(self.path, say("the attributes of {name!r}", name=node.name)):
+            return {readable(name): _attribute(node, name, kind) for name, kind in kinds.items()}
 
     # Bringing it.
 
@@ -133,6 +135,17 @@ class Hdf5Reader(BaseReader):
             return None
         file.require(offset, spec.nbytes)
         return Extent(file.path, offset, spec.nbytes)
+
+    def _slabs(self, spec: ArraySpec) -> list[Slab] | None:
+        entry = self._entries[spec.name]
+        if entry.rows is not None or entry.stored.file_dtype is None or entry.dataset.shape in (None, ()):
+            return None
+        file = self._raw_file(entry.dataset)
+        with hdf5_trouble(self.path, say("{name!r}", name=spec.name)):
+            chunks = chunked(entry.dataset)
+        if chunks is None or file is None:
+            return None
+        return slabs_of(chunks, file, entry.stored.file_dtype, spec)
 
     def _read(self, spec: ArraySpec, out: Array, progress: Progress) -> None:
         entry = self._entries[spec.name]
@@ -201,6 +214,14 @@ class Hdf5Reader(BaseReader):
             file.close()
         self._entries.clear()
         self._file.close()
+
+
+def _attribute(node: Any, name: str | bytes, kind: Any) -> Any:
+    large = prod(kind.shape or ()) * kind.dtype.itemsize > _MOST_ATTRIBUTE
+    # References, as netCDF and MATLAB keep in attributes, mean nothing outside the file.
+    if large or (kind.dtype.hasobject and not _strings(kind.dtype)):
+        return {"omitted": str(kind.dtype), "shape": list(kind.shape or ())}
+    return as_json(node.attrs[name])
 
 
 def _strings(dtype: np.dtype[Any]) -> bool:

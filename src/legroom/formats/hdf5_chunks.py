@@ -60,6 +60,11 @@ class ChunkedDataset:
         ends = zip(chunk.first, self.chunk, self.shape, strict=True)
         return any(first + step > length for first, step, length in ends)
 
+    def read(self, chunk: Chunk) -> Array:
+        """Let HDF5 read one chunk."""
+        with hdf5_trouble(self.path, say("the chunk at {first}", first=chunk.first)):
+            return np.asarray(self.dataset[self.region(chunk)])
+
     @property
     def count(self) -> int:
         """How many chunks there are if all were written."""
@@ -90,7 +95,7 @@ def read_chunks(
     if out.nbytes == 0:
         progress(0)
         return
-    table = _table(source)
+    table = chunk_table(source)
     if len(table) < source.count:
         out[...] = _fill_value(source, out)  # what was never written
     decoder = _Decoder(source, file, file_dtype, out)
@@ -161,12 +166,11 @@ class _Decoder:
     def ask_hdf5(self, chunk: Chunk) -> int:
         """Let HDF5 read one chunk."""
         region = self.source.region(chunk)
-        with hdf5_trouble(self.source.path, say("the chunk at {first}", first=chunk.first)):
-            self.out[region] = np.asarray(self.source.dataset[region])
+        self.out[region] = self.source.read(chunk)
         return int(self.out[region].nbytes)
 
 
-def _table(source: ChunkedDataset) -> list[Chunk]:
+def chunk_table(source: ChunkedDataset) -> list[Chunk]:
     """Every chunk that exists, each once, in the order of the file."""
     found: dict[tuple[int, ...], Chunk] = {}
 

@@ -113,7 +113,7 @@ def _unshuffled(data: bytes | memoryview, width: int) -> memoryview:
     grouped = np.frombuffer(data, np.uint8, whole).reshape(width, count)
     plain = np.empty(len(data), np.uint8)
     target = plain[:whole].reshape(count, width)
-    for byte in range(width):  # a column at a time is six times faster than one transposed copy
+    for byte in range(width):  # a column at a time: two to six times as fast as one transposed copy
         target[:, byte] = grouped[byte]
     plain[whole:] = np.frombuffer(data, np.uint8)[whole:]
     return plain.data

@@ -22,6 +22,7 @@ import numpy as np
 from legroom.errors import UnsupportedData
 from legroom.formats.fill import PIECE, Array, bytes_of, copy_raw, in_parallel
 from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks
+from legroom.formats.hdf5_heap import Heaps, Places
 from legroom.formats.hdf5_open import hdf5_trouble
 from legroom.formats.hdf5_types import Stored
 from legroom.formats.protocol import Progress, no_progress
@@ -30,9 +31,6 @@ from legroom.units import format_size
 from legroom.words import say
 
 _REFERENCE = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])
-_HEAP = b"GCOL"
-_HEAP_HEADER = 16
-_FIRST_READ = 4096  # the size of a heap unless a row is larger
 
 
 class Rows:
@@ -44,6 +42,9 @@ class Rows:
         self._file = file
         self._name = name
         self._path = Path(dataset.file.filename)
+        self._shape = (0,) if dataset.shape is None else dataset.shape  # None: a dataset without a space
+        # Asked here, once: threads must not call h5py.
+        self._heaps = Heaps(file, dataset.file.userblock_size, self._path) if file is not None else None
         references = self._references()
         if references is None and stored.file_dtype != stored.dtype:
             # h5py gives the rows' bytes as they lie in the file and calls them native.
@@ -75,7 +76,7 @@ class Rows:
     def _references(self) -> np.ndarray[Any, Any] | None:
         """Every element's reference, or None where they cannot be read raw."""
         file = self._file
-        if file is None or self._stored.file_dtype is None:
+        if file is None or self._stored.file_dtype is None or self._dataset.shape is None:
             return None
         with hdf5_trouble(self._path, say("{name!r}", name=self._name)):
             offset, chunks = self._storage()
@@ -95,14 +96,14 @@ class Rows:
 
     def _room_for_references(self) -> np.ndarray[Any, Any]:
         try:
-            return np.zeros(self._dataset.shape, _REFERENCE)
+            return np.zeros(self._shape, _REFERENCE)
         except (MemoryError, ValueError) as problem:
             raise UnsupportedData(
                 say("{name!r} of {path} has too many rows", name=self._name, path=self._path),
                 why=say(
                     "the references to {rows} rows alone take {size}",
-                    rows=prod(self._dataset.shape),
-                    size=format_size(prod(self._dataset.shape) * _REFERENCE.itemsize),
+                    rows=prod(self._shape),
+                    size=format_size(prod(self._shape) * _REFERENCE.itemsize),
                 ),
                 fix=("check the file, or leave it out: name the datasets you need with keys=[…]",),
             ) from problem
@@ -128,7 +129,10 @@ class Rows:
             progress,
         )
         if self._stored.file_dtype is not None and self._stored.file_dtype != self._stored.dtype:
-            out[...] = out.view(self._stored.file_dtype)
+            step = max(1, PIECE // width)
+            for start in range(0, len(out), step):  # in pieces: numpy copies what it turns in place
+                part = out[start : start + step]
+                part[...] = part.view(self._stored.file_dtype)
 
     def _shares(self, references: np.ndarray[Any, Any], order: Array) -> Iterator[Array]:
         """Rows in the order of their heaps, cut between heaps into tasks of some megabytes."""
@@ -146,11 +150,13 @@ class Rows:
     def _copy_rows(
         self, references: np.ndarray[Any, Any], rows: Array, target: memoryview, width: int
     ) -> int:
+        heaps = self._heaps
+        assert heaps is not None  # there are no references without a file to read
         here, done = None, 0
-        heap, places = b"", dict[int, tuple[int, int]]()
+        heap, places = b"", Places()
         for row, (length, address, index) in zip(rows.tolist(), references[rows].tolist(), strict=True):
             if address != here:
-                heap, places = self._heap(address)
+                heap, places = heaps.read(address)
                 here = address
             first, size = places.get(index, (0, -1))
             count = length * width
@@ -169,31 +175,6 @@ class Rows:
             target[start : start + count] = heap[first : first + count]
             done += count
         return done
-
-    def _heap(self, address: int) -> tuple[bytes, dict[int, tuple[int, int]]]:
-        """One heap of the file: its bytes, and where each object lies in them."""
-        assert self._file is not None
-        start = address + self._dataset.file.userblock_size
-        self._file.require(start, _HEAP_HEADER)
-        heap = self._file.read_at(start, min(_FIRST_READ, self._file.size - start))
-        if heap[:4] != _HEAP or heap[4] != 1:
-            raise damaged(
-                self._path, say("no heap at byte {start} for {name!r}", start=start, name=self._name)
-            )
-        size = int.from_bytes(heap[8:16], "little")
-        self._file.require(start, size)
-        if size > len(heap):
-            heap = self._file.read_at(start, size)
-        places: dict[int, tuple[int, int]] = {}
-        at = _HEAP_HEADER
-        while at + _HEAP_HEADER <= size:
-            index = int.from_bytes(heap[at : at + 2], "little")
-            length = int.from_bytes(heap[at + 8 : at + 16], "little")
-            if index == 0 or at + _HEAP_HEADER + length > size:  # the free space at the end
-                break
-            places[index] = (at + _HEAP_HEADER, length)
-            at += _HEAP_HEADER + (length + 7) // 8 * 8
-        return heap, places
 
     # Through h5py.
 
@@ -220,11 +201,11 @@ class Rows:
         """Every row, some megabytes of them at a time."""
         dataset = self._dataset
         read = _guarded(self._path, say("the rows of {name!r}", name=self._name))
-        if dataset.shape == ():
+        if self._shape == ():
             yield read(lambda: dataset[()])
             return
         start, step = 0, 64
-        while dataset.size and start < dataset.shape[0]:
+        while prod(self._shape) and start < self._shape[0]:
             block = read(partial(dataset.__getitem__, slice(start, start + step))).reshape(-1)
             start += step
             size = sum(len(row) for row in block) * self._stored.dtype.itemsize + 64 * len(block)

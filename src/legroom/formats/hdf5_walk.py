@@ -17,7 +17,7 @@ from typing import Any
 
 from legroom.errors import UnreadableSource, UnsupportedData
 from legroom.formats.hdf5_files import linked_file
-from legroom.formats.hdf5_open import hdf5_trouble
+from legroom.formats.hdf5_open import hdf5_trouble, open_hdf5
 from legroom.formats.selection import Selection
 from legroom.formats.source import damaged
 from legroom.words import say
@@ -41,6 +41,7 @@ class Walk:
         self._path = path
         self._selection = selection
         self._links = 0
+        self._readable: set[Path] = set()
 
     def __call__(self, file: Any) -> Iterator[Found]:
         """Groups asked for and datasets that may be asked for, in the order of the file."""
@@ -80,6 +81,7 @@ class Walk:
                 raise _unknown_link(name, self._path) from None
         if isinstance(link, h5py.ExternalLink):
             through = (*through, linked_file(link, name, holder))
+            self._require_readable(through[-1])
         try:
             with hdf5_trouble(self._path, say("{name!r}", name=name)):
                 node = group.node[key]
@@ -91,6 +93,12 @@ class Walk:
         if reached != Path(os.path.abspath(holder)) and reached not in through:
             through = (*through, reached)
         return Found(name, node, through)
+
+    def _require_readable(self, path: Path) -> None:
+        """Through a link HDF5 would share a file that is being written, and call one it cannot open missing."""
+        if path not in self._readable:
+            open_hdf5(path).close()
+            self._readable.add(path)
 
     def _identity(self, group: Any) -> tuple[int, ...]:
         import h5py

@@ -108,7 +108,7 @@ class ParquetReader(TableReader):
         """Stream one column and count."""
         kind = plain(self._whole_schema.field(name).type)
         batches = self._table.iter_batches(batch_size=1024, columns=[name], use_threads=False)
-        return sum(int(batch.column(0).cast(kind).nbytes) + 64 for batch in batches)
+        return sum(int(batch.column(name).cast(kind).nbytes) + 64 for batch in batches)
 
     def _batches(self) -> Iterator[Any]:
         arrow = require("pyarrow", "parquet", "Parquet")

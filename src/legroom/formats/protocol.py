@@ -8,7 +8,7 @@ nothing else: buffers belong to the caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -65,6 +65,15 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
+class Slab:
+    """Some consecutive bytes of an array that any thread may decode, beside others."""
+
+    start: int  # in the array's bytes
+    nbytes: int
+    decode: Callable[[], Iterator[memoryview]]  # the bytes, in order
+
+
+@dataclass(frozen=True, slots=True)
 class Description:
     """A file without its data."""
 
@@ -92,6 +101,10 @@ class Reader(Protocol):
 
     def extent(self, name: str) -> Extent | None:
         """Where the array lies raw, or None where it must be decoded."""
+        ...
+
+    def slabs(self, name: str) -> Sequence[Slab] | None:
+        """The array as slabs, one after the other from its first byte to its last; None where it comes whole."""
         ...
 
     def write_table(self, name: str, path: Path, progress: Progress = no_progress) -> int:

@@ -32,8 +32,8 @@ def digest(array: np.ndarray) -> str:
 def digest_table(table: Any) -> str:
     try:
         content = [(name, str(table[name].type), table[name].to_pylist()) for name in table.column_names]
-    except UnicodeDecodeError:
-        content = ["text that is not UTF-8"]  # handed through as it is, like pyarrow does
+    except ValueError:  # text that is not UTF-8, fields of one name: handed through, as pyarrow does
+        content = ["what Python has no words for"]
     return hashlib.md5(repr((table.num_rows, content)).encode("utf-8", "surrogatepass")).hexdigest()
 
 
