@@ -14,12 +14,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from legroom.budget.remedy import enlarge_shm, raise_ram_limit
 from legroom.cache import locks
 from legroom.cache.place import Store, in_memory
 from legroom.cache.trash import BUILDING
 from legroom.errors import NoRoom
 from legroom.probe.host import Host
 from legroom.probe.memory import memory
+from legroom.probe.place import place
 from legroom.units import exact_size, format_size, parse_size
 from legroom.words import say
 
@@ -33,6 +35,7 @@ class Bound:
 
     free: int
     what: str
+    memory: bool = False  # RAM or a cgroup, which a larger file system does not help
 
 
 def bounds(store: Store, env: Mapping[str, str] | None = None) -> list[Bound]:
@@ -63,13 +66,13 @@ def memory_bounds(host: Host | None = None) -> list[Bound]:
     if now.available is not None and now.total is not None:
         keep = min(1024 * _MB, now.total // 16)
         text = say("RAM: {free} available, {keep} kept free", **_pair(now.available, keep))
-        found.append(Bound(now.available - keep, text))
+        found.append(Bound(now.available - keep, text, memory=True))
     for level in now.levels:
         if level.room is not None and level.limit is not None:
             keep = max(16 * _MB, min(512 * _MB, level.limit // 16))
             text = say("memory cgroup {path}: {free} left of {limit}, {keep} kept free",
                        path=level.path, limit=format_size(level.limit), **_pair(level.room, keep))  # fmt: skip
-            found.append(Bound(level.room - keep, text))
+            found.append(Bound(level.room - keep, text, memory=True))
     return found
 
 
@@ -90,17 +93,27 @@ def check(store: Store, need: int, *, mine: str | None = None) -> None:
 def no_room(store: Store, need: int, missing: int, bound: Bound, promised: int = 0) -> NoRoom:
     """The error, with the numbers."""
     others = say("; {bytes} promised to others who load now", bytes=format_size(promised)) if promised else ""
-    larger = (
-        "a larger /dev/shm: docker run --shm-size, or mount -o remount,size=… /dev/shm"
-        if store.backing == "shm"
-        else "LEGROOM_DIR on a larger disk, or a higher LEGROOM_DISK_LIMIT"
-    )
     wanted = format_size(need)
     return NoRoom(
         say("{missing} missing to hold {need} in {root}", missing=format_size(missing), need=wanted, root=store.root),
         why=bound.what + others,
-        fix=("legroom cache gc --free " + exact_size(need), larger, "keys=[…] loads fewer arrays"),
+        fix=(
+            "legroom cache gc --free " + exact_size(need),
+            _larger(store, missing, bound),
+            "keys=[…] loads fewer arrays",
+        ),
     )  # fmt: skip
+
+
+def _larger(store: Store, missing: int, bound: Bound) -> str:
+    """How to get more of what is short, in this place."""
+    if bound.memory:
+        return raise_ram_limit(place(Host()), None)[0]
+    if store.backing == "disk":
+        return say("LEGROOM_DIR on a larger disk, or a higher LEGROOM_DISK_LIMIT")
+    stats = os.statvfs(store.fd)
+    size = stats.f_blocks * stats.f_frsize + missing
+    return enlarge_shm(place(Host()), 1 << (size - 1).bit_length())[0]
 
 
 def outstanding(store: Store, mine: str | None = None) -> int:
