@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -381,10 +380,3 @@ SAMPLES = [
     Sample("arrow-stream", "arrow-stream", lambda f: arrow_ipc(f, stream=True), table=read_ipc),
     Sample("feather", "arrow", feather, table=read_ipc),
 ]  # fmt: skip
-
-
-def write_safetensors_raw(path: Path, header: Any, data: bytes = b"") -> Path:
-    """A safetensors file with whatever header."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    return path

@@ -1,0 +1,133 @@
+"""The shared cache, side by side with what it replaces.
+
+Covers: attaching, cold loads (cache_cold.py), the first epoch, many processes at once. Does not cover: other
+libraries (peers.py), decoding alone (formats.py), cold disks, where the disk decides: sources are in the page cache.
+
+    python bench/cache.py [--rounds 7] [--only attach,cold,gzip,epoch,storm] [--scale 1.0] [--results DIR]
+
+Nothing is asserted: a target that is missed is printed as missed. With --only the other parts' results are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import legroom
+from cache_cold import cold, gzip, storm
+from cache_rig import Bench, Measured, preload
+from measure import (
+    RESULTS,
+    Row,
+    alternate,
+    as_json,
+    best,
+    in_words,
+    kept,
+    machine,
+    places,
+    save,
+    show,
+    spreads,
+    timed,
+)
+
+
+def opened(path: Path) -> Callable[[], float]:
+    """Seconds to attach and read the first row; unmapping is outside the clock."""
+
+    def work() -> float:
+        start = time.perf_counter()
+        data = legroom.open(path)
+        data["images"][0].max()
+        seconds = time.perf_counter() - start
+        data.ready()
+        return seconds
+
+    return work
+
+
+def attach(bench: Bench) -> Measured:
+    """An entry that is there already: how long until the first row has been read."""
+    path, small, large = bench.file(368, "a"), bench.file(100, "small"), bench.file(1000, "large")
+    for one in (path, small, large):
+        legroom.open(one).ready()
+    figures = alternate(
+        {"legroom": opened(path), "h5py": lambda: timed(lambda: preload(path))}, 3 * bench.rounds
+    )
+    sizes = alternate({"small": opened(small), "large": opened(large)}, 10 * bench.rounds)
+    fresh: dict[str, list[dict[str, float]]] = {"first": [], "preload": []}
+    for _ in range(bench.rounds):
+        for scene, found in fresh.items():
+            found.append(bench.child(scene, path))
+    least, by_size = best(figures), best(sizes)
+    first, other = (min(one["first_ms"] for one in fresh[scene]) for scene in fresh)
+    rows = [
+        Row(f"attach and first row, {bench.size(368)}", 1e3 * least["legroom"], "ms", 1.0),
+        Row("  median of the rounds", 1e3 * median(figures["legroom"]), "ms", 1.0),
+        Row("h5py preload of the same file, warm", 1e3 * least["h5py"], "ms"),
+        Row("  times as long", least["h5py"] / least["legroom"], "×", 50, True),
+        Row("first open of a fresh process", first, "ms", note="imports apart"),
+        Row("  importing legroom.open after numpy", min(one["legroom_ms"] for one in fresh["first"]), "ms"),
+        Row("  h5py preload in a fresh process", other, "ms"),
+        Row("  times as long", other / first, "×", 50, True),
+        Row(f"{bench.size(1000)} against {bench.size(100)}", by_size["large"] / by_size["small"], "×", 1.5),
+        Row("  medians", median(sizes["large"]) / median(sizes["small"]), "×", 1.5),
+    ]
+    return rows, {**spreads(figures), **spreads(sizes), "fresh": fresh}
+
+
+def epoch(bench: Bench) -> Measured:
+    """The first epoch of a fresh process against its second."""
+    path = bench.file(368, "epoch")
+    with legroom.open(path) as data:
+        count, npy = len(data["images"]), data.where("images").path
+    runs: dict[str, list[list[float]]] = {"at-once": [], "ready": [], "plain": []}
+    for _ in range(bench.rounds):
+        for how, found in runs.items():
+            found.append(bench.child("epochs", path, how, count, npy)["rates"])
+    rows = []
+    for how, target in (("at-once", 0.65), ("ready", 0.85), ("plain", None)):
+        firsts, seconds = [run[0] for run in runs[how]], [run[1] for run in runs[how]]
+        name = {
+            "at-once": "started at once",
+            "ready": "after data.ready()",
+            "plain": "no pre-fault (np.load)",
+        }[how]
+        note = f"{max(firsts):.1f} of {max(seconds):.1f} GB/s"
+        rows.append(
+            Row(f"first epoch, {name}", max(firsts) / max(seconds), "of the second", target, True, note)
+        )
+        middle = median(one / two for one, two in zip(firsts, seconds, strict=True))
+        rows.append(Row("  median of the runs' ratios", middle, "of the second", target, True))
+    return rows, {"gigabytes_per_second": runs}
+
+
+PARTS = {"attach": attach, "cold": cold, "gzip": gzip, "epoch": epoch, "storm": storm}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--only", default=",".join(PARTS), help="comma-separated: " + ", ".join(PARTS))
+    options.add_argument("--scale", type=float, default=1.0, help="of every size, to see that it runs")
+    options.add_argument("--results", type=Path, default=RESULTS)
+    given = options.parse_args()
+    where = machine("numpy", "h5py", "isal", "xxhash")
+    print(in_words(where))
+    parts: dict[str, Any] = kept("cache", given.results).get("parts", {})
+    for name in given.only.split(","):
+        with places() as (memory, disk):
+            rows, raw = PARTS[name](Bench(memory, disk, given.rounds, given.scale))
+        run = {"machine": where, "rounds": given.rounds, "scale": given.scale}
+        parts[name] = {**run, "rows": as_json(rows), "raw": raw}
+        print(f"\n{PARTS[name].__doc__}\n{show(rows)}", flush=True)
+    print(f"\nkept in {save('cache', {'parts': parts}, given.results)}")
+
+
+if __name__ == "__main__":
+    main()

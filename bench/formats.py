@@ -1,0 +1,127 @@
+"""Loading compressed HDF5: Legroom's reader and h5py's own, side by side.
+
+Covers: image-like data in gzip chunks, with and without shuffle, and plain contiguous data; both fill the
+same kind of buffer from a file in the page cache. Does not cover: cold disks, where the disk decides.
+
+    python bench/formats.py [--mb 295] [--rounds 5] [--only gzip] [--json]
+
+The two take turns, so that whatever else the machine does falls on both; the best of the rounds counts. Only
+ratios travel from machine to machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from legroom.formats.detect import open_source
+from legroom.formats.fill import threads
+
+CASES: dict[str, dict[str, object]] = {
+    "gzip, a chunk an image": {"chunks": True, "compression": "gzip"},
+    "gzip, shuffle": {"chunks": True, "compression": "gzip", "shuffle": True},
+    "gzip, shuffle, float32": {"chunks": True, "compression": "gzip", "shuffle": True, "dtype": "f4"},
+    "gzip, fletcher32": {"chunks": True, "compression": "gzip", "fletcher32": True},
+    "chunked, not compressed": {"chunks": True},
+    "contiguous": {},
+}
+
+
+def images(count: int) -> np.ndarray:
+    """Smooth shapes and sensor noise: compresses about as photographs do, which is little."""
+    rng = np.random.default_rng(0)
+    made = np.empty((count, 256, 256, 3), np.uint8)
+    for image in made:
+        coarse = rng.integers(0, 255, (16, 16, 3)).astype(np.float32)
+        smooth = np.kron(coarse, np.ones((16, 16, 1), np.float32))
+        image[...] = np.clip(smooth + rng.normal(0, 3, smooth.shape), 0, 255)
+    return made
+
+
+def write(path: Path, data: np.ndarray, options: dict[str, object]) -> None:
+    options = dict(options)
+    data = data.astype(str(options.pop("dtype", "u1")))
+    if options.pop("chunks", False):
+        options["chunks"] = (1, *data.shape[1:])
+    with h5py.File(path, "w") as file:
+        file.create_dataset("images", data=data, **options)
+
+
+def by_h5py(path: Path) -> np.ndarray:
+    with h5py.File(path, "r") as file:
+        return file["images"][:]
+
+
+def by_legroom(path: Path) -> np.ndarray:
+    with open_source(path) as reader:
+        (spec,) = reader.describe().items
+        out = np.empty(spec.shape, spec.dtype)
+        reader.read_into("images", out)
+    return out
+
+
+def timed(read: Callable[[Path], np.ndarray], path: Path) -> float:
+    start = time.perf_counter()
+    read(path)
+    return time.perf_counter() - start
+
+
+def measure(path: Path, rounds: int) -> dict[str, float]:
+    """The best of each, taking turns; the arrays are compared first, which also warms the page cache."""
+    np.testing.assert_array_equal(by_legroom(path), by_h5py(path))
+    times: dict[str, list[float]] = {"h5py": [], "legroom": []}
+    for _ in range(rounds):
+        times["h5py"].append(timed(by_h5py, path))
+        times["legroom"].append(timed(by_legroom, path))
+    best = {name: min(found) for name, found in times.items()}
+    return {**best, "ratio": best["h5py"] / best["legroom"]}
+
+
+def load() -> float | None:
+    """How busy the machine was: more than a few tenths, and the ratios are somebody else's too."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--mb", type=int, default=295, help="megabytes of data (10**6), uncompressed")
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--only", default="", help="measure only the cases whose names contain this")
+    options.add_argument("--json", action="store_true")
+    given = options.parse_args()
+    results = {}
+    with tempfile.TemporaryDirectory(prefix="legroom-bench-") as folder:
+        whole = images(given.mb * 10**6 // (256 * 256 * 3))
+        for name, case in CASES.items():
+            if given.only not in name:
+                continue
+            path = Path(folder) / "data.h5"
+            data = whole[: len(whole) // 4] if case.get("dtype") == "f4" else whole
+            write(path, data, case)
+            result = measure(path, given.rounds)
+            results[name] = {
+                **result,
+                "file_bytes": os.path.getsize(path),
+                "threads": threads(),
+                "load": load(),
+            }
+            path.unlink()
+            times = (
+                f"h5py {result['h5py']:.3f} s   legroom {result['legroom']:.3f} s   {result['ratio']:.2f}x"
+            )
+            print(f"{name:26} {times}   (load {load()})", file=sys.stderr if given.json else sys.stdout)
+    if given.json:
+        print(json.dumps({"schema": "legroom.bench.formats/1", "megabytes": given.mb, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
