@@ -76,6 +76,7 @@ def trial(
     folder.mkdir()
     paths = [str(path) for path in (source, folder, memory / "t")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(SOURCES), str(BENCH)))}
+    env |= {"TMPDIR": str(folder), "GLOG_log_dir": str(folder)}  # what they leave there goes with it
     env |= {"HF_HOME": str(folder / "hf_home"), "HF_HUB_OFFLINE": "1", "RAY_DEDUP_LOGS": "0"}
     command = apart([python, "-m", "peer.trial", name, *paths, json.dumps(asked)])
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -89,6 +89,10 @@ class Filler:
                 whole = piece.shift == 0 and piece.skip == 0
                 self._slabs[key] = reader.slabs(piece.name) if whole and self._extents[key] is None else None
 
+    def written(self, target: ArrayTarget) -> bool:
+        """Whether the whole array comes in slabs, which are written and need no map."""
+        return all(self._slabs[piece.source, piece.name] is not None for piece in target.pieces)
+
     def array(self, target: ArrayTarget, fd: int, allocated: Iterable[int]) -> None:
         """Fill one array's file as its blocks come: ``allocated`` says up to which byte they are there.
 
@@ -193,8 +197,9 @@ class Filler:
         return [(total, length)]
 
     def _put(self, slab: Slab, fd: int, to: int) -> list[Part]:
-        """Decode a slab and write it; blocks are there, and writing spares the page faults of a map."""
+        """Decode a slab and write it: that spares the page faults of a map, and takes blocks or is refused."""
         crc, total, done = checksum.crc32(), 0, 0
+        self._again(slab.nbytes)
         for part in slab.decode():
             total = crc(part, total)
             write_all(fd, part, to + done)

@@ -21,7 +21,7 @@ from legroom.cache.find import Request
 from legroom.cache.identity import Source
 from legroom.cache.manifest import Array, Table, stamp_of
 from legroom.cache.numa import interleaved
-from legroom.cache.place import filesystem
+from legroom.cache.place import filesystem, in_memory
 from legroom.cache.plan import Plan
 from legroom.cache.steps import step
 from legroom.cache.work import Work
@@ -126,7 +126,8 @@ def _allocate(job: Job, work: Work, filler: Filler) -> None:
     with interleaved():  # pages in memory lie where the thread is that takes them
         for target in job.plan.arrays:
             fd = work.create(target.file)
-            filler.array(target, fd, work.allocate(fd, target.header, target.size))
+            room = work.promise if in_memory(work.store) and filler.written(target) else work.allocate
+            filler.array(target, fd, room(fd, target.header, target.size))
 
 
 def _decodes(job: Job) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import threading
 from collections.abc import Iterator
 
 from legroom.cache import locks, room, trash
@@ -20,7 +21,7 @@ from legroom.cache.place import Store
 from legroom.cache.steps import step
 from legroom.errors import NoRoom
 
-_CREDIT = 4 << 20
+_CREDIT = 16 << 20
 
 
 class Work:
@@ -31,6 +32,7 @@ class Work:
         self.store, self.need = store, need
         self.ident = secrets.token_hex(8)
         self.folder = trash.BUILDING + self.ident
+        self._counting = threading.Lock()  # threads that write ask too
         self._credit = 0  # bytes that may be taken before memory is looked at again
         self.lock_file = f"building-{self.ident}.lock"
         self.fd = -1
@@ -69,6 +71,20 @@ class Work:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(name, flags, 0o600, dir_fd=self.fd)
 
+    def promise(self, fd: int, header: bytes, size: int) -> Iterator[int]:
+        """Write a file's header and leave its blocks to those who write the rest, asking ``again`` each time.
+
+        For files in memory that are written and not mapped: there a write takes its pages or is refused, and
+        taking them beforehand would only clear them once more.
+        """
+        try:
+            os.ftruncate(fd, size)
+            os.pwrite(fd, header, 0)
+        except OSError as problem:
+            self.raise_full(problem)
+            raise
+        yield size
+
     def allocate(self, fd: int, header: bytes, size: int) -> Iterator[int]:
         """Take the blocks of a file in steps and write its header; up to which byte they are there."""
         try:
@@ -83,14 +99,15 @@ class Work:
 
     def again(self, count: int) -> None:
         """Look once more before ``count`` bytes are taken; raises NoRoom where they have become too many."""
-        if count <= self._credit:
-            self._credit -= count
-            return
-        bound = room.tightest(room.bounds_now(self.store))
-        if count > bound.free:
-            raise room.no_room(self.store, self.need, count - bound.free, bound)
-        # Thousands of small arrays need not each ask the cgroup: one look is good for a few megabytes.
-        self._credit = min(_CREDIT, (bound.free - count) // 8)
+        with self._counting:
+            if count <= self._credit:
+                self._credit -= count
+                return
+            bound = room.tightest(room.bounds_now(self.store))
+            if count > bound.free:
+                raise room.no_room(self.store, self.need, count - bound.free, bound)
+            # Thousands of small arrays need not each ask the cgroup: one look is good for some megabytes.
+            self._credit = min(_CREDIT, (bound.free - count) // 8)
 
     def write(self, name: str, data: bytes) -> None:
         """A small file, whole; one of that name is replaced."""
