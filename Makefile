@@ -39,6 +39,7 @@ bench: $(READY) ## measure: speed as ratios against peers, side by side
 	$(BIN)/python bench/formats.py
 	$(BIN)/python bench/cache.py
 	$(BIN)/python bench/peers.py
+	$(BIN)/python bench/tables.py
 
 gpu: ## every GPU test, real rig and experiment, with the machine's own python3 and nothing else
 	PYTHONPATH=$(CURDIR)/src python3 -m pytest -p no:cacheprovider -c tests/gpu/pytest.ini --rootdir . \

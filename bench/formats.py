@@ -36,14 +36,14 @@ CASES: dict[str, dict[str, object]] = {
 }
 
 
-def images(count: int) -> np.ndarray:
-    """Smooth shapes and sensor noise: compresses about as photographs do, which is little."""
+def images(count: int, noise: float = 3) -> np.ndarray:
+    """Smooth shapes and sensor noise: compresses about as photographs do, which is little; without noise, well."""
     rng = np.random.default_rng(0)
     made = np.empty((count, 256, 256, 3), np.uint8)
     for image in made:
         coarse = rng.integers(0, 255, (16, 16, 3)).astype(np.float32)
         smooth = np.kron(coarse, np.ones((16, 16, 1), np.float32))
-        image[...] = np.clip(smooth + rng.normal(0, 3, smooth.shape), 0, 255)
+        image[...] = np.clip(smooth + rng.normal(0, noise, smooth.shape), 0, 255)
     return made
 
 

@@ -1,0 +1,106 @@
+"""The results as a page of the documentation, made from the JSON files alone.
+
+python bench/tables.py            write docs/benchmarks.md and its picture
+python bench/tables.py --check    is the page what the results say?
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
+PAGE, PICTURE = DOCS / "benchmarks.md", "benchmarks-peers.png"
+
+INTRO = """# Benchmarks
+
+Measured by `make bench`, drawn up by `bench/tables.py` from `bench/results/`. Figures are one machine's; what counts
+are the ratios, taken side by side in one run, contenders alternating, the best of the rounds. How each is taken is in
+`bench/README.md`.
+"""
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "" if value is None else f"{value:.{digits}g}"
+
+
+def machine(about: dict[str, Any]) -> str:
+    packages = ", ".join(f"{name} {version}" for name, version in about["packages"].items())
+    return (
+        f"{about['cpus']} × {about['cpu']}, {about['system']}, Python {about['python']}, {packages}; {about['when']}, "
+        f"load {about['load']:.2g} when it began."
+    )
+
+
+def cache_table(found: dict[str, Any]) -> str:
+    lines = [
+        "## The cache against what it replaces",
+        "",
+        machine(found["machine"]),
+        "",
+        "| | measured | target | |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in found["rows"]:
+        sign = "≥" if row["at_least"] else "≤"
+        target = "" if row["target"] is None else f"{sign} {number(row['target'])}"
+        state = {None: "", True: "holds", False: "missed"}[row["holds"]]
+        note = "; ".join(part for part in (state, row["note"]) if part)
+        what = row["what"].strip() if not row["what"].startswith("  ") else f"– {row['what'].strip()}"
+        lines.append(f"| {what} | {number(row['value'])} {row['unit']} | {target} | {note} |")
+    return "\n".join(lines)
+
+
+def peer_row(peer: dict[str, Any], counts: list[str]) -> str:
+    title = f"{peer['title']} {peer['version'] or ''}".strip()
+    found = peer.get("summary")
+    if not found:
+        return f"| {title} | not measured: {peer.get('why', 'it does not import')} |" + " |" * 5
+    memory = " / ".join(f"{found['memory'][count]['beyond_bare_mb']:.0f}" for count in counts)
+    rates, killed = found["gather_gb_s"], found["killed"]
+    gather = f"{number(rates['own'])} / {number(rates['take']) or '–'}"
+    survived = f"{killed['others_finished']} of {killed['kills']}"
+    left = number(killed["left_tidied_mb"] or 0.0)
+    return f"| {title} | {number(found['attach_ms'])} | {memory} | {gather} | {survived} | {left} | {found['elects']} |"
+
+
+def peers_table(found: dict[str, Any]) -> str:
+    counts = found["processes"]
+    lines = [
+        f"## Ways to give several processes the same {found['megabytes']} MB",
+        "",
+        machine(found["machine"]),
+        "",
+        f"| | attach, ms | MB beyond bare interpreters, {' / '.join(counts)} processes | gather GB/s, own / np.take | "
+        "others finish when the loader is killed | left behind, MB | one loader by |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *(peer_row(peer, counts) for peer in found["peers"].values()),
+        "",
+        f"![The same as a picture]({PICTURE})",
+    ]
+    return "\n".join(lines)
+
+
+def page() -> str:
+    cache, peers = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("cache", "peers"))
+    return "\n".join((INTRO, cache_table(cache), "", peers_table(peers), ""))
+
+
+def main() -> None:
+    if "--check" in sys.argv[1:]:
+        if (
+            PAGE.read_text() != page()
+            or (DOCS / PICTURE).read_bytes() != (RESULTS / "peers.png").read_bytes()
+        ):
+            sys.exit(f"{PAGE} is not what bench/results says: run bench/tables.py")
+        return
+    PAGE.write_text(page())
+    shutil.copyfile(RESULTS / "peers.png", DOCS / PICTURE)
+
+
+if __name__ == "__main__":
+    main()
