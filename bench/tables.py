@@ -48,7 +48,7 @@ TITLES = {
 
 
 NOTES = {
-    "gzip": "h5py neither hashes nor shares what it reads. A load that does is bound by the processors' time: with both "
+    "gzip": "h5py neither hashes nor shares what it reads. A load that does is bound by processor time: with both "
     "cores busy throughout, hashing with MD5 takes what decoding lacks, and for data that compress twentyfold "
     'writing the pages does. More cores, or `hash="xxh3"`, move that bound.',
 }
