@@ -46,31 +46,57 @@ def writable() -> bool:
         return True
 
 
-class Map:
-    """One mapped file; ``keep`` is held for as long as the map is."""
+class _Pages:
+    """Mapped addresses, unmapped when nobody has this any more."""
 
-    __slots__ = ("__weakref__", "_unmap", "address", "keep", "length", "writable")
+    __slots__ = ("_unmap", "address", "keep", "length")
+
+    def __init__(self, address: int, length: int, keep: object) -> None:
+        self.address, self.length, self.keep = address, length, keep
+        self._unmap = libc().munmap
+
+    def __del__(self) -> None:
+        # At exit other threads may still read; the kernel unmaps soon enough.
+        if not sys.is_finalizing():
+            self._unmap(self.address, self.length)
+
+
+class Map:
+    """One mapped file; ``keep`` is held for as long as the map is.
+
+    It has no finalizer of its own, on purpose. A weak reference to an object with one can still be followed while
+    the finalizer runs, and a background thread would read pages that are being unmapped; without one, a weak
+    reference gives either nothing or a map that stays.
+    """
+
+    __slots__ = ("__weakref__", "_pages", "writable")
 
     def __init__(self, fd: int, length: int, keep: object = None, *, offset: int = 0) -> None:
-        self.length = 0
-        self.keep = keep
         self.writable = writable()
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
-        self._unmap = libc().munmap
-        self.address = libc().mmap(None, length, protection, mmap.MAP_PRIVATE | _NORESERVE, fd, offset)
-        if self.address == _FAILED:
+        address = libc().mmap(None, length, protection, mmap.MAP_PRIVATE | _NORESERVE, fd, offset)
+        if address == _FAILED:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
-        self.length = length
+        self._pages = _Pages(address, length, keep)
+
+    @property
+    def address(self) -> int:
+        """Where it lies."""
+        return self._pages.address
+
+    @property
+    def length(self) -> int:
+        """Its bytes."""
+        return self._pages.length
+
+    @property
+    def keep(self) -> object:
+        """What is held along with it."""
+        return self._pages.keep
 
     def buffer(self) -> Any:
         """The bytes, as an object that keeps this map alive."""
         buffer: Any = (ctypes.c_char * self.length).from_address(self.address)
         buffer.map = self
         return buffer
-
-    def __del__(self) -> None:
-        # At exit other threads may still read; the kernel unmaps soon enough.
-        if self.length and not sys.is_finalizing():
-            self._unmap(self.address, self.length)
-            self.length = 0
