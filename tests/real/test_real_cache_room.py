@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import rigs
@@ -212,3 +213,35 @@ def test_a_user_in_another_pid_namespace_is_alive(tmp_path: Path, monkeypatch: p
         user.stdin.close()
     assert catalog.info(tmp_path / "a.npy").in_use is False
     reap.drop(tmp_path / "a.npy")
+
+
+BLIND = """
+import os, sys
+import legroom
+from legroom.cache import room
+
+room.bounds = room.bounds_now = lambda store, env=None: [room.Bound(1 << 40, "whoever looks sees room")]
+try:
+    legroom.open(sys.argv[1], backing="shm")
+except legroom.LegroomError as problem:
+    left = [name for name in os.listdir(f"/dev/shm/legroom-{os.geteuid()}") if name not in ("locks", "sources")]
+    print(problem.code, left, os.statvfs("/dev/shm").f_bfree * 4096 >> 20)
+"""
+
+
+@pytest.mark.real("mount")
+def test_compressed_chunks_that_meet_a_full_shm_are_refused(tmp_path: Path) -> None:
+    """They are written, not mapped: where the room went after it had been looked at, a write says so."""
+    rows = np.random.default_rng(0).integers(0, 4, (100, 1 << 20), np.uint8)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=rows, chunks=(1, 1 << 20), compression="gzip", compression_opts=1)
+    command = [sys.executable, "-c", BLIND, str(tmp_path / "a.h5")]
+    done = subprocess.run(
+        rigs.small_shm(command, "64m"),
+        env=environment(Path("/dev/shm"), tmp_path),
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["no-room", "[]", "63"] or done.stdout.split() == ["no-room", "[]", "64"], (
+        done.stderr
+    )
