@@ -21,7 +21,6 @@ from legroom.cache.prefault import Prefault
 from legroom.errors import UnreadableSource, UsageError
 from legroom.formats.protocol import Extent
 from legroom.formats.selection import Selection
-from legroom.model import Entry
 from legroom.words import say
 
 BACKINGS = ("auto", "shm", "disk", "inplace")
@@ -56,12 +55,6 @@ def open(
 
         return Data(in_place(request.paths, request.keys), request.keys, again)
     return _data(_attached(request, wait, progress), request)
-
-
-def load(path: Where | Iterable[Where], keys: str | Iterable[str] | None = None, **options: Any) -> Entry:
-    """Put the data into the cache, as ``open`` with the same options would, and let go of them; what is there now."""
-    with open(path, keys, **options) as data:
-        return data.info
 
 
 def disabled(env: Mapping[str, str]) -> bool:

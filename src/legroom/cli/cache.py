@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from legroom.cli import cache_view as view
-from legroom.cli.params import Duration, EntryName, Size
+from legroom.cli.params import DURATION, SIZE, EntryName
 from legroom.words import say
 
 _json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
@@ -126,11 +126,9 @@ def drop(what: str | None, everything: bool, force: bool, as_json: bool) -> int:
 
 @command.command()
 @click.option(
-    "--free", type=Size(), metavar="SIZE", help="Remove least recently used entries until this much is free."
+    "--free", type=SIZE, metavar="SIZE", help="Remove least recently used entries until this much is free."
 )
-@click.option(
-    "--older", type=Duration(), metavar="TIME", help="Remove entries not used for this long, as 7d."
-)
+@click.option("--older", type=DURATION, metavar="TIME", help="Remove entries not used for this long, as 7d.")
 @click.option(
     "--stale", is_flag=True, help="Remove entries whose file has since been replaced by another version."
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -11,28 +12,22 @@ from legroom.errors import LegroomError, UsageError
 from legroom.units import parse_duration, parse_size
 
 
-class Size(click.ParamType[int]):
-    """A number of bytes as people write it."""
+class Measure(click.ParamType[Any]):
+    """An amount as people write it, read by a function of units."""
 
-    name = "size"
+    def __init__(self, name: str, read: Callable[[str], Any]) -> None:
+        self.name = name
+        self._read = read
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            return parse_size(value)
+            return self._read(value)
         except UsageError as problem:
             self.fail(f"{problem.what}: {problem.fix[0]}", param, ctx)
 
 
-class Duration(click.ParamType[float]):
-    """Seconds as people write them."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            return parse_duration(value)
-        except UsageError as problem:
-            self.fail(f"{problem.what}: {problem.fix[0]}", param, ctx)
+SIZE = Measure("size", parse_size)
+DURATION = Measure("duration", parse_duration)
 
 
 class EntryName(click.ParamType[str]):
