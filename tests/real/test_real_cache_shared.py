@@ -35,7 +35,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 def wait_for_files(folder: Path, pattern: str, count: int, processes: list[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while len(list(folder.glob(pattern))) < count:
         assert time.monotonic() < deadline
         assert all(process.poll() in (None, 0) for process in processes)
