@@ -8,21 +8,50 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from legroom.version import VERSION
+
 if TYPE_CHECKING:
-    from legroom.cache.open import open
+    from legroom.budget.planning import plan
     from legroom.errors import LegroomError
+    from legroom.loader.collate import collate
+    from legroom.loader.dataloader import DataLoader
+    from legroom.loader.open import open
+    from legroom.loader.preflight import check
+    from legroom.loader.stream import stream
+    from legroom.loader.tuning import tune
     from legroom.model import Box
+    from legroom.monitor.script import watch
     from legroom.probe.box import snapshot
 
-__version__ = "0.1.0.dev0"
+__version__ = VERSION
 
-__all__ = ["Box", "LegroomError", "__version__", "open", "snapshot"]
+__all__ = [
+    "Box",
+    "DataLoader",
+    "LegroomError",
+    "__version__",
+    "check",
+    "collate",
+    "open",
+    "plan",
+    "snapshot",
+    "stream",
+    "tune",
+    "watch",
+]
 
 _HOMES = {
+    "DataLoader": "legroom.loader.dataloader",
+    "collate": "legroom.loader.collate",
+    "check": "legroom.loader.preflight",
+    "plan": "legroom.budget.planning",
     "Box": "legroom.model",
     "LegroomError": "legroom.errors",
-    "open": "legroom.cache.open",
+    "open": "legroom.loader.open",
     "snapshot": "legroom.probe.box",
+    "stream": "legroom.loader.stream",
+    "tune": "legroom.loader.tuning",
+    "watch": "legroom.monitor.script",
 }
 
 

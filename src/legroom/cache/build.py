@@ -31,6 +31,7 @@ from legroom.cache.steps import log, step
 from legroom.cache.work import Work
 from legroom.errors import EntryDamaged, NoRoom, NoStore, SourceChanged, StoreError
 from legroom.formats.detect import open_source
+from legroom.version import VERSION
 from legroom.words import say
 
 
@@ -257,15 +258,8 @@ def _manifest(job: Job, written: Written, options: Options) -> Manifest:
         built_at=time.time(),
         built_by=say(
             "legroom {version}, pid {pid} on {host}",
-            version=legroom_version(),
+            version=VERSION,
             pid=os.getpid(),
             host=socket.gethostname(),
         ),
     )
-
-
-def legroom_version() -> str:
-    """The version that builds, for the manifest."""
-    from legroom import __version__
-
-    return __version__

@@ -1,4 +1,4 @@
-"""``Data``: what ``legroom.open`` gives.
+"""``Data``: what the cache gives.
 
 Covers: names to arrays, tables and ragged rows; tensors; pickling by name; closing.
 Does not cover: attaching (attach.py), the torch Dataset (torchset.py), batches (loader).
@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -157,7 +157,7 @@ class Data(Mapping[str, Any]):
         """Let go of everything; arrays that somebody still holds stay valid. A second time does nothing."""
         self._contents = None
 
-    def __enter__(self) -> Data:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

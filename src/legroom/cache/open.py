@@ -1,6 +1,7 @@
-"""``legroom.open``: the data of a file, one copy for every process.
+"""The data of a file, one copy for every process.
 
-Covers: what the caller may give, and what is given back. Does not cover: how it comes about (find.py, build.py).
+Covers: what the caller may give, and what is given back. Does not cover: how it comes about (find.py, build.py), the
+public door ``legroom.open`` (loader), whose Data also have batches.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from legroom.cache import identity, locks, place
 from legroom.cache.attach import Attached, Damaged, OtherFormat, attach
@@ -25,9 +26,11 @@ from legroom.words import say
 
 BACKINGS = ("auto", "shm", "disk", "inplace")
 Where = str | os.PathLike[str]
+D = TypeVar("D", bound=Data)
 
 
-def open(
+def open_as(
+    kind: type[D],
     path: Where | Iterable[Where],
     keys: str | Iterable[str] | None = None,
     *,
@@ -36,25 +39,20 @@ def open(
     wait: bool = True,
     progress: Callable[[int, int], None] | None = None,
     evict: bool = True,
-) -> Data:
-    """The arrays of a file (or of several, joined along the first axis), shared by every process of this user.
-
-    ``keys`` names the items to take; ``backing`` is auto, shm, disk or inplace; ``progress`` is called with
-    (done, total) bytes; with ``wait=False`` a file that another process is loading raises NotLoaded; ``evict``
-    lets unused entries go when room is needed.
-    """
+) -> D:
+    """What ``legroom.open`` does (its words are there), giving a Data of that kind: layers above add to Data."""
     _check(backing, hash)
     request = Request(source_paths(path), Selection(keys).keys, backing, hash, evict)
-    again = (_reopen, (request, None, None, None))
+    again = (_reopen, (kind, request, None, None, None))
     if disabled(os.environ) or not locks.SUPPORTED:
         from legroom.cache.plain import in_process
 
-        return Data(in_process(request.paths, request.keys, progress), request.keys, again)
+        return kind(in_process(request.paths, request.keys, progress), request.keys, again)
     if backing == "inplace":
         from legroom.cache.plain import in_place
 
-        return Data(in_place(request.paths, request.keys), request.keys, again)
-    return _data(_attached(request, wait, progress), request)
+        return kind(in_place(request.paths, request.keys), request.keys, again)
+    return _data(kind, _attached(request, wait, progress), request)
 
 
 def disabled(env: Mapping[str, str]) -> bool:
@@ -109,7 +107,7 @@ def _attached(request: Request, wait: bool, progress: Callable[[int, int], None]
     return build(request, wait=wait, progress=progress)
 
 
-def _data(attached: Attached, request: Request) -> Data:
+def _data(kind: type[D], attached: Attached, request: Request) -> D:
     manifest = attached.manifest
     memory = attached.backing == "shm"
     extents = {
@@ -128,7 +126,8 @@ def _data(attached: Attached, request: Request) -> Data:
         findings=attached.findings,
     )
     root = os.fspath(attached.root)
-    return Data(contents, request.keys, (_reopen, (request, root, attached.backing, manifest.key)))
+    again = (_reopen, (kind, request, root, attached.backing, manifest.key))
+    return kind(contents, request.keys, again)
 
 
 def _tables(attached: Attached) -> dict[str, list[Path]]:
@@ -138,7 +137,7 @@ def _tables(attached: Attached) -> dict[str, list[Path]]:
     return found
 
 
-def _reopen(request: Request, root: str | None, backing: Any, key: str | None) -> Data:
+def _reopen(kind: type[D], request: Request, root: str | None, backing: Any, key: str | None) -> D:
     """In another process: the same entry by name, else the same source."""
     if root is not None and key is not None and not disabled(os.environ) and locks.SUPPORTED:
         candidate = place.Candidate(Path(root).parent, backing, named=True)
@@ -147,7 +146,9 @@ def _reopen(request: Request, root: str | None, backing: Any, key: str | None) -
                 with place.open_store(candidate, make=False) as store:
                     found = attach(store, key)
                 if found is not None:
-                    return _data(found, request)
+                    return _data(kind, found, request)
         except (OSError, place.Unfit, Damaged, OtherFormat):
             pass  # whatever is wrong with it, opening the source says so or builds it anew
-    return open(request.paths, request.keys, backing=request.backing, hash=request.hash, evict=request.evict)
+    return open_as(
+        kind, request.paths, request.keys, backing=request.backing, hash=request.hash, evict=request.evict
+    )

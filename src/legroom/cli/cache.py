@@ -46,7 +46,7 @@ def load(
     as_json: bool,
 ) -> None:
     """Load files into the cache, so that every process finds them there."""
-    from legroom.cache.open import open as open_data
+    from legroom.loader.open import open as open_data
 
     names = [name.strip() for name in keys.split(",") if name.strip()] if keys else None
     loaded: list[dict[str, Any]] = []

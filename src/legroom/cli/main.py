@@ -15,12 +15,18 @@ from importlib import import_module
 
 import click
 
-from legroom import __version__
 from legroom.errors import EXIT_USAGE, LegroomError
+from legroom.version import VERSION
 
 # One line each, so that --help needs none of the modules.
 VERBS = {
     "doctor": "What is short on this box, why, and what to type about it.",
+    "plan": "How big a box GPUs × jobs need, and how many jobs fit this one.",
+    "check": "Whether this training fits here now, and the largest settings that fit.",
+    "tune": "Loader and batch settings that keep up at the least memory.",
+    "watch": "Memory over time: what fills, how fast, by whom, when it is full.",
+    "run": "Run a training, say which memory kills it, go on with less.",
+    "explain": "Which memory killed a training, from its log alone.",
     "cache": "One copy of a dataset for every process: load, look, remove.",
 }
 
@@ -56,7 +62,7 @@ class Verbs(click.Group):
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, "--version", "-V", prog_name="legroom")
+@click.version_option(VERSION, "--version", "-V", prog_name="legroom")
 def cli() -> None:
     """Memory room for training: what will run out on this box, and what to do about it here.
 

@@ -1,0 +1,383 @@
+"""data.batches: what comes out, epochs, stopping and going on, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from batch_data import ROWS, flat, labels, plain, write
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import legroom
+from legroom.errors import MissingKey, MissingPackage, UnsupportedData, UsageError
+from legroom.loader.open import Data
+from legroom.loader.order import permutation
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Data:
+    return plain(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Data]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield plain(tmp_path_factory.mktemp("rows"), patch)
+
+
+def test_batches_in_order(data: Data) -> None:
+    batches = data.batches(10)
+    found = list(batches)
+    assert len(batches) == len(found) == 10
+    assert list(found[0]) == ["images", "labels"]
+    assert isinstance(found[0]["images"], torch.Tensor) and found[0]["images"].dtype is torch.float32
+    assert found[0]["images"].shape == (10, 4, 3) and found[-1]["images"].shape == (7, 4, 3)
+    assert labels(batches) == [list(range(at, min(at + 10, ROWS))) for at in range(0, ROWS, 10)]
+    assert len(labels(data.batches(10, drop_last=True))) == 9
+    assert (batches.path, batches.why) == ("cpu", "no device was asked for")
+
+
+def test_numpy_and_transform(data: Data) -> None:
+    batch = next(iter(data.batches(3, format="numpy", keys="labels", transform=lambda b: b["labels"] * 2)))
+    assert isinstance(batch, np.ndarray) and batch.tolist() == [0, 2, 4]
+
+
+def test_the_data_are_not_written_to_through_a_batch(data: Data) -> None:
+    for batch in data.batches(97):
+        batch["images"].zero_()
+    assert data["images"][5, 0, 0] == 5
+
+
+def test_order_is_a_function_of_seed_and_epoch(data: Data) -> None:
+    for _ in range(2):
+        found = flat(labels(data.batches(7, shuffle=True, seed=3, epoch=4)))
+        assert found == permutation(ROWS, 3, 4).tolist()
+
+
+def test_epochs_advance_over_the_data(data: Data) -> None:
+    seen = [flat(labels(data.batches(16, shuffle=True))) for _ in range(3)]
+    assert seen == [permutation(ROWS, 0, epoch).tolist() for epoch in range(3)]
+    again = data.batches(16, shuffle=True)
+    assert [flat(labels(again)) for _ in range(2)] == [permutation(ROWS, 0, e).tolist() for e in (3, 4)]
+    labels(data.batches(16))  # a loop without an order does not count
+    assert data.next_epoch == 5
+
+
+def test_a_set_epoch_stays(data: Data) -> None:
+    batches = data.batches(16, shuffle=True, epoch=2)
+    assert labels(batches) == labels(batches)
+    batches.set_epoch(6)
+    assert flat(labels(batches)) == permutation(ROWS, 0, 6).tolist()
+    assert data.next_epoch == 0
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(chance=st.data())
+def test_interrupted_or_not_is_the_same(shared: Data, chance: st.DataObject) -> None:
+    size, world = chance.draw(st.integers(1, 30)), chance.draw(st.integers(1, 4))
+    options: dict[str, Any] = {
+        "shuffle": chance.draw(st.booleans()),
+        "seed": chance.draw(st.integers(0, 9)),
+        "uneven": chance.draw(st.sampled_from(["pad", "drop", "all"])),
+        "drop_last": chance.draw(st.booleans()),
+        "world_size": world,
+        "rank": chance.draw(st.integers(0, world - 1)),
+    }
+    whole: list[list[int]] = []
+    shared.next_epoch = 5
+    for _ in range(2):
+        whole += labels(shared.batches(size, **options))
+    shared.next_epoch = 5
+    parts: list[list[int]] = []
+    batches = shared.batches(size, **options)
+    for _ in range(chance.draw(st.integers(0, 4))):
+        parts += labels(batches, chance.draw(st.integers(0, len(batches))))
+        state = json.loads(json.dumps(batches.state_dict()))
+        shared.next_epoch = 0  # as in a new process
+        batches = shared.batches(size, **options)
+        batches.load_state_dict(state)
+    while len(parts) < len(whole):
+        parts += labels(batches, len(whole) - len(parts))
+    assert parts == whole
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(chance=st.data())
+def test_every_row_once_whatever_the_worlds(shared: Data, chance: st.DataObject) -> None:
+    state: dict[str, Any] | None = None
+    seen: list[int] = []
+    for stop in [*chance.draw(st.lists(st.integers(0, 4), max_size=4)), None]:
+        world, size = chance.draw(st.integers(1, 5)), chance.draw(st.integers(1, 20))
+        after = None
+        for rank in range(world):
+            batches = shared.batches(
+                size, shuffle=True, seed=1, epoch=3, uneven="all", rank=rank, world_size=world
+            )
+            if state is not None:
+                batches.load_state_dict(state)
+            loop = iter(batches)
+            for _ in range(1000 if stop is None else stop):
+                if (batch := next(loop, None)) is None:
+                    break
+                seen += batch["labels"].tolist()
+            after = after or batches.state_dict()
+        state = after
+        if state["position"] == 0 and seen:  # the epoch ended before the stop
+            break
+    assert sorted(seen) == list(range(ROWS))
+
+
+def test_state_counts_what_was_handed_out(data: Data) -> None:
+    batches = data.batches(10, shuffle=True)
+    assert batches.state_dict()["position"] == 0
+    loop = iter(batches)
+    for number in range(1, 4):
+        next(loop)
+        assert (batches.state_dict()["epoch"], batches.state_dict()["position"]) == (0, 10 * number)
+    for _ in loop:
+        pass
+    assert (batches.state_dict()["epoch"], batches.state_dict()["position"]) == (1, 0)
+
+
+def test_a_loaded_epoch_may_be_set_again(data: Data) -> None:
+    batches = data.batches(10, shuffle=True, epoch=4)
+    taken = labels(batches, 3)
+    again = data.batches(10, shuffle=True)
+    again.load_state_dict(batches.state_dict())
+    again.set_epoch(4)
+    assert flat(taken + labels(again)) == permutation(ROWS, 0, 4).tolist()
+    again.load_state_dict(batches.state_dict())
+    again.set_epoch(5)  # another epoch begins at its beginning
+    assert flat(labels(again)) == permutation(ROWS, 0, 5).tolist()
+
+
+def test_states_of_something_else_are_refused(data: Data, tmp_path: Path) -> None:
+    state = data.batches(10, shuffle=True, seed=1).state_dict()
+    for options, words in (({"seed": 2}, "seed=1"), ({"shuffle": False, "seed": 1}, "shuffle=True")):
+        with pytest.raises(UsageError, match=words):
+            data.batches(10, **{"shuffle": True, **options}).load_state_dict(state)
+    batches = data.batches(10, shuffle=True, seed=1)
+    for change in (
+        {"rows": 96}, {"columns": ["images float64[97, 4, 3]"]}, {"version": 2}, {"position": 98}, {"epoch": -1}
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match="state"):
+            batches.load_state_dict({**state, **change})
+    with pytest.raises(UsageError, match="no state of batches"):
+        batches.load_state_dict({"step": 3})
+    batches.load_state_dict({**state, "digest": "md5:0123"})  # here nothing was hashed: the columns decide
+
+
+def test_a_state_of_the_cache_needs_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("LEGROOM_SHM", "LEGROOM_DIR"):
+        (tmp_path / variable).mkdir(mode=0o700)
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    path = write(tmp_path)
+    with legroom.open(path) as data:
+        batches = data.batches(10)
+        taken = labels(batches, 4)
+        state = batches.state_dict()
+        assert state["digest"].startswith("md5:")
+        copy = pickle.loads(pickle.dumps(batches))
+        assert labels(copy) == labels(data.batches(10))
+    with legroom.open(path, backing="inplace") as data:
+        batches = data.batches(10)
+        batches.load_state_dict(state)
+        assert flat(taken + labels(batches)) == list(range(ROWS))
+    with h5py.File(path, "r+") as file:
+        file["images"][0] = 1
+    with legroom.open(path) as data, pytest.raises(UsageError, match="other data"):
+        data.batches(10).load_state_dict(state)
+
+
+def test_two_loops_at_once_and_a_loop_left_early(data: Data) -> None:
+    batches = data.batches(9, shuffle=True, epoch=1)
+    for one, other in zip(batches, batches, strict=True):
+        assert torch.equal(one["labels"], other["labels"])
+    for _ in batches:
+        break
+    assert flat(labels(batches)) == permutation(ROWS, 0, 1).tolist()
+
+
+def test_a_batch_whose_transform_fails_is_not_lost(data: Data) -> None:
+    calls: list[int] = []
+
+    def fails_once(batch: dict[str, Any]) -> dict[str, Any]:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("once")
+        return batch
+
+    loop = iter(data.batches(50, transform=fails_once))
+    assert next(loop)["labels"][0] == 0
+    with pytest.raises(RuntimeError, match="once"):
+        next(loop)
+    assert next(loop)["labels"][0] == 50
+
+
+def test_columns_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ragged = h5py.vlen_dtype(np.int32)
+    path = write(tmp_path, rows=4, ids=np.array([b"a", b"bb", b"c", b"d"]), empty=np.zeros((4, 0)))
+    with h5py.File(path, "r+") as file:
+        lists = file.create_dataset("lists", (4,), ragged)
+        for row in range(4):
+            lists[row] = np.arange(row, dtype=np.int32)
+        file.create_dataset("words", data=["null", "eins", "zwei", "drei"], dtype=h5py.string_dtype())
+        file["complex"] = np.arange(4) * 1j
+    monkeypatch.setenv("LEGROOM_DISABLE", "1")
+    batch = next(iter(legroom.open(path).batches(3, rank=1, world_size=2, uneven="all")))
+    assert batch["labels"].tolist() == [2, 3]
+    assert [row.tolist() for row in batch["lists"]] == [[0, 1], [0, 1, 2]]
+    assert isinstance(batch["lists"][0], torch.Tensor)
+    assert batch["words"] == ["zwei", "drei"]
+    assert batch["ids"].tolist() == [b"c", b"d"]  # torch has no texts: an array
+    assert batch["empty"].shape == (2, 0) and batch["complex"].dtype is torch.complex128
+
+
+def test_columns_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    monkeypatch.setenv("LEGROOM_DISABLE", "1")
+    table = pa.table({"x": np.arange(10.0), "y": np.arange(10)})
+    pq.write_table(table, tmp_path / "numbers.parquet")
+    data = legroom.open(tmp_path / "numbers.parquet")
+    batches = data.batches(4, shuffle=True, epoch=0)
+    assert flat(batch["y"].tolist() for batch in batches) == permutation(10, 0, 0).tolist()
+    assert next(iter(batches))["x"].dtype is torch.float64
+    pq.write_table(table.append_column("t", pa.array(["a"] * 10)), tmp_path / "texts.parquet")
+    with pytest.raises(UnsupportedData, match=r"keys=\['x', 'y'\]"):
+        legroom.open(tmp_path / "texts.parquet").batches(4)
+    assert list(next(iter(legroom.open(tmp_path / "texts.parquet").batches(4, keys=["y"])))) == ["y"]
+
+
+def test_groups_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "groups.h5"
+    with h5py.File(path, "w") as file:
+        file["train/x"], file["train/y"], file["test/x"] = np.arange(6), np.arange(6) * 2, np.arange(4)
+    monkeypatch.setenv("LEGROOM_DISABLE", "1")
+    data = legroom.open(path)
+    assert sorted(next(iter(data.batches(2, keys="train")))) == ["train/x", "train/y"]
+    with pytest.raises(UsageError, match=r"keys=\['train/x', 'train/y'\]"):
+        data.batches(2)
+
+
+def test_no_rows_no_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = plain(tmp_path, monkeypatch, rows=0).batches(3, shuffle=True, rank=1, world_size=2)
+    assert len(batches) == 0 and list(batches) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": 0}, "batch_size=0 makes no sense"),
+        ({"batch_size": -4}, "batch_size=-4"),
+        ({"batch_size": 2.5}, "batch_size=2.5"),
+        ({"batch_size": True}, "batch_size=True"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**64}, "seed="),
+        ({"epoch": -1}, "epoch=-1"),
+        ({"uneven": "some"}, "pad, drop, all"),
+        ({"format": "jax"}, "torch, numpy"),
+        ({"rank": 2, "world_size": 2}, "no rank 2 of 2"),
+        ({"rank": 2}, "say half"),
+        ({"transform": 3}, "cannot be called"),
+        ({"resident": True}, "resident=True needs a device"),
+        ({"format": "numpy", "device": "cuda"}, "no batches on cuda"),
+        ({"device": "mps"}, "mps"),
+        ({"keys": []}, "selects nothing"),
+    ],
+)
+def test_what_makes_no_sense_is_said(data: Data, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        data.batches(**{"batch_size": 4, **options})
+    assert caught.value.fix
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
+def test_no_cuda_is_said(data: Data) -> None:
+    with pytest.raises(UsageError, match="no CUDA here") as caught:
+        data.batches(4, device="cuda")
+    assert caught.value.why and caught.value.fix
+
+
+def test_names_and_lengths_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = plain(tmp_path, monkeypatch, mean=np.zeros(3))
+    with pytest.raises(UsageError, match="mean has 3") as caught:
+        data.batches(4)
+    assert "keys=['images', 'labels']" in caught.value.fix[0]
+    assert len(data.batches(4, keys=["images", "labels"])) == 25
+    with pytest.raises(MissingKey, match="did you mean 'labels'"):
+        data.batches(4, keys=["images", "lables"])
+    scalar = plain(tmp_path, monkeypatch, version=3)
+    with pytest.raises(UnsupportedData, match="single value"):
+        scalar.batches(4)
+    data.close()
+    with pytest.raises(UsageError, match="closed"):
+        data.batches(4)
+
+
+def test_without_torch(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingPackage, match="format='numpy'"):
+        data.batches(4)
+    monkeypatch.delitem(sys.modules, "torch.distributed", raising=False)
+    assert next(iter(data.batches(4, format="numpy")))["labels"].tolist() == [0, 1, 2, 3]
+
+
+def test_loops_are_not_pickled_and_batches_are(data: Data) -> None:
+    batches = data.batches(4, shuffle=True, epoch=3)
+    with pytest.raises(UsageError, match="state_dict"):
+        pickle.dumps(iter(batches))
+    assert labels(pickle.loads(pickle.dumps(batches))) == labels(batches)
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        pickle.dumps(data.batches(4, transform=lambda batch: batch))
+
+
+def test_ranks_come_from_the_launcher(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setitem(os.environ, name, value)
+    batches = data.batches(10, uneven="drop")
+    assert (batches.share.rank, batches.share.world_size, len(batches)) == (1, 2, 5)
+    assert labels(batches)[0] == list(range(10, 20))
+
+
+def test_what_a_device_cannot_hold_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+
+    class Device:
+        path, why = "cuda-copy", "a test"
+
+        def gather(self, rows: np.ndarray[Any, Any]) -> dict[str, Any]:
+            told.append(rows)
+            return {"images": ("on the device", rows.tolist()), "labels": rows.tolist()}
+
+        def begin(self, rows: np.ndarray[Any, Any]) -> None:
+            told.append(rows)
+
+        def close(self) -> None: ...
+
+    def opened(columns: Any, entry: Any, device: object, *, resident: bool, files: Any) -> Device:
+        told.append((sorted(columns), entry.backing, device, resident, sorted(files)))
+        return Device()
+
+    monkeypatch.setattr("legroom.loader.cuda.open_gatherer", opened)
+    data = plain(tmp_path, monkeypatch, ids=np.array([b"id"] * ROWS))
+    batches = data.batches(60, device="cuda:1", resident=True)
+    assert told == [(["images", "labels"], "memory", "cuda:1", True, [])]
+    first, last = batches
+    assert (batches.path, batches.why) == ("cuda-copy", "a test")
+    assert sorted(first) == ["ids", "images", "labels"] and first["ids"].tolist() == [b"id"] * 60
+    assert last["labels"] == list(range(60, ROWS))
+    assert told[2] is told[3]  # the rows that were begun are the ones asked for
+    with pytest.raises(UnsupportedData, match="ids"):
+        data.batches(60, device="cuda:1", keys="ids")

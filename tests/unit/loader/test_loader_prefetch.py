@@ -1,0 +1,160 @@
+"""Batches made ahead of time: when, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import _thread
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from legroom.loader.prefetch import Ahead, pays
+
+NDArray = np.ndarray[Any, Any]
+
+
+class Slow:
+    """A gatherer that takes its time and remembers who asked."""
+
+    path, why = "cpu", "test"
+
+    def __init__(self, seconds: float = 0.01, problem: Exception | None = None) -> None:
+        self.seconds, self.problem, self.threads = seconds, problem, list[int]()
+
+    def gather(self, rows: NDArray) -> dict[str, Any]:
+        self.threads.append(_thread.get_ident())
+        time.sleep(self.seconds)
+        if self.problem is not None and len(self.threads) > 6:
+            raise self.problem
+        return {"rows": rows.copy()}
+
+    def begin(self, rows: NDArray) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def run(ahead: Ahead, batches: int, consume: Callable[[], object] = lambda: None) -> list[int]:
+    """A consumer's loop."""
+    rows, found = np.array([0]), []
+    for number in range(batches):
+        batch = ahead.gather(rows)
+        rows = np.array([number + 1])
+        ahead.begin(rows)
+        found.append(int(batch["rows"][0]))
+        consume()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("gathering", "consuming", "answer"),
+    [
+        (1e-3, 0.0, False),  # nobody would work at the same time
+        (1e-5, 1.0, False),  # nothing to gain
+        (1e-3, 1e-2, True),
+        (1e-3, 3e-4, False),
+        (1e-3, 5e-4, True),
+        (1.0, 0.1, False),
+    ],
+)
+def test_when_a_thread_pays(gathering: float, consuming: float, answer: bool) -> None:
+    assert pays(gathering, consuming) is answer
+
+
+def test_a_busy_consumer_gets_a_thread_and_an_idle_one_does_not() -> None:
+    busy, idle = Slow(), Slow()
+    assert run(Ahead(busy), 12, lambda: time.sleep(0.02)) == list(range(12))
+    assert run(Ahead(idle), 12) == list(range(12))
+    assert set(idle.threads) == {_thread.get_ident()}
+    assert len(set(busy.threads)) > 1
+
+
+def test_rows_that_were_not_begun_are_gathered_all_the_same() -> None:
+    ahead = Ahead(Slow())
+    run(ahead, 8, lambda: time.sleep(0.02))
+    other = np.array([99])
+    assert ahead.gather(other)["rows"].tolist() == [99]
+
+
+def test_a_problem_in_the_thread_comes_to_the_consumer() -> None:
+    slow = Slow(problem=MemoryError("no room"))
+    with pytest.raises(MemoryError, match="no room"):
+        run(Ahead(slow), 12, lambda: time.sleep(0.02))
+    assert slow.threads[-1] != _thread.get_ident()
+
+
+def test_nothing_stays_when_a_loop_is_left() -> None:
+    before = _thread._count()
+    slow = Slow()
+    gone = weakref.ref(slow)
+    ahead = Ahead(slow)
+    run(ahead, 8, lambda: time.sleep(0.02))
+    assert ahead._pending is not None
+    del ahead, slow
+    deadline = time.monotonic() + 60
+    while gone() is not None or _thread._count() > before:  # the thread lives as long as its batch takes
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+        gc.collect()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_does_not_wait_for_a_thread_it_has_not() -> None:
+    ahead = Ahead(Slow(0.05))
+    run(ahead, 6, lambda: time.sleep(0.06))
+    rows = np.array([41])
+    ahead.begin(rows)
+    child = os.fork()
+    if child == 0:
+        right = ahead.gather(rows)["rows"].tolist() == [41]
+        os._exit(0 if right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ahead.gather(rows)["rows"].tolist() == [41]
+
+
+LOOP = """
+import sys, tempfile, time, numpy as np, os
+os.environ["LEGROOM_DISABLE"] = "1"
+import legroom
+with tempfile.TemporaryDirectory() as folder:
+    np.save(folder + "/a.npy", np.zeros((4000, 20000), np.uint8))
+    data = legroom.open(folder + "/a.npy")
+    loop = iter(data.batches(200, shuffle=True, format="numpy"))
+    for number in range(8):
+        next(loop); time.sleep(0.01)
+    print("going", flush=True)
+    ACT
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "status"),
+    [("pass", 0), ("raise SystemExit(3)", 3), ("next(loop)\n    kept = loop, data", 0)],
+)
+def test_the_interpreter_ends(act: str, status: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOOP.replace("ACT", act)], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (status, "")
+
+
+def test_control_c_ends_it() -> None:
+    act = "while True:\n        for batch in data.batches(200, format='numpy'): time.sleep(0.002)"
+    with subprocess.Popen(
+        [sys.executable, "-c", LOOP.replace("ACT", act)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "going\n"
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, words = process.communicate(timeout=120)
+    assert "KeyboardInterrupt" in words and process.returncode == -signal.SIGINT
