@@ -33,8 +33,15 @@ class Gatherer(Protocol):
     streams or threads of its own, it starts in ``begin``.
     """
 
-    path: str  # "cpu", "cuda-registered", "cuda-pinned", "cuda-copy", "cuda-resident"
-    why: str  # one line: why this path
+    @property
+    def path(self) -> str:
+        """Which way: cpu, cuda-registered, cuda-pinned, cuda-copy or cuda-resident."""
+        ...
+
+    @property
+    def why(self) -> str:
+        """One line: why this way."""
+        ...
 
     def gather(self, rows: NDArray) -> Batch:
         """The batch of these rows: int64, in [0, n), not empty. The caller owns the batch for good."""

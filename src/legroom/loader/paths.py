@@ -56,7 +56,15 @@ class Joined:
 
     def __init__(self, first: Gatherer, rest: Gatherer, names: list[str]) -> None:
         self._first, self._rest, self._names = first, rest, names
-        self.path, self.why = first.path, first.why
+
+    @property
+    def path(self) -> str:
+        """The device's way, which may change (cuda_staged.py)."""
+        return self._first.path
+
+    @property
+    def why(self) -> str:
+        return self._first.why
 
     def gather(self, rows: NDArray) -> Batch:
         parts = {**self._first.gather(rows), **self._rest.gather(rows)}

@@ -1,0 +1,108 @@
+"""A CUDA device made of the processor's memory: what is asked of it is written down and done at once."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from legroom.loader.cuda_driver import Refused
+
+
+class FakeEvent:
+    def __init__(self, log: list[Any], stream: FakeStream) -> None:
+        self.log, self.stream = log, stream
+
+    def synchronize(self) -> None:
+        self.log.append(("wait for", self.stream.name))
+
+
+class FakeStream:
+    def __init__(self, log: list[Any], name: str) -> None:
+        self.log, self.name = log, name
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.log.append((self.name, "waits for", event.stream.name))
+
+    def synchronize(self) -> None:
+        self.log.append(("synchronize", self.name))
+
+
+class FakeDriver:
+    """Stands in for Driver; ``refuse`` names the calls that say no."""
+
+    def __init__(self, *refuse: str, free: int = 64 << 30, total: int = 80 << 30) -> None:
+        self.device = torch.device("cpu")
+        self.log: list[Any] = []
+        self.refuse = set(refuse)
+        self.registered: dict[int, int] = {}
+        self.lent: list[torch.Tensor] = []
+        self.pinned_sizes: list[int] = []
+        self._room = free, total
+        self._consumer = FakeStream(self.log, "consumer")
+        self._thread = threading.local()
+
+    def stream(self) -> FakeStream:
+        return FakeStream(self.log, "side")
+
+    def current(self) -> FakeStream:
+        found: FakeStream = getattr(self._thread, "stream", self._consumer)
+        return found
+
+    @contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        before, self._thread.stream = self.current(), stream
+        self.log.append(("on", stream.name))
+        try:
+            yield
+        finally:
+            self._thread.stream = before
+            self.log.append(("off", stream.name))
+
+    def mark(self, stream: FakeStream, *, sleep: bool = False) -> FakeEvent:
+        self.log.append(("mark", stream.name))
+        return FakeEvent(self.log, stream)
+
+    def lend(self, tensor: torch.Tensor, stream: FakeStream) -> None:
+        assert stream.name == "consumer"
+        self.lent.append(tensor)
+
+    def row_numbers(self, rows: np.ndarray[Any, Any]) -> torch.Tensor:
+        assert self.current().name == "side"
+        return torch.as_tensor(rows.copy())
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        if "pinned" in self.refuse or f"pinned {nbytes}" in self.refuse:
+            raise Refused("out of memory (2)")
+        self.pinned_sizes.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def room(self) -> tuple[int, int]:
+        return self._room
+
+    def why_no_registering(self) -> str | None:
+        return None
+
+    def register(self, address: int, length: int) -> None:
+        if "register" in self.refuse:
+            raise Refused("operation not permitted (800)")
+        assert address not in self.registered
+        self.registered[address] = length
+
+    def unregister(self, address: int) -> None:
+        if "unregister" in self.refuse:
+            raise Refused("invalid argument (1)")
+        del self.registered[address]
+
+    def window(self, address: int, words: int, width: int) -> torch.Tensor:
+        if "window" in self.refuse:
+            raise Refused("torch does not see registered memory in place")
+        start = next(base for base, length in self.registered.items() if base <= address < base + length)
+        assert address + words * width <= start + self.registered[start]
+        kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]
+        return torch.frombuffer((ctypes.c_char * (words * width)).from_address(address), dtype=kind)

@@ -1,0 +1,573 @@
+"""The CUDA gatherers against a device made of memory: which path, right rows, right order of events, lifetimes.
+
+What needs a real card is in tests/gpu/test_gpu_batches.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cuda_fake import FakeDriver
+
+from legroom.errors import NoRoom, UnsupportedData, UsageError
+from legroom.loader import cuda_driver, cuda_staged
+from legroom.loader.cuda import open_gatherer
+from legroom.loader.cuda_driver import Driver, Refused, open_driver
+from legroom.loader.cuda_keep import KEEP, Keep
+from legroom.loader.cuda_lane import STEPS_AHEAD
+from legroom.loader.cuda_rows import rows_of
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="maps files of shared memory")
+
+DTYPES = [
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "uint16",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
+SHM = SimpleNamespace(backing="shm")
+DISK = SimpleNamespace(backing="disk")
+
+
+class Stored:
+    """Columns in .npy files, as an entry has them."""
+
+    def __init__(self, folder: Path, **columns: np.ndarray[Any, Any]) -> None:
+        self.columns: dict[str, np.ndarray[Any, Any]] = {}
+        self.files: dict[str, tuple[Path, int]] = {}
+        for name, column in columns.items():
+            path = folder / f"{name}.npy"
+            np.save(path, column)
+            path.chmod(0o400)
+            self.columns[name] = np.load(path, mmap_mode="c") if column.size else column
+            self.files[name] = path, path.stat().st_size - column.nbytes
+
+    def open(self, driver: FakeDriver, entry: Any = SHM, **options: Any) -> Any:
+        return open_gatherer(self.columns, entry, "cuda", files=self.files, driver=driver, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[Stored]:
+    random = np.random.default_rng(3)
+    found = Stored(
+        tmp_path,
+        images=random.integers(0, 255, (50, 3, 5, 7), np.uint8),  # 105 bytes a row: one by one
+        heat=random.random((50, 4, 4), np.float32),
+        labels=np.arange(50),
+        nothing=np.zeros((50, 0, 3), np.float32),
+    )
+    yield found
+    found.columns.clear()  # pytest holds on to fixtures
+    gc.collect()
+    assert len(KEEP) == 0
+
+
+def same(batch: dict[str, torch.Tensor], columns: dict[str, np.ndarray[Any, Any]], rows: Any) -> None:
+    assert list(batch) == list(columns)
+    for name, column in columns.items():
+        expected = np.asarray(column)[rows]
+        assert batch[name].dtype == torch.from_numpy(expected).dtype and batch[name].shape == expected.shape
+        np.testing.assert_array_equal(batch[name].numpy(), expected)
+
+
+ROWS = np.array([7, 0, 49, 7, 13], np.int64)
+
+
+# Rows.
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 4)])
+def test_rows_come_back_as_what_they_are(name: str, shape: tuple[int, ...]) -> None:
+    random = np.random.default_rng(1)
+    count = int(np.prod(shape)) * 20
+    whole = (
+        random.integers(0, 2, count).astype(name)
+        if name == "bool"
+        else random.integers(0, 99, count).astype(name)
+    )
+    column = whole.reshape(20, *shape)
+    kind = rows_of("x", column)
+    words = torch.index_select(torch.from_numpy(kind.words(column)), 0, torch.as_tensor(ROWS % 20))
+    assert words.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
+    back = kind.restore(words)
+    np.testing.assert_array_equal(back.numpy(), column[ROWS % 20])
+    assert back.numpy().dtype == column.dtype
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "address", "width"),
+    [(196608, 128, 8), (12, 64, 4), (6, 64, 2), (105, 64, 1), (8, 4, 4), (8, 3, 1)],
+)
+def test_the_widest_integer_that_fits(nbytes: int, address: int, width: int) -> None:
+    assert rows_of("x", np.empty((2, nbytes), np.uint8)).width(address) == width
+
+
+@pytest.mark.parametrize("dtype", ["U4", "S3", "datetime64[s]", [("a", "f4"), ("b", "i2")]])
+def test_types_torch_has_not(dtype: Any) -> None:
+    with pytest.raises(UnsupportedData, match="labels cannot be on a CUDA device"):
+        open_gatherer({"labels": np.zeros(3, dtype)}, SHM, "cuda", files={}, driver=FakeDriver())  # type: ignore[arg-type]
+
+
+# Which path, and the right rows on each.
+
+
+def test_registered(stored: Stored) -> None:
+    driver = FakeDriver()
+    gatherer = stored.open(driver)
+    assert gatherer.path == "cuda-registered" and "registered" in gatherer.why
+    assert len(driver.registered) == 3  # a row without bytes needs no map
+    assert all(length % 4096 == 0 for length in driver.registered.values())
+    same(gatherer.gather(ROWS), stored.columns, ROWS)
+    same(gatherer.gather(ROWS[:1]), stored.columns, ROWS[:1])
+    same(gatherer.gather(ROWS[:0]), stored.columns, ROWS[:0])
+    gatherer.close()
+
+
+def test_resident(stored: Stored) -> None:
+    driver = FakeDriver()
+    gatherer = stored.open(driver, DISK, resident=True)
+    assert gatherer.path == "cuda-resident" and not driver.registered
+    same(gatherer.gather(ROWS), stored.columns, ROWS)
+    gatherer.close()
+
+
+def test_what_is_on_the_card_is_not_counted_again(stored: Stored) -> None:
+    needed = sum(column.nbytes for column in stored.columns.values()) + (2 << 20)
+    driver = FakeDriver(free=needed + (8 << 30), total=80 << 30)
+    first = stored.open(driver, resident=True)
+    driver._room = needed - stored.columns["heat"].nbytes + (8 << 30), 80 << 30
+    second = stored.open(driver, resident=True)
+    assert second._sources["heat"] is first._sources["heat"]
+    first.close()
+    second.close()
+
+
+def test_what_does_not_fit_the_card_says_how_much(stored: Stored) -> None:
+    driver = FakeDriver(free=1 << 30, total=80 << 30)
+    with pytest.raises(NoRoom, match=r"1 GB of 80 GB are free and 8 GB must stay so"):
+        stored.open(driver, resident=True)
+
+
+def test_an_entry_on_disk_is_not_registered(stored: Stored) -> None:
+    driver = FakeDriver()
+    gatherer = stored.open(driver, DISK)
+    assert gatherer.path == "cuda-pinned" and "on disk" in gatherer.why and not driver.registered
+    for _ in range(5):
+        same(gatherer.gather(ROWS), stored.columns, ROWS)
+    same(gatherer.gather(ROWS[:0]), stored.columns, ROWS[:0])
+    gatherer.close()
+
+
+@pytest.mark.parametrize(
+    ("refuse", "path", "why"),
+    [
+        (("register",), "cuda-pinned", "did not register the shared copy: operation not permitted"),
+        (("window",), "cuda-pinned", "does not see registered memory in place"),
+        (("register", "pinned"), "cuda-copy", "page-locked: out of memory"),
+    ],
+)
+def test_what_cuda_refuses_is_done_otherwise(
+    stored: Stored, refuse: tuple[str, ...], path: str, why: str
+) -> None:
+    driver = FakeDriver(*refuse)
+    gatherer = stored.open(driver)
+    assert gatherer.path == path and why in gatherer.why
+    same(gatherer.gather(ROWS), stored.columns, ROWS)
+    gatherer.close()
+    stored.columns.clear()
+    gc.collect()
+    assert not driver.registered
+
+
+def test_other_reasons_not_to_register(stored: Stored) -> None:
+    for files, word in ((dict(stored.files), "shorter"), ({}, "no array of its own")):
+        if files:
+            files["heat"] = files["heat"][0], 1 << 30
+        gatherer = open_gatherer(stored.columns, SHM, "cuda", files=files, driver=FakeDriver())  # type: ignore[arg-type]
+        assert gatherer.path == "cuda-pinned" and word in gatherer.why
+        gatherer.close()
+    gatherer = stored.open(FakeDriver(), SimpleNamespace(backing="inplace"))
+    assert gatherer.path == "cuda-pinned" and "inplace" in gatherer.why
+    gatherer.close()
+
+
+def test_a_file_that_is_gone_or_another_users(stored: Stored, tmp_path: Path) -> None:
+    path, offset = stored.files["heat"]
+    stored.files["heat"] = tmp_path / "gone.npy", offset
+    driver = FakeDriver()
+    gatherer = stored.open(driver)
+    assert gatherer.path == "cuda-pinned" and "gone.npy" in gatherer.why
+    gatherer.close()
+    if os.geteuid() == 0:
+        os.chown(path, 1, 1)
+        stored.files["heat"] = path, offset
+        gatherer = stored.open(driver)
+        assert gatherer.path == "cuda-pinned" and "no file of this user" in gatherer.why
+        gatherer.close()
+
+
+def test_columns_in_pieces(tmp_path: Path) -> None:
+    """A column with gaps between its rows, and batches large enough for the helpers."""
+    wide = np.arange(40 * 500_000, dtype=np.int32).reshape(40, 500_000)
+    columns = {"wide": wide, "every": wide[:, ::2], "label": np.arange(40)}
+    gatherer = open_gatherer(columns, DISK, "cuda", files={}, driver=FakeDriver())  # type: ignore[arg-type]
+    for rows in (np.arange(0, 40, 3), np.array([5, 5, 39, 0])):
+        same(gatherer.gather(rows), columns, rows)
+    gatherer.close()
+
+
+# The order of events.
+
+
+def test_a_batch_is_handed_to_the_consumers_stream(stored: Stored) -> None:
+    driver = FakeDriver()
+    gatherer = stored.open(driver)
+    driver.log.clear()
+    batch = gatherer.gather(ROWS)
+    assert driver.log == [
+        ("on", "side"), ("off", "side"), ("mark", "side"), ("consumer", "waits for", "side"), ("mark", "consumer"),
+    ]  # fmt: skip
+    assert {id(tensor) for tensor in driver.lent} == {id(tensor) for tensor in batch.values()}
+    gatherer.close()
+
+
+@pytest.mark.parametrize("entry", [SHM, DISK])
+def test_the_next_batch_is_begun_and_not_waited_for(stored: Stored, entry: Any) -> None:
+    driver = FakeDriver()
+    gatherer = stored.open(driver, entry)
+    following = ROWS[::-1].copy()
+    same(gatherer.gather(ROWS), stored.columns, ROWS)
+    driver.log.clear()
+    gatherer.begin(following)
+    assert ("consumer", "waits for", "side") not in driver.log  # or the step in between would wait too
+    same(gatherer.gather(following), stored.columns, following)
+    assert [line for line in driver.log if line[0] == "on"] == [("on", "side")]  # made once
+    assert driver.log.count(("consumer", "waits for", "side")) == 1
+    gatherer.close()
+
+
+@pytest.mark.parametrize("entry", [SHM, DISK])
+def test_a_wrong_guess_costs_a_batch_and_nothing_else(stored: Stored, entry: Any) -> None:
+    gatherer = stored.open(FakeDriver(), entry)
+    for _ in range(4):
+        gatherer.begin(np.array([1, 2, 3]))
+        gatherer.begin(np.array([4]))
+        same(gatherer.gather(ROWS), stored.columns, ROWS)
+    gatherer.begin(ROWS)
+    gatherer.close()
+
+
+def test_the_processor_does_not_run_far_ahead(stored: Stored) -> None:
+    driver = FakeDriver()
+    gatherer = stored.open(driver)
+    for number in range(10):
+        gatherer.gather(ROWS)
+        waits = driver.log.count(("wait for", "consumer"))
+        assert waits == max(0, number - STEPS_AHEAD)
+    gatherer.close()
+
+
+def test_a_buffer_is_filled_again_after_its_copy(stored: Stored) -> None:
+    driver = FakeDriver()
+    gatherer = stored.open(driver, DISK)
+    assert driver.pinned_sizes == [4096, 4096]
+    driver.log.clear()
+    for _ in range(3):
+        gatherer.gather(ROWS)
+    # Two buffers in turn: the third batch waits for the first one's copy before anything is written.
+    first = driver.log.index(("wait for", "side"))
+    assert driver.log[:first].count(("mark", "side")) == 2
+    gatherer.gather(np.arange(50))
+    assert driver.pinned_sizes[-1] == 16384  # 50 × (105 + 64 + 8) bytes, and a power of two
+    gatherer.close()
+
+
+def test_no_more_page_locked_memory_in_the_middle(stored: Stored) -> None:
+    driver = FakeDriver("pinned 16384")
+    gatherer = stored.open(driver, DISK)
+    same(gatherer.gather(ROWS), stored.columns, ROWS)
+    assert gatherer.path == "cuda-pinned"
+    rows = np.arange(50)
+    for _ in range(3):
+        same(gatherer.gather(rows), stored.columns, rows)
+    assert gatherer.path == "cuda-copy" and "on disk" in gatherer.why and "page-locked" in gatherer.why
+    gatherer.close()
+
+
+def test_what_goes_wrong_in_the_thread_comes_out_of_gather(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gatherer = stored.open(FakeDriver(), DISK)
+    monkeypatch.setattr(cuda_staged, "_take", lambda *_: 1 / 0)
+    gatherer.begin(ROWS)
+    with pytest.raises(ZeroDivisionError):
+        gatherer.gather(ROWS)
+    monkeypatch.undo()
+    same(gatherer.gather(ROWS), stored.columns, ROWS)
+    gatherer.close()
+
+
+def test_a_batch_begun_without_gradients_can_be_trained_on(stored: Stored) -> None:
+    gatherer = stored.open(FakeDriver())
+    with torch.inference_mode():
+        gatherer.begin(ROWS)
+    heat = gatherer.gather(ROWS)["heat"]
+    assert not heat.is_inference()
+    weight = torch.ones((), requires_grad=True)
+    (heat * weight).sum().backward()
+    assert weight.grad is not None
+    gatherer.close()
+
+
+# Lifetimes.
+
+
+def test_a_map_is_registered_once_and_until_the_arrays_are_gone(stored: Stored) -> None:
+    driver = FakeDriver()
+    first, second = stored.open(driver), stored.open(driver)
+    assert len(driver.registered) == 3
+    first.close()
+    same(second.gather(ROWS), stored.columns, ROWS)
+    second.close()
+    second.close()
+    assert len(driver.registered) == 3  # the next epoch finds it so
+    third = stored.open(driver)
+    assert len(driver.registered) == 3
+    stored.columns.clear()
+    gc.collect()
+    assert len(driver.registered) == 3
+    driver.log.clear()
+    third.close()
+    assert not driver.registered and ("synchronize", "side") in driver.log
+
+
+def test_registered_again_after_it_was_let_go(stored: Stored) -> None:
+    driver = FakeDriver()
+    for _ in range(3):
+        columns = {
+            name: np.load(path, mmap_mode="c")
+            for name, (path, _) in stored.files.items()
+            if name != "nothing"
+        }
+        gatherer = open_gatherer(columns, SHM, "cuda", files=stored.files, driver=driver)  # type: ignore[arg-type]
+        assert gatherer.path == "cuda-registered" and len(driver.registered) == 3
+        same(gatherer.gather(ROWS), columns, ROWS)
+        del gatherer, columns  # closed by nobody
+        gc.collect()
+        assert not driver.registered
+
+
+def test_maps_go_with_their_registration(stored: Stored) -> None:
+    path = os.fspath(stored.files["heat"][0])
+
+    def shared() -> int:
+        return sum(
+            path in line and "r--s" in line for line in Path("/proc/self/maps").read_text().splitlines()
+        )
+
+    driver = FakeDriver()
+    gatherer = stored.open(driver)
+    assert shared() == 1
+    gatherer.close()
+    stored.columns.clear()
+    gc.collect()
+    assert shared() == 0
+    again = Stored(path_of(stored), heat=np.ones((4, 2)))
+    gatherer = again.open(FakeDriver("unregister"))
+    gatherer.close()
+    again.columns.clear()
+    gc.collect()
+    assert "r--s" in Path("/proc/self/maps").read_text()  # CUDA still has it: it stays
+
+
+def path_of(stored: Stored) -> Path:
+    folder = stored.files["heat"][0].parent / "again"
+    folder.mkdir()
+    return folder
+
+
+def test_batches_outlive_the_gatherer(stored: Stored) -> None:
+    for entry in (SHM, DISK):
+        gatherer = stored.open(FakeDriver(), entry)
+        batch = gatherer.gather(ROWS)
+        gatherer.close()
+        del gatherer
+        same(batch, stored.columns, ROWS)
+
+
+def test_closed_is_closed(stored: Stored) -> None:
+    gatherer = stored.open(FakeDriver())
+    gatherer.close()
+    for use in (gatherer.gather, gatherer.begin):
+        with pytest.raises(UsageError, match="closed"):
+            use(ROWS)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_child_is_told_and_touches_nothing(stored: Stored) -> None:
+    driver = FakeDriver()
+    gatherer = stored.open(driver)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            gatherer.gather(ROWS)
+        except UsageError as problem:
+            gatherer.close()
+            stored.columns.clear()
+            del gatherer
+            gc.collect()
+            os.write(write, f"{len(driver.registered)} {problem}".encode())
+        os._exit(0)
+    os.close(write)
+    said = os.read(read, 4096).decode()
+    os.close(read)
+    os.waitpid(child, 0)
+    assert said.startswith("3 this process cannot use CUDA") and "spawn" in said
+    same(gatherer.gather(ROWS), stored.columns, ROWS)
+    gatherer.close()
+
+
+def test_threads_end_with_the_gatherer(stored: Stored) -> None:
+    before = threading.active_count()
+    gatherer = stored.open(FakeDriver(), DISK)
+    gatherer.begin(ROWS)
+    gatherer.gather(ROWS)
+    gatherer.close()
+    assert threading.active_count() == before
+
+
+class Array:
+    """Something that can be referred to weakly."""
+
+
+def test_keeping() -> None:
+    keep, made, dropped = Keep(), [], []
+
+    def make() -> str:
+        made.append(1)
+        return "thing"
+
+    one, other = Array(), Array()
+    first = keep.use("key", one, make, dropped.append)
+    second = keep.use("key", other, make, dropped.append)
+    assert first.thing == second.thing == "thing" and len(made) == 1
+    first.release()
+    first.release()
+    del one, other
+    assert not dropped
+    second.release()
+    assert dropped == ["thing"] and len(keep) == 0
+    with pytest.raises(Refused):
+        keep.use("key", Array(), refuse, dropped.append)
+    assert len(keep) == 0
+
+
+def refuse() -> None:
+    raise Refused("no")
+
+
+# The driver, as far as it goes without a card.
+
+
+def test_no_cuda_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is CUDA here")
+    with pytest.raises(UsageError, match="no CUDA here"):
+        open_driver("cuda")
+    with pytest.raises(UsageError, match="no CUDA device"):
+        open_driver("cpu")
+    with pytest.raises(UsageError, match="is no device"):
+        open_driver("graphics")
+
+
+class Answer(int):
+    """An error code as pybind gives it: a number, and more than that."""
+
+
+class FakeTorch:
+    """As much of torch as the driver asks for registering."""
+
+    def __init__(self, *answers: int) -> None:
+        self.answers = list(answers)
+        self.asked: list[Any] = []
+        self.cuda = SimpleNamespace(device=lambda device: self, cudart=lambda: self)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def cudaHostRegister(self, address: int, length: int, flags: int) -> Answer:  # noqa: N802
+        self.asked.append(flags)
+        return Answer(self.answers.pop(0))
+
+    def cudaHostUnregister(self, address: int) -> Answer:  # noqa: N802
+        return Answer(self.answers.pop(0))
+
+    def cudaGetErrorString(self, answer: Answer) -> str:  # noqa: N802
+        assert isinstance(answer, Answer)
+        return "invalid argument"
+
+    def ones(self, *_: object, **__: object) -> Any:
+        self.asked.append("kernel")
+        raise RuntimeError("CUDA error: invalid argument")
+
+
+def driver_on(fake: FakeTorch) -> Driver:
+    driver = Driver(torch.device("cuda", 0))
+    driver._torch = fake
+    return driver
+
+
+def test_registering_tries_the_flags_and_leaves_no_error_behind() -> None:
+    fake = FakeTorch(0)
+    driver_on(fake).register(4096, 4096)
+    assert fake.asked == [11]
+    fake = FakeTorch(1, 0)
+    driver_on(fake).register(4096, 4096)
+    assert fake.asked == [11, "kernel", 8]
+    fake = FakeTorch(1, 801)
+    with pytest.raises(Refused, match=r"invalid argument \(801\)"):
+        driver_on(fake).register(4096, 4096)
+    assert fake.asked == [11, "kernel", 8, "kernel"]
+    with pytest.raises(Refused):
+        driver_on(FakeTorch(1)).unregister(4096)
+    driver_on(FakeTorch(0)).unregister(4096)
+
+
+class Elsewhere(FakeTorch):
+    """A torch that copies what it should see in place."""
+
+    def as_tensor(self, window: Any, device: Any) -> Any:
+        interface = window.__cuda_array_interface__
+        self.asked.append(interface["shape"])
+        assert interface["data"][1] is False and np.dtype(interface["typestr"]).itemsize == 8
+        return SimpleNamespace(data_ptr=lambda: 1, device=device)
+
+
+def test_a_copy_in_place_of_a_view_is_noticed_at_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "_device_address", lambda address: address)
+    fake = Elsewhere()
+    with pytest.raises(Refused, match="in place"):
+        driver_on(fake).window(4096, 1 << 40, 8)
+    assert fake.asked == [(1,)]
