@@ -35,6 +35,7 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {
     "sharing_strategies": ("mount",),
     "fallocate_or_sigbus": ("mount",),
     "loader_peak": ("mount",),
+    "rss_shmem": ("mount",),
     "pin_memory": (),
     "tmpfs_and_cgroup": ("mount", "cgroup"),
     "exit_137": ("cgroup",),
@@ -44,6 +45,7 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {
     "psutil_and_cgroups": ("cgroup",),
     "swap_is_slow_when_it_moves": ("cgroup", "swap"),
     "workers_and_start_methods": (),
+    "parquet_memory": (),
 }
 
 

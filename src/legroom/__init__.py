@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from legroom.version import VERSION
 
 if TYPE_CHECKING:
+    from legroom import gpu
     from legroom.budget.planning import plan
     from legroom.errors import LegroomError
     from legroom.loader.collate import collate
@@ -32,6 +33,7 @@ __all__ = [
     "__version__",
     "check",
     "collate",
+    "gpu",
     "open",
     "plan",
     "snapshot",
@@ -47,6 +49,7 @@ _HOMES = {
     "plan": "legroom.budget.planning",
     "Box": "legroom.model",
     "LegroomError": "legroom.errors",
+    "gpu": "legroom.gpu",
     "open": "legroom.loader.open",
     "snapshot": "legroom.probe.box",
     "stream": "legroom.loader.stream",
@@ -59,7 +62,9 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'legroom' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(home), name)
+    module = import_module(home)
+    # A package is a name of its own; anything else lies in its module.
+    value = globals()[name] = module if home == f"legroom.{name}" else getattr(module, name)
     return value
 
 

@@ -7,21 +7,39 @@
     │   ├── NoSuchProcess              no-such-process
     │   ├── NothingMatches             nothing-matches
     │   ├── NoSuchRoot                 no-such-root
+    │   ├── CannotListen               cannot-listen
+    │   ├── CommandNotFound            command-not-found (exit 127)
+    │   ├── CommandNotRunnable         command-not-runnable (exit 126)
     │   ├── MissingKey                 missing-key
-    │   └── MissingPackage             missing-package
+    │   ├── NoLength                   no-length
+    │   ├── MissingPackage             missing-package
+    │   ├── Unpicklable                unpicklable
+    │   └── BadLimit                   bad-limit
     ├── SourceError           exit 2   the data file
     │   ├── UnreadableSource           unreadable-source
     │   ├── UnknownFormat              unknown-format
     │   ├── DamagedSource              damaged-source
     │   ├── UnsupportedData            unsupported-data
     │   ├── SourceBeingWritten         source-being-written
-    │   └── SourceChanged              source-changed
-    └── StoreError            exit 1   the shared cache
-        ├── NoRoom                     no-room
-        ├── NoStore                    no-store
-        ├── EntryInUse                 entry-in-use
-        ├── NotLoaded                  not-loaded
-        └── EntryDamaged               entry-damaged
+    │   ├── SourceChanged              source-changed
+    │   └── DatasetFailed              dataset-failed
+    ├── StoreError            exit 1   the shared cache
+    │   ├── NoRoom                     no-room
+    │   ├── NoStore                    no-store
+    │   ├── EntryInUse                 entry-in-use
+    │   ├── NotLoaded                  not-loaded
+    │   └── EntryDamaged               entry-damaged
+    ├── LoaderError           exit 1   batches on their way
+    │   ├── RaggedBatch                ragged-batch
+    │   ├── BudgetTooSmall             budget-too-small
+    │   ├── WorkerDied                 worker-died
+    │   ├── BatchLost                  batch-lost
+    │   └── LoaderClosed               loader-closed
+    └── GpuError              exit 1   memory on the card
+        ├── NoCuda                     no-cuda
+        ├── DoesNotFit                 does-not-fit
+        ├── TrialFailed                trial-failed
+        └── RanksDisagree              ranks-disagree
 
 Covers: the tree and how an error reads as text and as JSON. Does not cover: findings, which are
 states of a box and not failures (model.Finding).
@@ -32,6 +50,7 @@ Codes are stable: programs may match them. The sentences are for people and may 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pickle import PicklingError
 from typing import ClassVar
 
 EXIT_REFUSED = 1
@@ -107,6 +126,26 @@ class NoSuchRoot(UsageError):
     code = "no-such-root"
 
 
+class CannotListen(UsageError):
+    """An address that cannot be served from: in use, not ours, or not allowed."""
+
+    code = "cannot-listen"
+
+
+class CommandNotFound(UsageError):
+    """A command to run that is nowhere; the status is a shell's for that."""
+
+    code = "command-not-found"
+    exit_status = 127
+
+
+class CommandNotRunnable(UsageError):
+    """A command to run that is there and may not be executed; the status is a shell's for that."""
+
+    code = "command-not-runnable"
+    exit_status = 126
+
+
 class MissingKey(UsageError, KeyError):
     """A name that the data do not have; the message lists what there is and the nearest name."""
 
@@ -114,10 +153,28 @@ class MissingKey(UsageError, KeyError):
     __str__ = LegroomError.__str__  # KeyError would print the repr of the message
 
 
+class NoLength(UsageError, TypeError):
+    """The length of something that is only known once it has been read; a TypeError, as Python expects of len()."""
+
+    code = "no-length"
+
+
 class MissingPackage(UsageError, ImportError):
     """An optional package that this needs is not installed."""
 
     code = "missing-package"
+
+
+class Unpicklable(UsageError, PicklingError):
+    """An object that has to reach worker processes and cannot be pickled."""
+
+    code = "unpicklable"
+
+
+class BadLimit(UsageError, ValueError):
+    """A share of a card that cannot be kept: none, more than all, or less than a CUDA process takes by itself."""
+
+    code = "bad-limit"
 
 
 class SourceError(LegroomError):
@@ -164,6 +221,12 @@ class SourceChanged(SourceError):
     code = "source-changed"
 
 
+class DatasetFailed(SourceError):
+    """A dataset that raises, hangs, crashes or is killed when a sample is drawn from it."""
+
+    code = "dataset-failed"
+
+
 class StoreError(LegroomError):
     """Something is wrong with the shared cache."""
 
@@ -198,3 +261,69 @@ class EntryDamaged(StoreError):
     """An entry's bytes are not what its manifest promises."""
 
     code = "entry-damaged"
+
+
+class LoaderError(LegroomError):
+    """A batch could not be made or delivered."""
+
+    code = "loader-error"
+
+
+class RaggedBatch(LoaderError, RuntimeError):
+    """Samples of different shapes that were to be stacked."""
+
+    code = "ragged-batch"
+
+
+class BudgetTooSmall(LoaderError):
+    """A memory budget that does not hold one batch a worker."""
+
+    code = "budget-too-small"
+
+
+class WorkerDied(LoaderError, RuntimeError):
+    """A worker process is gone: which signal, what the counters say, what to do."""
+
+    code = "worker-died"
+
+
+class BatchLost(LoaderError, RuntimeError):
+    """A batch was announced and its memory cannot be reached."""
+
+    code = "batch-lost"
+
+
+class LoaderClosed(LoaderError):
+    """A worker gave up waiting because its loader is gone."""
+
+    code = "loader-closed"
+
+
+class GpuError(LegroomError):
+    """Something about memory on the card."""
+
+    code = "gpu-error"
+
+
+class NoCuda(GpuError, RuntimeError):
+    """There is no CUDA device to act on; says what would have been done."""
+
+    code = "no-cuda"
+
+
+class DoesNotFit(GpuError, RuntimeError):
+    """Not even one sample fits."""
+
+    code = "does-not-fit"
+
+
+class TrialFailed(GpuError, RuntimeError):
+    """A trial in a child process that ended for another reason than memory."""
+
+    code = "trial-failed"
+
+
+class RanksDisagree(GpuError, RuntimeError):
+    """Ranks of one training were asked for different things."""
+
+    code = "ranks-disagree"

@@ -79,15 +79,31 @@ def enlarge_shm(place: Place, size: int) -> tuple[str, ...]:
             ),
             _CHECK_SHM,
         )
-    return (
+    return (*_without_rights(place, wanted), _CHECK_SHM)
+
+
+def _without_rights(place: Place, wanted: str) -> list[str]:
+    """What is left to somebody who may not mount: other settings, another way for the batches, a letter."""
+    lines = [
         say("without rights: num_workers=0 uses no shared memory; smaller batches, fewer workers use less"),
+        say("or legroom.DataLoader instead of torch's: its batches do not lie in /dev/shm"),
+        say('datasets shared by legroom.open may lie on disk: legroom.open(…, backing="disk")'),
+    ]
+    if place.kind == "slurm":
+        lines.append(
+            say(
+                "or ask for a node with more: /dev/shm is the node's own, half of its RAM where nobody set it, and "
+                "what lies in it counts against --mem"
+            )
+        )
+    lines.append(
         say(
             "ask the administrator: \"/dev/shm on this machine is too small for PyTorch's data loaders; please "
             'run: mount -o remount,size={size} /dev/shm, and set size={size} for it in /etc/fstab"',
             size=wanted,
-        ),
-        _CHECK_SHM,
+        )
     )
+    return lines
 
 
 def raise_ram_limit(place: Place, limit: int | None) -> tuple[str, ...]:
@@ -108,6 +124,15 @@ def raise_ram_limit(place: Place, limit: int | None) -> tuple[str, ...]:
         )
     if place.kind == "slurm":
         return (say("ask for more: sbatch --mem={size} …", size=more), use_less, "check: legroom doctor")
+    if place.kind == "wsl":
+        return (
+            say(
+                "in Windows: memory={size}B under [wsl2] in %UserProfile%\\.wslconfig, then wsl --shutdown",
+                size=more,
+            ),
+            use_less,
+            "check: free -h",
+        )
     return (
         say("see who holds it: ps -eo pid,user,rss,args --sort=-rss | head"),
         use_less,
@@ -115,16 +140,31 @@ def raise_ram_limit(place: Place, limit: int | None) -> tuple[str, ...]:
     )
 
 
-def settle_swap(place: Place, moving: bool) -> tuple[str, ...]:
-    """What to do about swap: it is the symptom; the working set is the cause."""
+def settle_swap(
+    place: Place, moving: bool, *, used: int | None = None, free: int | None = None
+) -> tuple[str, ...]:
+    """What to do about swap: it is the symptom; the working set is the cause.
+
+    Emptying swap is safe only where what lies in it fits into free RAM: ``used`` and ``free`` tell.
+    """
     lines = []
     if moving:
         lines.append(
             say("shrink the working set: fewer workers, smaller prefetch, one shared copy of the data")
         )
         lines.append(say("see who is swapped out: grep VmSwap /proc/[0-9]*/status | sort -k2 -n | tail"))
+    elif used:
+        lines.append(say("nothing need be done: pages that stay in swap cost nothing until they are wanted"))
     prefix = "" if place.root else "sudo "
-    if place.kind in ("bare", "wsl") and (place.root or place.sudo):
+    if used is not None and free is not None and free < used:
+        lines.append(
+            say(
+                "do not empty it now (swapoff): {used} would have to fit into {free} of free RAM, and the OOM killer "
+                "would make the room",
+                used=format_size(used), free=format_size(free),
+            )
+        )  # fmt: skip
+    elif place.kind in ("bare", "wsl") and (place.root or place.sudo):
         lines.append(
             say(
                 "to bring pages back once there is free RAM for them: {sudo}swapoff -a && {sudo}swapon -a "
@@ -133,6 +173,19 @@ def settle_swap(place: Place, moving: bool) -> tuple[str, ...]:
             )
         )
     return (*lines, "check: vmstat 1 5   (columns si and so stay 0)")
+
+
+def stop_spilling() -> tuple[str, ...]:
+    """What to do where Windows keeps GPU memory in the host's RAM."""
+    return (
+        say("smaller batches, mixed precision or smaller images until nothing spills"),
+        say("cap torch below the card: torch.cuda.set_per_process_memory_fraction(0.8)"),
+        say(
+            "or have an error instead of a spill: NVIDIA Control Panel, Manage 3D settings, CUDA - Sysmem Fallback "
+            "Policy: Prefer No Sysmem Fallback"
+        ),
+        say("check: Task Manager, Performance, GPU: 'Shared GPU memory' goes back to its idle value"),
+    )
 
 
 def raise_nofile(place: Place, soft: int, hard: int | None) -> tuple[str, ...]:
@@ -165,6 +218,28 @@ def free_disk(path: str) -> tuple[str, ...]:
     return (
         say("see what takes it: du -xh --max-depth=1 {path} | sort -h | tail", path=path),
         f"check: df -h {path}",
+    )
+
+
+def use_less_gpu(place: Place) -> tuple[str, ...]:
+    """What to do where a card is too small."""
+    if place.platform == "win32":
+        return stop_spilling()
+    return (
+        say(
+            "fewer jobs on a card, or a smaller batch with gradient accumulation (the effective batch is kept)"
+        ),
+        say("mixed precision, activation checkpointing, smaller images or shorter sequences"),
+        "check: nvidia-smi",
+    )
+
+
+def unpin() -> tuple[str, ...]:
+    """What to do where pinned memory is too much: it cannot be reclaimed or swapped."""
+    return (
+        say("pin_memory=False: copies to the GPU are slower and wait, and host memory is free again"),
+        say("or fewer batches in flight (prefetch, workers): each is pinned, rounded up to a power of two"),
+        "check: grep RssShmem /proc/PID/status",
     )
 
 

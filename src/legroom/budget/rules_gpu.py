@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from legroom.budget.remedy import stop_spilling
 from legroom.model import Box, Finding, Gpu
 from legroom.units import format_size
 from legroom.words import say
@@ -108,11 +109,7 @@ def spilling(box: Box) -> Iterator[Finding]:
                 used=say("an unknown amount") if card.used is None else format_size(card.used),
                 size=say("an unknown size") if card.size is None else format_size(card.size),
             ),
-            (
-                say("smaller batches, mixed precision or smaller images until nothing spills"),
-                say("cap torch below the card: torch.cuda.set_per_process_memory_fraction(0.8)"),
-                say("check: Task Manager, Performance, GPU: 'Shared GPU memory' goes back to its idle value"),
-            ),
+            stop_spilling(),
         )
 
 

@@ -118,7 +118,7 @@ def swap_in_use(box: Box) -> Iterator[Finding]:
             used=used,
             total=say("an unknown amount of") if swap.total is None else format_size(swap.total),
         ),
-        settle_swap(box.place, moving),
+        settle_swap(box.place, moving, used=swap.used, free=box.memory.available),
     )
 
 

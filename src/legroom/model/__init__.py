@@ -44,6 +44,17 @@ from legroom.model.entry import (
     StoreRoom,
     Verification,
 )
+from legroom.model.measured import Measured, Transport
+from legroom.model.sample import (
+    Alarm,
+    AlarmLevel,
+    EntryRow,
+    Mark,
+    Moment,
+    ProcessRow,
+    Said,
+    Sample,
+)
 from legroom.model.settings import Lever, Settings
 from legroom.model.workload import (
     Fit,
@@ -59,12 +70,15 @@ from legroom.model.workload import (
 )
 
 __all__ = [
+    "Alarm",
+    "AlarmLevel",
     "Box",
     "CgroupLevel",
     "Cpu",
     "Disk",
     "Entry",
     "EntryArray",
+    "EntryRow",
     "EntryTable",
     "EntryUser",
     "Finding",
@@ -78,8 +92,11 @@ __all__ = [
     "Limits",
     "Loader",
     "LoaderSettings",
+    "Mark",
+    "Measured",
     "Memory",
     "MemoryEvents",
+    "Moment",
     "Need",
     "Place",
     "PlaceKind",
@@ -89,7 +106,10 @@ __all__ = [
     "Pressure",
     "Problem",
     "Process",
+    "ProcessRow",
     "Reaped",
+    "Said",
+    "Sample",
     "Settings",
     "Severity",
     "Sharing",
@@ -98,6 +118,7 @@ __all__ = [
     "StoreRoom",
     "Swap",
     "Term",
+    "Transport",
     "Verification",
     "Workload",
 ]

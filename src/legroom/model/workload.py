@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+from legroom.model.advice import Job
+from legroom.model.box import Box
+
+if TYPE_CHECKING:
+    from legroom.model.settings import Settings  # which holds a Plan
 
 Fit = Literal["fits", "too-big", "unknown"]
 Sharing = Literal["file_descriptor", "file_system"]
@@ -44,12 +50,15 @@ class Workload:
     process_shm_source: str = "none stated"
     process_ram: int = 0  # interpreter, libraries, model and optimizer on the host: private bytes of each
     process_ram_source: str = "none stated"
+    host_model: int = 0  # weights, gradients and optimizer state that each process keeps in host memory
+    host_model_source: str = "none stated"
     worker_ram: int = 0  # private bytes of an idle worker, before worker_growth
     entries_shm: int = 0  # shared datasets in memory: once for all processes
     entries_disk: int = 0
     nccl: int = 0  # segments of one process
     mapped: int = 0  # bytes of data mapped by each process, for its page tables
     gpu: int | None = None  # of one process, where it is known
+    per_gpu: int = 1  # processes that share one card
     checkpoint: int = 0  # bytes of the checkpoints kept on disk by one process
 
 
@@ -65,7 +74,11 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a workload takes from each pool. A pool that nothing is known about is None, not zero."""
+    """What a workload takes from each pool. A pool that nothing is known about is None, not zero.
+
+    ``ram`` includes ``shm`` and ``pinned``: both are memory, and the cgroup counts them. ``fds`` is of one process
+    and ``gpu`` of one card, because that is where those limits are.
+    """
 
     terms: tuple[Term, ...]
     shm: int
@@ -122,5 +135,13 @@ class Plan:
     unknown: Mapping[str, str] = field(default_factory=dict)  # pool: why it could not be judged
     sizes: ShmSizes | None = None
     table: tuple[PlanRow, ...] = ()
-    fits_now: int | None = None  # jobs a GPU that fit what is free now
+    fits_now: int | None = None  # jobs a GPU that fit what is free now; None: unknown, or nothing bounds them
     fix: tuple[str, ...] = ()
+    settings: Settings | None = None  # the largest that fit, or what was asked for where that fits
+    largest_batch: int | None = None  # samples, at the workers and prefetch asked for
+    gpus: int | None = None
+    jobs_per_gpu: int | None = None
+    others: int | None = None  # bytes of /dev/shm that others hold now
+    measured: tuple[Job, ...] = ()  # running trainings that the need was taken from
+    notes: tuple[str, ...] = ()  # what the figures leave out
+    box: Box | None = None  # the box it was held against

@@ -92,6 +92,11 @@ def disks(host: Host) -> tuple[Disk, ...]:
     return _store(host), _work(host)
 
 
+def disk_at(host: Host, role: str, path: str) -> Disk:
+    """The disk that would hold ``path``, which need not exist yet."""
+    return _disk(host, role, _absolute(host, path))
+
+
 def disk_pool(disks: tuple[Disk, ...]) -> Pool:
     """The store's disk as a pool."""
     store = next((disk for disk in disks if disk.role == "store"), None)

@@ -107,7 +107,7 @@ def holdings(host: Host, process: Process, segments: Segments | None = None) -> 
         shm=None if held is None else segments.total(held.inodes),
         shm_mapped=None if held is None else held.address_space,
         pinned=_pinned(process.pinned, host.text(f"/proc/{process.pid}/maps")),
-        fds=_open_files(host, process.pid),
+        fds=open_files(host, process.pid),
         fd_limit=parse_limits(host.text(f"/proc/{process.pid}/limits") or "").get("Max open files"),
     )
 
@@ -221,7 +221,8 @@ def _pinned(locked_in: int | None, maps: str | None) -> int | None:
     return (locked_in or 0) + sum(int(end, 16) - int(start, 16) for start, end in areas)
 
 
-def _open_files(host: Host, pid: int) -> int | None:
+def open_files(host: Host, pid: int) -> int | None:
+    """How many descriptors that process has open; None where it may not be looked into."""
     try:
         return len(os.listdir(host.path(f"/proc/{pid}/fd")))
     except OSError:

@@ -29,7 +29,7 @@ def shm(host: Host, processes: Sequence[Process] | None = None) -> Shm:
     mounted = mount is not None and is_memory(mount)
     # Files are listed before processes are: what is listed already has its user, if it ever had one.
     listing = files_below(host, path)
-    size, used, free, reason = _room(host, path)
+    size, used, free, reason = shm_room(host, path)
     everybody = process.processes(host) if processes is None else processes
     users = Users(Segments.of(host), listing, used if mounted else None)
     users.look(everybody)
@@ -62,7 +62,8 @@ def shm_pool(shm: Shm) -> Pool:
     return Pool("shm", shm.size, shm.used, shm.free, shm.source, shm.reason)
 
 
-def _room(host: Host, path: str) -> tuple[int | None, int | None, int | None, str | None]:
+def shm_room(host: Host, path: str) -> tuple[int | None, int | None, int | None, str | None]:
+    """(size, used, free, why unknown) of the filesystem at ``path``: the one look that is cheap."""
     room = host.room(path)
     if room is None:
         template = "{path} cannot be asked for its room" if host.exists(path) else "{path} does not exist"

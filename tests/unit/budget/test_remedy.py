@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.budget import remedy
+from legroom.budget.relief import relieve
 from legroom.model import Place
 
 BARE = healthy().place
@@ -99,3 +100,36 @@ def test_leftovers_are_quoted_and_counted() -> None:
 )
 def test_more_ram_by_place(kind: str, part: str) -> None:
     assert part in _text(remedy.raise_ram_limit(_at(kind), 8 * GB))
+
+
+def test_without_rights_there_are_other_ways_too() -> None:
+    text = _text(remedy.enlarge_shm(_at("slurm", root=False, may_mount=False, sudo=False), 8 * GB))
+    assert "legroom.DataLoader" in text and 'backing="disk"' in text and "counts against --mem" in text
+
+
+def test_swap_is_not_emptied_into_ram_that_is_not_there() -> None:
+    unsafe = _text(remedy.settle_swap(BARE, moving=False, used=4 * GB, free=1 * GB))
+    assert "do not empty it now" in unsafe and "swapoff -a" not in unsafe
+    safe = _text(remedy.settle_swap(BARE, moving=False, used=1 * GB, free=4 * GB))
+    assert "swapoff -a && swapon -a" in safe and "nothing need be done" in safe
+
+
+def test_a_card_too_small_by_platform() -> None:
+    assert "nvidia-smi" in _text(remedy.use_less_gpu(BARE))
+    windows = replace(BARE, platform="win32")
+    assert remedy.use_less_gpu(windows) == remedy.stop_spilling()
+    assert "Sysmem Fallback" in _text(remedy.stop_spilling())
+
+
+def test_wsl_gets_more_ram_from_windows() -> None:
+    assert "memory=16GB under [wsl2]" in _text(remedy.raise_ram_limit(_at("wsl"), 8 * GB))
+
+
+@pytest.mark.parametrize("kind", ["bare", "docker", "podman", "kubernetes", "slurm", "wsl", "container"])
+@pytest.mark.parametrize("pool", ["shm", "ram", "fds", "disk", "gpu0", "pinned"])
+@pytest.mark.parametrize("rights", [True, False])
+def test_every_place_and_pool_has_a_fix_that_can_be_proved(kind: str, pool: str, rights: bool) -> None:
+    box = replace(healthy(), place=_at(kind, root=rights, may_mount=rights, sudo=rights))
+    steps = relieve(box, pool, 3 * GB)
+    assert len(steps) >= 2 and steps[-1].startswith("check: ")
+    assert not any("None" in step for step in steps)

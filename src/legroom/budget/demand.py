@@ -1,0 +1,161 @@
+"""What somebody asks about: a training's settings as they are given, made sense of.
+
+Covers: checking what was asked for, batches by bytes a sample or by measured tensors, models and optimizers on the
+host. Does not cover: reading data files (rows.py) or processes (running.py), the need that follows (predict.py).
+
+Pure. What makes no sense is refused here, once for the command line and for Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from legroom.errors import UsageError
+from legroom.model import Loader, Workload
+from legroom.units import format_size
+from legroom.words import say
+
+# Copies of the parameters that live beside them in training: gradients, and what each optimizer remembers.
+OPTIMIZERS = {"none": 0, "sgd": 1, "adafactor": 1, "momentum": 2, "adam": 3, "adamw": 3}
+DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The bytes of each tensor of one batch, for so many samples, and where that was learnt."""
+
+    tensors: tuple[int, ...]
+    samples: int
+    source: str
+    rows: int | None = None  # samples in the dataset
+
+    def of(self, samples: int) -> Batch:
+        """The batch of another number of samples: every tensor in proportion, rounded up."""
+        scaled = tuple(-(-nbytes * samples // self.samples) for nbytes in self.tensors)
+        return Batch(scaled, samples, self.source, self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A training as its user states it; sizes in bytes."""
+
+    workers: int = 0
+    prefetch: int = 2
+    pin_memory: bool = False
+    kind: Literal["torch", "legroom"] = "torch"
+    val_batch: int | None = None  # samples; None: as in training
+    val_workers: int | None = None  # None: there is no validation loader
+    ranks: int = 1
+    per_process: int | None = None  # bytes in /dev/shm
+    process_ram: int | None = None
+    worker_ram: int = 0
+    nccl: int = 0
+    params: int = 0  # kept on the host
+    optimizer: str = "none"
+    dtype: str = "float32"
+    gpu: int | None = None
+    checkpoint: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("the number of workers", self.workers, 0)
+        _at_least("prefetch", self.prefetch, 1)
+        _at_least("the number of ranks", self.ranks, 1)
+        if self.val_workers is not None:
+            _at_least("the number of validation workers", self.val_workers, 0)
+        if self.val_batch is not None:
+            _at_least("a validation batch", self.val_batch, 1)
+        for name in ("per_process", "process_ram", "worker_ram", "nccl", "params", "gpu", "checkpoint"):
+            if (amount := getattr(self, name)) is not None:
+                _at_least(name, amount, 0)
+        _one_of("kind of loader", self.kind, ("torch", "legroom"))
+        _one_of("optimizer", self.optimizer, OPTIMIZERS)
+        _one_of("dtype", self.dtype, DTYPES)
+
+
+def batch_of(sample_bytes: int, samples: int, source: str = "") -> Batch:
+    """One tensor a batch, of so many bytes a sample."""
+    _at_least("a batch", samples, 1)
+    _at_least("the bytes of a sample", sample_bytes, 1)
+    text = source or say(
+        "{each} a sample × {samples}, stated", each=format_size(sample_bytes), samples=samples
+    )
+    return Batch((sample_bytes * samples,), samples, text)
+
+
+def loaders_of(demand: Demand, batch: Batch | None) -> tuple[Loader, ...]:
+    """The loaders that are alive together: training, and validation where it was asked about."""
+    if batch is None:
+        return ()
+    found = [_loader(demand, batch, demand.workers)]
+    if demand.val_workers is not None:
+        val = batch.of(demand.val_batch) if demand.val_batch is not None else batch
+        # How long the validation set is was not said: its queues may fill.
+        found.append(_loader(demand, Batch(val.tensors, val.samples, val.source), demand.val_workers))
+    return tuple(found)
+
+
+def _loader(demand: Demand, batch: Batch, workers: int) -> Loader:
+    return Loader(
+        tensors=batch.tensors,
+        workers=workers,
+        prefetch=demand.prefetch,
+        batches=None if batch.rows is None else max(1, -(-batch.rows // (batch.samples * demand.ranks))),
+        pin_memory=demand.pin_memory,
+        kind=demand.kind,
+        source=batch.source,
+    )
+
+
+def host_model(demand: Demand) -> tuple[int, str]:
+    """Bytes that a model of so many parameters takes on the host while it is trained there, with its arithmetic."""
+    if not demand.params:
+        return 0, say("none stated")
+    each, copies = DTYPES[demand.dtype], 1 + OPTIMIZERS[demand.optimizer]
+    text = say(
+        "{params} parameters × {each} bytes × {copies} ({parts})",
+        params=demand.params, each=each, copies=copies,
+        parts=say("weights, gradients, {optimizer}'s state", optimizer=demand.optimizer)
+        if copies > 2
+        else say("weights, gradients") if copies == 2 else say("weights"),
+    )  # fmt: skip
+    return demand.params * each * copies, text
+
+
+def workload_of(demand: Demand, batch: Batch | None, processes: int, per_gpu: int = 1) -> Workload:
+    """The workload of so many such processes."""
+    model, model_source = host_model(demand)
+    stated = say("stated")
+    return Workload(
+        processes=processes,
+        loaders=loaders_of(demand, batch),
+        process_shm=demand.per_process or 0,
+        process_shm_source=stated,
+        process_ram=demand.process_ram or 0,
+        process_ram_source=stated,
+        host_model=model,
+        host_model_source=model_source,
+        worker_ram=demand.worker_ram,
+        nccl=demand.nccl,
+        gpu=demand.gpu,
+        per_gpu=per_gpu,
+        checkpoint=demand.checkpoint,
+    )
+
+
+def _at_least(what: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(
+            say("{what} of {value} makes no sense", what=what, value=value),
+            why=say("it is a whole number from {least} up", least=least),
+            fix=(say("give {least} or more", least=least),),
+        )
+
+
+def _one_of(what: str, value: str, names: Collection[str]) -> None:
+    if value not in names:
+        raise UsageError(
+            say("no {what} is called {value!r}", what=what, value=value),
+            fix=(say("give one of: {names}", names=", ".join(names)),),
+        )

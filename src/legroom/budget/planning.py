@@ -1,0 +1,191 @@
+"""`legroom.plan`: looks at the box, at running trainings or at a data file, and plans.
+
+Covers: gathering what the pure part (plan.py) needs. Does not cover: the arithmetic, printing (cli).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from legroom.budget.demand import Batch, Demand, batch_of, workload_of
+from legroom.budget.plan import plan_for
+from legroom.budget.rows import DataRows, data_rows
+from legroom.budget.running import Running, running
+from legroom.errors import UsageError
+from legroom.model import Box, Plan, Workload
+from legroom.probe.box import snapshot
+from legroom.probe.host import Host
+from legroom.units import parse_size
+from legroom.words import say
+
+
+def plan(
+    *,
+    gpus: int | None = None,
+    jobs_per_gpu: int = 1,
+    ranks: int = 1,
+    per_process: int | str | None = None,
+    measure: Sequence[int] = (),
+    match: str | None = None,
+    data: str | os.PathLike[str] | None = None,
+    keys: str | Iterable[str] | None = None,
+    shared: bool = False,
+    sample_bytes: int | str | None = None,
+    batch_size: int | None = None,
+    num_workers: int = 0,
+    prefetch_factor: int = 2,
+    pin_memory: bool = False,
+    loader: Literal["torch", "legroom"] = "torch",
+    val_batch: int | None = None,
+    val_workers: int | None = None,
+    process_ram: int | str | None = None,
+    nccl: int | str = 0,
+    params: int = 0,
+    optimizer: str = "none",
+    dtype: str = "float32",
+    gpu_bytes: int | str | None = None,
+    host: Host | None = None,
+) -> Plan:
+    """How big a box ``gpus`` × ``jobs_per_gpu`` trainings need, and how many fit this one.
+
+    What one takes is stated (``per_process``), measured from running ones (``measure``, ``match``), or predicted
+    from its batches (``data`` or ``sample_bytes`` with ``batch_size``, ``num_workers``, ``prefetch_factor``).
+    """
+    host = host or Host()
+    demand = Demand(
+        workers=num_workers, prefetch=prefetch_factor, pin_memory=pin_memory, kind=loader,
+        val_batch=val_batch, val_workers=val_workers, ranks=ranks, per_process=_size(per_process),
+        process_ram=_size(process_ram), nccl=_size(nccl) or 0, params=params, optimizer=optimizer, dtype=dtype,
+        gpu=_size(gpu_bytes),
+    )  # fmt: skip
+    _positive("GPUs", gpus)
+    _positive("jobs a GPU", jobs_per_gpu)
+    measured = running(host, measure, match) if measure or match is not None else None
+    rows = data_rows(data, keys) if data is not None else None
+    batch = _batch(rows, sample_bytes, batch_size)
+    _require_something(demand, measured, rows, batch)
+    box = snapshot(host)
+    count, counted = _gpus(box, gpus)
+    found = plan_for(
+        _one(demand, batch, measured, rows if shared else None),
+        box,
+        gpus=count,
+        jobs_per_gpu=jobs_per_gpu,
+        held_shm=measured.held if measured else 0,
+        held_ram=sum(amount or 0 for amount in measured.ram) if measured else 0,
+    )
+    notes = (*counted, *_about(measured), *_about_rows(rows, batch), *found.notes)
+    return replace(found, notes=notes, measured=measured.jobs if measured else ())
+
+
+def _size(value: int | str | None) -> int | None:
+    return None if value is None else parse_size(value)
+
+
+def _positive(what: str, value: int | None) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise UsageError(
+            say("{value} {what} make no sense", value=value, what=what),
+            fix=(say("give a whole number from 1 up"),),
+        )
+
+
+def _batch(rows: DataRows | None, sample_bytes: int | str | None, batch_size: int | None) -> Batch | None:
+    if rows is not None and sample_bytes is not None:
+        raise UsageError(
+            say("a data file and the bytes of a sample say the same thing twice"),
+            fix=(say("give one of them"),),
+        )
+    if batch_size is None:
+        if sample_bytes is None:
+            return None
+        raise UsageError(
+            say("the bytes of a sample alone make no batch"), fix=(say("give the batch size as well"),)
+        )
+    if rows is not None:
+        return rows.batch(batch_size)
+    if sample_bytes is not None:
+        return batch_of(parse_size(sample_bytes), batch_size)
+    raise UsageError(
+        say("a batch of {size} samples of unknown bytes", size=batch_size),
+        fix=(say("give a data file, or the bytes of a sample"),),
+    )
+
+
+def _require_something(
+    demand: Demand, measured: Running | None, rows: DataRows | None, batch: Batch | None
+) -> None:
+    if measured is not None and (demand.per_process is not None or batch is not None):
+        raise UsageError(
+            say("running trainings were measured, and what one takes was given as well"),
+            why=say("what they hold in /dev/shm has their batches in it already"),
+            fix=(say("measure, or state, or predict: one of them"),),
+        )
+    if (
+        measured is None
+        and demand.per_process is None
+        and batch is None
+        and rows is None
+        and not demand.params
+    ):
+        raise UsageError(
+            say("nothing is known of what one training takes"),
+            fix=(
+                say("state it: --per-process 5.75MB"),
+                say("measure running ones: --match 'train_.*', or --measure PID"),
+                say("or predict it: --data FILE --batch 64 --workers 4"),
+            ),
+        )
+
+
+def _gpus(box: Box, stated: int | None) -> tuple[int, tuple[str, ...]]:
+    if stated is not None:
+        return stated, ()
+    found = len(box.gpus.cards) or box.gpus.on_bus or 0
+    if found:
+        return found, (say("{count} GPUs were counted here ({source})", count=found, source=box.gpus.source),)
+    why = box.gpus.reason or box.gpus.source
+    return 1, (say("no GPU was seen ({why}): counted as one, give --gpus for another number", why=why),)
+
+
+def _one(demand: Demand, batch: Batch | None, measured: Running | None, shared: DataRows | None) -> Workload:
+    """One job: its processes are its ranks."""
+    one = workload_of(demand, batch, demand.ranks)
+    if measured is not None:
+        source = say("measured on {count} running", count=len(measured.jobs))
+        one = replace(
+            one,
+            process_shm=measured.each_shm,
+            process_shm_source=source,
+            process_ram=measured.each_ram or 0 if demand.process_ram is None else demand.process_ram,
+            process_ram_source=source if demand.process_ram is None else one.process_ram_source,
+            entries_shm=measured.shared,
+        )
+    if shared is not None:
+        one = replace(one, entries_shm=one.entries_shm + shared.nbytes, mapped=shared.nbytes)
+    return one
+
+
+def _about(measured: Running | None) -> tuple[str, ...]:
+    if measured is None:
+        return ()
+    return tuple(note for job in measured.jobs for note in job.notes)
+
+
+def _about_rows(rows: DataRows | None, batch: Batch | None) -> tuple[str, ...]:
+    if rows is None or batch is None:
+        return ()
+    notes = [
+        say(
+            "batches are counted as the rows lie in the file: a transform that makes float32 of uint8 takes four "
+            "times as much"
+        )
+    ]
+    if rows.uneven:
+        notes.append(say("rows differ in length and only their average is known: a batch may be larger"))
+    if rows.left_out:
+        notes.append(say("not part of a batch, having no rows: {names}", names=", ".join(rows.left_out[:5])))
+    return tuple(notes)

@@ -1,0 +1,234 @@
+"""What a workload will take from each pool, before it runs.
+
+Covers: batches in flight of torch's loader and of ours, semaphores, pinned memory, workers' growth, models and
+optimizers on the host, shared datasets, page tables, descriptors, checkpoints: each a term with its arithmetic.
+Does not cover: whether it fits (fit.py), sizes to ask for (sizing.py), measuring a batch (loader).
+
+Pure. The bounds are upper ones and close: a real loader never took more, and stayed within two batches of them
+(docs/evidence/loader-peak.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from legroom.budget.fit import fit
+from legroom.budget.settings import PAGE, batches_in_flight
+from legroom.model import Loader, Need, Term, Workload
+from legroom.units import format_size
+from legroom.words import say
+
+__all__ = ["batch_pages", "fit", "flights", "need", "pinned_size", "semaphores"]
+
+_HEADER = 64  # before each tensor under the file_system strategy; room for it costs at most a page otherwise
+_PAGE_TABLES = 512  # one entry of 8 bytes for each page of 4096
+_QUEUE, _EVENT = 3, 5  # semaphores of a multiprocessing.Queue and of an Event
+_WORKER_FDS = 6  # both ends of its index queue, its sentinel, the sockets it hands tensors over by
+_OWN_FDS = 32  # the interpreter, its libraries, standard streams, a log and a data file
+
+
+def batch_pages(tensors: Iterable[int]) -> int:
+    """Bytes that one batch takes in /dev/shm: whole pages for each tensor and its header."""
+    return sum(-(-(nbytes + _HEADER) // PAGE) * PAGE for nbytes in tensors)
+
+
+def flights(loader: Loader) -> int:
+    """Batches that torch's loader may hold at once, the consumer's two included.
+
+    While the next batch is fetched the last one is still bound, and that is so across epochs: the last batch of
+    one epoch lives while the first of the next arrive. Hence one more than an epoch's batches.
+    """
+    most = batches_in_flight(loader.workers, loader.prefetch)
+    return most if loader.batches is None else min(most, loader.batches + 1)
+
+
+def semaphores(loader: Loader) -> int:
+    """Semaphores of one loader: a queue for each worker, one for the results, an event; each takes a page.
+
+    Twice, because those of one epoch go while those of the next are there already.
+    """
+    return 2 * (_QUEUE * (loader.workers + 1) + _EVENT) if loader.workers else 0
+
+
+def pinned_size(nbytes: int) -> int:
+    """What pinning so many bytes takes: torch's host allocator rounds up to powers of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
+
+
+def need(workload: Workload) -> Need:
+    """What the workload takes from each pool, term by term."""
+    shm = [*_shm(workload)]
+    pinned = [*_pinned(workload)]
+    ram = [*_ram(workload), *_charged(shm, pinned)]
+    disk = [*_disk(workload)]
+    fds = [*_fds(workload)]
+    gpu = [*_gpu(workload)]
+    return Need(
+        terms=tuple(term for term in (*shm, *ram, *pinned, *fds, *disk, *gpu) if term.bytes),
+        shm=_sum(shm),
+        ram=_sum(ram),
+        pinned=_sum(pinned),
+        fds=_sum(fds),
+        disk=_sum(disk),
+        gpu=None if workload.gpu is None else _sum(gpu),
+    )
+
+
+def _sum(terms: Iterable[Term]) -> int:
+    return sum(term.bytes for term in terms)
+
+
+def _shm(workload: Workload) -> Iterator[Term]:
+    count = workload.processes
+    if workload.process_shm:
+        yield Term(
+            "shm",
+            workload.process_shm * count,
+            say("{each} a process{times}", each=format_size(workload.process_shm), times=_times(count)),
+            workload.process_shm_source,
+        )
+    for loader in workload.loaders:
+        if not loader.workers:
+            continue
+        yield Term(
+            "shm", semaphores(loader) * PAGE * count, _locks_text(loader, count), say("a page for each")
+        )
+        if loader.kind == "legroom":
+            continue
+        batch = batch_pages(loader.tensors)
+        text = say(
+            "{flights} batches of {batch} in flight ({why}){times}",
+            flights=flights(loader), batch=format_size(batch), why=_flights_text(loader), times=_times(count),
+        )  # fmt: skip
+        yield Term("shm", batch * flights(loader) * count, text, loader.source)
+    if workload.nccl:
+        text = say("NCCL, {each} a process{times}", each=format_size(workload.nccl), times=_times(count))
+        yield Term("shm", workload.nccl * count, text, say("stated"))
+    if workload.entries_shm:
+        yield Term(
+            "shm", workload.entries_shm, say("shared datasets, once for all"), say("the data's description")
+        )
+
+
+def _ram(workload: Workload) -> Iterator[Term]:
+    count = workload.processes
+    if workload.process_ram:
+        text = say("{each} a process{times}", each=format_size(workload.process_ram), times=_times(count))
+        yield Term("ram", workload.process_ram * count, text, workload.process_ram_source)
+    if workload.host_model:
+        text = say(
+            "model and optimizer on the host, {each}{times}",
+            each=format_size(workload.host_model), times=_times(count),
+        )  # fmt: skip
+        yield Term("ram", workload.host_model * count, text, workload.host_model_source)
+    for loader in workload.loaders:
+        yield from _loader_ram(workload, loader)
+    tables = -(-workload.mapped // _PAGE_TABLES)
+    if tables:
+        readers = count * (1 + sum(loader.workers for loader in workload.loaders))
+        text = say(
+            "page tables, {each} for {mapped} mapped{times}",
+            each=format_size(tables), mapped=format_size(workload.mapped), times=_times(readers),
+        )  # fmt: skip
+        yield Term("ram", tables * readers, text, say("8 bytes for each page"))
+
+
+def _loader_ram(workload: Workload, loader: Loader) -> Iterator[Term]:
+    count = workload.processes
+    own = workload.worker_ram + loader.worker_growth
+    if own and loader.workers:
+        text = say(
+            "{workers} workers of {each}{times}",
+            workers=loader.workers, each=format_size(own), times=_times(count),
+        )  # fmt: skip
+        yield Term("ram", own * loader.workers * count, text, say("private to each worker"))
+    batch = loader.batch_bytes
+    if not loader.workers:
+        text = say(
+            "2 batches of {batch} in the process{times}", batch=format_size(batch), times=_times(count)
+        )
+        yield Term("ram", 2 * batch * count, text, loader.source)
+    elif loader.kind == "legroom":
+        slots = loader.workers * (2 + loader.prefetch)
+        text = say(
+            "arena of {slots} batches of {batch} ({workers} workers × (2 + {prefetch})){times}",
+            slots=slots, batch=format_size(batch_pages(loader.tensors)), workers=loader.workers,
+            prefetch=loader.prefetch, times=_times(count),
+        )  # fmt: skip
+        yield Term("ram", slots * batch_pages(loader.tensors) * count, text, loader.source)
+
+
+def _pinned(workload: Workload) -> Iterator[Term]:
+    count = workload.processes
+    for loader in workload.loaders:
+        if not loader.pin_memory:
+            continue
+        batch = sum(pinned_size(nbytes) for nbytes in loader.tensors)
+        # The pinning thread empties the workers' queue, so all that is in flight may lie pinned before the consumer.
+        held = flights(loader) if loader.workers else 2
+        text = say(
+            "{held} pinned batches of {batch}, rounded up to powers of two{times}",
+            held=held, batch=format_size(batch), times=_times(count),
+        )  # fmt: skip
+        yield Term("pinned", batch * held * count, text, loader.source)
+
+
+def _charged(shm: Iterable[Term], pinned: Iterable[Term]) -> Iterator[Term]:
+    """Shared and pinned memory are memory: the cgroup counts them."""
+    yield Term("ram", _sum(shm), say("what lies in /dev/shm is memory too"), say("the sum of the shm terms"))
+    yield Term("ram", _sum(pinned), say("pinned memory is memory too"), say("the sum of the pinned terms"))
+
+
+def _disk(workload: Workload) -> Iterator[Term]:
+    if workload.entries_disk:
+        text = say("shared datasets on disk, once for all")
+        yield Term("disk", workload.entries_disk, text, say("the data's description"))
+    if workload.checkpoint:
+        text = say(
+            "checkpoints, {each} a process{times}",
+            each=format_size(workload.checkpoint), times=_times(workload.processes),
+        )  # fmt: skip
+        yield Term("disk", workload.checkpoint * workload.processes, text, say("stated"))
+
+
+def _fds(workload: Workload) -> Iterator[Term]:
+    """Of one training process: it may hold a descriptor for every tensor in flight."""
+    if not workload.loaders:
+        return
+    yield Term("fds", _OWN_FDS, say("the process itself"), say("an allowance"))
+    for loader in workload.loaders:
+        if not loader.workers:
+            continue
+        text = say("queues and sockets of {workers} workers", workers=loader.workers)
+        yield Term("fds", _WORKER_FDS * (loader.workers + 1), text, say("six for each, and for the results"))
+        if loader.kind == "torch" and loader.sharing == "file_descriptor":
+            text = say(
+                "a descriptor for each tensor of {flights} batches",
+                flights=flights(loader),
+            )  # fmt: skip
+            yield Term("fds", flights(loader) * len(loader.tensors), text, loader.source)
+
+
+def _gpu(workload: Workload) -> Iterator[Term]:
+    if workload.gpu is not None:
+        text = say(
+            "{each} a process, {count} on a card", each=format_size(workload.gpu), count=workload.per_gpu
+        )
+        yield Term("gpu", workload.gpu * workload.per_gpu, text, say("stated"))
+
+
+def _flights_text(loader: Loader) -> str:
+    most = batches_in_flight(loader.workers, loader.prefetch)
+    if flights(loader) < most:
+        return say("{batches} in an epoch + 1", batches=loader.batches)
+    return say("{workers} workers × {prefetch} + 2", workers=loader.workers, prefetch=loader.prefetch)
+
+
+def _locks_text(loader: Loader, count: int) -> str:
+    return say(
+        "{locks} semaphores of a loader's queues{times}", locks=semaphores(loader), times=_times(count)
+    )
+
+
+def _times(count: int) -> str:
+    return say(" × {count}", count=count) if count != 1 else ""

@@ -1,0 +1,60 @@
+"""`legroom check`: whether this training survives here. Parses, calls, renders; decides nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from legroom.cli.params import DURATION, SIZE
+from legroom.cli.training import asked, training_options
+
+
+@click.command()
+@click.option("--batch", type=int, required=True, metavar="N", help="Samples in a batch.")
+@click.option("--dataset", metavar="MODULE:OBJECT", help="Draw one real batch from it, in a child process.")
+@click.option("--collate", metavar="MODULE:OBJECT", help="Its collate function, where it has one of its own.")
+@click.option("--timeout", type=DURATION, default=120.0, metavar="TIME", help="For drawing.  [default: 2m]")
+@training_options
+@click.option("--checkpoint-dir", metavar="DIR", help="Where checkpoints go: that disk counts too.")
+@click.option(
+    "--checkpoint-bytes", type=SIZE, default=0, metavar="SIZE", help="All that are kept, of one process."
+)
+@click.option("--root", default="/", metavar="DIR", help="Read the machine below DIR: /host, or a recording.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def command(
+    batch: int,
+    dataset: str | None,
+    collate: str | None,
+    timeout: float,
+    checkpoint_dir: str | None,
+    checkpoint_bytes: int,
+    root: str,
+    as_json: bool,
+    **training: Any,
+) -> int:
+    """Whether this training fits here now, which pool breaks first, and the largest settings that fit.
+
+    Say what a batch holds: --data FILE, --sample-bytes SIZE, or --dataset MODULE:OBJECT. Exits 1 when it is too big;
+    0 when it fits, and when nothing that is known speaks against it.
+    """
+    from legroom.cli import check_view as view
+    from legroom.loader.preflight import check
+    from legroom.probe.host import Host
+
+    found = check(
+        dataset,
+        batch_size=batch,
+        collate_fn=collate,
+        timeout=timeout,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_bytes=checkpoint_bytes,
+        host=Host.at(root),
+        **asked(training),
+    )
+    if as_json:
+        click.echo(json.dumps(view.as_object(found), ensure_ascii=False))
+    else:
+        click.echo(view.as_text(found))
+    return 1 if found.verdict == "too-big" else 0

@@ -1,0 +1,114 @@
+"""How a need and its verdict look: what plan and check show alike.
+
+Covers: terms, problems, notes, settings, as text and as JSON. Does not cover: what only one verb shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from legroom.cli.layout import elide, paint, paragraph, pool_line
+from legroom.model import Need, Plan, Settings, Severity, Term
+from legroom.units import format_size
+from legroom.words import say
+
+_POOLS = ("shm", "ram", "gpu", "pinned", "fds", "disk")
+_WORDS = {"fits": "fits", "too-big": "too big", "unknown": "unknown"}
+_SETTINGS = (
+    "batch_size", "accumulation", "ranks", "num_workers", "prefetch_factor", "persistent_workers", "pin_memory",
+    "loader_kind",
+)  # fmt: skip
+
+
+def need_object(need: Need) -> dict[str, Any]:
+    """Bytes by pool."""
+    return {name: getattr(need, name) for name in _POOLS}
+
+
+def plan_object(plan: Plan) -> dict[str, Any]:
+    """What both verbs tell other programs."""
+    return {
+        "need": need_object(plan.need),
+        "terms": [dataclasses.asdict(term) for term in plan.need.terms],
+        "verdict": plan.verdict,
+        "problems": [{**dataclasses.asdict(one), "missing": one.missing} for one in plan.problems],
+        "unknown": dict(plan.unknown),
+        "settings": settings_object(plan.settings),
+        "notes": list(plan.notes),
+    }
+
+
+def settings_object(settings: Settings | None) -> dict[str, Any]:
+    """The settings that matter here; empty where none fit."""
+    if settings is None:
+        return {}
+    return {**{name: getattr(settings, name) for name in _SETTINGS}, "why": dict(settings.why)}
+
+
+def pool_lines(plan: Plan) -> list[str]:
+    """The pools that the need draws on, as they are now."""
+    if plan.box is None:
+        return []
+    wanted = {name for name in _POOLS if getattr(plan.need, name)} | {"shm", "ram"}
+    return [
+        pool_line(pool, plain=False)
+        for pool in plan.box.pools
+        if pool.name in wanted - {"pinned"} or (plan.need.gpu and pool.name.startswith("gpu"))
+    ]
+
+
+def term_lines(need: Need) -> list[str]:
+    """The need, term by term, each pool with its sum."""
+    lines = []
+    for name in _POOLS:
+        terms = [term for term in need.terms if term.pool == name]
+        total = getattr(need, name) or 0
+        if len(terms) == 1:
+            lines.append(_term(f"  {name:<7}{_amount(name, total):>8}  ", terms[0]))
+        elif terms:
+            lines.append(f"  {name:<7}{_amount(name, total):>8}  =")
+            lines += [_term(f"{'+ ' + _amount(name, term.bytes):>17}  ", term) for term in terms]
+    return lines or [say("  nothing")]
+
+
+def _term(start: str, term: Term) -> str:
+    return paragraph(say("{what}; {source}", what=term.what, source=elide(term.source)), start, " " * 19)
+
+
+def _amount(name: str, amount: int) -> str:
+    return str(amount) if name == "fds" else format_size(amount)
+
+
+def verdict_lines(plan: Plan) -> list[str]:
+    """The answer, every pool that breaks, and what could not be judged."""
+    severity: Severity | None = "critical" if plan.verdict == "too-big" else None
+    lines = [paint(say("Verdict: {word}", word=say(_WORDS[plan.verdict])), severity, bold=True)]
+    lines += [paragraph(problem.message, "  ", "    ") for problem in plan.problems]
+    lines += [
+        paragraph(say("{pool}: unknown, {why}", pool=pool, why=elide(why)), "  ", "    ")
+        for pool, why in plan.unknown.items()
+    ]
+    return lines
+
+
+def note_lines(plan: Plan) -> list[str]:
+    """What the figures leave out."""
+    return [paragraph(say("note: {note}", note=elide(note)), "  ", "        ") for note in plan.notes]
+
+
+def fix_lines(fix: tuple[str, ...]) -> list[str]:
+    """Steps to take, in order."""
+    return [paragraph(step, "  do:  ", "       ") for step in fix]
+
+
+def settings_line(settings: Settings) -> str:
+    """The settings on one line, as a DataLoader takes them."""
+    parts = [f"batch_size={settings.batch_size}", f"num_workers={settings.num_workers}"]
+    if settings.prefetch_factor is not None:
+        parts.append(f"prefetch_factor={settings.prefetch_factor}")
+    if settings.pin_memory:
+        parts.append("pin_memory=True")
+    if settings.accumulation > 1:
+        parts.append(say("accumulation {times}", times=settings.accumulation))
+    return ", ".join(parts)

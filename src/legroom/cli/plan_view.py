@@ -1,0 +1,184 @@
+"""How a plan looks: as text, as JSON, as a snippet. Covers: rendering of `legroom plan`. Does not cover: planning."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from legroom.budget.emit import emit
+from legroom.cli.layout import paragraph, shorten
+from legroom.cli.need_view import fix_lines, note_lines, plan_object, pool_lines, term_lines, verdict_lines
+from legroom.model import Job, Plan
+from legroom.units import format_size
+from legroom.words import say
+
+_MOST_SHOWN = 8
+
+
+def as_object(plan: Plan) -> dict[str, Any]:
+    """The plan as other programs read it."""
+    sizes = plan.sizes
+    return {
+        "schema": "legroom.plan/1",
+        **plan_object(plan),
+        "recommend": None
+        if sizes is None
+        else {
+            "minimum": sizes.minimum,
+            "recommended": sizes.recommended,
+            "conservative": sizes.conservative,
+            "capped_by": sizes.capped_by,
+        },
+        "table": [
+            {
+                "jobs_per_gpu": row.jobs_per_gpu,
+                "processes": row.processes,
+                "need": row.need,
+                "recommended": row.recommended,
+            }
+            for row in plan.table
+        ],
+        "fits_now": {"jobs_per_gpu": plan.fits_now},
+        "gpus": plan.gpus,
+        "jobs_per_gpu": plan.jobs_per_gpu,
+        "now": _now_object(plan),
+        "fix": list(plan.fix),
+    }
+
+
+def _now_object(plan: Plan) -> dict[str, Any]:
+    shm = plan.box.shm if plan.box else None
+    return {
+        "size": shm.size if shm else None,
+        "used": shm.used if shm else None,
+        "free": shm.free if shm else None,
+        "others": plan.others,
+        "measured": [
+            {"pid": job.pid, "command": job.command, "shm": job.held.get("shm"), "rss_shmem": _rss_shmem(job)}
+            for job in plan.measured
+        ],
+    }
+
+
+def as_text(plan: Plan) -> str:
+    """The plan as people read it."""
+    place = plan.box.place if plan.box else None
+    lines = []
+    if place is not None:
+        where = say("{kind} ({how}), {rights}", kind=place.kind, how=place.how, rights=place.rights_how)
+        lines += [paragraph(where, "", "  "), ""]
+    lines += [say("In use now"), *pool_lines(plan), *_measured_lines(plan), ""]
+    lines += [_title(plan), *term_lines(plan.need), *_others_line(plan), *note_lines(plan), ""]
+    lines += [*_size_lines(plan), "", *_table_lines(plan), "", *verdict_lines(plan), _fits_line(plan)]
+    lines += ["", *_setting_lines(plan)]
+    return "\n".join(lines).rstrip()
+
+
+def _setting_lines(plan: Plan) -> list[str]:
+    if plan.fix:
+        return [say("To set it here"), *fix_lines(plan.fix)]
+    here = plan.box.shm.size if plan.box else None
+    if here is not None and plan.sizes is not None and here >= plan.sizes.recommended:
+        return [say("/dev/shm has {size} here: nothing to set", size=format_size(here))]
+    return []
+
+
+def _title(plan: Plan) -> str:
+    gpus, jobs = plan.gpus or 1, plan.jobs_per_gpu or 1
+    processes = next(row.processes for row in plan.table if row.jobs_per_gpu == jobs)
+    return say(
+        "Need: {gpus} GPUs × {jobs} jobs{ranks} = {processes} processes",
+        gpus=gpus,
+        jobs=jobs,
+        ranks="" if processes == gpus * jobs else say(" × {ranks} ranks", ranks=processes // (gpus * jobs)),
+        processes=processes,
+    )
+
+
+def _rss_shmem(job: Job) -> int | None:
+    amounts = [process.rss_shmem for process in job.processes]
+    known = [amount for amount in amounts if amount is not None]
+    return sum(known) if len(known) == len(amounts) else None
+
+
+def _measured_lines(plan: Plan) -> list[str]:
+    if not plan.measured:
+        return []
+    lines = ["", say("Measured: what running trainings hold in /dev/shm, by blocks")]
+    for job in plan.measured[:_MOST_SHOWN]:
+        told = _rss_shmem(job)
+        figures = say(
+            "{pid:>9}  {shm:>8}, RssShmem {rss:>8}  ",
+            pid=job.pid, shm=format_size(job.held.get("shm") or 0),
+            rss=say("unknown") if told is None else format_size(told),
+        )  # fmt: skip
+        lines.append(shorten(f"{figures}{job.command}"))
+    if len(plan.measured) > _MOST_SHOWN:
+        lines.append(say("  and {count} more", count=len(plan.measured) - _MOST_SHOWN))
+    why = say(
+        "RssShmem counts every shared page a process has touched: shared anonymous memory and pinned memory as well, "
+        "and pages that several processes share once for each. Only blocks in /dev/shm fill /dev/shm"
+    )
+    return [*lines, paragraph(why, "  ", "  ")]
+
+
+def _others_line(plan: Plan) -> list[str]:
+    if not plan.others:
+        return []
+    text = say("held in /dev/shm by others now; added before sizes are chosen")
+    return [paragraph(text, f"  {'others':<7}{format_size(plan.others):>8}  ", " " * 19)]
+
+
+def _size_lines(plan: Plan) -> list[str]:
+    sizes = plan.sizes
+    if sizes is None:
+        return []
+    wanted = plan.need.shm + (plan.others or 0)
+    lines = [say("Sizes for /dev/shm")]
+    for name, size in (
+        (say("minimum"), sizes.minimum),
+        (say("recommended"), sizes.recommended),
+        (say("conservative"), sizes.conservative),
+    ):
+        times = say("{times:.1f} × the need", times=size / wanted) if wanted else say("nothing is needed")
+        lines.append(f"  {name:<13}{format_size(size):>8}  {times}")
+    return lines
+
+
+def _table_lines(plan: Plan) -> list[str]:
+    lines = [say("  jobs a GPU  processes      need  recommended")]
+    for row in plan.table:
+        mark = ">" if row.jobs_per_gpu == plan.jobs_per_gpu else " "
+        # Capped below the need: no size of /dev/shm would do, the memory behind it is too small.
+        size = format_size(row.recommended) if row.recommended >= row.need else say("above RAM")
+        lines.append(
+            f"{mark} {row.jobs_per_gpu:>10}  {row.processes:>9}  {format_size(row.need):>8}  {size:>11}"
+        )
+    return lines
+
+
+def _fits_line(plan: Plan) -> str:
+    if plan.fits_now is not None:
+        text = say("jobs a GPU that fit what is here now: {jobs}", jobs=plan.fits_now)
+    elif plan.unknown:
+        text = say("how many jobs fit now is unknown")
+    else:
+        text = say("nothing that is known bounds the number of jobs")
+    return paragraph(text, "  ", "  ")
+
+
+def print_snippet(plan: Plan, kind: str, as_json: bool) -> int:
+    """The snippet alone on stdout; 1 where the size it sets is too small for the need."""
+    assert plan.sizes is not None
+    text = emit(kind, plan.sizes.recommended, need=plan.need, gpus=plan.gpus)
+    if as_json:
+        click.echo(json.dumps({**as_object(plan), "emit": {"kind": kind, "text": text}}, ensure_ascii=False))
+    else:
+        click.echo(text)
+    short = plan.sizes.recommended < plan.need.shm
+    if plan.sizes.capped_by is not None:
+        told = say("legroom: the size is capped by {why}", why=plan.sizes.capped_by)
+        click.echo(told + (say(" and is less than the need") if short else ""), err=True)
+    return 1 if short else 0

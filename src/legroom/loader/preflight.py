@@ -1,0 +1,189 @@
+"""`legroom.check`: whether this training survives on this box, before it starts.
+
+Covers: drawing a batch from a dataset where one is given, the disk that checkpoints go to, the verdict with the
+largest settings that fit. Does not cover: the arithmetic (budget), drawing itself (measure.py, apart.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Literal
+
+from legroom.budget.demand import Batch, Demand, batch_of, workload_of
+from legroom.budget.fit import fit
+from legroom.budget.largest import fits, largest_batch, largest_settings
+from legroom.budget.predict import need
+from legroom.budget.rows import data_rows
+from legroom.errors import UsageError
+from legroom.model import Box, Measured, Plan, Pool
+from legroom.probe.box import snapshot
+from legroom.probe.disk import disk_at
+from legroom.probe.host import Host
+from legroom.units import parse_size
+from legroom.words import say
+
+_TIMEOUT = 120.0
+
+
+def check(
+    dataset: Any = None,
+    *,
+    batch_size: int,
+    num_workers: int = 0,
+    prefetch_factor: int = 2,
+    pin_memory: bool = False,
+    collate_fn: Callable[[Any], Any] | str | None = None,
+    loader: Literal["torch", "legroom"] = "torch",
+    data: str | os.PathLike[str] | None = None,
+    keys: str | Iterable[str] | None = None,
+    sample_bytes: int | str | None = None,
+    val_batch: int | None = None,
+    val_workers: int | None = None,
+    ranks: int = 1,
+    per_process: int | str | None = None,
+    process_ram: int | str | None = None,
+    params: int = 0,
+    optimizer: str = "none",
+    dtype: str = "float32",
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    checkpoint_bytes: int | str = 0,
+    timeout: float = _TIMEOUT,
+    host: Host | None = None,
+) -> Plan:
+    """Whether a training with these settings fits this box now; ``verdict`` is fits, too-big or unknown.
+
+    The bytes of a batch come from ``dataset`` (an object, drawn from here, or ``"module:object"``, drawn from in a
+    child process), from a ``data`` file's description, or from ``sample_bytes``.
+    """
+    host = host or Host()
+    checkpoint = parse_size(checkpoint_bytes)
+    if checkpoint and checkpoint_dir is None:
+        raise UsageError(
+            say("checkpoints of {size} bytes, and no place for them", size=checkpoint),
+            fix=(say("give the directory they go to"),),
+        )
+    demand = Demand(
+        workers=num_workers, prefetch=prefetch_factor, pin_memory=pin_memory, kind=loader, val_batch=val_batch,
+        val_workers=val_workers, ranks=ranks, per_process=None if per_process is None else parse_size(per_process),
+        process_ram=None if process_ram is None else parse_size(process_ram), params=params,
+        optimizer=optimizer, dtype=dtype, checkpoint=checkpoint,
+    )  # fmt: skip
+    measured = None
+    if dataset is not None:
+        _only(data, sample_bytes)
+        measured = _drawn(dataset, batch_size, collate_fn, demand, timeout)
+        demand = _with_worker_ram(demand, measured)
+        batch = Batch(measured.tensors, batch_size, measured.source, measured.rows)
+    else:
+        batch = _stated(data, keys, sample_bytes, batch_size)
+    box = _with_checkpoints(snapshot(host), host, checkpoint_dir)
+    verdict = fit(need(workload_of(demand, batch, demand.ranks, demand.ranks)), box)
+    return replace(
+        verdict,
+        fix=(*_another_way(demand, batch, box, verdict), *verdict.fix),
+        settings=largest_settings(demand, batch, box),
+        largest_batch=largest_batch(demand, batch, box),
+        notes=_notes(demand, measured, data),
+        box=box,
+    )
+
+
+def _only(data: object, sample_bytes: object) -> None:
+    if data is not None or sample_bytes is not None:
+        raise UsageError(
+            say("a dataset to draw from, and its bytes stated as well"),
+            fix=(say("give one of: a dataset, a data file, the bytes of a sample"),),
+        )
+
+
+def _drawn(
+    dataset: Any,
+    batch_size: int,
+    collate_fn: Callable[[Any], Any] | str | None,
+    demand: Demand,
+    timeout: float,
+) -> Measured:
+    if isinstance(dataset, str):
+        from legroom.loader.apart import measure_dataset
+
+        if collate_fn is not None and not isinstance(collate_fn, str):
+            raise UsageError(
+                say("the dataset is named and drawn from in a child: its collate function must be named too"),
+                fix=(say('collate_fn="module:function", or give the dataset itself'),),
+            )
+        return measure_dataset(
+            dataset,
+            batch_size=batch_size,
+            collate=collate_fn,
+            timeout=timeout,
+            transport=demand.kind if demand.workers else None,
+        )
+    from legroom.loader.measure import measure
+
+    if isinstance(collate_fn, str):
+        raise UsageError(
+            say("the dataset is given and not named: so must its collate function be"),
+            fix=(say("give the function itself"),),
+        )
+    return measure(dataset, batch_size=batch_size, collate_fn=collate_fn)
+
+
+def _with_worker_ram(demand: Demand, measured: Measured) -> Demand:
+    way = measured.transport
+    return demand if way is None or way.worker_ram is None else replace(demand, worker_ram=way.worker_ram)
+
+
+def _stated(
+    data: str | os.PathLike[str] | None,
+    keys: str | Iterable[str] | None,
+    sample_bytes: int | str | None,
+    batch_size: int,
+) -> Batch:
+    if (data is None) == (sample_bytes is None):
+        raise UsageError(
+            say("the bytes of a batch are not known")
+            if data is None
+            else say("a data file, and the bytes of a sample stated as well"),
+            fix=(say("give one of: a dataset, a data file, the bytes of a sample"),),
+        )
+    if sample_bytes is not None:
+        return batch_of(parse_size(sample_bytes), batch_size)
+    assert data is not None
+    return data_rows(data, keys).batch(batch_size)
+
+
+def _with_checkpoints(box: Box, host: Host, folder: str | os.PathLike[str] | None) -> Box:
+    """The box whose disk is the one that checkpoints go to."""
+    if folder is None:
+        return box
+    disk = disk_at(host, "checkpoints", os.fspath(folder))
+    source = say("statvfs {path}", path=disk.path)
+    pool = Pool("disk", disk.size, disk.used, disk.free, source, disk.reason)
+    others = tuple(one for one in box.disks if one.role != "store")
+    return replace(
+        box,
+        pools=tuple(pool if one.name == "disk" else one for one in box.pools),
+        disks=(replace(disk, role="store"), *others),
+    )
+
+
+def _another_way(demand: Demand, batch: Batch, box: Box, verdict: Plan) -> tuple[str, ...]:
+    """Our loader's batches are not in /dev/shm: where that alone would do, say so first."""
+    if demand.kind == "legroom" or not any(problem.pool == "shm" for problem in verdict.problems):
+        return ()
+    if not fits(replace(demand, kind="legroom"), batch, box):
+        return ()
+    return (say("legroom.DataLoader with these settings fits: its batches do not lie in /dev/shm"),)
+
+
+def _notes(demand: Demand, measured: Measured | None, data: object) -> tuple[str, ...]:
+    notes = []
+    if demand.process_ram is None and not demand.params:
+        notes.append(say("RAM of the training process itself was not stated: it is not counted"))
+    if data is not None:
+        notes.append(say("batches are counted as the rows lie in the file, before any transform"))
+    if measured is not None and measured.unsendable and demand.workers:
+        notes.append(say("a batch cannot come from a worker: {why}", why=measured.unsendable))
+    return tuple(notes)

@@ -1,0 +1,193 @@
+"""How a process died, and which memory killed it.
+
+Covers: what is known about a death, the verdict on it, one attempt of a supervised run.
+Does not cover: gathering it, judging it, acting on it (rescue).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Cause = Literal[
+    "shm-full",
+    "ram-oom-kill",
+    "ram-allocation",
+    "swap-thrash",
+    "gpu-oom",
+    "pinned-exhausted",
+    "fds-exhausted",
+    "disk-full",
+    "worker-killed",
+    "killed",
+    "not-memory",
+]
+
+# Causes that say memory (or what a loader needs like memory) ran out; the other three do not.
+MEMORY_CAUSES: frozenset[Cause] = frozenset(
+    {
+        "shm-full",
+        "ram-oom-kill",
+        "ram-allocation",
+        "swap-thrash",
+        "gpu-oom",
+        "pinned-exhausted",
+        "fds-exhausted",
+        "disk-full",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The wait status of a process: it ended with a status of its own, or a signal ended it."""
+
+    status: int | None = None  # what it returned
+    signal: int | None = None  # what killed it
+
+    @property
+    def exit_status(self) -> int:
+        """What a shell would show: its own status, or 128 and the signal."""
+        if self.signal is not None:
+            return 128 + self.signal
+        return self.status or 0
+
+    @property
+    def fine(self) -> bool:
+        """Whether it ended well."""
+        return self.signal is None and self.status == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """How full one pool was."""
+
+    used: int
+    size: int
+
+    @property
+    def share(self) -> float:
+        """Used as a share of the size; 0 of a pool that has none."""
+        return self.used / self.size if self.size else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The pools at one moment of a run; a pool that could not be read is left out."""
+
+    when: float  # seconds since the start
+    levels: Mapping[str, Level]
+    swapped_back: int | None = None  # bytes the job had to fetch back from swap, since the start
+    oom_kills: int | None = None  # of the job's cgroup, since the start
+    stalled: float | None = None  # PSI: percent of the last ten seconds in which everything stood still
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """A line of a log that says something about a death."""
+
+    code: str
+    line: str
+    number: int  # counted from the end of the log: 1 is the last line
+
+
+@dataclass(frozen=True, slots=True)
+class LogFacts:
+    """What the end of a log says."""
+
+    signs: tuple[Sign, ...] = ()
+    last_error: Sign | None = None  # the last exception that ended a program
+    chain_from: int | None = None  # how far back the tracebacks that belong to it begin
+    lines: int = 0  # that were looked at
+    skipped: int = 0  # bytes that were not
+
+
+@dataclass(frozen=True, slots=True)
+class OomCount:
+    """OOM kills counted during the run."""
+
+    kills: int
+    own: bool  # the counter is of the job's own cgroup: nobody else's deaths are in it
+    source: str
+    before_end: float | None = None  # seconds from the last one to the end of the job
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """All that is known about a death. None: not known, and ``unknown`` says why."""
+
+    ending: Ending | None = None  # None: there is only a log
+    asked_to_stop: int | None = None  # the signal that told the supervisor to end it
+    stalled_on: str | None = None  # the pool that it stood still on when the supervisor ended it
+    log: LogFacts = LogFacts()
+    oom: OomCount | None = None
+    kernel: tuple[str, ...] | None = None  # lines of the kernel's log that name a process of the job
+    killers: tuple[str, ...] = ()  # what systemd-oomd, earlyoom and the like left about it
+    readings: tuple[Reading, ...] = ()
+    peaks: Mapping[str, Level] = field(default_factory=dict)  # the fullest each pool was seen
+    shm_at_end: Level | None = None  # read at the moment of death
+    disks: Mapping[str, Level] = field(default_factory=dict)  # by path, read after it
+    swapped_back: float | None = None  # bytes a second over the last seconds
+    stalled: float | None = None  # PSI, the worst of the last seconds
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def live(self) -> bool:
+        """Whether the death was seen, and not only read about."""
+        return self.ending is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What ended it, how sure that is, and the lines it rests on."""
+
+    cause: Cause
+    confidence: float  # 0 to 1
+    summary: str
+    evidence: tuple[str, ...] = ()
+    fix: tuple[str, ...] = ()
+
+    @property
+    def memory(self) -> bool:
+        """Whether something ran out."""
+        return self.cause in MEMORY_CAUSES
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of a supervised command, and how it ended."""
+
+    number: int  # 1 is the first
+    command: tuple[str, ...]
+    settings: Mapping[str, int | bool | None]
+    ending: Ending
+    seconds: float
+    changed: tuple[str, ...] = ()  # why it differs from the one before, line by line
+    resumed_from: str | None = None
+    verdict: Verdict | None = None  # None: it ended well
+    readings: tuple[Reading, ...] = ()
+    peaks: Mapping[str, Level] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A supervised run from its first start to its last end."""
+
+    command: tuple[str, ...]
+    attempts: tuple[Attempt, ...]
+    began: float  # seconds of the day's clock
+    isolation: str  # in what the job ran: a cgroup of its own, or a process group and why
+    stopped: str | None = None  # why there was no further attempt after a death
+    own_cpu: float | None = None  # seconds of CPU that supervising took
+
+    @property
+    def ending(self) -> Ending:
+        """How the last attempt ended."""
+        return self.attempts[-1].ending
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The last attempt's; None where it ended well."""
+        return self.attempts[-1].verdict

@@ -1,0 +1,178 @@
+"""`legroom check`: the verdict and its exit status, what breaks first, bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rigs import TREES
+
+import legroom
+from legroom.cli.main import run
+from legroom.errors import UsageError
+
+MB, GB = 1 << 20, 1 << 30
+DOCKER = ("--root", str(TREES / "docker-v2"))
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = run(["check", *arguments])
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(_run(capsys, "--json", *arguments)[1])
+    return report
+
+
+def test_too_big_says_which_pool_and_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--batch", "64", "--sample-bytes", "1MB", "--workers", "4", *DOCKER)
+    status, text, _ = _run(capsys, *options)
+    report = _json(capsys, *options)
+    assert status == 1 and report["schema"] == "legroom.check/1" and report["verdict"] == "too-big"
+    first = report["problems"][0]
+    assert first["pool"] == "shm" and first["missing"] == first["need"] - first["free"] > 0
+    assert report["settings"]["num_workers"] < 4 and report["settings"]["batch_size"] == 64
+    assert 0 < report["largest_batch"] < 64
+    flat = " ".join(text.split())
+    assert "too big" in flat and "too little" in flat and "largest batch at these workers" in flat
+    assert "legroom.DataLoader with these settings fits" in flat
+
+
+def test_it_fits_without_workers_and_with_our_loader(capsys: pytest.CaptureFixture[str]) -> None:
+    for more in (("--workers", "0"), ("--workers", "4", "--loader", "legroom")):
+        status, text, _ = _run(capsys, "--batch", "64", "--sample-bytes", "1MB", *more, *DOCKER)
+        assert status == 0 and "Verdict: fits" in text
+
+
+def test_unknown_is_no_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recording.json").write_text("{}")
+    options = ("--batch", "64", "--sample-bytes", "1MB", "--workers", "4", "--root", str(tmp_path))
+    status, text, _ = _run(capsys, *options)
+    assert status == 0 and "Verdict: unknown" in text and "shm: unknown" in text
+    assert _json(capsys, *options)["unknown"].keys() >= {"shm", "ram"}
+
+
+@pytest.mark.parametrize("tree", sorted(path.name for path in TREES.iterdir() if path.is_dir()))
+def test_every_recorded_machine_gets_an_answer(
+    tree: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    options = (
+        "--batch",
+        "64",
+        "--sample-bytes",
+        "1MB",
+        "--workers",
+        "4",
+        "--pin-memory",
+        "--root",
+        str(TREES / tree),
+    )
+    status, text, err = _run(capsys, *options)
+    assert err == "" and status in (0, 1) and "None" not in text
+    long = [line for line in text.splitlines() if len(line) > 80]
+    assert all(max(map(len, line.split())) > 60 for line in long), long
+
+
+def test_the_disk_of_checkpoints_is_a_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--batch", "8", "--sample-bytes", "1KB", "--checkpoint-dir", str(tmp_path / "new" / "runs"))
+    report = _json(capsys, *options, "--checkpoint-bytes", "1E")
+    assert [one["pool"] for one in report["problems"]] == ["disk"] and report["settings"] == {}
+    assert any("df -h" in step for step in report["problems"][0]["fix"])
+    status, text, _ = _run(capsys, *options, "--checkpoint-bytes", "1E")
+    assert status == 1 and "no loader setting" in text
+    assert _run(capsys, *options, "--checkpoint-bytes", "1KB")[0] == 0
+
+
+def test_a_data_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.npy"
+    np.save(path, np.zeros((100, 1 << 18), np.float32))
+    report = _json(capsys, "--batch", "16", "--workers", "2", "--data", str(path), *DOCKER)
+    assert report["verdict"] == "too-big"  # 6 batches of 16 MB in 64 MB
+    assert report["need"]["shm"] >= 6 * 16 * MB
+
+
+DATASET = """
+import torch
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 40
+    def __getitem__(self, index): return torch.zeros(1 << 18), index
+class Broken(Data):
+    def __getitem__(self, index): raise KeyError("lost sample")
+data, broken = Data(), Broken()
+def double(samples):
+    images = torch.stack([sample[0] for sample in samples])
+    return images, images.clone()
+"""
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    pytest.importorskip("torch")
+    name = f"check_dataset_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(DATASET)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield name  # type: ignore[misc]
+    sys.modules.pop(name, None)
+
+
+def test_a_dataset_is_drawn_from(dataset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = _json(capsys, "--batch", "8", "--dataset", f"{dataset}:data", *DOCKER)
+    assert report["verdict"] == "fits"
+    (term,) = [term for term in report["terms"] if term["pool"] == "ram"]
+    assert term["bytes"] == 2 * (8 * MB + 8 * 8)
+    twice = _json(
+        capsys, "--batch", "8", "--dataset", f"{dataset}:data", "--collate", f"{dataset}:double", *DOCKER
+    )
+    assert twice["need"]["ram"] == 2 * 16 * MB
+
+
+def test_a_dataset_that_raises_is_exit_2(dataset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = _run(capsys, "--batch", "8", "--dataset", f"{dataset}:broken")
+    assert status == 2 and out == "" and "lost sample" in err
+    assert _run(capsys, "--batch", "8", "--dataset", "no_such_module:data")[0] == 2
+
+
+def test_python_takes_the_dataset_itself(dataset: str) -> None:
+    from importlib import import_module
+
+    data = import_module(dataset).data
+    plan = legroom.check(data, batch_size=8, num_workers=2, prefetch_factor=2)
+    assert plan.need.shm >= 6 * 8 * MB and plan.settings is not None
+    with pytest.raises(UsageError):
+        legroom.check(data, batch_size=8, sample_bytes=4)
+    with pytest.raises(UsageError):
+        legroom.check(data, batch_size=8, collate_fn="module:function")
+    with pytest.raises(UsageError):
+        legroom.check(data, batch_size=0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("--batch", "8"),
+        ("--batch", "0", "--sample-bytes", "1MB"),
+        ("--batch", "-8", "--sample-bytes", "1MB"),
+        ("--batch", "8", "--sample-bytes", "0"),
+        ("--batch", "8", "--sample-bytes", "-1MB"),
+        ("--batch", "8", "--sample-bytes", "lots"),
+        ("--batch", "8", "--sample-bytes", "1MB", "--workers", "-1"),
+        ("--batch", "8", "--sample-bytes", "1MB", "--prefetch", "0"),
+        ("--batch", "8", "--sample-bytes", "1MB", "--data", "x.npy"),
+        ("--batch", "8", "--data", "/no/such/file.h5"),
+        ("--batch", "8", "--sample-bytes", "1MB", "--checkpoint-bytes", "1GB"),
+        ("--batch", "8", "--sample-bytes", "1MB", "--val-workers", "-1"),
+        ("--batch", "8", "--dataset", "nonsense"),
+    ],
+)
+def test_bad_input_is_exit_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = _run(capsys, *arguments)
+    assert status == 2 and out == "" and err and "Traceback" not in err
