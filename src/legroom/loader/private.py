@@ -1,0 +1,38 @@
+"""What this process has to itself, and what is free for a measurement.
+
+Covers: its private memory, shared-memory files left out; the room for a few batches. Does not cover: other processes
+(probe.process), whether a training fits (budget).
+"""
+
+from __future__ import annotations
+
+from legroom.probe.host import Host
+from legroom.probe.memory import memory, ram_pool
+from legroom.probe.shm import shm_room
+
+_NOT_ITS_OWN = ("/dev/shm/", "/memfd:", "/SYSV", "/dev/zero")
+
+
+def private_bytes() -> int | None:
+    """Memory that only this process has: what a further worker like it would cost; None where it cannot be read."""
+    total, counted = 0, True
+    try:
+        with open("/proc/self/smaps", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("Private_"):
+                    total += int(line.split()[1]) * 1024 if counted else 0
+                elif line[0] in "0123456789abcdef":  # the head of a mapping; its name is the sixth word
+                    counted = not " ".join(line.split()[5:]).startswith(_NOT_ITS_OWN)
+    except (OSError, ValueError, IndexError):
+        return None
+    return total
+
+
+def free_bytes(kind: str) -> int | None:
+    """Room for batches of that kind of loader: RAM, and for torch's /dev/shm too; None where neither is known."""
+    host = Host()
+    rooms = [ram_pool(memory(host)).free]
+    if kind == "torch":
+        rooms.append(shm_room(host, "/dev/shm")[2])
+    known = [room for room in rooms if room is not None]
+    return min(known) if known else None

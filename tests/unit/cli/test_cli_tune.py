@@ -1,0 +1,94 @@
+"""`legroom tune`: answers in words and in JSON, and refuses clearly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from legroom.cli.main import run
+
+DATA = """
+import torch
+class Images:
+    def __len__(self): return 64
+    def __getitem__(self, index): return torch.zeros(3, 32, 32), index
+class Broken(Images):
+    def __getitem__(self, index): raise RuntimeError("no such image")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tuned_images.py").write_text(DATA)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = run(["tune", "--loader", "torch", *arguments])
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+def test_settings_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = _run(
+        capsys, "--dataset", "tuned_images:Images", "--batch", "8", "--effective-batch", "32", "--ranks", "2",
+        "--step-seconds", "50ms", "--json",
+    )  # fmt: skip
+    report = json.loads(out)
+    assert status == 0 and err == "" and report["schema"] == "legroom.tune/1" and report["verdict"] == "fits"
+    assert report["settings"]["batch_size"] == 8 and report["settings"]["accumulation"] == 2
+    assert report["effective_batch"] == 32
+    assert (
+        report["measured"]["tensors"] == [8 * 3 * 32 * 32 * 4, 64] and report["measured"]["process_ram"] > 0
+    )
+    assert report["need"]["ram"] >= report["measured"]["process_ram"]
+    assert report["loader"]["batch_size"] == 8 and report["why"]["num_workers"]
+    assert {lever["name"] for lever in report["levers"]} >= {"batch_size", "mixed_precision"}
+
+
+def test_settings_in_words_with_one_set_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = _run(
+        capsys, "--dataset", "tuned_images:Images", "--batch", "8", "--set", "workers=2", "--set", "pin_memory=off",
+        "--preset", "production",
+    )  # fmt: skip
+    assert status == 0 and "num_workers=2" in out and "num_workers 2: set by hand" in out
+    assert all(len(line) <= 80 for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--dataset", "tuned_images:Images"), "--batch is needed"),
+        (("--dataset", "tuned_images:Images", "--batch", "0"), "makes no sense"),
+        (
+            ("--dataset", "tuned_images:Images", "--batch", "8", "--effective-batch", "20"),
+            "nearest that can be: 16 or 24",
+        ),
+        (("--dataset", "tuned_images:Broken", "--batch", "8"), "RuntimeError: no such image"),
+        (("--dataset", "tuned_images:Images", "--batch", "8", "--step-seconds", "-3"), "cannot read"),
+        (("--dataset", "tuned_images:Images", "--batch", "8", "--set", "workers"), "write NAME=VALUE"),
+        (("--dataset", "tuned_images:Images", "--batch", "8", "--set", "workers=many"), "cannot be 'many'"),
+        (("--dataset", "tuned_images:Images", "--batch", "8", "--set", "nonsense=1"), "no setting is called"),
+        (("--dataset", "Images", "--batch", "8"), "as the name of a dataset"),
+        (("--dataset", "tuned_images:Images", "--batch", "8", "--preset", "fast"), "'fast'"),
+    ],
+)
+def test_bad_requests_exit_2(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = _run(capsys, *arguments)
+    assert status == 2 and out == "" and said in err and "Traceback (most" not in err
+
+
+def test_climbing_is_remembered(capsys: pytest.CaptureFixture[str]) -> None:
+    what = ("--dataset", "tuned_images:Images")
+    assert _run(capsys, *what, "--last")[0] == 1
+    status, out, _ = _run(capsys, *what, "--batch", "4", "--climb", "--preset", "development", "--json")
+    climbed = json.loads(out)
+    assert status == 0 and "climbed" in climbed["why"]["num_workers"]
+    status, out, _ = _run(capsys, *what, "--last", "--json")
+    assert status == 0 and json.loads(out)["settings"] == climbed["settings"]
