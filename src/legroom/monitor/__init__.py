@@ -1,5 +1,5 @@
-"""A training over time.
+"""Watching: samples in a row, what they say about the future, and every place they are shown or kept.
 
-Covers: samples, alarms, forecasts and their outputs.
-Does not cover: what to do when it dies (rescue).
+Covers: sampler and targets (what is looked at), history, trend and alarms (pure), the stream of moments, outputs
+(lines, JSON lines, Prometheus, commands and webhooks), replay. Does not cover: acting on a death (rescue).
 """

@@ -1,0 +1,194 @@
+"""`legroom watch`: memory over time, and what is about to go wrong. Parses, wires, renders; decides nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import click
+
+from legroom.cli.params import DURATION
+
+if TYPE_CHECKING:
+    from legroom.model import Moment, Sample
+    from legroom.monitor.sampler import Sampler
+    from legroom.monitor.stream import Output, Stream
+
+
+@click.command()
+@click.option("--pid", type=int, metavar="PID", help="One process and its children.")
+@click.option("--match", metavar="REGEX", help="Those whose command line matches.")
+@click.option("--interval", type=DURATION, default="1s", show_default=True, help="Between samples.")
+@click.option("--once", is_flag=True, help="One sample, then end; 1 if it is critical.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line on stdout.")
+@click.option("--log", metavar="FILE", help="Append every sample to FILE (JSON lines).")
+@click.option("--replay", metavar="FILE", help="Look at a finished watch instead.")
+@click.option(
+    "--prometheus",
+    is_flag=False,
+    flag_value="",
+    metavar="[HOST:PORT]",
+    help="Serve metrics; 127.0.0.1:9464 unless said.",
+)
+@click.option("--on-alarm", metavar="CMD", help="Run CMD for each alarm (JSON on its stdin).")
+@click.option("--webhook", metavar="URL", help="Post each alarm there as JSON.")
+@click.option("--root", default="/", metavar="DIR", help="Read the machine below DIR: /host.")
+def command(
+    pid: int | None,
+    match: str | None,
+    interval: float,
+    once: bool,
+    as_json: bool,
+    log: str | None,
+    replay: str | None,
+    prometheus: str | None,
+    on_alarm: str | None,
+    webhook: str | None,
+    root: str,
+) -> int:
+    """Watch memory: what fills up, how fast, by whom, and when it will be full.
+
+    Watches everything of yours unless --pid or --match says otherwise. Alarms
+    come on levels, on trends, on swap that moves, and on the kernel's own
+    counters. Ends with the process it watches, or with Ctrl-C.
+    """
+    from legroom.monitor.script import checked_interval
+    from legroom.monitor.stream import Stream, drive, paced
+
+    if sum(option is not None for option in (pid, match, replay)) > 1:
+        raise click.UsageError("--pid, --match and --replay each say what to look at: give one of them")
+    if log is not None and replay is not None and _same(log, replay):
+        raise click.UsageError("--log and --replay name the same file")
+    stop = threading.Event()
+    sampler: Sampler | None = None
+    samples: Iterator[Sample]
+    if replay is not None:
+        from legroom.monitor.replay import samples_in
+
+        samples = samples_in(replay, _tell)
+    else:
+        sampler = _sampler(pid, match, checked_interval(interval), root)
+        samples = paced(sampler.take, sampler.interval, stop)
+    stream = Stream(_first(samples) if once else samples)
+    outputs = _outputs(stream, as_json, log, prometheus, on_alarm, webhook)
+    try:
+        # A replay needs no gentle end: Ctrl-C stops it as it stops anything.
+        with nullcontext() if sampler is None else _ending(stop):
+            last = drive(stream, outputs)
+    finally:
+        if sampler is not None:
+            sampler.close()
+    if sampler is not None and not once and not stop.is_set():
+        _tell("what was watched has ended")
+    critical = last is not None and any(alarm.level == "critical" for alarm in last.alarms)
+    return 1 if once and critical else 0
+
+
+def _sampler(pid: int | None, match: str | None, interval: float, root: str) -> Sampler:
+    from legroom.monitor.board import Listener
+    from legroom.monitor.cached import entry_rows
+    from legroom.monitor.sampler import Sampler
+    from legroom.monitor.targets import matched, mine, tree_of
+    from legroom.probe.host import Host
+    from legroom.probe.roster import Roster
+
+    host = Host.at(root)
+    roster = Roster(host)
+    everybody = roster.look()
+    if pid is not None:
+        targets = tree_of(pid, everybody)
+    elif match is not None:
+        targets = matched(host, match, everybody)
+    else:
+        targets = mine(host)
+    return Sampler(
+        targets,
+        host=host,
+        interval=interval,
+        roster=roster,
+        said=Listener(host).said,
+        entries=entry_rows if root == "/" else None,
+    )
+
+
+def _outputs(
+    stream: Stream,
+    as_json: bool,
+    log: str | None,
+    prometheus: str | None,
+    on_alarm: str | None,
+    webhook: str | None,
+) -> list[Output]:
+    from legroom.monitor.deliver import Deliver, to_command, to_webhook
+    from legroom.monitor.lines import Lines
+
+    carriers = [to_command(on_alarm)] if on_alarm is not None else []
+    carriers += [to_webhook(webhook)] if webhook is not None else []
+    outputs: list[Output] = []
+    if prometheus is not None:
+        from legroom.monitor.prometheus import PORT, Prometheus
+
+        served = Prometheus(prometheus or str(PORT))
+        _tell(f"metrics at {served.url}")
+        outputs.append(served)
+    if log is not None:
+        from legroom.monitor.log import Log
+
+        outputs.append(Log(log, _tell))
+    outputs.append(_JsonLines() if as_json else Lines(_write, stream.history))
+    return [*outputs, *(Deliver(carry, _tell) for carry in carriers)]
+
+
+class _JsonLines:
+    """Every moment as one object a line on stdout."""
+
+    def show(self, moment: Moment) -> None:
+        from legroom.monitor.record import line_of
+
+        _write(line_of(moment))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@contextmanager
+def _ending(stop: threading.Event) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the watch after the sample under way, with its log whole."""
+
+    def end(*_: object) -> None:
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _first(samples: Iterator[Sample]) -> Iterator[Sample]:
+    for sample in samples:
+        yield sample
+        return
+
+
+def _same(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _write(text: str) -> None:
+    # Flushed: whoever reads the other end of the pipe wants this second now.
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _tell(text: str) -> None:
+    click.echo(f"legroom: {text}", err=True)

@@ -1,0 +1,142 @@
+"""What scripts say of themselves, left where a watch in another process finds it.
+
+Covers: one small file a script in a directory of this user's alone; reading those of the watched processes.
+Does not cover: what is said (voice.py).
+
+The directory is ``$XDG_RUNTIME_DIR/legroom-said`` or ``legroom-said-<uid>`` among the temporary files; one that is
+somebody else's, a link, or open to others is not used, and then a script is heard by its own watch only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from legroom.model import Mark, Said
+from legroom.monitor.voice import Pace
+from legroom.probe.host import Host
+from legroom.probe.process import started_at
+
+SCHEMA = "legroom.said/1"
+_LONGEST = 1 << 16
+_MARKS_KEPT = 32
+
+
+def folder(host: Host, *, create: bool = False) -> Path | None:
+    """The directory, or None where there is none to be trusted."""
+    uid = host.uid
+    if uid is None or not host.live:
+        return None
+    runtime = host.env.get("XDG_RUNTIME_DIR")
+    path = Path(runtime, "legroom-said") if runtime else Path(tempfile.gettempdir(), f"legroom-said-{uid}")
+    try:
+        if create:
+            path.mkdir(mode=0o700, exist_ok=True)
+        facts = os.lstat(path)
+    except OSError:
+        return None
+    ours = stat.S_ISDIR(facts.st_mode) and facts.st_uid == uid and not facts.st_mode & 0o077
+    return path if ours else None
+
+
+class Board:
+    """This process's file; gone when it is closed, or cleared away by the next one if it was killed."""
+
+    def __init__(self, host: Host) -> None:
+        self._pid = os.getpid()
+        place = folder(host, create=True)
+        self._path = None if place is None else place / f"{self._pid}.json"
+        self._marks: list[Mark] = []
+        self._last = ""
+        if place is not None:
+            _clear_the_dead(place)
+
+    def write(self, said: Said) -> None:
+        """Replace what is there, if it changed."""
+        if self._path is None:
+            return
+        self._marks = [*self._marks, *said.marks][-_MARKS_KEPT:]
+        text = json.dumps(
+            {
+                "schema": SCHEMA,
+                "components": dict(said.components),
+                "phase": said.phase,
+                "marks": [[mark.when, mark.text] for mark in self._marks],
+                "steps": said.steps,
+            }
+        )
+        if text == self._last:
+            return
+        half = self._path.with_suffix(".part")
+        try:
+            half.write_text(text, encoding="utf-8")
+            os.replace(half, self._path)
+            self._last = text
+        except OSError:
+            self._path = None  # the directory is gone or full: heard by our own watch only
+
+    def close(self) -> None:
+        """Take it away; a forked child leaves its parent's alone."""
+        if self._path is not None and os.getpid() == self._pid:
+            self._path.unlink(missing_ok=True)
+
+
+@dataclass
+class Listener:
+    """Reads the boards of watched processes, and puts them together."""
+
+    host: Host
+    _pace: Pace = field(default_factory=Pace)
+    _heard: float | None = None  # the time of the newest mark that was passed on
+
+    def said(self, clock: float, pids: Iterable[int]) -> Said:
+        """What the scripts among those processes say: components added up, steps of the furthest, its phase."""
+        place = folder(self.host)
+        boards = [] if place is None else [one for pid in pids if (one := self._read(place, pid)) is not None]
+        components: dict[str, int] = {}
+        for board in boards:
+            for name, size in board.components.items():
+                components[name] = components.get(name, 0) + size
+        furthest = max(boards, key=lambda board: board.steps or 0, default=Said())
+        marks = sorted({mark for board in boards for mark in board.marks}, key=lambda mark: mark.when)
+        new = tuple(mark for mark in marks if self._heard is not None and mark.when > self._heard)
+        self._heard = max([self._heard or 0.0, *(mark.when for mark in marks)])
+        return Said(components, furthest.phase, new, furthest.steps, self._pace.at(clock, furthest.steps))
+
+    def _read(self, place: Path, pid: int) -> Said | None:
+        try:
+            with open(place / f"{pid}.json", "rb") as file:
+                written = os.fstat(file.fileno()).st_mtime
+                data = json.loads(file.read(_LONGEST))
+        except (OSError, ValueError, RecursionError):
+            return None
+        began = started_at(self.host, pid)
+        if began is not None and written < began - 1.0:
+            return None  # of a process that had this number before
+        return _parsed(data)
+
+
+def _parsed(data: Any) -> Said | None:
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        return None
+    try:
+        return Said(
+            {str(name): int(size) for name, size in data["components"].items()},
+            None if data["phase"] is None else str(data["phase"]),
+            tuple(Mark(float(when), str(text)) for when, text in data["marks"]),
+            None if data["steps"] is None else int(data["steps"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _clear_the_dead(place: Path) -> None:
+    for path in place.glob("*.*"):
+        if path.stem.isdecimal() and not Path(f"/proc/{path.stem}").exists() and Path("/proc/self").exists():
+            path.unlink(missing_ok=True)

@@ -1,0 +1,148 @@
+"""Taking samples, cheaply enough to do so every second for hundreds of processes.
+
+Covers: the watched processes' status files at every sample; PSS and descriptors in turns, within a ration of the
+time; the pools; what scripts say of themselves. Does not cover: when the next sample is due (stream.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from legroom.model import EntryRow, Process, ProcessRow, Said, Sample
+from legroom.monitor.pools import Look, Pools
+from legroom.monitor.ration import Ration
+from legroom.monitor.targets import Targets
+from legroom.probe.host import Host
+from legroom.probe.process import open_files, parse_limits
+from legroom.probe.roster import Roster, pss_of, status_of
+from legroom.words import say
+
+LONGEST_COMMAND = 160  # characters kept of a command line
+_DEEP_SHARE = 0.004  # of the time, for PSS and descriptors of all processes together
+_ENTRIES_SHARE = 0.001
+
+
+class Sampler:
+    """What is kept from one sample to the next."""
+
+    def __init__(
+        self,
+        targets: Targets,
+        *,
+        host: Host | None = None,
+        interval: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        said: Callable[[float, list[int]], Said] | None = None,
+        entries: Callable[[], tuple[EntryRow, ...] | None] | None = None,
+        roster: Roster | None = None,
+    ) -> None:
+        self.host = host or Host()
+        self.targets = targets
+        self.interval = interval
+        self._clock = clock
+        self._began = clock()
+        self._said = said
+        self._entries = entries
+        self._roster = roster or Roster(self.host)
+        self._pools = Pools(self.host)
+        self._rows: dict[int, ProcessRow] = {}
+        self._begun = False
+        self._deep = Ration(_DEEP_SHARE)
+        self._turn = 0  # the pid after which the next deep look begins
+        self._known_entries: tuple[EntryRow, ...] | None = None
+        self._entries_ration = Ration(_ENTRIES_SHARE, least_gap=10.0)
+
+    def take(self) -> Sample | None:
+        """The next sample; None once everything that was watched has ended and nothing can come."""
+        began = time.thread_time()
+        clock = self._clock() - self._began
+        look = None
+        while look is None:
+            everybody = self._roster.look()
+            pids = self.targets.choose(everybody)
+            if not pids and self.targets.ends:
+                return None
+            look = self._look(clock)
+        held: dict[int, int] = {}
+        for card in look.cards.cards:
+            for user in card.processes or ():
+                if user.used is not None and user.command is not None:
+                    held[user.pid] = held.get(user.pid, 0) + user.used
+        rows = {pid: self._row(everybody[pid], held.get(pid), clock) for pid in pids}
+        self._rows = {pid: row for pid, row in rows.items() if row is not None}
+        self._begun = True
+        self._look_deeper(clock)
+        notes = []
+        if self.host.platform != "linux":
+            notes.append(say("processes cannot be read on {platform}", platform=self.host.platform))
+        return Sample(
+            when=self.host.now,
+            clock=clock,
+            interval=self.interval,
+            watched=self.targets.words,
+            pools=look.pools,
+            processes=tuple(self._rows.values()),
+            swap_in=look.swap_in,
+            swap_out=look.swap_out,
+            pressure=look.pressure,
+            events=look.events,
+            said=self._said(clock, pids) if self._said else Said(),
+            entries=self._look_at_entries(clock),
+            gpu_at=look.gpu_at,
+            cost=time.thread_time() - began,
+            notes=tuple(notes),
+        )
+
+    def close(self) -> None:
+        """Let go of what is held between samples."""
+        self._pools.close()
+
+    def _look(self, clock: float) -> Look | None:
+        """The pools; None where the process whose view they are died meanwhile: a zombie's cgroup is the root's."""
+        scope = self.targets.scope
+        look = self._pools.look(clock, scope)
+        return look if scope == "self" or self._roster.still_there(int(scope)) else None
+
+    def _row(self, process: Process, gpu: int | None, clock: float) -> ProcessRow | None:
+        now = status_of(self.host, process)
+        if now is None:
+            return None
+        command = process.command[:LONGEST_COMMAND]
+        old = self._rows.get(process.pid)
+        if old is None or old.command != command:
+            old = ProcessRow(process.pid, now.parent, command, born=clock if self._begun else None)
+        new = replace(old, parent=now.parent, rss=now.rss, rss_shmem=now.rss_shmem, swap=now.swap, gpu=gpu)
+        return old if new == old else new  # an idle process is one object in all of history
+
+    def _look_deeper(self, clock: float) -> None:
+        """PSS and descriptors of as many processes, in turn, as the ration pays for; newcomers first."""
+        if not self._deep.due(clock):
+            return
+        budget = _DEEP_SHARE * self.interval
+        began = time.perf_counter()
+        for pid in self._order():
+            row = self._rows[pid]
+            limit = row.fd_limit
+            if limit is None:
+                limit = parse_limits(self.host.text(f"/proc/{pid}/limits") or "").get("Max open files")
+            self._rows[pid] = replace(
+                row, pss=pss_of(self.host, pid), pss_at=clock, fds=open_files(self.host, pid), fd_limit=limit
+            )
+            self._turn = pid
+            if time.perf_counter() - began >= budget:
+                break
+        self._deep.spent(clock, time.perf_counter() - began)
+
+    def _order(self) -> list[int]:
+        new = [pid for pid, row in self._rows.items() if row.pss_at is None]
+        old = [pid for pid, row in self._rows.items() if row.pss_at is not None]
+        return new + [pid for pid in old if pid > self._turn] + [pid for pid in old if pid <= self._turn]
+
+    def _look_at_entries(self, clock: float) -> tuple[EntryRow, ...] | None:
+        if self._entries is not None and self._entries_ration.due(clock):
+            began = time.perf_counter()
+            self._known_entries = self._entries()
+            self._entries_ration.spent(clock, time.perf_counter() - began)
+        return self._known_entries

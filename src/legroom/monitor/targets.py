@@ -1,0 +1,101 @@
+"""Which processes are watched.
+
+Covers: a process and its descendants, those whose command line matches, everything of one user, this very process.
+Does not cover: listing processes (probe.roster), reading what they hold (sampler.py).
+
+Who was once found below a watched process stays watched until it ends: a worker whose parent died belongs to init
+by then, and is the one that still holds the memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from legroom.errors import NothingMatches, UsageError
+from legroom.model import Process
+from legroom.probe.host import Host
+from legroom.probe.process import matching, our_pid, tree
+from legroom.words import say
+
+_Everybody = Mapping[int, Process]
+
+
+@dataclass
+class Targets:
+    """A choice of processes, made again at every sample."""
+
+    words: str
+    find: Callable[[_Everybody], Sequence[int]]  # the roots that are there now
+    ends: bool = False  # whether there is nothing to wait for once all have ended
+    follow: bool = True  # whether the cgroup and /dev/shm that count are those of the watched, not our own
+    with_us: bool = False  # whether this process itself is one of them
+    scope: str = "self"  # whose cgroup, /dev/shm and pressure count
+    kept: set[int] = field(default_factory=set)
+
+    def choose(self, everybody: _Everybody) -> list[int]:
+        """The watched processes that are there, by pid."""
+        roots = [pid for pid in self.find(everybody) if pid in everybody]
+        children: dict[int, list[int]] = {}
+        for process in everybody.values():
+            children.setdefault(process.parent, []).append(process.pid)
+        waiting = [*roots, *self.kept.intersection(everybody)]
+        found: set[int] = set()
+        while waiting:
+            pid = waiting.pop()
+            if pid not in found:
+                found.add(pid)
+                waiting += children.get(pid, ())
+        if not self.with_us:
+            found.discard(os.getpid())
+        self.kept = found
+        if self.follow and found:
+            # An orphan of the same job is as a rule in the same cgroup.
+            self.scope = str(roots[0] if roots else min(found))
+        return sorted(found)
+
+
+def tree_of(pid: int, everybody: _Everybody) -> Targets:
+    """That process and its descendants; NoSuchProcess where it is not there."""
+    root = tree(list(everybody.values()), pid)[0]
+    words = say("process {pid} ({command}) and its children", pid=pid, command=root.command[:60])
+    return Targets(words, lambda _: (pid,), ends=True, scope=str(pid))
+
+
+def matched(host: Host, pattern: str, everybody: _Everybody) -> Targets:
+    """Those whose command line the pattern finds, now and later, and their descendants."""
+    us = our_pid(host)
+
+    def find(now: _Everybody) -> list[int]:
+        try:
+            return [process.pid for process in matching(list(now.values()), pattern, us=us or 0)]
+        except NothingMatches:
+            return []  # between two runs of a search there is none
+
+    matching(list(everybody.values()), pattern, us=us or 0)  # at the start it is a mistake
+    return Targets(say("processes matching {pattern!r}", pattern=pattern), find)
+
+
+def mine(host: Host) -> Targets:
+    """Everything that runs under this user's id."""
+    uid = host.uid
+    if uid is None:
+        raise UsageError(
+            say("cannot tell which processes are yours on {platform}", platform=host.platform),
+            why=say("there are no user ids here"),
+            fix=(say("name one with --pid"),),
+        )
+    return Targets(
+        say("every process of user {uid}", uid=uid),
+        lambda now: [process.pid for process in now.values() if process.uid == uid],
+        follow=False,
+    )
+
+
+def ourselves(host: Host) -> Targets:
+    """This process and its descendants: what a script watches from inside."""
+    pid = our_pid(host) or os.getpid()
+    return Targets(
+        say("process {pid} and its children", pid=pid), lambda _: (pid,), follow=False, with_us=True
+    )

@@ -1,0 +1,129 @@
+"""`legroom watch` as people and programs call it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from legroom.cli.main import run
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+TREES = Path(__file__).parents[2] / "trees"
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = run(["watch", *arguments])
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+def test_one_sample_in_words_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        status, out, _ = _run(capsys, "--once", "--pid", str(child.pid))
+        assert status in (0, 1) and f"watching process {child.pid}" in out and "ram" in out
+        status, out, _ = _run(capsys, "--once", "--json", "--pid", str(child.pid))
+        child.communicate(b"\n")
+    data = json.loads(out)
+    assert data["schema"] == "legroom.watch/1" and [row["pid"] for row in data["processes"]] == [child.pid]
+    assert {"shm", "ram", "swap", "disk"} <= {pool["name"] for pool in data["pools"]}
+    assert data.keys() >= {
+        "when",
+        "clock",
+        "interval",
+        "swap_in",
+        "swap_out",
+        "pressure",
+        "events",
+        "said",
+        "entries",
+        "alarms",
+    }
+
+
+def test_everything_of_mine_without_the_watch_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        _, out, _ = _run(capsys, "--once", "--json")
+        child.communicate(b"\n")
+    pids = {row["pid"] for row in json.loads(out)["processes"]}
+    assert child.pid in pids and os.getpid() not in pids
+
+
+def test_a_log_is_written_and_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = str(tmp_path / "run.jsonl")
+    for _ in range(2):
+        assert _run(capsys, "--once", "--log", log)[0] in (0, 1)
+    status, out, err = _run(capsys, "--replay", log, "--json")
+    assert status == 0 and err == "" and len(out.splitlines()) == 2
+    assert out.splitlines() == Path(log).read_text().splitlines()
+    status, out, _ = _run(capsys, "--replay", log)
+    assert status == 0 and out.count("ram") >= 2
+    with open(log, "ab") as file:
+        file.write(b'{"schema":"legroom.wat')
+    status, out, err = _run(capsys, "--replay", log, "--json")
+    assert status == 0 and len(out.splitlines()) == 2 and "cut short" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("--pid", "999999999"), "no-such-process"),
+        (("--match", "no process is called like this %%"), "nothing-matches"),
+        (("--match", "("), "bad-usage"),
+        (("--interval", "1ms"), "bad-usage"),
+        (("--replay", "/no/such/file"), "unreadable-source"),
+        (("--replay", __file__), "damaged-source"),
+        (("--once", "--log", "/no/such/folder/log"), "bad-usage"),
+        (("--once", "--webhook", "not-an-address"), "bad-usage"),
+        (("--once", "--on-alarm", " "), "bad-usage"),
+        (("--once", "--prometheus", "nonsense:port"), "cannot-listen"),
+        (("--root", "/no/such/root"), "no-such-root"),
+    ],
+)
+def test_bad_input_is_said_and_exits_2(
+    arguments: tuple[str, ...], code: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = _run(capsys, *arguments, "--json")
+    assert status == 2 and f"[{code}]" in err
+    assert json.loads(out)["error"]["code"] == code
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--pid", "1", "--match", "x"), ("--pid", "1", "--replay", "x"), ("--interval", "soon")]
+)
+def test_bad_usage_exits_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(capsys, *arguments)[0] == 2
+
+
+def test_log_and_replay_of_one_file_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = _run(capsys, "--log", str(tmp_path / "x"), "--replay", str(tmp_path / "." / "x"))
+    assert status == 2 and "same file" in err
+
+
+def test_a_port_in_use_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        status, _, err = _run(capsys, "--once", "--prometheus", f"127.0.0.1:{port}")
+    assert status == 2 and "[cannot-listen]" in err and str(port) in err
+
+
+def test_prometheus_without_an_address_is_this_machine_s_own(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = _run(capsys, "--once", "--prometheus")
+    assert "metrics at http://127.0.0.1:9464/metrics" in err if status != 2 else "[cannot-listen]" in err
+
+
+@pytest.mark.parametrize("tree", sorted(path.name for path in TREES.iterdir() if path.is_dir()))
+def test_every_recorded_machine_gives_a_sample(tree: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = _run(capsys, "--once", "--json", "--root", str(TREES / tree))
+    if status == 2:  # Windows has no user ids to choose by
+        assert "cannot tell which processes are yours" in err
+        return
+    for pool in json.loads(out)["pools"]:
+        assert pool["size"] is not None or pool["reason"], pool

@@ -1,0 +1,162 @@
+"""Logs: written so that a kill costs one line at most, read back as they were, garbage refused in words."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from monitor_samples import GB, MB, moments, pool, row, sample
+
+from legroom.errors import DamagedSource, UnreadableSource, UsageError
+from legroom.model import EntryRow, Mark, Moment, Pressure, Said, Sample
+from legroom.monitor.log import Log
+from legroom.monitor.record import NotARecord, line_of, object_of, sample_of
+from legroom.monitor.replay import samples_in
+
+
+def _full(clock: float = 5.0) -> Sample:
+    return sample(
+        clock,
+        pool("shm", 64 * MB, 60 * MB),
+        processes=(
+            row(
+                7,
+                1,
+                rss=GB,
+                shmem=3,
+                command='a "quoted" <script>\u2028',
+                pss=5,
+                pss_at=1.5,
+                gpu=None,
+                born=2.0,
+            ),
+        ),
+        pressure=(Pressure("cgroup", 1.5, 2.5, 0.0, 0.0, "memory.pressure"),),
+        said=Said({"model": 5, "data": 6}, "epoch 3", (Mark(1.0, "epoch 3"),), 12, 0.5),
+        entries=(EntryRow("abc", "/data/x.h5", "shm", GB, True),),
+        swap_in=None,
+        notes=("a note",),
+        cost=0.001,
+        gpu_at=3.0,
+    )
+
+
+def test_a_sample_comes_back_as_it_was() -> None:
+    before = _full()
+    data = json.loads(line_of(next(moments([before]))))
+    assert data["schema"] == "legroom.watch/1" and data["alarms"][0]["code"] == "shm-nearly-full"
+    assert sample_of(data) == before
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda x: st.lists(x, max_size=3) | st.dictionaries(st.sampled_from(["schema", "pools", "when", "events", "said", "processes"]), x, max_size=4)))  # fmt: skip
+def test_any_json_is_a_sample_or_refused(data: object) -> None:
+    with pytest.raises(NotARecord):
+        sample_of(data)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("when", "noon"), ("pools", None), ("pools", [3]), ("processes", [{"pid": "x"}]), ("events", []), ("clock", True),
+     ("said", {"components": {"a": "b"}}), ("said", {"marks": [{"when": 1}]}), ("interval", None)],
+)  # fmt: skip
+def test_a_sample_with_one_thing_wrong_is_refused(field: str, value: object) -> None:
+    data = object_of(Moment(_full()))
+    with pytest.raises(NotARecord):
+        sample_of({**data, field: value})
+
+
+def test_unknown_fields_are_left_alone_and_defaults_filled_in() -> None:
+    data = {**object_of(Moment(_full())), "invented": 1}
+    data["processes"][0].pop("born")
+    assert sample_of(data).processes[0].born is None
+
+
+def _write(path: Path, count: int, first: int = 0) -> list[Sample]:
+    told: list[str] = []
+    log = Log(path, told.append)
+    made = [_full(float(n)) for n in range(first, first + count)]
+    for moment in moments(made):
+        log.show(moment)
+    log.close()
+    assert told == []
+    return made
+
+
+def test_a_log_is_appended_to_and_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    made = _write(path, 5) + _write(path, 3, first=5)
+    told: list[str] = []
+    assert list(samples_in(path, told.append)) == made and told == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_log_cut_anywhere_gives_what_is_whole(tmp_path: Path, seed: int) -> None:
+    path = tmp_path / "run.jsonl"
+    made = _write(path, 6)
+    whole = path.read_bytes()
+    ends = [place + 1 for place, byte in enumerate(whole) if byte == 10]
+    cut = random.Random(seed).randrange(ends[0], len(whole))
+    path.write_bytes(whole[:cut])
+    told: list[str] = []
+    kept = sum(end <= cut for end in ends)
+    on_the_edge = cut + 1 in ends  # only the line's end is missing: the line itself is whole
+    assert list(samples_in(path, told.append)) == made[: kept + on_the_edge]
+    if cut not in ends and not on_the_edge:
+        assert told == [f"the last line of {path} was cut short and is left out"]
+    # The next watch appends; only the half line is lost.
+    more = _write(path, 2, first=50)
+    told.clear()
+    assert list(samples_in(path, told.append)) == made[: kept + on_the_edge] + more
+    assert len(told) == (cut not in ends and not on_the_edge)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [(b"", "empty"), (b"\n\n", "empty"), (b"hello\nworld\n", "not JSON"), (b"\x89PNG\r\n\x00\xff" * 99, "not JSON"),
+     (b'{"schema": "legroom.watch/2"}\n', "legroom.watch/2"), (b'{"a": 1}\n{"b": 2}\n', "schema is None"),
+     (b'{"schema":"legroom.watch/1"}', "pools"), (b"[" * 100_000, "not JSON")],
+)  # fmt: skip
+def test_a_file_that_is_no_log_is_said_to_be_none(tmp_path: Path, content: bytes, why: str) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(content)
+    with pytest.raises(DamagedSource) as caught:
+        list(samples_in(path, lambda text: None))
+    assert why in caught.value.why and caught.value.exit_status == 2
+
+
+def test_a_line_without_end_is_passed_over_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("legroom.monitor.replay._LONGEST", 4096)
+    path = tmp_path / "run.jsonl"
+    made = _write(path, 1)
+    with path.open("ab") as file:
+        file.write(b"x" * 50_000 + b"\n")
+    made += _write(path, 1, first=9)
+    told: list[str] = []
+    assert list(samples_in(path, told.append)) == made and len(told) == 1
+
+
+def test_files_that_cannot_be_had(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableSource):
+        list(samples_in(tmp_path / "none", lambda text: None))
+    with pytest.raises(UnreadableSource):
+        list(samples_in(tmp_path, lambda text: None))
+    with pytest.raises(UsageError, match="cannot write the log"):
+        Log(tmp_path / "no" / "where", lambda text: None)
+
+
+def test_a_full_disk_ends_the_log_and_not_the_watch() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full here")
+    told: list[str] = []
+    log = Log(full, told.append)
+    for moment in moments([_full(1.0), _full(2.0)]):
+        log.show(moment)
+    log.close()
+    assert len(told) == 1 and "No space left" in told[0]

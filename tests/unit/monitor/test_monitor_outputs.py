@@ -1,0 +1,382 @@
+"""Outputs: Prometheus read by Prometheus's own parser, alarms carried to commands and webhooks, plain lines."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import resources
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from monitor_samples import GB, MB, moments, pool, row, sample
+
+from legroom.errors import CannotListen, UsageError
+from legroom.model import EntryRow, Mark, MemoryEvents, Moment, Pool, Pressure, Said
+from legroom.monitor.deliver import Deliver, to_command, to_webhook
+from legroom.monitor.history import History
+from legroom.monitor.lines import Lines
+from legroom.monitor.listen import address
+from legroom.monitor.metrics import METRICS, MOST_PROCESSES, Totals, text_of
+from legroom.monitor.prometheus import Prometheus
+
+EVIL = 'python "<script>"\\n\\ train.py\nX{a="b"}'
+
+
+def _moment() -> Moment:
+    """One that has a figure for every metric."""
+    return list(
+        moments(
+            sample(
+                float(n),
+                pool("shm", 100 * MB, (20 + n * 0.7) * MB),
+                pool("swap", GB, MB),
+                processes=(
+                    row(7, rss=GB, shmem=n * MB, command=EVIL, pss=5, pss_at=0.0, gpu=3, fds=4, fd_limit=9),
+                ),
+                pressure=(Pressure("machine", 50.0, 0, 25.0, 0, "x"),),
+                events=MemoryEvents(1, 2, 3, "cgroup", "memory.events"),
+                said=Said({"model": 5}, "epoch 1", (), 7, 1.0),
+                entries=(EntryRow("abc", "/data/x.h5", "shm", GB, True),),
+                swap_in=1.0,
+                swap_out=2.0,
+                cost=0.01,
+            )
+            for n in range(100)
+        )
+    )[-1]
+
+
+def _families(text: str) -> dict[str, Any]:
+    parser = pytest.importorskip("prometheus_client.parser")
+    return {family.name: family for family in parser.text_string_to_metric_families(text)}
+
+
+def _exposed() -> dict[str, set[str]]:
+    """Every metric name that is exposed, with its labels."""
+    text = text_of(_moment(), Totals(5.0, 6.0, {("shm-filling", "shm"): 1}))
+    return {s.name: set(s.labels) for family in _families(text).values() for s in family.samples}
+
+
+def test_prometheus_can_read_every_metric() -> None:
+    moment = _moment()
+    families = _families(text_of(moment, Totals(5.0, 6.0, {("shm-filling", "shm"): 1})))
+    assert set(_exposed()) == {metric.name for metric in METRICS}
+    for metric in METRICS:
+        family = families[metric.name.removesuffix("_total")]
+        assert family.type == metric.kind and family.documentation == metric.help
+        assert (metric.kind == "counter") == metric.name.endswith("_total")
+    command = families["legroom_process_resident_memory_bytes"].samples[0]
+    assert command.labels["command"] == EVIL and command.value == GB
+    ratios = {s.labels["pool"]: s.value for s in families["legroom_pool_used_ratio"].samples}
+    assert ratios["shm"] == pytest.approx(0.893, abs=0.01)
+    assert families["legroom_memory_pressure_ratio"].samples[0].value == 0.5
+    assert families["legroom_process_proportional_memory_age_seconds"].samples[0].value == 99.0
+    assert {s.labels["code"] for s in families["legroom_alarm"].samples} >= {"shm-nearly-full", "shm-filling"}
+
+
+def test_units_are_base_units_and_names_follow_the_rules() -> None:
+    import re
+
+    for metric in METRICS:
+        assert re.fullmatch(r"legroom_[a-z_]+[a-z]", metric.name)
+        assert not re.search(r"_(ms|kb|mb|gb|kib|mib|percent|minutes)(_|$)", metric.name)
+
+
+def test_what_is_unknown_is_left_out_and_processes_are_bounded() -> None:
+    unknown = Pool("shm", None, None, None, "x", "why")
+    nothing = MemoryEvents(None, None, None, "machine", "x")
+    rows = tuple(row(pid, rss=pid) for pid in range(500))
+    moment = next(moments([sample(0, unknown, events=nothing, swap_in=None, swap_out=None, processes=rows)]))
+    families = _families(text_of(moment, Totals()))
+    assert {s.labels["pool"] for s in families["legroom_pool_size_bytes"].samples} == {"ram"}
+    assert not {"legroom_oom_kills", "legroom_swap_in_bytes", "legroom_steps"} & set(families)
+    assert len(families["legroom_process_resident_memory_bytes"].samples) == MOST_PROCESSES
+    assert families["legroom_processes"].samples[0].value == 500
+
+
+def test_swap_is_summed_over_time() -> None:
+    totals = Totals()
+    for moment in moments(sample(float(n), swap_in=10.0, swap_out=1.0) for n in range(5)):
+        totals = totals.after(moment, 2.0)
+    assert (totals.swapped_in, totals.swapped_out) == (100.0, 10.0)
+
+
+def _get(url: str, path: str = "/metrics", **headers: str) -> tuple[int, str, str]:
+    parts = urlsplit(url)
+    link = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
+    try:
+        link.putrequest("GET", path, skip_host="Host" in headers)
+        for name, value in headers.items():
+            link.putheader(name, value)
+        link.endheaders()
+        answer = link.getresponse()
+        return answer.status, answer.getheader("Content-Type") or "", answer.read().decode()
+    finally:
+        link.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Prometheus]:
+    server = Prometheus("127.0.0.1:0")
+    yield server
+    server.close()
+
+
+def test_it_is_served(served: Prometheus) -> None:
+    assert _get(served.url)[0] == 503
+    served.show(_moment())
+    status, kind, text = _get(served.url)
+    assert (
+        status == 200
+        and kind == "text/plain; version=0.0.4; charset=utf-8"
+        and "legroom_pool_used_bytes" in _families(text)
+    )
+    assert _get(served.url, "/nothing")[0] == 404
+    for host in ("localhost:9464", "127.0.0.1", "[::1]:9464"):
+        assert _get(served.url, Host=host)[0] == 200
+    for host in ("evil.example", "evil.example:9464", "127.0.0.1.evil.example", ""):
+        assert _get(served.url, Host=host)[0] == 421
+
+
+def test_a_client_that_never_reads_holds_nobody_up(served: Prometheus) -> None:
+    served.show(_moment())
+    parts = urlsplit(served.url)
+    idle = [socket.create_connection((parts.hostname, parts.port)) for _ in range(20)]
+    try:
+        assert _get(served.url)[0] == 200
+    finally:
+        for one in idle:
+            one.close()
+
+
+def test_a_port_in_use_is_said_to_be() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(CannotListen, match=r"in use|already") as caught:
+            Prometheus(f"127.0.0.1:{taken.getsockname()[1]}")
+    assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("", ("127.0.0.1", 1)), ("9999", ("127.0.0.1", 9999)), ("0.0.0.0:80", ("0.0.0.0", 80)), (":80", ("127.0.0.1", 80)),
+     ("[::1]:80", ("::1", 80)), ("localhost", ("localhost", 1))],
+)  # fmt: skip
+def test_addresses(text: str, meant: tuple[str, int]) -> None:
+    assert address(text or "1", 1) == meant
+
+
+@pytest.mark.parametrize("text", ["host:port", "1:99999", "a:b:c", "99999999"])
+def test_bad_addresses(text: str) -> None:
+    with pytest.raises(CannotListen):
+        address(text, 1)
+
+
+# What is shipped.
+
+
+def _share(name: str) -> str:
+    return (resources.files("legroom.monitor") / "share" / name).read_text(encoding="utf-8")
+
+
+def _metrics_in(expression: str) -> set[str]:
+    import re
+
+    return set(re.findall(r"legroom_[a-z_]+", expression))
+
+
+def _labels_in(expression: str) -> set[str]:
+    import re
+
+    return {
+        label
+        for group in re.findall(r"\{([^}]*)\}", expression)
+        for label in re.findall(r"([a-z_]+)\s*[=!]", group)
+    }
+
+
+def test_alert_rules_name_metrics_that_exist() -> None:
+    yaml = pytest.importorskip("yaml")
+    groups = yaml.safe_load(_share("alerts.yml"))["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert len(rules) >= 8 and len({rule["alert"] for rule in rules}) == len(rules)
+    exposed = _exposed()
+    for rule in rules:
+        named = _metrics_in(rule["expr"])
+        assert named and named <= set(exposed), rule
+        assert _labels_in(rule["expr"]) <= set().union(*(exposed[name] for name in named)), rule
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"].keys() >= {"summary", "description"}
+        assert rule["expr"].count("(") == rule["expr"].count(")")
+
+
+def test_the_dashboard_names_metrics_that_exist() -> None:
+    board = json.loads(_share("dashboard.json"))
+    exposed = _exposed()
+    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
+    assert len(panels) >= 8 and len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    shown: set[str] = set()
+    for panel in panels:
+        assert panel["title"] and panel["targets"] and {"x", "y", "w", "h"} == panel["gridPos"].keys()
+        for target in panel["targets"]:
+            named = _metrics_in(target["expr"])
+            assert named and named <= set(exposed), target
+            assert _labels_in(target["expr"]) - {"job", "instance"} <= set().union(
+                *(exposed[name] for name in named)
+            )
+            shown |= named
+    assert shown >= {
+        "legroom_pool_used_ratio",
+        "legroom_alarm",
+        "legroom_process_resident_memory_bytes",
+        "legroom_steps_total",
+    }
+
+
+# Alarms carried elsewhere.
+
+
+def _carry(deliver: Deliver) -> None:
+    full = [
+        sample(float(n), pool("shm", 100 * MB, (90 if n < 3 else 10) * MB), processes=(row(7, shmem=n),))
+        for n in range(30)
+    ]
+    for moment in moments(full):
+        deliver.show(moment)
+    deliver.close()
+
+
+def test_a_command_is_run_for_each_alarm(tmp_path: Path) -> None:
+    told: list[str] = []
+    out = tmp_path / "out"
+    _carry(
+        Deliver(
+            to_command(f'cat >> {out}; echo " $LEGROOM_ALARM_STATE $LEGROOM_ALARM_CODE" >> {out}'),
+            told.append,
+        )
+    )
+    lines = out.read_text().splitlines()
+    assert told == [] and len(lines) == 2
+    assert lines[0].endswith(" begun shm-nearly-full") and lines[1].endswith(" ended shm-nearly-full")
+    data = json.loads(lines[0].removesuffix(" begun shm-nearly-full"))
+    assert (
+        data["schema"] == "legroom.alarm/1"
+        and data["level"] == "warning"
+        and data["text"].startswith("legroom: WARNING")
+    )
+
+
+def test_what_an_alarm_says_is_never_part_of_the_command(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    command = f"x'; touch {mark}; $(touch {mark}) `touch {mark}`"
+    leak = [
+        sample(
+            float(n), pool("shm", 100 * MB, (20 + n) * MB), processes=(row(7, shmem=n * MB, command=command),)
+        )
+        for n in range(75)
+    ]
+    deliver = Deliver(to_command("true"), lambda text: None)
+    alarms = []
+    for moment in moments(leak):
+        deliver.show(moment)
+        alarms += moment.begun
+    deliver.close()
+    assert any("touch" in alarm.message for alarm in alarms) and not mark.exists()
+
+
+def test_a_command_that_fails_is_told(tmp_path: Path) -> None:
+    told: list[str] = []
+    _carry(Deliver(to_command("exit 3"), told.append))
+    assert len(told) == 2 and "ended with 3" in told[0]
+    with pytest.raises(UsageError):
+        to_command("  ")
+
+
+def test_a_webhook_gets_json() -> None:
+    got: list[dict[str, Any]] = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204 if len(got) == 1 else 500)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Hook)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    told: list[str] = []
+    try:
+        _carry(Deliver(to_webhook(f"http://127.0.0.1:{server.server_port}/hook"), told.append))
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert [one["state"] for one in got] == ["begun", "ended"] and got[0]["code"] == "shm-nearly-full"
+    assert len(told) == 1 and "answered 500" in told[0]
+
+
+@pytest.mark.parametrize("url", ["", "hook", "file:///etc/passwd", "ftp://x/y", "http://"])
+def test_a_webhook_is_an_http_address(url: str) -> None:
+    with pytest.raises(UsageError, match="cannot post"):
+        to_webhook(url)
+
+
+def test_a_slow_carrier_does_not_hold_up_the_watch() -> None:
+    go = threading.Event()
+    carried: list[str] = []
+
+    def carry(alarm: Any, state: str) -> None:
+        go.wait(30)
+        carried.append(state)
+
+    deliver = Deliver(carry, lambda text: None)
+    began = time.monotonic()
+    for moment in moments([sample(0, pool("shm", 100, 90))] * 1):
+        for _ in range(500):
+            deliver.show(moment)
+    assert time.monotonic() - began < 20
+    go.set()
+    deliver.close()
+    assert "begun" in carried
+
+
+# Lines.
+
+
+def test_lines_say_samples_alarms_marks_and_a_summary() -> None:
+    told: list[str] = []
+    history = History()
+    lines = Lines(told.append, history)
+    run = [
+        sample(
+            float(n),
+            pool("shm", 100 * MB, (90 if n < 3 else 10) * MB),
+            pool("swap", 0, 0),
+            processes=(row(7, rss=GB),),
+            said=Said({"model": MB}, "epoch 1", (Mark(0.0, "epoch 1"),) if n == 0 else (), 5, 2.5),
+        )
+        for n in range(30)
+    ]
+    for moment in moments(run):
+        history.add(moment.sample)
+        lines.show(moment)
+    lines.close()
+    text = "\n".join(told)
+    assert told[0] == "watching a test" and "-- epoch 1" in text
+    assert "shm 90% of 100 MB" in text and "most 7 python train.py 7 1 GB" in text and "2.50 steps/s" in text
+    assert text.count("WARNING shm-nearly-full") == 1 and text.count("over after") == 1
+    assert told[-1].startswith("watched for 29 s; peaks: shm 90 MB of 100 MB") and told[-1].endswith(
+        "1 alarm(s)"
+    )
+    assert "swap" not in told[1]  # a machine without swap has nothing to say about it

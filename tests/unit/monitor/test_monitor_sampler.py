@@ -1,0 +1,296 @@
+"""Samples of staged and of real processes; what is read seldom says how old it is; who is watched stays watched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "probe"))
+from staged import MB, Staged
+
+from legroom.errors import NoSuchProcess, NothingMatches, UsageError
+from legroom.model import Gpu, GpuProcess, Gpus, Process, Sample
+from legroom.monitor.ration import Ration
+from legroom.monitor.sampler import Sampler
+from legroom.monitor.targets import Targets, matched, mine, ourselves, tree_of
+from legroom.probe.host import Host
+from legroom.probe.nvml_hold import NvmlHold
+from legroom.probe.roster import Roster, status_of
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Staged:
+    staged = Staged(tmp_path, used=16 * MB)
+    staged.text(
+        "/proc/meminfo", "MemTotal: 1000000 kB\nMemAvailable: 400000 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
+    )
+    staged.text("/proc/vmstat", "pswpin 1\npswpout 2\noom_kill 0\n")
+    staged.text("/proc/self/cgroup", "")
+    return staged
+
+
+def _take(sampler: Sampler) -> Sample:
+    found = sampler.take()
+    assert found is not None
+    return found
+
+
+def test_a_sample_has_the_pools_and_the_tree(machine: Staged) -> None:
+    machine.process(10, 1, ["bash"])
+    machine.process(20, 10, ["python", "train.py"], shmem=2048, pss=700)
+    machine.process(21, 20, ["python", "worker"], shmem=1024, pss=300)
+    machine.process(30, 1, ["other"])
+    host = machine.host
+    roster = Roster(host)
+    clock = Clock()
+    sampler = Sampler(tree_of(20, roster.look()), host=host, clock=clock, roster=roster)
+    first = _take(sampler)
+    assert [(row.pid, row.rss_shmem, row.swap) for row in first.processes] == [
+        (20, 2048 << 10, 7 << 10),
+        (21, 1024 << 10, 7 << 10),
+    ]
+    assert (
+        first.processes[0].pss == 700 << 10
+        and first.processes[0].pss_at == 0.0
+        and first.processes[0].born is None
+    )
+    pools = {one.name: one for one in first.pools}
+    assert pools["shm"].used == 16 * MB and pools["ram"].size == 1_000_000 << 10 and pools["swap"].size == 0
+    assert first.swap_in is None  # a rate needs two looks
+    # A newcomer, one that ended, one that grew.
+    machine.process(22, 20, ["python", "late"], shmem=1)
+    machine.text(
+        "/proc/20/status",
+        (machine.root / "proc/20/status").read_text().replace("RssShmem:\t2048", "RssShmem:\t4096"),
+    )
+    (machine.root / "proc/21/status").unlink()
+    clock.now += 5
+    second = _take(sampler)
+    assert [(row.pid, row.rss_shmem, row.born) for row in second.processes] == [
+        (20, 4096 << 10, None),
+        (22, 1 << 10, 5.0),
+    ]
+
+
+def test_an_idle_process_is_one_object_in_all_samples(machine: Staged) -> None:
+    machine.process(20, 1, pss=700)
+    host = machine.host
+    clock = Clock()
+    sampler = Sampler(tree_of(20, Roster(host).look()), host=host, clock=clock)
+    sampler._deep = Ration(1e-9)  # not again within this test
+    _take(sampler)
+    one, two = _take(sampler), _take(sampler)
+    assert one.processes[0] is two.processes[0]
+
+
+def test_pss_is_read_in_turns_within_its_ration(machine: Staged) -> None:
+    for pid in range(100, 140):
+        machine.process(pid, 1 if pid == 100 else 100, pss=pid)
+    host = machine.host
+    clock = Clock()
+    sampler = Sampler(
+        tree_of(100, Roster(host).look()), host=host, clock=clock, interval=1e-6
+    )  # room for one a sample
+    ages: list[set[int]] = []
+    for _ in range(60):
+        found = _take(sampler)
+        ages.append({row.pid for row in found.processes if row.pss_at is not None})
+        clock.now += 10.0
+    assert len(ages[0]) == 1 and all(len(after) - len(before) <= 1 for before, after in pairwise(ages))
+    assert len(ages[-1]) == 40  # everybody gets a turn
+    assert len({row.pss_at for row in found.processes}) == 40
+    oldest = min(row.pss_at for row in found.processes if row.pss_at is not None)
+    assert found.clock - oldest <= 41 * 10.0
+
+
+def test_cards_are_asked_within_their_ration_and_joined_by_pid(
+    machine: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.process(20)
+    machine.process(21, 20)
+    asked: list[int] = []
+
+    def cards(host: Host) -> Gpus:
+        asked.append(1)
+        users = (GpuProcess(20, 3 * MB, "python"), GpuProcess(21, None, "python"), GpuProcess(99, MB, None))
+        used = [Gpu(n, "card", f"uuid{n}", 80 * MB, 8 * MB, 72 * MB, users) for n in range(2)]
+        return Gpus(tuple(used), 2, "580", "NVML")
+
+    monkeypatch.setattr("legroom.monitor.pools.gpus", cards)
+    host = machine.host
+    clock = Clock()
+    sampler = Sampler(tree_of(20, Roster(host).look()), host=host, clock=clock)
+    sampler._pools._gpu_ration = Ration(1e-9, least_gap=3.0)
+    first = _take(sampler)
+    assert {row.pid: row.gpu for row in first.processes} == {20: 6 * MB, 21: None}
+    assert [one.name for one in first.pools if one.name.startswith("gpu")] == ["gpu0", "gpu1"]
+    clock.now += 1
+    second = _take(sampler)
+    assert second.gpu_at == 0.0 and second.clock == 1.0 and len(asked) == 1
+    assert second.processes[0].gpu == 6 * MB  # as last read, and gpu_at says when
+    sampler.close()
+
+
+class _Nvml:
+    def __init__(self, works: bool = True) -> None:
+        self.count, self.works = 0, works
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        if not self.works:
+            raise RuntimeError("no driver")
+        self.count += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.count -= 1
+
+
+def test_the_driver_is_held_once_and_given_back() -> None:
+    nvml = _Nvml()
+    hold = NvmlHold(nvml)
+    hold.take()
+    hold.take()
+    assert nvml.count == 1
+    hold.release()
+    hold.release()
+    assert nvml.count == 0
+    broken = NvmlHold(_Nvml(works=False))
+    broken.take()
+    assert not broken.held
+    broken.release()
+
+
+def test_a_ration() -> None:
+    ration = Ration(0.01, least_gap=0.5)
+    assert ration.due(0.0)
+    ration.spent(10.0, 0.1)
+    assert not ration.due(19.9) and ration.due(20.0)
+    ration.spent(20.0, 0.0)
+    assert not ration.due(20.4) and ration.due(20.5)
+
+
+# Who is watched.
+
+
+def _everybody(*rows: tuple[int, int]) -> dict[int, Process]:
+    return {pid: Process(pid, parent, f"python {pid}", 1000) for pid, parent in rows}
+
+
+def test_an_orphan_stays_watched() -> None:
+    there = _everybody((1, 0), (20, 1), (21, 20), (22, 21), (30, 1))
+    targets = tree_of(20, there)
+    assert targets.choose(there) == [20, 21, 22] and targets.scope == "20"
+    assert targets.choose(_everybody((1, 0), (22, 1), (30, 1))) == [22] and targets.scope == "22"
+    assert targets.choose(_everybody((1, 0), (22, 1), (23, 22))) == [22, 23]
+    assert targets.choose(_everybody((1, 0), (30, 1))) == [] and targets.ends
+
+
+def test_matching_waits_for_the_next_run(machine: Staged) -> None:
+    there = _everybody((1, 0), (20, 1), (21, 20))
+    targets = matched(machine.host, "python 20", there)
+    assert targets.choose(there) == [20, 21] and not targets.ends
+    assert targets.choose(_everybody((1, 0))) == []
+    with pytest.raises(NothingMatches):
+        matched(machine.host, "nothing", there)
+    with pytest.raises(UsageError):
+        matched(machine.host, "(", there)
+    with pytest.raises(NoSuchProcess):
+        tree_of(99, there)
+
+
+def test_mine_is_by_user(machine: Staged) -> None:
+    there = _everybody((20, 1), (21, 1))
+    there[21] = Process(21, 1, "theirs", 0)
+    assert mine(machine.host).choose(there) == [20]
+    machine.uid = None  # type: ignore[assignment]
+    with pytest.raises(UsageError):
+        mine(machine.host)
+
+
+def test_rings_of_reused_numbers_do_not_hang() -> None:
+    there = _everybody((20, 21), (21, 20))
+    assert Targets("x", lambda _: (20,)).choose(there) == [20, 21]
+
+
+def test_a_roster_reads_newcomers_whole_and_the_others_in_turn(machine: Staged) -> None:
+    for pid in range(10, 40):
+        machine.process(pid)
+    roster = Roster(machine.host)
+    for _ in range(6):
+        assert len(roster.look()) == 30
+    read: list[str] = []
+    real = type(roster.host).text
+
+    class Counting(Host):
+        def text(self, path: str) -> str | None:
+            read.append(path)
+            return real(self, path)
+
+    roster.host = Counting(roster.host.root, roster.host.env, roster.host.platform, roster.host.recording)
+    machine.process(50)
+    (machine.root / "proc/11/status").write_text("")  # ended, and a zombie keeps its number
+    assert 50 in roster.look()
+    assert len({path for path in read if path.endswith("status")}) <= 10
+    for _ in range(8):
+        found = roster.look()
+    assert 11 not in found and len(found) == 30
+    assert status_of(roster.host, Process(11, 1, "x", 0)) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ourselves_and_a_child_for_real() -> None:
+    sampler = Sampler(ourselves(Host()), interval=0.1)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        found = _take(sampler)
+        assert {os.getpid(), child.pid} <= {row.pid for row in found.processes}
+        me = next(row for row in found.processes if row.pid == os.getpid())
+        assert me.rss is not None and me.rss > MB and found.cost is not None
+        child.communicate(b"\n")
+    sampler.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_watch_of_a_process_ends_with_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        sampler = Sampler(tree_of(child.pid, Roster(Host()).look()), interval=0.1)
+        assert _take(sampler).processes
+        child.communicate(b"\n")
+    assert sampler.take() is None
+    sampler.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_zombie_ends_it_too() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        sampler = Sampler(tree_of(child.pid, Roster(Host()).look()), interval=0.1)
+        assert _take(sampler).processes
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet reaped
+        assert sampler.take() is None
+    finally:
+        child.kill()
+        child.wait()
+        assert child.stdin is not None
+        child.stdin.close()
+
+
+def test_elsewhere_pools_are_unknown_with_a_reason_and_processes_are_said_to_be() -> None:
+    host = Host(platform="darwin")
+    found = _take(Sampler(ourselves(host), host=host))
+    shm = found.pool("shm")
+    assert shm is not None and shm.size is None and shm.reason and found.notes

@@ -1,0 +1,234 @@
+"""`with legroom.watch()`: samples in a thread, what the script says, and nothing that reaches the training."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from monitor_samples import sample
+
+import legroom
+from legroom.errors import BadDuration, UsageError
+from legroom.model import Alarm, Mark, Moment, Said
+from legroom.monitor.board import Board, Listener, folder
+from legroom.monitor.replay import samples_in
+from legroom.monitor.voice import Pace, Voice
+from legroom.probe.host import Host
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture(autouse=True)
+def _own_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def _until(what: object, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_script_is_watched_and_heard(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    with legroom.watch(log=log, interval=0.1) as w:
+        w.component(model=5 << 20, data=1)
+        w.component(data=None)
+        for epoch in range(2):
+            w.mark(f"epoch {epoch}")
+            want = len(w.history.samples) + 3
+            for _ in range(10):
+                w.step()
+            _until(lambda want=want: len(w.history.samples) >= want)
+        assert w.latest is not None
+    found = list(samples_in(log, lambda text: None))
+    assert [mark.text for one in found for mark in one.said.marks] == ["epoch 0", "epoch 1"]
+    last = found[-1].said
+    assert last.components == {"model": 5 << 20} and last.phase == "epoch 1" and last.steps == 20
+    assert any(one.said.steps_per_second for one in found)
+    assert all(os.getpid() in {row.pid for row in one.processes} for one in found)
+    assert list((tmp_path / "legroom-said").iterdir()) == []
+
+
+class _Collecting:
+    def __init__(self) -> None:
+        self.shown: list[Moment] = []
+        self.closed = 0
+
+    def show(self, moment: Moment) -> None:
+        self.shown.append(moment)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class _Breaking(_Collecting):
+    def show(self, moment: Moment) -> None:
+        raise RuntimeError("an output broke")
+
+
+def test_outputs_are_shown_and_closed_also_when_the_training_fails() -> None:
+    output = _Collecting()
+    with pytest.raises(ZeroDivisionError), legroom.watch(interval=0.1, outputs=(output,)):
+        _until(lambda: output.shown)
+        _ = 1 / 0
+    assert output.closed == 1
+
+
+def test_what_breaks_in_the_watch_never_reaches_the_training() -> None:
+    output = _Breaking()
+    told = pytest.warns(RuntimeWarning, match="ended early: RuntimeError: an output broke")
+    with told, legroom.watch(interval=0.1, outputs=(output,)) as w:
+        _until(lambda: output.closed)
+        w.step()
+        w.mark("still training")
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="too short"):
+        legroom.watch(interval=0.01)
+    with pytest.raises(BadDuration):
+        legroom.watch(interval="soon")
+    with pytest.raises(UsageError), legroom.watch(log=tmp_path / "no" / "where"):
+        pass
+    with legroom.watch(interval=0.1) as w:
+        with pytest.raises(TypeError, match="whole number of bytes"):
+            w.component(model=1.5)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="started already"):
+            w.__enter__()
+
+
+def test_alarms_reach_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[Alarm] = []
+    monkeypatch.setattr("legroom.budget.rules_shm.NEARLY_FULL", -1.0)  # every /dev/shm is nearly full
+    with legroom.watch(interval=0.1, on_alarm=got.append) as w:
+        _until(lambda: got)
+        assert got[0].code == "shm-nearly-full" and w.alarms
+    assert len([alarm for alarm in got if alarm.code == "shm-nearly-full"]) == 1
+
+
+def test_a_forked_child_leaves_the_watch_alone(tmp_path: Path) -> None:
+    script = (
+        "import legroom, os, sys\n"
+        f"with legroom.watch(log={str(tmp_path / 'log')!r}, interval=0.1) as w:\n"
+        "    pid = os.fork()\n"
+        "    w.step()\n"
+        "if pid == 0: os._exit(0)\n"
+        "assert os.waitpid(pid, 0)[1] == 0\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# What is said, and how another process hears it.
+
+
+def test_another_process_hears_it(tmp_path: Path) -> None:
+    host = Host()
+    board, voice, listener = Board(host), Voice(), Listener(host)
+    me = os.getpid()
+    assert listener.said(0.0, [me]) == Said()
+    voice.component(model=3, optimizer=4)
+    voice.step(10)
+    board.write(voice.said())
+    first = listener.said(1.0, [me, 1])
+    assert (
+        first.components == {"model": 3, "optimizer": 4}
+        and first.steps == 10
+        and first.steps_per_second is None
+    )
+    voice.mark("epoch 1")
+    voice.step(30)
+    board.write(voice.said())
+    second = listener.said(3.0, [me])
+    assert second.phase == "epoch 1" and [mark.text for mark in second.marks] == ["epoch 1"]
+    assert second.steps_per_second == pytest.approx(15.0)
+    assert listener.said(4.0, [me]).marks == ()  # heard once
+    board.close()
+    assert listener.said(5.0, [me]) == Said()
+
+
+def test_ranks_are_put_together(tmp_path: Path) -> None:
+    place = folder(Host(), create=True)
+    assert place is not None
+    for pid, steps in ((os.getpid(), 5), (1, 9)):
+        text = {
+            "schema": "legroom.said/1",
+            "components": {"model": 10},
+            "phase": f"p{pid}",
+            "marks": [],
+            "steps": steps,
+        }
+        (place / f"{pid}.json").write_text(json.dumps(text))
+    said = Listener(Host()).said(0.0, [1, os.getpid()])
+    assert said.components == {"model": 20} and said.steps == 9 and said.phase == "p1"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema":"legroom.said/1"}', "[" * 9999, '{"schema":"legroom.said/1","components":{"a":"x"},"phase":1,"marks":[[1]],"steps":0}'])  # fmt: skip
+def test_nonsense_on_a_board_is_not_heard(text: str) -> None:
+    place = folder(Host(), create=True)
+    assert place is not None
+    (place / f"{os.getpid()}.json").write_text(text)
+    assert Listener(Host()).said(0.0, [os.getpid()]) == Said()
+
+
+def test_a_board_of_the_number_s_last_owner_is_not_heard() -> None:
+    host = Host()
+    board = Board(host)
+    board.write(Said(phase="old"))
+    place = folder(host)
+    assert place is not None
+    os.utime(place / f"{os.getpid()}.json", (1.0, 1.0))
+    assert Listener(host).said(0.0, [os.getpid()]) == Said()
+    board.close()
+
+
+def test_a_directory_that_others_could_write_is_not_used(tmp_path: Path) -> None:
+    assert folder(Host()) is None
+    place = folder(Host(), create=True)
+    assert place is not None and stat.S_IMODE(place.stat().st_mode) == 0o700
+    place.chmod(0o770)
+    assert folder(Host()) is None
+    place.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    place.symlink_to(tmp_path / "elsewhere")
+    assert folder(Host()) is None
+    board = Board(Host())  # heard by our own watch only
+    board.write(Said(phase="x"))
+    board.close()
+
+
+def test_boards_of_the_dead_are_cleared_away() -> None:
+    place = folder(Host(), create=True)
+    assert place is not None
+    done = subprocess.Popen(["true"])
+    done.wait()
+    (place / f"{done.pid}.json").write_text("{}")
+    Board(Host()).close()
+    assert list(place.iterdir()) == []
+
+
+def test_pace() -> None:
+    pace = Pace()
+    assert pace.at(0.0, None) is None and pace.at(1.0, 5) is None
+    assert pace.at(3.0, 9) == pytest.approx(2.0)
+    assert pace.at(4.0, 0) is None  # counted anew
+    assert pace.at(5.0, 3) == pytest.approx(3.0)
+
+
+def test_marks_between_two_samples_are_bounded() -> None:
+    voice = Voice()
+    for number in range(1000):
+        voice.mark(str(number))
+    said = voice.said()
+    assert len(said.marks) == 256 and said.marks[-1].text == "999" and isinstance(said.marks[0], Mark)
+    assert sample(said=said).said.phase == "999"

@@ -1,0 +1,297 @@
+"""The terminal view, run by Textual's own pilot on a screen of 80 by 24 and others; its lines; its two threads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from legroom.errors import MissingPackage
+from legroom.model import Moment, Pool, ProcessRow, Said, Sample
+from legroom.monitor import terminal_rows as rows
+from legroom.monitor.course import Dot
+from legroom.monitor.stream import Stream
+from legroom.monitor.terminal import Terminal, at_the_screen, ready
+from watch_runs import GB, HOSTILE, MB, START, moments, samples
+
+pytest.importorskip("textual")
+
+Work = Callable[[Any, Any], Awaitable[None]]
+
+
+def _fed(count: int = 120) -> Terminal:
+    terminal = Terminal()
+    for moment in moments(count):
+        terminal.show(moment)
+    return terminal
+
+
+def _on_screen(
+    terminal: Terminal, work: Work, size: tuple[int, int] = (80, 24), stop: threading.Event | None = None
+) -> None:
+    from legroom.monitor.terminal_app import WatchApp
+
+    async def run() -> None:
+        app = WatchApp(terminal, stop or threading.Event())
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            await work(app, pilot)
+
+    asyncio.run(run())
+
+
+def _screen(app: Any) -> list[str]:
+    """Every line that is on the screen now, as text."""
+    return ["".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips()]
+
+
+def test_everything_is_on_a_small_screen() -> None:
+    async def look(app: Any, pilot: Any) -> None:
+        lines = _screen(app)
+        text = "\n".join(lines)
+        assert len(lines) == 24 and all(len(line) == 80 for line in lines)
+        for word in ("shm", "ram", "swap", "gpu0", "gpu1", "4711", "RssShmem", "VmSwap", "PSS", "steps/s"):
+            assert word in text, word
+        assert "data 3 GB · prefetch 180 MB · model 1.4 GB · optimizer 2.8 GB" in text
+        assert "unknown: the store's directory may not be read" in text
+        assert "WARNING" in text and "gpu0 is 92% full" in text
+        assert "2 entries" in text and "quit" in lines[-1]
+        assert "<script>document" in text  # as text, not as markup
+
+    _on_screen(_fed(), look)
+
+
+def test_unknown_is_a_word_and_never_a_nought() -> None:
+    async def look(app: Any, pilot: Any) -> None:
+        hidden = next(line for line in _screen(app) if "somebody else's" in line)
+        assert hidden.count("unknown") == 4 and "0 B" not in hidden
+        unread = next(line for line in _screen(app) if "<script>" in line)
+        assert "not yet" in unread
+
+    _on_screen(_fed(), look, (100, 30))
+
+
+def test_keys_sort_show_the_cache_and_look_back() -> None:
+    async def work(app: Any, pilot: Any) -> None:
+        def first() -> str:
+            lines = _screen(app)
+            return lines[next(place for place, line in enumerate(lines) if " pid" in line) + 1]
+
+        assert "4711" in first()
+        await pilot.press("r")
+        assert "▾RSS" in "\n".join(_screen(app))
+        await pilot.press("m")
+        assert "▾RssShmem" in "\n".join(_screen(app)) and "4711" in first()
+        await pilot.press("c")
+        text = "\n".join(_screen(app))
+        assert "/data/train_256.h5" in text and "somebody" not in text
+        await pilot.press("p", "h")
+        assert "history: 1 h" in "\n".join(_screen(app))
+        newest = _screen(app)[0]
+        await pilot.press("left", "left")
+        assert "looking back 2 of" in _screen(app)[0]
+        await pilot.press("end")
+        assert _screen(app)[0] == newest
+        await pilot.press("left")
+        app._terminal.show(_later(app))  # what one looks back at stays while the watch goes on
+        for _ in range(50):
+            await pilot.pause(0.05)
+            if "looking back 2 of" in _screen(app)[0]:
+                break
+        assert "looking back 2 of" in _screen(app)[0]
+
+    _on_screen(_fed(), work, (100, 30))
+
+
+def _later(app: Any) -> Moment:
+    moment = app._terminal.view().moment
+    return replace(
+        moment, sample=replace(moment.sample, when=moment.sample.when + 1, clock=moment.sample.clock + 1)
+    )
+
+
+@pytest.mark.parametrize("size", [(80, 24), (40, 12), (20, 5), (200, 60)])
+def test_any_size_of_screen_and_many_cards(size: tuple[int, int]) -> None:
+    terminal = Terminal()
+    cards = tuple(Pool(f"gpu{n}", 80 * GB, n * GB, (80 - n) * GB, "nvml") for n in range(16))
+    for moment in moments(20):
+        terminal.show(replace(moment, sample=replace(moment.sample, pools=moment.sample.pools[:4] + cards)))
+
+    async def look(app: Any, pilot: Any) -> None:
+        lines = _screen(app)
+        assert len(lines) == size[1] and all(len(line) == size[0] for line in lines)
+        assert lines[0].startswith("legroom watch"[: size[0]])
+        if size[1] >= 24:
+            assert any("4711" in line for line in lines[1:])  # cards do not push the processes off the screen
+
+    _on_screen(terminal, look, size)
+
+
+def test_without_colour_levels_are_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert os.environ["NO_COLOR"]  # every test runs under it
+
+    async def look(app: Any, pilot: Any) -> None:
+        drawn = app.screen._compositor.render_strips()
+        colours = {
+            colour.get_truecolor().hex
+            for strip in drawn
+            for segment in strip.apply_filter(app._filters[0], app.background_colors[0]) if app._filters
+            for colour in ((segment.style.color,) if segment.style and segment.style.color else ())
+        }  # fmt: skip
+        greys = {one for one in colours if one[1:3] == one[3:5] == one[5:7]}
+        assert colours and colours == greys
+        assert any("WARNING" in line for line in _screen(app))
+
+    _on_screen(_fed(), look)
+
+
+def test_before_the_first_sample_and_after_the_last() -> None:
+    terminal = Terminal()
+
+    async def work(app: Any, pilot: Any) -> None:
+        assert "waiting for the first sample" in _screen(app)[0]
+        terminal.tell("the log is full")
+        for moment in moments(3):
+            terminal.show(moment)
+        terminal.close()
+        app.redraw()
+        await pilot.pause()
+        text = "\n".join(_screen(app))
+        assert "ended, q leaves" in text and "note: the log is full" in text
+
+    _on_screen(terminal, work)
+
+
+def test_it_leaves_by_key_and_when_it_is_stopped() -> None:
+    from legroom.monitor.terminal_app import WatchApp
+
+    async def run(leave: str) -> None:
+        stop = threading.Event()
+        app = WatchApp(_fed(5), stop)
+        async with app.run_test(size=(80, 24)) as pilot:
+            await pilot.pause()
+            if leave == "stop":
+                stop.set()
+            else:
+                await pilot.press(leave)
+            for _ in range(100):
+                if not app.is_running:
+                    break
+                await pilot.pause(0.05)
+            assert not app.is_running
+
+    for leave in ("q", "ctrl+c", "stop"):
+        asyncio.run(run(leave))
+
+
+# The lines.
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0, "░" * 16), (0.001, "█" + "░" * 15), (0.999, "█" * 15 + "░"), (1, "█" * 16), (2.0, "█" * 16)],
+)
+def test_bars(share: float, text: str) -> None:
+    assert rows.bar(share) == text
+
+
+def test_history_lines() -> None:
+    assert rows.history_line([None, 0.0, 0.5, 1.0, 7.0]) == "·▁▅██"
+
+
+def test_a_machine_without_swap_has_none() -> None:
+    line = rows.pool_line(Pool("swap", 0, 0, 0, "meminfo"), [], None, 80)
+    assert line.plain == "swap  none"
+
+
+def test_history_is_left_out_where_there_is_no_room() -> None:
+    pool = Pool("ram", GB, MB, GB - MB, "x")
+    dots = [Dot(float(n), n * MB, GB) for n in range(50)]
+    assert "▁" in rows.pool_line(pool, dots, None, 80).plain
+    assert "▁" not in rows.pool_line(pool, dots, None, 50).plain
+
+
+def test_unknown_sorts_last_and_control_characters_are_not_passed_on() -> None:
+    first = next(samples(1))
+    sample = replace(
+        first,
+        processes=(
+            ProcessRow(1, 0, "a\x1b[2Jb\nc", None),
+            ProcessRow(2, 0, "b", 5, swap=0),
+            ProcessRow(3, 0, HOSTILE, 9),
+        ),
+        said=Said(phase="\x1b]0;owned\x07"),
+    )
+    lines = [line.plain for line in rows.process_lines(sample, "r", 100)]
+    assert [line.split()[0] for line in lines] == ["pid", "3", "2", "1"]
+    text = "\n".join(line.plain for line in rows.fact_lines(sample, 100)) + "\n".join(lines)
+    assert "\x1b" not in text and "\x07" not in text and "a\ufffd[2Jb\ufffdc" in text
+
+
+def test_the_card_column_is_there_where_cards_are() -> None:
+    first = next(samples(1))
+    assert "GPU" in rows.process_lines(first, "p", 100)[0].plain
+    bare = replace(first, pools=first.pools[:3])
+    assert "GPU" not in rows.process_lines(bare, "g", 100)[0].plain
+
+
+def test_many_alarms_are_counted() -> None:
+    alarm = list(moments(290))[-1].alarms[0]
+    lines = rows.alarm_lines([alarm] * 9, 60, 3)
+    assert len(lines) == 3 and lines[-1].plain.endswith("(and 6 more)") and len(lines[-1].plain) <= 60
+    assert rows.alarm_lines([], 60, 3)[0].plain == "no alarms"
+
+
+# Two threads.
+
+
+def test_the_watch_runs_beside_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from legroom.monitor import terminal_app
+
+    terminal, stop = Terminal(), threading.Event()
+
+    def run(self: Any) -> None:
+        for _ in range(600):
+            if terminal.view().ended:
+                return
+            stop.wait(0.05)
+
+    monkeypatch.setattr(terminal_app.WatchApp, "run", run)
+    last = at_the_screen(Stream(samples(10)), [], terminal, stop)
+    assert last is not None and last.sample.when == START + 9 and stop.is_set()
+
+
+def test_trouble_in_the_watch_reaches_the_person(monkeypatch: pytest.MonkeyPatch) -> None:
+    from legroom.monitor import terminal_app
+
+    def broken() -> Iterator[Sample]:
+        yield from samples(1)
+        raise ValueError("no log")
+
+    terminal, stop = Terminal(), threading.Event()
+    monkeypatch.setattr(terminal_app.WatchApp, "run", lambda self: stop.wait(30))
+    with pytest.raises(ValueError, match="no log"):
+        at_the_screen(Stream(broken()), [], terminal, stop)
+
+
+def test_what_is_kept_is_bounded() -> None:
+    terminal = Terminal()
+    rows_ = tuple(ProcessRow(pid, 1, "x", pid) for pid in range(100))
+    for sample in samples(3000):
+        terminal.show(Moment(replace(sample, processes=rows_)))
+    assert terminal.kept <= 800
+    assert sum(len(one.sample.processes) for one in terminal._moments) < 160 * 100 + 640 * 30
+    assert terminal.view(10**6).moment is not None
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "textual", None)
+    with pytest.raises(MissingPackage, match=r"legroom\[watch\]"):
+        ready()

@@ -1,0 +1,371 @@
+"""The page's server: what it answers, to whom, and that no client can hold up the watch."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from importlib import resources
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from legroom.errors import CannotListen
+from legroom.model import Moment, ProcessRow
+from legroom.monitor import web as web_module
+from legroom.monitor.web import MOST_STREAMS, Web
+from legroom.monitor.web_feed import MOST_PROCESSES, Feed
+from legroom.monitor.web_names import Names, host_in
+from watch_runs import HOSTILE, moments, samples
+
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    served = Web("127.0.0.1:0")
+    yield served
+    served.close()
+
+
+def _where(web: Web) -> tuple[str, int]:
+    parts = urlsplit(web.url)
+    return parts.hostname or "", parts.port or 0
+
+
+def _ask(
+    web: Web, path: str = "/", method: str = "GET", **headers: str
+) -> tuple[int, http.client.HTTPMessage, bytes]:
+    link = http.client.HTTPConnection(*_where(web), timeout=PATIENCE)
+    try:
+        link.putrequest(method, path, skip_host="Host" in headers)
+        for name, value in headers.items():
+            link.putheader(name, value)
+        link.endheaders()
+        answer = link.getresponse()
+        return answer.status, answer.headers, answer.read()
+    finally:
+        link.close()
+
+
+class Client:
+    """One that reads the stream of events."""
+
+    def __init__(self, web: Web) -> None:
+        self.socket = socket.create_connection(_where(web), timeout=PATIENCE)
+        self.socket.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        self._file = self.socket.makefile("rb")
+        self.status = int(self._file.readline().split()[1])
+        self.headers = {}
+        while line := self._file.readline().strip():
+            name, _, value = line.decode().partition(": ")
+            self.headers[name] = value
+
+    def event(self) -> tuple[str, dict[str, Any]]:
+        """The next one that is not a mere sign of life."""
+        kind = ""
+        while True:
+            line = self._file.readline().decode()
+            if not line:
+                raise EOFError
+            if line.startswith("event: "):
+                kind = line[7:].strip()
+            elif line.startswith("data: "):
+                return kind, json.loads(line[6:])
+
+    def close(self) -> None:
+        self._file.close()
+        self.socket.close()
+
+
+@contextmanager
+def _client(web: Web) -> Iterator[Client]:
+    client = Client(web)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def _until(true: Any) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# What is served.
+
+
+def test_the_page_and_its_parts_and_nothing_else(web: Web) -> None:
+    for path, kind in [
+        ("/", "text/html"),
+        ("/watch.css", "text/css"),
+        ("/watch.js", "text/javascript"),
+        ("/?x=1", "text/html"),
+    ]:
+        status, headers, body = _ask(web, path)
+        assert status == 200 and headers["Content-Type"].startswith(kind) and body
+        assert (
+            "default-src 'none'" in headers["Content-Security-Policy"]
+            and "unsafe" not in headers["Content-Security-Policy"]
+        )
+        assert headers["X-Content-Type-Options"] == "nosniff" and headers["Referrer-Policy"] == "no-referrer"
+    for path in (
+        "/web.py",
+        "/../web.py",
+        "/web_page/",
+        "//etc/passwd",
+        "/%2e%2e/web.py",
+        "/index.html/",
+        "/events/x",
+    ):
+        assert _ask(web, path)[0] == 404
+    assert _ask(web, "/", "HEAD")[2] == b"" and _ask(web, "/events", "HEAD")[0] == 200
+
+
+def test_every_part_of_the_page_is_served_and_none_comes_from_elsewhere() -> None:
+    folder = resources.files("legroom.monitor") / "web_page"
+    files = {one.name: one.read_text(encoding="utf-8") for one in folder.iterdir() if one.is_file()}
+    assert set(files) == {name for name, _ in web_module._FILES.values()}
+    for name, text in files.items():
+        assert not re.search(r"(src|href|url\(|import|from|fetch\()\W{1,3}(https?:)?//", text), name
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text
+        ), name
+        assert not re.search(r"style=|onclick=\"", text), name  # the policy forbids them
+    for part in re.findall(
+        r"from \"\./([a-z.]+)\"|src=\"([a-z.]+)\"|href=\"([a-z.]+)\"", "".join(files.values())
+    ):
+        assert "".join(part) in files
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT"])
+def test_nothing_can_be_changed(web: Web, method: str) -> None:
+    assert _ask(web, "/", method)[0] == 405
+
+
+def test_a_method_nobody_knows(web: Web) -> None:
+    assert _ask(web, "/", "BREW")[0] == 501
+
+
+# To whom.
+
+
+def test_it_listens_on_this_machine_only_unless_asked() -> None:
+    web = Web("0")
+    try:
+        assert web._server.server_address[0] == "127.0.0.1" and web.url.startswith("http://127.0.0.1:")
+    finally:
+        web.close()
+
+
+def test_foreign_hosts_are_refused(web: Web) -> None:
+    for host in ("localhost", "127.0.0.1:9465", "[::1]:1", "LOCALHOST.:80"):
+        assert _ask(web, Host=host)[0] == 200
+    for host in (
+        "evil.example",
+        "evil.example:9465",
+        "127.0.0.1.evil.example",
+        "",
+        "localhost.evil.example",
+        "192.168.1.5",
+    ):
+        for path in ("/", "/events", "/watch.js"):
+            status, _, body = _ask(web, path, Host=host)
+            assert status == 421 and b"<html" not in body
+
+
+def test_names_when_another_address_was_asked_for() -> None:
+    names = Names("0.0.0.0", lambda: "node7.lab.example")
+    for host in (
+        "192.168.1.5:80",
+        "[fe80::1]:80",
+        "localhost",
+        socket.gethostname(),
+        "node7.lab.example:9465",
+    ):
+        assert names.answer(host), host
+    for host in ("evil.example", "node7.evil.example", "1.2.3.4.evil.example", "", None, "999.1.1.1"):
+        assert not names.answer(host), host
+    assert Names("watch.lab", lambda: "x").answer("WATCH.lab")
+    assert not Names("::1").answer("192.168.1.5")
+
+
+@pytest.mark.parametrize(
+    ("header", "host"),
+    [("a:80", "a"), ("[::1]:80", "::1"), ("[::1]", "::1"), ("A.", "a"), (None, ""), ("a:b", "a:b")],
+)
+def test_host_headers(header: str | None, host: str) -> None:
+    assert host_in(header) == host
+
+
+def test_a_port_in_use_is_said_to_be() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(CannotListen, match="cannot serve from") as caught:
+            Web(f"127.0.0.1:{taken.getsockname()[1]}")
+    assert caught.value.exit_status == 2 and caught.value.fix
+
+
+# The stream.
+
+
+def test_the_story_comes_first_then_every_moment(web: Web) -> None:
+    every = list(moments(12))
+    for moment in every[:10]:
+        web.show(moment)
+    with _client(web) as client:
+        kind, story = client.event()
+        assert client.status == 200 and client.headers["Content-Type"].startswith("text/event-stream")
+        assert kind == "story" and len(story["courses"]["shm"]) == 10 and story["schema"] == "legroom.watch/1"
+        assert [mark["text"] for mark in story["marked"]] == ["epoch 1"]
+        web.show(every[10])
+        kind, moment = client.event()
+        assert kind == "moment" and moment["clock"] == 10.0 and "courses" not in moment
+        assert moment["pools"][3]["used"] is None  # unknown stays unknown
+        assert HOSTILE in [row["command"] for row in moment["processes"]]
+
+
+def test_before_the_first_sample_and_after_the_last(web: Web) -> None:
+    with _client(web) as client:
+        assert client.event() == ("story", {"courses": {}})
+        web.show(next(moments(1)))
+        assert client.event()[0] == "moment"
+        web.feed.end()
+        assert client.event()[0] == "end"
+        with pytest.raises(EOFError):
+            client.event()
+    with _client(web) as late:  # a page opened afterwards still shows the run
+        assert [late.event()[0], late.event()[0]] == ["story", "end"]
+
+
+def test_signs_of_life_when_nothing_happens(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_module, "_HEARTBEAT", 0.05)
+    with _client(web) as client:
+        client.event()
+        assert client._file.readline().startswith(b"\n")
+        assert client._file.readline() == b": still here\n"
+
+
+def test_names_that_are_no_text_do_not_break_the_stream(web: Web) -> None:
+    row = ProcessRow(1, 0, "a\ud800\n\ndata: x\r\n\u2028", 1)
+    web.show(Moment(replace(next(samples(1)), processes=(row,))))
+    with _client(web) as client:
+        assert client.event()[1]["processes"][0]["command"] == row.command
+
+
+def test_many_processes_and_a_long_watch_are_cut_down() -> None:
+    feed = Feed()
+    rows = tuple(ProcessRow(pid, 1, "x", pid) for pid in range(1000))
+    for sample in samples(2500):
+        feed.put(Moment(replace(sample, processes=rows)))
+    _, event = feed.event("story")
+    story = json.loads(event.decode().split("data: ", 1)[1])
+    assert story["processes_in_all"] == 1000 and len(story["processes"]) == MOST_PROCESSES
+    assert min(row["rss"] for row in story["processes"]) == 800
+    assert all(len(course) <= 700 for course in story["courses"].values())
+    assert feed.event("story")[1] is event  # encoded once, for whoever asks
+
+
+# Clients of every kind.
+
+
+def test_two_hundred_clients_see_the_watch(web: Web) -> None:
+    every = list(moments(3))
+    web.show(every[0])
+    with ExitStack() as stack:
+        clients = [stack.enter_context(_client(web)) for _ in range(200)]
+        assert {client.status for client in clients} == {200}
+        for client in clients:
+            assert client.event()[0] == "story"
+        web.show(every[1])
+        for client in clients:
+            assert client.event()[1]["clock"] == 1.0
+        assert _ask(web)[0] == 200
+
+    def noticed() -> bool:
+        web.show(every[2])  # whoever left is noticed when it is written to
+        return web.feed.listening == 0
+
+    _until(noticed)
+
+
+def test_there_may_be_only_so_many(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MOST_STREAMS >= 200
+    web.streams = threading.BoundedSemaphore(2)
+    with _client(web), _client(web), _client(web) as third:
+        assert third.status == 503
+    web.show(next(moments(1)))  # writing to those that left frees their places
+    web.show(next(moments(1)))
+
+    def again() -> bool:
+        web.show(next(moments(1)))
+        with _client(web) as client:
+            return client.status == 200
+
+    _until(again)
+
+
+def test_connections_that_say_nothing_are_bounded(web: Web) -> None:
+    web.clients = threading.BoundedSemaphore(3)
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(socket.create_connection(_where(web)))
+        _until(lambda: _ask(web)[0] == 503)
+    _until(lambda: _ask(web)[0] == 200)
+
+
+def test_a_client_that_never_reads_holds_up_nobody(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_module._Page, "timeout", 1.0)
+    every = [Moment(replace(sample, processes=sample.processes * 40)) for sample in samples(100)]
+    web.show(every[0])
+    deaf = socket.socket()
+    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    deaf.connect(_where(web))
+    deaf.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    try:
+        with _client(web) as client:
+            client.event()
+            _until(lambda: web.feed.listening == 2)
+            longest = 0.0
+            deadline = time.monotonic() + PATIENCE
+            place = 0
+            while web.feed.listening == 2:  # until the deaf one is let go
+                assert time.monotonic() < deadline
+                place += 1
+                began = time.monotonic()
+                web.show(every[place % len(every)])
+                longest = max(longest, time.monotonic() - began)
+                client.event()
+            web.show(every[0])
+            assert client.event()[1]["clock"] == 0.0 and longest < 1.0
+            _until(lambda: web.feed.listening == 1)
+    finally:
+        deaf.close()
+
+
+def test_closing_frees_the_port() -> None:
+    web = Web("127.0.0.1:0")
+    where = _where(web)
+    with _client(web) as client:
+        client.event()
+        threading.Thread(target=web.close).start()
+        assert client.event()[0] == "end"
+    _until(lambda: _refused(where))
+
+
+def _refused(where: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(where, timeout=PATIENCE).close()
+    except ConnectionRefusedError:
+        return True
+    return False
