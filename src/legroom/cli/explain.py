@@ -1,0 +1,51 @@
+"""`legroom explain`: which memory a log says killed it. Parses, calls, renders; decides nothing."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from legroom.cli.layout import paint, paragraph
+from legroom.model.death import Verdict
+from legroom.words import say
+
+
+@click.command()
+@click.argument("log", metavar="LOGFILE|-")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def command(log: str, as_json: bool) -> int:
+    """Which memory killed a training, from its log alone.
+
+    Reads the end of LOGFILE, or of what comes in on -. A log says less than
+    the kernel's counters do: legroom run sees those too, and is surer.
+    """
+    from legroom.model.death import Evidence
+    from legroom.probe.box import snapshot
+    from legroom.rescue.classify import classify
+    from legroom.rescue.log_reader import read_log
+    from legroom.rescue.report import verdict_object
+    from legroom.rescue.watched import with_fixes
+
+    facts = read_log(log)
+    evidence = Evidence(log=facts)
+    verdict = with_fixes(classify(evidence), evidence, snapshot())
+    if as_json:
+        report = {"schema": "legroom.explain/1", **verdict_object(verdict)}
+        report["read"] = {"lines": facts.lines, "bytes_passed_over": facts.skipped}
+        click.echo(json.dumps(report, ensure_ascii=False))
+    else:
+        click.echo(as_text(verdict))
+    return 0
+
+
+def as_text(verdict: Verdict) -> str:
+    """The verdict as people read it."""
+    head = say("{cause}, {sure:.0%} sure", cause=verdict.cause, sure=verdict.confidence)
+    lines = [
+        paint(head, "critical" if verdict.memory else "info", bold=True),
+        paragraph(verdict.summary, "  ", "  "),
+    ]
+    lines += [paragraph(line, "  by:  ", "       ") for line in verdict.evidence]
+    lines += [paragraph(line, "  do:  ", "       ") for line in verdict.fix]
+    return "\n".join(lines)

@@ -1,0 +1,77 @@
+"""`legroom run`: a training that is watched, told apart when it dies, and started again. Parses, calls, renders."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import click
+
+from legroom.cli.params import DURATION
+from legroom.words import say
+
+
+@click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.argument("words", nargs=-1, required=True, metavar="[--] COMMAND...", type=click.UNPROCESSED)
+@click.option("--retries", default=0, type=click.IntRange(0), metavar="N", help="Start again up to N times.")
+@click.option("--flag", "flags", multiple=True, metavar="NAME=FLAG", help="Name a flag: batch=--my-batch.")
+@click.option("--checkpoint", metavar="PATTERN", help="Where checkpoints are: 'ckpt/*.pt'.")
+@click.option("--resume-flag", metavar="FLAG", help="How the script is told to resume: --resume.")
+@click.option("--grace", default="30s", type=DURATION, help="From a passed-on SIGTERM to SIGKILL.")
+@click.option("--stall", default="60s", type=DURATION, help="Standing still on a full /dev/shm; 0: never.")
+@click.option("--loader", type=click.Choice(["torch", "legroom"]), help="legroom: our DataLoader under it.")
+@click.option("--fresh", is_flag=True, help="Not with the settings that worked last.")
+@click.option("--report", metavar="FILE", help="Write FILE.json and FILE.html.")
+@click.option("--quiet", is_flag=True, help="Say nothing on stderr.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object on stdout; the child's goes to stderr."
+)
+def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | None, **options: Any) -> int:
+    """Run a training, say which memory kills it, go on with less.
+
+    Exits as the command does. With --retries it is started again after a
+    memory death with safer settings, the effective batch kept, from the
+    newest whole checkpoint.
+    """
+    from legroom.budget.findings import findings
+    from legroom.probe.box import snapshot
+    from legroom.rescue.flags import parse_named
+    from legroom.rescue.loader_swap import with_loader
+    from legroom.rescue.order import Order
+    from legroom.rescue.report import as_object, write_report
+    from legroom.rescue.supervisor import supervise
+
+    def tell(line: str) -> None:
+        if not quiet:
+            click.echo(f"legroom: {line}", err=True)
+
+    environment = dict(os.environ)
+    if options["loader"] == "legroom":
+        environment = with_loader(environment)
+    if options["resume_flag"] and not options["checkpoint"]:
+        raise click.UsageError("--resume-flag needs --checkpoint: resume from what?")
+    order = Order(
+        command=words,
+        retries=options["retries"],
+        named=tuple(parse_named(text) for text in options["flags"]),
+        checkpoint=options["checkpoint"],
+        resume_flag=options["resume_flag"],
+        grace=options["grace"],
+        stall=options["stall"],
+        environment=environment,
+        stdout=2 if as_json else 1,
+        fresh=options["fresh"],
+    )
+    sys.stdout.flush()
+    box = snapshot()
+    for finding in findings(box):
+        if finding.severity == "critical":
+            tell(say("{code}: {message}", code=finding.code, message=finding.message))
+    story = supervise(order, box, tell)
+    if report is not None:
+        tell(say("report: {names}", names=", ".join(write_report(story, report))))
+    if as_json:
+        click.echo(json.dumps(as_object(story), ensure_ascii=False))
+    return story.ending.exit_status

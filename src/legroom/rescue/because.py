@@ -1,0 +1,55 @@
+"""What a rule says: a cause, how sure, and the lines it rests on. Covers: that and how lines are worded.
+
+Does not cover: any rule (rules_*.py).
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import NamedTuple
+
+from legroom.model.death import Cause, Ending, Level, Sign
+from legroom.units import format_size
+from legroom.words import say
+
+
+class Because(NamedTuple):
+    """A rule's answer."""
+
+    cause: Cause
+    confidence: float
+    lines: tuple[str, ...]
+
+
+def quoted(sign: Sign) -> str:
+    """A line of the log as evidence."""
+    return say("log, line {number} from the end: {line}", number=sign.number, line=sign.line[:200])
+
+
+def ended(ending: Ending | None) -> str:
+    """The wait status in words."""
+    if ending is None:
+        return say("wait status: not known from a log")
+    if ending.signal is not None:
+        return say(
+            "wait status: killed by signal {number} ({name})",
+            number=ending.signal,
+            name=signal_name(ending.signal),
+        )
+    return say("wait status: exit {status}", status=ending.status)  # fmt: skip
+
+
+def signal_name(number: int) -> str:
+    """``SIGBUS``; Linux's names, wherever this runs."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return say("signal {number}", number=number)
+
+
+def level_line(what: str, level: Level) -> str:
+    """How full something was."""
+    return say(
+        "{what}: {used} of {size} ({share:.0%})",
+        what=what, used=format_size(level.used), size=format_size(level.size), share=level.share,
+    )  # fmt: skip

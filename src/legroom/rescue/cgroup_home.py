@@ -1,0 +1,165 @@
+"""A memory cgroup of the job's own, so that its counters are its own.
+
+Covers: making one below our own group where that is permitted (v1 and v2), moving in, counting, removing it; why it
+cannot be had, in words. Does not cover: limits (none is set: the job lives under those of our own group and above),
+process groups (supervisor.py).
+
+The group is made *below* ours and never beside it: there the job would escape the limits it is meant to live under.
+v2 lets a group have processes or controllers for its children, not both, so there we first step into a child of our
+own, which is possible only when nobody else lives in the group. ``close`` undoes all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from legroom.probe.cgroup import Version, cgroup
+from legroom.probe.host import Host
+from legroom.words import say
+
+_CLOSE_WITHIN = 5.0  # seconds for processes that were killed to be gone
+
+
+@dataclass
+class Home:
+    """The job's cgroup, or the one it shares with us."""
+
+    path: str | None  # None: no memory cgroup at all
+    version: Version | None
+    own: bool
+    reason: str | None = None  # why it is not the job's own
+    stepped_into: str | None = None  # v2: the group that we moved into to make room
+
+    def counters(self, host: Host) -> tuple[int | None, str]:
+        """(OOM kills so far, where that is read)."""
+        if self.path is None:
+            return None, "/proc/vmstat"
+        if self.version == "v1":
+            file = f"{self.path}/memory.oom_control"
+        else:
+            local = f"{self.path}/memory.events.local"
+            file = local if host.exists(local) else f"{self.path}/memory.events"
+        return host.table(file).get("oom_kill"), file
+
+    def swapped_back(self, host: Host) -> int | None:
+        """Pages that had been swapped out and had to come back, in all."""
+        if self.path is None:
+            return None
+        table = host.table(f"{self.path}/memory.stat")
+        return table.get("total_workingset_refault_anon", table.get("workingset_refault_anon"))
+
+    def killed_by_oomd(self) -> str | None:
+        """systemd-oomd writes into a group's extended attributes when it kills it."""
+        if self.path is None or not hasattr(os, "getxattr"):
+            return None
+        for name in ("user.oomd_kill", "user.oomd_ooms"):
+            with contextlib.suppress(OSError, ValueError):
+                if int(os.getxattr(self.path, name)) > 0:
+                    return say("systemd-oomd killed in {path} ({name})", path=self.path, name=name)
+        return None
+
+    def pids(self) -> list[int]:
+        """Who lives in the job's own group."""
+        if not self.own or self.path is None:
+            return []
+        try:
+            return [int(word) for word in Path(self.path, "cgroup.procs").read_text().split()]
+        except OSError:
+            return []
+
+    def kill(self) -> None:
+        """End everybody in the job's own group."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Remove the group. Processes that outlive the job are moved to ours, not killed."""
+        if not self.own or self.path is None:
+            return
+        folder = Path(self.path)
+        parent = folder.parent
+        deadline = time.monotonic() + _CLOSE_WITHIN
+        if self.stepped_into is not None:
+            with contextlib.suppress(OSError):
+                (parent / "cgroup.subtree_control").write_text("-memory")
+            with contextlib.suppress(OSError):
+                (parent / "cgroup.procs").write_text(str(os.getpid()))
+            with contextlib.suppress(OSError):
+                os.rmdir(self.stepped_into)
+        while True:
+            for pid in self.pids():
+                with contextlib.suppress(OSError):
+                    (parent / "cgroup.procs").write_text(str(pid))
+            try:
+                folder.rmdir()
+                break
+            except FileNotFoundError:
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    break  # a zombie that nobody collects keeps it; it is empty and harmless
+                time.sleep(0.02)
+        self.own = False
+
+
+def make_home(host: Host, name: str) -> Home:
+    """A group of the job's own where it can be had; else the one it shares with us, and why."""
+    group = cgroup(host, "memory")
+    if group.version is None or not group.chain or host.platform != "linux":
+        return Home(None, None, False, group.reason or say("there is no memory cgroup here"))
+    base = group.chain[0]
+    if group.reason is not None:
+        return Home(base, group.version, False, group.reason)
+    if group.version == "v1":
+        return _make(host, base, "v1", name)
+    return _make_v2(host, base, name, is_root=group.is_root)
+
+
+def _make(host: Host, base: str, version: Version, name: str, stepped_into: str | None = None) -> Home:
+    path = f"{base}/{name}"
+    home = Home(path, version, True, stepped_into=stepped_into)
+    try:
+        os.mkdir(path)
+    except OSError as problem:
+        return Home(base, version, False, say("{path}: {why}", path=path, why=problem.strerror))
+    if home.counters(host)[0] is None or not os.access(f"{path}/cgroup.procs", os.W_OK):
+        home.close()
+        return Home(base, version, False, say("{path} has no counter of its own", path=path))
+    return home
+
+
+def _make_v2(host: Host, base: str, name: str, *, is_root: bool) -> Home:
+    control = Path(base, "cgroup.subtree_control")
+    try:
+        if "memory" in control.read_text().split():
+            return _make(host, base, "v2", name)
+        if is_root:
+            control.write_text("+memory")
+            return _make(host, base, "v2", name)
+        inside = Path(base, "cgroup.procs").read_text().split()
+        if inside != [str(os.getpid())]:
+            template = "{count} processes share {path}; only one that lives there alone may divide it"
+            return Home(base, "v2", False, say(template, count=len(inside), path=base))
+        aside = f"{base}/{name}-supervisor"
+        os.mkdir(aside)
+    except OSError as problem:
+        return Home(base, "v2", False, say("{path}: {why}", path=base, why=problem.strerror))
+    try:
+        Path(aside, "cgroup.procs").write_text(str(os.getpid()))
+        control.write_text("+memory")
+    except OSError as problem:
+        with contextlib.suppress(OSError):
+            Path(base, "cgroup.procs").write_text(str(os.getpid()))
+        with contextlib.suppress(OSError):
+            os.rmdir(aside)
+        return Home(base, "v2", False, say("{path}: {why}", path=base, why=problem.strerror))
+    home = _make(host, base, "v2", name, stepped_into=aside)
+    if not home.own:  # undo the step as well
+        Home(f"{base}/{name}", "v2", True, stepped_into=aside).close()
+    return home

@@ -1,0 +1,145 @@
+"""The newest checkpoint that is whole.
+
+Covers: torch's files (zip and the older pickles), safetensors, npz, HDF5, and directories of them as transformers,
+DeepSpeed and torch.distributed.checkpoint write them; why each newer one was passed over.
+Does not cover: whether a whole checkpoint is a good one, or what is in it.
+
+A training that dies while it writes leaves half a file behind, newest of all. A zip has its directory at the end and a
+safetensors file says how long it must be, so half a file is known without reading it all. No tensor is loaded.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import struct
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from legroom.words import say
+
+_ZIP_LOCAL = b"PK\x03\x04"
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+_LARGEST_HEADER = 100 << 20
+_SHORTEST = 64  # bytes: no checkpoint of any kind is shorter
+_WEIGHTS = re.compile(r"\.(?:safetensors|pt|pth|bin|ckpt|npz|h5|distcp)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The newest whole checkpoint, and the newer ones that are not whole, each with the reason."""
+
+    path: str | None
+    passed_over: tuple[str, ...] = ()
+
+
+def newest_whole(pattern: str) -> Found:
+    """Of what the pattern matches, the newest that is whole."""
+    passed: list[str] = []
+    for path in sorted(glob.glob(os.path.expanduser(pattern), recursive=True), key=_age, reverse=True):
+        problem = why_torn(Path(path))
+        if problem is None:
+            return Found(path, tuple(passed))
+        passed.append(say("{path}: {why}", path=path, why=problem))
+    return Found(None, tuple(passed))
+
+
+def _age(path: str) -> tuple[int, list[tuple[int, str]]]:
+    """By time, then by the numbers in the name: two files of one second are told apart by their step."""
+    parts = re.findall(r"\d+|\D+", path)
+    natural = [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+    try:
+        return os.stat(path).st_mtime_ns, natural
+    except OSError:
+        return 0, natural
+
+
+def why_torn(path: Path) -> str | None:
+    """Why that checkpoint cannot be resumed from, or None."""
+    try:
+        return _directory(path) if path.is_dir() else _file(path)
+    except (OSError, ValueError, KeyError, struct.error, zipfile.BadZipFile) as problem:
+        return str(problem) or type(problem).__name__
+
+
+def _file(path: Path) -> str | None:
+    size = path.stat().st_size
+    if size == 0:
+        return say("empty")
+    with path.open("rb") as file:
+        head = file.read(_SHORTEST)
+        if len(head) < _SHORTEST and _WEIGHTS.search(path.name):
+            return say("{size} bytes", size=size)
+        if path.suffix == ".safetensors":
+            return _safetensors(file, head, size)
+        if head.startswith(_ZIP_LOCAL):
+            return _zip(file)
+        if head.startswith(_HDF5):
+            return _hdf5(head, size)
+        if path.suffix in (".pkl", ".pickle"):
+            file.seek(-1, os.SEEK_END)
+            return None if file.read(1) == b"." else say("the pickle does not end")
+    if _WEIGHTS.search(path.name) and not head.strip(b"\0"):
+        return say("begins with zeros: it was never written out")
+    return None  # of another kind: nothing says how long it should be
+
+
+def _zip(file: BinaryIO) -> str | None:
+    # The directory is written last. Blocks that never reached the disk read as zeros, so the heads are looked at too.
+    with zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
+            file.seek(info.header_offset)
+            if file.read(4) != _ZIP_LOCAL:
+                return say("{name} in it was never written out", name=info.filename)
+    return None
+
+
+def _safetensors(file: BinaryIO, head: bytes, size: int) -> str | None:
+    (length,) = struct.unpack("<Q", head[:8])
+    if length > min(size - 8, _LARGEST_HEADER):
+        return say("its header of {length} bytes is cut", length=length)
+    file.seek(8)
+    header = json.loads(file.read(length))
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    wanted = 8 + length + max(ends, default=0)
+    return None if size == wanted else say("{size} of {wanted} bytes", size=size, wanted=wanted)
+
+
+def _hdf5(head: bytes, size: int) -> str | None:
+    """The superblock says where the file ends."""
+    version = head[8]
+    if version < 2:
+        if head[13] != 8:
+            return None  # offsets of another width than everybody's
+        (end,) = struct.unpack_from("<Q", head, 40 if version == 0 else 44)
+    else:
+        if head[9] != 8:
+            return None
+        (end,) = struct.unpack_from("<Q", head, 28)
+    return None if size >= end else say("{size} of {wanted} bytes", size=size, wanted=end)
+
+
+def _directory(path: Path) -> str | None:
+    """A checkpoint of several files: every one whole, all that an index names there, the last-written one there."""
+    names = {entry.name for entry in path.iterdir()}
+    if not names:
+        return say("empty")
+    for index in sorted(name for name in names if name.endswith(".index.json")):
+        wanted = set(json.loads((path / index).read_text(encoding="utf-8"))["weight_map"].values())
+        if missing := sorted(wanted - names):
+            return say("{name} is missing", name=missing[0])
+    if any(name.endswith(".distcp") for name in names) and ".metadata" not in names:
+        return say(".metadata is missing: it is written last")
+    if "optimizer.pt" in names and "trainer_state.json" not in names:
+        return say("trainer_state.json is missing: it is written last")
+    weights = [entry for entry in sorted(path.rglob("*")) if entry.is_file() and _WEIGHTS.search(entry.name)]
+    if not weights:
+        return say("no weights in it")
+    for entry in weights:
+        if (problem := why_torn(entry)) is not None:
+            return say("{name}: {why}", name=entry.name, why=problem)
+    return None

@@ -1,0 +1,195 @@
+"""One child: started in its cgroup and process group, waited for, ended.
+
+Covers: finding the command, the group it is put into, the terminal's foreground, stopping and going on (Ctrl-Z),
+ending all of it. Does not cover: when to do any of it (supervisor.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from legroom.errors import CommandNotFound, CommandNotRunnable
+from legroom.model.death import Ending
+from legroom.probe.host import Host
+from legroom.rescue.cgroup_home import Home
+from legroom.words import say
+
+_POSIX = os.name == "posix"
+# A shell that moves itself into the group, raises its limit, and becomes the command. (Code of ours between fork and
+# exec would not be safe beside threads.)
+_MOVE = 'echo $$ > "$0" 2>/dev/null; '
+_RAISE = 'ulimit -n "$(ulimit -Hn)" 2>/dev/null; '
+_BECOME = 'exec "$@"'
+_GONE_WITHIN = 10.0
+
+
+def find_command(word: str) -> str:
+    """Where that command lies, or why it cannot be run."""
+    found = shutil.which(word)
+    if found is not None:
+        return found
+    if os.path.exists(word):
+        why = say("it is a directory") if os.path.isdir(word) else say("it may not be executed")
+        raise CommandNotRunnable(
+            say("cannot run {word}", word=word),
+            why=why,
+            fix=(say("chmod +x it, or name its interpreter: legroom run -- python {word} …", word=word),),
+        )
+    raise CommandNotFound(
+        say("there is no command {word}", word=word),
+        why=say("it is no file, and in no directory of PATH"),
+        fix=(
+            say("check the spelling, or give its path; the command comes after --: legroom run -- python …"),
+        ),
+    )
+
+
+@dataclass
+class Child:
+    """A running command."""
+
+    process: subprocess.Popen[bytes]
+    home: Home
+    pidfd: int | None = None
+    foreground: int | None = None  # the terminal that was handed to it
+
+    @classmethod
+    def start(
+        cls,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        streams: tuple[int, int],
+        home: Home,
+        *,
+        raise_descriptors: bool = False,
+    ) -> Child:
+        """Start it."""
+        words = list(command)
+        moves = home.own and home.path is not None
+        if _POSIX and (moves or raise_descriptors):
+            script = (_MOVE if moves else "") + (_RAISE if raise_descriptors else "") + _BECOME
+            words = ["/bin/sh", "-c", script, f"{home.path}/cgroup.procs", *words]
+        process = subprocess.Popen(
+            words,
+            env=dict(environment),
+            stdout=streams[0],
+            stderr=streams[1],
+            process_group=0 if _POSIX else None,
+        )
+        child = cls(process, home)
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                child.pidfd = os.pidfd_open(process.pid)
+        child._hand_over_terminal()
+        return child
+
+    def wait(self, seconds: float) -> Ending | None:
+        """Its ending, if it ends within that time; at once when it does."""
+        if self.pidfd is not None:
+            with contextlib.suppress(InterruptedError):
+                select.select([self.pidfd], [], [], seconds)
+        elif self.process.poll() is None:
+            time.sleep(seconds)
+        return self._poll()
+
+    def _poll(self) -> Ending | None:
+        if not _POSIX:
+            status = self.process.poll()
+            return None if status is None else Ending(status=status)
+        try:
+            pid, status = os.waitpid(self.process.pid, os.WNOHANG | os.WUNTRACED)
+        except ChildProcessError:  # somebody else waited for it
+            return Ending(status=self.process.returncode or 0)
+        if pid == 0:
+            return None
+        if os.WIFSTOPPED(status):
+            self._stopped(os.WSTOPSIG(status))
+            return None
+        ending = (
+            Ending(signal=os.WTERMSIG(status)) if os.WIFSIGNALED(status) else Ending(os.WEXITSTATUS(status))
+        )
+        self.process.returncode = os.waitstatus_to_exitcode(status)
+        return ending
+
+    def _stopped(self, number: int) -> None:
+        """Ctrl-Z stopped it: stop as well, as its shell expects, and go on with it."""
+        if self.foreground is None or number not in (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU):
+            return
+        _set_foreground(self.foreground, os.getpgrp())
+        os.kill(os.getpid(), signal.SIGSTOP)
+        _set_foreground(self.foreground, self.process.pid)
+        self.signal_group(signal.SIGCONT)
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on to the process itself, as whoever sent it to us meant it."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            self.process.send_signal(number) if not _POSIX else os.kill(self.process.pid, number)
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to everybody in its process group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
+            os.killpg(self.process.pid, number)
+
+    def end_all(self) -> None:
+        """Kill whatever is left of it, and wait until it is gone."""
+        if not _POSIX:
+            self.process.kill()
+            return
+        deadline = time.monotonic() + _GONE_WITHIN
+        self.signal_group(signal.SIGKILL)
+        self.home.kill()
+        while self.home.pids() and time.monotonic() < deadline:
+            time.sleep(0.02)
+            self.home.kill()
+
+    def close(self) -> None:
+        """Take the terminal back."""
+        if self.foreground is not None:
+            _set_foreground(self.foreground, os.getpgrp())
+            self.foreground = None
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+    def pids(self, host: Host) -> list[int]:
+        """It and its descendants."""
+        if self.home.own:
+            return self.home.pids()
+        found, at = [self.process.pid], 0
+        while at < len(found):
+            pid = found[at]
+            for thread in host.names(f"/proc/{pid}/task"):
+                text = host.text(f"/proc/{pid}/task/{thread}/children") or ""
+                found += [int(word) for word in text.split() if int(word) not in found]
+            at += 1
+        return found
+
+    def _hand_over_terminal(self) -> None:
+        """Its process group reads the keyboard and gets Ctrl-C, where ours did so far."""
+        if sys.platform == "win32":
+            return
+        with contextlib.suppress(OSError):
+            if os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp():
+                _set_foreground(0, self.process.pid)
+                self.foreground = 0
+
+
+def _set_foreground(terminal: int, group: int) -> None:
+    if sys.platform == "win32":
+        return
+    # From the background this call would stop us, unless the signal for it is ignored.
+    old = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    try:
+        with contextlib.suppress(OSError):
+            os.tcsetpgrp(terminal, group)
+    finally:
+        signal.signal(signal.SIGTTOU, old)

@@ -1,0 +1,96 @@
+"""Gathering what is known about a death: reads, decides nothing.
+
+Covers: marks before the start, one look at everything after the end. Does not cover: looking while it lives
+(readings.py), judging (classify.py).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from legroom.model.death import Ending, Evidence, Level, LogFacts, OomCount
+from legroom.probe.host import Host
+from legroom.rescue.cgroup_home import Home
+from legroom.rescue.kernel_log import KernelLog
+from legroom.rescue.readings import Readings, before_end, recent_rate, thinned, worst_stall
+
+
+@dataclass
+class Witness:
+    """What has to be known before a job starts in order to say afterwards what happened to it."""
+
+    host: Host
+    home: Home
+    readings: Readings
+    folders: Sequence[str] = ()  # where it writes: working directory, checkpoints, temporary files
+    log: KernelLog = field(default_factory=KernelLog)
+    since: float = 0.0
+
+    def begin(self) -> None:
+        """Set the marks."""
+        self.since = time.time()
+        self.log = KernelLog.mark() if self.host.platform == "linux" else KernelLog(reason=self.host.platform)
+        self.readings.begin()
+
+    def close(self) -> None:
+        """Let go of what is held open."""
+        self.log.close()
+
+    def evidence(
+        self,
+        ending: Ending,
+        log: LogFacts,
+        shm_at_end: Level | None,
+        *,
+        asked_to_stop: int | None = None,
+        stalled_on: str | None = None,
+    ) -> Evidence:
+        """All of it, after the end."""
+        seen = self.readings
+        pids = seen.seen_pids
+        unknown = [reason for reason in (self.home.reason, self.log.reason) if reason]
+        kernel = self.log.kills(pids, self._group())
+        killers = list(self.log.killers(pids, self.since))
+        if (oomd := self.home.killed_by_oomd()) is not None and self.home.own:
+            killers.append(oomd)
+        return Evidence(
+            ending=ending,
+            asked_to_stop=asked_to_stop,
+            stalled_on=stalled_on,
+            log=log,
+            oom=self._count(),
+            kernel=kernel,
+            killers=tuple(killers),
+            readings=thinned(seen.history),
+            peaks=dict(seen.peaks),
+            shm_at_end=shm_at_end,
+            disks=self._disks(),
+            swapped_back=recent_rate(seen.history),
+            stalled=worst_stall(seen.history),
+            unknown=tuple(unknown),
+        )
+
+    def _group(self) -> str | None:
+        """The end of the job's cgroup path, as the kernel's log has it; only of one that is the job's own."""
+        if not self.home.own or self.home.path is None:
+            return None
+        return "/" + self.home.path.rpartition("/")[2]
+
+    def _count(self) -> OomCount | None:
+        kills = self.readings.kills()
+        if kills is None:
+            return None
+        source = self.home.counters(self.host)[1]
+        return OomCount(kills, self.home.own, source, before_end(self.readings.history))
+
+    def _disks(self) -> dict[str, Level]:
+        found = {}
+        for folder in dict.fromkeys((*self.folders, os.getcwd(), self.host.env.get("TMPDIR", "/tmp"))):
+            room = self.host.room(folder)
+            if room is not None and room.size:
+                # What root alone may write to is not room: a disk is full when nothing is free to us.
+                found[folder] = Level(room.size - room.free, room.size)
+        return found

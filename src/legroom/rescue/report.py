@@ -1,0 +1,95 @@
+"""The story of a run as JSON, and written to files. Covers: `--report FILE` and `--json`.
+
+Does not cover: the page for people (report_html.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from legroom.model.death import Attempt, Story, Verdict
+
+
+def as_object(story: Story) -> dict[str, Any]:
+    """The run as other programs read it; ``verdict`` is the last attempt's, null where it ended well."""
+    last = story.verdict
+    return {
+        "schema": "legroom.run/1",
+        "command": list(story.command),
+        "exit": story.ending.exit_status,
+        **verdict_object(last),
+        "isolation": story.isolation,
+        "stopped": story.stopped,
+        "began": story.began,
+        "own_cpu_seconds": story.own_cpu,
+        "attempts": [_attempt(attempt) for attempt in story.attempts],
+    }
+
+
+def verdict_object(verdict: Verdict | None) -> dict[str, Any]:
+    """A verdict's fields as `explain` and `run` share them."""
+    if verdict is None:
+        return {"verdict": None, "confidence": None, "summary": None, "evidence": [], "fix": []}
+    return {
+        "verdict": verdict.cause,
+        "confidence": verdict.confidence,
+        "summary": verdict.summary,
+        "evidence": list(verdict.evidence),
+        "fix": list(verdict.fix),
+    }
+
+
+def _attempt(attempt: Attempt) -> dict[str, Any]:
+    return {
+        "number": attempt.number,
+        "command": list(attempt.command),
+        "settings": {name: value for name, value in attempt.settings.items() if value is not None},
+        "changed": list(attempt.changed),
+        "resumed_from": attempt.resumed_from,
+        "notes": list(attempt.notes),
+        "seconds": round(attempt.seconds, 3),
+        "ending": dataclasses.asdict(attempt.ending),
+        "exit": attempt.ending.exit_status,
+        **verdict_object(attempt.verdict),
+        "peaks": {name: dataclasses.asdict(level) for name, level in attempt.peaks.items()},
+        "readings": [
+            {
+                "when": round(reading.when, 3),
+                "levels": {name: [level.used, level.size] for name, level in reading.levels.items()},
+                "oom_kills": reading.oom_kills,
+                "swapped_back": reading.swapped_back,
+                "stalled": reading.stalled,
+            }
+            for reading in attempt.readings
+        ],
+    }
+
+
+def write_report(story: Story, path: str) -> tuple[str, str]:
+    """Write FILE.json and FILE.html, whichever of the two FILE names; their paths."""
+    from legroom.rescue.report_html import page
+
+    base = Path(path)
+    stem = base.with_suffix("") if base.suffix in (".json", ".html") else base
+    names = (f"{stem}.json", f"{stem}.html")
+    _replace(names[0], json.dumps(as_object(story), ensure_ascii=False, indent=1))
+    _replace(names[1], page(story))
+    return names
+
+
+def _replace(path: str, text: str) -> None:
+    folder = os.path.dirname(os.path.abspath(path))
+    handle, temporary = tempfile.mkstemp(dir=folder)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,129 @@
+"""Rules on what a program wrote before it died, checked against what was measured. Pure.
+
+Covers: GPU, pinned memory, descriptors, /dev/shm, disk, refused host memory, bus errors. Does not cover: which lines
+count at all (log_signs.py).
+"""
+
+from __future__ import annotations
+
+from legroom.model.death import Evidence, Level
+from legroom.rescue.because import Because, ended, level_line, quoted
+from legroom.rescue.log_signs import Signs
+from legroom.words import say
+
+_BUS = 7
+FULL = 0.9  # a pool as full as this has no room for the next batch
+GREW = 0.5  # seen half full between two looks, and a bus error right after
+_PIN_NEAR = 40  # lines between the pin thread's name and the error that ended it
+
+
+def pinned(evidence: Evidence, signs: Signs) -> Because | None:
+    """Page-locked host memory: CUDA's words for it are those for GPU memory, so it counts who said them."""
+    if sign := signs.text("pinned"):
+        return Because("pinned-exhausted", 0.92, (quoted(sign), ended(evidence.ending)))
+    thread, bare = signs.text("pin-thread"), signs.text("cuda-oom-bare")
+    if thread and bare and abs(thread.number - bare.number) <= _PIN_NEAR and not signs.text("gpu-oom"):
+        return Because("pinned-exhausted", 0.88, (quoted(thread), quoted(bare), ended(evidence.ending)))
+    return None
+
+
+def gpu(evidence: Evidence, signs: Signs) -> Because | None:
+    """The GPU's memory."""
+    sign = signs.text("gpu-oom", "cuda-oom-bare")
+    if sign is None:
+        return None
+    lines = [quoted(sign)]
+    lines += [level_line(name, level) for name, level in _cards(evidence) if level.share >= FULL]
+    sure = 0.95 if sign.code == "gpu-oom" else 0.85
+    return Because("gpu-oom", sure, (*lines, ended(evidence.ending)))
+
+
+def descriptors(evidence: Evidence, signs: Signs) -> Because | None:
+    """File descriptors."""
+    sign = signs.text("fds")
+    if sign is None:
+        return None
+    lines = [quoted(sign)]
+    peak = evidence.peaks.get("fds")
+    if peak is not None and peak.share >= GREW:
+        lines.append(
+            say(
+                "descriptors open in one process: {used} of {size}", used=peak.used, size=peak.size
+            )
+        )  # fmt: skip
+    return Because("fds-exhausted", 0.95, (*lines, ended(evidence.ending)))
+
+
+def shm(evidence: Evidence, signs: Signs) -> Because | None:
+    """/dev/shm was refused, or a page of it was."""
+    sign = signs.text("shm", "worker-bus")
+    if sign is None:
+        return None
+    level = fullest_shm(evidence)
+    lines = [quoted(sign)]
+    if level is not None:
+        lines.append(level_line(say("/dev/shm at its fullest"), level))
+    if sign.code == "worker-bus" and not signs.text("shm"):
+        return _bus(evidence, lines)
+    sure = 0.97 if level is not None and level.share >= GREW else 0.93
+    return Because("shm-full", sure, (*lines, ended(evidence.ending)))
+
+
+def bus(evidence: Evidence, signs: Signs) -> Because | None:
+    """SIGBUS: a page that a full tmpfs could not give, or a mapped file that was cut short."""
+    ending = evidence.ending
+    hit = ending is not None and (ending.signal == _BUS or ending.status == 128 + _BUS)
+    sign = signs.text("bus", "worker-bus")
+    if not hit and sign is None:
+        return None
+    return _bus(evidence, [quoted(sign)] if sign else [])
+
+
+def _bus(evidence: Evidence, lines: list[str]) -> Because:
+    level = fullest_shm(evidence)
+    if not evidence.live or level is None:
+        lines.append(say("how full /dev/shm was is not known; a cut file behind a map ends the same way"))
+        return Because("shm-full", 0.65, (*lines, ended(evidence.ending)))
+    lines.append(level_line(say("/dev/shm at its fullest"), level))
+    if level.share >= FULL:
+        return Because("shm-full", 0.97, (*lines, ended(evidence.ending)))
+    if level.share >= GREW:
+        return Because("shm-full", 0.8, (*lines, ended(evidence.ending)))
+    lines.append(
+        say("/dev/shm was never seen half full: a mapped file that was cut short ends in a bus error too")
+    )
+    return Because("not-memory", 0.7, (*lines, ended(evidence.ending)))
+
+
+def disk(evidence: Evidence, signs: Signs) -> Because | None:
+    """No space left, and not in /dev/shm."""
+    sign = signs.text("disk", "disk-write")
+    if sign is None:
+        return None
+    full = {path: level for path, level in evidence.disks.items() if level.share >= 0.98}
+    level = fullest_shm(evidence)
+    lines = [quoted(sign), *(level_line(path, one) for path, one in full.items())]
+    if not full and level is not None and level.share >= FULL:
+        lines.append(level_line(say("/dev/shm at its fullest"), level))
+        return Because("shm-full", 0.85, (*lines, ended(evidence.ending)))
+    if sign.code == "disk-write" and not full and evidence.live:
+        return None  # torch says the same of a file system that went away
+    return Because("disk-full", 0.97 if full else 0.85, (*lines, ended(evidence.ending)))
+
+
+def ram(evidence: Evidence, signs: Signs) -> Because | None:
+    """Host memory that was refused: an exception, not a kill."""
+    sign = signs.text("ram")
+    if sign is None:
+        return None
+    return Because("ram-allocation", 0.95, (quoted(sign), ended(evidence.ending)))
+
+
+def fullest_shm(evidence: Evidence) -> Level | None:
+    """/dev/shm as full as it was seen, the moment of death included."""
+    seen = [level for level in (evidence.peaks.get("shm"), evidence.shm_at_end) if level is not None]
+    return max(seen, key=lambda level: level.share, default=None)
+
+
+def _cards(evidence: Evidence) -> list[tuple[str, Level]]:
+    return [(name, level) for name, level in evidence.peaks.items() if name.startswith("gpu")]

@@ -1,0 +1,188 @@
+"""One attempt: a child from its start to its verdict.
+
+Covers: starting it, looking at it while it lives, ending it when it is time, gathering what is known about its death.
+Does not cover: what comes after it (supervisor.py), the verdict itself (classify.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from legroom.model import Box
+from legroom.model.death import Attempt, Ending, Evidence, Level, Verdict
+from legroom.probe.host import Host
+from legroom.rescue.cgroup_home import Home
+from legroom.rescue.child import Child
+from legroom.rescue.classify import classify
+from legroom.rescue.evidence import Witness
+from legroom.rescue.fixes import fixes
+from legroom.rescue.flags import LEVERS, knobs
+from legroom.rescue.log_reader import facts_of
+from legroom.rescue.order import Order
+from legroom.rescue.output import Output
+from legroom.rescue.readings import Readings
+from legroom.rescue.stall import StallWatch, cpu_seconds
+from legroom.words import say
+
+_DRAIN = 2.0  # seconds for the last output after the end
+_STALL_EVERY = 2.0
+_STALL_GRACE = 5.0
+_SHM_FULL = 0.9
+_PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGWINCH")
+_ENDS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
+
+
+@dataclass
+class Watched:
+    """One attempt while it lives."""
+
+    order: Order
+    box: Box
+    home: Home
+    host: Host
+    tell: Callable[[str], None]
+    asked: int | None = None  # the signal that told us to stop
+    stalled_on: str | None = None
+    _child: Child | None = None
+    _output: Output = field(default_factory=Output)
+    _deadline: float | None = None
+
+    def run(
+        self, number: int, command: Sequence[str], environment: Mapping[str, str], *, raise_descriptors: bool
+    ) -> Attempt:
+        """Start it, wait for its end, say what ended it."""
+        self._output = Output(stdout=self.order.stdout)
+        streams = self._output.open()
+        readings = Readings(self.host, self.home, list, cards=_cards(self.host))
+        witness = Witness(self.host, self.home, readings, self.order.folders)
+        witness.begin()
+        try:
+            with self._signals():
+                child = self._child = Child.start(
+                    command, environment, streams, self.home, raise_descriptors=raise_descriptors
+                )
+                self._output.start()
+                readings.pids = lambda: child.pids(self.host)
+                ending, shm_at_end = self._wait(child, readings)
+                fine = ending.fine and self.stalled_on is None
+                if not fine:
+                    child.end_all()  # what is left of it would hold memory, ports and files of the next attempt
+                self._output.finish(_DRAIN)
+                child.close()
+            verdict = None if fine else self._verdict(witness, ending, shm_at_end)
+        except OSError:
+            if self._child is None:
+                self._output.abandon()
+            raise
+        finally:
+            witness.close()
+        found = knobs(command, self.order.named)
+        return Attempt(
+            number=number,
+            command=tuple(command),
+            settings={name: getattr(found, name) for name in LEVERS},
+            ending=ending,
+            seconds=readings.age,
+            verdict=verdict,
+            readings=tuple(readings.history),
+            peaks=dict(readings.peaks),
+        )
+
+    def _wait(self, child: Child, readings: Readings) -> tuple[Ending, Level | None]:
+        stall = StallWatch(self.order.stall)
+        stall_at = 0.0
+        while True:
+            ending = child.wait(readings.pause)
+            if ending is not None:
+                return ending, readings.last()
+            readings.look()
+            now = time.monotonic()
+            if self._deadline is not None and now >= self._deadline:
+                child.end_all()
+                self._deadline = None
+            if now >= stall_at and self.stalled_on is None and self.asked is None:
+                stall_at = now + _STALL_EVERY
+                cpu = cpu_seconds(self.host, child.pids(self.host))
+                if stall.stalled(now, cpu, self._output.count) and self._stands_on_shm(readings):
+                    self._end_stall(child, stall)
+
+    def _stands_on_shm(self, readings: Readings) -> bool:
+        peak = readings.peaks.get("shm")
+        if peak is not None and peak.share >= _SHM_FULL:
+            return True
+        return any(sign.code == "shm" for sign in facts_of(self._output.tail.bytes()).signs)
+
+    def _end_stall(self, child: Child, stall: StallWatch) -> None:
+        if not self.order.retries:
+            stall.patience = 0.0  # said once
+            self.tell(say("it stands still on a full /dev/shm; with --retries it would be ended and go on"))
+            return
+        self.tell(say("it stands still on a full /dev/shm: it is ended"))
+        self.stalled_on = "shm"
+        child.signal(signal.SIGTERM)
+        self._deadline = time.monotonic() + min(self.order.grace, _STALL_GRACE)
+
+    def _verdict(self, witness: Witness, ending: Ending, shm_at_end: Level | None) -> Verdict:
+        log = facts_of(self._output.tail.bytes(), self._output.tail.passed)
+        evidence = witness.evidence(
+            ending, log, shm_at_end, asked_to_stop=self.asked, stalled_on=self.stalled_on
+        )
+        return with_fixes(classify(evidence), evidence, self.box)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Pass signals on while it lives; only a main thread may ask for them."""
+        old = {}
+        if threading.current_thread() is threading.main_thread():
+            for name in _PASSED_ON:
+                number = getattr(signal, name, None)
+                if number is not None:
+                    old[number] = signal.signal(number, self._pass_on)
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+    def _pass_on(self, number: int, _frame: object) -> None:
+        if number == getattr(signal, "SIGWINCH", None):
+            self._output.resize()
+        if signal.Signals(number).name in _ENDS:
+            self.asked = self.asked or number
+            if self._deadline is None:
+                self._deadline = time.monotonic() + self.order.grace
+        if self._child is not None:
+            self._child.signal(number)
+
+
+def with_fixes(verdict: Verdict, evidence: Evidence, box: Box) -> Verdict:
+    """The verdict with what to do about it on that box."""
+    ram = box.pool("ram")
+    lines = fixes(
+        verdict.cause,
+        box.place,
+        ram=None if ram is None else ram.size,
+        shm=evidence.peaks.get("shm"),
+        nofile=box.limits.nofile_soft,
+    )
+    return replace(verdict, fix=lines)
+
+
+def _cards(host: Host) -> Callable[[], dict[str, Level]] | None:
+    if not host.exists("/dev/nvidiactl"):
+        return None
+
+    def look() -> dict[str, Level]:
+        from legroom.probe.gpu import gpu_pools, gpus
+
+        pools = gpu_pools(gpus(host))
+        return {
+            pool.name: Level(pool.used, pool.size) for pool in pools if pool.used is not None and pool.size
+        }
+
+    return look

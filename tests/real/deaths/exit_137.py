@@ -1,0 +1,6 @@
+"""A program that ends with 137 by itself."""
+
+import sys
+
+print("nothing to do", flush=True)
+sys.exit(137)

@@ -1,0 +1,6 @@
+"""More files than one process may have open."""
+
+import resource
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+held = [open("/dev/null") for _ in range(200)]  # noqa: SIM115

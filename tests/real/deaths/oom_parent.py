@@ -1,0 +1,6 @@
+"""The training itself grows beyond its cgroup's limit."""
+
+print("epoch 1", flush=True)
+held = []
+while True:
+    held.append(bytearray(8 << 20))

@@ -1,0 +1,8 @@
+"""RLIMIT_AS refuses memory: MemoryError."""
+
+import resource
+
+resource.setrlimit(resource.RLIMIT_AS, (512 << 20, 512 << 20))
+held = []
+while True:
+    held.append(bytearray(32 << 20))

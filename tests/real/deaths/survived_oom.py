@@ -1,0 +1,11 @@
+"""Memory is refused and the program goes on; a bug ends it later."""
+
+import traceback
+
+try:
+    bytearray(1 << 60)
+except MemoryError:
+    traceback.print_exc()
+for step in range(40):
+    print(f"step {step} loss 0.{step}", flush=True)
+raise KeyError("label")

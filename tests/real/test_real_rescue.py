@@ -1,0 +1,95 @@
+"""Trainings that die at once when run bare finish under `legroom run`, with the same effective batch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rigs
+
+pytest.importorskip("torch")
+TRAIN = Path(__file__).with_name("rescue_train.py")
+MB = 1 << 20
+EPOCHS, SAMPLES, EFFECTIVE = 2, 128, 32
+
+
+def _train(folder: Path, *more: str) -> list[str]:
+    return [sys.executable, str(TRAIN), "--batch", "32", "--num_workers", "4", "--accum_iter=1", "--folder", str(folder), *more]  # fmt: skip
+
+
+def _rescued(command: list[str], folder: Path) -> list[str]:
+    report = str(folder / "report.json")
+    asked = ["--checkpoint", f"{folder}/step*.pt", "--resume-flag", "--resume", "--stall", "15s"]
+    return [sys.executable, "-m", "legroom", "run", "--retries", "4", "--fresh", "--report", report, *asked, "--", *command]  # fmt: skip
+
+
+def _clear(folder: Path) -> None:
+    assert not (folder / "done.json").exists()
+    for left in folder.glob("step*.pt"):
+        left.unlink()
+
+
+def _told(done: subprocess.CompletedProcess[str]) -> str:
+    return f"{done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def _check(folder: Path, done: subprocess.CompletedProcess[str], cause: str) -> dict[str, Any]:
+    """It finished, with every sample once an epoch in steps of the effective batch, after deaths of that cause."""
+    assert done.returncode == 0, _told(done)
+    assert done.stdout.splitlines()[-1] == "done"
+    steps = json.loads((folder / "done.json").read_text())
+    assert {len(indices) for _, indices in steps} == {EFFECTIVE}
+    for epoch in range(EPOCHS):
+        trained = [index for at, indices in steps for index in indices if at == epoch]
+        assert sorted(trained) == list(range(SAMPLES))
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    dead, last = report["attempts"][:-1], report["attempts"][-1]
+    assert dead and {attempt["verdict"] for attempt in dead} == {cause}
+    assert (
+        last["verdict"] is None and last["settings"]["batch"] * last["settings"]["accumulation"] == EFFECTIVE
+    )
+    assert "<svg" in (folder / "report.html").read_text()
+    return report
+
+
+@pytest.mark.real("mount")
+def test_a_training_in_a_64_mb_dev_shm(tmp_path: Path) -> None:
+    command = _train(tmp_path, "--sample-bytes", str(MB))
+    bare = subprocess.run(rigs.small_shm(command), capture_output=True, text=True, timeout=200, check=False)
+    assert bare.returncode != 0
+    _clear(tmp_path)
+    done = subprocess.run(
+        rigs.small_shm(_rescued(command, tmp_path)), capture_output=True, text=True, timeout=250, check=False
+    )
+    report = _check(tmp_path, done, "shm-full")
+    assert report["attempts"][-1]["settings"]["batch"] == 32  # fewer workers were enough
+
+
+@pytest.mark.real("cgroup")
+def test_a_training_in_a_1_gb_cgroup(tmp_path: Path) -> None:
+    """Workers first, then the micro-batch; the death after the first checkpoint is resumed from it."""
+    sizes = ("--sample-bytes", "1000", "--worker-bytes", str(200 * MB), "--late-bytes", str(24 * MB))
+    command = _train(tmp_path, *sizes)
+    with rigs.memory_cgroup(1 << 30) as group:
+        bare = subprocess.run(
+            group.command(command), capture_output=True, text=True, timeout=200, check=False
+        )
+        assert bare.returncode != 0 and group.oom_kills() > 0
+    _clear(tmp_path)
+    with rigs.memory_cgroup(1 << 30) as group:
+        done = subprocess.run(
+            group.command(_rescued(command, tmp_path)),
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=False,
+        )
+        assert [path.name for path in group.path.iterdir() if path.is_dir()] == []  # its own group is gone
+    report = _check(tmp_path, done, "ram-oom-kill")
+    last = report["attempts"][-1]
+    assert last["settings"]["batch"] < 32 and last["resumed_from"] is not None
+    assert "resumed at epoch" in done.stdout

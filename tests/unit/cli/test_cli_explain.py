@@ -1,0 +1,51 @@
+"""explain: a verdict from a file or a pipe, as text and as JSON; a clear error for what cannot be read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from legroom.cli.main import run
+
+LOG = "Traceback (most recent call last):\n  File 'a'\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n"
+
+
+def test_a_file_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(LOG)
+    assert run(["explain", "--json", str(log)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["schema"] == "legroom.explain/1"
+    assert report["verdict"] == "gpu-oom" and report["confidence"] <= 0.85
+    assert any("CUDA out of memory" in line for line in report["evidence"]) and report["fix"]
+
+
+def test_a_pipe_as_text() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "legroom", "explain", "-"],
+        input=LOG,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("gpu-oom, 85% sure") and "  do:  " in done.stdout
+    assert all(len(line) <= 100 or " " not in line.strip() for line in done.stdout.splitlines())
+
+
+def test_a_log_that_says_nothing_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "empty.log"
+    log.write_text("")
+    assert run(["explain", "--json", str(log)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["verdict"] == "not-memory" and report["confidence"] <= 0.5
+
+
+def test_an_unreadable_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", str(tmp_path / "no.log")]) == 2
+    assert "cannot read the log" in capsys.readouterr().err
+    assert run(["explain", "--json", str(tmp_path)]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "unreadable-source"

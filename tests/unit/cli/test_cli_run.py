@@ -1,0 +1,249 @@
+"""run: exits as its child, leaves its bytes alone, passes signals on, starts again with less, keeps what worked."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and process groups are POSIX's")
+
+# Dies of a refused allocation until its workers are few enough; says what it was started with.
+STUBBORN = """
+import argparse, os, sys
+p = argparse.ArgumentParser()
+p.add_argument("--num_workers", type=int, default=4); p.add_argument("--batch", type=int, default=8)
+p.add_argument("--accum_iter", type=int, default=1); p.add_argument("--resume", default="nothing")
+p.add_argument("--lives-at", type=int, default=0)
+a = p.parse_args()
+print("workers", a.num_workers, "batch", a.batch, "accumulation", a.accum_iter, "from", a.resume)
+print(os.environ.get("LEGROOM_SETTINGS", "none"))
+if a.num_workers > a.lives_at: raise MemoryError
+"""
+
+
+def _run(
+    *words: str, folder: Path, stdin: str | None = None, **more: str
+) -> subprocess.CompletedProcess[bytes]:
+    environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), **more}
+    return subprocess.run(
+        [sys.executable, "-m", "legroom", "run", *words], capture_output=True, timeout=120, cwd=folder,
+        env=environment, check=False, input=None if stdin is None else stdin.encode(),
+    )  # fmt: skip
+
+
+def _script(folder: Path, text: str = STUBBORN) -> str:
+    path = folder / "train.py"
+    path.write_text(text)
+    return str(path)
+
+
+def _report(done: subprocess.CompletedProcess[bytes]) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert report["schema"] == "legroom.run/1"
+    return report
+
+
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137), ("kill -TERM $$", 143), ("kill -SEGV $$", 139)],
+)
+def test_exits_as_the_child_does(script: str, status: int, tmp_path: Path) -> None:
+    assert _run("--quiet", "--", "sh", "-c", script, folder=tmp_path).returncode == status
+
+
+def test_bytes_pass_unchanged_and_apart(tmp_path: Path) -> None:
+    code = "import os, sys; data = bytes(range(256)) * 3000; os.write(1, data); os.write(2, data[::-1]); sys.stdout.write(input())"
+    done = _run("--", sys.executable, "-c", code, folder=tmp_path, stdin="typed\n")
+    data = bytes(range(256)) * 3000
+    assert done.stdout == data + b"typed"
+    assert done.stderr.endswith(data[::-1])
+
+
+def test_json_has_stdout_to_itself(tmp_path: Path) -> None:
+    done = _run("--json", "--quiet", "--", "sh", "-c", "echo out; echo err >&2; exit 4", folder=tmp_path)
+    assert sorted(done.stderr.split()) == [b"err", b"out"]
+    report = _report(done)
+    assert (report["exit"], report["verdict"], len(report["attempts"])) == (4, "not-memory", 1)
+    assert done.returncode == 4
+
+
+def test_a_command_that_is_not_there_or_not_runnable(tmp_path: Path) -> None:
+    done = _run("--", "no-such-command-anywhere", folder=tmp_path)
+    assert done.returncode == 127 and b"there is no command no-such-command-anywhere" in done.stderr
+    (tmp_path / "plain.txt").write_text("x")
+    done = _run("--", "./plain.txt", folder=tmp_path)
+    assert done.returncode == 126 and b"may not be executed" in done.stderr
+    assert _run(folder=tmp_path).returncode == 2
+    assert _run("--flag", "nonsense=--x", "--", "true", folder=tmp_path).returncode == 2
+    assert _run("--resume-flag", "--resume", "--", "true", folder=tmp_path).returncode == 2
+
+
+def test_starts_again_with_less_and_remembers_what_worked(tmp_path: Path) -> None:
+    command = ["--retries", "3", "--", sys.executable, _script(tmp_path), "--num_workers", "4", "--batch=8"]
+    done = _run(*command, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.decode().splitlines()
+    assert [line for line in lines if line.startswith("workers")] == [
+        "workers 4 batch 8 accumulation 1 from nothing",
+        "workers 2 batch 8 accumulation 1 from nothing",
+        "workers 0 batch 8 accumulation 1 from nothing",
+    ]
+    assert json.loads(lines[-1]) == {"num_workers": 0}
+    again = _run(*command, folder=tmp_path)
+    assert again.stdout.decode().splitlines()[0].startswith("workers 0") and b"worked last" in again.stderr
+    fresh = _run("--fresh", *command, folder=tmp_path)
+    assert fresh.stdout.decode().splitlines()[0].startswith("workers 4")
+
+
+def test_the_micro_batch_goes_down_and_accumulation_up_and_then_it_stops(tmp_path: Path) -> None:
+    words = [sys.executable, _script(tmp_path), "--num_workers=0", "--batch", "4", "--lives-at=-1"]
+    named = ["--flag", "accumulation=--accum_iter"]
+    done = _run("--retries", "9", "--json", *named, "--", *words, folder=tmp_path)
+    report = _report(done)
+    assert [(a["settings"]["batch"], a["settings"].get("accumulation", 1)) for a in report["attempts"]] == [
+        (4, 1),
+        (2, 2),
+        (1, 4),
+    ]
+    assert report["verdict"] == "ram-allocation" and report["stopped"] == "nothing is left to lower"
+    assert done.returncode == 1 and report["exit"] == 1
+
+
+def test_what_memory_did_not_do_is_not_started_again(tmp_path: Path) -> None:
+    done = _run("--retries", "3", "--json", "--", "sh", "-c", "exit 3", "--workers", "4", folder=tmp_path)
+    assert len(_report(done)["attempts"]) == 1
+
+
+def test_resumes_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "step1.pt", "w") as archive:
+        archive.writestr("data", b"x" * 100)
+    (tmp_path / "step2.pt").write_bytes((tmp_path / "step1.pt").read_bytes()[:90])
+    os.utime(tmp_path / "step1.pt", (1, 1))
+    asked = ["--retries", "2", "--checkpoint", "step*.pt", "--resume-flag", "--resume"]
+    done = _run(*asked, "--", sys.executable, _script(tmp_path), "--num_workers", "2", folder=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.decode().splitlines()[-2].endswith("from step1.pt")
+    assert b"step2.pt" in done.stderr
+
+
+def test_settings_reach_a_script_without_flags_through_the_environment(tmp_path: Path) -> None:
+    text = "import json, os\ns = json.loads(os.environ.get('LEGROOM_SETTINGS', '{}'))\nprint(s, flush=True)\nif s.get('num_workers') != 0: raise MemoryError\n"
+    done = _run("--retries", "3", "--", sys.executable, _script(tmp_path, text), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode().splitlines()[-1] == "{'prefetch_factor': 1, 'num_workers': 0}"
+
+
+def test_the_report_tells_the_story(tmp_path: Path) -> None:
+    words = [sys.executable, _script(tmp_path), "--num_workers", "1", "--resume", "<script>alert(1)</script>"]
+    done = _run("--retries", "1", "--report", "story.html", "--", *words, folder=tmp_path)
+    assert done.returncode == 0
+    report = json.loads((tmp_path / "story.json").read_text())
+    assert [attempt["verdict"] for attempt in report["attempts"]] == ["ram-allocation", None]
+    assert report["attempts"][1]["changed"] == ["workers 1 → 0"]
+    page = (tmp_path / "story.html").read_text()
+    assert "<svg" in page and "<script" not in page and "&lt;script&gt;" in page and "http" not in page
+
+
+@contextlib.contextmanager
+def _started(*words: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
+    started = subprocess.Popen(
+        [sys.executable, "-m", "legroom", "run", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment, cwd=folder,
+    )  # fmt: skip
+    try:
+        yield started
+    finally:
+        if started.poll() is None:
+            started.terminate()
+            started.communicate(timeout=60)
+
+
+SLOW = """
+import os, signal, sys, time
+def say(text): os.write(1, text.encode())  # whole lines: two processes write here
+def stop(number, frame):
+    say(f"got {signal.Signals(number).name}\\n")
+    if number == signal.SIGTERM and "stubborn" not in sys.argv: sys.exit(5)
+for name in ("SIGTERM", "SIGUSR1"): signal.signal(getattr(signal, name), stop)
+say("ready\\n")
+while True: time.sleep(0.1)
+"""
+
+
+def test_signals_pass_through_and_sigterm_gives_time(tmp_path: Path) -> None:
+    with _started(
+        "--retries", "3", "--", sys.executable, _script(tmp_path, SLOW), folder=tmp_path
+    ) as started:
+        assert started.stdout is not None and started.stdout.readline() == "ready\n"
+        started.send_signal(signal.SIGUSR1)
+        assert started.stdout.readline() == "got SIGUSR1\n"
+        started.send_signal(signal.SIGTERM)
+        out, err = started.communicate(timeout=60)
+    assert out == "got SIGTERM\n" and started.returncode == 5
+    assert "asked to stop" in err  # and was not started again
+
+
+def test_after_the_grace_the_whole_group_is_killed(tmp_path: Path) -> None:
+    script = f"{sys.executable} {_script(tmp_path, SLOW)} stubborn & echo $! > child; exec {sys.executable} {tmp_path}/train.py stubborn"
+    with _started("--grace", "1s", "--", "sh", "-c", script, folder=tmp_path) as started:
+        assert started.stdout is not None
+        assert [started.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        started.send_signal(signal.SIGTERM)
+        started.communicate(timeout=60)
+    assert started.returncode == 137
+    pid = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + 20
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _alive(pid)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the test reads a pseudo-terminal as Linux gives it")
+def test_a_terminal_stays_a_terminal(tmp_path: Path) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    code = (
+        "import os, sys; print(sys.stdout.isatty(), sys.stderr.isatty(), os.get_terminal_size(1).columns > 0)"
+    )
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+    subprocess.run(["stty", "cols", "90", "rows", "30"], stdin=theirs, check=True)
+    done = subprocess.Popen(
+        [sys.executable, "-m", "legroom", "run", "--quiet", "--", sys.executable, "-c", code],
+        stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
+    )  # fmt: skip
+    assert done.wait(60) == 0
+    os.close(theirs)
+    shown = os.read(ours, 4096)
+    os.close(ours)
+    assert shown == b"True True True\r\n"
+
+
+def test_a_reader_that_goes_away_ends_it_like_any_pipe(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m legroom run --quiet -- yes | head -n 2; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path,
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert done.stdout == "y\ny\n141\n"

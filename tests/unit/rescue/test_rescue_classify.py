@@ -1,0 +1,142 @@
+"""Verdicts on evidence: counters before texts before signals; unknown is not zero; 137 alone proves nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from legroom.model.death import (
+    MEMORY_CAUSES,
+    Ending,
+    Evidence,
+    Level,
+    LogFacts,
+    OomCount,
+    Sign,
+)
+from legroom.rescue.classify import LOG_ALONE, classify
+from legroom.rescue.log_reader import facts_of
+
+KILLED = Ending(signal=9)
+MB = 1 << 20
+NONE = OomCount(0, True, "own")
+CUDA = "Traceback (most recent call last):\n  File 'a'\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate\n"
+
+
+def _verdict(**known: Any) -> tuple[str, float]:
+    if "text" in known:
+        known["log"] = facts_of(known.pop("text").encode())
+    verdict = classify(Evidence(**known))
+    assert verdict.evidence and verdict.summary
+    return verdict.cause, verdict.confidence
+
+
+def test_sigkill_is_judged_by_the_counter() -> None:
+    assert _verdict(ending=KILLED, oom=OomCount(1, True, "own", 0.2)) == ("ram-oom-kill", 0.99)
+    assert _verdict(ending=KILLED, oom=NONE)[0] == "killed"
+    assert _verdict(ending=KILLED)[0] == "killed"
+    assert _verdict(ending=KILLED)[1] < _verdict(ending=KILLED, oom=NONE)[1]  # not knowing is less sure
+
+
+def test_a_shared_counter_is_less_sure_and_the_kernel_log_settles_it() -> None:
+    shared = OomCount(1, False, "shared", 0.5)
+    assert _verdict(ending=KILLED, oom=shared) == ("ram-oom-kill", 0.75)
+    assert _verdict(ending=KILLED, oom=shared, kernel=()) == ("killed", 0.93)  # it was somebody else
+    line = "Memory cgroup out of memory: Killed process 7 (python)"
+    assert _verdict(ending=KILLED, oom=shared, kernel=(line,)) == ("ram-oom-kill", 0.99)
+
+
+def test_an_oom_kill_that_was_survived_is_not_the_cause() -> None:
+    long_ago = OomCount(1, True, "own", 600.0)
+    text = "Traceback (most recent call last):\n  File 'a'\nKeyError: 'x'\n"
+    assert _verdict(ending=Ending(1), oom=long_ago, text=text)[0] == "not-memory"
+
+
+def test_137_without_a_signal_is_the_program_s_own() -> None:
+    assert _verdict(ending=Ending(137), oom=NONE)[0] == "not-memory"
+    assert _verdict(ending=Ending(137), oom=NONE, text="bash: line 1: 77 Killed   python x")[0] == "killed"
+    assert _verdict(ending=Ending(137), oom=OomCount(1, True, "own", 0.1))[0] == "ram-oom-kill"
+
+
+def test_a_bus_error_is_judged_by_the_level_of_dev_shm() -> None:
+    bus = Ending(signal=7)
+    assert _verdict(ending=bus, peaks={"shm": Level(63 * MB, 64 * MB)}) == ("shm-full", 0.97)
+    assert _verdict(ending=bus, peaks={"shm": Level(40 * MB, 64 * MB)}) == ("shm-full", 0.8)
+    assert _verdict(ending=bus, peaks={"shm": Level(1 * MB, 64 * MB)})[0] == "not-memory"
+    assert _verdict(ending=bus, shm_at_end=Level(64 * MB, 64 * MB))[0] == "shm-full"
+    assert _verdict(ending=bus) == ("shm-full", 0.65)  # the level could not be read: likely, not sure
+
+
+def test_texts_do_not_count_for_deaths_they_do_not_lead_to() -> None:
+    assert _verdict(ending=Ending(1), text=CUDA)[0] == "gpu-oom"
+    assert _verdict(ending=KILLED, oom=NONE, text=CUDA)[0] == "killed"
+    assert _verdict(ending=Ending(signal=11), text=CUDA)[0] == "not-memory"
+
+
+def test_the_pin_thread_s_cuda_error_is_pinned_memory() -> None:
+    bare = "Traceback (most recent call last):\n  File 'a'\n{}RuntimeError: CUDA error: out of memory\n"
+    assert _verdict(ending=Ending(1), text=bare.format(""))[0] == "gpu-oom"
+    assert (
+        _verdict(ending=Ending(1), text=bare.format("    return data.pin_memory()\n"))[0]
+        == "pinned-exhausted"
+    )
+
+
+def test_no_space_left_is_the_disk_or_dev_shm_by_which_is_full() -> None:
+    text = "Traceback (most recent call last):\n  File 'a'\nOSError: [Errno 28] No space left on device\n"
+    full, empty = Level(100, 100), Level(1, 100)
+    assert _verdict(ending=Ending(1), text=text, disks={"/d": full})[0] == "disk-full"
+    assert _verdict(ending=Ending(1), text=text, disks={"/d": empty}, peaks={"shm": full})[0] == "shm-full"
+    assert _verdict(ending=Ending(1), text=text)[0] == "disk-full"
+
+
+def test_swap_needs_to_move_and_something_to_have_lost_patience() -> None:
+    moving = {"swapped_back": 20e6, "stalled": 60.0}
+    text = "watchdog: no progress for 30 s"
+    assert _verdict(ending=Ending(signal=6), text=text, **moving) == ("swap-thrash", 0.9)
+    assert _verdict(ending=Ending(signal=6), text=text, swapped_back=0.0, stalled=0.0)[0] == "not-memory"
+    bug = "Traceback (most recent call last):\n  File 'a'\nKeyError: 'x'\n"
+    assert _verdict(ending=Ending(1), text=bug, **moving)[0] == "not-memory"
+
+
+def test_daemons_that_kill_for_memory() -> None:
+    trace = ('earlyoom[1]: sending SIGTERM to process 7 "python": badness 900',)
+    assert _verdict(ending=Ending(signal=15), killers=trace, oom=NONE)[0] == "ram-oom-kill"
+    assert _verdict(ending=Ending(3), killers=trace, oom=NONE)[0] == "not-memory"
+
+
+def test_asked_to_stop_and_stalled() -> None:
+    assert _verdict(ending=Ending(signal=15), asked_to_stop=15) == ("killed", 1.0)
+    assert _verdict(ending=Ending(signal=15), stalled_on="shm")[0] == "shm-full"
+
+
+@pytest.mark.parametrize("text", ["", "Killed\n", CUDA, "Bus error\n", "MemoryError\n"])
+def test_a_log_alone_is_never_surer_than_its_bound(text: str) -> None:
+    assert _verdict(text=text)[1] <= LOG_ALONE
+
+
+codes = st.sampled_from(
+    ["killed", "timeout", "crash", "terminated", "worker-gone", "child-killed", "swap-hint"]
+)
+signs = st.lists(st.builds(Sign, codes, st.text(max_size=20), st.integers(1, 500)), max_size=5).map(tuple)
+
+
+@settings(deadline=None)  # a starved machine is no failure
+@given(
+    st.builds(
+        Evidence,
+        ending=st.builds(Ending, status=st.integers(0, 255)) | st.builds(Ending, status=st.none(), signal=st.integers(1, 64)),
+        log=st.builds(LogFacts, signs=signs),
+        oom=st.none() | st.just(NONE),
+        kernel=st.none() | st.just(()),
+        peaks=st.dictionaries(st.sampled_from(["ram", "fds", "gpu0"]), st.builds(Level, st.integers(0, 90), st.just(100))),
+    )
+)  # fmt: skip
+def test_nothing_that_points_to_memory_gives_no_memory_verdict(evidence: Evidence) -> None:
+    verdict = classify(evidence)
+    assert 0 < verdict.confidence <= 1
+    bus = evidence.ending is not None and 7 in (evidence.ending.signal, (evidence.ending.status or 0) - 128)
+    assert verdict.cause not in MEMORY_CAUSES or bus

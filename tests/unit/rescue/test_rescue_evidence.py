@@ -1,0 +1,148 @@
+"""What is gathered about a death: readings, counters, the kernel's log, daemons' traces, a cgroup of one's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from legroom.model.death import Level, Reading
+from legroom.probe.host import Host
+from legroom.rescue.cgroup_home import Home, make_home
+from legroom.rescue.kernel_log import KernelLog
+from legroom.rescue.readings import Readings, before_end, recent_rate, thinned, worst_stall
+from legroom.rescue.stall import StallWatch, cpu_seconds
+from legroom.rescue.sweep import names_there, sweep
+
+MB = 1 << 20
+
+
+def _reading(when: float, **known: float) -> Reading:
+    return Reading(when, {}, **known)  # type: ignore[arg-type]
+
+
+def test_the_rate_of_swap_is_of_the_last_seconds() -> None:
+    history = [_reading(t, swapped_back=0) for t in range(50)]
+    history += [_reading(50 + t, swapped_back=t * 4 * MB) for t in range(11)]
+    assert recent_rate(history) == pytest.approx(4 * MB)
+    assert recent_rate(history[:1]) is None and recent_rate([]) is None
+    assert recent_rate([_reading(1), _reading(2)]) is None  # unknown is not zero
+
+
+def test_when_the_last_oom_kill_was() -> None:
+    history = [_reading(0, oom_kills=0), _reading(5, oom_kills=1), _reading(65, oom_kills=1)]
+    assert before_end(history) == 60
+    assert before_end([*history, _reading(66, oom_kills=2)]) == 0
+    assert before_end(history[:1]) is None and before_end([]) is None
+
+
+def test_the_worst_stall_is_of_the_last_seconds() -> None:
+    history = [_reading(0, stalled=90.0), _reading(100, stalled=3.0), _reading(101)]
+    assert worst_stall(history) == 3.0
+    assert worst_stall([]) is None and worst_stall([_reading(1)]) is None
+
+
+def test_a_day_of_looks_stays_small_and_keeps_the_peak() -> None:
+    clock = [0.0]
+
+    class Small(Host):
+        def room(self, path: str):  # type: ignore[no-untyped-def]
+            from legroom.probe.host import Room
+
+            used = 60 * MB if clock[0] == 5000.0 else MB
+            return Room(64 * MB, 64 * MB - used, used)
+
+    host = Small(root=Path("/nowhere"), recording={})
+    readings = Readings(host, Home(None, None, False), list, clock=lambda: clock[0])
+    readings.begin()
+    for second in range(20_000):
+        clock[0] = float(second)
+        readings.look()
+    assert len(readings.history) <= 4001
+    assert readings.peaks["shm"] == Level(60 * MB, 64 * MB)
+    assert readings.history[-1].when == 19_999
+    assert len(thinned(readings.history)) <= 700
+    assert readings.pause > 0.05  # an old run is looked at less often
+
+
+def test_the_kernel_s_log_is_read_from_the_mark_on_and_only_about_the_job(tmp_path: Path) -> None:
+    kmsg = tmp_path / "kmsg"
+    kmsg.write_text("6,1,1,-;Out of memory: Killed process 7 (old)\n")
+    log = KernelLog.mark(str(kmsg), (str(tmp_path / "syslog"),))
+    with kmsg.open("a") as file:
+        file.write("3,2,2,-;Memory cgroup out of memory: Killed process 7 (python) total-vm:1kB\n")
+    assert log.kills({7}, None) == ("Memory cgroup out of memory: Killed process 7 (python) total-vm:1kB",)
+    log.close()
+    log = KernelLog.mark(str(kmsg))
+    with kmsg.open("a") as file:
+        file.write(
+            "3,3,3,-;oom-kill:constraint=CONSTRAINT_MEMCG,task_memcg=/a/legroom-run-1,task=python,pid=9,uid=0\n"
+        )
+    assert log.kills({7}, "/legroom-run-1") != () and log.kills({7}, "/legroom-run-1") == ()
+    log.close()
+    closed = KernelLog.mark(str(tmp_path / "none"))
+    assert closed.kills({7}, None) is None and "none" in (closed.reason or "")
+
+
+def test_daemons_that_kill_for_memory_are_found_by_the_pid(tmp_path: Path) -> None:
+    syslog = tmp_path / "syslog"
+    syslog.write_text("earlyoom[1]: sending SIGTERM to process 7 old\n")
+    log = KernelLog.mark(str(tmp_path / "none"), (str(syslog),))
+    with syslog.open("a") as file:
+        file.write('h earlyoom[1]: sending SIGKILL to process 7 uid 0 "python": badness 900\n')
+        file.write('h earlyoom[1]: sending SIGKILL to process 8 uid 0 "other": badness 900\n')
+    found = log.killers({7}, 0.0)
+    assert len(found) == 1 and "process 7 uid" in found[0]
+
+
+def test_no_cgroup_is_no_reason_to_fail(tmp_path: Path) -> None:
+    host = Host(root=tmp_path, recording={}, platform="linux")
+    home = make_home(host, "legroom-run-1")
+    assert not home.own and home.reason and home.pids() == []
+    assert home.counters(host)[0] is None
+    home.close()
+    elsewhere = make_home(Host(root=tmp_path, recording={}, platform="darwin"), "x")
+    assert elsewhere.path is None and elsewhere.reason
+
+
+def test_a_job_that_works_or_writes_does_not_stall() -> None:
+    watch = StallWatch(patience=10)
+    assert not any(watch.stalled(float(t), cpu=t * 0.5, written=0) for t in range(60))
+    assert not any(watch.stalled(float(60 + t), cpu=30, written=t) for t in range(60))
+    assert any(watch.stalled(float(120 + t), cpu=30 + t * 0.001, written=60) for t in range(12))
+    assert not any(StallWatch(patience=0).stalled(float(t), 0, 0) for t in range(100))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_cpu_time_of_processes() -> None:
+    assert cpu_seconds(Host(), [os.getpid()]) > 0
+    assert cpu_seconds(Host(), [2**22 + 1]) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/shm")
+def test_only_what_the_dead_job_left_is_removed() -> None:
+    host = Host()
+    kept = Path(f"/dev/shm/psm_kept_{os.getpid()}")
+    left = Path(f"/dev/shm/psm_left_{os.getpid()}")
+    other = Path(f"/dev/shm/notes_{os.getpid()}.txt")
+    kept.write_bytes(bytes(8192))
+    try:
+        before = names_there(host)
+        left.write_bytes(bytes(8192))
+        other.write_bytes(b"x")
+        held = subprocess.Popen(
+            [sys.executable, "-c", f"import mmap; f = open({str(left)!r}, 'r+b'); m = mmap.mmap(f.fileno(), 0); f.close(); print(flush=True); input()"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert held.stdout is not None and held.stdout.readline() == "\n"
+        sweep(host, before)
+        assert left.exists()  # somebody uses it
+        held.communicate("\n")
+        sweep(host, before)
+        assert not left.exists() and kept.exists() and other.exists()
+    finally:
+        for path in (kept, left, other):
+            path.unlink(missing_ok=True)

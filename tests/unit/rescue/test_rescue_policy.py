@@ -1,0 +1,150 @@
+"""Flags found and rewritten; one step at a time; the effective batch kept; when to stop."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from legroom.errors import UsageError
+from legroom.model.death import Cause, Verdict
+from legroom.rescue.flags import Knobs, Named, knobs, parse_named, rewrite, with_resume
+from legroom.rescue.policy import next_step
+
+ACC = "--gradient_accumulation_steps"
+
+
+def _v(cause: Cause) -> Verdict:
+    return Verdict(cause, 0.9, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "values", "wanted"),
+    [
+        ("python t.py --batch 32 --num_workers 4", {"workers": 2}, "python t.py --batch 32 --num_workers 2"),
+        ("python t.py --batch-size=32", {"batch": 16}, "python t.py --batch-size=16"),
+        ("python t.py -b32 -j 4", {"batch": 16, "workers": 0}, "python t.py -b16 -j 0"),
+        ("python t.py data.batch_size=32", {"batch": 8}, "python t.py data.batch_size=8"),
+        ("torchrun --nproc_per_node 8 t.py --workers 8", {"workers": 4}, "torchrun --nproc_per_node 8 t.py --workers 4"),
+        ("accelerate launch --num_processes 2 t.py --per_device_train_batch_size 8 " + ACC + " 2", {"batch": 4, "accumulation": 4},
+         "accelerate launch --num_processes 2 t.py --per_device_train_batch_size 4 " + ACC + " 4"),
+        ("python t.py --dataloader_num_workers 4 --prefetch_factor 4", {"prefetch": 1}, "python t.py --dataloader_num_workers 4 --prefetch_factor 1"),
+        ("python t.py --pin_memory --epochs 3", {"pin_memory": False}, "python t.py --epochs 3"),
+        ("python t.py --pin_memory True", {"pin_memory": False}, "python t.py --pin_memory False"),
+        ("python t.py --epochs 3", {"batch": 4}, "python t.py --epochs 3"),
+    ],
+)  # fmt: skip
+def test_only_what_is_there_is_rewritten(command: str, values: dict[str, int | bool], wanted: str) -> None:
+    assert rewrite(command.split(), values) == wanted.split()
+
+
+def test_named_flags_are_found_or_added() -> None:
+    named = (Named("batch", "--my-batch"), Named("accumulation", "--acc", "4"))
+    words = ["python", "t.py", "--my-batch=32"]
+    found = knobs(words, named)
+    assert (found.batch, found.accumulation) == (32, 4)
+    assert rewrite(words, {"batch": 16, "accumulation": 8}, named) == [
+        "python",
+        "t.py",
+        "--my-batch=16",
+        "--acc",
+        "8",
+    ]
+    assert parse_named("accumulation=--acc=4") == Named("accumulation", "--acc", "4")
+    for text in ("batch", "nonsense=--x", "batch="):
+        with pytest.raises(UsageError, match="cannot read"):
+            parse_named(text)
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "wanted"),
+    [
+        ("t.py --x 1", "--resume", "t.py --x 1 --resume c.pt"),
+        ("t.py --resume old.pt --x", "--resume", "t.py --resume c.pt --x"),
+        ("t.py --resume=old.pt", "--resume=", "t.py --resume=c.pt"),
+        ("t.py", "--resume=", "t.py --resume=c.pt"),
+        ("t.py", "resume_from={}", "t.py resume_from=c.pt"),
+        ("t.py", "--resume auto", "t.py --resume auto"),
+        ("t.py --resume --x", "--resume", "t.py --resume c.pt --x"),
+    ],
+)
+def test_resuming(command: str, flag: str, wanted: str) -> None:
+    assert with_resume(["python", *command.split()], flag, "c.pt") == ["python", *wanted.split()]
+
+
+def _walk(command: str, cause: Cause, named: tuple[Named, ...] = ()) -> list[str]:
+    """The commands of one attempt after another until nothing is left to lower."""
+    words, seen = command.split(), []
+    for _ in range(30):
+        step = next_step(_v(cause), knobs(words, named), descriptors_raised=True)
+        if step.stop:
+            return seen
+        words = rewrite(words, step.values, named)
+        seen.append(" ".join(words))
+    raise AssertionError("it never stops")
+
+
+def test_the_order_is_prefetch_workers_then_batch() -> None:
+    walked = _walk("python t.py --batch 4 --num_workers 4 --prefetch_factor 2 --accum_iter 1", "shm-full")
+    assert walked == [
+        "python t.py --batch 4 --num_workers 4 --prefetch_factor 1 --accum_iter 1",
+        "python t.py --batch 4 --num_workers 2 --prefetch_factor 1 --accum_iter 1",
+        "python t.py --batch 4 --num_workers 0 --prefetch_factor 1 --accum_iter 1",
+        "python t.py --batch 2 --num_workers 0 --prefetch_factor 1 --accum_iter 2",
+        "python t.py --batch 1 --num_workers 0 --prefetch_factor 1 --accum_iter 4",
+    ]
+
+
+def test_the_gpu_s_memory_is_only_helped_by_the_batch() -> None:
+    walked = _walk("python t.py --batch 6 --num_workers 4 --accum_iter 2", "gpu-oom")
+    assert walked[0] == "python t.py --batch 3 --num_workers 4 --accum_iter 4"
+    assert walked[1] == "python t.py --batch 1 --num_workers 4 --accum_iter 12"
+    assert len(walked) == 2
+
+
+def test_without_accumulation_the_batch_is_left_alone_and_the_reason_is_told() -> None:
+    step = next_step(_v("gpu-oom"), knobs(["python", "t.py", "--batch", "8"]))
+    assert step.stop and "accumulation" in step.why
+
+
+def test_a_script_that_is_told_the_whole_batch_accumulates_by_itself() -> None:
+    walked = _walk("python t.py --micro-batch-size 4 --global-batch-size 64", "gpu-oom")
+    assert walked[0] == "python t.py --micro-batch-size 2 --global-batch-size 64"
+
+
+def test_the_batch_of_all_ranks_stays_divisible() -> None:
+    walked = _walk("torchrun --nproc_per_node 8 t.py --global_batch_size 32 --accum_iter 16", "gpu-oom")
+    assert walked[-1] == "torchrun --nproc_per_node 8 t.py --global_batch_size 8 --accum_iter 64"
+
+
+@pytest.mark.parametrize("cause", ["killed", "not-memory", "disk-full"])
+def test_what_no_setting_helps_is_not_started_again(cause: Cause) -> None:
+    assert next_step(_v(cause), knobs(["t", "--workers", "4"])).stop
+
+
+def test_a_killed_worker_is_tried_once_more_unchanged_and_descriptors_are_raised_first() -> None:
+    found = knobs(["t", "--workers", "4"])
+    assert next_step(_v("worker-killed"), found).values == {}
+    assert next_step(_v("worker-killed"), found, repeated=True).stop
+    assert next_step(_v("fds-exhausted"), found).raise_descriptors
+    assert next_step(_v("fds-exhausted"), found, descriptors_raised=True).values == {"workers": 2}
+
+
+@settings(deadline=None)  # a starved machine is no failure
+@given(
+    st.integers(1, 4096), st.integers(1, 64), st.integers(0, 64), st.sampled_from(["shm-full", "ram-oom-kill", "gpu-oom"])
+)  # fmt: skip
+def test_every_walk_ends_and_keeps_the_effective_batch(
+    batch: int, steps: int, workers: int, cause: Cause
+) -> None:
+    command = f"python t.py --batch {batch} --accum_iter {steps} --num_workers {workers}"
+    for line in _walk(command, cause):
+        found = knobs(line.split())
+        assert found.batch is not None and found.accumulation is not None
+        assert found.batch * found.accumulation == batch * steps
+        assert found.workers is not None and found.workers <= workers
+
+
+def test_nothing_recognised_says_how_to_name_it() -> None:
+    step = next_step(_v("ram-oom-kill"), Knobs())
+    assert step.stop and "--flag" in step.why
