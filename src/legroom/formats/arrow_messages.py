@@ -29,6 +29,7 @@ class Batch:
     rows: int
     buffers: tuple[int, ...]  # plain bytes of each
     header: int  # bytes of its metadata
+    compressed: bool = False
 
 
 @dataclass(slots=True)
@@ -160,4 +161,4 @@ def _batch(file: SourceFile, header: int, table: _Table, body: int) -> Batch:
             if length < 0:
                 raise ValueError(f"a buffer of {length} bytes")
         sizes.append(length)
-    return Batch(rows, tuple(sizes), header)
+    return Batch(rows, tuple(sizes), header, compressed)

@@ -1,8 +1,8 @@
 """What a Parquet footer says about the sizes of columns.
 
-Covers: rows of each row group; entries, encodings and sizes of each column chunk, and how long its values are
+Covers: rows of each row group; entries, encodings, place and sizes of each column chunk, and how long its values are
 unencoded where the writer noted it, which pyarrow does not show. Does not cover: anything else in the footer,
-which is skipped.
+which is skipped; and pages, but for the encoding their headers share with the footer.
 
 A dictionary-encoded column says nothing else about its size: a million copies of one long string take a few
 bytes in the file. The footer is a Thrift struct in compact encoding; what is needed of that is below. pyarrow's
@@ -33,6 +33,7 @@ _STOP, _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT, _UUID
 )
 
 
+_BYTE_ARRAY = 6
 _DICTIONARIES = {2, 8}
 _PREFIXES = {7}  # each string after the first is what differs from the one before
 
@@ -43,6 +44,10 @@ class ColumnChunk:
 
     entries: int
     data: int | None  # the most its values take unencoded, without offsets; None: not known
+    start: int = 0  # where its first page, a dictionary or data, begins in the file
+    compressed: int = 0  # bytes of all its pages in the file
+    uncompressed: int = 0
+    varying: bool = False  # values of varying length: strings and bytes
 
 
 def row_groups(file: SourceFile) -> list[tuple[int, list[ColumnChunk]]] | None:
@@ -65,7 +70,15 @@ def _chunk(column: dict[int, Any]) -> ColumnChunk:
     hidden = encodings & (_DICTIONARIES | _PREFIXES) or column.get(11)
     if not isinstance(exact, int) or exact < 0:
         exact = None if hidden else size
-    return ColumnChunk(entries, exact)
+    start = min(place for place in (column[9], column.get(11)) if place)
+    return ColumnChunk(entries, exact, start, column[7], size, column[1] == _BYTE_ARRAY)
+
+
+def page_header(data: bytes) -> tuple[dict[int, Any], int]:
+    """The page header at the beginning of ``data``, by field numbers, and its length; ValueError or IndexError
+    where it is none, or longer than ``data``."""
+    reader = _Compact(data)
+    return reader.struct(0), reader.at
 
 
 class _Compact:
@@ -73,7 +86,7 @@ class _Compact:
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self._at = 0
+        self.at = 0
 
     def struct(self, depth: int) -> dict[int, Any]:
         fields: dict[int, Any] = {}
@@ -107,12 +120,12 @@ class _Compact:
         return None
 
     def _byte(self) -> int:
-        self._at += 1
-        return self._data[self._at - 1]
+        self.at += 1
+        return self._data[self.at - 1]
 
     def _skip(self, count: int) -> None:
-        self._at += count
-        if self._at > len(self._data):
+        self.at += count
+        if self.at > len(self._data):
             raise ValueError("it ends too early")
 
     def _varint(self) -> int:

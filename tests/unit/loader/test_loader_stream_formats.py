@@ -1,0 +1,104 @@
+"""Batches in the form asked for: values unchanged, nothing made up."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from stream_stage import write
+
+from legroom.errors import UnsupportedData, UsageError
+from legroom.loader.stream import stream
+
+
+def _file(folder: Path, **columns: object) -> Path:
+    path = folder / "a.parquet"
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def test_numpy_gives_arrays_that_may_be_written_to(tmp_path: Path) -> None:
+    paths, whole = write(tmp_path, [10], 4)
+    found = list(stream(paths, batch_size=4, format="numpy"))
+    assert [len(batch["id"]) for batch in found] == [4, 4, 2]
+    batch = found[1]
+    np.testing.assert_array_equal(batch["id"], [4, 5, 6, 7])
+    assert batch["vector"].shape == (4, 2) and batch["vector"].dtype == np.float32
+    assert batch["text"].dtype == object and batch["text"].tolist() == whole["text"].to_pylist()[4:8]
+    assert [row.tolist() for row in batch["ragged"]] == whole["ragged"].to_pylist()[4:8]
+    assert batch["ragged"][1].dtype == np.int16
+    for name in ("id", "vector", "part"):
+        batch[name][0] = 0  # writable
+
+
+def test_torch_gives_tensors_and_lists(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    paths, whole = write(tmp_path, [10], 4)
+    batch = list(stream(paths, batch_size=4, format="torch"))[1]
+    assert torch.equal(batch["id"], torch.tensor([4, 5, 6, 7]))
+    assert batch["vector"].shape == (4, 2)
+    assert batch["text"] == whole["text"].to_pylist()[4:8]
+    assert [row.tolist() for row in batch["ragged"]] == whole["ragged"].to_pylist()[4:8]
+
+
+def test_python_gives_rows(tmp_path: Path) -> None:
+    paths, whole = write(tmp_path, [10], 4)
+    assert [
+        row for batch in stream(paths, batch_size=4, format="python") for row in batch
+    ] == whole.to_pylist()
+
+
+def test_nested_and_odd_types(tmp_path: Path) -> None:
+    day = datetime.datetime(2024, 5, 1)
+    tensor = pa.fixed_shape_tensor(pa.int32(), (2, 2))
+    inner = pa.FixedSizeListArray.from_arrays(pa.array(range(8), pa.int32()), 4)
+    path = _file(
+        tmp_path,
+        flag=[True, False],
+        when=pa.array([day, None], pa.timestamp("us")),
+        half=pa.array([1.5, None], pa.float32()),
+        place=[{"x": 1, "y": "a"}, {"x": 2, "y": "b"}],
+        word=pa.array(["u", "v"]).dictionary_encode(),
+        cube=pa.array([[[1, 2], [3, 4]]] * 2, pa.list_(pa.list_(pa.uint8(), 2), 2)),
+        image=pa.ExtensionArray.from_storage(tensor, inner),
+        nothing=pa.nulls(2),
+        raw=[b"\x00\x01", None],
+    )
+    (batch,) = stream(path, format="numpy")
+    assert batch["flag"].tolist() == [True, False] and batch["flag"].dtype == bool
+    assert batch["when"][0] == np.datetime64(day) and np.isnat(batch["when"][1])
+    assert batch["half"][0] == 1.5 and np.isnan(batch["half"][1]) and batch["half"].dtype == np.float32
+    assert batch["place"]["x"].tolist() == [1, 2] and batch["place"]["y"].tolist() == ["a", "b"]
+    assert batch["word"].tolist() == ["u", "v"]
+    assert batch["cube"].shape == (2, 2, 2) and batch["cube"].dtype == np.uint8
+    assert batch["image"].tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert batch["nothing"].tolist() == [None, None]
+    assert batch["raw"].tolist() == [b"\x00\x01", None]
+    torch = pytest.importorskip("torch")
+    (batch,) = stream(path, format="torch", columns=["flag", "place", "image"])
+    assert torch.equal(batch["flag"], torch.tensor([True, False]))
+    assert batch["place"]["y"] == ["a", "b"]
+    assert batch["image"].shape == (2, 2, 2)
+    with pytest.raises(UnsupportedData, match="'when' cannot be a tensor"):
+        list(stream(path, format="torch", columns=["when"]))
+
+
+@pytest.mark.parametrize("values", [[1, None], [True, None], [[1, 2], None]])
+def test_a_null_is_not_made_into_a_number(tmp_path: Path, values: list[object]) -> None:
+    path = _file(tmp_path, x=values)
+    with pytest.raises(UnsupportedData, match="1 of 2 rows are null") as caught:
+        list(stream(path, format="numpy"))
+    assert "is_valid" in caught.value.fix[0]
+    import pyarrow.compute as pc
+
+    assert len(next(iter(stream(path, format="numpy", filters=pc.field("x").is_valid())))["x"]) == 1
+
+
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    path = _file(tmp_path, x=[1])
+    with pytest.raises(UsageError, match="format='jax'"):
+        stream(path, format="jax")  # type: ignore[arg-type]
