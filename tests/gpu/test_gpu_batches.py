@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,7 +69,10 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("LEGROOM_SHM", os.fspath(memory))
     monkeypatch.setenv("LEGROOM_DIR", os.fspath(disk))
     yield memory
-    gc.collect()
+    # A loop that was left early may still have a thread that fills its next batch, and with it the arrays.
+    deadline = time.monotonic() + 10
+    while gc.collect() is not None and len(KEEP) and time.monotonic() < deadline:
+        time.sleep(0.01)
     shutil.rmtree(memory)
     shutil.rmtree(disk)
     assert len(KEEP) == 0

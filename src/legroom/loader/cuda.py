@@ -1,6 +1,7 @@
 """Batches on a CUDA device: which way they take, and why.
 
-Covers: choosing the path. Does not cover: the paths themselves (cuda_device.py, cuda_staged.py).
+Covers: choosing the path. Does not cover: the paths themselves (cuda_device.py, cuda_resident.py,
+cuda_staged.py).
 
     cuda-resident     the arrays are in the card's memory, gathered there         resident=True
     cuda-registered   the shared copy is registered, gathered by the GPU          entries in shared memory
@@ -18,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from legroom.loader.cuda_device import open_registered, open_resident
+from legroom.loader.cuda_device import open_registered
 from legroom.loader.cuda_driver import Driver, Refused, open_driver
-from legroom.loader.cuda_lane import CudaGatherer
+from legroom.loader.cuda_resident import open_resident
 from legroom.loader.cuda_rows import rows_of
 from legroom.loader.cuda_staged import StagedGatherer
+from legroom.loader.gather import Gatherer
 from legroom.model import Entry
 from legroom.words import say
 
@@ -37,7 +39,7 @@ def open_gatherer(
     resident: bool = False,
     files: Mapping[str, tuple[Path, int]],
     driver: Driver | None = None,
-) -> CudaGatherer:
+) -> Gatherer:
     """The gatherer for these columns; ``files`` says in which file, and at which offset, a column lies.
 
     ``driver`` is the device's unless a test brings its own.

@@ -65,6 +65,10 @@ class Driver:
         """``tensor`` is used on ``stream`` too: its memory is not to be given away before that is done."""
         tensor.record_stream(stream)
 
+    def settle(self) -> None:
+        """Wait until the device has done all it was asked to do, on every stream."""
+        self._torch.cuda.synchronize(self.device)
+
     def row_numbers(self, rows: NDArray) -> torch.Tensor:
         """Row numbers on the device, by the current stream.
 

@@ -47,7 +47,8 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"(?:CUDA|HIP|XPU|MPS backend) out of memory",
         r"torch\.(?:cuda\.)?OutOfMemoryError",
         r"cuda ?[Rr]untime.*out of memory",
-        r"cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory",
+        # torch names the error once more, to be looked up, below whatever met it: that is no second witness.
+        r"(?<!Search for `)cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory",
         r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED",
         r"RESOURCE_EXHAUSTED: Out of memory|NCCL.*Cuda failure.*out of memory",
     )),

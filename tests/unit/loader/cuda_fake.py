@@ -41,6 +41,7 @@ class FakeDriver:
         self.log: list[Any] = []
         self.refuse = set(refuse)
         self.registered: dict[int, int] = {}
+        self.sent: list[str] = []  # streams that row numbers were sent on, and waits for everything
         self.lent: list[torch.Tensor] = []
         self.pinned_sizes: list[int] = []
         self._room = free, total
@@ -73,8 +74,11 @@ class FakeDriver:
         self.lent.append(tensor)
 
     def row_numbers(self, rows: np.ndarray[Any, Any]) -> torch.Tensor:
-        assert self.current().name == "side"
+        self.sent.append(self.current().name)
         return torch.as_tensor(rows.copy())
+
+    def settle(self) -> None:
+        self.sent.append("settle")
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         if "pinned" in self.refuse or f"pinned {nbytes}" in self.refuse:

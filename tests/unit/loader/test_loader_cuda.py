@@ -140,6 +140,7 @@ def test_registered(stored: Stored) -> None:
     same(gatherer.gather(ROWS), stored.columns, ROWS)
     same(gatherer.gather(ROWS[:1]), stored.columns, ROWS[:1])
     same(gatherer.gather(ROWS[:0]), stored.columns, ROWS[:0])
+    assert set(driver.sent) == {"side"}
     gatherer.close()
 
 
@@ -148,6 +149,22 @@ def test_resident(stored: Stored) -> None:
     gatherer = stored.open(driver, DISK, resident=True)
     assert gatherer.path == "cuda-resident" and not driver.registered
     same(gatherer.gather(ROWS), stored.columns, ROWS)
+    assert driver.sent == ["consumer"]
+    gatherer.close()
+    gatherer.close()
+    with pytest.raises(UsageError, match="closed"):
+        gatherer.gather(ROWS)
+
+
+def test_an_order_goes_to_the_card_once_an_epoch(stored: Stored) -> None:
+    driver = FakeDriver()
+    gatherer = stored.open(driver, resident=True)
+    for seed in range(2):
+        order = np.random.default_rng(seed).permutation(len(stored.columns["heat"])).astype(np.int64)
+        for first in range(0, len(order), 7):
+            rows = order[first : first + 7]
+            same(gatherer.gather(rows), stored.columns, rows)
+    assert driver.sent == ["consumer", "settle"] * 2
     gatherer.close()
 
 
@@ -157,7 +174,7 @@ def test_what_is_on_the_card_is_not_counted_again(stored: Stored) -> None:
     first = stored.open(driver, resident=True)
     driver._room = needed - stored.columns["heat"].nbytes + (8 << 30), 80 << 30
     second = stored.open(driver, resident=True)
-    assert second._sources["heat"] is first._sources["heat"]
+    assert second._uses["heat"].thing is first._uses["heat"].thing
     first.close()
     second.close()
 

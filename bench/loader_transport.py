@@ -1,0 +1,133 @@
+"""legroom.DataLoader against torch's: the way of a batch from a worker to the process that trains.
+
+Covers: batches of 74 MB to 32 kB with a dataset that costs next to nothing, and one whose own work dominates.
+Does not cover: ``data.batches``, which needs no workers.
+
+Both loaders get the same dataset, two workers and torch's defaults, and take turns; the best round of each counts. The
+clock starts after a few batches, when the workers have started and ours have their memory. Whole batches come as
+arrays: a tensor that a worker sends twice is moved to shared memory once, and torch's second sending costs nothing.
+
+    map        rows by __getitems__, stacked by the default collate
+    iterable   whole batches (batch_size=None) of an IterableDataset
+    work       as map, with 15 ms of work a batch
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from measure import RESULTS, SOURCES, Row, alternate, in_words, machine, show, spreads
+
+sys.path.insert(0, str(SOURCES))
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+import legroom
+
+ROWS = 16  # a batch
+WARM = 12  # batches before the clock starts: every worker has made its slots by then
+# (name, bytes of a batch, batches a round, how many times torch's)
+SIZES = (("74 MB", 74_000_000, 72, 6.0), ("24 MB", 24_000_000, 100, 6.0), ("1.5 MB", 1_500_000, 600, 5.0),
+         ("32 kB", 32_000, 3000, 3.0))  # fmt: skip
+WORK_S = 0.015
+
+
+class Rows(Dataset[Any]):
+    """Views of one tensor; asked for many at once."""
+
+    def __init__(self, nbytes: int, batches: int, work: float = 0.0) -> None:
+        self.store = torch.rand(2 * ROWS, nbytes // ROWS // 4)
+        self.count, self.work = batches * ROWS, work
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        end = time.perf_counter() + self.work
+        while time.perf_counter() < end:
+            pass
+        return [self.store[index % (2 * ROWS)] for index in indices]
+
+
+class Whole(IterableDataset[Any]):
+    """Whole batches, as an array that is there already."""
+
+    def __init__(self, nbytes: int, batches: int) -> None:
+        self.store, self.batches = torch.rand(nbytes // 4).numpy(), batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self.batches // 2):  # in each of two workers
+            yield self.store
+
+
+def one_round(kind: Any, dataset: Any, **options: Any) -> Callable[[], float]:
+    """Seconds a batch, over one pass."""
+
+    def measure() -> float:
+        iterator = iter(kind(dataset, num_workers=2, **options))
+        for _ in range(WARM):
+            next(iterator)
+        start, batches = time.perf_counter(), 0
+        for _ in iterator:
+            batches += 1
+        return (time.perf_counter() - start) / batches
+
+    return measure
+
+
+def compare(dataset: Any, rounds: int, **options: Any) -> dict[str, list[float]]:
+    contenders = {
+        "torch": one_round(torch.utils.data.DataLoader, dataset, **options),
+        "legroom": one_round(legroom.DataLoader, dataset, **options),
+    }
+    return alternate(contenders, rounds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=1.0, help="fewer batches: 0.2 for a quick look")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    chosen = parser.parse_args()
+    warnings.filterwarnings("ignore", "This DataLoader will create")
+    where = machine("torch", "numpy")
+    print(in_words(where))
+    rows: list[Row] = []
+    kept: dict[str, Any] = {}
+
+    def note(name: str, nbytes: int, figures: dict[str, list[float]], target: float) -> None:
+        best = {who: min(found) for who, found in figures.items()}
+        ours, theirs = nbytes / best["legroom"] / 1e9, nbytes / best["torch"] / 1e9
+        ratio = best["torch"] / best["legroom"]
+        speeds = f"{theirs:.3g} → {ours:.3g} GB/s"
+        rows.append(Row(name, ratio, "× torch's", target, at_least=True, note=speeds))
+        kept[name] = {"bytes": nbytes, "ratio": ratio, "target": target, "seconds a batch": spreads(figures)}
+        print(show(rows[-1:]), flush=True)
+
+    for name, nbytes, batches, target in SIZES:
+        count = max(2 * WARM, int(batches * chosen.scale))
+        note(f"map, {name}", nbytes, compare(Rows(nbytes, count), chosen.rounds, batch_size=ROWS), target)
+        note(
+            f"iterable, {name}", nbytes, compare(Whole(nbytes, count), chosen.rounds, batch_size=None), target
+        )
+    for name, nbytes in (("1.5 MB", 1_500_000), ("32 kB", 32_000)):
+        working = Rows(nbytes, max(2 * WARM, int(100 * chosen.scale)), WORK_S)
+        note(f"work, {name}", nbytes, compare(working, chosen.rounds, batch_size=ROWS), 0.97)
+    print()
+    print(show(rows))
+    chosen.results.mkdir(parents=True, exist_ok=True)
+    path = chosen.results / "loader_transport.json"
+    path.write_text(json.dumps({"machine": where, "comparisons": kept}, indent=2, ensure_ascii=False) + "\n")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

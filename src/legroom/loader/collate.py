@@ -1,0 +1,164 @@
+"""``legroom.collate``: any collate function, with batches that travel in memory of their own.
+
+Covers: what runs in a worker for every batch. Does not cover: its parts (arena_*.py), the loader (dataloader.py).
+
+Everything happens in the collate function and in how its result is pickled, so any loader that calls one in worker
+processes and sends the result through a multiprocessing queue is served: torch's own, and what other libraries make
+of it. In the main process it is the plain function.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from legroom.cache.open import disabled
+from legroom.errors import MissingPackage
+from legroom.loader import arena_stack
+from legroom.loader.arena_inbox import receive
+from legroom.loader.arena_pack import Span, Writer, needed, pickled, write
+from legroom.loader.arena_pool import Pool
+from legroom.loader.arena_slot import SENT, supported
+from legroom.units import parse_size
+from legroom.words import say
+
+Collate = Callable[[Any], Any]
+
+
+def collate(fn: Collate | None = None, *, memory_budget: int | str = "auto") -> Collate:
+    """``fn`` (torch's ``default_collate`` if None) with its batches carried past ``/dev/shm``, for any DataLoader.
+
+    ``memory_budget`` bounds the batches on their way, all workers of one iterator together: bytes, a text such as
+    ``"256MB"``, or ``"auto"`` for what the machine and its cgroups leave free. Where there is no such memory on this
+    system, or LEGROOM_DISABLE is set, the function comes back as it is.
+    """
+    return wrapped(fn if fn is not None else default_collate(), memory_budget)
+
+
+def default_collate() -> Collate:
+    """torch's."""
+    try:
+        from torch.utils.data import default_collate as found
+    except ImportError as problem:
+        raise MissingPackage(
+            "collate needs torch", why=str(problem), fix=("pip install 'legroom[torch]'",)
+        ) from problem
+    return found
+
+
+def wrapped(fn: Collate, memory_budget: int | str) -> Collate:
+    """The function with the transport, once; or the function itself where the transport cannot be had."""
+    budget = read_budget(memory_budget)
+    if isinstance(fn, Carried):
+        fn = fn.fn
+    return fn if why_not() is not None else Carried(fn, budget)
+
+
+def why_not() -> str | None:
+    """Why batches travel torch's way here, or None."""
+    return say("LEGROOM_DISABLE is set") if disabled(os.environ) else supported()
+
+
+def read_budget(memory_budget: int | str) -> int | None:
+    """Bytes; None where the machine decides."""
+    return None if memory_budget == "auto" else parse_size(memory_budget)
+
+
+class Carried:
+    """A collate function whose result reaches another process in a slot."""
+
+    def __init__(self, fn: Collate, budget: int | None = None) -> None:
+        self.fn, self.budget = fn, budget
+        self._pool: Pool | None = None
+        self._pid = 0
+        self._state_of: Callable[[], Any] | None = None
+
+    def __call__(self, samples: Any) -> Any:
+        from torch.utils.data import get_worker_info
+
+        info = get_worker_info()
+        if info is None:
+            return self.fn(samples)
+        pool = self._pool
+        if pool is None or self._pid != os.getpid():
+            pool = self._start(info)
+        writer = Writer(pool.take(pool.want) if pool.want else None)
+        arena_stack.stacking(writer)
+        try:
+            batch = self.fn(samples)
+        finally:
+            arena_stack.stacking(None)
+        state = None if self._state_of is None else self._state(info.id)
+        return _packed(batch, writer, pool, state)
+
+    def _start(self, info: Any) -> Pool:
+        """In a worker, before its first batch."""
+        from torch.utils.data import IterableDataset
+
+        arena_stack.install()
+        self._pid = os.getpid()
+        self._pool = Pool(self.budget, info.num_workers)
+        state_of = getattr(info.dataset, "state_dict", None)
+        # Of a dataset that is iterated over, only this process knows how far it has come.
+        self._state_of = (
+            state_of if callable(state_of) and isinstance(info.dataset, IterableDataset) else None
+        )
+        return self._pool
+
+    def _state(self, worker: int) -> tuple[int, bytes] | None:
+        """Where the dataset stands. As bytes: the queue pickles in a thread, when the dataset has already gone on."""
+        assert self._state_of is not None
+        try:
+            return worker, pickle.dumps(self._state_of())
+        except Exception:  # it says no such thing about itself: resuming will skip instead
+            self._state_of = None
+            return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"fn": self.fn, "budget": self.budget, "_pool": None, "_pid": 0, "_state_of": None}
+
+    def __repr__(self) -> str:
+        return f"legroom.collate({self.fn!r})"
+
+
+class Sent:
+    """What a worker puts into its queue; pickled, it is a few numbers and the batch without its bytes."""
+
+    __slots__ = ("_arguments",)
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return receive, self._arguments
+
+
+def _packed(batch: Any, writer: Writer, pool: Pool, state: Any) -> Any:
+    skeleton, pieces = pickled(batch)
+    need = needed(pieces.all)
+    pool.used(need)
+    note = None
+    spans: list[Span] | None = []
+    if need:
+        spans = write(pieces.all, writer)
+        if spans is None:  # the first batch, or one larger than those before it
+            slot = pool.take(need, outgrown=writer.slot is not None)
+            writer = Writer(slot)
+            spans = write(pieces.all, writer) if slot is not None else None
+    if spans is None:
+        note = pool.why or say("no room for a slot of {need} bytes", need=need)
+        return _by_torch(batch, note, state)
+    if not spans or writer.slot is None:
+        return Sent(os.getpid(), -1, 0, [], skeleton, pieces.by_torch, note, state)
+    slot = writer.slot
+    slot.state = SENT
+    return Sent(os.getpid(), slot.fd, slot.id, spans, skeleton, pieces.by_torch, note, state)
+
+
+def _by_torch(batch: Any, note: str, state: Any) -> Sent:
+    """The batch as torch would send it, with the reason why it was."""
+    from multiprocessing.reduction import ForkingPickler
+
+    return Sent(os.getpid(), -1, 0, [], bytes(ForkingPickler.dumps(batch)), True, note, state)

@@ -1,0 +1,94 @@
+"""One pass over a loader.
+
+Covers: taking batches from torch's iterator and opening them, progress, deaths, the end. Does not cover: making torch's
+iterator (dataloader.py).
+
+Ownership: torch's iterator owns the worker processes and ends them when it dies, and it dies with this. The loader
+holds neither, so a loop that is left with ``break`` ends its workers as torch's own does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from legroom.loader import arena_inbox
+from legroom.loader.arena_inbox import Parcel, Pinner, unopened
+from legroom.loader.arena_pin import pinned
+from legroom.loader.deaths import Crew
+from legroom.loader.resume import Progress
+
+
+class Epoch:
+    """An iterator over batches."""
+
+    def __init__(
+        self,
+        inner: Iterator[Any],
+        crew: Crew | None,
+        progress: Progress,
+        pinner: Pinner | None,
+        tell: Callable[[str], None],
+        *,
+        lasting: bool,
+    ) -> None:
+        self._inner, self._crew, self._progress, self._pinner = inner, crew, progress, pinner
+        self._tell = tell
+        self._lasting = lasting  # the workers outlive this pass
+        self._pid = os.getpid()
+
+    def __iter__(self) -> Epoch:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._inner)  # type: ignore[arg-type]
+
+    def __next__(self) -> Any:
+        item = self._take()
+        self._progress.yielded += 1
+        if not isinstance(item, Parcel):
+            return item if self._pinner is None else pinned(item)
+        if item.note is not None:
+            self._tell(item.note)
+        if item.state is not None:
+            worker, state = item.state
+            self._progress.workers[worker] = state
+        batch = item.open(self._pinner)
+        return batch if self._pinner is None else pinned(batch)
+
+    def skip(self, batches: int) -> None:
+        """Produce so many batches and drop them; they have been given out before."""
+        for _ in range(batches):
+            try:
+                self._take()
+            except StopIteration:
+                return
+
+    def _take(self) -> Any:
+        try:
+            with unopened():
+                return next(self._inner)
+        except StopIteration:
+            self._progress.over = True
+            arena_inbox.sweep()
+            raise
+        except RuntimeError as problem:
+            died = None if self._crew is None else self._crew.died(problem)
+            try:
+                if died is None:
+                    raise
+                raise died from problem
+            finally:
+                del (
+                    died
+                )  # or it would keep this frame, the iterator and its workers alive until the next collection
+
+    def __del__(self) -> None:
+        crew = getattr(self, "_crew", None)
+        if crew is None or self._lasting or os.getpid() != self._pid or sys.is_finalizing():
+            return
+        arena_inbox.close(crew.pids)  # a worker that waits for room must not wait for us
+        del self._inner  # ends the workers
+        arena_inbox.sweep()

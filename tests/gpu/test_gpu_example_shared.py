@@ -1,0 +1,57 @@
+"""The examples that share one copy, on a real card: the glint training learns, two experiments share data and card."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """An environment whose stores are empty and go at the end."""
+    memory = tempfile.mkdtemp(prefix="legroom-test-", dir="/dev/shm")
+    yield {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "src"),
+        "LEGROOM_SHM": memory,
+        "LEGROOM_DIR": str(tmp_path / "disk"),
+    }
+    shutil.rmtree(memory)
+
+
+def run(script: str, *flags: object, cwd: Path, environment: dict[str, str]) -> str:
+    command = [sys.executable, str(ROOT / "examples" / script), *map(str, flags)]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_glint_training_learns(stores: dict[str, str], tmp_path: Path) -> None:
+    run("glint_unet/make_data.py", "train.h5", "--images", 128, cwd=tmp_path, environment=stores)
+    flags = ["--h5", "train.h5", "--shared_memory", "--num_workers", 4, "--epochs", 4]
+    told = run("glint_unet/train_glint_unet.py", *flags, cwd=tmp_path, environment=stores)
+    errors = [float(found) for found in re.findall(r"error ([\d.]+) px", told)]
+    assert len(errors) == 4 and errors[-1] < 8  # untrained: about 100
+
+
+def test_experiments_share_data_and_card(stores: dict[str, str], tmp_path: Path) -> None:
+    flags = ["--gpus", 1, "--jobs_per_gpu", 2, "--size", "64MB", "--steps", 40]
+    told = run("many_experiments/run_experiments.py", *flags, cwd=tmp_path, environment=stores)
+    assert "1 x 2 run" in told
+    assert len(re.findall(r"\d+%$", told, re.M)) == 2
+    assert "with one copy of" in told

@@ -1,0 +1,277 @@
+"""legroom.DataLoader's own: resuming, budgets, which way batches go and why, errors that say what to do."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import os
+import pickle
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import legroom
+from legroom.cache.room import Bound
+from legroom.errors import BadSize, BudgetTooSmall, RaggedBatch, Unpicklable, UsageError
+from legroom.loader import arena_inbox, arena_slot, dataloader
+from legroom.loader.collate import Carried
+
+torch = pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
+import loader_samples as samples  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="slots need memfd"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:.*multi-threaded, use of fork"),
+]
+
+
+def numbers(batches: Any) -> list[list[int]]:
+    return [[int(value) for value in batch.reshape(-1)] for batch in batches]
+
+
+def shuffled(dataset: Any = None, **options: Any) -> Any:
+    given = {"batch_size": 3, "shuffle": True, "num_workers": 2, **options}
+    return legroom.DataLoader(dataset or samples.Rows("int"), **given)
+
+
+# Resuming.
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("own", [True, False], ids=["own generator", "torch's generator"])
+@pytest.mark.parametrize("stop", [0, 1, 5, 8])
+def test_an_interrupted_epoch_goes_on_with_the_same_batches(workers: int, own: bool, stop: int) -> None:
+    def make(seed: int) -> Any:
+        return shuffled(num_workers=workers, generator=torch.Generator().manual_seed(seed) if own else None)
+
+    torch.manual_seed(11)
+    whole = make(5)
+    epochs = [numbers(whole), numbers(whole)]
+    torch.manual_seed(11)
+    broken = make(5)
+    iterator = iter(broken)
+    first = numbers(itertools.islice(iterator, stop))
+    state, rng = broken.state_dict(), torch.get_rng_state()
+    del iterator
+    torch.manual_seed(99)
+    torch.set_rng_state(rng)  # as a checkpoint of the whole program does
+    resumed = make(77)
+    resumed.load_state_dict(state)
+    assert first + numbers(resumed) == epochs[0]
+    if own:  # torch's own generator is the program's: where it stands then is not ours to say
+        assert numbers(resumed) == epochs[1]
+
+
+def test_no_consumed_sample_is_drawn_again() -> None:
+    class Counting(samples.Rows):
+        drawn: list[int] = []  # noqa: RUF012
+
+        def __getitem__(self, i: int) -> Any:
+            self.drawn.append(i)
+            return super().__getitem__(i)
+
+    dataset = Counting("int")
+    loader = legroom.DataLoader(dataset, 3, shuffle=True)
+    before = numbers(itertools.islice(loader, 4))
+    state = loader.state_dict()
+    dataset.drawn.clear()
+    loader.load_state_dict(state)
+    after = numbers(loader)
+    assert list(itertools.chain(*after)) == dataset.drawn
+    assert sorted(itertools.chain(*before, *after)) == list(range(23))
+
+
+def test_a_state_survives_torch_save_and_a_second_stop(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(4)
+    expected = numbers(shuffled(generator=torch.Generator().manual_seed(4)))
+    loader, got = shuffled(generator=generator), []
+    for _ in range(3):
+        iterator = iter(loader)
+        got += numbers(itertools.islice(iterator, 2))
+        torch.save(loader.state_dict(), tmp_path / "state")
+        loader = shuffled(generator=torch.Generator())
+        loader.load_state_dict(torch.load(tmp_path / "state"))
+        assert loader.state_dict()["yielded"] == len(got)
+    assert got + numbers(loader) == expected
+
+
+@pytest.mark.parametrize("options", [{"batch_size": None}, {"batch_sampler": [[1, 2], [3], [4, 5]]}], ids=str)
+def test_resuming_other_samplers(options: dict[str, Any]) -> None:
+    make = lambda: legroom.DataLoader(samples.Rows("scalar tensor"), num_workers=2, **options)  # noqa: E731
+    loader = make()
+    before = numbers(itertools.islice(loader, 2))
+    again = make()
+    again.load_state_dict(loader.state_dict())
+    assert before + numbers(again) == numbers(make())
+
+
+@pytest.mark.parametrize(
+    "dataset", [samples.Stream, samples.Remembering], ids=["skipping", "by its own state"]
+)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [2, 4])
+def test_resuming_an_iterable_dataset(dataset: Any, workers: int, stop: int) -> None:
+    make = lambda: legroom.DataLoader(dataset(), 2, num_workers=workers, persistent_workers=False)  # noqa: E731
+    loader = make()
+    iterator = iter(loader)
+    before = numbers(itertools.islice(iterator, stop))
+    state = loader.state_dict()
+    del iterator
+    assert bool(state["workers"] or state["dataset"]) == (dataset is samples.Remembering)
+    again = make()
+    again.load_state_dict(state)
+    assert before + numbers(again) == numbers(make())
+    assert numbers(again) == numbers(make())  # the next epoch is a whole one
+
+
+def test_after_an_epoch_comes_the_next() -> None:
+    loader = shuffled(generator=torch.Generator().manual_seed(1))
+    first = numbers(loader)
+    state = loader.state_dict()
+    second = numbers(loader)
+    other = shuffled(generator=torch.Generator())
+    other.load_state_dict(state)
+    assert state["yielded"] == 0 and numbers(other) == second != first
+
+
+@pytest.mark.parametrize("state", [{}, {"version": 99, "yielded": 1, "generators": {}}, {"version": 1}])
+def test_a_foreign_state_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="not the state of"):
+        shuffled().load_state_dict(state)
+
+
+# Budgets and transport.
+
+
+def test_a_budget_is_read_and_kept() -> None:
+    loader = legroom.DataLoader(samples.Rows(), 4, num_workers=2, memory_budget="64KB")
+    assert sum(batch.sum() for batch in loader) == sum(samples.Rows()[i].sum() for i in range(23))
+    assert pickle.loads(pickle.dumps(loader)).memory_budget == "64KB"  # also after it was used
+    with pytest.raises(BadSize):
+        legroom.DataLoader(samples.Rows(), memory_budget="much")
+
+
+def test_a_budget_below_one_batch_is_an_error_in_the_consumer() -> None:
+    with pytest.raises(BudgetTooSmall, match="each of 2 workers needs room"):
+        list(legroom.DataLoader(samples.Rows(), 4, num_workers=2, memory_budget=100))
+
+
+def test_a_tight_budget_does_not_slow_down_leaving_early() -> None:
+    started = time.monotonic()
+    for _ in range(3):
+        loader = legroom.DataLoader(samples.Rows(), 2, num_workers=1, prefetch_factor=6, memory_budget=4096)
+        iterator = iter(loader)
+        kept = next(iterator)
+        time.sleep(0.2)  # the worker has filled its one slot and waits
+        del iterator
+    assert kept.sum() == 12
+    assert time.monotonic() - started < 14  # torch waits 5 s for a worker that does not answer
+
+
+def test_which_way_batches_go(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    assert legroom.DataLoader(samples.Rows(), 4).transport == "none"
+    loader = legroom.DataLoader(samples.Rows(), 4, num_workers=1)
+    assert loader.transport == "arena" and isinstance(loader.collate_fn, Carried)
+    monkeypatch.setenv("LEGROOM_DISABLE", "1")
+    dataloader._told.clear()
+    with caplog.at_level(logging.WARNING, "legroom"):
+        for _ in range(2):
+            off = legroom.DataLoader(samples.Rows(), 4, num_workers=1)
+    assert off.transport == "torch" and "LEGROOM_DISABLE" in off.why and len(caplog.records) == 1
+    assert off.collate_fn is torch.utils.data.default_collate
+    assert len(list(off)) == 6
+    assert legroom.collate(samples.custom) is samples.custom
+
+
+def test_an_elsewhere_without_memfd_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    loader = legroom.DataLoader(samples.Rows(), 4, num_workers=1)
+    assert loader.transport == "torch" and "memfd" in loader.why and len(list(loader)) == 6
+
+
+def test_a_batch_that_found_no_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_slot, "memory_bounds", lambda: [Bound(10, "10 B are left", memory=True)])
+    loader = legroom.DataLoader(samples.Remembering(), 4, num_workers=1, multiprocessing_context="fork")
+    assert sum(int(batch.sum()) for batch in loader) == 3 * sum(range(23))
+    assert (loader.transport, loader.why) == ("torch", "10 B are left")
+    assert loader._progress.workers  # its dataset's state came along
+
+
+def test_ragged_samples_say_what_to_do() -> None:
+    with pytest.raises(RaggedBatch, match=r"(?s)4 shapes.*pad_sequence") as caught:
+        list(legroom.DataLoader(samples.Ragged(), 4, num_workers=1))
+    assert isinstance(caught.value, RuntimeError)
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error")
+def test_what_cannot_be_sent_is_named() -> None:
+    for part in ({"collate_fn": lambda x: x}, {"worker_init_fn": lambda x: x}):
+        with pytest.raises(Unpicklable, match=next(iter(part))):
+            iter(
+                legroom.DataLoader(samples.Rows(), 4, num_workers=1, multiprocessing_context="spawn", **part)
+            )
+
+
+# Nothing is left.
+
+
+@pytest.fixture
+def _counted() -> Iterator[None]:
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().count("legroom-batch")
+        return len(os.listdir("/proc/self/fd")), maps, len(os.listdir("/dev/shm"))
+
+    list(legroom.DataLoader(samples.Rows(), 4, num_workers=2))  # what torch makes once a process
+    before = held()
+    yield
+    arena_inbox.sweep()
+    after = held()
+    assert after[1] == 0 and after[0] <= before[0] + 1 and after[2] <= before[2]
+
+
+@pytest.mark.usefixtures("_counted")
+def test_leaving_early_twenty_times() -> None:
+    loader = legroom.DataLoader(samples.Rows("nested"), 4, num_workers=1)
+    for _ in range(20):
+        for batch in loader:
+            assert batch["image"].shape == (4, 3, 5)
+            break
+        del batch
+
+
+@pytest.mark.usefixtures("_counted")
+@pytest.mark.parametrize("count", [1500, pytest.param(10_000, marks=pytest.mark.soak)])
+def test_many_batches_leak_nothing(count: int) -> None:
+    loader = legroom.DataLoader(samples.Rows("tuple", count), 1, num_workers=2)
+    rss = []
+    for number, (_, index) in enumerate(loader):
+        assert int(index) == number
+        if number in (count // 3, count - 1):
+            rss.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+            assert arena_inbox.mapped() <= 8
+    assert number == count - 1 and rss[1] - rss[0] < 8 << 20
+
+
+@pytest.mark.usefixtures("_counted")
+def test_a_consumer_that_keeps_everything() -> None:
+    kept = list(legroom.DataLoader(samples.Rows("tensor", 200), 2, num_workers=3, prefetch_factor=3))
+    assert [float(batch[0, 0, 0]) for batch in kept] == list(range(0, 200, 2))
+    assert arena_inbox.mapped() <= 3 * 2
+    del kept
+
+
+@pytest.mark.usefixtures("_counted")
+def test_live_iterators_and_loaders_side_by_side() -> None:
+    one, two = (
+        legroom.DataLoader(samples.Rows("int"), 1, num_workers=1, persistent_workers=p) for p in (True, False)
+    )
+    for a, b, c in zip(one, two, two, strict=True):
+        assert int(a) == int(b) == int(c)
+    del one, two
