@@ -1,0 +1,112 @@
+"""GPU memory, measured: the batch finder against brute force, the estimate against the step, a limit's true footprint.
+
+Needs a CUDA card; everything runs under a limit of 8 GB, so that brute force is quick. Each measurement stands alone:
+one that fails leaves its error in its place. JSON goes to the folder named by OUT, else to bench/results/.
+
+    PYTHONPATH=src python3 bench/gpu_memory.py
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import legroom
+from legroom.gpu.card import Card
+from legroom.gpu.meter_cuda import CudaMeter
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests" / "gpu" / "players"))
+from gpu_models import MODELS  # noqa: E402
+
+CAP = 8 << 30
+MARGIN = 0.05
+
+
+def limit() -> dict[str, Any]:
+    made = legroom.gpu.limit(CAP)
+    return {
+        "asked": made.asked, "allowed": made.allowed, "overhead": made.overhead.bytes, "how": made.overhead.how,
+        "source": made.overhead.source, "notes": made.notes, "again": made.recheck().overhead.bytes,
+    }  # fmt: skip
+
+
+def finder(name: str) -> dict[str, Any]:
+    make, worst_case = MODELS[name]
+    step = make()
+    started = time.perf_counter()
+    found = legroom.gpu.find_batch_size(step, margin=MARGIN, worst_case=worst_case)
+    seconds = time.perf_counter() - started
+    best, tried = _brute(step, worst_case, found.batch)
+    return {
+        "found": found.batch, "brute": best, "off": found.batch / best - 1, "trials": len(found.trials),
+        "seconds": seconds,
+        "brute_trials": tried, "brute_seconds": time.perf_counter() - started - seconds, "notes": found.notes,
+        "curve": [[t.batch, t.fits, t.peak, t.reserved, t.retries, t.seconds] for t in found.trials],
+        "bound": found.bound, "fixed": found.fixed, "per_sample": found.per_sample,
+    }  # fmt: skip
+
+
+def _brute(step: Any, worst_case: Any, around: int) -> tuple[int, int]:
+    """The largest batch that fits, by bisection to half a percent, and the trials that took."""
+    meter = CudaMeter(Card(torch, 0), step, MARGIN, worst_case=worst_case)
+    low, high, tried = max(1, around // 2), around * 2, 0
+    try:
+        while high - low > max(1, around // 200):
+            middle, tried = (low + high) // 2, tried + 1
+            low, high = (middle, high) if meter.try_batch(middle).trial.fits else (low, middle)
+    finally:
+        meter.close()
+    return low, tried
+
+
+def estimate(name: str) -> dict[str, Any]:
+    step: Any = MODELS[name][0]()
+    optimizer = torch.optim.AdamW(step.model.parameters())
+    found = legroom.gpu.estimate(step.model, step.data(64), optimizer)
+    step(64)
+    torch.cuda.reset_peak_memory_stats()
+    step(64)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    return {**found.as_dict(), "measured": peak, "off": found.peak / peak - 1}
+
+
+def account() -> dict[str, Any]:
+    found = legroom.gpu.account()
+    return {
+        "size": found.size, "used": found.used, "unknown": found.unknown, "others": found.others,
+        "overhead": found.overhead.bytes, "how": found.overhead.how, "reasons": dict(found.reasons),
+    }  # fmt: skip
+
+
+def main() -> None:
+    work: dict[str, Callable[[], dict[str, Any]]] = {"limit": limit, "account": account}
+    work |= {f"finder-{name}": (lambda name=name: finder(name)) for name in MODELS}  # type: ignore[misc]
+    work |= {f"estimate-{name}": (lambda name=name: estimate(name)) for name in ("conv", "transformer")}  # type: ignore[misc]
+    results: dict[str, Any] = {"torch": torch.__version__, "card": torch.cuda.get_device_name()}
+    for name, measure in work.items():
+        started = time.perf_counter()
+        try:
+            results[name] = measure()
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+        results[name]["took"] = time.perf_counter() - started
+        gc.collect()
+        torch.cuda.empty_cache()
+        print(name, json.dumps(results[name])[:400], flush=True)
+    folder = Path(os.environ.get("OUT") or HERE / "results")
+    (folder / "gpu_memory.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

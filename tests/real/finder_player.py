@@ -1,0 +1,61 @@
+"""Runs inside a memory cgroup: finds a batch for a small network on the CPU, then trains at it; one JSON line.
+
+Arguments: ``find`` or ``brute LOW HIGH`` (the largest batch from LOW to HIGH whose trial fits, one by one downwards).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+import legroom
+from legroom.gpu import host_memory
+from legroom.gpu.meter_fork import ForkMeter
+
+MARGIN = 0.1
+
+
+def training() -> Any:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(batch: int) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(batch, 256, 512)).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def main() -> None:
+    step = training()
+    if sys.argv[1] == "find":
+        found = legroom.gpu.find_batch_size(step, margin=MARGIN, device="cpu")
+        for _ in range(3):
+            step(found.batch)
+        told = {
+            "batch": found.batch,
+            "bound": found.bound,
+            "trials": len(found.trials),
+            "measure": found.measure,
+        }
+    else:
+        low, high = int(sys.argv[2]), int(sys.argv[3])
+        bound, where = host_memory.room()
+        assert bound is not None
+        meter = ForkMeter(step, MARGIN, bound, where)
+        batch = high
+        while batch > low and not meter.try_batch(batch).trial.fits:
+            batch -= max(1, high // 100)
+        told = {"batch": batch}
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The search, on made-up memory: the right batch within few trials, whatever the line; and effective batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from legroom.errors import UsageError
+from legroom.gpu.search import MOST_TRIALS, largest, line, next_batch
+from legroom.gpu.split import split
+from legroom.model.gpu import Trial
+
+GB = 1 << 30
+
+
+def play(
+    peak: Callable[[int], int], cap: int, border: int, steady: int = 0, most: int | None = None
+) -> list[Trial]:
+    """All the trials, where everything up to ``border`` fits."""
+    trials: list[Trial] = []
+    while (batch := next_batch(trials, cap, most)) is not None:
+        assert batch >= 1 and batch not in {trial.batch for trial in trials}
+        assert most is None or batch <= most
+        fits = batch <= border
+        trials.append(Trial(batch, fits, peak(batch) if fits else None, steady=steady))
+        assert len(trials) <= MOST_TRIALS
+    return trials
+
+
+@settings(max_examples=400)
+@given(
+    cap=st.sampled_from([1 * GB, 8 * GB, 80 * GB]),
+    fixed=st.floats(0, 0.8),
+    per_sample=st.floats(5, 9).map(lambda power: 10**power),
+    loss=st.sampled_from([1.0, 0.99, 0.97, 0.95, 0.93, 0.9]),
+    known=st.floats(0.6, 1),
+)
+def test_within_three_percent_or_one_sample(
+    cap: int, fixed: float, per_sample: float, loss: float, known: float
+) -> None:
+    """``loss``: what the allocator really gets out of the cap; ``known``: how much of the fixed part is seen at once."""
+    held = fixed * cap
+    border = int(loss * (cap - held) / per_sample)
+    trials = play(lambda batch: int(held + per_sample * batch), cap, border, int(known * held))
+    found = largest(trials)
+    assert found <= border
+    assert border - found <= max(1, 0.03 * border) or (
+        loss < 0.95 and border - found <= max(2, 0.05 * border)
+    )
+
+
+@given(st.integers(0, 3))
+def test_hardly_anything_fits(border: int) -> None:
+    trials = play(lambda batch: batch * GB, 4 * GB, border)
+    assert largest(trials) == border
+
+
+def test_memory_that_does_not_grow_ends_too() -> None:
+    assert largest(play(lambda _: GB, 8 * GB, 10**12)) > 1000
+    assert largest(play(lambda _: GB, 8 * GB, 10**12, most=100)) == 100
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000))
+def test_never_above_what_was_asked_for(most: int, border: int) -> None:
+    trials = play(lambda batch: 10**6 * batch, 5000 * 10**6, border, most=most)
+    assert largest(trials) <= min(most, border)
+
+
+def test_a_line_that_was_wrong_still_gives_something_large() -> None:
+    """Small batches that take far less each than large ones do."""
+    border = 2000
+
+    def peak(batch: int) -> int:
+        return batch * 10**5 if batch < 100 else batch * 4 * 10**6
+
+    assert largest(play(peak, 8 * 10**9, border)) >= border // 2
+
+
+def test_the_line_leaves_out_points_that_lie_too_close() -> None:
+    trials = [Trial(2, True, 120), Trial(100, True, 1100), Trial(101, True, 1109)]
+    fixed, slope = line(trials) or (0, 0)
+    assert slope == pytest.approx((1109 - 120) / 99)
+    assert fixed == pytest.approx(1109 - slope * 101)
+    assert line(trials[:1]) is None
+
+
+def test_measured_failures_count_for_the_line() -> None:
+    """On the CPU a batch may run to its end and still be above the cap."""
+    assert line([Trial(2, True, 200), Trial(10, False, 1000)]) == (0, 100)
+
+
+@given(st.integers(1, 300), st.integers(1, 5000), st.integers(1, 8))
+def test_the_effective_batch_is_kept_or_named(largest_: int, effective: int, ranks: int) -> None:
+    if effective % ranks:
+        with pytest.raises(UsageError):
+            split(largest_, effective, ranks)
+        return
+    batch, steps, note = split(largest_, effective, ranks)
+    assert 1 <= batch <= largest_ and steps >= 1
+    made = batch * steps * ranks
+    assert made == effective if note is None else made != effective and str(made) in note
+    assert made >= effective
+
+
+def test_effective_batches() -> None:
+    assert split(60, 256, 1) == (32, 8, None)
+    assert split(64, 192, 3) == (64, 1, None)
+    assert split(48, None, 2) == (48, 1, None)
+    batch, steps, note = split(10, 97, 1)
+    assert (batch, steps) == (10, 10) and note is not None and "100 instead of 97" in note
