@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint unit bench gpu docs evidence soak clean
+.PHONY: help setup demo test lint unit chromium bench gpu docs evidence soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,9 +30,19 @@ lint: $(READY) ## style, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-unit: $(READY) ## every test, with coverage
+unit: $(READY) chromium ## every test, with coverage
 	$(BIN)/coverage erase
 	COVERAGE_PROCESS_START=pyproject.toml $(BIN)/python -m pytest --cov --cov-report=term:skip-covered -m "not soak" --ignore=tests/gpu
+
+# Never fails: without a browser the tests that need one are skipped with a reason, and CI as root fails there.
+chromium: ## Debian's browser, for the tests of the web page; installed where that is allowed
+	@command -v chromium >/dev/null || { \
+	    [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	    && export DEBIAN_FRONTEND=noninteractive \
+	    && { apt-get install -y -qq --no-install-recommends chromium || { apt-get update -qq \
+	         && apt-get install -y -qq --no-install-recommends chromium; }; } \
+	       >/dev/null 2>&1 </dev/null && command -v chromium >/dev/null; } \
+	|| echo "chromium is not installed and could not be: the page is not looked at in a browser"
 
 bench: $(READY) ## measure: speed as ratios against peers, side by side
 	$(BIN)/python bench/startup.py

@@ -6,13 +6,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import click
 
 from legroom.cli.params import DURATION
+from legroom.cli.watch_view import full_screen, page_at, plot_to, replayed, screen_if_any
 
 if TYPE_CHECKING:
     from legroom.model import Moment, Sample
@@ -35,6 +36,15 @@ if TYPE_CHECKING:
     metavar="[HOST:PORT]",
     help="Serve metrics; 127.0.0.1:9464 unless said.",
 )
+@click.option(
+    "--web",
+    is_flag=False,
+    flag_value="",
+    metavar="[HOST:PORT]",
+    help="Serve a page; 127.0.0.1:9465 unless said.",
+)
+@click.option("--plot", metavar="FILE", help="Draw the watch when it ends: .png, .svg or .html.")
+@click.option("--plain", is_flag=True, help="Lines, on a terminal too.")
 @click.option("--on-alarm", metavar="CMD", help="Run CMD for each alarm (JSON on its stdin).")
 @click.option("--webhook", metavar="URL", help="Post each alarm there as JSON.")
 @click.option("--root", default="/", metavar="DIR", help="Read the machine below DIR: /host.")
@@ -47,6 +57,9 @@ def command(
     log: str | None,
     replay: str | None,
     prometheus: str | None,
+    web: str | None,
+    plot: str | None,
+    plain: bool,
     on_alarm: str | None,
     webhook: str | None,
     root: str,
@@ -55,31 +68,51 @@ def command(
 
     Watches everything of yours unless --pid or --match says otherwise. Alarms
     come on levels, on trends, on swap that moves, and on the kernel's own
-    counters. Ends with the process it watches, or with Ctrl-C.
+    counters. Ends with the process it watches, or with Ctrl-C. Full screen on
+    a terminal, lines elsewhere.
     """
     from legroom.monitor.script import checked_interval
+    from legroom.monitor.stopping import Stop
     from legroom.monitor.stream import Stream, drive, paced
 
     if sum(option is not None for option in (pid, match, replay)) > 1:
         raise click.UsageError("--pid, --match and --replay each say what to look at: give one of them")
     if log is not None and replay is not None and _same(log, replay):
         raise click.UsageError("--log and --replay name the same file")
-    stop = threading.Event()
+    stop = Stop()
+    drawn_only = replay is not None and plot is not None
+    screen = None if as_json or once or plain or drawn_only else screen_if_any(_tell)
+    tell = _tell if screen is None else screen.tell
     sampler: Sampler | None = None
     samples: Iterator[Sample]
     if replay is not None:
         from legroom.monitor.replay import samples_in
 
-        samples = samples_in(replay, _tell)
+        samples = samples_in(replay, tell)
     else:
         sampler = _sampler(pid, match, checked_interval(interval), root)
         samples = paced(sampler.take, sampler.interval, stop)
+    outputs = _outputs(tell, log, prometheus, on_alarm, webhook)
+    if plot is not None:
+        outputs.append(plot_to(plot, tell))
+    page = None if web is None else page_at(web, tell)
+    if page is not None:
+        outputs.append(page)
+    if replay is not None:
+        samples = replayed(samples, stop, page)
     stream = Stream(_first(samples) if once else samples)
-    outputs = _outputs(stream, as_json, log, prometheus, on_alarm, webhook)
+    if as_json:
+        outputs.append(_JsonLines())
+    elif screen is None and not drawn_only:
+        outputs.append(_lines(stream))
     try:
         # A replay needs no gentle end: Ctrl-C stops it as it stops anything.
-        with nullcontext() if sampler is None else _ending(stop):
-            last = drive(stream, outputs)
+        with nullcontext() if sampler is None and screen is None and page is None else _ending(stop):
+            last = (
+                drive(stream, outputs)
+                if screen is None
+                else full_screen(stream, outputs, screen, stop, _tell)
+            )
     finally:
         if sampler is not None:
             sampler.close()
@@ -117,15 +150,13 @@ def _sampler(pid: int | None, match: str | None, interval: float, root: str) -> 
 
 
 def _outputs(
-    stream: Stream,
-    as_json: bool,
+    tell: Callable[[str], object],
     log: str | None,
     prometheus: str | None,
     on_alarm: str | None,
     webhook: str | None,
 ) -> list[Output]:
     from legroom.monitor.deliver import Deliver, to_command, to_webhook
-    from legroom.monitor.lines import Lines
 
     carriers = [to_command(on_alarm)] if on_alarm is not None else []
     carriers += [to_webhook(webhook)] if webhook is not None else []
@@ -134,14 +165,19 @@ def _outputs(
         from legroom.monitor.prometheus import PORT, Prometheus
 
         served = Prometheus(prometheus or str(PORT))
-        _tell(f"metrics at {served.url}")
+        tell(f"metrics at {served.url}")
         outputs.append(served)
     if log is not None:
         from legroom.monitor.log import Log
 
-        outputs.append(Log(log, _tell))
-    outputs.append(_JsonLines() if as_json else Lines(_write, stream.history))
-    return [*outputs, *(Deliver(carry, _tell) for carry in carriers)]
+        outputs.append(Log(log, tell))
+    return [*outputs, *(Deliver(carry, tell) for carry in carriers)]
+
+
+def _lines(stream: Stream) -> Output:
+    from legroom.monitor.lines import Lines
+
+    return Lines(_write, stream.history)
 
 
 class _JsonLines:

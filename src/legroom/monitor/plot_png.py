@@ -42,18 +42,14 @@ def picture(story: Story) -> bytes:
     figure.suptitle(_plain(story.sample.watched) if story.sample else "", fontsize=10)
     for one, (name, dots) in zip(axes, pools.items(), strict=False):
         _panel(one, name, dots, began)
-        for spell in story.spells():
-            if spell.pool in (name, None):
-                until = spell.until if spell.until is not None else dots[-1].when
-                one.axvspan(spell.since - began, until - began, color=_COLOURS[spell.level], alpha=0.16)
-                one.text(
-                    spell.since - began,
-                    101,
-                    spell.code,
-                    fontsize=7,
-                    color=_COLOURS[spell.level],
-                    clip_on=True,
-                )
+        here = [spell for spell in story.spells() if spell.pool in (name, None)]
+        for place, spell in enumerate(here):
+            since = spell.since - began
+            until = (spell.until if spell.until is not None else dots[-1].when) - began
+            one.axvspan(since, until, color=_COLOURS[spell.level], alpha=0.16)
+            # From the bottom up, one above the other: the line is mostly elsewhere when there is an alarm.
+            height = 6 + 16 * (place % 5)
+            one.text(since, height, f" {spell.code}", fontsize=7, color=_COLOURS[spell.level], clip_on=True)
         for number, mark in enumerate(story.marks):
             one.axvline(mark.when - began, color="#5b6775", linewidth=0.7, linestyle=":")
             if one is axes[0] and number < _MOST_LABELS:

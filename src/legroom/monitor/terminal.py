@@ -1,7 +1,7 @@
 """The terminal view of a watch: what it keeps, and running the screen beside the watch.
 
 Covers: handing moments from the watch's thread to the screen's. Does not cover: the screen (terminal_app.py, which
-needs Textual), its lines (terminal_rows.py).
+needs Textual), what is on it (terminal_desk.py, terminal_rows.py).
 
 The screen has the main thread, because signals and Textual want it; the watch runs in another, and neither waits for
 the other: the screen looks for the newest moment when it is ready to draw.
@@ -24,7 +24,7 @@ from legroom.monitor.stream import Output, drive
 from legroom.monitor.tiers import Tiers
 from legroom.words import say
 
-_MOST_NOTES = 2
+_MOST_NOTES = 4
 _ROWS_KEPT = 24  # processes in an old moment
 _PATIENCE = 15.0  # seconds for the sample under way
 
@@ -66,6 +66,12 @@ class Terminal:
         with self._lock:
             self._notes.append(text)
             self.number += 1
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The last few sentences that were told."""
+        with self._lock:
+            return tuple(self._notes)
 
     @property
     def kept(self) -> int:
@@ -124,7 +130,7 @@ def at_the_screen(
 ) -> Moment | None:
     """Drive the watch and show it full screen until the person leaves or ``stop`` is set; the last moment."""
     ready()
-    from legroom.monitor.terminal_app import WatchApp
+    from legroom.monitor.terminal_app import app_for
 
     last: list[Moment | None] = [None]
     trouble: list[BaseException] = []
@@ -139,7 +145,7 @@ def at_the_screen(
     thread = threading.Thread(target=watch, name="legroom-watch", daemon=True)
     thread.start()
     try:
-        WatchApp(terminal, stop).run()
+        app_for(terminal, stop).run()
     finally:
         stop.set()
         thread.join(_PATIENCE)

@@ -66,6 +66,10 @@ class Web:
     def show(self, moment: Moment) -> None:
         self.feed.put(moment)
 
+    def finish(self) -> None:
+        """Say that nothing more will come, and go on serving what there was."""
+        self.feed.end()
+
     def close(self) -> None:
         """Tell every client that it is over, give them a moment to hear it, and free the port."""
         self.feed.end()
@@ -143,6 +147,6 @@ class _Page(Handler):
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Connection", "close")
         self.end_headers()
-        with self.web.feed.listener() as events:
+        with self.web.feed.seat() as events:
             while (event := events.next(_HEARTBEAT)) is not None:
                 self.wfile.write(event)

@@ -53,12 +53,12 @@ class Feed:
             self._changed.notify_all()
 
     @contextmanager
-    def listener(self) -> Iterator[Listener]:
+    def seat(self) -> Iterator[Seat]:
         """One client's place in the stream."""
         with self._changed:
             self.listening += 1
         try:
-            yield Listener(self)
+            yield Seat(self)
         finally:
             with self._changed:
                 self.listening -= 1
@@ -86,7 +86,7 @@ class Feed:
             return self._encoded[kind]
 
 
-class Listener:
+class Seat:
     """Where one client is."""
 
     def __init__(self, feed: Feed) -> None:

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,10 +35,10 @@ def _fed(count: int = 120) -> Terminal:
 def _on_screen(
     terminal: Terminal, work: Work, size: tuple[int, int] = (80, 24), stop: threading.Event | None = None
 ) -> None:
-    from legroom.monitor.terminal_app import WatchApp
+    from legroom.monitor.terminal_app import app_for
 
     async def run() -> None:
-        app = WatchApp(terminal, stop or threading.Event())
+        app = app_for(terminal, stop or threading.Event())
         async with app.run_test(size=size) as pilot:
             await pilot.pause()
             await work(app, pilot)
@@ -98,7 +99,7 @@ def test_keys_sort_show_the_cache_and_look_back() -> None:
         await pilot.press("end")
         assert _screen(app)[0] == newest
         await pilot.press("left")
-        app._terminal.show(_later(app))  # what one looks back at stays while the watch goes on
+        app.desk.terminal.show(_later(app))  # what one looks back at stays while the watch goes on
         for _ in range(50):
             await pilot.pause(0.05)
             if "looking back 2 of" in _screen(app)[0]:
@@ -109,7 +110,7 @@ def test_keys_sort_show_the_cache_and_look_back() -> None:
 
 
 def _later(app: Any) -> Moment:
-    moment = app._terminal.view().moment
+    moment = app.desk.terminal.view().moment
     return replace(
         moment, sample=replace(moment.sample, when=moment.sample.when + 1, clock=moment.sample.clock + 1)
     )
@@ -168,11 +169,11 @@ def test_before_the_first_sample_and_after_the_last() -> None:
 
 
 def test_it_leaves_by_key_and_when_it_is_stopped() -> None:
-    from legroom.monitor.terminal_app import WatchApp
+    from legroom.monitor.terminal_app import app_for
 
     async def run(leave: str) -> None:
         stop = threading.Event()
-        app = WatchApp(_fed(5), stop)
+        app = app_for(_fed(5), stop)
         async with app.run_test(size=(80, 24)) as pilot:
             await pilot.pause()
             if leave == "stop":
@@ -255,13 +256,13 @@ def test_the_watch_runs_beside_the_screen(monkeypatch: pytest.MonkeyPatch) -> No
 
     terminal, stop = Terminal(), threading.Event()
 
-    def run(self: Any) -> None:
+    def run() -> None:
         for _ in range(600):
             if terminal.view().ended:
                 return
             stop.wait(0.05)
 
-    monkeypatch.setattr(terminal_app.WatchApp, "run", run)
+    monkeypatch.setattr(terminal_app, "app_for", lambda *_: SimpleNamespace(run=run))
     last = at_the_screen(Stream(samples(10)), [], terminal, stop)
     assert last is not None and last.sample.when == START + 9 and stop.is_set()
 
@@ -274,7 +275,7 @@ def test_trouble_in_the_watch_reaches_the_person(monkeypatch: pytest.MonkeyPatch
         raise ValueError("no log")
 
     terminal, stop = Terminal(), threading.Event()
-    monkeypatch.setattr(terminal_app.WatchApp, "run", lambda self: stop.wait(30))
+    monkeypatch.setattr(terminal_app, "app_for", lambda *_: SimpleNamespace(run=lambda: stop.wait(30)))
     with pytest.raises(ValueError, match="no log"):
         at_the_screen(Stream(broken()), [], terminal, stop)
 
