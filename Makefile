@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Real rigs one at a time: they measure, and some of them fill the machine.
+TESTED := COVERAGE_PROCESS_START=pyproject.toml $(BIN)/python -m pytest --cov -m "not soak"
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint unit chromium bench gpu docs evidence soak clean
@@ -32,7 +34,8 @@ lint: $(READY) ## style, types, layers
 
 unit: $(READY) chromium ## every test, with coverage
 	$(BIN)/coverage erase
-	COVERAGE_PROCESS_START=pyproject.toml $(BIN)/python -m pytest --cov --cov-report=term:skip-covered -m "not soak" --ignore=tests/gpu
+	$(TESTED) --cov-report= -n 2 --dist loadfile tests/unit tests/contract
+	$(TESTED) --cov-report=term:skip-covered --cov-append tests/real
 
 # Never fails: without a browser the tests that need one are skipped with a reason, and CI as root fails there.
 chromium: ## Debian's browser, for the tests of the web page; installed where that is allowed
@@ -48,13 +51,22 @@ bench: $(READY) ## measure: speed as ratios against peers, side by side
 	$(BIN)/python bench/startup.py
 	$(BIN)/python bench/formats.py
 	$(BIN)/python bench/cache.py
+	$(BIN)/python bench/loader_batches.py
+	$(BIN)/python bench/loader_transport.py
+	$(BIN)/python bench/stream.py
+	$(BIN)/python bench/tune.py --loader torch
+	$(BIN)/python bench/tune.py --loader legroom
+	$(BIN)/python bench/watch.py
+	$(BIN)/python bench/parquet_ranks.py
 	$(BIN)/python bench/peers.py
 	$(BIN)/python bench/tables.py
 
-gpu: ## every GPU test, real rig and experiment, with the machine's own python3 and nothing else
+gpu: ## every GPU test, real rig, experiment and benchmark, with the machine's own python3 and nothing else
 	PYTHONPATH=$(CURDIR)/src python3 -m pytest -p no:cacheprovider -c tests/gpu/pytest.ini --rootdir . \
 	    -m "(gpu or real) and not soak" tests/gpu tests/real --ignore=tests/real/test_real_evidence.py
 	python3 docs/evidence/run.py
+	PYTHONPATH=$(CURDIR)/src python3 bench/gpu_loader.py
+	PYTHONPATH=$(CURDIR)/src python3 bench/gpu_memory.py
 
 docs: $(READY) ## build the documentation, warnings are errors
 	$(BIN)/mkdocs build --strict --quiet

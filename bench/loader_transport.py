@@ -15,7 +15,6 @@ arrays: a tensor that a worker sends twice is moved to shared memory once, and t
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 import warnings
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from measure import RESULTS, SOURCES, Row, alternate, in_words, machine, show, spreads
+from measure import RESULTS, SOURCES, Row, alternate, as_json, in_words, machine, save, show, spreads
 
 sys.path.insert(0, str(SOURCES))
 import torch
@@ -109,7 +108,7 @@ def main() -> None:
         ratio = best["torch"] / best["legroom"]
         speeds = f"{theirs:.3g} → {ours:.3g} GB/s"
         rows.append(Row(name, ratio, "× torch's", target, at_least=True, note=speeds))
-        kept[name] = {"bytes": nbytes, "ratio": ratio, "target": target, "seconds a batch": spreads(figures)}
+        kept[name] = {"bytes": nbytes, "seconds_a_batch": spreads(figures)}
         print(show(rows[-1:]), flush=True)
 
     for name, nbytes, batches, target in SIZES:
@@ -123,10 +122,14 @@ def main() -> None:
         note(f"work, {name}", nbytes, compare(working, chosen.rounds, batch_size=ROWS), 0.97)
     print()
     print(show(rows))
-    chosen.results.mkdir(parents=True, exist_ok=True)
-    path = chosen.results / "loader_transport.json"
-    path.write_text(json.dumps({"machine": where, "comparisons": kept}, indent=2, ensure_ascii=False) + "\n")
-    print(path)
+    body = {
+        "machine": where,
+        "rounds": chosen.rounds,
+        "scale": chosen.scale,
+        "rows": as_json(rows),
+        "raw": kept,
+    }
+    print(f"kept in {save('loader_transport', body, chosen.results)}")
 
 
 if __name__ == "__main__":

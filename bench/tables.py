@@ -38,6 +38,17 @@ def machine(about: dict[str, Any]) -> str:
     )
 
 
+# (result file, title, what has to be said about it)
+SECTIONS = (
+    ("loader_batches", "data.batches against bare numpy and torch's DataLoader", ""),
+    ("gpu_loader", "data.batches to a GPU", ""),
+    ("loader_transport", "legroom.DataLoader against torch's, two workers", ""),
+    ("stream", "legroom.stream against ParquetFile.iter_batches with defaults", ""),
+    ("tune-torch", "legroom.tune against exhaustive search, torch's loader", ""),
+    ("tune-legroom", "legroom.tune against exhaustive search, our loader", ""),
+    ("parquet_ranks", "Three ranks on one Parquet file", ""),
+    ("watch", "What watching costs", ""),
+)
 TITLES = {
     "attach": "An entry that is there already: until its first row has been read",
     "cold": "A first open of contiguous data, against hashing and copying",
@@ -52,6 +63,19 @@ NOTES = {
     "cores busy throughout, hashing with MD5 takes what decoding lacks, and for data that compress twentyfold "
     'writing the pages does. More cores, or `hash="xxh3"`, move that bound.',
 }
+HEAD = ["| | measured | target | |", "| --- | --- | --- | --- |"]
+
+
+def section(name: str, title: str, note: str) -> str:
+    """One result file as a table."""
+    found = json.loads((RESULTS / f"{name}.json").read_text())
+    parts = [found, *found.get("parts", {}).values()]
+    rows = [row for part in parts for row in part.get("rows", part.get("ratios", ()))]
+    about = machine(found["machine"])
+    if "gpu" in found["machine"]:
+        about = f"{found['machine']['gpu']}; {about}"
+    lines = [f"## {title}", "", about, "", *HEAD, *(table_row(row) for row in rows)]
+    return "\n".join([*lines, "", note] if note else lines)
 
 
 def cache_table(found: dict[str, Any]) -> str:
@@ -62,13 +86,13 @@ def cache_table(found: dict[str, Any]) -> str:
         if about != shown:  # parts may have been measured apart
             lines += ["", about]
             shown = about
-        lines += ["", f"### {TITLES[name]}", "", "| | measured | target | |", "| --- | --- | --- | --- |"]
-        lines += [cache_row(row) for row in part["rows"]]
+        lines += ["", f"### {TITLES[name]}", "", *HEAD]
+        lines += [table_row(row) for row in part["rows"]]
         lines += ["", NOTES[name]] if name in NOTES else []
     return "\n".join(lines)
 
 
-def cache_row(row: dict[str, Any]) -> str:
+def table_row(row: dict[str, Any]) -> str:
     sign = "≥" if row["at_least"] else "≤"
     target = "" if row["target"] is None else f"{sign} {number(row['target'])}"
     state = {None: "", True: "holds", False: "missed"}[row["holds"]]
@@ -109,7 +133,9 @@ def peers_table(found: dict[str, Any]) -> str:
 
 def page() -> str:
     cache, peers = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("cache", "peers"))
-    return "\n".join((INTRO, cache_table(cache), "", peers_table(peers), ""))
+    # A result that has not been measured yet has no section; `make bench` and `make gpu` write them all.
+    others = [section(*one) for one in SECTIONS if (RESULTS / f"{one[0]}.json").exists()]
+    return "\n\n".join((INTRO.rstrip(), cache_table(cache), *others, peers_table(peers))) + "\n"
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""What a watch costs: 100 processes at 1 Hz, as a share of one core; each part of it; its memory over an hour.
+"""What a watch costs: 100 processes at 1 Hz, as a share of one core; its memory.
 
-    python bench/watch.py [--processes 100] [--seconds 30] [--json]
+    python bench/watch.py [--processes 100] [--seconds 30]
 
 The watch is a process of its own, as `legroom watch --json` is, and what counts is the CPU time the kernel has
 charged it for, start-up taken off. The targets: 2 % of one core, and a memory that does not grow.
@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from measure import RESULTS, Row, as_json, in_words, machine, save, show
 
 SLEEPER = (
     "import os, sys, time\n"
@@ -82,19 +83,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
-    machine = f"{os.cpu_count()} CPUs, Linux {platform.release()}, Python {platform.python_version()}"
+    where = machine("psutil")
+    print(in_words(where))
     found = watching(options.processes, options.seconds)
-    if options.json:
-        print(json.dumps({"schema": "legroom.bench.watch/1", "machine": machine, **found}))
-        return
-    print(f"{machine}, load {os.getloadavg()[0]:.1f}")
-    print(f"{found['processes']} processes at 1 Hz: {found['share_of_a_core']:.2%} of one core (target 2 %)")
+    note = f"{found['sampling_ms']:.1f} ms a sample"
+    rows = [
+        Row(
+            f"{found['processes']} processes at 1 Hz",
+            100 * found["share_of_a_core"],
+            "% of one core",
+            2,
+            note=note,
+        ),
+        Row("oldest PSS shown", found["oldest_pss_s"], "s old"),
+        Row("memory of the watch", found["rss_mb"], "MB"),
+    ]
+    print(show(rows))
     print(
-        f"a sample takes {found['sampling_ms']:.1f} ms of CPU; the oldest PSS was {found['oldest_pss_s']:.0f} s old"
+        f"kept in {save('watch', {'machine': where, 'rows': as_json(rows), 'raw': found}, options.results)}"
     )
-    print(f"the watch holds {found['rss_mb']:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ Covers: one SVG picture, without any plotting library. Does not cover: the searc
 
 from __future__ import annotations
 
+from html import escape
 from pathlib import Path
-from xml.sax.saxutils import escape
 
 from legroom.model.gpu import BatchFound
 from legroom.units import format_size
