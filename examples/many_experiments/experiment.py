@@ -1,0 +1,102 @@
+"""One experiment: a small classifier at one learning rate, on the copy of the data that all experiments share.
+
+    python experiment.py --h5 train.h5 --lr 0.01 [--seed 0] [--steps 100] [--batch 64]
+
+The file has ``images`` (uint8: image, row, column, channel) and ``labels``. What happens is told in JSON, a line each.
+With ``--wait`` it stops when its memory has settled, until it reads a line: so many can be measured side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+import legroom
+
+KEYS = ("images", "labels")
+
+
+def tell(**facts: object) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+def endless(data, batch: int, seed: int, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches, epoch after epoch, each in another order."""
+    while True:
+        for rows in data.batches(batch, shuffle=True, seed=seed, device=device, keys=KEYS):
+            yield rows["images"].permute(0, 3, 1, 2).float() / 255 - 0.5, rows["labels"]
+
+
+def network(channels: int, classes: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 5, stride=2), nn.ReLU(),
+        nn.Conv2d(16, 32, 5, stride=2), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, classes),
+    )  # fmt: skip
+
+
+def learn(model: nn.Module, optimizer: torch.optim.Optimizer, images, labels) -> float:
+    """One step; the share of the batch that was right before it was learnt from."""
+    scores = model(images)
+    optimizer.zero_grad()
+    F.cross_entropy(scores, labels).backward()
+    optimizer.step()
+    return (scores.argmax(1) == labels).float().mean().item()
+
+
+def gpu_bytes() -> int | None:
+    """What this process holds on its card, context included; None where that cannot be told, or there is none."""
+    if not torch.cuda.is_available():
+        return None
+    context = legroom.gpu.account().overhead.bytes
+    return None if context is None else context + torch.cuda.memory_reserved()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--h5", required=True, help="the data")
+    parser.add_argument("--lr", type=float, required=True, help="learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=100, help="default 100")
+    parser.add_argument("--batch", type=int, default=64, help="images a step (default 64)")
+    parser.add_argument("--wait", action="store_true", help="stop for a line on stdin before the second step")
+    flags = parser.parse_args()
+    if flags.steps < 2 or flags.batch < 1 or not flags.lr > 0:
+        parser.error("--steps must be 2 or more, --batch 1 or more, --lr above 0")
+
+    open_data = legroom.open  # imported now, not while the clock runs
+    started = time.perf_counter()
+    try:
+        data = open_data(flags.h5)
+        seconds = time.perf_counter() - started
+        images, labels = (data[name] for name in KEYS)
+    except legroom.LegroomError as error:
+        parser.exit(error.exit_status, f"{error}\n")
+    if images.ndim != 4 or len(images) == 0:
+        parser.error(f"{flags.h5}: images must be (image, row, column, channel), and are {images.shape}")
+    data.ready()  # every page is mapped, and so counted
+
+    torch.manual_seed(flags.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = network(images.shape[3], int(labels.max()) + 1).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=flags.lr)
+    batches = itertools.islice(endless(data, flags.batch, flags.seed, device), flags.steps)
+    right = [learn(model, optimizer, *next(batches))]
+    tell(opened=seconds, bytes=data.info.bytes, backing=data.info.backing, gpu=gpu_bytes())
+    if flags.wait:
+        sys.stdin.readline()
+    right += [learn(model, optimizer, *batch) for batch in batches]
+    late = right[len(right) // 2 :]
+    tell(accuracy=sum(late) / len(late))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""examples/many_experiments: what it measures is so, it refuses nonsense and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from legroom.units import parse_size
+
+pytest.importorskip("torch")
+HERE = Path(__file__).parents[3] / "examples" / "many_experiments"
+ROW = re.compile(r"^ +(\d+) +(\d+) +([\d.]+) +(\d+) +(\S+ \S+) +(\S+ \S+) +(\d+)%$", re.M)
+TOGETHER = re.compile(r"^together (\S+ \S+) of RAM, with (one copy|2 copies)", re.M)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+
+
+def command(*flags: object) -> list[str]:
+    return [sys.executable, str(HERE / "run_experiments.py"), *map(str, flags)]
+
+
+def run(words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words, env={**os.environ, **environment}, capture_output=True, text=True, timeout=200
+    )
+
+
+def leftovers() -> list[str]:
+    places = [Path("/dev/shm"), Path("/var/tmp")]
+    return [str(path) for place in places for path in place.glob("legroom-experiments-*")]
+
+
+def test_experiments_share_one_copy_and_separate_ones_do_not() -> None:
+    before = leftovers()
+    done = run(command("--gpus", 2, "--jobs_per_gpu", 1, "--size", "64MB", "--steps", 40, "--separate"))
+    assert done.returncode == 0, done.stderr
+    rows = ROW.findall(done.stdout)
+    assert [row[1] for row in rows] == ["0", "1"] * 2, "one on each card, shared and then separate"
+    assert len({row[2] for row in rows}) == 2, "each has a learning rate of its own"
+    held = {kind: parse_size(size) for size, kind in TOGETHER.findall(done.stdout)}
+    # The second copy, less what the figures of two runs may differ by.
+    assert held["2 copies"] - held["one copy"] > 40 << 20
+    assert int(rows[0][6]) > 25, "eight directions: guessing is 12.5 %"
+    assert set(leftovers()) <= set(before)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--gpus", "0"], "1 or more"),
+        (["--gpus", "-1"], "1 or more"),
+        (["--jobs_per_gpu", "0"], "1 or more"),
+        (["--steps", "1"], "2 or more"),
+        (["--size", "eight"], "--size"),
+        (["--what"], "unrecognized"),
+    ],
+)
+def test_bad_flags(flags: list[str], said: str) -> None:
+    done = run(command(*flags))
+    assert done.returncode == 2 and said in done.stderr and "usage:" in done.stderr
+
+
+@pytest.mark.parametrize(("name", "said"), [("gone", "unreadable-source"), ("unlabelled", "missing-key")])
+def test_bad_data_are_refused_by_the_first_experiment(tmp_path: Path, name: str, said: str) -> None:
+    with h5py.File(tmp_path / "unlabelled.h5", "w") as file:
+        file["images"] = np.zeros((4, 8, 8, 3), np.uint8)
+    places = {"LEGROOM_SHM": str(tmp_path / "shm"), "LEGROOM_DIR": str(tmp_path / "disk")}
+    (tmp_path / "shm").mkdir()
+    done = run(command("--data", tmp_path / f"{name}.h5", "--jobs_per_gpu", 1), **places)
+    assert done.returncode == 2
+    assert said in done.stderr and "Traceback" not in done.stderr
