@@ -31,6 +31,8 @@ import rigs
 
 CHILD = BENCH / "parquet_rank.py"
 RANKS = 3
+_SWAP = 512 << 20  # enough to see it used, little enough to end soon
+_PATIENCE = 60  # seconds for ranks that thrash: it is seen by then
 
 
 def held(how: str, path: Path) -> tuple[float, int]:
@@ -65,8 +67,13 @@ def _wait(folder: Path, reached: str, ranks: list[subprocess.Popen[bytes]]) -> N
         time.sleep(0.02)
 
 
-def trained(how: str, path: Path, steps: int, group: rigs.Cgroup | None = None) -> dict[str, Any]:
-    """How the ranks ended, their mean rate, and the most that lay in swap of the group meanwhile."""
+def trained(
+    how: str, path: Path, steps: int, group: rigs.Cgroup | None = None, patience: float = 600
+) -> dict[str, Any]:
+    """How the ranks ended, their mean rate, and the most that lay in swap of the group meanwhile.
+
+    A box that thrashes may take hours, and all that is on it with it: after ``patience`` seconds its ranks are ended.
+    """
     command = [sys.executable, str(CHILD), "train", how, str(path)]
     words = [[*command, str(rank), str(RANKS), str(steps)] for rank in range(RANKS)]
     before = group.oom_kills() if group else 0
@@ -75,11 +82,20 @@ def trained(how: str, path: Path, steps: int, group: rigs.Cgroup | None = None) 
             subprocess.Popen(group.command(one) if group else one, stdout=subprocess.PIPE, text=True)
             for one in words
         ]
-        outputs = [rank.communicate(timeout=1800)[0] for rank in ranks]
+        deadline = time.monotonic() + patience
+        outputs, given_up = [], 0
+        for rank in ranks:
+            try:
+                outputs.append(rank.communicate(timeout=max(0.1, deadline - time.monotonic()))[0])
+            except subprocess.TimeoutExpired:
+                rank.kill()
+                outputs.append(rank.communicate()[0])
+                given_up += 1
     ended = [rank.returncode for rank in ranks]
     found = [json.loads(text) for text, code in zip(outputs, ended, strict=True) if code == 0]
     return {
         "ended": ended,
+        "given_up": given_up,  # ranks that had not finished in time
         "oom_kills": group.oom_kills() - before if group else 0,
         "rate": sum(one["rate"] for one in found) / len(found) if found else None,
         "swap": max(swapped, default=0),
@@ -123,7 +139,9 @@ def forget(path: Path) -> None:
 
 def in_words_of(run: dict[str, Any]) -> str:
     rate = "no rank finished" if run["rate"] is None else f"{run['rate']:.2f} steps/s"
-    return f"{rate}, swap {format_size(run['swap'])}, {run['oom_kills']} OOM kills, ended {run['ended']}"
+    return (
+        f"{rate}, swap {format_size(run['swap'])}, {run['oom_kills']} OOM kills, {run['given_up']} given up"
+    )
 
 
 def main() -> None:
@@ -156,15 +174,16 @@ def main() -> None:
         subprocess.run(
             [sys.executable, "-m", "legroom", "cache", "drop", str(path)], check=True, capture_output=True
         )
-        with rigs.swap_file(2 * given.limit):
+        with rigs.swap_file(_SWAP):
             for number in range(given.rounds):
                 runs["plenty"].append(trained("read_table", path, given.steps))
                 for how in ("legroom", "read_table"):
                     if how == "read_table" and number:
                         continue  # once is enough to see it die or crawl
                     forget(path)
-                    with rigs.memory_cgroup(given.limit, swap=2 * given.limit) as group:
-                        runs[how].append(trained(how, path, given.steps, group))
+                    with rigs.memory_cgroup(given.limit, swap=_SWAP) as group:
+                        patience = _PATIENCE if how == "read_table" else 600
+                        runs[how].append(trained(how, path, given.steps, group, patience))
                     print(f"{how}: {in_words_of(runs[how][-1])}", flush=True)
     plenty = max(run["rate"] for run in runs["plenty"])
     best = max((run["rate"] or 0.0) for run in runs["legroom"])

@@ -116,12 +116,7 @@ def run(path: Path, flags: argparse.Namespace, *, shared: bool = True) -> summar
 def plan_from(first: Experiment, flags: argparse.Namespace) -> Plan:
     """What GPUs × jobs like the running one need here."""
     asked = {"gpus": flags.gpus, "jobs_per_gpu": flags.jobs_per_gpu, "gpu_bytes": first.told["gpu"]}
-    plan = legroom.plan(measure=[first.process.pid], **asked)
-    if first.told["backing"] != "disk":
-        return plan
-    # The first experiment alone has the data's pages mapped, so all of them count as its own: they will be everybody's.
-    own = plan.measured[0].held["ram"] - first.told["bytes"]
-    return legroom.plan(measure=[first.process.pid], process_ram=own, **asked)
+    return legroom.plan(measure=[first.process.pid], **asked)
 
 
 @contextmanager

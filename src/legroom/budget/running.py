@@ -101,17 +101,19 @@ def _shared(host: Host, members: Sequence[Job]) -> tuple[Segments, set[int]]:
 
 
 def _private(host: Host, one: Job) -> int | None:
-    """Anonymous and file pages by PSS, and pinned memory; /dev/shm is counted for itself."""
+    """Anonymous pages by PSS, and pinned memory; /dev/shm is counted for itself.
+
+    Pages of files (libraries, a dataset on disk that is mapped) are one copy for all who map them, and the kernel takes
+    them back when it needs to: a second training brings no more of them.
+    """
     total = 0
     for process in one.processes:
-        shares = host.table(f"/proc/{process.pid}/smaps_rollup")
-        if "Pss_Anon" in shares and "Pss_File" in shares:
-            total += shares["Pss_Anon"] + shares["Pss_File"]
-        elif process.rss is not None and process.rss_shmem is not None:
-            total += process.rss - process.rss_shmem
-        else:
+        anonymous = host.table(f"/proc/{process.pid}/smaps_rollup").get("Pss_Anon")
+        if anonymous is None:  # kernels before 5.9: by status, where a forked child's share counts twice
+            anonymous = host.table(f"/proc/{process.pid}/status").get("RssAnon")
+        if anonymous is None:
             return None
-        total += process.pinned or 0
+        total += anonymous + (process.pinned or 0)
     return total
 
 

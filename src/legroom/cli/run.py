@@ -22,6 +22,7 @@ from legroom.words import say
 @click.option("--grace", default="30s", type=DURATION, help="From a passed-on SIGTERM to SIGKILL.")
 @click.option("--stall", default="60s", type=DURATION, help="Standing still on a full /dev/shm; 0: never.")
 @click.option("--loader", type=click.Choice(["torch", "legroom"]), help="legroom: our DataLoader under it.")
+@click.option("--gpu-limit", metavar="SHARE|SIZE", help="Of the card, for each process: 0.8, 1/6, 8GB.")
 @click.option("--fresh", is_flag=True, help="Not with the settings that worked last.")
 @click.option("--report", metavar="FILE", help="Write FILE.json and FILE.html.")
 @click.option("--quiet", is_flag=True, help="Say nothing on stderr.")
@@ -38,7 +39,7 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
     from legroom.budget.findings import findings
     from legroom.probe.box import snapshot
     from legroom.rescue.flags import parse_named
-    from legroom.rescue.loader_swap import with_loader
+    from legroom.rescue.injection import with_gpu_limit, with_loader
     from legroom.rescue.order import Order
     from legroom.rescue.report import as_object, write_report
     from legroom.rescue.supervisor import supervise
@@ -50,6 +51,8 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
     environment = dict(os.environ)
     if options["loader"] == "legroom":
         environment = with_loader(environment)
+    if options["gpu_limit"] is not None:
+        environment = with_gpu_limit(environment, options["gpu_limit"])
     if options["resume_flag"] and not options["checkpoint"]:
         raise click.UsageError("--resume-flag needs --checkpoint: resume from what?")
     order = Order(

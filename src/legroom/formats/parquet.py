@@ -131,6 +131,8 @@ class ParquetReader(TableReader):
 
     def _close(self) -> None:
         self._table.close(force=True)
+        # What decoding freed stays with Arrow's allocator otherwise, and whoever builds an entry goes on to train.
+        require("pyarrow", "parquet", "Parquet").default_memory_pool().release_unused()
         super()._close()
 
 

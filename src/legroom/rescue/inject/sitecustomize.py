@@ -1,8 +1,9 @@
-"""Runs at the start of a Python child of `legroom run --loader legroom`: replaces torch's DataLoader with ours.
+"""Runs at the start of a Python child of `legroom run` with `--loader legroom` or `--gpu-limit`.
 
-Covers: waiting until torch is imported, replacing one name, handing over to the sitecustomize this one hides.
-Does not cover: anything unless LEGROOM_LOADER says so. It imports nothing of Legroom's before torch is there; a failure
-is told on standard error and leaves torch as it is.
+Covers: waiting until torch is imported; then replacing its DataLoader with ours, and having a limit put on the card
+when CUDA starts; handing over to the sitecustomize this one hides. Does not cover: anything that LEGROOM_LOADER and
+LEGROOM_GPU_LIMIT do not ask for. It imports nothing of Legroom's before torch is there; a failure is told on standard
+error and leaves torch as it is.
 """
 
 import importlib
@@ -14,6 +15,9 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
+
+_LOADER = os.environ.get("LEGROOM_LOADER") == "legroom"
+_LIMIT = bool(os.environ.get("LEGROOM_GPU_LIMIT"))
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
@@ -33,7 +37,10 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             load(module)
-            _replace()
+            if _LOADER:
+                _replace()
+            if _LIMIT:
+                _limit()
 
         loader.exec_module = exec_module
         return spec
@@ -50,6 +57,13 @@ def _replace() -> None:
         sys.stderr.write(f"legroom: torch's DataLoader stays: {problem}\n")
 
 
+def _limit() -> None:
+    try:
+        importlib.import_module("legroom.gpu.environment").apply_from_environment()
+    except Exception as problem:  # the script must run, without the limit if need be
+        sys.stderr.write(f"legroom: no limit on the card: {problem}\n")
+
+
 def _hand_over() -> None:
     """Run the sitecustomize that ours hides, if there is one."""
     here = os.path.dirname(os.path.abspath(__file__))
@@ -59,6 +73,6 @@ def _hand_over() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-if os.environ.get("LEGROOM_LOADER") == "legroom":
+if _LOADER or _LIMIT:
     sys.meta_path.insert(0, _AfterTorch())
 _hand_over()
