@@ -1,7 +1,8 @@
 """A training like people's own, small: a loader with workers, accumulation, checkpoints, resuming.
 
 It keeps its place in the epoch in the checkpoint and writes down every sample it trains on, so that a test can see
-whether one was trained on twice or left out. How much memory it wants is told by its arguments.
+whether one was trained on twice or left out. legroom.DataLoader tells its place by itself; torch's does not, so there
+the script counts. How much memory it wants is told by its arguments.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ parser.add_argument("--sample-bytes", type=int, default=1 << 20)
 parser.add_argument("--worker-bytes", type=int, default=0)  # what a worker comes to hold
 parser.add_argument("--step-bytes", type=int, default=0)  # activations, for each sample of a batch
 parser.add_argument("--late-bytes", type=int, default=0)  # the same, but only after the first checkpoint
+parser.add_argument("--loader", choices=("torch", "legroom"), default="torch")
 parser.add_argument("--folder", type=Path, required=True)
 parser.add_argument("--resume")
 args = parser.parse_args()
@@ -61,10 +63,23 @@ if args.resume:
     print(f"resumed at epoch {state['epoch']}, sample {state['place']}", flush=True)
 
 data = Samples()
+ours = None
+if args.loader == "legroom":
+    import legroom
+
+    ours = legroom.DataLoader(
+        data,
+        args.batch,
+        shuffle=True,
+        num_workers=args.num_workers,
+        generator=torch.Generator().manual_seed(7),
+    )
+    if args.resume:
+        ours.load_state_dict(state["loader"])
 weight = torch.zeros(1, requires_grad=True)
 optimizer = torch.optim.SGD([weight], lr=0.1)
 while state["epoch"] < args.epochs:
-    loader = DataLoader(
+    loader = ours or DataLoader(
         data, args.batch, sampler=FromPlace(state["epoch"], state["place"]), num_workers=args.num_workers
     )
     waiting = []
@@ -83,6 +98,8 @@ while state["epoch"] < args.epochs:
         state["place"] += len(waiting)
         state["steps"] += 1
         waiting = []
+        if ours is not None:
+            state["loader"] = ours.state_dict()
         torch.save(state, args.folder / f"step{state['steps']:04}.pt")
         print(f"step {state['steps']}", flush=True)
     state.update(epoch=state["epoch"] + 1, place=0)

@@ -156,6 +156,19 @@ def test_the_report_tells_the_story(tmp_path: Path) -> None:
     assert "<svg" in page and "<script" not in page and "&lt;script&gt;" in page and "http" not in page
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors of other processes are read from /proc")
+def test_an_alarm_while_it_lives_is_told_once_and_kept(tmp_path: Path) -> None:
+    code = "import time; held = [open('/dev/null') for _ in range(85)]; time.sleep(5)"
+    words = ["sh", "-c", 'ulimit -n 100; exec "$0" -c "$1"', sys.executable, code]
+    done = _run("--report", "story", "--", *words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(b"legroom: warning fds-nearly-out: fds is ") == 1
+    report = json.loads((tmp_path / "story.json").read_text())
+    kept = [alarm for alarm in report["attempts"][0]["alarms"] if alarm["code"] == "fds-nearly-out"]
+    assert len(kept) == 1 and 0 <= kept[0]["since"] < 60 and kept[0]["level"] == "warning"
+    assert "fds-nearly-out" in (tmp_path / "story.html").read_text()
+
+
 @contextlib.contextmanager
 def _started(*words: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state")}

@@ -1,0 +1,166 @@
+"""The music example dies bare in a 64 MB /dev/shm and finishes under `legroom run`, as its README says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import rigs
+from example_modules import EXAMPLES, modules
+
+torch = pytest.importorskip("torch")
+HERE = EXAMPLES / "audio_diffusion"
+# One thread and no card: the training takes batches more slowly than its workers make them, on any machine.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("audio") / "clips.h5"
+    command = [sys.executable, str(HERE / "make_data.py"), "--out", str(path)]
+    subprocess.run(command, check=True, timeout=120, env={**os.environ, **ENVIRONMENT})
+    return path
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[dict[str, ModuleType]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with modules("audio_diffusion") as found:
+        yield found
+    torch.set_num_threads(threads)
+
+
+def _command(data: Path, *more: str) -> list[str]:
+    settings = ["--global_batch_size", "32", "--num_workers", "4", "--accum_iter", "1", "--epochs", "2"]
+    return [sys.executable, str(HERE / "train.py"), "--data", str(data), *settings, *more]
+
+
+def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **ENVIRONMENT, "XDG_STATE_HOME": str(folder / "state")}
+    command = rigs.small_shm(command)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=folder, env=environment)
+
+
+def _losses(text: str) -> dict[int, float]:
+    return {int(epoch): float(loss) for epoch, loss in re.findall(r"epoch (\d+): .* loss ([\d.]+)", text)}
+
+
+@pytest.mark.real("mount")
+def test_bare_it_dies_when_the_clips_become_longer(data: Path, tmp_path: Path) -> None:
+    done = _run(_command(data), tmp_path)
+    assert done.returncode not in (0, 2), done.stderr
+    assert list(_losses(done.stdout)) == [1]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["epoch001.pt"]
+
+
+@pytest.mark.real("mount")
+def test_it_is_rescued_with_the_losses_of_one_that_never_died(data: Path, tmp_path: Path) -> None:
+    asked = [
+        "--retries",
+        "4",
+        "--stall",
+        "15s",
+        "--checkpoint",
+        "checkpoints/*.pt",
+        "--resume-flag",
+        "--resume",
+    ]
+    legroom = [sys.executable, "-m", "legroom", "run", "--report", "story", *asked, "--"]
+    rescued = _run([*legroom, *_command(data)], tmp_path)
+    assert rescued.returncode == 0, rescued.stderr
+    story: dict[str, Any] = json.loads((tmp_path / "story.json").read_text())
+    *dead, last = story["attempts"]
+    assert dead and {attempt["verdict"] for attempt in dead} == {"shm-full"}
+    assert last["resumed_from"] == "checkpoints/epoch001.pt"
+    assert last["settings"]["batch"] * last["settings"]["accumulation"] == 32
+    assert last["settings"]["workers"] < 4
+    assert "resumed from checkpoints/epoch001.pt: epoch 1 is done" in rescued.stdout
+
+    # Our loader needs no rescue: one attempt, all four workers.
+    (tmp_path / "other").mkdir()
+    swapped = _run(
+        [sys.executable, "-m", "legroom", "run", "--loader", "legroom", "--", *_command(data)],
+        tmp_path / "other",
+    )
+    assert swapped.returncode == 0, swapped.stderr
+    assert _losses(rescued.stdout) == pytest.approx(_losses(swapped.stdout), rel=0.01)
+
+
+def test_it_learns_and_accumulates(
+    data: Path, tmp_path: Path, scripts: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, without workers: the loss falls, and the effective batch is the product of the two flags."""
+    flags = [
+        "--data",
+        str(data),
+        "--ckpt_dir",
+        str(tmp_path),
+        "--num_workers",
+        "0",
+        "--short_epochs",
+        "2",
+        "--epochs",
+        "2",
+    ]
+    scripts["train"].main([*flags, "--global_batch_size", "8", "--accum_iter", "4"])
+    said = capsys.readouterr().out
+    assert "effective batch 8 × 4 = 32, 12 steps an epoch" in said
+    losses = _losses(said)
+    assert losses[2] < losses[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--global_batch_size", "0"], "0 is not at least 1"),
+        (["--accum_iter", "many"], "invalid positive value: 'many'"),
+        (["--num_workers", "-1"], "--num_workers must be at least 0"),
+        (["--batch"], "unrecognized arguments: --batch"),
+        (["--data", "nowhere.h5"], "unreadable-source"),
+        (["--data", str(HERE / "train.py")], "unknown-format"),
+        (["--resume", "nowhere.pt"], "cannot resume from nowhere.pt"),
+        (["--resume", str(HERE / "README.md")], "cannot resume from"),
+        (["--ckpt_dir", str(HERE / "README.md")], "cannot write checkpoints to"),
+        (["--global_batch_size", "512"], "384 clips are less than one effective batch of 512"),
+    ],
+)
+def test_bad_flags_and_missing_files(
+    data: Path,
+    scripts: dict[str, ModuleType],
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    said: str,
+) -> None:
+    with pytest.raises(SystemExit) as ending:
+        scripts["train"].main(["--data", str(data), *flags])
+    assert ending.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_file_of_something_else(
+    tmp_path: Path, scripts: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    import h5py
+
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["images"] = [1, 2, 3]
+    with pytest.raises(SystemExit) as ending:
+        scripts["train"].main(["--data", str(tmp_path / "other.h5")])
+    assert ending.value.code == 2
+    assert "has no captions, mels, text_whole, text_words" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--clips", "0"], ["--out", "/nowhere/clips.h5"]])
+def test_data_that_cannot_be_made(flags: list[str], scripts: dict[str, ModuleType]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        scripts["make_data"].main(flags)
+    assert ending.value.code == 2

@@ -1,0 +1,41 @@
+"""A watch whose alarms a test sets, in the place of the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from legroom.model import Alarm
+
+
+def filling(left: float = 60.0, level: Any = "warning", code: str = "ram-filling") -> Alarm:
+    message = f"{code} in about {left:.0f} s"
+    return Alarm(code, code.partition("-")[0], level, message, 0.0, {"full_in_seconds": left})
+
+
+class StagedWatch:
+    """Says what it is told to say."""
+
+    def __init__(self, log: Any, on_alarm: Callable[[Alarm], object]) -> None:
+        self.log, self._on_alarm = log, on_alarm
+        self.alarms: tuple[Alarm, ...] = ()
+        self.marks: list[str] = []
+        self.steps = 0
+        self.entered = self.left = 0
+
+    def raise_alarm(self, alarm: Alarm) -> None:
+        self.alarms = (alarm,)
+        self._on_alarm(alarm)
+
+    def mark(self, text: str) -> None:
+        self.marks.append(text)
+
+    def step(self) -> None:
+        self.steps += 1
+
+    def __enter__(self) -> StagedWatch:
+        self.entered += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.left += 1

@@ -1,0 +1,75 @@
+"""What `legroom run` brings into a script that cannot be edited."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from legroom.errors import BadLimit
+from legroom.rescue.injection import with_gpu_limit, with_loader
+
+
+def _run(folder: Path, options: list[str], script: str, **more: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(script)
+    return subprocess.run(
+        [sys.executable, "-m", "legroom", "run", *options, "--", sys.executable, "train.py"], cwd=folder,
+        env={**os.environ, "XDG_STATE_HOME": str(folder / "state"), **more},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_the_path_is_put_in_front_once() -> None:
+    both = with_gpu_limit(with_loader({"PYTHONPATH": "/theirs"}), "0.8")
+    parts = both["PYTHONPATH"].split(os.pathsep)
+    assert parts[0].endswith("inject") and parts[1] == "/theirs" and len(parts) == 3
+    assert both["LEGROOM_LOADER"] == "legroom" and both["LEGROOM_GPU_LIMIT"] == "0.8"
+    with pytest.raises(BadLimit):
+        with_gpu_limit({}, "1.5")
+
+
+@pytest.mark.parametrize("amount", ["0", "1.5", "a lot", "-3GB"])
+def test_a_bad_limit_is_told_before_anything_starts(amount: str, tmp_path: Path) -> None:
+    done = _run(tmp_path, [f"--gpu-limit={amount}"], "print('started')")
+    assert done.returncode == 2 and "started" not in done.stdout and "bad-limit" not in done.stdout
+    assert amount in done.stderr
+
+
+def test_torch_gets_our_loader_and_the_limit(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    script = """
+import sys
+assert not any(name.startswith("legroom") for name in sys.modules)  # nothing before torch
+import torch
+from torch.utils.data import DataLoader
+print(DataLoader.__module__, [call[0].__module__ for call in torch.cuda._queued_calls if "legroom" in call[0].__module__])
+"""
+    done = _run(tmp_path, ["--loader", "legroom", "--gpu-limit", "8GB"], script)
+    assert done.stdout.split() == ["legroom.loader.dataloader", "['legroom.gpu.environment']"], done.stderr
+    assert _run(tmp_path, [], script).stdout.split() == ["torch.utils.data.dataloader", "[]"]
+
+
+# As much of torch as the limit touches; CUDA starts at once and has no card.
+FAKE = """
+__version__ = "0"
+class cuda:
+    @staticmethod
+    def _lazy_call(call): call()
+    @staticmethod
+    def device_count(): raise RuntimeError("no card of this fake")
+"""
+
+
+def test_a_limit_that_cannot_be_put_is_told_and_the_script_runs(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(FAKE)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "sitecustomize.py").write_text("print('theirs too')")
+    done = _run(
+        tmp_path, ["--gpu-limit", "0.5"], "import torch; print('ran')", PYTHONPATH=str(tmp_path / "theirs")
+    )
+    assert done.returncode == 0 and done.stdout.splitlines()[-2:] == ["theirs too", "ran"], done.stderr
+    assert "legroom: no limit on the card: RuntimeError: no card of this fake" in done.stderr
