@@ -8,6 +8,15 @@ from functools import cache
 import pytest
 import rigs
 
+try:
+    from hypothesis import settings
+except ImportError:  # `make gpu` needs pytest alone
+    pass
+else:
+    # Speed is never asserted: on a busy machine an example may take its time.
+    settings.register_profile("legroom", deadline=None)
+    settings.load_profile("legroom")
+
 
 @cache
 def _why_not(need: str) -> str | None:

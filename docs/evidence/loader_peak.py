@@ -1,7 +1,8 @@
 """torch's loader holds up to workers × prefetch + 2 batches in /dev/shm, and every tensor takes whole pages.
 
-Covers: the peak for three settings, the bytes of one tensor under each sharing strategy, a batch of 50 small
-tensors, a batch of numpy arrays. Does not cover: batches that the consumer keeps (they come on top).
+Covers: the peak for three settings, in one epoch and over several, with and without persistent workers; the bytes of
+one tensor under each sharing strategy, a batch of 50 small tensors, a batch of numpy arrays. Does not cover: batches
+that the consumer keeps (they come on top).
 """
 
 from __future__ import annotations
@@ -32,14 +33,25 @@ def settle() -> None:
             since, last = time.monotonic(), now
 
 
-def peak(collate: Callable[[object], object], workers: int, prefetch: int) -> int:
-    """The most that one pass took from /dev/shm."""
+def peak(
+    collate: Callable[[object], object],
+    workers: int,
+    prefetch: int,
+    epochs: int = 1,
+    *,
+    persistent: bool = False,
+) -> int:
+    """The most that so many passes took from /dev/shm, the loop's variable living on from one to the next."""
     from torch.utils.data import DataLoader
 
-    rows = range(workers * prefetch + 6)
+    loader = DataLoader(
+        range(workers * prefetch + 6), 1, num_workers=workers, prefetch_factor=prefetch, collate_fn=collate,
+        persistent_workers=persistent,
+    )  # fmt: skip
     with ex.ShmPeak() as shm:
-        for _batch in DataLoader(rows, 1, num_workers=workers, prefetch_factor=prefetch, collate_fn=collate):
-            settle()
+        for _ in range(epochs):
+            for _batch in loader:
+                settle()
     return shm.most
 
 
@@ -60,13 +72,23 @@ def inside() -> None:
     torch.multiprocessing.set_sharing_strategy(STRATEGIES[0])  # the default on Linux
     large = torch.ones(BATCH, dtype=torch.uint8)
     peaks = [(w, p, peak(lambda _: large.clone().share_memory_(), w, p)) for w, p in SETTINGS]
+    again = [
+        peak(lambda _: large.clone().share_memory_(), 2, 2, 3, persistent=kept) for kept in (False, True)
+    ]
     arrays = peak(lambda _: numpy.ones(BATCH, dtype=numpy.uint8), 2, 2)
     held = iter(torch.utils.data.DataLoader(range(8), num_workers=2))  # to count its semaphores
     semaphores = Path("/proc/self/maps").read_text().count("/dev/shm/sem.")
     del held
     print(
         json.dumps(
-            {"peaks": peaks, "numpy": arrays, "small": small, "pages": pages, "semaphores": semaphores}
+            {
+                "peaks": peaks,
+                "again": again,
+                "numpy": arrays,
+                "small": small,
+                "pages": pages,
+                "semaphores": semaphores,
+            }
         )
     )
 
@@ -83,6 +105,8 @@ def main() -> None:
         ("workers", "prefetch", "peak, in batches of 8 MiB", "workers × prefetch + 1 … 2"),
         [(w, p, f"{size:.2f}", f"{w * p + 1} … {w * p + 2}") for w, p, size in peaks],
     )
+    anew, living = (size / BATCH for size in found["again"])
+    print(f"three epochs of 2 × 2: {anew:.2f} batches, with persistent workers {living:.2f}\n")
     taken = {(strategy, nbytes): pages for strategy, nbytes, pages in found["pages"]}
     head = ("one tensor of", *(f"pages with {way}" for way in STRATEGIES))
     ex.table(head, [(f"{size} B", *(taken[way, size] for way in STRATEGIES)) for size in SIZES])
@@ -96,6 +120,8 @@ def main() -> None:
     ex.verdict(
         {
             "peaks of w × p + 1 … 2": all(w * p + 1 <= size <= w * p + 2 + room for w, p, size in peaks),
+            "workers started anew hold one batch more": 2 * 2 + 2 <= anew <= 2 * 2 + 3 + 2 * room,
+            "persistent workers do not": living <= 2 * 2 + 2 + room,
             "file_system: 64 bytes of header": [taken[STRATEGIES[1], size] for size in SIZES]
             == [1, 1, 2, 2, 2],
             "file_descriptor: no header": [taken[STRATEGIES[0], size] for size in SIZES] == [1, 1, 1, 1, 2],

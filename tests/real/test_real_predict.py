@@ -51,8 +51,9 @@ def _case(setting: tuple[Any, ...], batches: int | None = None, **more: Any) -> 
 
 def _predicted(case: dict[str, Any]) -> int:
     loader = Loader(
-        tuple(case["tensors"]), case["workers"], case["prefetch"], case["batches"], sharing=case["sharing"]
-    )
+        tuple(case["tensors"]), case["workers"], case["prefetch"], case["batches"],
+        again=case.get("epochs", 1) > 1, sharing=case["sharing"],
+    )  # fmt: skip
     return need(Workload(loaders=(loader,) * case["loaders"])).shm
 
 
@@ -104,6 +105,11 @@ def test_the_last_batch_of_an_epoch_lives_into_the_next() -> None:
     _assert_predicted([_case(setting, batches, epochs=2) for setting in settings for batches in (1, 3)])
 
 
+def test_workers_of_the_next_epoch_hold_the_last_batch_to_its_end() -> None:
+    settings = [(2, 2, 4 * MB, 1, sharing, 1) for sharing in SHARING]
+    _assert_predicted([_case(setting, 8, epochs=3) for setting in settings])
+
+
 @pytest.mark.soak
 def test_the_peak_is_predicted_over_the_whole_grid() -> None:
     _assert_predicted([_case(setting) for setting in GRID])
@@ -116,10 +122,10 @@ def _drawn(count: int, seed: int) -> list[dict[str, Any]]:
     for _ in range(count):
         workers, prefetch = chance.randint(1, 4), chance.randint(1, 4)
         batches = chance.choice((workers * prefetch + 3, chance.randint(1, 12)))
-        flying = min(workers * prefetch + 2, batches + 1)
+        flying = min(workers * prefetch + 3, batches + 1)
         total = int(64 * MB / flying * chance.uniform(0.7, 1.5))
         setting = (workers, prefetch, total, 1, chance.choice(SHARING), chance.choice((1, 2, 7, 50)))
-        cases.append(_case(setting, batches, check=True))
+        cases.append(_case(setting, batches, epochs=2, check=True))
     return cases
 
 

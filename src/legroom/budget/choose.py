@@ -92,6 +92,7 @@ def workload(measured: Measured, ask: Ask, rung: Rung) -> Workload:
         workers=rung.workers,
         prefetch=rung.prefetch,
         batches=_batches(measured, ask, rung.batch),
+        again=not preset(ask.preset).persistent,
         pin_memory=rung.pin,
         kind=ask.loader_kind,
         source=measured.source,

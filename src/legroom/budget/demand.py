@@ -44,6 +44,7 @@ class Demand:
     workers: int = 0
     prefetch: int = 2
     pin_memory: bool = False
+    persistent: bool = False  # workers live on from epoch to epoch
     kind: Literal["torch", "legroom"] = "torch"
     val_batch: int | None = None  # samples; None: as in training
     val_workers: int | None = None  # None: there is no validation loader
@@ -102,6 +103,7 @@ def _loader(demand: Demand, batch: Batch, workers: int) -> Loader:
         workers=workers,
         prefetch=demand.prefetch,
         batches=None if batch.rows is None else max(1, -(-batch.rows // (batch.samples * demand.ranks))),
+        again=not demand.persistent,
         pin_memory=demand.pin_memory,
         kind=demand.kind,
         source=batch.source,

@@ -37,6 +37,7 @@ def plan(
     batch_size: int | None = None,
     num_workers: int = 0,
     prefetch_factor: int = 2,
+    persistent_workers: bool = False,
     pin_memory: bool = False,
     loader: Literal["torch", "legroom"] = "torch",
     val_batch: int | None = None,
@@ -56,7 +57,8 @@ def plan(
     """
     host = host or Host()
     demand = Demand(
-        workers=num_workers, prefetch=prefetch_factor, pin_memory=pin_memory, kind=loader,
+        workers=num_workers, prefetch=prefetch_factor, persistent=persistent_workers, pin_memory=pin_memory,
+        kind=loader,
         val_batch=val_batch, val_workers=val_workers, ranks=ranks, per_process=_size(per_process),
         process_ram=_size(process_ram), nccl=_size(nccl) or 0, params=params, optimizer=optimizer, dtype=dtype,
         gpu=_size(gpu_bytes),

@@ -38,7 +38,16 @@ def flights(loader: Loader) -> int:
     While the next batch is fetched the last one is still bound, and that is so across epochs: the last batch of
     one epoch lives while the first of the next arrive. Hence one more than an epoch's batches.
     """
-    most = batches_in_flight(loader.workers, loader.prefetch)
+    most = batches_in_flight(loader.workers, loader.prefetch, again=loader.again)
+    return _within_epoch(loader, most)
+
+
+def _own_flights(loader: Loader) -> int:
+    """The same without the batch that only workers still map: it is nobody's descriptor and not pinned."""
+    return _within_epoch(loader, batches_in_flight(loader.workers, loader.prefetch))
+
+
+def _within_epoch(loader: Loader, most: int) -> int:
     return most if loader.batches is None else min(most, loader.batches + 1)
 
 
@@ -165,7 +174,7 @@ def _pinned(workload: Workload) -> Iterator[Term]:
             continue
         batch = sum(pinned_size(nbytes) for nbytes in loader.tensors)
         # The pinning thread empties the workers' queue, so all that is in flight may lie pinned before the consumer.
-        held = flights(loader) if loader.workers else 2
+        held = _own_flights(loader) if loader.workers else 2
         text = say(
             "{held} pinned batches of {batch}, rounded up to powers of two{times}",
             held=held, batch=format_size(batch), times=_times(count),
@@ -204,9 +213,9 @@ def _fds(workload: Workload) -> Iterator[Term]:
         if loader.kind == "torch" and loader.sharing == "file_descriptor":
             text = say(
                 "a descriptor for each tensor of {flights} batches",
-                flights=flights(loader),
+                flights=_own_flights(loader),
             )  # fmt: skip
-            yield Term("fds", flights(loader) * len(loader.tensors), text, loader.source)
+            yield Term("fds", _own_flights(loader) * len(loader.tensors), text, loader.source)
 
 
 def _gpu(workload: Workload) -> Iterator[Term]:
@@ -218,10 +227,14 @@ def _gpu(workload: Workload) -> Iterator[Term]:
 
 
 def _flights_text(loader: Loader) -> str:
-    most = batches_in_flight(loader.workers, loader.prefetch)
+    most = batches_in_flight(loader.workers, loader.prefetch, again=loader.again)
     if flights(loader) < most:
         return say("{batches} in an epoch + 1", batches=loader.batches)
-    return say("{workers} workers × {prefetch} + 2", workers=loader.workers, prefetch=loader.prefetch)
+    beyond = 3 if loader.again else 2
+    return say(
+        "{workers} workers × {prefetch} + {beyond}",
+        workers=loader.workers, prefetch=loader.prefetch, beyond=beyond,
+    )  # fmt: skip
 
 
 def _locks_text(loader: Loader, count: int) -> str:

@@ -3,7 +3,8 @@
 Covers: for torch's loader, how large a batch may be for a given number of workers and prefetch, from what
 /dev/shm and RAM have free now. Does not cover: choosing settings for a known dataset and step time.
 
-The bound is facts, not taste: torch's loader holds up to workers × prefetch + 2 batches in /dev/shm
+The bound is facts, not taste: torch's loader holds up to workers × prefetch + 2 batches in /dev/shm, and one more where
+workers start anew for each epoch
 (docs/evidence/loader-peak.md), each tensor in whole pages after 64 bytes of header (the header is there under the
 file_system strategy only; leaving room for it costs at most a page).
 """
@@ -21,9 +22,13 @@ _CHOICES = ((4, 2), (2, 2), (1, 1))
 _PIN_ROOM = 0.1  # pinned memory cannot be reclaimed: not where less than this share of RAM is free
 
 
-def batches_in_flight(workers: int, prefetch: int) -> int:
-    """How many batches torch's loader may hold in /dev/shm at once."""
-    return workers * prefetch + 2 if workers else 0
+def batches_in_flight(workers: int, prefetch: int, *, again: bool = False) -> int:
+    """How many batches torch's loader may hold in /dev/shm at once.
+
+    ``again``: workers start anew for every epoch. While they are forked the last batch of the epoch before is still
+    bound to the loop's variable; they inherit the map of it, and keep it alive until their own epoch ends.
+    """
+    return workers * prefetch + 2 + again if workers else 0
 
 
 def largest_batch(room: int, workers: int, prefetch: int) -> int:

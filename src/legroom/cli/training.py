@@ -41,6 +41,7 @@ _OPTIONS = (
     click.option("--sample-bytes", type=SIZE, metavar="SIZE", help="Bytes of one sample."),
     click.option("--workers", type=int, default=0, show_default=True, help="num_workers of the loader."),
     click.option("--prefetch", type=int, default=2, show_default=True, help="prefetch_factor of the loader."),
+    click.option("--persistent-workers", is_flag=True, help="Its workers live on from epoch to epoch."),
     click.option("--pin-memory", is_flag=True, help="The loader pins its batches."),
     click.option(
         "--loader", type=click.Choice(["torch", "legroom"]), default="torch", show_default=True,

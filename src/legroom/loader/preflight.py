@@ -33,6 +33,7 @@ def check(
     batch_size: int,
     num_workers: int = 0,
     prefetch_factor: int = 2,
+    persistent_workers: bool = False,
     pin_memory: bool = False,
     collate_fn: Callable[[Any], Any] | str | None = None,
     loader: Literal["torch", "legroom"] = "torch",
@@ -65,7 +66,8 @@ def check(
             fix=(say("give the directory they go to"),),
         )
     demand = Demand(
-        workers=num_workers, prefetch=prefetch_factor, pin_memory=pin_memory, kind=loader, val_batch=val_batch,
+        workers=num_workers, prefetch=prefetch_factor, persistent=persistent_workers, pin_memory=pin_memory,
+        kind=loader, val_batch=val_batch,
         val_workers=val_workers, ranks=ranks, per_process=None if per_process is None else parse_size(per_process),
         process_ram=None if process_ram is None else parse_size(process_ram), params=params,
         optimizer=optimizer, dtype=dtype, checkpoint=checkpoint,

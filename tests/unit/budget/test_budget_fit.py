@@ -33,8 +33,8 @@ def test_a_small_shm_breaks_by_so_much() -> None:
     (problem,) = plan.problems
     assert plan.verdict == "too-big" and problem.pool == "shm"
     assert problem.missing == need(LOADER).shm - 64 * MB and problem.free == 64 * MB
-    assert "shm: 240 MB needed, 64 MB free, 176 MB too little" in problem.message
-    assert any("remount,size=512M" in step for step in plan.fix)
+    assert "shm: 264 MB needed, 64 MB free, 200 MB too little" in problem.message
+    assert any("remount,size=1G" in step for step in plan.fix)
     assert plan.fix[-1].startswith("check:")
 
 

@@ -89,7 +89,7 @@ def test_a_predicted_need_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixt
     np.save(path, np.zeros((1024, 64, 64, 3), np.uint8))
     options = ("--gpus", "2", "--data", str(path), "--batch", "16", "--workers", "4", "--prefetch", "2")
     report = _json(capsys, *options, "--root", BARE)
-    one = 10 * -(-(16 * 12288 + 64) // 4096) * 4096 + 40 * 4096
+    one = 11 * -(-(16 * 12288 + 64) // 4096) * 4096 + 40 * 4096
     assert report["need"]["shm"] == 2 * one
     assert any("images.npy" in term["source"] for term in report["terms"])
     assert any("float32" in note for note in report["notes"])
