@@ -28,7 +28,7 @@ class Loader:
     workers: int = 0
     prefetch: int = 2
     batches: int | None = None  # in an epoch; None: enough to fill every queue
-    again: bool = True  # workers start anew for a further epoch; not where they are persistent, or for one epoch alone
+    again: bool = True  # workers start anew for every epoch; not where they are persistent, or for one epoch
     pin_memory: bool = False
     kind: Literal["torch", "legroom"] = "torch"
     sharing: Sharing = "file_descriptor"
