@@ -89,7 +89,8 @@ class Loader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin the next pass where that state was taken."""
-        self._stood = resume.checked(state)
+        stood = resume.checked(state)
+        self._stood = stood if self._iterable else resume.in_batches_of(self, stood)
         self._progress = None
         if not self._stood["begun"]:
             resume.restore(self, self._stood["generators"])

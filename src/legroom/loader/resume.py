@@ -72,6 +72,7 @@ def state_of(loader: Any, progress: Progress | None, iterable: bool) -> dict[str
             "version": VERSION,
             "begun": False,
             "yielded": 0,
+            "batch_size": loader.batch_size,
             "generators": drawn,
             "workers": {},
             "dataset": None,
@@ -80,6 +81,7 @@ def state_of(loader: Any, progress: Progress | None, iterable: bool) -> dict[str
         "version": VERSION,
         "begun": True,
         "yielded": progress.yielded,
+        "batch_size": loader.batch_size,
         "generators": dict(progress.generators),
         "workers": {worker: pickle.loads(one) for worker, one in progress.workers.items()},
         "dataset": None,
@@ -104,6 +106,21 @@ def checked(state: Mapping[str, Any]) -> dict[str, Any]:
     raise UsageError(
         "this is not the state of a legroom.DataLoader", why=why, fix=("give what its state_dict() returned",)
     )
+
+
+def in_batches_of(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """The state counted in this loader's batches: a training that died may go on with smaller ones."""
+    then, now = state.get("batch_size"), loader.batch_size
+    if then is None or now is None or then == now:
+        return state
+    samples = int(state["yielded"]) * then
+    if samples % now:
+        raise UsageError(
+            say("cannot go on with batches of {now}", now=now),
+            why=say("{samples} samples were given out, in batches of {then}", samples=samples, then=then),
+            fix=(say("use a batch size that divides {then}", then=then),),
+        )
+    return {**state, "yielded": samples // now, "batch_size": now}
 
 
 def restore(loader: Any, states: Mapping[str, Any]) -> None:

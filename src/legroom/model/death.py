@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from legroom.model.sample import Alarm
+
 Cause = Literal[
     "shm-full",
     "ram-oom-kill",
@@ -169,6 +171,9 @@ class Attempt:
     readings: tuple[Reading, ...] = ()
     peaks: Mapping[str, Level] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    alarms: tuple[
+        Alarm, ...
+    ] = ()  # as they were raised; ``since`` counts from the start, as a reading's ``when``
 
 
 @dataclass(frozen=True, slots=True)

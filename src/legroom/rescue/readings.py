@@ -4,14 +4,15 @@ Covers: a slow look every second or two (RAM, swap, descriptors, cards, pressure
 /dev/shm, which fills in the time a loader takes for a batch; a bounded history of both. Does not cover: watching for
 people (monitor).
 
-This is the only place where a supervised run samples. A look at /dev/shm is one system call. The history keeps
-every reading of the last minute and thins what is older, so that a run of days ends with a few thousand.
+This is the only place where a supervised run samples the pools; what alarms need besides is in
+alarm_watch.py. A look at /dev/shm is one system call. The history keeps every reading of the last minute and thins
+what is older, so that a run of days ends with a few thousand.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from legroom.model.death import Level, Reading
@@ -31,6 +32,14 @@ _PAGE = 4096
 _MOST_PROCESSES = 64  # whose descriptors are counted
 
 
+@dataclass(frozen=True, slots=True)
+class Cards:
+    """The cards' levels by pool, and what each process holds on them."""
+
+    levels: Mapping[str, Level] = field(default_factory=dict)
+    held: Mapping[int, int] = field(default_factory=dict)
+
+
 @dataclass
 class Readings:
     """What was seen of one attempt."""
@@ -39,15 +48,17 @@ class Readings:
     home: Home
     pids: Callable[[], list[int]]  # the job's processes
     clock: Callable[[], float] = time.monotonic
-    cards: Callable[[], dict[str, Level]] | None = None
+    look_at_cards: Callable[[], Cards] | None = None
     history: list[Reading] = field(default_factory=list)
     peaks: dict[str, Level] = field(default_factory=dict)
     seen_pids: set[int] = field(default_factory=set)
+    present: list[int] = field(default_factory=list)  # the job's processes at the last slow look
+    nearest: int | None = None  # the one of them whose descriptors are "fds"
+    cards: Cards = field(default_factory=Cards)
     _ram: RamLevel = field(init=False)
     _began: float = 0.0
     _slow_at: float = 0.0
     _gpu_at: float = 0.0
-    _gpu: dict[str, Level] = field(default_factory=dict)
     _kills: int | None = None
     _refaults: int | None = None
     _kept_shm: Level | None = None
@@ -72,16 +83,24 @@ class Readings:
         """How long to wait before the next look."""
         return _by_age(PAUSES, self.age)
 
-    def look(self) -> None:
-        """The fast look, and the slow one when it is time for it."""
+    @property
+    def slow_pause(self) -> float:
+        """Seconds between slow looks."""
+        return _by_age(SLOW, self.age)
+
+    def look(self) -> Reading | None:
+        """The fast look, and the slow one when it is time for it, which is given back."""
         shm = self.shm()
         if shm is not None:
             self._peak("shm", shm)
-        if self.clock() - self._slow_at >= _by_age(SLOW, self.age):
+        if self.clock() - self._slow_at >= self.slow_pause:
             self._slow_at = self.clock()
-            self._keep(self._slow(shm))
-        elif shm is not None and self._jumped(shm):
+            reading = self._slow(shm)
+            self._keep(reading)
+            return reading
+        if shm is not None and self._jumped(shm):
             self._keep(Reading(self.age, {"shm": shm}))
+        return None
 
     def last(self) -> Level | None:
         """The look at the moment of death: /dev/shm as it is, and the counters."""
@@ -104,7 +123,7 @@ class Readings:
 
     def _slow(self, shm: Level | None) -> Reading:
         levels: dict[str, Level] = {} if shm is None else {"shm": shm}
-        pids = self.pids()
+        pids = self.present = self.pids()
         self.seen_pids.update(pids)
         if (ram := self._ram.read(str(pids[0]) if pids else "self")) is not None:
             levels["ram"] = ram
@@ -112,9 +131,9 @@ class Readings:
             levels["swap"] = swap
         if (fds := self._descriptors(pids)) is not None:
             levels["fds"] = fds
-        if self.cards is not None and self.clock() - self._gpu_at >= _GPU_EVERY:
-            self._gpu_at, self._gpu = self.clock(), self.cards()
-        levels.update(self._gpu)
+        if self.look_at_cards is not None and self.clock() - self._gpu_at >= _GPU_EVERY:
+            self._gpu_at, self.cards = self.clock(), self.look_at_cards()
+        levels.update(self.cards.levels)
         for name, level in levels.items():
             self._peak(name, level)
         return Reading(self.age, levels, self._swapped_back(), self.kills(), self._stalled())
@@ -140,13 +159,14 @@ class Readings:
         """Of the process nearest its own limit."""
         from legroom.probe.process import parse_limits
 
-        found = []
+        found = {}
         for pid in pids[:_MOST_PROCESSES]:
             names = self.host.names(f"/proc/{pid}/fd")
             limit = parse_limits(self.host.text(f"/proc/{pid}/limits") or "").get("Max open files")
             if names and limit:
-                found.append(Level(len(names), limit))
-        return max(found, key=lambda level: level.share, default=None)
+                found[pid] = Level(len(names), limit)
+        self.nearest = max(found, key=lambda pid: found[pid].share, default=None)
+        return None if self.nearest is None else found[self.nearest]
 
     def _peak(self, name: str, level: Level) -> None:
         old = self.peaks.get(name)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.model.death import Attempt, Story, Verdict
+from legroom.monitor.record import alarm_object
 
 
 def as_object(story: Story) -> dict[str, Any]:
@@ -57,6 +58,7 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
         "exit": attempt.ending.exit_status,
         **verdict_object(attempt.verdict),
         "peaks": {name: dataclasses.asdict(level) for name, level in attempt.peaks.items()},
+        "alarms": [alarm_object(alarm) for alarm in attempt.alarms],
         "readings": [
             {
                 "when": round(reading.when, 3),

@@ -74,11 +74,22 @@ def _attempt(attempt: Attempt) -> list[str]:
         sure = say("{cause}, {sure:.0%} sure", cause=verdict.cause, sure=verdict.confidence)
         parts.append(f'<p class="verdict"><b>{escape(sure)}</b><br>{escape(verdict.summary)}</p>')
         parts.append(_list(verdict.evidence or (ended(attempt.ending),)))
-    parts.append(plot(attempt.readings))
+    parts.append(plot(attempt.readings, [alarm.since for alarm in attempt.alarms]))
+    parts.append(_alarms(attempt))
     parts.append(_peaks(attempt))
     if verdict is not None and verdict.fix:
         parts += [f"<p>{escape(say('What to do'))}</p>", _list(verdict.fix)]
     return parts
+
+
+def _alarms(attempt: Attempt) -> str:
+    """What was told while it lived, with the numbers that the plot has."""
+    rows = []
+    for number, alarm in enumerate(attempt.alarms, start=1):
+        when = format_duration(alarm.since)
+        words = (str(number), when, alarm.level, alarm.code, alarm.message)
+        rows.append("<tr>" + "".join(f"<td>{escape(word)}</td>" for word in words) + "</tr>")
+    return f"<table>{''.join(rows)}</table>" if rows else ""
 
 
 def _peaks(attempt: Attempt) -> str:

@@ -1,6 +1,6 @@
 """Every pool up to a death, as one SVG.
 
-Covers: drawing readings. Does not cover: the page around it (report_html.py).
+Covers: drawing readings, and when alarms were raised. Does not cover: the page around it (report_html.py).
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ _LINES = {
     "swap": ("#8a6d3b", "6 3"),
     "fds": ("#6a4c93", "2 3"),
 }
+_LABEL = 34  # as wide as two numbers
 _CARD = ("#2a9d5c", "8 3 2 3")
 
 
-def plot(readings: Sequence[Reading]) -> str:
-    """How full each pool was, in percent, over the attempt's life; empty where nothing was read."""
+def plot(readings: Sequence[Reading], alarms: Sequence[float] = ()) -> str:
+    """How full each pool was, in percent, over the attempt's life; empty where nothing was read.
+
+    ``alarms`` are seconds since the start; each is drawn with its number in the row.
+    """
     names = sorted({name for reading in readings for name in reading.levels})
     if not names:
         return ""
@@ -32,6 +36,7 @@ def plot(readings: Sequence[Reading]) -> str:
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="How full each pool was">',
         *_grid(span),
+        *_raised(alarms, span),
     ]
     labels: list[tuple[float, str, str]] = []
     for name in names:
@@ -57,6 +62,25 @@ def _grid(span: float) -> list[str]:
         lines.append(
             f'<text x="{_x(span * part, span):.0f}" y="{HEIGHT - 8}" text-anchor="middle">{label}</text>'
         )
+    return lines
+
+
+def _raised(alarms: Sequence[float], span: float) -> list[str]:
+    """A line for each alarm with its number on top; those too near each other for that share one label."""
+    lines, groups = [], list[tuple[float, int, int]]()  # where a label is, its first and last number
+    for number, when in enumerate(alarms, start=1):
+        x = _x(when, span)
+        lines.append(
+            f'<line x1="{x:.0f}" x2="{x:.0f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" stroke="#e08e0b" '
+            'stroke-dasharray="3 3"/>'
+        )
+        if groups and x - groups[-1][0] < _LABEL:
+            groups[-1] = (groups[-1][0], groups[-1][1], number)
+        else:
+            groups.append((x, number, number))
+    for x, first, last in groups:
+        text = str(first) if first == last else f"{first}–{last}"
+        lines.append(f'<text x="{x:.0f}" y="{_TOP - 2}" text-anchor="middle">{text}</text>')
     return lines
 
 

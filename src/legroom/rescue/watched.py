@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from legroom.model import Box
 from legroom.model.death import Attempt, Ending, Evidence, Level, Verdict
 from legroom.probe.host import Host
+from legroom.rescue.alarm_watch import AlarmWatch
 from legroom.rescue.cgroup_home import Home
 from legroom.rescue.child import Child
 from legroom.rescue.classify import classify
@@ -25,7 +26,7 @@ from legroom.rescue.flags import LEVERS, knobs
 from legroom.rescue.log_reader import facts_of
 from legroom.rescue.order import Order
 from legroom.rescue.output import Output
-from legroom.rescue.readings import Readings
+from legroom.rescue.readings import Cards, Readings
 from legroom.rescue.stall import StallWatch, cpu_seconds
 from legroom.words import say
 
@@ -58,7 +59,8 @@ class Watched:
         """Start it, wait for its end, say what ended it."""
         self._output = Output(stdout=self.order.stdout)
         streams = self._output.open()
-        readings = Readings(self.host, self.home, list, cards=_cards(self.host))
+        readings = Readings(self.host, self.home, list, look_at_cards=_cards(self.host))
+        alarms = AlarmWatch(readings)
         witness = Witness(self.host, self.home, readings, self.order.folders)
         witness.begin()
         try:
@@ -68,7 +70,7 @@ class Watched:
                 )
                 self._output.start()
                 readings.pids = lambda: child.pids(self.host)
-                ending, shm_at_end = self._wait(child, readings)
+                ending, shm_at_end = self._wait(child, readings, alarms)
                 fine = ending.fine and self.stalled_on is None
                 if not fine:
                     child.end_all()  # what is left of it would hold memory, ports and files of the next attempt
@@ -91,16 +93,20 @@ class Watched:
             verdict=verdict,
             readings=tuple(readings.history),
             peaks=dict(readings.peaks),
+            alarms=tuple(alarms.raised),
         )
 
-    def _wait(self, child: Child, readings: Readings) -> tuple[Ending, Level | None]:
+    def _wait(self, child: Child, readings: Readings, alarms: AlarmWatch) -> tuple[Ending, Level | None]:
         stall = StallWatch(self.order.stall)
         stall_at = 0.0
         while True:
             ending = child.wait(readings.pause)
             if ending is not None:
                 return ending, readings.last()
-            readings.look()
+            reading = readings.look()
+            if reading is not None:
+                for alarm in alarms.look(reading):
+                    self.tell(f"{alarm.level} {alarm.code}: {alarm.message}")
             now = time.monotonic()
             if self._deadline is not None and now >= self._deadline:
                 child.end_all()
@@ -173,16 +179,24 @@ def with_fixes(verdict: Verdict, evidence: Evidence, box: Box) -> Verdict:
     return replace(verdict, fix=lines)
 
 
-def _cards(host: Host) -> Callable[[], dict[str, Level]] | None:
+def _cards(host: Host) -> Callable[[], Cards] | None:
     if not host.exists("/dev/nvidiactl"):
         return None
 
-    def look() -> dict[str, Level]:
+    def look() -> Cards:
         from legroom.probe.gpu import gpu_pools, gpus
 
-        pools = gpu_pools(gpus(host))
-        return {
-            pool.name: Level(pool.used, pool.size) for pool in pools if pool.used is not None and pool.size
+        found = gpus(host)
+        levels = {
+            pool.name: Level(pool.used, pool.size)
+            for pool in gpu_pools(found)
+            if pool.used is not None and pool.size
         }
+        held: dict[int, int] = {}
+        for card in found.cards:
+            for user in card.processes or ():
+                if user.used is not None and user.command is not None:  # else its pid is of another namespace
+                    held[user.pid] = held.get(user.pid, 0) + user.used
+        return Cards(levels, held)
 
     return look

@@ -101,6 +101,21 @@ def test_a_state_survives_torch_save_and_a_second_stop(tmp_path: Path) -> None:
     assert got + numbers(loader) == expected
 
 
+def test_going_on_with_smaller_batches_gives_no_sample_twice() -> None:
+    loader = legroom.DataLoader(samples.Rows("scalar tensor"), 4, shuffle=True)
+    before = numbers(itertools.islice(loader, 2))
+    smaller = legroom.DataLoader(samples.Rows("scalar tensor"), 2, shuffle=True)
+    smaller.load_state_dict(loader.state_dict())
+    assert smaller.state_dict()["yielded"] == 4
+    after = numbers(smaller)
+    assert {len(batch) for batch in after[:-1]} == {2}
+    assert sorted(itertools.chain(*before, *after)) == sorted(itertools.chain(*numbers(loader)))
+    with pytest.raises(UsageError, match="cannot go on with batches of 3"):
+        legroom.DataLoader(samples.Rows("scalar tensor"), 3).load_state_dict(
+            {**loader.state_dict(), "yielded": 2}
+        )
+
+
 @pytest.mark.parametrize("options", [{"batch_size": None}, {"batch_sampler": [[1, 2], [3], [4, 5]]}], ids=str)
 def test_resuming_other_samplers(options: dict[str, Any]) -> None:
     make = lambda: legroom.DataLoader(samples.Rows("scalar tensor"), num_workers=2, **options)  # noqa: E731

@@ -51,7 +51,8 @@ def test_a_leak_is_told_in_time_and_once_for_each_level(tmp_path: Path) -> None:
     assert 400 - second >= 30
     assert first.message.startswith("ram full in about ")
     assert f"from pid {TRAINER} (python train.py)" in first.message
-    assert first.pids == (TRAINER,) and 0 <= second - first.since <= 10  # counted from the start
+    assert first.pids == (TRAINER,)
+    assert all(alarm.since == when for when, alarm in told)  # counted from the start
     assert [alarm for _, alarm in told] == list(job.alarms.raised)
     assert {alarm.code for _, alarm in told} == {"ram-filling", "ram-near-limit"}
 
@@ -86,4 +87,4 @@ def test_the_report_keeps_and_draws_them() -> None:
     assert [(one["code"], one["since"], one["pids"]) for one in kept] == [("ram-filling", 12.0, [1])] * 2
     shown = page(story)
     assert "ram full, from pid 1 (&lt;b&gt;)" in shown
-    assert ">1,2</text>" in shown  # two of one moment share a line
+    assert ">1–2</text>" in shown  # two of one moment share a label
