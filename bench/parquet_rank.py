@@ -1,7 +1,7 @@
 """One rank of a training on a Parquet file of chats, in a process of its own: run as a script, prints JSON.
 
-    parquet_rank.py hold  read_table|legroom PATH FOLDER NUMBER     holds the data until it is told to end
-    parquet_rank.py train read_table|legroom PATH RANK OF STEPS     trains so many steps
+    parquet_rank.py hold  read_table|legroom PATH FOLDER NUMBER            holds the data until it is told to end
+    parquet_rank.py train read_table|legroom PATH FOLDER RANK OF STEPS     trains so many steps, with the others
 
 Covers: what a rank holds and how fast it steps. Does not cover: judging. ``read_table`` does what scripts do: the whole
 file in Arrow's buffers of every rank. ``legroom`` holds the one shared copy, or streams where ``legroom.tune`` finds
@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 
 BATCH, LENGTH, WIDTH = 16, 128, 96
 STREAM = "64MB"
+COLUMNS = ("prompt", "response")
 
 
 def write_chats(path: Path, size: int) -> None:
@@ -34,7 +35,7 @@ def write_chats(path: Path, size: int) -> None:
         name: pa.StringArray.from_buffers(
             rows, pa.py_buffer(np.arange(0, (rows + 1) * 512, 512, np.int32)), pa.py_buffer(half)
         )
-        for name, half in zip(("prompt", "response"), np.split(letters, 2), strict=True)
+        for name, half in zip(COLUMNS, np.split(letters, 2), strict=True)
     }
     group = pa.table(columns)
     with pq.ParquetWriter(path, group.schema, compression="none", use_dictionary=False) as writer:
@@ -123,15 +124,16 @@ def tokens(texts: list[bytes]) -> Any:
 
 
 def by_read_table(path: str, rank: int, of: int) -> tuple[Iterator[Any], str]:
-    table = pq.read_table(path)
-    order = np.random.default_rng(0).permutation(len(table))[rank::of]
+    return shuffled(pq.read_table(path), rank, of), "read_table"
 
-    def batches() -> Iterator[Any]:
-        while True:
-            for first in range(0, len(order) - BATCH, BATCH):
-                yield _pair(table.take(pa.array(order[first : first + BATCH])))
 
-    return batches(), "read_table"
+def shuffled(table: Any, rank: int, of: int) -> Iterator[Any]:
+    """Rows one by one: ``take`` on a table of many chunks joins them all for every batch."""
+    order = np.random.default_rng(0).permutation(len(table))[rank::of].tolist()
+    while True:
+        for first in range(0, len(order) - BATCH, BATCH):
+            rows = order[first : first + BATCH]
+            yield tuple(tokens([table[name][row].as_py().encode() for row in rows]) for name in COLUMNS)
 
 
 def by_legroom(path: str, rank: int, of: int) -> tuple[Iterator[Any], str]:
@@ -142,16 +144,7 @@ def by_legroom(path: str, rank: int, of: int) -> tuple[Iterator[Any], str]:
         rows, batch_size=BATCH, effective_batch=BATCH * of, ranks=of, collate_fn=collate, step_seconds=0.05
     )
     if not settings.low_memory:
-        data = legroom.open(path)
-        table = data[next(iter(data))]
-        order = np.random.default_rng(0).permutation(len(table))[rank::of]
-
-        def mapped() -> Iterator[Any]:
-            while True:
-                for first in range(0, len(order) - BATCH, BATCH):
-                    yield _pair(table.take(pa.array(order[first : first + BATCH])))
-
-        return mapped(), settings.why["low_memory"]
+        return shuffled(_load("legroom", path), rank, of), settings.why["low_memory"]
     stream = legroom.stream(
         path, batch_size=BATCH, memory=STREAM, shuffle_buffer=4096, rank=rank, world_size=of
     )
@@ -159,18 +152,18 @@ def by_legroom(path: str, rank: int, of: int) -> tuple[Iterator[Any], str]:
     def streamed() -> Iterator[Any]:
         while True:
             for batch in stream:
-                yield _pair(batch)
+                yield tuple(tokens([text.encode() for text in batch[name].to_pylist()]) for name in COLUMNS)
 
     return streamed(), settings.why["low_memory"]
 
 
-def _pair(rows: Any) -> Any:
-    return tuple(
-        tokens([text.encode() for text in rows[name].to_pylist()]) for name in ("prompt", "response")
-    )
+def _meet(folder: Path, rank: int, of: int) -> None:
+    (folder / f"warm-{rank}").touch()
+    while len(list(folder.glob("warm-*"))) < of:
+        time.sleep(0.005)
 
 
-def train(how: str, path: str, rank: int, of: int, steps: int) -> None:
+def train(how: str, path: str, folder: Path, rank: int, of: int, steps: int) -> None:
     import torch
 
     torch.set_num_threads(1)
@@ -181,8 +174,12 @@ def train(how: str, path: str, rank: int, of: int, steps: int) -> None:
     head = torch.nn.Linear(WIDTH, 256)
     model = torch.nn.Sequential(embed, body, head)
     optimizer = torch.optim.AdamW(model.parameters())
-    seconds, loss = [], None
-    for _ in range(steps):
+    seconds, loss, worked = [], None, 0.0
+    warm = steps // 4
+    for step in range(warm + steps):
+        if step == warm:
+            _meet(folder, rank, of)  # while a rank still loads, the others step at another speed
+            worked = time.process_time()
         start = time.perf_counter()
         prompt, response = next(batches)
         loss = torch.nn.functional.cross_entropy(model(prompt).flatten(0, 1), response.flatten())
@@ -193,7 +190,8 @@ def train(how: str, path: str, rank: int, of: int, steps: int) -> None:
     assert loss is not None and bool(loss.isfinite())
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     found = {
-        "rate": (steps - steps // 4) / sum(seconds[steps // 4 :]),  # the first quarter warms up
+        "rate": steps / sum(seconds[warm:]),
+        "cpu": (time.process_time() - worked) / steps,
         "swap": int(status["VmSwap"].split()[0]) * 1024,
         "peak": int(status["VmHWM"].split()[0]) * 1024,
         "why": why,
@@ -206,6 +204,6 @@ if __name__ == "__main__":
     if work == "hold":
         hold(how, path, Path(rest[0]), rest[1])
     else:
-        train(how, path, *map(int, rest))
+        train(how, path, Path(rest[0]), *map(int, rest[1:]))
     sys.stdout.flush()
     os._exit(0)  # gigabytes need not be taken apart one by one

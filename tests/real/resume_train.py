@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,19 +92,30 @@ def _die_at(wanted: str, here: str) -> None:
 
 
 def serve(data: str) -> None:
-    """Fork a training for each request; answer with its pid, then with how it ended."""
+    """Fork a training for each request, kill it after so many seconds if asked to, answer with how it ended."""
     for line in sys.stdin:
         asked = json.loads(line)
         pid = os.fork()
         if not pid:
             try:
-                train(asked["kind"], data, Path(asked["folder"]), asked.get("die", ""))
+                train(asked["kind"], data, Path(asked["folder"]), asked["die"])
             except BaseException:
                 sys.excepthook(*sys.exc_info())
                 os._exit(1)
             os._exit(0)
-        print(pid, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        print(_ended(pid, asked["kill_after"]), flush=True)
+
+
+def _ended(pid: int, kill_after: float | None) -> int:
+    """Only its parent can kill it for sure: until it is waited for, the number stays its own."""
+    deadline = time.monotonic() + (600 if kill_after is None else kill_after)
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.001)
 
 
 if __name__ == "__main__":

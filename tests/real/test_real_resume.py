@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,28 +37,19 @@ class Trainings:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment},
         )  # fmt: skip
 
-    def begin(self, kind: str, folder: Path, die: str = "") -> int:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"kind": kind, "folder": str(folder), "die": die}) + "\n")
+    def run(self, kind: str, folder: Path, die: str = "", kill_after: float | None = None) -> int:
+        """How a training ended."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        asked = {"kind": kind, "folder": str(folder), "die": die, "kill_after": kill_after}
+        self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
-        return self._read()
-
-    def ended(self) -> int:
-        return self._read()
-
-    def run(self, kind: str, folder: Path, die: str = "") -> int:
-        self.begin(kind, folder, die)
-        return self.ended()
+        return int(self._process.stdout.readline())
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(60)
         self._process.stdout.close()
-
-    def _read(self) -> int:
-        assert self._process.stdout is not None
-        return int(self._process.stdout.readline())
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +104,12 @@ def test_killed_at_every_step(
 def test_killed_at_random_moments(
     trainings: Trainings, uninterrupted: dict[str, Any], tmp_path: Path, kind: str
 ) -> None:
-    moments, lives = random.Random(kind), 0
-    while True:
-        pid, lives = trainings.begin(kind, tmp_path), lives + 1
-        time.sleep(moments.uniform(0.01, 0.12))
-        if lives < 8:
-            os.kill(pid, signal.SIGKILL)
-        if trainings.ended() == 0:
+    moments, deaths = random.Random(kind), 0
+    for _ in range(8):
+        if trainings.run(kind, tmp_path, kill_after=moments.uniform(0.01, 0.06)) == 0:
             break
+        deaths += 1
+    else:
+        assert trainings.run(kind, tmp_path) == 0
+    assert deaths
     assert end_of(tmp_path) == uninterrupted[kind]
