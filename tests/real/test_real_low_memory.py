@@ -67,7 +67,7 @@ def test_a_small_box_neither_swaps_nor_dies(chats: Path, store: None) -> None:
         assert ours["ended"] == [0, 0, 0]
         assert (ours["oom_kills"], ours["swap"]) == (0, 0), ours
         assert ours["why"].startswith("low_memory on")  # by what the cgroup leaves: the machine has plenty
-        naive = parquet_ranks.trained("read_table", chats, 4, group, patience=15)
+        naive = parquet_ranks.trained("read_table", chats, 4, group, patience=8)
         assert naive["oom_kills"] or naive["swap"] > 10 * MB, "it fits too: this shows nothing"
 
 
@@ -87,7 +87,7 @@ def test_a_checkpoint_is_asked_for_before_the_kill(tmp_path: Path) -> None:
         "        if guard.step():\n"
         "            (folder / 'saved').write_text(str(step))\n"
     )
-    with rigs.memory_cgroup(384 * MB) as group:
+    with rigs.memory_cgroup(256 * MB) as group:
         done = subprocess.run(
             group.command([sys.executable, str(script), str(tmp_path)]),
             capture_output=True,

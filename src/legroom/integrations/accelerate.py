@@ -1,0 +1,56 @@
+"""A guard for a loop of one's own under accelerate.
+
+    with guarded(accelerator, save_to="checkpoints/last") as guard:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        guard.model_ready()
+        for epoch in range(epochs):
+            guard.epoch(epoch, loader)
+            for batch in loader:
+                with accelerator.accumulate(model): ...
+                guard.step()
+
+Covers: accelerate's accumulation, trackers and ``save_state``. Does not cover: what is done at each call (guard.py).
+The accelerator is handed in, so this module imports nothing of accelerate's.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from legroom.integrations.guard import Guard
+from legroom.model import Settings
+
+
+class AccelerateGuard(Guard):
+    """A guard that asks the accelerator what it needs to know."""
+
+    def __init__(self, accelerator: Any, save_to: str | os.PathLike[str] | None, **options: Any) -> None:
+        super().__init__(**options)
+        self._accelerator, self._save_to = accelerator, save_to
+        self.main = accelerator.is_local_main_process
+        self.report = lambda numbers: accelerator.log(dict(numbers)) if accelerator.trackers else None
+
+    def epoch(self, number: int, loader: Any = None, accumulation: int | None = None) -> Settings | None:
+        """An epoch begins, over that prepared loader."""
+        return super().epoch(number, loader, accumulation or self._accelerator.gradient_accumulation_steps)
+
+    def step(self) -> str | None:
+        """A batch is done; between two optimizer steps this does nothing. Why a checkpoint was saved, or None."""
+        if not self._accelerator.sync_gradients:
+            return None
+        why = super().step()
+        if why is not None and self._save_to is not None:
+            self._accelerator.save_state(os.fspath(self._save_to))
+        return why
+
+
+def guarded(
+    accelerator: Any, save_to: str | os.PathLike[str] | None = None, **options: Any
+) -> AccelerateGuard:
+    """A guard for this accelerator's training; options are Guard's.
+
+    With ``save_to`` a checkpoint that is due is saved there by ``accelerator.save_state``; without, ``step`` returns
+    why one is due and the loop saves its own.
+    """
+    return AccelerateGuard(accelerator, save_to, **options)

@@ -1,0 +1,99 @@
+"""A Lightning callback: ``Trainer(callbacks=[LegroomCallback()])``.
+
+Covers: Lightning's hooks to the guard's, and a checkpoint of Lightning's own when one is asked for. Does not cover:
+what is done at each (guard.py). Works with ``lightning`` and with ``pytorch_lightning``, whichever the program uses.
+
+Lightning makes the first epoch's iterator before any hook: what tune changes in the loader holds from the second on.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from legroom.integrations.guard import Guard
+from legroom.integrations.packages import framework
+
+
+class Hooks:
+    """What is ours of the callback; Lightning's class comes after it."""
+
+    logger_name = "legroom"  # below Lightning's own, which prints by itself
+
+    def __init__(self, *, checkpoints: str | None = None, **options: Any) -> None:
+        """``checkpoints`` is a folder, the trainer's own where not given; the other options are Guard's."""
+        super().__init__()
+        self.guard = Guard(**options)
+        self._folder = checkpoints
+        self._last: Path | None = None
+        self._counted = 0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self.guard.logger = logging.getLogger(self.logger_name)
+            self.guard.main = trainer.local_rank == 0
+            self.guard.report = lambda numbers: _report(trainer, numbers)
+            self.guard.start()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.guard.model_ready()
+        self._counted = trainer.global_step
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        loader = trainer.train_dataloader
+        self.guard.epoch(trainer.current_epoch, loader, trainer.accumulate_grad_batches)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self._counted:
+            return  # in the middle of accumulating, where a checkpoint would lose gradients
+        self._counted = trainer.global_step
+        if self.guard.step() is not None:
+            self._save(trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self.guard.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.guard.end()
+
+    def _save(self, trainer: Any) -> None:
+        """A new file each time, and the one before goes only when it is there: a death while saving costs nothing."""
+        path = Path(self._folder or trainer.default_root_dir) / f"legroom-step{trainer.global_step}.ckpt"
+        trainer.save_checkpoint(path)
+        if self._last is not None and self._last != path and trainer.is_global_zero:
+            if self._last.is_dir():
+                shutil.rmtree(self._last)
+            else:
+                self._last.unlink(missing_ok=True)
+        self._last = path
+
+
+def _report(trainer: Any, numbers: Any) -> None:
+    for one in trainer.loggers:
+        one.log_metrics(dict(numbers), step=trainer.global_step)
+
+
+@cache
+def _callback_class() -> type[Any]:
+    older = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+    module = framework("pytorch_lightning" if older else "lightning.pytorch", "lightning")
+    names = {
+        "__module__": __name__,
+        "__qualname__": "LegroomCallback",
+        "__doc__": Hooks.__init__.__doc__,
+        "logger_name": f"{module.__name__}.legroom",
+    }
+    return type("LegroomCallback", (Hooks, module.Callback), names)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LegroomCallback":
+        return _callback_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
