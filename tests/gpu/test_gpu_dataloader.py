@@ -94,10 +94,10 @@ def test_torchs_own_loader_with_our_collate_pins_by_its_thread() -> None:
 
 def test_nothing_stays_mapped_or_registered() -> None:
     for _ in range(3):
-        for rows, index in loader():
+        for rows, _index in loader():
             rows.to("cuda", non_blocking=True)
             break
-        del rows, index
+        del rows, _index
     torch.cuda.synchronize()
     gc.collect()
     arena_inbox.sweep()
