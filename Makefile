@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Real rigs one at a time: they measure, and some of them fill the machine.
-TESTED := COVERAGE_PROCESS_START=pyproject.toml $(BIN)/python -m pytest --cov -m "not soak"
+TESTED := COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(BIN)/python -m pytest --cov -m "not soak"
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint unit chromium bench gpu docs evidence soak clean

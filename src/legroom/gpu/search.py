@@ -19,6 +19,7 @@ _FIRST = 2  # batch norm refuses a single sample
 _EARLY = 0.4  # the second trial goes this far towards the cap by what the first one says alone
 # Allocators cut memory into pieces: of three trainings on an H200 the fullest got 0.88, 0.93 and 0.94 of the cap out.
 _SHARES = (0.92, 0.88, 0.85, 0.8)  # of the cap that the peak is aimed at: first, and after each failure there
+_UP = 0.65  # of the way to the top, where the first of them fitted
 _FAR = 8  # a line is drawn from too little beyond this many times the largest batch measured:
 _SHORT_OF_TOP = 0.9  # it is made better from here first,
 _CAREFUL_FAR, _CAREFUL_SHORT = 1.25, 0.8  # the same where memory is only roughly a line
@@ -93,7 +94,7 @@ def _upwards(trials: Sequence[Trial], low: int, cap: int, rough: bool) -> int | 
     if top > far * low:
         return int(top * short)
     near = int(_top(trials, cap, _SHARES[0]) or top)
-    return near if near > low else int((low + top) / 2)
+    return near if near > low else int(low + _UP * (top - low))
 
 
 def _between(trials: Sequence[Trial], low: int, high: int, cap: int) -> int | None:
@@ -108,5 +109,5 @@ def _between(trials: Sequence[Trial], low: int, high: int, cap: int) -> int | No
     failures = sum(1 for trial in trials if not trial.fits)
     if failures > 1 and high > _FAR * low:
         return int(high * _LINE_WAS_WRONG)
-    aimed = _top(trials, cap, _SHARES[min(failures, len(_SHARES) - 1)])
-    return min(high - 1, int(aimed or top))
+    aimed = int(_top(trials, cap, _SHARES[min(failures, len(_SHARES) - 1)]) or top)
+    return min(high - 1, aimed) if aimed > low else (low + high) // 2
