@@ -19,6 +19,7 @@ _FIRST = 2  # batch norm refuses a single sample
 _EARLY = 0.4  # the second trial goes this far towards the cap by what the first one says alone
 # Allocators cut memory into pieces: of three trainings on an H200 the fullest got 0.88, 0.93 and 0.94 of the cap out.
 _SHARES = (0.92, 0.88, 0.85, 0.8)  # of the cap that the peak is aimed at: first, and after each failure there
+_HOST_TOP = 0.985
 _UP = 0.65  # of the way to the top, where the first of them fitted
 _FAR = 8  # a line is drawn from too little beyond this many times the largest batch measured:
 _SHORT_OF_TOP = 0.9  # it is made better from here first,
@@ -93,6 +94,8 @@ def _upwards(trials: Sequence[Trial], low: int, cap: int, rough: bool) -> int | 
     far, short = (_CAREFUL_FAR, _CAREFUL_SHORT) if rough else (_FAR, _SHORT_OF_TOP)
     if top > far * low:
         return int(top * short)
+    if rough:  # there a trial that fails is a process that dies: one step, and only as far as the line is sure
+        return int(top * _HOST_TOP)
     near = int(_top(trials, cap, _SHARES[0]) or top)
     return near if near > low else int(low + _UP * (top - low))
 
