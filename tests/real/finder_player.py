@@ -1,6 +1,6 @@
 """Runs inside a memory cgroup: finds a batch for a small network on the CPU, then trains at it; one JSON line.
 
-Arguments: ``find`` or ``brute LOW HIGH`` (the largest batch from LOW to HIGH whose trial fits, one by one downwards).
+Arguments: ``find`` or ``brute LOW HIGH`` (the largest batch from LOW, which fits, to HIGH, by bisection).
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def main() -> None:
         bound, where = host_memory.room()
         assert bound is not None
         meter = ForkMeter(step, MARGIN, bound, where)
-        batch = high
-        while batch > low and not meter.try_batch(batch).trial.fits:
-            batch -= max(1, high // 100)
-        told = {"batch": batch}
+        while high - low > max(1, low // 100):
+            middle = (low + high) // 2
+            low, high = (middle, high) if meter.try_batch(middle).trial.fits else (low, middle)
+        told = {"batch": low}
     print(json.dumps(told))
 
 
