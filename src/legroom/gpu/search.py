@@ -94,7 +94,9 @@ def _upwards(trials: Sequence[Trial], low: int, cap: int, rough: bool) -> int | 
     far, short = (_CAREFUL_FAR, _CAREFUL_SHORT) if rough else (_FAR, _SHORT_OF_TOP)
     if top > far * low:
         return int(top * short)
-    if rough:  # there a trial that fails is a process that dies: one step, and only as far as the line is sure
+    if (
+        rough
+    ):  # there a trial that fails is a process that dies: one step, and only as far as the line is sure
         return int(top * _HOST_TOP)
     near = int(_top(trials, cap, _SHARES[0]) or top)
     return near if near > low else int(low + _UP * (top - low))

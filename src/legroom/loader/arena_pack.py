@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from functools import cache
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
@@ -212,10 +213,38 @@ def _copy(piece: torch.Tensor | NDArray, room: NDArray) -> None:
 
 
 def as_tensor(room: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor on those bytes, with a storage of exactly them."""
+    """A tensor on those bytes, with a storage of exactly them.
+
+    By way of numpy, where it has the type: making a view is an operation of torch's, which lets other threads have the
+    interpreter meanwhile, and getting it back from the queue's own thread takes longer than all the rest.
+    """
     import torch
 
-    return torch.frombuffer(room, dtype=dtype).view(shape)
+    kind = _numpy_types().get(dtype)
+    if kind is None:
+        return torch.frombuffer(room, dtype=dtype).view(shape)
+    return torch.from_numpy(np.ndarray(shape, kind, room))
+
+
+@cache
+def _numpy_types() -> dict[torch.dtype, np.dtype[Any]]:
+    """What numpy calls torch's types; bfloat16 and others it does not have."""
+    import torch
+
+    names = [
+        "bool",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    ]
+    return {getattr(torch, name): np.dtype(name) for name in names}
 
 
 def as_strided(
