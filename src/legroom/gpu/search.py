@@ -115,4 +115,9 @@ def _between(trials: Sequence[Trial], low: int, high: int, cap: int) -> int | No
     if failures > 1 and high > _FAR * low:
         return int(high * _LINE_WAS_WRONG)
     aimed = int(_top(trials, cap, _SHARES[min(failures, len(_SHARES) - 1)]) or top)
-    return min(high - 1, aimed) if aimed > low else (low + high) // 2
+    if (
+        aimed <= low
+    ):  # more has fitted than was aimed at: the line itself is trusted, where it ends short of the failure
+        aimed = int(top * _HOST_TOP)
+        aimed = aimed if low < aimed < high * _HOST_TOP else (low + high) // 2
+    return min(high - 1, aimed)

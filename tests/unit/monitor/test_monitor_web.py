@@ -384,4 +384,6 @@ def _refused(where: tuple[str, int]) -> bool:
         socket.create_connection(where, timeout=PATIENCE).close()
     except ConnectionRefusedError:
         return True
+    except ConnectionResetError:  # it closed while we were in its queue
+        return False
     return False
