@@ -4,7 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Real rigs one at a time: they measure, and some of them fill the machine.
-TESTED := COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(BIN)/python -m pytest --cov -m "not soak"
+# Children of tests, wherever they run, write their share of the coverage here.
+COVERED := COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml COVERAGE_FILE=$(CURDIR)/.coverage
+TESTED := $(COVERED) $(BIN)/python -m pytest --cov -m "not soak"
 # What failed beside others on a busy machine is tried once more by itself; what fails again has failed.
 ALONE := $(TESTED) --cov-append --last-failed --last-failed-no-failures none
 

@@ -31,6 +31,8 @@ _TRACEBACK = re.compile(
 )
 _KIND = r"(?:Error|Exception|Interrupt|Exit|Expired|Warning|Died|OutOfMemory\w*)"
 _ERROR = re.compile(rf"^{_PREFIX}((?:[A-Za-z_]\w*\.)*[A-Z]\w*{_KIND}|[\w.]+\.[A-Z]\w+)(?::|$)")
+# What Python could not raise, mostly while it was ending already: the traceback below it ended nothing.
+_IGNORED = re.compile(rf"^{_PREFIX}\s*Exception ignored in")
 _LINK = re.compile(r"During handling of the above exception|The above exception was the direct cause")
 
 
@@ -88,13 +90,15 @@ def facts_of(data: bytes, skipped: int = 0) -> LogFacts:
     signs: list[Sign] = []
     last_error: Sign | None = None
     error_at = None
-    in_traceback = False
+    in_traceback = ignored = False
     for at, line in enumerate(lines):
         code = code_of(line)
         if code is not None:
             signs.append(Sign(code, line.strip(), count - at))
-        if _TRACEBACK.match(line):
-            in_traceback = True
+        if _IGNORED.match(line):
+            ignored = True
+        elif _TRACEBACK.match(line):
+            in_traceback, ignored = not ignored, False
         elif in_traceback and (match := _ERROR.match(line)) and not line[:1].isspace():
             last_error, error_at = Sign(code or match[1], line.strip(), count - at), at
             in_traceback = False

@@ -69,7 +69,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("bus", (
         r"\b[Bb]us error\b|Signal 7 \(SIGBUS\)|exitcode *: -7\b|<Signals\.SIGBUS|\(SIGBUS\)|died with signal 7",
     )),
-    ("disk", (rf"{_NO_SPACE}|\[Errno 28\]|Disk quota exceeded|\[Errno 122\]",)),
+    ("disk", (rf"{_NO_SPACE}|\[Errno 28\]|Disk quota exceeded|\[Errno 122\]|database or disk is full",)),
     ("disk-write", (
         r"PytorchStreamWriter failed writing",
         r"inline_container\.cc:\d+\] \. (?:unexpected pos|write)",
@@ -132,7 +132,7 @@ _INTERESTING = re.compile(
     r"emory|MEMORY|shm|us error|SIG|oom|OOM|ALLOC|alloc|space left|quota|Errno|E[MN]FILE|ENO|ancdata|open files"
     r"|worker|illed|erminated|Segmentation|Aborted|Illegal instr|Floating point|Fatal Python|xit|return code"
     r"|out|progress|stalled|tep took|[Ss]wap|hrash|Stream|inline_container|stream|RESOURCE|CANCELLED|Signal"
-    r"|pin_memory|pool|segment|Memory|Host|\(28\)|nccl|torch_|psm_|/mp-|/sem|signal 7"
+    r"|pin_memory|pool|segment|Memory|Host|\(28\)|nccl|torch_|psm_|/mp-|/sem|signal 7|disk is full"
 )
 
 

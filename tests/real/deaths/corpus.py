@@ -83,7 +83,9 @@ def _run(case: Case, folder: Path) -> tuple[dict[str, Any], str]:
     command = [sys.executable, str(HERE / f"{case.name}.py")]
     if case.shell:
         command = [*_SHELL, *command]
-    environment = {**os.environ, "DEATH_DISK": str(folder), "TMPDIR": "/tmp", "LC_ALL": "C"}
+    # Not measured: a coverage file that cannot be written would be the death that is judged.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("COV")}
+    environment = {**inherited, "DEATH_DISK": str(folder), "TMPDIR": "/tmp", "LC_ALL": "C"}
     asked = ["--checkpoint", f"{folder}/*.pt"] if "disk" in case.rig else []
     whole = [sys.executable, "-m", "legroom", "run", "--json", "--quiet", *asked, "--", *command]
     with _rig(case, whole, folder) as started:

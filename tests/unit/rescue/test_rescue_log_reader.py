@@ -31,6 +31,7 @@ TEXTS = {
     "cudaHostAlloc failed: out of memory": "pinned",
     "OSError: [Errno 28] No space left on device": "disk",
     "OSError: [Errno 122] Disk quota exceeded": "disk",
+    "sqlite3.OperationalError: database or disk is full": "disk",
     "OSError: [Errno 12] Cannot allocate memory": "ram",
     "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.": "ram",
     "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 2.00 PiB for an array with shape (1,)": "ram",
@@ -97,6 +98,16 @@ def test_a_worker_s_traceback_inside_its_parent_s() -> None:
     facts = facts_of(text.encode())
     assert facts.last_error is not None and facts.last_error.code == "shm"
     assert facts.chain_from == facts.lines
+
+
+def test_what_python_could_not_raise_while_it_ended_is_not_the_end() -> None:
+    text = (
+        "Traceback (most recent call last):\n  File 'a'\nRuntimeError: received 0 items of ancdata\n"
+        "Exception ignored in atexit callback: <bound method Run.save of <Run>>\n"
+        "Traceback (most recent call last):\n  File 'b'\ntracker.errors.DataError: cannot open its file\n"
+    )
+    facts = facts_of(text.encode())
+    assert facts.last_error is not None and facts.last_error.code == "fds"
 
 
 def test_a_tail_keeps_the_end_and_counts_the_rest() -> None:
