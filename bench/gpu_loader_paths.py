@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import legroom
 from gpu_loader_rig import DEVICE, ROW, Bench, Contender, clocked, epochs, loop, on_path, repeated
-from legroom.loader.cuda_driver import Driver, Refused, open_driver
+from legroom.loader.cuda.driver import Driver, Refused, open_driver
 
 SIZES = (64, 256, 1024)
 CARD_SIZES = (*SIZES, 2048)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from legroom.loader.dataloader import DataLoader
     from legroom.loader.open import open
     from legroom.loader.preflight import check
-    from legroom.loader.stream import stream
-    from legroom.loader.tuning import tune
+    from legroom.loader.stream.door import stream
+    from legroom.loader.tune.tuning import tune
     from legroom.model import Box
     from legroom.monitor.script import watch
     from legroom.probe.box import snapshot
@@ -52,8 +52,8 @@ _HOMES = {
     "gpu": "legroom.gpu",
     "open": "legroom.loader.open",
     "snapshot": "legroom.probe.box",
-    "stream": "legroom.loader.stream",
-    "tune": "legroom.loader.tuning",
+    "stream": "legroom.loader.stream.door",
+    "tune": "legroom.loader.tune.tuning",
     "watch": "legroom.monitor.script",
 }
 

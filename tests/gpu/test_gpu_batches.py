@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 
 from legroom.errors import NoRoom, UsageError
-from legroom.loader import cuda_driver, cuda_staged
-from legroom.loader.cuda import open_gatherer
-from legroom.loader.cuda_driver import Driver, Refused
-from legroom.loader.cuda_keep import KEEP
-from legroom.loader.cuda_lane import STEPS_AHEAD
+from legroom.loader.cuda import driver as cuda_driver
+from legroom.loader.cuda import staged as cuda_staged
+from legroom.loader.cuda.driver import Driver, Refused
+from legroom.loader.cuda.keep import KEEP
+from legroom.loader.cuda.lane import STEPS_AHEAD
+from legroom.loader.cuda.ways import open_gatherer
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import legroom
-from legroom.loader import arena_inbox
+from legroom.loader.arena import inbox as arena_inbox
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from legroom.loader.arena_pin import cuda_pinner  # noqa: E402
+from legroom.loader.arena.pin import cuda_pinner  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 import loader_samples as samples  # noqa: E402

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import legroom
-from legroom.loader import arena_inbox
+from legroom.loader.arena import inbox as arena_inbox
 
 MB = 1 << 20
 warnings.filterwarnings("ignore", "This DataLoader will create")

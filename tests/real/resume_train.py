@@ -26,10 +26,10 @@ import torch._dynamo  # which the first optimizer imports: a second in every tra
 from torch.nn.functional import cross_entropy
 
 import legroom
-import legroom.loader.batches
 import legroom.loader.dataloader
 import legroom.loader.open
-import legroom.loader.stream
+import legroom.loader.rows.batches
+import legroom.loader.stream.door
 from legroom.integrations import checkpoint
 
 FEATURES = [f"c{number}" for number in range(8)]

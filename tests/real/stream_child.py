@@ -18,7 +18,7 @@ import pyarrow.compute
 import pyarrow.dataset
 import pyarrow.parquet as pq
 
-from legroom.loader.stream import stream
+from legroom.loader.stream.door import stream
 
 
 def resident(name: str) -> int:

@@ -85,7 +85,7 @@ def test_a_dataset_killed_for_memory_is_told_apart(tmp_path: Path) -> None:
     )
     ask = (
         "import os, sys; os.chdir(sys.argv[1])\n"
-        "from legroom.loader.measure import measure_dataset\n"
+        "from legroom.loader.measure.measuring import measure_dataset\n"
         "measure_dataset('eating:Eating', batch_size=2)\n"
     )
     with rigs.memory_cgroup(GB) as group:

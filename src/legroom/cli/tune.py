@@ -66,7 +66,7 @@ def command(
     """
     from legroom.budget.zero import Shape, zero_rows
     from legroom.cli import tune_emit as view
-    from legroom.loader import tuning_named as tuning
+    from legroom.loader.tune import named_tuning as tuning
     from legroom.probe.host import Host
     from legroom.probe.memory import memory, ram_pool
 

@@ -23,7 +23,7 @@ from legroom.gpu.ranks import Ranks
 from legroom.integrations.checkpoint_due import HORIZON, Due, no_room
 from legroom.integrations.epoch_log import Look, block, look
 from legroom.integrations.retune import apply, retune
-from legroom.loader.ranks import process_group, rank_and_world
+from legroom.loader.rows.ranks import process_group, rank_and_world
 from legroom.model import Alarm, Settings
 from legroom.monitor.script import Watch, watch
 from legroom.words import say

@@ -10,9 +10,9 @@ import os
 from typing import Any
 
 from legroom.errors import LegroomError
-from legroom.loader.ranks import process_group, rank_and_world
-from legroom.loader.transport import Kind
-from legroom.loader.tuning import tune
+from legroom.loader.rows.ranks import process_group, rank_and_world
+from legroom.loader.tune.transport import Kind
+from legroom.loader.tune.tuning import tune
 from legroom.model import Settings
 from legroom.words import say
 

@@ -1,6 +1,6 @@
 """``legroom.collate``: any collate function, with batches that travel in memory of their own.
 
-Covers: what runs in a worker for every batch. Does not cover: its parts (arena_*.py), the loader (dataloader.py).
+Covers: what runs in a worker for every batch. Does not cover: its parts (arena/), the loader (dataloader.py).
 
 Everything happens in the collate function and in how its result is pickled, so any loader that calls one in worker
 processes and sends the result through a multiprocessing queue is served: torch's own, and what other libraries make
@@ -16,11 +16,11 @@ from typing import Any
 
 from legroom.cache.open import disabled
 from legroom.errors import MissingPackage
-from legroom.loader import arena_stack
-from legroom.loader.arena_inbox import receive
-from legroom.loader.arena_pack import Span, Writer, needed, pickled, write
-from legroom.loader.arena_pool import Pool
-from legroom.loader.arena_slot import SENT, supported
+from legroom.loader.arena import stack as arena_stack
+from legroom.loader.arena.inbox import receive
+from legroom.loader.arena.pack import Span, Writer, needed, pickled, write
+from legroom.loader.arena.pool import Pool
+from legroom.loader.arena.slot import SENT, supported
 from legroom.units import parse_size
 from legroom.words import say
 

@@ -1,7 +1,7 @@
 """``legroom.DataLoader``: torch's, with batches that travel in memory of their own.
 
 Covers: the arguments, what torch is given, starting a pass over the data. Does not cover: the transport (collate.py and
-arena_*.py), a pass (epoch.py), states (resume.py).
+arena/), a pass (epoch.py), states (resume.py).
 
 It is a subclass of torch's class, made when it is first asked for. Everything but the way of a batch from a worker to
 this process is torch's: samplers, seeds, worker processes, exceptions, order.
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from legroom.errors import MissingPackage, Unpicklable
 from legroom.loader import deaths, resume
-from legroom.loader.arena_inbox import Pinner, unopened
-from legroom.loader.arena_pin import cuda_pinner
+from legroom.loader.arena.inbox import Pinner, unopened
+from legroom.loader.arena.pin import cuda_pinner
 from legroom.loader.collate import Carried, read_budget, why_not, wrapped
 from legroom.loader.epoch import Epoch
 from legroom.words import say

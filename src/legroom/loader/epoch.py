@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from legroom.loader import arena_inbox
-from legroom.loader.arena_inbox import Parcel, Pinner, unopened
-from legroom.loader.arena_pin import pinned
+from legroom.loader.arena import inbox as arena_inbox
+from legroom.loader.arena.inbox import Parcel, Pinner, unopened
+from legroom.loader.arena.pin import pinned
 from legroom.loader.deaths import Crew
 from legroom.loader.resume import Progress
 

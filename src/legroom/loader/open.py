@@ -16,8 +16,8 @@ from legroom.cache.open import Where, open_as
 from legroom.formats.selection import Selection
 
 if TYPE_CHECKING:
-    from legroom.loader.batches import Batches
-    from legroom.loader.share import Uneven
+    from legroom.loader.rows.batches import Batches
+    from legroom.loader.rows.share import Uneven
 
 
 class Data(CachedData):
@@ -49,8 +49,8 @@ class Data(CachedData):
         ``uneven`` says what becomes of rows that do not divide among the ranks: pad, drop or all. ``transform`` gets
         every batch. With ``device="cuda"`` batches are made on the GPU, and with ``resident`` the data are kept there.
         """
-        from legroom.loader.batches import Batches
-        from legroom.loader.settings import BatchSettings
+        from legroom.loader.rows.batches import Batches
+        from legroom.loader.rows.settings import BatchSettings
 
         settings = BatchSettings(
             batch_size=batch_size,

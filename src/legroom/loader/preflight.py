@@ -108,7 +108,7 @@ def _drawn(
     timeout: float,
 ) -> Measured:
     if isinstance(dataset, str):
-        from legroom.loader.apart import measure_dataset
+        from legroom.loader.measure.apart import measure_dataset
 
         if collate_fn is not None and not isinstance(collate_fn, str):
             raise UsageError(
@@ -122,7 +122,7 @@ def _drawn(
             timeout=timeout,
             transport=demand.kind if demand.workers else None,
         )
-    from legroom.loader.measure import measure
+    from legroom.loader.measure.measuring import measure
 
     if isinstance(collate_fn, str):
         raise UsageError(

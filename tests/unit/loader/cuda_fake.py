@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from legroom.loader.cuda_driver import Refused
+from legroom.loader.cuda.driver import Refused
 
 
 class FakeEvent:

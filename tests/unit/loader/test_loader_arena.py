@@ -19,11 +19,13 @@ import pytest
 
 from legroom.cache.room import Bound
 from legroom.errors import BatchLost, BudgetTooSmall, LoaderClosed
-from legroom.loader import arena_inbox, arena_pool, arena_slot
-from legroom.loader.arena_inbox import Parcel, unopened
-from legroom.loader.arena_pack import Writer, pickled, write
-from legroom.loader.arena_pool import Pool
-from legroom.loader.arena_slot import FREE, HELD, RETIRED, SENT, NoSlot, Slot
+from legroom.loader.arena import inbox as arena_inbox
+from legroom.loader.arena import pool as arena_pool
+from legroom.loader.arena import slot as arena_slot
+from legroom.loader.arena.inbox import Parcel, unopened
+from legroom.loader.arena.pack import Writer, pickled, write
+from legroom.loader.arena.pool import Pool
+from legroom.loader.arena.slot import FREE, HELD, RETIRED, SENT, NoSlot, Slot
 from legroom.loader.collate import _packed
 
 torch = pytest.importorskip("torch")

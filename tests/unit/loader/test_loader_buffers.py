@@ -14,8 +14,8 @@ import pytest
 import torch
 from batch_data import ROWS, flat, labels, plain
 
-from legroom.loader.buffers import Buffers
 from legroom.loader.open import Data
+from legroom.loader.rows.buffers import Buffers
 
 HOLDS: dict[str, Callable[[torch.Tensor], Any]] = {
     "itself": lambda tensor: tensor,

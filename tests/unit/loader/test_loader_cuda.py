@@ -19,12 +19,13 @@ import torch
 from cuda_fake import FakeDriver
 
 from legroom.errors import NoRoom, UnsupportedData, UsageError
-from legroom.loader import cuda_driver, cuda_staged
-from legroom.loader.cuda import open_gatherer
-from legroom.loader.cuda_driver import Driver, Refused, open_driver
-from legroom.loader.cuda_keep import KEEP, Keep
-from legroom.loader.cuda_lane import STEPS_AHEAD
-from legroom.loader.cuda_rows import rows_of
+from legroom.loader.cuda import driver as cuda_driver
+from legroom.loader.cuda import staged as cuda_staged
+from legroom.loader.cuda.driver import Driver, Refused, open_driver
+from legroom.loader.cuda.keep import KEEP, Keep
+from legroom.loader.cuda.lane import STEPS_AHEAD
+from legroom.loader.cuda.rows import rows_of
+from legroom.loader.cuda.ways import open_gatherer
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="maps files of shared memory")
 

@@ -18,7 +18,9 @@ import pytest
 import legroom
 from legroom.cache.room import Bound
 from legroom.errors import BadSize, BudgetTooSmall, RaggedBatch, Unpicklable, UsageError
-from legroom.loader import arena_inbox, arena_slot, dataloader
+from legroom.loader import dataloader
+from legroom.loader.arena import inbox as arena_inbox
+from legroom.loader.arena import slot as arena_slot
 from legroom.loader.collate import Carried
 
 torch = pytest.importorskip("torch")

@@ -11,8 +11,8 @@ import tune_data
 from torch.utils.data import TensorDataset
 
 from legroom.errors import DatasetFailed, UsageError
-from legroom.loader.contents import contents
-from legroom.loader.measure import measure, measure_dataset
+from legroom.loader.measure.contents import contents
+from legroom.loader.measure.measuring import measure, measure_dataset
 
 HERE = Path(__file__).parent
 IMAGE = 3 * 16 * 16 * 4

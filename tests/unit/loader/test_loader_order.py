@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.errors import UsageError
-from legroom.loader.order import permutation
-from legroom.loader.ranks import process_group, rank_and_world
-from legroom.loader.share import UNEVEN, Share, Step
+from legroom.loader.rows.order import permutation
+from legroom.loader.rows.ranks import process_group, rank_and_world
+from legroom.loader.rows.share import UNEVEN, Share, Step
 
 # What these seeds have always given. If a line here must change, every checkpoint in the world goes on elsewhere.
 GOLDEN = {

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from legroom.loader.prefetch import Ahead, pays
+from legroom.loader.rows.prefetch import Ahead, pays
 
 NDArray = np.ndarray[Any, Any]
 

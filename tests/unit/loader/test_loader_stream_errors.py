@@ -27,7 +27,7 @@ from legroom.errors import (
     UnsupportedData,
     UsageError,
 )
-from legroom.loader.stream import stream
+from legroom.loader.stream.door import stream
 from legroom.units import parse_size
 
 

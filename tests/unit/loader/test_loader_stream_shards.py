@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from stream_stage import as_worker, ids, small_steps, write
 
 from legroom.errors import UsageError
-from legroom.loader.stream import stream
-from legroom.loader.stream_shard import Piece, pieces, rank_stretch, worker_stretch
+from legroom.loader.stream.door import stream
+from legroom.loader.stream.shard import Piece, pieces, rank_stretch, worker_stretch
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 KINDS = st.sampled_from(["parquet", "arrow", "stream"])

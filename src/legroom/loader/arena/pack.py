@@ -1,0 +1,273 @@
+"""A batch, written into a slot: its tensors and arrays as bytes there, everything else as a small pickle.
+
+Covers: what is carried in the slot, what is pickled, how each is put together again. Does not cover: choosing the slot
+(arena/pool.py), how long it is held afterwards (arena/inbox.py).
+
+The batch is pickled once, by the pickler that multiprocessing itself uses, with an eye on what it meets: a plain CPU
+tensor or a numpy array leaves a placeholder behind and its bytes in the slot. So containers of every kind come through
+as pickle brings them, and one tensor that is there twice is one tensor again. Other tensors (subclasses, sparse,
+quantised, requiring grad) are taken apart by torch, and the storages underneath lie in the slot. What is on a device
+goes torch's own way.
+
+A tensor keeps its strides where it is dense (channels_last); otherwise it comes out contiguous. Two tensors that are
+views of one storage come out as two.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from functools import cache
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from legroom.loader.arena.slot import HEADER, Slot, window
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGN = 64  # what torch's own allocator gives
+SMALL = 256  # an array below this is as well off in the pickle
+
+NDArray = np.ndarray[Any, Any]
+Span = tuple[int, int]
+
+
+class Writer:
+    """Where the next bytes of one batch go; without a slot everything waits for one."""
+
+    def __init__(self, slot: Slot | None) -> None:
+        self.slot = slot
+        self.exporter = None if slot is None else slot.exporter()
+        self.used = 0
+
+    def place(self, nbytes: int) -> NDArray | None:
+        """Room for so many bytes, or None."""
+        if self.slot is None or self.used + nbytes > self.slot.capacity:
+            return None
+        offset = self.used
+        self.used += -(-nbytes // ALIGN) * ALIGN
+        return window(self.exporter, offset, nbytes)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor to be filled: in the slot where there is room, else in memory of this process."""
+        import torch
+
+        nbytes = dtype.itemsize
+        for size in shape:
+            nbytes *= size
+        room = self.place(nbytes) if nbytes else None
+        return torch.empty(shape, dtype=dtype) if room is None else as_tensor(room, dtype, shape)
+
+    def offset(self, address: int, nbytes: int) -> int | None:
+        """Where those bytes lie in the slot, if they do."""
+        if self.slot is None:
+            return None
+        offset = address - self.slot.address - HEADER
+        return offset if offset >= 0 and offset + nbytes <= self.slot.capacity else None
+
+
+class Pieces:
+    """What a pickler leaves out, in order. Apart from the pickler, which would otherwise be part of a cycle."""
+
+    def __init__(self) -> None:
+        self.all: list[torch.Tensor | NDArray] = []
+        self.by_torch = False  # something went torch's own way
+        self._ours = False
+
+    def leave(self, piece: torch.Tensor | NDArray) -> pickle.PickleBuffer:
+        """The placeholder of a piece; pickle hands it to ``out_of_band`` before anything else."""
+        self.all.append(piece)
+        self._ours = True
+        return pickle.PickleBuffer(bytearray())
+
+    def out_of_band(self, buffer: pickle.PickleBuffer) -> bool:
+        """Whether a buffer stays in the pickle; ours, and large ones of any library's, are left out."""
+        if self._ours:
+            self._ours = False
+            return False
+        with memoryview(buffer) as view:
+            if view.nbytes < SMALL or not view.contiguous or view.readonly:
+                return True
+        self.all.append(np.frombuffer(buffer.raw(), np.uint8))
+        return False
+
+
+class Packer(ForkingPickler):
+    """Pickles one batch, without what it leaves in ``pieces``."""
+
+    def __init__(self, file: io.BytesIO, pieces: Pieces) -> None:
+        super().__init__(file, 5, False, pieces.out_of_band)
+        self.pieces = pieces
+
+    def reducer_override(self, obj: Any) -> Any:
+        import torch
+
+        kind = type(obj)
+        if kind is torch.Tensor:
+            return self._tensor(obj)
+        if kind is np.ndarray:
+            return self._array(obj)
+        if kind is torch.UntypedStorage:
+            return self._storage(obj)
+        return NotImplemented
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        if not plain(tensor) or tensor.requires_grad:
+            self.pieces.by_torch = True
+            return NotImplemented
+        shape = tuple(tensor.shape)
+        if tensor.numel() == 0:
+            return _no_tensor, (tensor.dtype, shape, tensor.stride())
+        if tensor.is_contiguous():
+            return as_tensor, (self.pieces.leave(tensor), tensor.dtype, shape)
+        tensor, stride = _dense(tensor)
+        return as_strided, (self.pieces.leave(tensor), tensor.dtype, shape, stride)
+
+    def _array(self, array: NDArray) -> Any:
+        if array.dtype.hasobject or array.nbytes < SMALL:
+            return NotImplemented
+        order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+        flat = np.ascontiguousarray(array.T if order == "F" else array)
+        return _as_array, (self.pieces.leave(flat), array.dtype, array.shape, order)
+
+    def _storage(self, storage: torch.UntypedStorage) -> Any:
+        import torch
+
+        if storage.device.type != "cpu" or not storage.nbytes():
+            self.pieces.by_torch = True
+            return NotImplemented
+        flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+        return _as_storage, (self.pieces.leave(flat),)
+
+
+def pickled(batch: object) -> tuple[bytes, Pieces]:
+    """The batch without its bytes, and those."""
+    file, pieces = io.BytesIO(), Pieces()
+    Packer(file, pieces).dump(batch)
+    return file.getvalue(), pieces
+
+
+def needed(pieces: list[torch.Tensor | NDArray]) -> int:
+    """The bytes that all pieces take in a slot."""
+    return sum(-(-piece.nbytes // ALIGN) * ALIGN for piece in pieces)
+
+
+def write(pieces: list[torch.Tensor | NDArray], writer: Writer) -> list[Span] | None:
+    """Put every piece into the slot that is not there yet; None where they do not all fit."""
+    spans = []
+    for piece in pieces:
+        nbytes = piece.nbytes
+        offset = writer.offset(_address(piece), nbytes)
+        if offset is None:
+            room = writer.place(nbytes)
+            if room is None or writer.slot is None:
+                return None
+            _copy(piece, room)
+            offset = room.ctypes.data - writer.slot.address - HEADER
+        spans.append((offset, nbytes))
+    return spans
+
+
+def plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is just numbers in memory of this process."""
+    import torch
+
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
+def _dense(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The elements as they lie in memory, in one line, and the strides that make the tensor of them."""
+    import torch
+
+    stride = torch.empty_like(
+        tensor, device="meta"
+    ).stride()  # those of the tensor itself where it has no gaps
+    if stride != tensor.stride():
+        tensor = tensor.contiguous()
+        return tensor.view(-1), tensor.stride()
+    return tensor.as_strided((tensor.numel(),), (1,)), stride
+
+
+def _address(piece: torch.Tensor | NDArray) -> int:
+    return piece.ctypes.data if isinstance(piece, np.ndarray) else piece.data_ptr()
+
+
+def _copy(piece: torch.Tensor | NDArray, room: NDArray) -> None:
+    if isinstance(piece, np.ndarray):
+        room[:] = piece.reshape(-1).view(np.uint8)
+    else:
+        as_tensor(room, piece.dtype, tuple(piece.shape)).copy_(piece)
+
+
+# What pickle calls on the other side, with the bytes first.
+
+
+def as_tensor(room: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor on those bytes, with a storage of exactly them.
+
+    By way of numpy, where it has the type: making a view is an operation of torch's, which lets other threads have the
+    interpreter meanwhile, and getting it back from the queue's own thread takes longer than all the rest.
+    """
+    import torch
+
+    kind = _numpy_types().get(dtype)
+    if kind is None:
+        return torch.frombuffer(room, dtype=dtype).view(shape)
+    return torch.from_numpy(np.ndarray(shape, kind, room))
+
+
+@cache
+def _numpy_types() -> dict[torch.dtype, np.dtype[Any]]:
+    """What numpy calls torch's types; bfloat16 and others it does not have."""
+    import torch
+
+    names = [
+        "bool",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    ]
+    return {getattr(torch, name): np.dtype(name) for name in names}
+
+
+def as_strided(
+    room: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    """The same for a dense tensor in another order of dimensions."""
+    import torch
+
+    return torch.frombuffer(room, dtype=dtype).as_strided(shape, stride)
+
+
+def _no_tensor(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    import torch
+
+    return torch.empty_strided(shape, stride, dtype=dtype)
+
+
+def _as_array(room: Any, dtype: Any, shape: tuple[int, ...], order: Any) -> NDArray:
+    array: NDArray = np.frombuffer(room, np.uint8).view(dtype).reshape(shape, order=order)
+    return array
+
+
+def _as_storage(room: Any) -> torch.UntypedStorage:
+    import torch
+
+    return torch.frombuffer(room, dtype=torch.uint8).untyped_storage()

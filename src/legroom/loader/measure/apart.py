@@ -1,0 +1,163 @@
+"""Work on a user's dataset in a child process, and what to say when the child does not come back.
+
+Covers: starting the child, its time limit, its last words, which signal or OOM kill ended it. Does not cover: the work
+(measure/child.py).
+
+Owned here: the child and all it started (its own session, killed as a whole), and a temporary directory with the
+request, the answer and the child's output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from legroom.errors import DatasetFailed
+from legroom.loader.measure.named import split
+from legroom.model import Measured, Transport
+from legroom.probe.host import Host
+from legroom.probe.memory import memory
+from legroom.units import format_duration
+from legroom.words import say
+
+__all__ = ["in_child", "measure_dataset"]
+
+_TAIL_BYTES = 16384
+_TAIL_LINES = 6
+
+
+def measure_dataset(
+    spec: str,
+    *,
+    batch_size: int,
+    collate: str | None = None,
+    samples: int = 32,
+    timeout: float = 60,
+    seconds: float = 2.0,
+    transport: str | None = None,
+) -> Measured:
+    """Draw from the dataset that ``module:object`` names, in a child; DatasetFailed says how it went wrong.
+
+    The object may be a dataset, a factory called without arguments, or a DataLoader, whose own collate is used.
+    ``transport`` ("torch" or "legroom") also measures what a batch costs on its way from a worker.
+    """
+    for name in (spec, *([collate] if collate else [])):
+        split(name)
+    told = in_child(
+        spec, timeout, work="measure", spec=spec, collate=collate, batch_size=batch_size, samples=samples,
+        seconds=seconds, transport=transport,
+    )  # fmt: skip
+    way = told.pop("transport")
+    return Measured(
+        **{**told, "tensors": tuple(told["tensors"]), "transport": Transport(**way) if way else None}
+    )
+
+
+def in_child(name: str, timeout: float, **request: Any) -> dict[str, Any]:
+    """The child's answer to a request about the dataset called ``name``."""
+    kills = _oom_kills()
+    with tempfile.TemporaryDirectory(prefix="legroom-") as folder:
+        asked, answer, output = (Path(folder) / one for one in ("request", "answer", "output"))
+        asked.write_text(json.dumps(request), encoding="utf-8")
+        with output.open("wb") as sink:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "legroom.loader.measure.child", str(asked), str(answer)],
+                stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=_environment(),
+                start_new_session=hasattr(os, "setsid"),
+            )  # fmt: skip
+            try:
+                status: int | None = child.wait(timeout)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                _end(child)
+        last_words = _last_words(output)
+        try:
+            told: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        except OSError:
+            raise _died(name, status, timeout, last_words, _oom_kills(), kills) from None
+    if "error" in told:
+        raise _raised(name, told)
+    result: dict[str, Any] = told["result"]
+    return result
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with this very Legroom importable whatever the child's own search path."""
+    home = str(Path(__file__).resolve().parents[2])
+    path = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{home}" if path else home}
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """The child and whatever it left running."""
+    if hasattr(os, "killpg"):
+        try:
+            os.killpg(child.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):  # all gone; or only zombies left, which macOS refuses
+            pass
+    else:
+        child.kill()
+    child.wait()
+
+
+def _last_words(output: Path) -> list[str]:
+    with output.open("rb") as file:
+        file.seek(max(0, output.stat().st_size - _TAIL_BYTES))
+        text = file.read().decode("utf-8", "replace")
+    lines = [line for line in text.splitlines() if line.strip()]
+    # faulthandler writes the innermost call first, Python's own traceback last.
+    crash = next((at for at, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
+    return lines[-_TAIL_LINES:] if crash is None else lines[crash : crash + _TAIL_LINES]
+
+
+def _oom_kills() -> int | None:
+    return memory(Host()).events.oom_kills
+
+
+def _raised(name: str, told: dict[str, Any]) -> DatasetFailed:
+    error = told["error"]
+    lines = told["tail"] or [error["message"], error.get("why")]
+    return DatasetFailed(
+        say("drawing a batch from {name} failed", name=name),
+        why="\n       ".join(line for line in lines if line),
+        fix=tuple(error["fix"]),
+    )
+
+
+def _died(
+    name: str, status: int | None, timeout: float, words: list[str], kills: int | None, before: int | None
+) -> DatasetFailed:
+    if status is None:
+        how = say("it did not give a batch within {limit}", limit=format_duration(timeout))
+        fix = say("give it more time, or find what it waits for: a lock, a network file system, a prompt")
+    elif (
+        status == -getattr(signal, "SIGKILL", 9)
+        and kills is not None
+        and before is not None
+        and kills > before
+    ):
+        how = say("the kernel killed it for memory: its count of OOM kills rose from {old} to {new}",
+                  old=before, new=kills)  # fmt: skip
+        fix = say("load less in the dataset's constructor; legroom.open maps a file instead of reading it")
+    elif status < 0:
+        how = say("it died of {signal}", signal=_signal(-status))
+        fix = say("run it alone: native code in the dataset or its libraries crashed")
+    else:
+        how = say("it ended with exit status {status} before it gave a batch", status=status)
+        fix = say("a module that exits while it is imported needs an `if __name__ == '__main__':` guard")
+    said = "".join(f"\n       {line}" for line in words)
+    return DatasetFailed(say("drawing a batch from {name} failed", name=name), why=how + said, fix=(fix,))
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return say("signal {number}", number=number)

@@ -1,0 +1,92 @@
+"""A few samples drawn from a dataset, each timed.
+
+Covers: map-style, batched (``__getitems__``) and iterable datasets. Does not cover: collating, bytes.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from legroom.loader.tune.clock import Clock
+
+_MOST = 1 << 16  # of an order drawn up in advance
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Samples, and what one of them took on average."""
+
+    samples: list[Any]
+    seconds: float = 0.0
+    cpu: float = 0.0
+    wait: float = 0.0
+    spread: float = 0.0  # standard deviation of seconds, as a share of their mean
+
+
+def draw(dataset: Any, rows: int | None, *, together: int, samples: int, seconds: float) -> Drawn:
+    """Up to ``samples`` samples, or as many as come within ``seconds``; at least one, if there is one.
+
+    The first draw opens files and fills caches: it warms up and is not timed, unless it is the only one.
+    """
+    deadline = time.monotonic() + seconds
+    drawn: list[Any] = []
+    laps: list[tuple[float, int]] = []
+    source = _source(dataset, rows, together)
+    start = Clock.now()
+    while len(drawn) < samples and (not drawn or time.monotonic() < deadline):
+        if len(laps) == 1:
+            start = Clock.now()
+        before = time.perf_counter()
+        some = next(source, None)
+        if some is None:
+            break
+        laps.append((time.perf_counter() - before, len(some)))
+        drawn.extend(some)
+    passed = Clock.now().since(start)
+    timed = laps[1:] or laps
+    count = sum(number for _, number in timed)
+    if not count:
+        return Drawn(drawn)
+    each, cpu = passed.undisturbed / count, passed.cpu / count
+    walls = [wall / number for wall, number in timed if number]
+    spread = statistics.pstdev(walls) / statistics.fmean(walls) if sum(walls) else 0.0
+    return Drawn(drawn, each, cpu, max(0.0, each - cpu), spread)
+
+
+def length(dataset: Any) -> int | None:
+    """Samples in the dataset, or None where it does not say."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def is_iterable(dataset: Any) -> bool:
+    """Whether it can only be walked: torch's own kind has a ``__getitem__`` too, which raises."""
+    from torch.utils.data import IterableDataset
+
+    if isinstance(dataset, IterableDataset):
+        return True
+    return not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__getitems__")
+
+
+def _source(dataset: Any, rows: int | None, together: int) -> Iterator[Sequence[Any]]:
+    """Samples as a fetcher draws them: whole batches where the dataset gives batches, else one by one."""
+    if is_iterable(dataset) or rows is None:
+        for sample in islice(iter(dataset), _MOST):
+            yield [sample]
+        return
+    # Without replacement while there are rows left: a sample met again would come from a cache.
+    order = random.Random(0).sample(range(rows), min(rows, _MOST))
+    if not hasattr(dataset, "__getitems__"):
+        for index in order:
+            yield [dataset[index]]
+        return
+    for start in range(0, len(order), together):
+        yield dataset.__getitems__(order[start : start + together])

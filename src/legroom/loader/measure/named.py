@@ -1,0 +1,82 @@
+"""A dataset named on the command line: ``module:object`` or ``file.py:object``.
+
+Covers: reading the name, importing it, and what the object may be. Does not cover: running any of it safely, which is
+the child's job (measure/child.py) and its watcher's (apart.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from legroom.errors import UsageError
+from legroom.words import say
+
+
+def split(spec: str) -> tuple[str, str]:
+    """Module or file, and the object's dotted name in it."""
+    home, colon, name = spec.rpartition(":")
+    if not colon or not home or not all(part.isidentifier() for part in name.split(".")):
+        raise UsageError(
+            say("cannot read {spec!r} as the name of a dataset", spec=spec),
+            why=say("it is a module or a file, a colon, and an object in it"),
+            fix=(say("write it like data.faces:train_set or train.py:make_dataset"),),
+        )
+    return home, name
+
+
+def load(spec: str) -> Any:
+    """The object itself; importing may do anything at all."""
+    home, name = split(spec)
+    found: Any = _module(home)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _module(home: str) -> Any:
+    if not home.endswith(".py"):
+        return importlib.import_module(home)
+    path = Path(home).resolve()
+    # Not __main__: a script's own guard keeps its training from starting. Workers that are spawned import by name.
+    name = path.stem
+    described = importlib.util.spec_from_file_location(name, path)
+    if described is None or described.loader is None:
+        raise ImportError(f"cannot import {home}")
+    module = importlib.util.module_from_spec(described)
+    sys.path.insert(0, str(path.parent))
+    sys.modules[name] = module
+    described.loader.exec_module(module)
+    return module
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A dataset and the collate that goes with it; None: torch's own."""
+
+    dataset: Any
+    collate_fn: Callable[[Any], Any] | None
+
+
+def resolve(spec: str, collate: str | None) -> Found:
+    """The dataset behind a name: the object, what it returns when called without arguments, or a loader's own."""
+    thing = load(spec)
+    if isinstance(thing, type) or (callable(thing) and not _draws(thing)):
+        thing = thing()
+    chosen = load(collate) if collate else None
+    from torch.utils.data import DataLoader
+
+    if isinstance(thing, DataLoader):
+        return Found(thing.dataset, chosen or thing.collate_fn)
+    if not _draws(thing):
+        raise TypeError(f"{spec} is a {type(thing).__name__}, which has neither __getitem__ nor __iter__")
+    return Found(thing, chosen)
+
+
+def _draws(thing: Any) -> bool:
+    return any(hasattr(type(thing), name) for name in ("__getitem__", "__getitems__", "__iter__"))

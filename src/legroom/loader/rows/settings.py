@@ -1,0 +1,103 @@
+"""What ``data.batches`` may be asked for, checked.
+
+Covers: the arguments and the errors about them. Does not cover: what depends on the data (columns.py) or on the
+device (cuda.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import index
+from typing import Any, cast
+
+from legroom.errors import MissingPackage, UsageError
+from legroom.loader.rows.share import UNEVEN, Uneven
+from legroom.words import say
+
+FORMATS = ("torch", "numpy")
+_WORD = 1 << 64  # seeds and epochs are words of the generator's key
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """One loop's wishes, as given."""
+
+    batch_size: int
+    shuffle: bool = False
+    seed: int = 0
+    epoch: int | None = None
+    device: Any = None
+    format: str = "torch"
+    keys: str | Iterable[str] | None = None
+    drop_last: bool = False
+    rank: int | None = None
+    world_size: int | None = None
+    uneven: Uneven = "pad"
+    transform: Callable[[dict[str, Any]], Any] | None = None
+    resident: bool = False
+
+    @property
+    def on_host(self) -> bool:
+        """Whether batches stay in memory."""
+        return self.device is None or str(self.device) == "cpu"
+
+    def check(self) -> None:
+        """Refuse what makes no sense, whatever the data are."""
+        whole_number("batch_size", self.batch_size, 1)
+        whole_number("seed", self.seed, 0)
+        if self.epoch is not None:
+            whole_number("epoch", self.epoch, 0)
+        for name, value, known in (("format", self.format, FORMATS), ("uneven", self.uneven, UNEVEN)):
+            if value not in known:
+                raise UsageError(
+                    say("{name}={value!r} is not known", name=name, value=value),
+                    why=say("{name} is one of {known}", name=name, known=", ".join(known)),
+                    fix=(say("{name}={first!r}", name=name, first=known[0]),),
+                )
+        if self.transform is not None and not callable(self.transform):
+            raise UsageError(
+                say("transform={value!r} cannot be called", value=self.transform),
+                why="transform is a function of a batch, which is a dict of its columns",
+                fix=("transform=lambda batch: {**batch, 'images': batch['images'] / 255}",),
+            )
+        if self.resident and self.on_host:
+            raise UsageError(
+                "resident=True needs a device",
+                why="it keeps the arrays in the memory of a GPU; in this machine's memory they are already",
+                fix=("device='cuda', resident=True", "or leave resident out"),
+            )
+        if self.format == "torch":
+            _need_torch()
+        elif not self.on_host:
+            raise UsageError(
+                say("format={format!r} has no batches on {device}", format=self.format, device=self.device),
+                why="numpy arrays lie in this machine's memory",
+                fix=("format='torch'", "or leave device out"),
+            )
+
+
+def whole_number(name: str, value: object, least: int) -> int:
+    """The number, if it is whole and in range."""
+    try:
+        number = -1 if isinstance(value, bool) else index(cast(Any, value))
+    except TypeError:
+        number = -1
+    if not least <= number < _WORD:
+        raise UsageError(
+            say("{name}={value!r} makes no sense", name=name, value=value),
+            why=say("{name} is a whole number from {least} up", name=name, least=least),
+            fix=(say("{name}={least}, or more", name=name, least=least),),
+        )
+    return number
+
+
+def _need_torch() -> None:
+    try:
+        import torch  # noqa: F401
+    except ImportError as problem:
+        raise MissingPackage(
+            "batches of tensors need torch",
+            why=str(problem),
+            fix=("format='numpy' gives batches of arrays", "pip install 'legroom[torch]'"),
+        ) from problem

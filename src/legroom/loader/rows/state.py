@@ -1,0 +1,99 @@
+"""Where an epoch was interrupted, as something that can be kept in a checkpoint.
+
+Covers: what a state holds, and which states are refused. Does not cover: going on from one (batches.py).
+
+A state is a dict of plain values. Its position counts places of the epoch's order that have been given out to all
+ranks together, so one rank's state (the first's, which never has fewer batches than others) serves every rank, also
+when their number or the batch size has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from legroom.errors import UsageError
+from legroom.loader.rows.gather import Column
+from legroom.model import Entry
+from legroom.words import say
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What an order belongs to: other data or another seed would give other rows at the same places."""
+
+    rows: int
+    shuffle: bool
+    seed: int
+    digest: str | None  # of the source, where it was hashed
+    columns: list[str]  # with types and shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An epoch, and how much of its order has been given out."""
+
+    epoch: int
+    position: int = 0
+
+
+def fingerprint(entry: Entry, columns: Mapping[str, Column], *, shuffle: bool, seed: int) -> Fingerprint:
+    """Of these columns of this data under this order."""
+    shown = sorted(
+        say(
+            "{name} {kind}{shape}",
+            name=name,
+            kind=getattr(column, "dtype", "ragged"),
+            shape=list(column.shape),
+        )
+        for name, column in columns.items()
+    )
+    digest = f"{entry.hash}:{entry.digest}" if entry.digest is not None else None
+    return Fingerprint(len(next(iter(columns.values()))), shuffle, seed, digest, shown)
+
+
+def as_dict(place: Place, of: Fingerprint) -> dict[str, Any]:
+    """The state, ready to be pickled or written as JSON."""
+    return {"version": VERSION, "epoch": place.epoch, "position": place.position, **asdict(of)}
+
+
+def from_dict(state: Mapping[str, Any], here: Fingerprint) -> Place:
+    """The place that a state names, if it is one of ``here``."""
+    wanted = {"version", "epoch", "position", *asdict(here)}
+    if not isinstance(state, Mapping) or not wanted <= state.keys():
+        raise _refused("this is no state of batches", "a state_dict() of batches has the fields {fields}",
+                       "load what state_dict() gave", fields=", ".join(sorted(wanted)))  # fmt: skip
+    if state["version"] != VERSION:
+        raise _refused("the state has version {version}", "this is Legroom of version {ours} states",
+                       "load it with the Legroom that made it", version=state["version"], ours=VERSION)  # fmt: skip
+    for name in ("rows", "digest", "columns"):
+        if not _agree(name, state, here):
+            raise _refused("the state belongs to other data",
+                           "its {name}: {theirs}; here: {ours}", "open the data that it was taken from",
+                           name=name, theirs=state[name], ours=getattr(here, name))  # fmt: skip
+    for name in ("shuffle", "seed"):
+        if state[name] != getattr(here, name):
+            raise _refused("the state belongs to another order", "it has {name}={theirs}, these batches {name}={ours}",
+                           "batches(…, {name}={theirs}) goes on where it stopped",
+                           name=name, theirs=state[name], ours=getattr(here, name))  # fmt: skip
+    if state["epoch"] < 0 or not 0 <= state["position"] <= here.rows:
+        raise _refused("the state is damaged", "epoch {epoch}, position {position} of {rows} rows",
+                       "load what state_dict() gave", epoch=state["epoch"], position=state["position"],
+                       rows=here.rows)  # fmt: skip
+    return Place(state["epoch"], state["position"])
+
+
+def _agree(name: str, state: Mapping[str, Any], here: Fingerprint) -> bool:
+    """Digests tell data apart; where one side has none (LEGROOM_DISABLE, inplace) or another hash, columns must do."""
+    kinds = [str(digest or "").partition(":")[0] for digest in (state["digest"], here.digest)]
+    hashed = kinds[0] == kinds[1] != ""
+    if (name == "digest" and not hashed) or (name == "columns" and hashed):
+        return True
+    return bool(state[name] == getattr(here, name))
+
+
+def _refused(what: str, why: str, fix: str, **values: object) -> UsageError:
+    return UsageError(say(what, **values), why=say(why, **values), fix=(say(fix, **values),))

@@ -1,0 +1,191 @@
+"""Reading Parquet row groups in small steps.
+
+Covers: one row group at a time, page by page, in record batches of about as many bytes as are asked for; refusing a
+row group that cannot be decoded within the room there is. Does not cover: which rows are wanted (stream/shard.py).
+
+Neither pre-buffering nor whole column chunks: a reader that keeps 64 kB of each column needs a few megabytes for
+row groups of any size (docs/evidence/parquet-memory.md). Threads decode columns side by side; each keeps memory
+of its own, so a small bound does without them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from legroom.formats.arrow_types import children, plain
+from legroom.formats.packages import require
+from legroom.formats.parquet_footer import ColumnChunk, row_groups
+from legroom.formats.source import SourceFile, damaged
+from legroom.formats.table import arrow_trouble
+from legroom.loader.stream.pages import from_footer, from_headers
+from legroom.loader.stream.room import Room, undecodable
+from legroom.loader.stream.step import Steps
+from legroom.units import format_size
+from legroom.words import say
+
+_BUFFER = 64 << 10
+_MOST_FOOTER = 512 << 10  # reading it by hand takes a second a megabyte
+_PROBE_ROWS = 64
+
+
+def look(path: Path) -> tuple[Any, list[int]]:
+    """The schema, and the rows of each row group."""
+    with arrow_trouble(path, "its footer"), _open(path) as table:
+        metadata = table.metadata
+        counts = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+        if sum(counts) != metadata.num_rows or min(counts, default=0) < 0:
+            raise damaged(path, say("its row groups do not add up to {rows} rows", rows=metadata.num_rows))
+        return table.schema_arrow, counts
+
+
+def _open(path: Path) -> Any:
+    arrow = require("pyarrow", "parquet", "Parquet")
+    parquet = require("pyarrow.parquet", "parquet", "Parquet")
+    # Given a name, pyarrow would look for a filesystem by its scheme.
+    return parquet.ParquetFile(
+        arrow.OSFile(str(path), "rb"), pre_buffer=False, buffer_size=_BUFFER, page_checksum_verification=True
+    )
+
+
+@lru_cache(maxsize=2)
+def _footer(path: Path, size: int, changed: int) -> list[tuple[int, list[ColumnChunk]]] | None:
+    """What the footer says of every column chunk; None where it is too long to ask, or cannot be followed.
+
+    Kept, because every epoch opens the same files; ``size`` and ``changed`` tell one file from the next in its place.
+    """
+    with SourceFile(path) as file:
+        length = int.from_bytes(file.read_at(size - 8, 4), "little")
+        return None if length > _MOST_FOOTER else row_groups(file)
+
+
+class ParquetSource:
+    """An opened Parquet file; owns its descriptors until it is closed."""
+
+    def __init__(self, path: Path, columns: Sequence[str], steps: Steps, threads: bool) -> None:
+        self.path = path
+        self._columns, self._steps, self._threads = list(columns), steps, threads
+        self._file = SourceFile(path)
+        try:
+            with arrow_trouble(path, "its footer"):
+                self._table = _open(path)
+                self._leaves = _leaves(self._table.schema_arrow, self._columns)
+            self._groups = _footer(path, self._file.size, os.stat(path).st_mtime_ns)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def read(self, group: int, room: Room) -> Iterator[Any]:
+        """The rows of one row group from its first to its last, a step at a time."""
+        doing = say("row group {group}", group=group)
+        self._require_room(group, room)
+        with arrow_trouble(self.path, doing):
+            source = self._iterate(group, self._steps.rows(self._row_bytes(group)))
+        while True:
+            with arrow_trouble(self.path, doing):
+                batch = next(source, None)
+            if batch is None:
+                return
+            self._steps.read(batch.nbytes)
+            yield batch
+
+    def row_bytes(self, group: int) -> int | None:
+        """What a row takes on average, by the footer; None where the footer does not say."""
+        if self._groups is None:
+            return None
+        rows, _ = self._groups[group]
+        total = 0
+        for name, chunks in self._chunks(group).items():
+            sizes = [
+                leaf_bytes(leaf.kind, chunk) for leaf, chunk in zip(self._leaves[name], chunks, strict=True)
+            ]
+            if None in sizes:
+                return None
+            total += sum(size or 0 for size in sizes) + 8 * rows  # the offsets of lists
+        return -(-total // max(1, rows))
+
+    def close(self) -> None:
+        self._table.close(force=True)
+        self._file.close()
+
+    def _row_bytes(self, group: int) -> int:
+        known = self.row_bytes(group)
+        if known is not None:
+            return known
+        # A dictionary hides how long the values are: look at some.
+        probe = next(self._iterate(group, _PROBE_ROWS))
+        return 2 * int(probe.nbytes) // max(1, int(probe.num_rows))
+
+    def _iterate(self, group: int, rows: int) -> Any:
+        return self._table.iter_batches(
+            batch_size=rows, row_groups=[group], columns=self._columns, use_threads=self._threads
+        )
+
+    def _chunks(self, group: int) -> dict[str, list[ColumnChunk]]:
+        """The column chunks behind each column that is read."""
+        if self._groups is None:
+            return {}
+        _, every = self._groups[group]
+        return {name: [every[leaf.number] for leaf in leaves] for name, leaves in self._leaves.items()}
+
+    def _require_room(self, group: int, room: Room) -> None:
+        chunks = self._chunks(group)
+        if from_footer(chunk for own in chunks.values() for chunk in own) <= room.decode:
+            return
+        needs: dict[str, tuple[int, int]] = {}
+        for name, own in chunks.items():
+            pages = [found for chunk in own if (found := from_headers(self._file, chunk)) is not None]
+            needs[name] = sum(page.dictionary for page in pages), sum(page.page for page in pages)
+        needed = sum(map(sum, needs.values()))
+        if needed > room.decode:
+            name, (dictionary, page) = max(needs.items(), key=lambda item: sum(item[1]))
+            raise undecodable(
+                say("row group {group} of {path}", group=group, path=self.path),
+                needed,
+                room,
+                say(
+                    "pages and dictionaries of {count} columns, most of it {name!r}: dictionary {dictionary}, "
+                    "largest page {page}",
+                    count=len(needs),
+                    name=name,
+                    dictionary=format_size(dictionary),
+                    page=format_size(page),
+                ),
+                "or write the file with smaller pages and dictionaries: pyarrow.parquet.write_table(…, "
+                "data_page_size=1 << 20, dictionary_pagesize_limit=1 << 20)",
+            )
+
+
+class _Leaf(NamedTuple):
+    """A stored column: which one of the file, and the type of its values."""
+
+    number: int
+    kind: Any
+
+
+def _leaves(schema: Any, columns: Sequence[str]) -> dict[str, list[_Leaf]]:
+    """The stored columns behind each column that is read."""
+    found, at = {}, 0
+    for field in schema:
+        kinds = _leaf_kinds(field.type)
+        if field.name in columns:
+            found[field.name] = [_Leaf(at + number, kind) for number, kind in enumerate(kinds)]
+        at += len(kinds)
+    return found
+
+
+def _leaf_kinds(kind: Any) -> list[Any]:
+    inner = children(kind)
+    return [leaf for child in inner for leaf in _leaf_kinds(child)] if inner else [plain(kind)]
+
+
+def leaf_bytes(kind: Any, chunk: ColumnChunk) -> int | None:
+    """What the values of a column chunk take in memory; None where the footer does not say."""
+    try:
+        width = int(kind.bit_width)
+    except ValueError:  # strings and bytes: with an offset, or a view, each
+        return None if chunk.data is None else chunk.data + 16 * chunk.entries
+    return (chunk.entries * (width + 1) + 7) // 8

@@ -1,0 +1,167 @@
+"""`legroom.tune`: settings for this dataset on this machine, now.
+
+Covers: measuring, choosing, overrides, climbing, adapting what was chosen before. Does not cover: the choice itself
+(budget.choose), a dataset that has to be kept at arm's length (apart.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, Literal
+
+from legroom.budget.choose import Ask, choose
+from legroom.budget.climbing import Climbed, climb
+from legroom.budget.effective import per_rank
+from legroom.budget.pace import Step
+from legroom.budget.presets import preset as named_preset
+from legroom.budget.settle import changes, settle
+from legroom.errors import UsageError
+from legroom.loader.measure.measuring import measure
+from legroom.loader.measure.untouched import untouched_randomness
+from legroom.loader.rows.ranks import process_group, rank_and_world
+from legroom.loader.tune.attempt import attempt_apart
+from legroom.loader.tune.remembered import key_of, recall, remember
+from legroom.loader.tune.stepping import time_step
+from legroom.loader.tune.transport import Kind
+from legroom.model import Box, Measured, Settings
+from legroom.model.settings_env import checked, from_environment
+from legroom.probe.box import snapshot
+from legroom.words import say
+
+log = logging.getLogger("legroom")
+
+_DRAWING = 1.5  # seconds; with the worker's and the step's it stays below five in all
+
+
+def tune(
+    dataset: Any,
+    *,
+    batch_size: int,
+    effective_batch: int | None = None,
+    step_seconds: float | None = None,
+    step: Callable[[Any], Any] | None = None,
+    ranks: int | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    preset: str | None = None,
+    climb: bool = False,
+    loader: Kind = "legroom",
+    previous: Settings | Literal["last"] | None = None,
+    box: Box | None = None,
+    **overrides: Any,
+) -> Settings:
+    """Loader and batch settings that keep up with the step at the least memory, inside what is free now.
+
+    ``dataset`` is drawn from for a second or two; a DataLoader stands for its dataset and collate. ``step`` is called
+    with a few real batches to time it. batch_size × accumulation × ranks stays ``effective_batch``. ``previous`` is
+    what an earlier call gave: its measurements are used again and what has changed is logged; ``"last"`` is what
+    worked in the last run. Settings given by name, and those in LEGROOM_SETTINGS, override the choice.
+    """
+    dataset, collate_fn = _opened(dataset, collate_fn)
+    by_hand = {**checked(overrides), **from_environment(os.environ)}
+    world = _world(ranks)
+    # Before anything is measured: what makes no sense should not take seconds to say so.
+    per_rank(batch_size, effective_batch, world)
+    named_preset(preset)
+    key = key_of(dataset)
+    before = recall(key) if previous == "last" else previous
+    with untouched_randomness():
+        measured = _measured(dataset, collate_fn, batch_size, loader, before)
+        timed = _step(dataset, collate_fn, batch_size, step_seconds, step)
+    ask = Ask(
+        batch_size=batch_size,
+        effective_batch=effective_batch,
+        ranks=world,
+        local_ranks=_local(world),
+        step=timed,
+        loader_kind=loader,
+        preset=preset,
+    )
+    room = box or snapshot()
+    with untouched_randomness():
+        climbed = _climbed(dataset, collate_fn, measured, room, ask) if climb else None
+    settings = settle(measured, room, ask, by_hand, climbed)
+    _tell(settings, before)
+    if isinstance(previous, Settings):
+        remember(key, previous)  # an epoch has gone by with them
+    elif climbed is not None:
+        remember(key, settings.roll_back())  # what was set by hand was not climbed with
+    return settings
+
+
+def _opened(dataset: Any, collate_fn: Callable[[Any], Any] | None) -> tuple[Any, Callable[[Any], Any] | None]:
+    from torch.utils.data import DataLoader
+
+    if isinstance(dataset, DataLoader):
+        return dataset.dataset, collate_fn or dataset.collate_fn
+    return dataset, collate_fn
+
+
+def _world(ranks: int | None) -> int:
+    return rank_and_world(None, None, os.environ, process_group())[1] if ranks is None else ranks
+
+
+def _local(world: int) -> int:
+    """Ranks on this machine, where the launcher says."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(world, int(text)) if text.isdigit() and int(text) else world
+
+
+def _measured(
+    dataset: Any,
+    collate_fn: Callable[[Any], Any] | None,
+    batch_size: int,
+    kind: Kind,
+    before: Settings | None,
+) -> Measured:
+    if before is not None and before.measured is not None and before.measured.batch_size == batch_size:
+        return before.measured
+    return measure(dataset, batch_size=batch_size, collate_fn=collate_fn, seconds=_DRAWING, transport=kind)
+
+
+def _step(
+    dataset: Any,
+    collate_fn: Callable[[Any], Any] | None,
+    batch_size: int,
+    seconds: float | None,
+    step: Callable[[Any], Any] | None,
+) -> Step:
+    if seconds is not None and step is not None:
+        raise UsageError(
+            say("step_seconds and step say the same thing"),
+            why=say("one states the time, the other measures it"),
+            fix=(say("give one of them"),),
+        )
+    if step is not None:
+        return time_step(dataset, collate_fn, batch_size, step)
+    if seconds is None:
+        return Step()
+    if not 0 <= seconds < float("inf"):
+        raise UsageError(
+            say("a step of {seconds} s makes no sense", seconds=seconds),
+            why=say("it takes a positive time"),
+            fix=(say("give seconds, like 0.018"),),
+        )
+    return Step(seconds)
+
+
+def _climbed(
+    dataset: Any, collate_fn: Callable[[Any], Any] | None, measured: Measured, box: Box, ask: Ask
+) -> Climbed:
+    return climb(
+        measured, box, ask, choose(measured, box, ask),
+        lambda rung: attempt_apart(dataset, collate_fn, rung, ask.loader_kind, ask.step.seconds),
+    )  # fmt: skip
+
+
+def _tell(settings: Settings, before: Settings | None) -> None:
+    if before is None:
+        for line in settings.why.values():
+            log.info("%s", line)
+    else:
+        for line in changes(before, settings).values():
+            log.info("%s", line)
+    if settings.plan is not None and settings.plan.verdict == "too-big":
+        for problem in settings.plan.problems:
+            log.warning("%s", problem.message)
