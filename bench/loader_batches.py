@@ -131,6 +131,9 @@ def measure(bench: Bench, size: int) -> tuple[list[Row], dict[str, Any]]:
         Row("  of the bare gather", least["bare"] / least["ours"], "×", 0.85, True),
         Row("  of the bare gather into two buffers", least["bare2"] / least["ours"], "×"),
         Row("  of torch's DataLoader, 0 workers", least["torch0"] / least["ours"], "×", 1.4, True),
+        Row(
+            "  the bare gather itself, of torch's DataLoader, 0 workers", least["torch0"] / least["bare"], "×"
+        ),
         Row("  of torch's DataLoader, 2 workers", least["torch2"] / least["ours"], "×", 8, True),
         Row("  busy consumer: with prefetching, of without", least["busy-direct"] / least["busy"], "×"),
     ]

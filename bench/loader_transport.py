@@ -11,6 +11,9 @@ arrays: a tensor that a worker sends twice is moved to shared memory once, and t
     map        rows by __getitems__, stacked by the default collate
     iterable   whole batches (batch_size=None) of an IterableDataset
     work       as map, with 15 ms of work a batch
+
+Two limits are measured beside them: for large batches, two processes that stack and send nothing; for small ones,
+torch's loader with a collate that returns None, which no transport inside a collate can be faster than.
 """
 
 from __future__ import annotations
@@ -117,6 +120,10 @@ def bare_round(nbytes: int, batches: int) -> Callable[[], float]:
     return measure
 
 
+def nothing(_samples: list[Any]) -> None:
+    """A collate with no batch to carry."""
+
+
 def compare(dataset: Any, rounds: int, **options: Any) -> dict[str, list[float]]:
     contenders = {
         "torch": one_round(torch.utils.data.DataLoader, dataset, **options),
@@ -158,6 +165,16 @@ def main() -> None:
         speed = f"{nbytes / least / 1e9:.3g} GB/s"
         rows.append(
             Row(f"two processes that stack {name} and send nothing", theirs / least, "× torch's", note=speed)
+        )
+    for name, nbytes, batches, _ in SIZES[2:]:
+        empty = one_round(
+            torch.utils.data.DataLoader, Rows(nbytes, batches), batch_size=ROWS, collate_fn=nothing
+        )
+        least = min(empty() for _ in range(chosen.rounds))
+        theirs = min(kept[f"map, {name}"]["rounds"]["torch"])
+        speed = f"{least * 1e6:.0f} µs a batch"
+        rows.append(
+            Row(f"torch's loader carrying nothing instead of {name}", theirs / least, "× torch's", note=speed)
         )
     for name, nbytes in (("1.5 MB", 1_500_000), ("32 kB", 32_000)):
         working = Rows(nbytes, max(2 * WARM, int(100 * chosen.scale)), WORK_S)
