@@ -68,11 +68,17 @@ def _wait(folder: Path, reached: str, ranks: list[subprocess.Popen[bytes]]) -> N
 
 
 def trained(
-    how: str, path: Path, steps: int, group: rigs.Cgroup | None = None, patience: float = 600
+    how: str,
+    path: Path,
+    steps: int,
+    group: rigs.Cgroup | None = None,
+    patience: float = 600,
+    enough_swap: float = float("inf"),
 ) -> dict[str, Any]:
     """How the ranks ended, their mean rate, and the most that lay in swap of the group meanwhile.
 
-    A box that thrashes may take hours, and all that is on it with it: after ``patience`` seconds its ranks are ended.
+    A box that thrashes may take hours, and all that is on it with it: after ``patience`` seconds, or once
+    ``enough_swap`` bytes lay in swap, its ranks are ended.
     """
     before = group.oom_kills() if group else 0
     with (
@@ -86,19 +92,19 @@ def trained(
             for one in words
         ]
         deadline = time.monotonic() + patience
-        outputs, given_up = [], 0
-        for rank in ranks:
-            try:
-                outputs.append(rank.communicate(timeout=max(0.1, deadline - time.monotonic()))[0])
-            except subprocess.TimeoutExpired:
-                rank.kill()
-                outputs.append(rank.communicate()[0])
-                given_up += 1
+        while any(rank.poll() is None for rank in ranks):
+            if time.monotonic() > deadline or max(swapped, default=0) > enough_swap:
+                break
+            time.sleep(0.05)
+        late = [rank for rank in ranks if rank.poll() is None]
+        for rank in late:
+            rank.kill()
+        outputs = [rank.communicate()[0] for rank in ranks]
     ended = [rank.returncode for rank in ranks]
     found = [json.loads(text) for text, code in zip(outputs, ended, strict=True) if code == 0]
     return {
         "ended": ended,
-        "given_up": given_up,  # ranks that had not finished in time
+        "given_up": len(late),  # ranks that had not finished in time
         "oom_kills": group.oom_kills() - before if group else 0,
         "rate": sum(one["rate"] for one in found) / len(found) if found else None,
         "cpu": sum(one["cpu"] for one in found) / len(found) if found else None,

@@ -27,6 +27,7 @@ _MOST_HOLDERS = 16  # a look into one takes under a millisecond
 _BLANK = re.compile("[\t\n\v\f\r\x85\u2028\u2029]")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
 _KTHREADD = 2
+_FLAGS, _PF_EXITING = 6, 0x4  # of a stat file, counted from the state
 _DRIVER = "/dev/nvidia"
 _SHARED_ANONYMOUS = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw.s .* /dev/zero \(deleted\)$", re.M)
 _TICKS = 100  # a second, of the clock that /proc/<pid>/stat counts in: the same on every Linux since 2.6
@@ -74,10 +75,21 @@ def arguments(host: Host, pid: int) -> list[str]:
     return text.split("\0") if text else []
 
 
+def is_ending(host: Host, pid: int) -> bool:
+    """Whether it is on its way out: in no cgroup any more, and no zombie yet."""
+    fields = _after_name(host, pid)
+    return len(fields) > _FLAGS and fields[_FLAGS].isdecimal() and bool(int(fields[_FLAGS]) & _PF_EXITING)
+
+
+def _after_name(host: Host, pid: int) -> list[str]:
+    """The fields of its stat file from the state on."""
+    # The name in brackets may hold anything, blanks and brackets too: count from the last bracket.
+    return (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+
+
 def started_at(host: Host, pid: int) -> float | None:
     """When that process began, in seconds of the day's clock; None where it cannot be read."""
-    # The name in brackets may hold anything, blanks and brackets too: count from the last bracket.
-    fields = (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+    fields = _after_name(host, pid)
     booted = host.table("/proc/stat").get("btime")
     if len(fields) < 20 or not fields[19].isdecimal() or booted is None:
         return None

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from legroom.model import Process
 from legroom.probe.host import Host
-from legroom.probe.process import parse_status, process_at
+from legroom.probe.process import is_ending, parse_status, process_at
 
 _IN_TURN = 8  # known processes read again at every look
 _YOUNG = 3  # looks after its first during which a process is read every time
@@ -47,7 +47,7 @@ class Roster:
 
     def still_there(self, pid: int) -> bool:
         """Whether that process has not ended; one that has is left out of the next look."""
-        found = process_at(self.host, pid)
+        found = None if is_ending(self.host, pid) else process_at(self.host, pid)
         if pid in self.known:
             self.known[pid] = found
         return found is not None

@@ -22,6 +22,7 @@ from legroom.probe.process import (
     arguments,
     command_text,
     holdings,
+    is_ending,
     matching,
     our_pid,
     parse_limits,
@@ -187,6 +188,17 @@ def test_when_a_process_began(machine: Staged) -> None:
     machine.process(10, started=1_759_999_000.5)
     assert started_at(machine.host, 10) == 1_759_999_000.5
     assert started_at(machine.host, 11) is None
+
+
+def test_who_is_on_the_way_out(machine: Staged) -> None:
+    machine.process(10)
+    stat = machine.host.root / "proc/10/stat"
+    for flags in (0x400100, 0x40010C):
+        stat.write_text(f"10 (python) x) R 1 10 10 0 -1 {flags} 0 0 0")
+        assert is_ending(machine.host, 10) is bool(flags & 4)
+    for text in ("", "10 (python", "10 (python) R 1 10 10 0 -1 nonsense"):
+        stat.write_text(text)
+        assert not is_ending(machine.host, 10)
 
 
 # Families.
