@@ -1,0 +1,121 @@
+"""Files that the user names for a bundle, each read within a bound.
+
+Covers: the end of a training's log and the verdict on it, the report of a run, the alarms of a watch.
+Does not cover: what the machine itself says (gather.py), hiding anything (redact.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from legroom.errors import DamagedSource, UnreadableSource
+from legroom.model import Box
+from legroom.model.death import Evidence
+from legroom.monitor.record import SCHEMA as WATCH
+from legroom.report.commands import shape_of
+from legroom.report.parts import Asked, Part
+from legroom.rescue.classify import classify
+from legroom.rescue.log_reader import read_log
+from legroom.rescue.report import verdict_object
+from legroom.rescue.watched import with_fixes
+from legroom.words import say
+
+LOG_END = 256 << 10  # bytes
+_WATCH_END = 8 << 20
+_LARGEST_RUN = 64 << 20
+_MOST_ALARMS = 50
+_MOST_READINGS = 60  # of an attempt: its last minute or more
+_MOST_ATTEMPTS = 20
+_RUN = "legroom.run/1"
+
+
+def given(asked: Asked, box: Box) -> Iterator[Part]:
+    """The parts made of the user's own files; an error where one of them is not what it should be."""
+    if asked.log is not None:
+        facts = read_log(asked.log)
+        evidence = Evidence(log=facts)
+        verdict = with_fixes(classify(evidence), evidence, box)
+        yield Part("explain.json", say("what killed the training, by its log"), verdict_object(verdict))
+        yield Part("training.log", say("the end of the training's log"), log_end(_end(asked.log, LOG_END)))
+    if asked.run is not None:
+        yield Part("run.json", say("the report of legroom run"), run_report(asked.run))
+    if asked.watch is not None:
+        yield Part("watch.json", say("last alarms and last sample of the watch"), watch_end(asked.watch))
+
+
+def log_end(data: bytes) -> str:
+    """Whole lines: half of a name at the beginning would not be known for one."""
+    text = data.decode("utf-8", "replace")
+    if len(data) < LOG_END:
+        return text
+    first = re.search(r"[\r\n]", text) or re.search(r"\s", text)
+    return text[first.end() :] if first is not None else ""
+
+
+def run_report(path: str) -> dict[str, Any]:
+    """The story of a run, of each attempt the end of its readings."""
+    try:
+        found = json.loads(_end(path, _LARGEST_RUN))
+        if not isinstance(found, dict) or found.get("schema") != _RUN:
+            raise ValueError(_RUN)
+    except (ValueError, RecursionError) as problem:
+        raise DamagedSource(
+            say("{path} is not the report of a run", path=path),
+            why=say("it is no JSON object of {schema}", schema=_RUN),
+            fix=(say("give the .json file that legroom run --report wrote"),),
+        ) from problem
+    attempts = found.get("attempts")
+    for attempt in attempts if isinstance(attempts, list) else ():
+        if isinstance(attempt, dict) and isinstance(attempt.get("readings"), list):
+            attempt["readings"] = attempt["readings"][-_MOST_READINGS:]
+    if isinstance(attempts, list):
+        found["attempts"] = attempts[-_MOST_ATTEMPTS:]
+    return found
+
+
+def watch_end(path: str) -> dict[str, Any]:
+    """The last alarms of a watch, each once, and its last sample."""
+    alarms: dict[str, Any] = {}
+    last: dict[str, Any] | None = None
+    for line in _end(path, _WATCH_END).split(b"\n"):
+        try:
+            moment = json.loads(line)
+        except (ValueError, RecursionError):
+            continue  # cut short, at either end
+        if not isinstance(moment, dict) or moment.get("schema") != WATCH:
+            continue
+        last = moment
+        for alarm in moment.get("alarms") or ():
+            if isinstance(alarm, dict):
+                key = json.dumps([alarm.get("code"), alarm.get("pool"), alarm.get("since")])
+                alarms.pop(key, None)
+                alarms[key] = alarm  # as it was said last, in the order of that
+    if last is None:
+        raise DamagedSource(
+            say("{path} is not the log of a watch", path=path),
+            why=say("its end holds no line of {schema}", schema=WATCH),
+            fix=(say("give a file that legroom watch --log wrote: lines of {schema}", schema=WATCH),),
+        )
+    for row in last.get("processes") or ():
+        if isinstance(row, dict) and isinstance(row.get("command"), str):
+            row["command"] = shape_of(row["command"])
+    return {"alarms": list(alarms.values())[-_MOST_ALARMS:], "last": last}
+
+
+def _end(path: str, keep: int) -> bytes:
+    """The last bytes of a file."""
+    try:
+        with Path(path).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - keep))
+            return file.read(keep)
+    except (OSError, ValueError) as problem:
+        why = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
+        raise UnreadableSource(
+            say("cannot read {path}", path=path), why=why, fix=(say("give a file that you may read"),)
+        ) from problem

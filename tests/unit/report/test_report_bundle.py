@@ -1,0 +1,249 @@
+"""The bundle: what is in it, that it can be read back, that nothing private is in any byte of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import stat
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import rigs
+
+from legroom.budget.findings import findings
+from legroom.cli.main import run
+from legroom.errors import DamagedSource, UnreadableSource, UsageError
+from legroom.probe.box import snapshot
+from legroom.probe.host import Host
+from legroom.report.bundle import CONTENTS, checked_path, pack, redacted, write
+from legroom.report.gather import MACHINE, gather, settings, versions
+from legroom.report.given import LOG_END, log_end
+from legroom.report.known import known
+from legroom.report.parts import Asked, Packed
+from legroom.report.redact import Redactor
+
+TREES = sorted(path.name for path in rigs.TREES.iterdir() if (path / "recording.json").is_file())
+LOG = """loading /home/zaphod/secret/heartofgold.h5 on magrathea.example.org (10.42.0.7)
+login with hf_abcdefghijklmnopqrstuvwx as zaphod@beeblebrox.example
+python train.py --h5 heartofgold.h5 --wandb-api-key swordfish1 --batch 16
+Traceback (most recent call last):
+  File "/home/zaphod/train.py", line 3, in <module>
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB
+"""
+PRIVATE = ("zaphod", "heartofgold", "magrathea", "10.42.0.7", "hf_abc", "beeblebrox", "swordfish1")
+
+
+def _bundle(host: Host, asked: Asked | None = None) -> dict[str, Packed]:
+    gathered = gather(asked or Asked(), host)
+    return {one.name: one for one in redacted(gathered, Redactor(known(host, gathered.files)))}
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_recorded_machine_comes_out_as_a_recording_of_itself(tree: str, tmp_path: Path) -> None:
+    host = Host.at(rigs.TREES / tree)
+    for name, one in _bundle(host).items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(one.text, encoding="utf-8", newline="")
+    before, after = snapshot(host), snapshot(Host.at(tmp_path / MACHINE))
+    assert (after.memory.total, after.memory.available) == (before.memory.total, before.memory.available)
+    assert [(level.limit, level.unreclaimable) for level in after.memory.levels] == [
+        (level.limit, level.unreclaimable) for level in before.memory.levels
+    ]
+    assert (after.memory.events.oom_kills, after.memory.peak) == (
+        before.memory.events.oom_kills,
+        before.memory.peak,
+    )
+    assert (after.shm.size, after.shm.used, after.shm.mounted) == (
+        before.shm.size,
+        before.shm.used,
+        before.shm.mounted,
+    )
+    assert (after.cpu.affinity, after.cpu.quota) == (before.cpu.affinity, before.cpu.quota)
+    assert (after.place.kind, after.place.root) == (before.place.kind, before.place.root)
+    assert after.pressure == before.pressure or [one.some_avg10 for one in after.pressure] == [
+        one.some_avg10 for one in before.pressure
+    ]
+    about_memory = {
+        finding.code for finding in findings(before) if finding.code.startswith(("ram", "cgroup", "oom"))
+    }
+    assert about_memory <= {finding.code for finding in findings(after)}
+
+
+def test_no_process_is_recorded_and_commands_lose_their_words() -> None:
+    parts = _bundle(Host.at(rigs.TREES / "bare-v2"))
+    assert not any(name.startswith(f"{MACHINE}/proc/{digit}") for name in parts for digit in "123456789")
+    box = json.loads(parts["box.json"].text)
+    assert box["schema"] == "legroom.report.box/1" and box["processes"]
+    for row in box["processes"]:
+        assert "/" not in row["command"]
+
+
+def test_every_part_is_listed_and_nothing_private_is_in_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, out = tmp_path / "train.log", tmp_path / "report.zip"
+    log.write_text(LOG)
+    assert run(["report", "--log", str(log), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "Look before you send it." in said and "training.log" in said and "machine/" in said
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
+    assert os.listdir(tmp_path).count("report.zip") == 1 and len(os.listdir(tmp_path)) == 2
+    with zipfile.ZipFile(out) as archive:
+        assert archive.testzip() is None
+        texts = {name: archive.read(name).decode() for name in archive.namelist()}
+    contents = texts.pop(CONTENTS)
+    assert set(texts) == {line.split("  ")[0] for line in contents.split("\n\n")[0].splitlines()}
+    assert json.loads(texts["explain.json"])["verdict"] == "gpu-oom"
+    assert "CUDA out of memory. Tried to allocate 2 GiB" in texts["training.log"]
+    assert texts["training.log"].count("file-1.h5") == 2 and "/home/user-1/train.py" in texts["training.log"]
+    everything = "\n".join([contents, *texts, *texts.values()]).casefold()
+    assert not [secret for secret in PRIVATE if secret in everything]
+    assert str(tmp_path).casefold() not in everything
+
+
+def test_a_tar_says_the_same_and_names_no_owner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "report.tar.gz"
+    assert run(["report", "--json", "--out", str(out)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["schema"] == "legroom.report/1" and report["bytes"] == out.stat().st_size
+    with tarfile.open(out) as bag:
+        members = bag.getmembers()
+    assert [(member.name, member.size) for member in members] == [
+        (row["name"], row["bytes"]) for row in report["contents"]
+    ]
+    assert all(
+        (member.uname, member.gname, member.uid, member.mode) == ("", "", 0, 0o600) for member in members
+    )
+
+
+def test_show_prints_it_all_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["report", "--show"]) == 0
+    assert "==> box.json <==" in capsys.readouterr().out
+    assert run(["report", "--show", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["path"] is None and all("text" in row for row in report["contents"])
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_is_replaced_and_nothing_half_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = tmp_path / "report.zip"
+    there.write_text("mine")
+    assert run(["report", "--out", str(there)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="is there already"):  # made by somebody in between
+        write(b"new", str(there))
+    assert there.read_text() == "mine" and os.listdir(tmp_path) == ["report.zip"]
+    with pytest.raises(UsageError, match="cannot write"):
+        write(b"new", str(tmp_path / "no" / "report.zip"))
+    with pytest.raises(UsageError, match="what kind of file"):
+        checked_path("report.rar")
+
+
+def test_without_links_it_is_still_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    write(b"new", str(tmp_path / "a.zip"))
+    assert (tmp_path / "a.zip").read_bytes() == b"new"
+    with pytest.raises(UsageError, match="is there already"):
+        write(b"newer", str(tmp_path / "a.zip"))
+    assert os.listdir(tmp_path) == ["a.zip"]
+
+
+def test_two_within_a_second_have_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("legroom.cli.report.time.strftime", lambda _: "now")
+    assert run(["report", "--json"]) == run(["report", "--json"]) == 0
+    assert sorted(os.listdir(tmp_path)) == ["now-2.zip", "now.zip"]
+
+
+def test_packing_is_the_same_for_the_same_parts() -> None:
+    parts = [Packed("a.txt", "", "ä"), Packed("b/c.txt", "", "")]
+    assert pack(parts, "x.zip", 1e9) == pack(parts, "y.zip", 1e9)
+    with tarfile.open(fileobj=io.BytesIO(pack(parts, "x.tgz", 1e9))) as bag:
+        assert bag.getnames() == ["a.txt", "b/c.txt"]
+
+
+def test_a_long_log_is_cut_between_lines() -> None:
+    line = b"token=abcdefgh and so on\n"
+    data = (line * (LOG_END // len(line) + 1))[-LOG_END:]
+    text = log_end(data)
+    assert text.startswith("token=") and len(text) > LOG_END - 100
+    assert log_end(b"x" * LOG_END) == ""
+    assert log_end(b"short") == "short"
+
+
+def test_a_run_and_a_watch_come_in_at_their_ends(tmp_path: Path) -> None:
+    story = {"schema": "legroom.run/1", "command": ["python", "t.py", "--token", "abc123x"], "attempts": []}
+    story["attempts"] = [{"number": 1, "readings": [{"when": at} for at in range(500)]}]
+    (tmp_path / "run.json").write_text(json.dumps(story))
+    alarm = {"code": "shm-level", "pool": "shm", "level": "critical", "since": 5.0, "message": "m"}
+    moment = {
+        "schema": "legroom.watch/1",
+        "processes": [{"pid": 1, "command": "/x/python /y/t.py --data /z"}],
+    }
+    lines = [json.dumps({**moment, "clock": at, "alarms": [alarm] if at > 3 else []}) for at in range(9)]
+    (tmp_path / "watch.jsonl").write_text("\n".join([*lines, '{"schema": "legroom.wa']))
+    asked = Asked(run=str(tmp_path / "run.json"), watch=str(tmp_path / "watch.jsonl"))
+    parts = _bundle(Host.at(rigs.TREES / "docker-v2"), asked)
+    ran, watched = json.loads(parts["run.json"].text), json.loads(parts["watch.json"].text)
+    assert ran["command"][-1] == "<secret>" and ran["attempts"][0]["readings"][-1] == {"when": 499}
+    assert len(ran["attempts"][0]["readings"]) == 60
+    assert len(watched["alarms"]) == 1 and watched["last"]["clock"] == 8
+    assert watched["last"]["processes"][0]["command"] == "python t.py --data …"
+
+
+@pytest.mark.parametrize(("option", "code"), [("--run", DamagedSource), ("--watch", DamagedSource)])
+def test_files_that_are_something_else(
+    option: str, code: type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text('{"schema": "something.else/1"}')
+    assert run(["report", option, str(wrong), "--show"]) == 2
+    assert f"[{code.code}]" in capsys.readouterr().err
+    for missing in (option, "--log"):
+        assert run(["report", missing, str(tmp_path / "no"), "--show"]) == 2
+        assert f"[{UnreadableSource.code}]" in capsys.readouterr().err
+
+
+def test_settings_are_ours_alone_and_secrets_stay() -> None:
+    environment = {"LEGROOM_DIR": "/x", "LEGROOM_WEB_TOKEN": "abc", "HF_TOKEN": "t", "PATH": "/bin"}
+    assert settings(environment) == {"LEGROOM_DIR": "/x", "LEGROOM_WEB_TOKEN": "<secret>"}
+
+
+def test_versions_import_nothing() -> None:
+    before = set(sys.modules)
+    found = versions()
+    assert found["packages"]["numpy"] and found["python"].startswith("3.")
+    assert not {"torch", "lightning", "transformers"} & (set(sys.modules) - before)
+
+
+def test_who_is_private_here(tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "passwd").write_text(
+        "root:x:0:0::/root:/bin/sh\nzaphod:x:1000:1000::/home/zaphod:/bin/sh\nford:x:1001:1::/srv/towel:/bin/sh\n"
+        "www-data:x:33:33::/var/www:/bin/sh\nbroken\n"
+    )
+    (tmp_path / "etc" / "hostname").write_text("magrathea.example.org\n")
+    env = {
+        "HF_TOKEN": "abcdefgh",
+        "SSH_AUTH_SOCK": "/run/user/1000/x",
+        "SUDO_USER": "trillian",
+        "MASTER_ADDR": "10.0.0.1",
+    }
+    found = known(Host(root=tmp_path, env=env, recording={"uid": 0}), ["/data/a b.h5", "/data/dir.zarr/"])
+    assert found.users == {"root", "zaphod", "ford", "trillian"}
+    assert found.homes == {"/srv/towel"}
+    assert found.hosts == {"magrathea.example.org", "magrathea"}
+    assert found.files == {"a b.h5", "dir.zarr"} and found.secrets == {"abcdefgh"}
