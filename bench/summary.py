@@ -1,0 +1,151 @@
+"""The comparison in the READMEs: a few rows of the results, in each README's language.
+
+Covers: which rows, their words, putting them between two marks. Does not cover: the page with everything (tables.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS, REPO = HERE / "results", HERE.parent
+BEGIN, END = "<!-- comparison: made by bench/tables.py -->", "<!-- end of comparison -->"
+HEADS = {
+    "en": ("", "the usual way", "Legroom", "ratio"),
+    "zh": ("", "通常做法", "Legroom", "比值"),
+}
+MEASURED = {"en": "Measured on: ", "zh": "测量环境："}
+READMES = {"en": REPO / "README.md", "zh": REPO / "README.zh-CN.md"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row: words by language, and three figures."""
+
+    words: dict[str, str]
+    usual: str
+    ours: str
+    ratio: str
+
+
+def lines() -> list[Line]:
+    """All rows whose results are there."""
+    return [make(_load(name)) for name, make in _MAKERS if (RESULTS / f"{name}.json").exists()]
+
+
+def table(language: str) -> str:
+    """The table in that language."""
+    head = HEADS[language]
+    rows = [f"| {line.words[language]} | {line.usual} | {line.ours} | {line.ratio} |" for line in lines()]
+    return "\n".join(["| " + " | ".join(head) + " |", "| --- | --- | --- | --- |", *rows])
+
+
+def filled(language: str) -> str:
+    """That README as it has to read."""
+    text = READMES[language].read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, mark, after = rest.partition(END)
+    if not mark:
+        raise SystemExit(f"{READMES[language]} has no place for the comparison: {BEGIN} … {END}")
+    return f"{before}{BEGIN}\n\n{table(language)}\n\n{machines(language)}\n\n{END}{after}"
+
+
+def machines(language: str) -> str:
+    """Where it was measured: an absolute figure means nothing without."""
+    found: dict[str, None] = {}
+    for name, _ in _MAKERS:
+        about = _load(name)["machine"] if name != "cache" else _load(name)["parts"]["attach"]["machine"]
+        torch = f", torch {about['packages']['torch']}" if "torch" in about["packages"] else ""
+        where = f"{about['cpus']} × {about['cpu']}, {about['system'].split('-')[0]}, Python {about['python']}{torch}"
+        found[f"{about['gpu']}: {where}" if "gpu" in about else where] = None
+    # Of two lines that differ in torch's version alone the longer says both.
+    kept = [one for one in found if not any(other.startswith(one) and other != one for other in found)]
+    return MEASURED[language] + "; ".join(kept) + "."
+
+
+def _load(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def _row(found: dict[str, Any], what: str) -> dict[str, Any]:
+    parts = [found, *found.get("parts", {}).values()]
+    rows = [row for part in parts for row in part.get("rows", part.get("ratios", ()))]
+    return next(row for row in rows if row["what"].strip() == what)
+
+
+def _attach(found: dict[str, Any]) -> Line:
+    ours = _row(found, "attach and first row, 368 MB")["value"]
+    usual = _row(found, "h5py preload of the same file, warm")["value"]
+    words = {
+        "en": "a second process until its first row of 368 MB (h5py preload)",
+        "zh": "第二个进程读到 368 MB 数据的第一行（h5py 预加载）",
+    }
+    return Line(words, f"{usual:.0f} ms", f"{ours:.2f} ms", f"{usual / ours:.0f} ×")
+
+
+def _copies(found: dict[str, Any]) -> Line:
+    peers, count = found["peers"], found["processes"][-1]
+    usual, ours = (peers[name]["summary"]["memory"][count]["beyond_bare_mb"] for name in ("h5py", "legroom"))
+    size = found["megabytes"]
+    words = {
+        "en": f"memory of {count} processes on one dataset of {size:.0f} MB (h5py preload)",
+        "zh": f"{count} 个进程共用 {size:.0f} MB 数据集的内存（h5py 预加载）",
+    }
+    return Line(words, f"{usual:.0f} MB", f"{ours:.0f} MB", f"{usual / ours:.1f} ×")
+
+
+def _batches(found: dict[str, Any]) -> Line:
+    part = found["parts"]["64"]
+    ours = _row(part, "data.batches")["value"]
+    ratio = _row(part, "of torch's DataLoader, 2 workers")["value"]
+    words = {
+        "en": "shuffled batches of 12.6 MB from memory (torch's DataLoader, 2 workers)",
+        "zh": "从内存取 12.6 MB 的随机批次（torch DataLoader，2 个 worker）",
+    }
+    return Line(words, f"{ours / ratio:.1f} GB/s", f"{ours:.1f} GB/s", f"{ratio:.1f} ×")
+
+
+def _transport(found: dict[str, Any]) -> Line:
+    row = _row(found, "map, 24 MB")
+    usual, _, ours = row["note"].removesuffix(" GB/s").partition(" → ")
+    words = {
+        "en": "batches of 24 MB through two workers (torch's DataLoader)",
+        "zh": "24 MB 批次经两个 worker 传送（torch DataLoader）",
+    }
+    return Line(words, f"{usual} GB/s", f"{ours} GB/s", f"{row['value']:.1f} ×")
+
+
+def _gpu(found: dict[str, Any]) -> Line:
+    row = _row(found, "registered, 256 rows : torch's DataLoader")
+    ours, _, usual = row["note"].removesuffix(" GB/s").partition(" : ")
+    card = found["machine"]["gpu"]
+    words = {
+        "en": f"random rows to an {card} (torch's DataLoader, 8 workers, pin_memory)",
+        "zh": f"随机行送到 {card}（torch DataLoader，8 个 worker，pin_memory）",
+    }
+    return Line(words, f"{usual} GB/s", f"{ours} GB/s", f"{row['value']:.1f} ×")
+
+
+def _parquet(found: dict[str, Any]) -> Line:
+    usual = _row(found, "copies held by three ranks, read_table")["value"]
+    ours = _row(found, "copies held by three ranks, shared")["value"]
+    words = {
+        "en": f"copies of {found['size'] / 1e9:.0f} GB of Parquet that three ranks hold (`read_table`)",
+        "zh": f"三个 rank 持有 {found['size'] / 1e9:.0f} GB Parquet 的份数（`read_table`）",
+    }
+    return Line(words, f"{usual:.2f}", f"{ours:.2f}", f"{usual / ours:.1f} ×")
+
+
+_MAKERS: tuple[tuple[str, Callable[[dict[str, Any]], Line]], ...] = (
+    ("cache", _attach),
+    ("peers", _copies),
+    ("loader_batches", _batches),
+    ("loader_transport", _transport),
+    ("gpu_loader", _gpu),
+    ("parquet_ranks", _parquet),
+)
