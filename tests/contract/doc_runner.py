@@ -1,0 +1,142 @@
+"""Runs the Python of a page: one process that has torch imported, and a fork of it for each script.
+
+Covers: the scripts of a page (blocks that go on are one script, with the page's own line numbers), and the process
+that runs them. Does not cover: what is in the folder they run in (doc_stage.py).
+
+Importing torch takes longer than most blocks; a fork has it already, and is otherwise a process of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from doc_pages import BadMark, Block
+
+TIMEOUT = 240
+
+
+def scripts(blocks: list[Block], cuda: bool) -> list[tuple[str, str]]:
+    """What a page's Python amounts to: a name and a text for each block that begins anew."""
+    found: list[tuple[str, str]] = []
+    mine = [block for block in blocks if block.language == "python" and "file" not in block.marks]
+    for last, block in zip([None, *mine], mine, strict=False):
+        if not runs(block, cuda):
+            continue
+        text = block.text
+        if block.marks.get("elsewhere") == "cpu" and not cuda:
+            text = text.replace('"cuda"', '"cpu"')
+        if "after" in block.marks:
+            if last is None or not runs(last, cuda):
+                raise BadMark(f"{block}: goes on from a block that is not run")
+            name, before = found.pop()
+        else:
+            name, before = f"{Path(block.page).stem}_{block.line}.py", ""
+        if given := block.marks.get("given"):
+            before += f"from doc_given import {given}"
+        gap = block.line - 1 - before.count("\n")
+        found.append((name, before + "\n" * gap + text))
+    return found
+
+
+def runs(block: Block, cuda: bool) -> bool:
+    """Whether a block is run here, as far as its marks go."""
+    return "no" not in block.marks and (cuda or "needs" not in block.marks)
+
+
+class Runner:
+    """The process; ``run`` gives a script's exit status and what it wrote."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(
+        self, script: Path, folder: Path, environment: dict[str, str], *arguments: str
+    ) -> tuple[int, str]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        order = [str(script), str(folder), environment, list(arguments)]
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        status, output = json.loads(self._process.stdout.readline())
+        return int(status), str(output)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait(60)
+
+
+def _in_fork(script: str, folder: str, environment: dict[str, str], arguments: list[str]) -> tuple[int, str]:
+    output = Path(folder, ".output")
+    child = os.fork()
+    if child == 0:
+        _end(_play(script, folder, environment, arguments, output))
+    patience = time.monotonic() + TIMEOUT
+    said = ""
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() > patience:
+            said, patience = f"ended after {TIMEOUT} s\n", float("inf")
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+    return os.waitstatus_to_exitcode(ended[1]), said + output.read_text(encoding="utf-8", errors="replace")
+
+
+def _play(
+    script: str, folder: str, environment: dict[str, str], arguments: list[str], output: Path
+) -> object:
+    """In the child: be that script's process; its exit status."""
+    sink = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(sink, stream)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        return end.code
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _end(code: object) -> None:
+    """Leave as an interpreter does, but for taking torch's modules apart, which takes longer than most blocks."""
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def main() -> None:
+    """Do what is asked for, a line at a time."""
+    import h5py  # noqa: F401
+    import torch  # noqa: F401
+
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        answers.write(json.dumps(_in_fork(*json.loads(line))) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

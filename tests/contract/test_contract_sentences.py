@@ -1,0 +1,128 @@
+"""No sentence for people is written past `say()` and `phrase()`: one that is could be said in English alone.
+
+Covers: string literals of the package that read like a sentence, four words in a row. Does not cover: single words and
+fragments, which cannot be told from names and values.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PO = Path(__file__).parents[2] / "po"
+_FIELD = "\0"  # a field of an f-string: no word
+_SENTENCE = re.compile(r"(?<![\w&|(\[])(?:[A-Za-z][a-z']*[,;:]? ){3}[a-z']+(?![\w(])")
+# For who writes code against the package, not for who uses it.
+_FOR_PROGRAMMERS = frozenset({"AttributeError", "AssertionError", "NotImplementedError", "add_argument"})
+
+# A file, or a file and how a literal in it begins; and why that is no sentence of ours to translate.
+ALLOWED = {
+    "rescue/signatures.py": "patterns of what other programs write",
+    "rescue/log_reader.py": "patterns of what Python writes",
+    "report/patterns.py": "names that are no secrets",
+    "probe/flags.py: micro_batch_size": "names of options of trainings",
+    "monitor/metrics.py": "help of Prometheus metrics, the same in every scrape",
+    "formats/hdf5_open.py: unable to lock file": "HDF5's words",
+    "formats/hdf5_open.py: flag values don't match": "HDF5's words",
+    "cache/dataset.py: The given NumPy array": "torch's warning, to be silenced",
+    "loader/cuda/resident.py: The given NumPy array": "torch's warning, to be silenced",
+    "loader/dataloader.py: torch's DataLoader, with": "the docstring of a class that is made when it is asked for",
+    "monitor/terminal_app.py: \nScreen {": "a style sheet",
+    "rescue/inject/sitecustomize.py: legroom: ": "said where legroom itself could not be imported",
+}
+
+
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """What the tool takes for a message, so that both agree on it."""
+    monkeypatch.syspath_prepend(str(PO))
+    import sources
+
+    yield sources
+    sys.modules.pop("sources", None)
+
+
+def _bare(tree: ast.Module, sources: Any) -> Iterator[tuple[int, str]]:
+    """Literals that read like a sentence and are neither said, nor marked, nor docstrings or help."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Call):
+            if sources.name_of(node.func) in _FOR_PROGRAMMERS:
+                continue
+            said = sources.speaks(node.func) in sources.SPEAKERS
+            is_option = sources.name_of(node.func) == "option"
+            keywords = [one.value for one in node.keywords if not (is_option and one.arg == "help")]
+            waiting += [node.func, *node.args[1 if said else 0 :], *keywords]
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a docstring
+        elif isinstance(node, (ast.Constant, ast.JoinedStr)):
+            text = _text(node)
+            if _SENTENCE.search(text):
+                yield node.lineno, text
+            if isinstance(node, ast.JoinedStr):
+                waiting += [part for part in node.values if not isinstance(part, ast.Constant)]
+        else:
+            waiting += ast.iter_child_nodes(node)
+
+
+def _text(node: ast.Constant | ast.JoinedStr) -> str:
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    return "".join(_text(part) if isinstance(part, ast.Constant) else _FIELD for part in node.values)
+
+
+def test_every_sentence_can_be_translated(sources: Any) -> None:
+    found, used = [], set()
+    for path in sorted(sources.SOURCE.rglob("*.py")):
+        name = path.relative_to(sources.SOURCE).as_posix()
+        for line, text in _bare(ast.parse(path.read_text(encoding="utf-8")), sources):
+            reasons = [key for key in ALLOWED if f"{name}: {text}".startswith(key)]
+            used.update(reasons)
+            if not reasons:
+                found.append(f"src/legroom/{name}:{line}: {text!r}")
+    assert found == [], "say() them where they are shown, or mark them with phrase() where a table holds them"
+    assert set(ALLOWED) == used, f"no longer there: {set(ALLOWED) - used}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "raise NoRoom('there is no room here')",
+        "raise NoRoom(say('a'), why='the disk is nearly full', fix=())",
+        "raise NoRoom(say('a'), fix=('remove what is old', 'b'))",
+        "raise NoRoom(f'{path} is in use by {pid}, and stays')",
+        "click.echo('nothing has been found here')",
+        "Finding('code', 'info', say('a'), 'the machine has no swap')",
+        "Alarm('code', 'ram', 'info', f'{share} of it are in use now')",
+        "say('{why}', why='the file is too old')",
+        "voice.say('this is not ours to say')",
+        "TABLE = {'a': 'the reason is not known'}",
+        "f(f'{g(\"there is no such file\")}')",
+    ],
+)
+def test_the_guard_sees_a_bare_sentence(source: str, sources: Any) -> None:
+    assert len(list(_bare(ast.parse(source), sources))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "say('there is no room here', x=1)",
+        "TABLE = {'a': phrase('the reason is not known')}",
+        "words.say('all is well here' if x else 'all is not well here')",
+        "def f():\n    '''All of this is documentation.'''",
+        "@click.option('--x', help='found by the tool itself')\ndef f(): pass",
+        "raise AttributeError(f'module {name} has no such attribute')",
+        "run('pip install legroom[torch]')",
+        "f'{a} {b} {c} {d} {e}'",
+    ],
+)
+def test_the_guard_lets_pass_what_is_no_bare_sentence(source: str, sources: Any) -> None:
+    assert list(_bare(ast.parse(source), sources)) == []

@@ -1,0 +1,36 @@
+"""Figures in docs/myths.md are those that were measured: none is older than its experiment."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from doc_pages import REPO
+
+_FIGURE = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.]*\d)")
+
+
+def test_every_figure_was_measured() -> None:
+    results = REPO / "docs" / "evidence" / "results.json"
+    measured = "\n".join(
+        "\n".join([*one["lines"], *map(str, one["machine"].values())])
+        for one in json.loads(results.read_text(encoding="utf-8")).values()
+    )
+    text = (REPO / "docs" / "myths.md").read_text(encoding="utf-8")
+    prose = re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)  # what is typed, and where links go, is no figure
+    unknown = [figure for figure in _FIGURE.findall(prose) if figure not in measured]
+    assert set(unknown) <= {"3.14", "5.75"}, (
+        unknown
+    )  # a version of Python, and what the arithmetic starts from
+
+
+def test_the_table_of_workers_is_the_benchmarks() -> None:
+    rates = json.loads((REPO / "bench" / "results" / "tune-torch.json").read_text(encoding="utf-8"))
+    text = (REPO / "docs" / "myths.md").read_text(encoding="utf-8")
+    (header,) = re.findall(r"^\| workers \| (.+) \|$", text, re.M)
+    names = {"computing": "computing", "waiting": "waiting", "rows of a tensor, no work": "cheap"}
+    for label, name in names.items():
+        (row,) = re.findall(rf"^\| {label} \| (.+) \|$", text, re.M)
+        for workers, shown in zip(map(int, header.split(" | ")), map(int, row.split(" | ")), strict=True):
+            of_them = [one for one in rates[name]["search"] if one["workers"] == workers]
+            assert shown == round(max(one["samples_per_second"] for one in of_them)), (label, workers)

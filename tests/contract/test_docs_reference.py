@@ -1,0 +1,85 @@
+"""The Python reference names everything that is public, and every page of the documentation can be reached."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from doc_pages import REPO, pages
+
+import legroom
+import legroom.gpu
+
+DOCS = REPO / "docs"
+REFERENCE = "\n".join(path.read_text(encoding="utf-8") for path in sorted((DOCS / "reference").glob("*.md")))
+PUBLIC = [f"legroom.{name}" for name in legroom.__all__] + [
+    f"legroom.gpu.{name}" for name in legroom.gpu.__all__
+]
+# Names that a page of docs/ tells people to import from an adapter.
+ADAPTERS = sorted(
+    {
+        f"{module}.{name}"
+        for path in DOCS.glob("*.md")
+        for module, names in re.findall(
+            r"^from (legroom\.integrations[\w.]*) import (.+)$", path.read_text(encoding="utf-8"), re.M
+        )
+        for name in names.split(", ")
+    }
+)
+
+
+@pytest.mark.parametrize("name", PUBLIC + ADAPTERS)
+def test_every_public_name_is_in_the_reference(name: str) -> None:
+    assert re.search(rf"{re.escape(name)}\b", REFERENCE), f"{name} is on no page of docs/reference"
+
+
+def _directives() -> list[str]:
+    return re.findall(r"^::: (\S+)$", REFERENCE, re.M)
+
+
+@pytest.mark.parametrize("path", _directives())
+def test_every_directive_names_something(path: str) -> None:
+    """Without importing: the modules' own text has it, whatever is installed."""
+    parts = path.split(".")
+    module = REPO / "src" / Path(*parts)
+    if module.with_suffix(".py").is_file():
+        return
+    home = REPO / "src" / Path(*parts[:-1])
+    source = home.with_suffix(".py") if home.with_suffix(".py").is_file() else home / "__init__.py"
+    names = {getattr(node, "name", None) for node in ast.parse(source.read_text(encoding="utf-8")).body}
+    assert parts[-1] in names
+
+
+def _functions() -> Iterator[tuple[str, object]]:
+    for package in (legroom, legroom.gpu):
+        for name in package.__all__:
+            value = getattr(package, name)
+            if inspect.isfunction(value):
+                yield f"{package.__name__}.{name}", value
+
+
+@pytest.mark.parametrize(("name", "function"), list(_functions()))
+def test_every_argument_is_told_of(name: str, function: object) -> None:
+    text = inspect.getdoc(function) or ""
+    told = set(re.findall(r"^    \*{0,2}(\w+): ", text.partition("Args:\n")[2], re.M))
+    assert told == set(inspect.signature(function).parameters), name  # type: ignore[arg-type]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    import yaml
+
+    text = (REPO / "mkdocs.yml").read_text(encoding="utf-8")
+    named = set(re.findall(r"[\w./-]+\.md", str(yaml.safe_load(text)["nav"])))
+    assert named == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if not page.startswith("docs/")])
+def test_links_of_pages_outside_the_site_lead_somewhere(page: str) -> None:
+    """Inside it mkdocs looks at them."""
+    text = (REPO / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text):
+        assert ((REPO / page).parent / target).exists(), target
