@@ -3,15 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Real rigs one at a time: they measure, and some of them fill the machine.
 # Children of tests, wherever they run, write their share of the coverage here.
 COVERED := COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml COVERAGE_FILE=$(CURDIR)/.coverage
-TESTED := $(COVERED) $(BIN)/python -m pytest --cov -m "not soak"
+PYTEST := $(BIN)/python -m pytest -m "not soak"
 # What failed beside others on a busy machine is tried once more by itself; what fails again has failed.
-ALONE := $(TESTED) --cov-append --last-failed --last-failed-no-failures none
+ALONE := --last-failed --last-failed-no-failures none
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint unit chromium bench gpu docs evidence soak clean
+.PHONY: help setup demo test lint unit chromium test-pythons bench gpu docs messages evidence soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,10 +22,9 @@ $(READY): pyproject.toml constraints.txt
 
 setup: $(READY) ## a virtual environment with everything, versions pinned
 
-demo: $(READY) ## what Legroom does, on this machine, now
-	$(BIN)/legroom doctor || test $$? -eq 1
-	@echo
-	$(BIN)/python examples/first_look/first_look.py
+demo: $(READY) ## what Legroom does, measured on this machine in a minute or so
+	@mkdir -p build
+	$(BIN)/legroom demo --out build/legroom-demo.png
 
 test: lint docs unit ## all checks and all tests
 
@@ -36,10 +34,12 @@ lint: $(READY) ## style, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Real rigs one at a time and untraced: they measure, and some of them fill the machine.
 unit: $(READY) chromium ## every test, with coverage
 	$(BIN)/coverage erase
-	$(TESTED) --cov-report= -n 2 --dist loadfile tests/unit tests/contract || $(ALONE) --cov-report= tests/unit tests/contract
-	$(TESTED) --cov-report=term:skip-covered --cov-append tests/real || $(ALONE) --cov-report= tests/real
+	$(COVERED) $(PYTEST) --cov --cov-report=term:skip-covered -n 2 --dist loadfile tests/unit tests/contract \
+	    || $(PYTEST) $(ALONE) tests/unit tests/contract
+	$(PYTEST) tests/real || $(PYTEST) $(ALONE) tests/real
 
 # Never fails: without a browser the tests that need one are skipped with a reason, and CI as root fails there.
 chromium: ## Debian's browser, for the tests of the web page; installed where that is allowed
@@ -50,6 +50,9 @@ chromium: ## Debian's browser, for the tests of the web page; installed where th
 	         && apt-get install -y -qq --no-install-recommends chromium; }; } \
 	       >/dev/null 2>&1 </dev/null && command -v chromium >/dev/null; } \
 	|| echo "chromium is not installed and could not be: the page is not looked at in a browser"
+
+test-pythons: $(READY) ## the wheel in an empty environment of every Python here, without torch
+	$(BIN)/python tests/release/pythons.py
 
 bench: $(READY) ## measure: speed as ratios against peers, side by side
 	$(BIN)/python bench/startup.py
@@ -74,6 +77,11 @@ gpu: ## every GPU test, real rig, experiment and benchmark, with the machine's o
 
 docs: $(READY) ## build the documentation, warnings are errors
 	$(BIN)/mkdocs build --strict --quiet
+
+messages: $(READY) ## bring the translations up to date with the sentences in the code, and compile them
+	$(BIN)/python po/messages.py extract
+	$(BIN)/python po/messages.py compile
+	$(BIN)/python po/messages.py check
 
 evidence: $(READY) ## run the experiments behind the claims
 	$(BIN)/python docs/evidence/run.py

@@ -35,11 +35,12 @@
     │   ├── WorkerDied                 worker-died
     │   ├── BatchLost                  batch-lost
     │   └── LoaderClosed               loader-closed
-    └── GpuError              exit 1   memory on the card
-        ├── NoCuda                     no-cuda
-        ├── DoesNotFit                 does-not-fit
-        ├── TrialFailed                trial-failed
-        └── RanksDisagree              ranks-disagree
+    ├── GpuError              exit 1   memory on the card
+    │   ├── NoCuda                     no-cuda
+    │   ├── DoesNotFit                 does-not-fit
+    │   ├── TrialFailed                trial-failed
+    │   └── RanksDisagree              ranks-disagree
+    └── DemoFailed            exit 1   demo-failed
 
 Covers: the tree and how an error reads as text and as JSON. Does not cover: findings, which are
 states of a box and not failures (model.Finding).
@@ -52,6 +53,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pickle import PicklingError
 from typing import ClassVar
+
+from legroom.columns import cells
+from legroom.words import say
 
 EXIT_REFUSED = 1
 EXIT_USAGE = 2
@@ -72,8 +76,8 @@ class LegroomError(Exception):
     def __str__(self) -> str:
         lines = [f"{self.what} [{self.code}]"]
         if self.why:
-            lines.append(f"  why: {self.why}")
-        lines.extend(f"  do:  {step}" for step in self.fix)
+            lines.append(_hung(say("  why: "), self.why))
+        lines.extend(_hung(say("  do:  "), step) for step in self.fix)
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -83,6 +87,11 @@ class LegroomError(Exception):
     def as_dict(self) -> dict[str, object]:
         """The error as JSON carries it."""
         return {"code": self.code, "message": self.what, "why": self.why, "fix": list(self.fix)}
+
+
+def _hung(label: str, text: str) -> str:
+    """The text after its label, its further lines below its first."""
+    return label + text.replace("\n", "\n" + " " * cells(label))
 
 
 def _rebuild(kind: type[LegroomError], what: str, why: str, fix: tuple[str, ...]) -> LegroomError:
@@ -327,3 +336,9 @@ class RanksDisagree(GpuError, RuntimeError):
     """Ranks of one training were asked for different things."""
 
     code = "ranks-disagree"
+
+
+class DemoFailed(LegroomError):
+    """The demo cannot run here, or a part of it did not do what it should."""
+
+    code = "demo-failed"

@@ -15,19 +15,23 @@ from importlib import import_module
 
 import click
 
+from legroom.cli.language import language_option, open_streams, settle, translate
 from legroom.errors import EXIT_USAGE, LegroomError
 from legroom.version import VERSION
+from legroom.words import phrase, say
 
 # One line each, so that --help needs none of the modules.
 VERBS = {
-    "doctor": "What is short on this box, why, and what to type about it.",
-    "plan": "How big a box GPUs × jobs need, and how many jobs fit this one.",
-    "check": "Whether this training fits here now, and the largest settings that fit.",
-    "tune": "Loader and batch settings that keep up at the least memory.",
-    "watch": "Memory over time: what fills, how fast, by whom, when it is full.",
-    "run": "Run a training, say which memory kills it, go on with less.",
-    "explain": "Which memory killed a training, from its log alone.",
-    "cache": "One copy of a dataset for every process: load, look, remove.",
+    "doctor": phrase("What is short on this box, why, and what to type about it."),
+    "plan": phrase("How big a box GPUs × jobs need, and how many jobs fit this one."),
+    "check": phrase("Whether this training fits here now, and the largest settings that fit."),
+    "tune": phrase("Loader and batch settings that keep up at the least memory."),
+    "watch": phrase("Memory over time: what fills, how fast, by whom, when it is full."),
+    "run": phrase("Run a training, say which memory kills it, go on with less."),
+    "explain": phrase("Which memory killed a training, from its log alone."),
+    "cache": phrase("One copy of a dataset for every process: load, look, remove."),
+    "report": phrase("One file for a bug report, with what is private taken out."),
+    "demo": phrase("What it does, measured on this machine in a minute or so."),
 }
 
 
@@ -41,7 +45,7 @@ class Verbs(click.Group):
         if cmd_name not in VERBS:
             return None
         command: click.Command = import_module(f"legroom.cli.{cmd_name}").command
-        return command
+        return translate(command)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -54,15 +58,18 @@ class Verbs(click.Group):
             near = difflib.get_close_matches(args[0], VERBS, 1)
             if not near:
                 raise
-            raise click.UsageError(f"{problem.message} Did you mean '{near[0]}'?", ctx) from problem
+            raise click.UsageError(
+                say("{message} Did you mean '{near}'?", message=problem.message, near=near[0]), ctx
+            ) from problem
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Verbs"):
-            formatter.write_dl(list(VERBS.items()))
+        with formatter.section(say("Verbs")):
+            formatter.write_dl([(name, say(about)) for name, about in VERBS.items()])
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(VERSION, "--version", "-V", prog_name="legroom")
+@language_option
 def cli() -> None:
     """Memory room for training: what will run out on this box, and what to do about it here.
 
@@ -78,18 +85,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line; the exit status."""
+    as_json = "--json" in arguments
+    open_streams()
+    settle(as_json=as_json)
+    translate(cli)
     try:
-        status = cli.main(arguments, prog_name="legroom", standalone_mode=False)
+        status = cli.main(
+            arguments, prog_name="legroom", standalone_mode=False, obj="json" if as_json else None
+        )
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except LegroomError as error:
-        _tell(error, as_json="--json" in arguments, verb=_verb(arguments))
+        _tell(error, as_json=as_json, verb=_verb(arguments))
         return error.exit_status
     except click.ClickException as problem:
         problem.show()
         return EXIT_USAGE
     except click.Abort:
-        click.echo("stopped", err=True)
+        click.echo(say("stopped"), err=True)
         return 130
     except BrokenPipeError:
         # Whoever read us has had enough (`| head`). Python would complain once more at exit.
@@ -100,6 +113,8 @@ def run(arguments: list[str]) -> int:
 def _verb(arguments: list[str]) -> str:
     """The verb as its JSON names it: ``doctor``, ``cache.list``."""
     words = [word for word in arguments if not word.startswith("-")]
+    while words and words[0] not in VERBS:  # the value of an option before the verb
+        del words[0]
     return ".".join(words[:2] if words[:1] == ["cache"] else words[:1])
 
 
