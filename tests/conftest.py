@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
 import rigs
+
+from legroom import words
 
 try:
     from hypothesis import settings
@@ -36,8 +39,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test depends on the switches of the person who runs it."""
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test depends on the switches of the person who runs it, nor on the language."""
     for name in [name for name in os.environ if name.startswith("LEGROOM_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    monkeypatch.delenv("LANGUAGE", raising=False)
+    words.speak(words.ENGLISH)
+    yield
+    words.speak(words.ENGLISH)
+    os.environ.pop(words.VARIABLE, None)  # --lang sets it for the processes that follow

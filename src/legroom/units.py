@@ -15,6 +15,7 @@ from fractions import Fraction
 from math import ceil
 
 from legroom.errors import BadDuration, BadSize
+from legroom.words import say
 
 _UNITS = "BKMGTPE"
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*(?:([kmgtpe])(?:i?b)?|(b|bytes?))?\s*", re.I | re.A)
@@ -42,9 +43,9 @@ def parse_size(text: str | int) -> int:
 
 def _bad_size(text: str) -> BadSize:
     return BadSize(
-        f"cannot read {text!r} as a size",
-        why="a size is a number that is not negative and a unit: B, K, M, G, T, P or E, as M, MB or MiB",
-        fix=("write it like 64MB, 1.5GiB, 8G or 67108864",),
+        say("cannot read {text!r} as a size", text=text),
+        why=say("a size is a number that is not negative and a unit: B, K, M, G, T, P or E, as M, MB or MiB"),
+        fix=(say("write it like 64MB, 1.5GiB, 8G or 67108864"),),
     )
 
 
@@ -103,9 +104,9 @@ def parse_duration(text: str | float) -> float:
 
 def _bad_duration(text: str) -> BadDuration:
     return BadDuration(
-        f"cannot read {text!r} as a duration",
-        why="a duration is numbers with units: ms, s, m, h, d or w; a bare number is seconds",
-        fix=("write it like 10s, 1.5h, 7d or 1h30m",),
+        say("cannot read {text!r} as a duration", text=text),
+        why=say("a duration is numbers with units: ms, s, m, h, d or w; a bare number is seconds"),
+        fix=(say("write it like 10s, 1.5h, 7d or 1h30m"),),
     )
 
 

@@ -1,14 +1,100 @@
 """Sentences for people: a template and its numbers become text here and nowhere else.
 
-Covers: filling templates. Does not cover: choosing what to say (budget, errors) or laying it out (cli).
+Covers: choosing the language, looking a template up in its catalogue, filling it. Does not cover:
+choosing what to say (budget, errors) or laying it out (cli).
 
-Messages are templates with named fields, never f-strings, so that one place can hand them to a
-translation catalogue without touching the code that decides what is said.
+Messages are templates with named fields, never f-strings: a template can be found in a catalogue
+(locale/, made by po/messages.py), and one that is not there is said in English. Codes, the keys of
+JSON, units and commands to type are the same in every language.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterable, Mapping
+
+ENGLISH = "en"
+LANGUAGES = (ENGLISH, "zh")
+VARIABLE = "LEGROOM_LANG"
+
+# What looks a template up; None until something is said, so that importing Legroom reads nothing.
+_look_up: Callable[[str], str] | None = None
+_language = ENGLISH
+
 
 def say(template: str, **values: object) -> str:
-    """Fill a message template: ``say("{free} left", free="3 MB")``."""
-    return template.format(**values) if values else template
+    """Fill a message template, in the language of this process: ``say("{free} left", free="3 MB")``."""
+    look_up = _look_up or _begin()
+    text = look_up(template) if template else template  # gettext's empty message is the catalogue's header
+    return text.format(**values) if values else text
+
+
+def phrase(template: str) -> str:
+    """A template that is said later, as it is: marks it for the catalogue where a table or an argument holds it."""
+    return template
+
+
+def listed(items: Iterable[str]) -> str:
+    """Names or figures in a row: ``a, b, c``; not for what a person types, where the comma belongs to a language."""
+    return say(", ").join(items)
+
+
+def joined(sentences: Iterable[str]) -> str:
+    """Sentences on one line: ``one; another``."""
+    return say("; ").join(sentences)
+
+
+def speak(language: str) -> None:
+    """Say everything from now on in this language, one of LANGUAGES."""
+    global _look_up, _language
+    if language not in LANGUAGES:
+        raise ValueError(language)
+    _language = language
+    if language == ENGLISH:
+        _look_up = phrase
+        return
+    from gettext import translation  # English does without
+
+    folder = os.path.join(os.path.dirname(__file__), "locale")
+    _look_up = translation("legroom", folder, [language], fallback=True).gettext
+
+
+def language() -> str:
+    """The language of this process."""
+    if _look_up is None:
+        _begin()
+    return _language
+
+
+def chosen(environment: Mapping[str, str]) -> str:
+    """The language an environment asks for: LEGROOM_LANG, then what gettext goes by, then English.
+
+    As in gettext, the first of LC_ALL, LC_MESSAGES and LANG that is set names the locale; C and POSIX mean
+    English whatever else is set, and in any other locale LANGUAGE, a list, goes before it.
+    """
+    own = known(environment.get(VARIABLE, ""))
+    if own:
+        return own
+    locale = next(
+        (environment[name] for name in ("LC_ALL", "LC_MESSAGES", "LANG") if environment.get(name)), "C"
+    )
+    if locale.split(".")[0] in ("C", "POSIX"):
+        return ENGLISH
+    wanted = [*environment.get("LANGUAGE", "").split(":"), locale]
+    return next((name for name in map(known, wanted) if name), ENGLISH)
+
+
+def known(name: str) -> str | None:
+    """The language a name stands for, where Legroom speaks it: ``zh_CN.UTF-8``, ``zh-Hans``, ``en``, ``C`` …"""
+    for mark in ".@-_":
+        name = name.partition(mark)[0]
+    name = name.lower()
+    if name in ("c", "posix"):
+        return ENGLISH
+    return name if name in LANGUAGES else None
+
+
+def _begin() -> Callable[[str], str]:
+    speak(chosen(os.environ))
+    assert _look_up is not None
+    return _look_up

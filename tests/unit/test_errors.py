@@ -8,7 +8,9 @@ import re
 import pytest
 
 from legroom import errors
+from legroom.columns import cells
 from legroom.errors import LegroomError, MissingKey, NoRoom, UsageError
+from legroom.words import speak
 
 
 def _all(kind: type[LegroomError] = LegroomError) -> list[type[LegroomError]]:
@@ -49,3 +51,11 @@ def test_a_missing_key_is_still_a_key_error() -> None:
     with pytest.raises(KeyError) as caught:
         raise MissingKey("no 'imgaes'", fix=("did you mean 'images'?",))
     assert str(caught.value).startswith("no 'imgaes' [missing-key]")
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_further_lines_stand_below_the_first(language: str) -> None:
+    speak(language)
+    _, *lines = str(UsageError("x", why="A\nB", fix=("A\nB", "A"))).splitlines()
+    columns = [cells(line[: line.index(line.lstrip()[-1])]) for line in lines]
+    assert len(lines) == 5 and len(set(columns)) == 1, lines

@@ -20,6 +20,7 @@ from legroom.budget.predict import fit, need
 from legroom.budget.presets import Preset, preset, within
 from legroom.budget.settings import usable_cores
 from legroom.model import Box, Loader, Measured, Plan, Workload
+from legroom.words import say
 
 PREFETCHES = (1, 2, 4)
 _SLACK = 1.05  # a twentieth of speed is not worth another worker's memory
@@ -102,7 +103,7 @@ def workload(measured: Measured, ask: Ask, rung: Rung) -> Workload:
         loaders=(loader,),
         worker_ram=(way.worker_ram or 0) if way else 0,
         process_ram=ask.process_ram,
-        process_ram_source="the process that measured",
+        process_ram_source=say("the process that measured"),
     )
 
 

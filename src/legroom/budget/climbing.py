@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from legroom.budget.choose import PREFETCHES, Ask, Choice, Rung, most_workers, plan_of
 from legroom.model import Box, Measured
-from legroom.words import say
+from legroom.words import joined, say
 
 _GAIN = 1.05  # a rung must be this much faster than the last good one to be worth its memory
 _PATIENCE = 2  # rungs without a gain before the climb ends: one slow run is no plateau
@@ -41,7 +41,7 @@ def climb(
         told += more[1:]
     return Climbed(
         good,
-        say("workers {workers}: climbed, {told}", workers=good.workers, told="; ".join(told)),
+        say("workers {workers}: climbed, {told}", workers=good.workers, told=joined(told)),
     )
 
 

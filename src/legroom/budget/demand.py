@@ -9,13 +9,13 @@ Pure. What makes no sense is refused here, once for the command line and for Pyt
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from legroom.errors import UsageError
 from legroom.model import Loader, Workload
 from legroom.units import format_size
-from legroom.words import say
+from legroom.words import listed, phrase, say
 
 # Copies of the parameters that live beside them in training: gradients, and what each optimizer remembers.
 OPTIMIZERS = {"none": 0, "sgd": 1, "adafactor": 1, "momentum": 2, "adam": 3, "adamw": 3}
@@ -30,11 +30,13 @@ class Batch:
     samples: int
     source: str
     rows: int | None = None  # samples in the dataset
+    making: int | None = None  # private bytes while it is made; None: as many as its own
 
     def of(self, samples: int) -> Batch:
         """The batch of another number of samples: every tensor in proportion, rounded up."""
         scaled = tuple(-(-nbytes * samples // self.samples) for nbytes in self.tensors)
-        return Batch(scaled, samples, self.source, self.rows)
+        making = None if self.making is None else -(-self.making * samples // self.samples)
+        return Batch(scaled, samples, self.source, self.rows, making)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +60,28 @@ class Demand:
     dtype: str = "float32"
     gpu: int | None = None
     checkpoint: int = 0
+    squeezed: bool = False  # our loader with as few batches on their way as it can do with
 
     def __post_init__(self) -> None:
-        _at_least("the number of workers", self.workers, 0)
+        _at_least(phrase("the number of workers"), self.workers, 0)
         _at_least("prefetch", self.prefetch, 1)
-        _at_least("the number of ranks", self.ranks, 1)
+        _at_least(phrase("the number of ranks"), self.ranks, 1)
         if self.val_workers is not None:
-            _at_least("the number of validation workers", self.val_workers, 0)
+            _at_least(phrase("the number of validation workers"), self.val_workers, 0)
         if self.val_batch is not None:
-            _at_least("a validation batch", self.val_batch, 1)
+            _at_least(phrase("a validation batch"), self.val_batch, 1)
         for name in ("per_process", "process_ram", "worker_ram", "nccl", "params", "gpu", "checkpoint"):
             if (amount := getattr(self, name)) is not None:
                 _at_least(name, amount, 0)
-        _one_of("kind of loader", self.kind, ("torch", "legroom"))
+        _one_of(phrase("kind of loader"), self.kind, ("torch", "legroom"))
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("dtype", self.dtype, DTYPES)
 
 
 def batch_of(sample_bytes: int, samples: int, source: str = "") -> Batch:
     """One tensor a batch, of so many bytes a sample."""
-    _at_least("a batch", samples, 1)
-    _at_least("the bytes of a sample", sample_bytes, 1)
+    _at_least(phrase("a batch"), samples, 1)
+    _at_least(phrase("the bytes of a sample"), sample_bytes, 1)
     text = source or say(
         "{each} a sample × {samples}, stated", each=format_size(sample_bytes), samples=samples
     )
@@ -93,7 +96,7 @@ def loaders_of(demand: Demand, batch: Batch | None) -> tuple[Loader, ...]:
     if demand.val_workers is not None:
         val = batch.of(demand.val_batch) if demand.val_batch is not None else batch
         # How long the validation set is was not said: its queues may fill.
-        found.append(_loader(demand, Batch(val.tensors, val.samples, val.source), demand.val_workers))
+        found.append(_loader(demand, replace(val, rows=None), demand.val_workers))
     return tuple(found)
 
 
@@ -107,6 +110,8 @@ def _loader(demand: Demand, batch: Batch, workers: int) -> Loader:
         pin_memory=demand.pin_memory,
         kind=demand.kind,
         source=batch.source,
+        making=batch.making,
+        slots=workers + 1 if demand.squeezed else None,
     )
 
 
@@ -149,7 +154,7 @@ def workload_of(demand: Demand, batch: Batch | None, processes: int, per_gpu: in
 def _at_least(what: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UsageError(
-            say("{what} of {value} makes no sense", what=what, value=value),
+            say("{what} of {value} makes no sense", what=say(what), value=value),
             why=say("it is a whole number from {least} up", least=least),
             fix=(say("give {least} or more", least=least),),
         )
@@ -158,6 +163,6 @@ def _at_least(what: str, value: object, least: int) -> None:
 def _one_of(what: str, value: str, names: Collection[str]) -> None:
     if value not in names:
         raise UsageError(
-            say("no {what} is called {value!r}", what=what, value=value),
-            fix=(say("give one of: {names}", names=", ".join(names)),),
+            say("no {what} is called {value!r}", what=say(what), value=value),
+            fix=(say("give one of: {names}", names=listed(names)),),
         )

@@ -6,15 +6,19 @@ Covers: splitting it, and saying what would fit when it cannot be split. Does no
 from __future__ import annotations
 
 from legroom.errors import UsageError
-from legroom.words import say
+from legroom.words import phrase, say
 
 
 def per_rank(batch: int, effective: int | None, ranks: int) -> int:
     """Samples of one optimizer step on one rank; without an effective batch asked for, one batch."""
-    for name, value in (("batch", batch), ("effective batch", effective), ("number of ranks", ranks)):
+    for name, value in (
+        (phrase("batch"), batch),
+        (phrase("effective batch"), effective),
+        (phrase("number of ranks"), ranks),
+    ):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise UsageError(
-                say("{name} {value} makes no sense", name=name, value=value),
+                say("{name} {value} makes no sense", name=say(name), value=value),
                 why=say("it is a whole number from 1 up"),
                 fix=(say("give a whole number from 1 up"),),
             )

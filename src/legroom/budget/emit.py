@@ -10,7 +10,7 @@ from __future__ import annotations
 from legroom.errors import UsageError
 from legroom.model import Need
 from legroom.units import exact_size
-from legroom.words import say
+from legroom.words import listed, say
 
 KINDS = ("docker", "compose", "kubernetes", "slurm", "fstab")
 _STEP = 256 << 20  # limits are rounded up to it
@@ -21,7 +21,7 @@ def emit(kind: str, size: int, *, need: Need | None = None, gpus: int | None = N
     if kind not in KINDS:
         raise UsageError(
             say("nothing can be written for {kind!r}", kind=kind),
-            fix=(say("give one of: {kinds}", kinds=", ".join(KINDS)),),
+            fix=(say("give one of: {kinds}", kinds=listed(KINDS)),),
         )
     memory = _memory(size, need)
     if kind == "docker":

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from legroom.budget.zero import STAGES
 from legroom.errors import UsageError
 from legroom.model import Settings
-from legroom.words import say
+from legroom.words import listed, say
 
 Precision = Literal["bf16", "fp16", "no"]
 KINDS = ("deepspeed", "accelerate")
@@ -34,7 +34,7 @@ def emit_training(
     if kind not in KINDS:
         raise UsageError(
             say("nothing can be written for {kind!r}", kind=kind),
-            fix=(say("give one of: {kinds}", kinds=", ".join(KINDS)),),
+            fix=(say("give one of: {kinds}", kinds=listed(KINDS)),),
         )
     if offload and zero is None and kind == "accelerate":
         raise UsageError(
@@ -107,12 +107,12 @@ def _check(stage: int, precision: str) -> None:
         raise UsageError(
             say("ZeRO stage {stage} is not written", stage=stage),
             why=say("stage 2 divides gradients and optimizer states, stage 3 the weights too"),
-            fix=(say("give one of: {stages}", stages=", ".join(map(str, STAGES))),),
+            fix=(say("give one of: {stages}", stages=listed(map(str, STAGES))),),
         )
     if precision not in PRECISIONS:
         raise UsageError(
             say("precision {precision!r} is not known", precision=precision),
-            fix=(say("give one of: {names}", names=", ".join(PRECISIONS)),),
+            fix=(say("give one of: {names}", names=listed(PRECISIONS)),),
         )
 
 

@@ -14,7 +14,8 @@ from dataclasses import replace
 from legroom.budget.demand import Batch, Demand, workload_of
 from legroom.budget.fit import fit
 from legroom.budget.predict import need
-from legroom.model import Box, Settings
+from legroom.model import Box, Plan, Settings
+from legroom.units import format_size
 from legroom.words import say
 
 _MOST = 1 << 20  # samples: above it no batch size is looked for
@@ -22,7 +23,22 @@ _MOST = 1 << 20  # samples: above it no batch size is looked for
 
 def fits(demand: Demand, batch: Batch, box: Box) -> bool:
     """Whether nothing that is known speaks against it."""
-    return fit(need(workload_of(demand, batch, demand.ranks, demand.ranks)), box).verdict != "too-big"
+    return judged(demand, batch, box).verdict != "too-big"
+
+
+def judged(demand: Demand, batch: Batch, box: Box) -> Plan:
+    """The verdict; on our loader with fewer batches on their way, where all that it would like do not fit."""
+    verdict = fit(need(workload_of(demand, batch, demand.ranks, demand.ranks)), box)
+    if verdict.verdict != "too-big" or demand.kind != "legroom" or demand.squeezed:
+        return verdict
+    least = judged(replace(demand, squeezed=True), batch, box)
+    if least.verdict == "too-big":
+        return least
+    note = say(
+        "at full speed it would take {full} of RAM; it makes do with {less}, and is slower",
+        full=format_size(verdict.need.ram), less=format_size(least.need.ram),
+    )  # fmt: skip
+    return replace(least, notes=(*least.notes, note))
 
 
 def largest_settings(demand: Demand, batch: Batch, box: Box) -> Settings | None:

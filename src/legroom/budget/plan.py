@@ -16,7 +16,7 @@ from legroom.budget.remedy import SHM_SHARE, enlarge_shm
 from legroom.budget.sizing import advise
 from legroom.model import Box, Need, Plan, PlanRow, ShmSizes, Workload
 from legroom.units import format_size
-from legroom.words import say
+from legroom.words import phrase, say
 
 TABLE = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
 _MOST_JOBS = 1 << 16
@@ -109,7 +109,9 @@ def _fix(box: Box, sizes: ShmSizes, asked: Need) -> tuple[str, ...]:
 def _held_note(held: int) -> tuple[str, ...]:
     if not held:
         return ()
-    text = "the {held} that the measured ones hold in /dev/shm now count as room: they are among the jobs"
+    text = phrase(
+        "the {held} that the measured ones hold in /dev/shm now count as room: they are among the jobs"
+    )
     return (say(text, held=format_size(held)),)
 
 

@@ -19,7 +19,7 @@ from legroom.model import Box, Plan, Workload
 from legroom.probe.box import snapshot
 from legroom.probe.host import Host
 from legroom.units import parse_size
-from legroom.words import say
+from legroom.words import listed, say
 
 
 def plan(
@@ -54,6 +54,34 @@ def plan(
 
     What one takes is stated (``per_process``), measured from running ones (``measure``, ``match``), or predicted
     from its batches (``data`` or ``sample_bytes`` with ``batch_size``, ``num_workers``, ``prefetch_factor``).
+    Sizes are bytes or texts such as ``"5.75MB"``.
+
+    Args:
+        gpus: Cards; None counts those of this box.
+        jobs_per_gpu: Trainings on each card.
+        ranks: Processes of one training.
+        per_process: What each process holds of ``/dev/shm`` besides its loaders.
+        measure: Process ids of running trainings, each measured with all its children.
+        match: Or a pattern of their command lines.
+        data: A data file whose rows make the batches.
+        keys: Only these arrays of it.
+        shared: Count one shared copy of the data in ``/dev/shm``.
+        sample_bytes: Bytes of one sample, where there is no file.
+        batch_size: Samples a batch.
+        num_workers: Of the training's loader.
+        prefetch_factor: Batches that each worker keeps ready.
+        persistent_workers: Whether its workers live on from epoch to epoch.
+        pin_memory: Whether it pins its batches.
+        loader: Whose DataLoader: ours takes RAM where torch's takes ``/dev/shm``.
+        val_batch: Samples a batch of a validation loader that is alive beside it.
+        val_workers: That loader's workers; None: there is none.
+        process_ram: Private memory of one process.
+        nccl: NCCL's segments in each process.
+        params: Parameters of a model that is kept on the host.
+        optimizer: Whose state is kept there too.
+        dtype: Of those parameters.
+        gpu_bytes: Memory of one process on its card.
+        host: Where to read; None is this machine.
     """
     host = host or Host()
     demand = Demand(
@@ -64,7 +92,7 @@ def plan(
         gpu=_size(gpu_bytes),
     )  # fmt: skip
     _positive("GPUs", gpus)
-    _positive("jobs a GPU", jobs_per_gpu)
+    _positive(say("jobs a GPU"), jobs_per_gpu)
     measured = running(host, measure, match) if measure or match is not None else None
     rows = data_rows(data, keys) if data is not None else None
     batch = _batch(rows, sample_bytes, batch_size)
@@ -189,5 +217,5 @@ def _about_rows(rows: DataRows | None, batch: Batch | None) -> tuple[str, ...]:
     if rows.uneven:
         notes.append(say("rows differ in length and only their average is known: a batch may be larger"))
     if rows.left_out:
-        notes.append(say("not part of a batch, having no rows: {names}", names=", ".join(rows.left_out[:5])))
+        notes.append(say("not part of a batch, having no rows: {names}", names=listed(rows.left_out[:5])))
     return tuple(notes)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from legroom.errors import UsageError
 from legroom.model import Box
-from legroom.words import say
+from legroom.words import listed, say
 
 _SHARED = ("shm", "ram", "pinned")  # what others take from as well
 
@@ -22,22 +22,18 @@ class Preset:
     share: float  # of what each pool has free now
     most_workers: int | None = None  # None: as many as pay
     persistent: bool = True
-    why: str = ""
 
 
-DEFAULT = Preset("none", 0.8, why="a fifth of what is free stays for kept batches and for others")
+# A fifth stays for kept batches and for others.
+DEFAULT = Preset("none", 0.8)
 PRESETS = {
-    "development": Preset(
-        "development", 0.25, most_workers=1, persistent=False,
-        why="a quarter of what is free and one worker: starts and stops quickly beside an editor and a browser",
-    ),
-    "production": Preset(
-        "production", 0.6, why="three fifths of what is free: a long run meets peaks that a short measurement does not"
-    ),
-    "cluster": Preset(
-        "cluster", 0.9, why="nine tenths of what is free: the scheduler's limit is this job's alone"
-    ),
-}  # fmt: skip
+    # Starts and stops quickly beside an editor and a browser.
+    "development": Preset("development", 0.25, most_workers=1, persistent=False),
+    # A long run meets peaks that a short measurement does not.
+    "production": Preset("production", 0.6),
+    # The scheduler's limit is this job's alone.
+    "cluster": Preset("cluster", 0.9),
+}
 
 
 def preset(name: str | None) -> Preset:
@@ -47,7 +43,7 @@ def preset(name: str | None) -> Preset:
     if name not in PRESETS:
         raise UsageError(
             say("no preset is called {name!r}", name=name),
-            why=say("there are {names}", names=", ".join(PRESETS)),
+            why=say("there are {names}", names=listed(PRESETS)),
             fix=(say("name one of them, or none"),),
         )
     return PRESETS[name]

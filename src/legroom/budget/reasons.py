@@ -10,7 +10,7 @@ from dataclasses import replace
 from legroom.budget.choose import Ask, Choice, most_workers, pace
 from legroom.model import Box, Measured, Plan
 from legroom.units import format_size
-from legroom.words import say
+from legroom.words import joined, phrase, say
 
 
 def milliseconds(seconds: float) -> str:
@@ -75,7 +75,7 @@ def _workers(measured: Measured, ask: Ask, choice: Choice) -> str:
         )  # fmt: skip
     else:
         head = say("workers {workers}: {sample} a sample", workers=rung.workers, sample=sample)
-    return f"{head}; {_why_no_more(measured, ask, choice)}"
+    return joined((head, _why_no_more(measured, ask, choice)))
 
 
 def _no_workers(measured: Measured, ask: Ask, choice: Choice) -> str:
@@ -88,13 +88,13 @@ def _no_workers(measured: Measured, ask: Ask, choice: Choice) -> str:
 
 
 _BOUNDS = {
-    "cores": "one more would find no core: there are {cores:g} for each rank",
-    "waiting": "{share:.0%} of it is waiting, and four workers a core are the most that is tried",
-    "iterable": "an iterable dataset gives every worker all of it unless it shards itself",
-    "preset": "the preset allows no more",
-    "batches": "an epoch has no more batches",
-    "most": "more are not tried",
-    "unsendable": "a batch cannot be sent from a worker",
+    "cores": phrase("one more would find no core: there are {cores:g} for each rank"),
+    "waiting": phrase("{share:.0%} of it is waiting, and four workers a core are the most that is tried"),
+    "iterable": phrase("an iterable dataset gives every worker all of it unless it shards itself"),
+    "preset": phrase("the preset allows no more"),
+    "batches": phrase("an epoch has no more batches"),
+    "most": phrase("more are not tried"),
+    "unsendable": phrase("a batch cannot be sent from a worker"),
 }
 
 

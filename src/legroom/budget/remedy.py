@@ -18,7 +18,11 @@ SHM_SHARE = 4
 _SHM_TOP = 8 << 30
 _SHM_FLOOR = 512 << 20
 
-_CHECK_SHM = "check: df -h /dev/shm"
+_SHM = "/dev/shm"
+
+
+def _check_room(path: str) -> str:
+    return say("check: df -h {path}", path=path)
 
 
 def advised_shm(ram: int | None) -> int:
@@ -57,7 +61,7 @@ def enlarge_shm(place: Place, size: int) -> tuple[str, ...]:
         ]
         if remount is not None:
             lines.insert(0, say("now, without a restart: mount -o remount,size={size} /dev/shm", size=wanted))
-        return (*lines, _CHECK_SHM)
+        return (*lines, _check_room(_SHM))
     if place.kind == "kubernetes":
         return (
             say(
@@ -66,7 +70,7 @@ def enlarge_shm(place: Place, size: int) -> tuple[str, ...]:
                 size=wanted,
             ),
             say("what lies in it counts against the container's memory limit: raise that by as much"),
-            "check: kubectl exec POD -- df -h /dev/shm",
+            say("check: kubectl exec POD -- df -h /dev/shm"),
         )
     if place.kind in ("bare", "wsl", "slurm") and remount is not None:
         return (
@@ -77,9 +81,9 @@ def enlarge_shm(place: Place, size: int) -> tuple[str, ...]:
                 size=wanted,
                 sudo=remount,
             ),
-            _CHECK_SHM,
+            _check_room(_SHM),
         )
-    return (*_without_rights(place, wanted), _CHECK_SHM)
+    return (*_without_rights(place, wanted), _check_room(_SHM))
 
 
 def _without_rights(place: Place, wanted: str) -> list[str]:
@@ -114,16 +118,16 @@ def raise_ram_limit(place: Place, limit: int | None) -> tuple[str, ...]:
         return (
             say("start the container again with: {tool} run --memory={size} …", tool=place.kind, size=more),
             use_less,
-            "check: legroom doctor",
+            say("check: legroom doctor"),
         )
     if place.kind == "kubernetes":
         return (
             say("raise resources.limits.memory of the container, to {size}i say", size=more),
             use_less,
-            "check: legroom doctor",
+            say("check: legroom doctor"),
         )
     if place.kind == "slurm":
-        return (say("ask for more: sbatch --mem={size} …", size=more), use_less, "check: legroom doctor")
+        return (say("ask for more: sbatch --mem={size} …", size=more), use_less, say("check: legroom doctor"))
     if place.kind == "wsl":
         return (
             say(
@@ -131,12 +135,12 @@ def raise_ram_limit(place: Place, limit: int | None) -> tuple[str, ...]:
                 size=more,
             ),
             use_less,
-            "check: free -h",
+            say("check: free -h"),
         )
     return (
         say("see who holds it: ps -eo pid,user,rss,args --sort=-rss | head"),
         use_less,
-        "check: legroom doctor",
+        say("check: legroom doctor"),
     )
 
 
@@ -172,7 +176,7 @@ def settle_swap(
                 sudo=prefix,
             )
         )
-    return (*lines, "check: vmstat 1 5   (columns si and so stay 0)")
+    return (*lines, say("check: vmstat 1 5   (columns si and so stay 0)"))
 
 
 def stop_spilling() -> tuple[str, ...]:
@@ -210,14 +214,14 @@ def raise_nofile(place: Place, soft: int, hard: int | None) -> tuple[str, ...]:
             "or torch.multiprocessing.set_sharing_strategy('file_system'): fewer descriptors, the same /dev/shm"
         )
     )
-    return (*lines, "check: ulimit -n")
+    return (*lines, say("check: ulimit -n"))
 
 
 def free_disk(path: str) -> tuple[str, ...]:
     """How to get room on a disk."""
     return (
         say("see what takes it: du -xh --max-depth=1 {path} | sort -h | tail", path=path),
-        f"check: df -h {path}",
+        _check_room(path),
     )
 
 
@@ -230,7 +234,7 @@ def use_less_gpu(place: Place) -> tuple[str, ...]:
             "fewer jobs on a card, or a smaller batch with gradient accumulation (the effective batch is kept)"
         ),
         say("mixed precision, activation checkpointing, smaller images or shorter sequences"),
-        "check: nvidia-smi",
+        say("check: nvidia-smi"),
     )
 
 
@@ -239,22 +243,23 @@ def unpin() -> tuple[str, ...]:
     return (
         say("pin_memory=False: copies to the GPU are slower and wait, and host memory is free again"),
         say("or fewer batches in flight (prefetch, workers): each is pinned, rounded up to a power of two"),
-        "check: grep RssShmem /proc/PID/status",
+        say("check: grep RssShmem /proc/PID/status"),
     )
 
 
 def remove_leftovers(names: tuple[str, ...], total: int) -> tuple[str, ...]:
     """How to remove files in /dev/shm that no process uses."""
     listed = " ".join(f"/dev/shm/{_quoted(name)}" for name in names[:5])
-    more = say(" (and {count} more)", count=len(names) - 5) if len(names) > 5 else ""
     return (
         say(
-            "no process maps them, so this frees {total}: rm {names}{more}",
+            "no process maps them, so this frees {total}: rm {names} (and {count} more)"
+            if len(names) > 5
+            else "no process maps them, so this frees {total}: rm {names}",
             total=format_size(total),
             names=listed,
-            more=more,
+            count=len(names) - 5,
         ),
-        _CHECK_SHM,
+        _check_room(_SHM),
     )
 
 

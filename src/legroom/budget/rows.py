@@ -38,12 +38,12 @@ class DataRows:
                 why=say("a batch holds at least one sample"),
                 fix=(say("give a whole number from 1 up"),),
             )
-        template = (
-            "{samples} average rows of {path}"
+        name = os.path.basename(self.path)
+        source = (
+            say("{samples} average rows of {path}", samples=samples, path=name)
             if self.uneven
-            else "{samples} rows of {path} as they lie there"
+            else say("{samples} rows of {path} as they lie there", samples=samples, path=name)
         )
-        source = say(template, samples=samples, path=os.path.basename(self.path))
         return Batch(tuple(ceil(each * samples) for each in self.tensors), samples, source, self.rows)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from legroom.budget.remedy import stop_spilling
 from legroom.model import Box, Finding, Gpu
 from legroom.units import format_size
-from legroom.words import say
+from legroom.words import joined, listed, say
 
 NEARLY_FULL = 0.90
 FULL = 0.97
@@ -31,29 +31,28 @@ def nearly_full(box: Box) -> Iterator[Finding]:
                 "gpu{index} has {free} of {size} left",
                 index=card.index, free=format_size(card.free), size=format_size(card.size),
             ),
-            say("{used} in use{holders}", used=format_size(card.used), holders=_holders(card)),
+            _in_use(card, format_size(card.used)),
             (
                 say("smaller batches with more accumulation keep the effective batch; mixed precision needs less"),
                 say("end what should not run there, by the pids above"),
-                "check: nvidia-smi",
+                say("check: nvidia-smi"),
             ),
         )  # fmt: skip
 
 
-def _holders(card: Gpu) -> str:
+def _in_use(card: Gpu, used: str) -> str:
     if card.processes is None:
-        return say("; by whom is unknown ({reason})", reason=card.reason or "")
+        return say("{used} in use; by whom is unknown ({reason})", used=used, reason=card.reason or "")
     known = sorted((p for p in card.processes if p.used is not None), key=lambda p: -(p.used or 0))
     if not known:
-        return ""
+        return say("{used} in use", used=used)
     hidden = sum(1 for p in card.processes if p.command is None)
-    text = ", ".join(f"{p.pid} {format_size(p.used or 0)}" for p in known[:3])
-    note = (
-        say("; {count} of the pids belong to processes that cannot be seen from here", count=hidden)
-        if hidden
-        else ""
-    )
-    return say(" (largest: {text}{note})", text=text, note=note)
+    text = listed(f"{p.pid} {format_size(p.used or 0)}" for p in known[:3])
+    told = say("{used} in use (largest: {text})", used=used, text=text)
+    if not hidden:
+        return told
+    unseen = say("{count} of the pids belong to processes that cannot be seen from here", count=hidden)
+    return joined((told, unseen))
 
 
 def unseen(box: Box) -> Iterator[Finding]:
@@ -68,7 +67,7 @@ def unseen(box: Box) -> Iterator[Finding]:
             dead[0].reason or say("the driver gave no reason"),
             (
                 say("see the kernel's log for Xid errors: dmesg | grep -i xid"),
-                "check: nvidia-smi -q -d MEMORY",
+                say("check: nvidia-smi -q -d MEMORY"),
             ),
         )
     if gpus.cards or not gpus.on_bus:
@@ -86,7 +85,7 @@ def unseen(box: Box) -> Iterator[Finding]:
             else say(
                 "install or reload the NVIDIA driver; after an upgrade a reboot joins library and module again"
             ),
-            "check: nvidia-smi",
+            say("check: nvidia-smi"),
         ),
     )
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from legroom.budget.remedy import raise_ram_limit, settle_swap
 from legroom.model import Box, Finding, Pressure
+from legroom.model.advice import scope_name
 from legroom.units import format_size
 from legroom.words import say
 
@@ -64,7 +65,7 @@ def throttled(box: Box) -> Iterator[Finding]:
             (
                 *raise_ram_limit(box.place, level.high)[:-1],
                 say("or have memory.high raised by whoever set it (systemd: MemoryHigh=)"),
-                f"check: cat {level.path}/memory.events",
+                say("check: cat {path}", path=f"{level.path}/memory.events"),
             ),
         )
         return
@@ -76,7 +77,6 @@ def oom_kills(box: Box) -> Iterator[Finding]:
     if not events.oom_kills:
         return
     ours = events.scope == "cgroup"
-    hits = say("; the limit was hit {count} times", count=events.at_limit) if events.at_limit else ""
     ram = box.pool("ram")
     yield Finding(
         "oom-kills-seen",
@@ -86,7 +86,13 @@ def oom_kills(box: Box) -> Iterator[Finding]:
             count=events.oom_kills,
             where=say("in this cgroup") if ours else say("on this machine since it started"),
         ),
-        say("counted by the kernel in {source}{hits}", source=events.source, hits=hits),
+        say(
+            "counted by the kernel in {source}; the limit was hit {count} times"
+            if events.at_limit
+            else "counted by the kernel in {source}",
+            source=events.source,
+            count=events.at_limit,
+        ),
         raise_ram_limit(box.place, ram.size if ram and ours else None),
     )
 
@@ -132,7 +138,7 @@ def pressure(box: Box) -> Iterator[Finding]:
         "critical" if worst.full_avg10 >= HARD_STALL else "warning",
         say(
             "tasks of this {scope} wait for memory {some:.0f} % of the time",
-            scope=say("cgroup") if worst.scope == "cgroup" else say("machine"),
+            scope=scope_name(worst.scope),
             some=worst.some_avg10,
         ),
         say(
@@ -141,7 +147,7 @@ def pressure(box: Box) -> Iterator[Finding]:
         ),
         (
             say("shrink the working set: fewer workers, smaller prefetch, one shared copy of the data"),
-            f"check: cat {worst.source}",
+            say("check: cat {path}", path=worst.source),
         ),
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from legroom.budget.remedy import advised_shm, enlarge_shm, remove_leftovers
 from legroom.budget.settings import batches_in_flight
 from legroom.model import Box, Finding
 from legroom.units import format_size
-from legroom.words import say
+from legroom.words import joined, listed, say
 
 DEFAULT_SIZE = 64 << 20  # what docker, podman and kubernetes give when nothing is asked for
 SMALL = 512 << 20  # the floor of every recommendation: twice two workers' worth of 40 MB batches
@@ -72,7 +72,7 @@ def nearly_full(box: Box) -> Iterator[Finding]:
         key=lambda process: process.shm or 0,
         reverse=True,
     )
-    held = ", ".join(f"{process.pid} {format_size(process.shm or 0)}" for process in holders[:3])
+    held = listed(f"{process.pid} {format_size(process.shm or 0)}" for process in holders[:3])
     ram = box.pool("ram")
     size = pool.size or 0
     yield Finding(
@@ -80,10 +80,12 @@ def nearly_full(box: Box) -> Iterator[Finding]:
         "critical" if share >= ABOUT_TO_FAIL else "warning",
         say("/dev/shm is {share:.0%} full: {free} left", share=share, free=format_size(pool.free)),
         say(
-            "{used} of {size} in use{held}; a batch that finds no room ends the training",
+            "{used} of {size} in use (largest holders: {held}); a batch that finds no room ends the training"
+            if held
+            else "{used} of {size} in use; a batch that finds no room ends the training",
             used=format_size(pool.used or 0),
             size=format_size(size),
-            held=say(" (largest holders: {held})", held=held) if held else "",
+            held=held,
         ),
         (
             say("end or shrink what holds it: fewer workers, smaller prefetch, smaller batches"),
@@ -131,7 +133,7 @@ def leftovers(box: Box) -> Iterator[Finding]:
     total = sum(file.size for file in dead)
     size = box.shm.size or 0
     names = tuple(file.name for file in sorted(dead, key=lambda file: -file.size))
-    kinds = ", ".join(sorted({file.kind for file in dead}))
+    kinds = listed(sorted({file.kind for file in dead}))
     yield Finding(
         "shm-leftovers",
         "warning" if size and total >= size // 10 else "info",
@@ -140,10 +142,14 @@ def leftovers(box: Box) -> Iterator[Finding]:
             count=len(dead),
             total=format_size(total),
         ),
-        say(
-            "they were left by killed programs ({kinds}); killing a process frees no file of its in /dev/shm{unclear}",
-            kinds=kinds,
-            unclear=say("; of {count} more it cannot be told without root", count=unclear) if unclear else "",
+        joined(
+            (
+                say(
+                    "they were left by killed programs ({kinds}); killing a process frees no file of its in /dev/shm",
+                    kinds=kinds,
+                ),
+                *([say("of {count} more it cannot be told without root", count=unclear)] if unclear else []),
+            )
         ),
         remove_leftovers(names, total),
     )
@@ -153,7 +159,7 @@ def permissions(box: Box) -> Iterator[Finding]:
     """A /dev/shm that cannot be written, or that anybody may delete from."""
     shm = box.shm
     if shm.writable is False:
-        mode = "unknown" if shm.mode is None else format(shm.mode, "04o")
+        mode = say("unknown") if shm.mode is None else format(shm.mode, "04o")
         yield Finding(
             "shm-permissions",
             "critical",
@@ -161,7 +167,7 @@ def permissions(box: Box) -> Iterator[Finding]:
             say(
                 "its mode is {mode} and its owner uid {owner}; it should be 1777", mode=mode, owner=shm.owner
             ),
-            (say("as root: chmod 1777 /dev/shm"), "check: ls -ld /dev/shm"),
+            (say("as root: chmod 1777 /dev/shm"), say("check: ls -ld /dev/shm")),
         )
     elif shm.mode is not None and shm.mode & 0o1002 == 0o0002:
         yield Finding(
@@ -172,7 +178,7 @@ def permissions(box: Box) -> Iterator[Finding]:
                 "its mode is {mode:04o}: writable by all without the sticky bit; it should be 1777",
                 mode=shm.mode,
             ),
-            (say("as root: chmod 1777 /dev/shm"), "check: ls -ld /dev/shm"),
+            (say("as root: chmod 1777 /dev/shm"), say("check: ls -ld /dev/shm")),
         )
 
 
@@ -191,7 +197,7 @@ def removed_at_logout(box: Box) -> Iterator[Finding]:
         (
             say("keep your user's services alive: loginctl enable-linger"),
             say("or, by the administrator: RemoveIPC=no in /etc/systemd/logind.conf"),
-            "check: loginctl show-user $USER -p Linger",
+            say("check: loginctl show-user $USER -p Linger"),
         ),
     )
 

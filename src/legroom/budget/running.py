@@ -16,7 +16,7 @@ from legroom.probe.files import files_below
 from legroom.probe.host import Host
 from legroom.probe.job import job, jobs
 from legroom.probe.segments import Segments
-from legroom.words import say
+from legroom.words import joined, say
 
 _STORE = "/legroom-"  # a store of shared datasets: one copy for any number of trainings
 
@@ -63,7 +63,7 @@ def running(host: Host, pids: Sequence[int] = (), pattern: str | None = None) ->
         if one.held.get("shm") is None:
             raise NoSuchProcess(
                 say("process {pid} cannot be measured", pid=one.pid),
-                why="; ".join(one.notes) or say("its maps may not be read"),
+                why=joined(one.notes) or say("its maps may not be read"),
                 fix=(
                     say("run as the user who started it, or as root"),
                     say("or state what one process takes: --per-process 5.75MB"),

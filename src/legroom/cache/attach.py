@@ -26,6 +26,7 @@ from legroom.cache.manifest_json import from_json
 from legroom.cache.maps import Map
 from legroom.cache.place import Store
 from legroom.model import Finding
+from legroom.words import say
 
 _READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _MOST_MANIFEST = 256 << 20
@@ -104,7 +105,7 @@ def open_entry(store: Store, key: str) -> int:
     except FileNotFoundError:
         raise
     except OSError as problem:
-        raise Damaged(f"{key} is no directory: {problem.strerror}") from problem
+        raise Damaged(say("{key} is no directory: {why}", key=key, why=problem.strerror)) from problem
     try:
         _ours(os.fstat(folder), key)
     except BaseException:
@@ -119,7 +120,7 @@ def read_manifest(folder: int, key: str) -> Manifest:
     try:
         size = os.fstat(fd).st_size
         if size > _MOST_MANIFEST:
-            raise Damaged("the manifest is too large to be one")
+            raise Damaged(say("the manifest is too large to be one"))
         data = os.read(fd, size + 1)
     finally:
         os.close(fd)
@@ -133,11 +134,18 @@ def checked(folder: int, item: Array | Table) -> int:
         header = item.header if isinstance(item, Array) else b""
         stats = os.fstat(fd)
         if stats.st_size != len(header) + item.nbytes:
-            raise Damaged(f"{item.file} has {stats.st_size} bytes, {len(header) + item.nbytes} expected")
+            raise Damaged(
+                say(
+                    "{file} has {size} bytes, {expected} expected",
+                    file=item.file,
+                    size=stats.st_size,
+                    expected=len(header) + item.nbytes,
+                )
+            )
         if manifest.stamp_of(stats) != item.stamp:
-            raise Damaged(f"{item.file} was changed or replaced after it had been written")
+            raise Damaged(say("{file} was changed or replaced after it had been written", file=item.file))
         if os.pread(fd, len(header), 0) != header:
-            raise Damaged(f"{item.file} has another header than its manifest says")
+            raise Damaged(say("{file} has another header than its manifest says", file=item.file))
     except BaseException:
         os.close(fd)
         raise
@@ -179,7 +187,7 @@ def _open(folder: int, name: str) -> int:
         stats = os.fstat(fd)
         _ours(stats, name)
         if not stat.S_ISREG(stats.st_mode):
-            raise Damaged(f"{name} is no file")
+            raise Damaged(say("{name} is no file", name=name))
     except BaseException:
         os.close(fd)
         raise
@@ -188,9 +196,9 @@ def _open(folder: int, name: str) -> int:
 
 def _ours(stats: os.stat_result, name: str) -> None:
     if stats.st_uid != os.geteuid():
-        raise Damaged(f"{name} belongs to uid {stats.st_uid}")
+        raise Damaged(say("{name} belongs to uid {uid}", name=name, uid=stats.st_uid))
     if stat.S_IMODE(stats.st_mode) & 0o022:
-        raise Damaged(f"{name} may be written by others")
+        raise Damaged(say("{name} may be written by others", name=name))
 
 
 def _is_there(store: Store, key: str) -> bool:

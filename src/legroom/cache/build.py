@@ -32,7 +32,7 @@ from legroom.cache.work import Work
 from legroom.errors import EntryDamaged, NoRoom, NoStore, SourceChanged, StoreError
 from legroom.formats.detect import open_source
 from legroom.version import VERSION
-from legroom.words import say
+from legroom.words import joined, say
 
 
 def build(request: Request, *, wait: bool = True, progress: Progress | None = None) -> Attached:
@@ -56,7 +56,7 @@ def build(request: Request, *, wait: bool = True, progress: Progress | None = No
             # The store was removed under us (logind does so at logout): it is made anew once.
             if last:
                 raise StoreError(
-                    "the store vanished while it was written", why=str(problem), fix=("try again",)
+                    say("the store vanished while it was written"), why=str(problem), fix=(say("try again"),)
                 ) from problem
     raise AssertionError("not reached")
 
@@ -156,7 +156,7 @@ def _reserved(job: Job, places: Stores) -> Work:
     if not chosen:
         raise NoStore(
             say("there is no {backing} store", backing=request.backing),
-            why="; ".join(finding.why for finding in places.findings) or "no candidate could be used",
+            why=joined(finding.why for finding in places.findings) or say("no candidate could be used"),
             fix=("backing='auto'", "LEGROOM_DIR=/some/local/directory"),
         )
     refused: list[NoRoom] = []
@@ -169,7 +169,7 @@ def _reserved(job: Job, places: Stores) -> Work:
         raise refused[0]
     raise NoRoom(
         say("no store has room for {path}", path=job.source.paths[0]),
-        why="; ".join(f"{problem.what}: {problem.why}" for problem in refused),
+        why=joined(say("{name}: {why}", name=problem.what, why=problem.why) for problem in refused),
         fix=tuple(dict.fromkeys(line for problem in refused for line in problem.fix)),
     )
 
@@ -228,7 +228,7 @@ def _cannot_read_back(store: Store, problem: Damaged) -> EntryDamaged:
     return EntryDamaged(
         say("what was written to {root} does not read back as written", root=store.root),
         why=str(problem),
-        fix=("LEGROOM_DIR on a local file system", "LEGROOM_DISABLE=1 does without the cache"),
+        fix=(say("LEGROOM_DIR on a local file system"), say("LEGROOM_DISABLE=1 does without the cache")),
     )
 
 
@@ -256,10 +256,6 @@ def _manifest(job: Job, written: Written, options: Options) -> Manifest:
         tables=written.tables,
         attributes=job.plan.attributes,
         built_at=time.time(),
-        built_by=say(
-            "legroom {version}, pid {pid} on {host}",
-            version=VERSION,
-            pid=os.getpid(),
-            host=socket.gethostname(),
-        ),
+        # Into a file that others read: in no language of this process.
+        built_by=f"legroom {VERSION}, pid {os.getpid()} on {socket.gethostname()}",
     )

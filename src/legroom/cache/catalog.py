@@ -20,7 +20,7 @@ from legroom.cache.place import Store, stores
 from legroom.cache.users import users
 from legroom.errors import LegroomError, NotLoaded, UsageError
 from legroom.model import Entry, EntryUser, Finding, StoreRoom
-from legroom.words import say
+from legroom.words import listed, say
 
 Where = str | os.PathLike[str]
 _SHORTEST = 6  # digits of a key that may stand for it
@@ -68,12 +68,12 @@ def not_loaded(what: Where) -> NotLoaded:
     there = os.path.lexists(os.path.expanduser(os.fspath(what)))
     return NotLoaded(
         say("{what} is not loaded", what=os.fspath(what)),
-        why="no store holds an entry of that file as it is now"
+        why=say("no store holds an entry of that file as it is now")
         if there
-        else "no store holds an entry of that key, and there is no such file",
+        else say("no store holds an entry of that key, and there is no such file"),
         fix=(
             say("legroom cache load {what}", what=os.fspath(what)),
-            "legroom cache list shows what there is",
+            say("legroom cache list shows what there is"),
         ),
     )
 
@@ -86,8 +86,8 @@ def matching(store: Store, what: Where) -> list[str]:
         if len(found) > 1 and text not in found and len({key.partition("-")[0] for key in found}) > 1:
             raise UsageError(
                 say("{text} stands for several entries", text=text),
-                why=", ".join(found),
-                fix=("give more digits",),
+                why=listed(found),
+                fix=(say("give more digits"),),
             )
         return [text] if text in found else found
     paths = source_paths(what)

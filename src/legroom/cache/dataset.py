@@ -136,7 +136,7 @@ class Data(Mapping[str, Any]):
                     raise UnsupportedData(
                         say("{name} cannot be a tensor", name=name),
                         why=str(problem).partition(". ")[0],
-                        fix=("use the numpy array itself",),
+                        fix=(say("use the numpy array itself"),),
                     ) from problem
         return found
 
@@ -176,7 +176,9 @@ class Data(Mapping[str, Any]):
 
     def _open(self) -> Contents:
         if self._contents is None:
-            raise UsageError("the data are closed", why="close() was called", fix=("open them again",))
+            raise UsageError(
+                say("the data are closed"), why=say("close() was called"), fix=(say("open them again"),)
+            )
         return self._contents
 
     def _column(self, contents: Contents, name: str) -> NDArray | None:
@@ -234,7 +236,7 @@ def _column_array(column: Any, name: str) -> NDArray:
         raise UnsupportedData(
             say("column {name} cannot be an array", name=name),
             why=say("it is {kind} with {nulls} nulls", kind=kind, nulls=column.null_count),
-            fix=("use the table itself",),
+            fix=(say("use the table itself"),),
         )
     # One chunk is a view on the map; several are joined, which copies.
     chunk = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()

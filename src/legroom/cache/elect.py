@@ -35,8 +35,8 @@ def turn(asked: Asked, store: Store) -> Lock | Attached:
         if not asked.wait:
             raise NotLoaded(
                 say("{path} is being loaded by another process", path=asked.source.paths[0]),
-                why="wait=False was asked for",
-                fix=("wait=True waits for it", "try again later"),
+                why=say("wait=False was asked for"),
+                fix=(say("wait=True waits for it"), say("try again later")),
             )
         if asked.progress is not None:
             _report_other(store, name, asked.progress)

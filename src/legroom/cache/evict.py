@@ -16,6 +16,7 @@ from legroom.cache.manifest import is_key
 from legroom.cache.place import Store
 from legroom.cache.steps import log, step
 from legroom.errors import NoRoom
+from legroom.words import say
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def evict_for(store: Store, need: int, *, mine: str | None = None) -> bool:
         moved = take_away(store, old.key)
         if moved is None:
             continue  # somebody came
-        log.info("evicted %s from %s", old.key, store.root)
+        log.info("%s", say("evicted {key} from {root}", key=old.key, root=store.root))
         trash.delete(store, moved)
         try:
             room.check(store, need, mine=mine)

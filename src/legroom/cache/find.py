@@ -18,6 +18,7 @@ from legroom.cache.manifest import FORMAT, Damaged, Manifest, Options, OtherForm
 from legroom.cache.place import Store, each
 from legroom.cache.steps import log
 from legroom.formats.selection import Selection
+from legroom.words import say
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,15 @@ def find_digest(
             try:
                 found = attach(store, key)
             except Damaged as problem:
-                log.warning("%s/%s cannot be used and is built anew: %s", store.root, key, problem)
+                log.warning(
+                    "%s",
+                    say(
+                        "{root}/{key} cannot be used and is built anew: {why}",
+                        root=store.root,
+                        key=key,
+                        why=problem,
+                    ),
+                )
                 if put_aside(store, key):
                     continue
                 break

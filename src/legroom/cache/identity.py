@@ -207,8 +207,8 @@ def changed(path: Path) -> SourceChanged:
     """The error for a file that does not hold still."""
     return SourceChanged(
         say("{path} changed while it was being read", path=path),
-        why="its size or its times are not what they were when the load began",
-        fix=("wait until whatever writes it has finished, then open it again",),
+        why=say("its size or its times are not what they were when the load began"),
+        fix=(say("wait until whatever writes it has finished, then open it again"),),
     )
 
 
@@ -245,10 +245,10 @@ def new_hasher(algorithm: str) -> Hasher:
         raise MissingPackage(
             say("hash={name!r} needs a package that is not installed", name=algorithm),
             why=str(problem),
-            fix=("pip install 'legroom[hash]'", "leave hash at 'md5', which needs nothing"),
+            fix=("pip install 'legroom[hash]'", say("leave hash at 'md5', which needs nothing")),
         ) from problem
     raise UsageError(
         say("there is no hash {name!r}", name=algorithm),
-        why="the hashes are md5, blake3 and xxh3",
+        why=say("the hashes are md5, blake3 and xxh3"),
         fix=("hash='md5'",),
     )

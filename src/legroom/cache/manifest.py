@@ -21,6 +21,7 @@ from urllib.parse import quote
 
 from legroom.cache import npy
 from legroom.cache.npy import Dtype
+from legroom.words import say
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -36,7 +37,7 @@ class OtherFormat(ValueError):
     """An entry of another format version."""
 
     def __init__(self, version: int) -> None:
-        super().__init__(f"format {version}, this is format {FORMAT}")
+        super().__init__(say("format {version}, this is format {ours}", version=version, ours=FORMAT))
         self.version = version
 
 

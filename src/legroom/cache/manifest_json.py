@@ -27,6 +27,7 @@ from legroom.cache.manifest import (
     file_name,
     key_of,
 )
+from legroom.words import say
 
 # The manifest's own checksum is its first line, over every byte that follows it.
 OPENING = b'{\n "manifest_crc32": "%08x",\n'
@@ -108,12 +109,12 @@ def from_json(data: bytes, key: str) -> Manifest:
             and value.get("format") == FORMAT
             and opening != OPENING % zlib.crc32(body)
         ):
-            raise Damaged(f"{NAME} is not what was written: its own crc32 differs")
+            raise Damaged(say("{name} is not what was written: its own crc32 differs", name=NAME))
     except Damaged:
         raise
     except (ValueError, RecursionError) as problem:
-        raise Damaged(f"{NAME} is not JSON: {problem}") from problem
-    top = _of(value, dict, "the manifest")
+        raise Damaged(say("{name} is not JSON: {problem}", name=NAME, problem=problem)) from problem
+    top = _of(value, dict, say("the manifest"))
     version = _int(top.get("format"), "format")
     if version != FORMAT:
         raise OtherFormat(version)
@@ -131,34 +132,34 @@ def from_json(data: bytes, key: str) -> Manifest:
         ),
         paths=_texts(source.get("paths")),
         stamps=_texts(source.get("stamps")),
-        source_bytes=_int(source.get("bytes"), "source bytes"),
+        source_bytes=_int(source.get("bytes"), "source.bytes"),
         sample=_text(source.get("sample"), "sample"),
-        kind=_text(source.get("format"), "source format"),
+        kind=_text(source.get("format"), "source.format"),
         arrays=tuple(map(_array, _of(top.get("arrays"), list, "arrays"))),
         tables=tuple(map(_table, _of(top.get("tables"), list, "tables"))),
         attributes=_of(top.get("attributes"), dict, "attributes"),
         built_at=_number(built.get("at")),
-        built_by=_text(built.get("by"), "built by"),
+        built_by=_text(built.get("by"), "built.by"),
     )
     if top.get("checksum") != CHECKSUM:
-        raise Damaged("checksum is of an unknown kind")
+        raise Damaged(say("checksum is of an unknown kind"))
     if len(manifest.digest) != DIGITS.get(manifest.hash) or len(manifest.paths) != len(manifest.stamps):
-        raise Damaged("digest or source is not whole")
+        raise Damaged(say("digest or source is not whole"))
     if manifest.key != key or key_of(manifest.digest, manifest.hash, manifest.options) != key:
-        raise Damaged("it belongs to another entry")
+        raise Damaged(say("it belongs to another entry"))
     items = manifest.items
     if len({item.name for item in items}) != len(items) or len({item.file for item in items}) != len(items):
-        raise Damaged("two arrays share a name or a file")
+        raise Damaged(say("two arrays share a name or a file"))
     taken: set[str] = set()
     if any(item.file != file_name(item.name, item.file[item.file.rindex(".") :], taken) for item in items):
-        raise Damaged("a file does not belong to its name")
+        raise Damaged(say("a file does not belong to its name"))
     if _int(top.get("bytes"), "bytes") != manifest.nbytes:
-        raise Damaged("bytes do not add up")
+        raise Damaged(say("bytes do not add up"))
     return manifest
 
 
 def _array(value: Any) -> Array:
-    entry = _of(value, dict, "an array")
+    entry = _of(value, dict, say("an array"))
     try:
         dtype = npy.dtype_from_json(entry.get("dtype"))
     except ValueError as problem:
@@ -176,19 +177,21 @@ def _array(value: Any) -> Array:
         text=_of(text, bool, "text"),
     )
     if len(array.shape) > 32 or array.nbytes > _LARGEST or _int(entry.get("bytes"), "bytes") != array.nbytes:
-        raise Damaged("bytes of an array are not those of its shape and dtype")
+        raise Damaged(say("bytes of an array are not those of its shape and dtype"))
     return array
 
 
 def _table(value: Any) -> Table:
-    entry = _of(value, dict, "a table")
+    entry = _of(value, dict, say("a table"))
     columns = _of(entry.get("columns"), dict, "columns")
     part_of = entry.get("part_of")
     return Table(
         name=_text(entry.get("name"), "name"),
         file=_file(entry.get("file"), ".arrow"),
         rows=_int(entry.get("rows"), "rows"),
-        columns={_text(name, "column"): _text(kind, "column type") for name, kind in columns.items()},
+        columns={
+            _text(name, "column"): _text(kind, say("the type of a column")) for name, kind in columns.items()
+        },
         nbytes=_int(entry.get("bytes"), "bytes"),
         crc32=_crc(entry.get("crc32")),
         stamp=_text(entry.get("stamp"), "stamp"),
@@ -199,19 +202,19 @@ def _table(value: Any) -> Table:
 
 def _of(value: Any, kind: type[_T], what: str) -> _T:
     if type(value) is not kind:
-        raise Damaged(f"{what} is not a {kind.__name__}")
+        raise Damaged(say("{what} is not a {kind}", what=what, kind=kind.__name__))
     return value
 
 
 def _int(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise Damaged(f"{what} is not a number from 0 to 2^50")
+        raise Damaged(say("{what} is not a number from 0 to 2^50", what=what))
     return value
 
 
 def _number(value: Any) -> float:
     if type(value) not in (int, float) or not math.isfinite(value):
-        raise Damaged("a time is not a number")
+        raise Damaged(say("a time is not a number"))
     return float(value)
 
 
@@ -220,11 +223,11 @@ def _text(value: Any, what: str) -> str:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    return tuple(_text(part, "a text") for part in _of(value, list, "a list"))
+    return tuple(_text(part, say("a text")) for part in _of(value, list, say("a list")))
 
 
 def _ints(value: Any) -> tuple[int, ...]:
-    return tuple(_int(part, "a length") for part in _of(value, list, "a list"))
+    return tuple(_int(part, say("a length")) for part in _of(value, list, say("a list")))
 
 
 def _optional(value: Any, read: Any) -> Any:
@@ -234,12 +237,12 @@ def _optional(value: Any, read: Any) -> Any:
 def _file(value: Any, suffix: str) -> str:
     name = _text(value, "file")
     if not FILE.fullmatch(name) or not name.endswith(suffix):
-        raise Damaged("a file name is none of ours")
+        raise Damaged(say("a file name is none of ours"))
     return name
 
 
 def _crc(value: Any) -> str:
     text = _text(value, "crc32")
     if not _CRC.fullmatch(text):
-        raise Damaged("crc32 is not eight hexadecimal digits")
+        raise Damaged(say("crc32 is not eight hexadecimal digits"))
     return text

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from legroom.words import say
+
 ALIGNMENT = 64
 _SIMPLE = re.compile(r"[<>|=]?(?:[biufcmMSUV?])[0-9]*(?:\[[0-9]*[a-zA-Zμ]+\])?")
 
@@ -48,31 +50,31 @@ def dtype_from_json(value: Any) -> Dtype:
     try:
         dtype = np.dtype(_plain(value)) if isinstance(value, str) else np.dtype(_fields(value))
     except (TypeError, ValueError, SyntaxError, OverflowError, MemoryError) as problem:
-        raise ValueError(f"{value!r} is no dtype") from problem
+        raise ValueError(say("{value!r} is no dtype", value=value)) from problem
     if dtype.hasobject or not dtype.isnative:
-        raise ValueError(f"{value!r} is not a native dtype without objects")
+        raise ValueError(say("{value!r} is not a native dtype without objects", value=value))
     return dtype
 
 
 def _plain(value: str) -> str:
     if len(value) > 64 or not _SIMPLE.fullmatch(value):
-        raise ValueError(f"{value!r} is no dtype")
+        raise ValueError(say("{value!r} is no dtype", value=value))
     return value
 
 
 def _fields(value: Any, depth: int = 0) -> list[Any]:
     """A structured dtype's fields: lists of [name, dtype] or [name, dtype, shape]."""
     if not isinstance(value, list) or not value or depth > 8:
-        raise ValueError("no list of fields")
+        raise ValueError(say("no list of fields"))
     fields: list[Any] = []
     for entry in value:
         if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3):
-            raise ValueError("no field")
+            raise ValueError(say("no field"))
         name, kind, *rest = entry
         if isinstance(name, (list, tuple)) and all(isinstance(part, str) for part in name):
             name = tuple(name)  # (title, name)
         elif not isinstance(name, str):
-            raise ValueError("no name of a field")
+            raise ValueError(say("no name of a field"))
         kind = _plain(kind) if isinstance(kind, str) else _fields(kind, depth + 1)
         fields.append((name, kind, *(_shape(part) for part in rest)))
     return fields
@@ -80,5 +82,5 @@ def _fields(value: Any, depth: int = 0) -> list[Any]:
 
 def _shape(value: Any) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)) or not all(type(n) is int and n >= 0 for n in value):
-        raise ValueError("no shape of a field")
+        raise ValueError(say("no shape of a field"))
     return tuple(value)

@@ -22,7 +22,7 @@ from legroom.cache.prefault import Prefault
 from legroom.errors import UnreadableSource, UsageError
 from legroom.formats.protocol import Extent
 from legroom.formats.selection import Selection
-from legroom.words import say
+from legroom.words import listed, say
 
 BACKINGS = ("auto", "shm", "disk", "inplace")
 Where = str | os.PathLike[str]
@@ -69,20 +69,20 @@ def source_paths(path: Where | Iterable[Where]) -> tuple[Path, ...]:
         if isinstance(text, bytes):
             text = os.fsdecode(text)
         if "\0" in text:
-            raise UsageError("a path cannot hold a null character", fix=("check the path",))
+            raise UsageError(say("a path cannot hold a null character"), fix=(say("check the path"),))
         if glob.has_magic(text) and not os.path.lexists(text):
             matches = sorted(glob.glob(text, recursive=True))
             if not matches:
                 raise UnreadableSource(
                     say("nothing matches {pattern}", pattern=text),
                     why=say("the working directory is {cwd}", cwd=os.getcwd()),
-                    fix=("check the pattern",),
+                    fix=(say("check the pattern"),),
                 )
             found.extend(Path(os.path.abspath(match)) for match in matches)
         else:
             found.append(Path(os.path.abspath(text)))
     if not found:
-        raise UsageError("no file was named", fix=("give a path, a pattern or a list of paths",))
+        raise UsageError(say("no file was named"), fix=(say("give a path, a pattern or a list of paths"),))
     return tuple(found)
 
 
@@ -90,7 +90,7 @@ def _check(backing: str, hash: str) -> None:
     if backing not in BACKINGS:
         raise UsageError(
             say("there is no backing {backing!r}", backing=backing),
-            why=say("the backings are {all}", all=", ".join(BACKINGS)),
+            why=say("the backings are {all}", all=listed(BACKINGS)),
             fix=("backing='auto'",),
         )
     if hash != "md5":

@@ -24,7 +24,7 @@ from typing import Literal
 from legroom.errors import NoStore
 from legroom.model import Finding
 from legroom.probe.host import Host
-from legroom.words import say
+from legroom.words import joined, say
 
 Backing = Literal["shm", "disk"]
 LOCKS, SOURCES = "locks", "sources"
@@ -96,11 +96,11 @@ class Stores:
         """Where builders are elected, whichever store the data will go to: the same for every process."""
         if not self.found:
             raise NoStore(
-                "there is no place for the shared cache",
-                why="; ".join(finding.why for finding in self.findings) or "this system has no file locks",
+                say("there is no place for the shared cache"),
+                why=joined(finding.why for finding in self.findings) or say("this system has no file locks"),
                 fix=(
                     "LEGROOM_DIR=/some/local/directory",
-                    "LEGROOM_DISABLE=1 reads the data into this process alone",
+                    say("LEGROOM_DISABLE=1 reads the data into this process alone"),
                 ),
             )
         return self.found[0]
@@ -200,7 +200,7 @@ def _folder(path: Path, folder: int | None) -> int:
         fd = os.open(path, _FOLDER, dir_fd=folder)
     except NotADirectoryError:
         is_link = stat.S_ISLNK(os.stat(path, dir_fd=folder, follow_symlinks=False).st_mode)
-        what = "a symbolic link" if is_link else "not a directory"
+        what = say("a symbolic link") if is_link else say("not a directory")
         raise Unfit(say("{path} is {what}", path=path, what=what), "store-symlink") from None
     except OSError as problem:
         if problem.errno in (40, 62):  # ELOOP on Linux and macOS

@@ -60,15 +60,15 @@ def in_place(paths: Sequence[Path], keys: tuple[str, ...] | None) -> Contents:
     arrays: dict[str, NDArray] = {}
     extents: dict[str, Extent] = {}
     if len(paths) != 1:
-        raise _cannot("several files", "their arrays do not lie side by side")
+        raise _cannot(say("several files"), say("their arrays do not lie side by side"))
     with open_source(paths[0], keys) as reader:
         planned = plan([reader.describe()])
         if planned.tables:
-            raise _cannot(planned.tables[0].spec.name, "it is a table")
+            raise _cannot(planned.tables[0].spec.name, say("it is a table"))
         for target in planned.arrays:
             extent = reader.extent(target.spec.name)
             if extent is None:
-                raise _cannot(target.spec.name, "it is compressed, chunked, or in another byte order")
+                raise _cannot(target.spec.name, say("it is compressed, chunked, or in another byte order"))
             arrays[target.spec.name] = _mapped(target.spec, extent)
             extents[target.spec.name] = extent
     return Contents(_entry(paths, planned, "inplace"), arrays, {}, ragged_of(specs(planned)), extents)
@@ -86,7 +86,7 @@ def _mapped(spec: ArraySpec, extent: Extent) -> NDArray:
     try:
         length = extent.offset - start + extent.nbytes
         if os.fstat(fd).st_size < start + length:
-            raise _cannot(spec.name, "the file ends before its data do")
+            raise _cannot(spec.name, say("the file ends before its data do"))
         return view(Map(fd, length, offset=start), spec.shape, spec.dtype, extent.offset - start)
     finally:
         os.close(fd)
@@ -136,5 +136,8 @@ def _cannot(name: str, why: str) -> UnsupportedData:
     return UnsupportedData(
         say("{name} cannot be mapped in place", name=name),
         why=why,
-        fix=("backing='auto' makes one shared copy", "store it contiguous, uncompressed and native-endian"),
+        fix=(
+            say("backing='auto' makes one shared copy"),
+            say("store it contiguous, uncompressed and native-endian"),
+        ),
     )

@@ -14,7 +14,7 @@ from typing import Any
 from legroom.cache import manifest, npy
 from legroom.errors import UnsupportedData
 from legroom.formats.protocol import ArraySpec, Description, TableSpec
-from legroom.words import say
+from legroom.words import phrase, say
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def _joined(item: ArraySpec, descriptions: Sequence[Description]) -> tuple[Array
     if len(descriptions) == 1:
         return item, (Piece(0, item.name, 0, item.shape, item.nbytes),)
     if not item.shape:
-        raise _cannot_join(item.name, "an array without axes cannot be joined along the first")
+        raise _cannot_join(item.name, say("an array without axes cannot be joined along the first"))
     offsets = item.ragged is not None and item.name == f"{item.ragged}/offsets"
     pieces: list[Piece] = []
     rows = position = shift = 0
@@ -160,11 +160,13 @@ def _joined(item: ArraySpec, descriptions: Sequence[Description]) -> tuple[Array
 def _array(description: Description, item: ArraySpec) -> ArraySpec:
     found = next(other for other in description.items if other.name == item.name)
     if not isinstance(found, ArraySpec) or found.ragged != item.ragged:
-        raise _cannot_join(item.name, "it is an array in one file and something else in another")
+        raise _cannot_join(item.name, say("it is an array in one file and something else in another"))
     return found
 
 
 def _cannot_join(
-    name: str, why: str, fix: str = "open the files one by one, or name with keys= what they share"
+    name: str, why: str, fix: str = phrase("open the files one by one, or name with keys= what they share")
 ) -> UnsupportedData:
-    return UnsupportedData(say("{name} of several files cannot be joined", name=name), why=why, fix=(fix,))
+    return UnsupportedData(
+        say("{name} of several files cannot be joined", name=name), why=why, fix=(say(fix),)
+    )

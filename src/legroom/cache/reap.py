@@ -22,7 +22,7 @@ from legroom.cache.steps import step
 from legroom.cache.users import users
 from legroom.errors import EntryInUse
 from legroom.model import Entry, Reaped
-from legroom.words import say
+from legroom.words import listed, say
 
 Where = str | os.PathLike[str]
 
@@ -96,13 +96,16 @@ def superseded(manifest: Manifest) -> bool:
 def in_use(store: Store, key: str) -> EntryInUse:
     """The error that names who uses an entry."""
     people = (users(store.root) or {}).get(key, ())
-    who = ", ".join(say("{pid} ({command})", pid=user.pid, command=user.command) for user in people)
+    who = listed(say("{pid} ({command})", pid=user.pid, command=user.command) for user in people)
     return EntryInUse(
         say("{key} is in use", key=key),
         why=say("by {who}", who=who)
         if who
-        else "its lock is held by a process that cannot be seen from here",
-        fix=("end those processes first", "--force takes it away; they keep the pages they have mapped"),
+        else say("its lock is held by a process that cannot be seen from here"),
+        fix=(
+            say("end those processes first"),
+            say("--force takes it away; they keep the pages they have mapped"),
+        ),
     )
 
 

@@ -23,7 +23,7 @@ from legroom.probe.host import Host
 from legroom.probe.memory import memory
 from legroom.probe.place import place
 from legroom.units import exact_size, format_size, parse_size
-from legroom.words import say
+from legroom.words import joined, say
 
 STEP = 32 << 20
 _MB = 1 << 20
@@ -92,15 +92,17 @@ def check(store: Store, need: int, *, mine: str | None = None) -> None:
 
 def no_room(store: Store, need: int, missing: int, bound: Bound, promised: int = 0) -> NoRoom:
     """The error, with the numbers."""
-    others = say("; {bytes} promised to others who load now", bytes=format_size(promised)) if promised else ""
+    why = [bound.what]
+    if promised:
+        why.append(say("{bytes} promised to others who load now", bytes=format_size(promised)))
     wanted = format_size(need)
     return NoRoom(
         say("{missing} missing to hold {need} in {root}", missing=format_size(missing), need=wanted, root=store.root),
-        why=bound.what + others,
+        why=joined(why),
         fix=(
             "legroom cache gc --free " + exact_size(need),
             _larger(store, missing, bound),
-            "keys=[…] loads fewer arrays",
+            say("keys=[…] loads fewer arrays"),
         ),
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ import numpy as np
 from legroom.cache.dataset import Data
 from legroom.cache.ragged import Ragged
 from legroom.errors import UnsupportedData, UsageError
-from legroom.words import say
+from legroom.words import listed, say
 
 if TYPE_CHECKING:
     import torch
@@ -47,12 +47,10 @@ class SharedDataset:
         lengths = {name: len(column) for name, column in zip(self.names, self._columns, strict=True)}
         if len(set(lengths.values())) != 1:
             raise UsageError(
-                "these arrays have no common number of rows",
-                why=", ".join(
-                    say("{name} has {rows}", name=name, rows=rows) for name, rows in lengths.items()
-                )
-                or "there is no array with rows",
-                fix=("name arrays of one length: data.dataset('images', 'labels')",),
+                say("these arrays have no common number of rows"),
+                why=listed(say("{name} has {rows}", name=name, rows=rows) for name, rows in lengths.items())
+                or say("there is no array with rows"),
+                fix=(say("name arrays of one length: data.dataset('images', 'labels')"),),
             )
         self._length = next(iter(lengths.values()))
 
@@ -100,8 +98,8 @@ def _column(data: Data, name: str) -> Any:
     if not isinstance(value, np.ndarray) or value.ndim == 0:
         raise UsageError(
             say("{name} has no rows that a dataset could give", name=name),
-            why="it is a table or a single value",
-            fix=("name arrays, or columns as table/column",),
+            why=say("it is a table or a single value"),
+            fix=(say("name arrays, or columns as table/column"),),
         )
     try:
         return data.tensors(name)[name]

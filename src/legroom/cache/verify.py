@@ -46,20 +46,20 @@ def _verify(store: Store, key: str, source: bool) -> Verification | None:
         if entry is None:
             return None
         if entry.damaged is not None:
-            return Verification(entry, (entry.damaged,), "not-checked", "its manifest cannot be read")
+            return Verification(entry, (entry.damaged,), "not-checked", say("its manifest cannot be read"))
         try:
             folder = open_entry(store, key)
         except (Damaged, OSError) as problem:
-            return Verification(entry, (str(problem),), "not-checked", "it cannot be read")
+            return Verification(entry, (str(problem),), "not-checked", say("it cannot be read"))
         try:
             manifest = read_manifest(folder, key)
             damaged = tuple(item.name for item in manifest.items if not _whole(folder, item))
         except (Damaged, OtherFormat) as problem:
-            return Verification(entry, (str(problem),), "not-checked", "its manifest cannot be read")
+            return Verification(entry, (str(problem),), "not-checked", say("its manifest cannot be read"))
         finally:
             os.close(folder)
     if not source:
-        return Verification(entry, damaged, "not-checked", "it was not asked for")
+        return Verification(entry, damaged, "not-checked", say("it was not asked for"))
     state, why = _source(store, manifest)
     return Verification(entry, damaged, state, why)
 

@@ -115,7 +115,7 @@ def drop(what: str | None, everything: bool, force: bool, as_json: bool) -> int:
     from legroom.cache.reap import drop as remove
 
     if (what is None) == (not everything):
-        raise click.UsageError("name a file or a key, or give --all")
+        raise click.UsageError(say("name a file or a key, or give --all"))
     gone = remove(what, force=force)
     if as_json:
         view.print_json("cache.drop", view.reaped_object(gone))

@@ -16,9 +16,10 @@ from typing import Any
 import click
 
 from legroom.cli.layout import paragraph
+from legroom.columns import cells, left
 from legroom.model import Entry, Finding, Reaped, StoreRoom, Verification
 from legroom.units import format_duration, format_size
-from legroom.words import say
+from legroom.words import listed, say
 
 _SHORT = 12  # digits of a key that people see
 
@@ -116,7 +117,9 @@ def listing_text(
         for room in rooms
     ]  # fmt: skip
     lines += [
-        paragraph(f"{finding.message}: {finding.why} [{finding.code}]", "", "  ")
+        paragraph(
+            say("{name}: {why}", name=finding.message, why=finding.why) + f" [{finding.code}]", "", "  "
+        )
         for finding in passed_over
         if finding.severity != "info"
     ]
@@ -134,17 +137,17 @@ def entry_text(entry: Entry, *, attributes: bool = False) -> str:
         return "\n".join(lines)
     lines.append(f"  {(entry.hash or '').upper():<8}{entry.digest}")
     if entry.key != entry.digest:
-        lines.append(f"  {say('key'):<8}{entry.key}")
+        lines.append(f"  {left(say('key'), 8)}{entry.key}")
     names = [*entry.arrays, *entry.tables]
-    column = max((len(name) for name in names), default=0)
+    column = max((cells(name) for name in names), default=0)
     for name, array in entry.arrays.items():
         shape = "×".join(map(str, array.shape)) or say("scalar")
-        lines.append(f"  {name:<{column}}  {format_size(array.bytes):>8}  {shape} {array.dtype}")
+        lines.append(f"  {left(name, column)}  {format_size(array.bytes):>8}  {shape} {array.dtype}")
     for name, table in entry.tables.items():
         size = format_size(table.bytes)
-        columns = ", ".join(table.columns)
+        columns = listed(table.columns)
         lines.append(
-            f"  {name:<{column}}  {size:>8}  "
+            f"  {left(name, column)}  {size:>8}  "
             + say("{rows} rows: {columns}", rows=table.rows, columns=columns)
         )
     lines.append("  " + _state(entry))
@@ -168,18 +171,20 @@ def entry_text(entry: Entry, *, attributes: bool = False) -> str:
 
 def _state(entry: Entry) -> str:
     now = time.time()
-    parts = [say("{size} in {backing}", size=format_size(entry.bytes), backing=entry.backing)]
     if entry.users:
-        parts.append(say("used by {count}", count=len(entry.users)))
+        use = say("used by {count}", count=len(entry.users))
     elif entry.in_use:
-        parts.append(say("in use by a process that cannot be seen from here"))
+        use = say("in use by a process that cannot be seen from here")
     else:
-        parts.append(say("not in use"))
+        use = say("not in use")
+    told = say("{size} in {backing}, {use}", size=format_size(entry.bytes), backing=entry.backing, use=use)
     if entry.created is not None:
-        parts.append(say("built {age} ago", age=format_duration(max(0.0, now - entry.created))))
+        told = say("{told}, built {age} ago", told=told, age=format_duration(max(0.0, now - entry.created)))
     if entry.last_used is not None:
-        parts.append(say("opened {age} ago", age=format_duration(max(0.0, now - entry.last_used))))
-    return ", ".join(parts)
+        told = say(
+            "{told}, opened {age} ago", told=told, age=format_duration(max(0.0, now - entry.last_used))
+        )
+    return told
 
 
 def loaded_line(entry: Entry, seconds: float, *, built: bool) -> str:
@@ -236,13 +241,11 @@ def verified_object(result: Verification) -> dict[str, Any]:
 
 def verified_line(result: Verification) -> str:
     """A check as people read it."""
-    copy = (
-        say("copy whole") if result.whole else say("copy DAMAGED: {names}", names=", ".join(result.damaged))
-    )
+    copy = say("copy whole") if result.whole else say("copy DAMAGED: {names}", names=listed(result.damaged))
     source = {
         "same": say("source unchanged"),
         "changed": say("source CHANGED since: {why}", why=result.source_why),
         "missing": say("source gone"),
         "not-checked": say("source not read"),
     }[result.source]
-    return f"{_named(result.entry)}: {copy}, {source}"
+    return say("{name}: {copy}, {source}", name=_named(result.entry), copy=copy, source=source)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from legroom.cli.layout import paragraph
+from legroom.cli.layout import labelled, steps
 from legroom.cli.need_view import (
-    fix_lines,
     note_lines,
     plan_object,
     pool_lines,
@@ -14,6 +13,7 @@ from legroom.cli.need_view import (
     term_lines,
     verdict_lines,
 )
+from legroom.columns import cells
 from legroom.model import Plan
 from legroom.words import say
 
@@ -28,7 +28,7 @@ def as_text(plan: Plan) -> str:
     lines = [
         *verdict_lines(plan),
         *_settings_lines(plan),
-        *fix_lines(plan.fix),
+        *steps(plan.fix),
         "",
         say("Need"),
         *term_lines(plan.need),
@@ -45,10 +45,9 @@ def _settings_lines(plan: Plan) -> list[str]:
     if plan.settings is None:
         lines.append(say("  no loader setting makes it fit"))
     elif plan.verdict == "too-big":
-        lines.append(
-            paragraph(say("fits: {settings}", settings=settings_line(plan.settings)), "  ", "        ")
-        )
-        lines += [paragraph(why, "        ", "        ") for why in plan.settings.why.values()]
+        label = say("  fits: ")
+        lines.append(labelled(label, settings_line(plan.settings)))
+        lines += [labelled(" " * cells(label), why) for why in plan.settings.why.values()]
     if plan.largest_batch:
         lines.append(say("  largest batch at these workers: {samples}", samples=plan.largest_batch))
     elif plan.largest_batch == 0:

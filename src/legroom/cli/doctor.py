@@ -11,12 +11,14 @@ import click
 from legroom.budget.binding import bind
 from legroom.budget.findings import findings
 from legroom.budget.settings import safe_settings
-from legroom.cli.layout import elide, paint, paragraph, pool_line, shorten
+from legroom.cli.layout import elide, labelled, paint, paragraph, pool_line, shorten, steps
+from legroom.columns import right
 from legroom.model import Box, Finding, Job, LoaderSettings, Process
+from legroom.model.advice import heading
 from legroom.probe.box import snapshot
 from legroom.probe.host import Host
 from legroom.units import format_size
-from legroom.words import say
+from legroom.words import listed, say
 
 _MOST_HOLDERS = 5
 
@@ -33,7 +35,7 @@ def command(as_json: bool, plain: bool, job: int | None, match: str | None, root
     Reads only, needs no rights. Exits 1 when a finding is critical.
     """
     if job is not None and match is not None:
-        raise click.UsageError("--job and --match name the same thing: give one of them")
+        raise click.UsageError(say("--job and --match name the same thing: give one of them"))
     host = Host.at(root)
     found = None
     wanted = match if job is None else job
@@ -116,9 +118,9 @@ def _holder_lines(box: Box) -> list[str]:
     lines = [say("Who holds /dev/shm (what several share counts for each)")]
     for process in holders[:_MOST_HOLDERS]:
         figures = say(
-            "{pid:>9}  {shm:>8}, RssShmem {rss:>8}  ",
+            "{pid:>9}  {shm:>8}, RssShmem {rss}  ",
             pid=process.pid, shm=format_size(process.shm or 0),
-            rss=say("unknown") if process.rss_shmem is None else format_size(process.rss_shmem),
+            rss=right(say("unknown") if process.rss_shmem is None else format_size(process.rss_shmem), 8),
         )  # fmt: skip
         lines.append(shorten(f"{figures}{process.command}"))
     if len(holders) > _MOST_HOLDERS:
@@ -142,33 +144,30 @@ def _settings_lines(settings: tuple[LoaderSettings, ...]) -> list[str]:
 
 
 def _finding_lines(finding: Finding) -> list[str]:
-    label = paint(finding.severity.upper(), finding.severity, bold=True)
-    lines = [f"{label} {finding.code}", paragraph(finding.message, "  ", "  ")]
-    lines.append(paragraph(elide(finding.why), "  why: ", "       "))
-    lines += [paragraph(step, "  do:  ", "       ") for step in finding.fix]
-    return [*lines, ""]
+    lines = [
+        f"{paint(heading(finding.severity), finding.severity, bold=True)} {finding.code}",
+        paragraph(finding.message, "  ", "  "),
+    ]
+    lines.append(labelled(say("  why: "), elide(finding.why)))
+    return [*lines, *steps(finding.fix), ""]
 
 
 def _job_lines(job: Job | None) -> list[str]:
     if job is None:
         return []
     count = len(job.processes)
-    held = ", ".join(f"{name} {_amount(name, amount)}" for name, amount in job.held.items())
-    flags = ", ".join(f"{name} {value}" for name, value in job.flags.items())
+    held = listed(f"{name} {_amount(name, amount)}" for name, amount in job.held.items())
+    flags = listed(f"{name} {value}" for name, value in job.flags.items())
     return [
         paragraph(
             say("Job {pid} ({count} processes): {command}", pid=job.pid, count=count, command=job.command),
             "",
             "  ",
         ),
-        paragraph(say("holds: {held}", held=held), "  ", "         "),
-        paragraph(
-            say("flags: {flags}", flags=flags or say("none recognised on its command line")),
-            "  ",
-            "         ",
-        ),
-        *(paragraph(say("note: {note}", note=note), "  ", "         ") for note in job.notes),
-        paragraph(say("binds: {why}", why=job.binds_why), "  ", "         "),
+        labelled(say("  holds: "), held),
+        labelled(say("  flags: "), flags or say("none recognised on its command line")),
+        *(labelled(say("  note: "), note) for note in job.notes),
+        labelled(say("  binds: "), job.binds_why),
         "",
     ]
 

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from legroom.cli.layout import paint, paragraph
+from legroom.cli.layout import labelled, paint, paragraph, steps
 from legroom.model.death import Verdict
 from legroom.words import say
 
@@ -46,6 +46,5 @@ def as_text(verdict: Verdict) -> str:
         paint(head, "critical" if verdict.memory else "info", bold=True),
         paragraph(verdict.summary, "  ", "  "),
     ]
-    lines += [paragraph(line, "  by:  ", "       ") for line in verdict.evidence]
-    lines += [paragraph(line, "  do:  ", "       ") for line in verdict.fix]
-    return "\n".join(lines)
+    lines += [labelled(say("  by:  "), line) for line in verdict.evidence]
+    return "\n".join([*lines, *steps(verdict.fix)])

@@ -9,10 +9,11 @@ import os
 import re
 import shutil
 import sys
-import textwrap
+from collections.abc import Iterable
 
 import click
 
+from legroom.columns import cells, cut, fill
 from legroom.model import Pool, Severity
 from legroom.units import format_size
 from legroom.words import say
@@ -40,25 +41,31 @@ def paint(text: str, severity: Severity | None = None, *, bold: bool = False) ->
 
 def paragraph(text: str, first: str, rest: str) -> str:
     """The text wrapped to the width; commands are never broken at a hyphen or inside a word."""
-    return textwrap.fill(
-        text,
-        width=width(),
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return fill(text, width(), first, rest)
+
+
+def labelled(label: str, text: str) -> str:
+    """A paragraph that hangs on its label: ``  why: …``."""
+    return paragraph(text, label, " " * cells(label))
+
+
+def steps(fix: Iterable[str]) -> list[str]:
+    """What to do, in order."""
+    return [labelled(say("  do:  "), step) for step in fix]
 
 
 def shorten(line: str) -> str:
     """One line, cut at the width with a mark where it was."""
-    return line if len(line) <= width() else line[: width() - 1] + "…"
+    return cut(line, width())
 
 
 def elide(text: str, longest: int = 56) -> str:
-    """The text with the middle of its longest words left out: cgroup paths run to hundreds of characters."""
+    """The text with the middle of its longest words left out: cgroup paths run to hundreds of characters.
+
+    Chinese has no spaces, so what is in Chinese is no long word.
+    """
     return re.sub(
-        rf"\S{{{longest + 1},}}",
+        rf"[^\s\u2e80-\uffef]{{{longest + 1},}}",
         lambda word: f"{word[0][: longest // 3]}…{word[0][-longest * 2 // 3 :]}",
         text,
     )
@@ -79,7 +86,7 @@ def pool_line(pool: Pool, plain: bool) -> str:
     label = f"  {pool.name:<7}"
     share = pool.used_share
     if pool.size is None:
-        return paragraph(say("unknown: {reason}", reason=pool.reason or pool.source), label, " " * len(label))
+        return labelled(label, say("unknown: {reason}", reason=pool.reason or pool.source))
     if pool.size == 0:
         return label + say("none")
     if pool.name == "fds":
@@ -88,7 +95,7 @@ def pool_line(pool: Pool, plain: bool) -> str:
         known = say("{size} in all", size=format_size(pool.size))
         if pool.free is not None:
             known = say("{free} of {size} free", free=format_size(pool.free), size=format_size(pool.size))
-        return paragraph(f"{known}; {pool.reason or pool.source}", label, " " * len(label))
+        return labelled(label, say("{what}; {source}", what=known, source=pool.reason or pool.source))
     severity: Severity | None = "critical" if share >= 0.95 else "warning" if share >= 0.8 else None
     figures = say(
         "{used:>8} of {size:>8} used, {free} free",

@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from legroom.cli.layout import elide, paint, paragraph, pool_line
+from legroom.cli.layout import elide, labelled, paint, paragraph, pool_line
 from legroom.model import Need, Plan, Settings, Severity, Term
 from legroom.units import format_size
-from legroom.words import say
+from legroom.words import phrase, say
 
 _POOLS = ("shm", "ram", "gpu", "pinned", "fds", "disk")
-_WORDS = {"fits": "fits", "too-big": "too big", "unknown": "unknown"}
+_WORDS = {"fits": phrase("fits"), "too-big": phrase("too big"), "unknown": phrase("unknown")}
 _SETTINGS = (
     "batch_size", "accumulation", "ranks", "num_workers", "prefetch_factor", "persistent_workers", "pin_memory",
     "loader_kind",
@@ -94,12 +94,7 @@ def verdict_lines(plan: Plan) -> list[str]:
 
 def note_lines(plan: Plan) -> list[str]:
     """What the figures leave out."""
-    return [paragraph(say("note: {note}", note=elide(note)), "  ", "        ") for note in plan.notes]
-
-
-def fix_lines(fix: tuple[str, ...]) -> list[str]:
-    """Steps to take, in order."""
-    return [paragraph(step, "  do:  ", "       ") for step in fix]
+    return [labelled(say("  note: "), elide(note)) for note in plan.notes]
 
 
 def settings_line(settings: Settings) -> str:

@@ -10,6 +10,7 @@ from click.shell_completion import CompletionItem
 
 from legroom.errors import LegroomError, UsageError
 from legroom.units import parse_duration, parse_size
+from legroom.words import say
 
 
 class Measure(click.ParamType[Any]):
@@ -23,7 +24,7 @@ class Measure(click.ParamType[Any]):
         try:
             return self._read(value)
         except UsageError as problem:
-            self.fail(f"{problem.what}: {problem.fix[0]}", param, ctx)
+            self.fail(say("{name}: {why}", name=problem.what, why=problem.fix[0]), param, ctx)
 
 
 SIZE = Measure("size", parse_size)

@@ -10,6 +10,7 @@ import click
 from legroom.budget.emit import KINDS
 from legroom.cli.params import SIZE
 from legroom.cli.training import asked, training_options
+from legroom.words import say
 
 
 @click.command()
@@ -47,7 +48,7 @@ def command(
     --data FILE or --sample-bytes SIZE with --batch, --workers and --prefetch. Exits 1 when it does not fit here.
     """
     if pids and not measure:
-        raise click.UsageError("process ids belong to --measure")
+        raise click.UsageError(say("process ids belong to --measure"))
     from legroom.budget.planning import plan
     from legroom.cli import plan_view as view
     from legroom.probe.host import Host

@@ -8,8 +8,9 @@ from typing import Any
 import click
 
 from legroom.budget.emit import emit
-from legroom.cli.layout import paragraph, shorten
-from legroom.cli.need_view import fix_lines, note_lines, plan_object, pool_lines, term_lines, verdict_lines
+from legroom.cli.layout import labelled, paragraph, shorten, steps
+from legroom.cli.need_view import note_lines, plan_object, pool_lines, term_lines, verdict_lines
+from legroom.columns import cells, left, right
 from legroom.model import Job, Plan
 from legroom.units import format_size
 from legroom.words import say
@@ -78,7 +79,7 @@ def as_text(plan: Plan) -> str:
 
 def _setting_lines(plan: Plan) -> list[str]:
     if plan.fix:
-        return [say("To set it here"), *fix_lines(plan.fix)]
+        return [say("To set it here"), *steps(plan.fix)]
     here = plan.box.shm.size if plan.box else None
     if here is not None and plan.sizes is not None and here >= plan.sizes.recommended:
         return [say("/dev/shm has {size} here: nothing to set", size=format_size(here))]
@@ -89,10 +90,12 @@ def _title(plan: Plan) -> str:
     gpus, jobs = plan.gpus or 1, plan.jobs_per_gpu or 1
     processes = next(row.processes for row in plan.table if row.jobs_per_gpu == jobs)
     return say(
-        "Need: {gpus} GPUs × {jobs} jobs{ranks} = {processes} processes",
+        "Need: {gpus} GPUs × {jobs} jobs = {processes} processes"
+        if processes == gpus * jobs
+        else "Need: {gpus} GPUs × {jobs} jobs × {ranks} ranks = {processes} processes",
         gpus=gpus,
         jobs=jobs,
-        ranks="" if processes == gpus * jobs else say(" × {ranks} ranks", ranks=processes // (gpus * jobs)),
+        ranks=processes // (gpus * jobs),
         processes=processes,
     )
 
@@ -110,9 +113,9 @@ def _measured_lines(plan: Plan) -> list[str]:
     for job in plan.measured[:_MOST_SHOWN]:
         told = _rss_shmem(job)
         figures = say(
-            "{pid:>9}  {shm:>8}, RssShmem {rss:>8}  ",
+            "{pid:>9}  {shm:>8}, RssShmem {rss}  ",
             pid=job.pid, shm=format_size(job.held.get("shm") or 0),
-            rss=say("unknown") if told is None else format_size(told),
+            rss=right(say("unknown") if told is None else format_size(told), 8),
         )  # fmt: skip
         lines.append(shorten(f"{figures}{job.command}"))
     if len(plan.measured) > _MOST_SHOWN:
@@ -128,7 +131,7 @@ def _others_line(plan: Plan) -> list[str]:
     if not plan.others:
         return []
     text = say("held in /dev/shm by others now; added before sizes are chosen")
-    return [paragraph(text, f"  {'others':<7}{format_size(plan.others):>8}  ", " " * 19)]
+    return [labelled(f"  {left(say('others'), 7)}{format_size(plan.others):>8}  ", text)]
 
 
 def _size_lines(plan: Plan) -> list[str]:
@@ -143,19 +146,20 @@ def _size_lines(plan: Plan) -> list[str]:
         (say("conservative"), sizes.conservative),
     ):
         times = say("{times:.1f} × the need", times=size / wanted) if wanted else say("nothing is needed")
-        lines.append(f"  {name:<13}{format_size(size):>8}  {times}")
+        lines.append(f"  {left(name, 13)}{format_size(size):>8}  {times}")
     return lines
 
 
 def _table_lines(plan: Plan) -> list[str]:
-    lines = [say("  jobs a GPU  processes      need  recommended")]
+    heads = (say("jobs a GPU"), say("processes"), say("need"), say("recommended"))
+    columns = [max(cells(head), least) for head, least in zip(heads, (10, 9, 8, 11), strict=True)]
+    lines = ["  " + "  ".join(map(right, heads, columns))]
     for row in plan.table:
         mark = ">" if row.jobs_per_gpu == plan.jobs_per_gpu else " "
         # Capped below the need: no size of /dev/shm would do, the memory behind it is too small.
         size = format_size(row.recommended) if row.recommended >= row.need else say("above RAM")
-        lines.append(
-            f"{mark} {row.jobs_per_gpu:>10}  {row.processes:>9}  {format_size(row.need):>8}  {size:>11}"
-        )
+        figures = (str(row.jobs_per_gpu), str(row.processes), format_size(row.need), size)
+        lines.append(f"{mark} " + "  ".join(map(right, figures, columns)))
     return lines
 
 
@@ -179,6 +183,11 @@ def print_snippet(plan: Plan, kind: str, as_json: bool) -> int:
         click.echo(text)
     short = plan.sizes.recommended < plan.need.shm
     if plan.sizes.capped_by is not None:
-        told = say("legroom: the size is capped by {why}", why=plan.sizes.capped_by)
-        click.echo(told + (say(" and is less than the need") if short else ""), err=True)
+        told = say(
+            "legroom: the size is capped by {why} and is less than the need"
+            if short
+            else "legroom: the size is capped by {why}",
+            why=plan.sizes.capped_by,
+        )
+        click.echo(told, err=True)
     return 1 if short else 0

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from legroom.cli.params import DURATION
-from legroom.words import say
+from legroom.words import listed, say
 
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
@@ -54,7 +54,7 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
     if options["gpu_limit"] is not None:
         environment = with_gpu_limit(environment, options["gpu_limit"])
     if options["resume_flag"] and not options["checkpoint"]:
-        raise click.UsageError("--resume-flag needs --checkpoint: resume from what?")
+        raise click.UsageError(say("--resume-flag needs --checkpoint: resume from what?"))
     order = Order(
         command=words,
         retries=options["retries"],
@@ -74,7 +74,7 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
             tell(say("{code}: {message}", code=finding.code, message=finding.message))
     story = supervise(order, box, tell)
     if report is not None:
-        tell(say("report: {names}", names=", ".join(write_report(story, report))))
+        tell(say("report: {names}", names=listed(write_report(story, report))))
     if as_json:
         click.echo(json.dumps(as_object(story), ensure_ascii=False))
     return story.ending.exit_status

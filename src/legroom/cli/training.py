@@ -11,6 +11,7 @@ import click
 
 from legroom.budget.demand import DTYPES, OPTIMIZERS
 from legroom.cli.params import SIZE
+from legroom.words import say
 
 _COUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmbgt]?)\s*", re.I | re.A)
 _POWERS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
@@ -27,7 +28,11 @@ class Count(click.ParamType[int]):
         match = _COUNT.fullmatch(str(value))
         if match is None:
             self.fail(
-                f"cannot read {value!r} as a number of parameters: write it like 125M or 1.5B", param, ctx
+                say(
+                    "cannot read {value!r} as a number of parameters: write it like 125M or 1.5B", value=value
+                ),
+                param,
+                ctx,
             )
         number, unit = match.groups()
         return int(Fraction(number) * 10 ** _POWERS[unit.lower()])

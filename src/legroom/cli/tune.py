@@ -72,7 +72,7 @@ def command(
 
     if emit is None and (zero is not None or offload):
         raise click.UsageError(
-            "--zero and --offload go into a file: give --emit deepspeed or --emit accelerate"
+            say("--zero and --offload go into a file: give --emit deepspeed or --emit accelerate")
         )
     rows = () if params is None else zero_rows(Shape(params, ranks))
     if last:
@@ -81,7 +81,7 @@ def command(
             click.echo(say("nothing is remembered for {spec} in this directory", spec=spec), err=True)
             return 1
     elif batch is None:
-        raise click.UsageError("--batch is needed: samples in one batch of one rank")
+        raise click.UsageError(say("--batch is needed: samples in one batch of one rank"))
     else:
         found = tuning.tune_named(
             spec,
@@ -116,6 +116,6 @@ def _pairs(texts: tuple[str, ...]) -> dict[str, Any]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            raise click.UsageError(f"--set {text}: write NAME=VALUE, like workers=2")
+            raise click.UsageError(say("--set {text}: write NAME=VALUE, like workers=2", text=text))
         pairs[name.strip()] = read_word(name.strip(), value.strip())
     return pairs

@@ -14,11 +14,12 @@ import click
 from legroom.budget.emit_training import Precision, emit_training
 from legroom.budget.zero import ZeroRow
 from legroom.cli import tune_view as view
+from legroom.columns import left, right
 from legroom.model import Pool, Settings
 from legroom.units import format_size
-from legroom.words import say
+from legroom.words import phrase, say
 
-_OFFLOADS = {"none": "", "optimizer": ", optimizer offloaded", "all": ", all offloaded"}
+_OFFLOADS = {"none": "", "optimizer": phrase(", optimizer offloaded"), "all": phrase(", all offloaded")}
 
 
 def show(
@@ -52,18 +53,15 @@ def zero_text(rows: tuple[ZeroRow, ...], ram: Pool) -> str:
     """The table, and a line on the host's memory where a row takes more than is free."""
     lines = [
         say("Weights, gradients and Adam's states of this model"),
-        f"  {'':<27} {say('each GPU'):>9} {say('saves'):>9} {say('each host'):>9}",
+        " ".join((" " * 29, *(right(head, 9) for head in (say("each GPU"), say("saves"), say("each host"))))),
     ]
     for row in rows:
         name = say("ZeRO {stage}", stage=row.stage) if row.stage else say("plain torch")
         more, less = ("≥", "≤") if row.at_least else ("", "")
         lines.append(
-            say(
-                "  {name:<27} {gpu:>9} {saves:>9} {host:>9}  {formula}",
-                name=name + say(_OFFLOADS[row.offload]), gpu=more + format_size(row.gpu),
-                saves=less + format_size(row.saves), host=format_size(row.host), formula=row.formula,
-            )
-        )  # fmt: skip
+            f"  {left(name + say(_OFFLOADS[row.offload]), 27)} {more + format_size(row.gpu):>9} "
+            f"{less + format_size(row.saves):>9} {format_size(row.host):>9}  {row.formula}"
+        )
     if ram.free is not None:
         over = [row for row in rows if row.host > ram.free]
         if over:

@@ -6,7 +6,8 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from legroom.cli.layout import paint, paragraph
+from legroom.cli.layout import paint, paragraph, steps
+from legroom.columns import right
 from legroom.model import Measured, Settings
 from legroom.units import format_size
 from legroom.words import say
@@ -54,7 +55,7 @@ def as_text(settings: Settings) -> str:
         lines += ["", say("What is left to you, and what it saves")]
     for lever in settings.levers:
         saves = say("unknown") if lever.saves is None else format_size(lever.saves)
-        lines.append(paragraph(lever.what, f"  {lever.name:<25}{lever.pool:<5}{saves:>8}  ", " " * 42))
+        lines.append(paragraph(lever.what, f"  {lever.name:<25}{lever.pool:<5}{right(saves, 8)}  ", " " * 42))
     return "\n".join(lines).rstrip()
 
 
@@ -83,6 +84,9 @@ def _need_lines(settings: Settings) -> list[str]:
     ]
     for problem in plan.problems:
         lines.append(paragraph(problem.message, paint(say("  too big: "), "critical", bold=True), "    "))
-        lines += [paragraph(step, "  do:  ", "       ") for step in problem.fix]
-    lines += [paragraph(f"{pool}: {why}", say("  unknown: "), "    ") for pool, why in plan.unknown.items()]
+        lines += steps(problem.fix)
+    lines += [
+        paragraph(say("{name}: {why}", name=pool, why=why), say("  unknown: "), "    ")
+        for pool, why in plan.unknown.items()
+    ]
     return lines

@@ -14,6 +14,7 @@ import click
 
 from legroom.cli.params import DURATION
 from legroom.cli.watch_view import full_screen, page_at, plot_to, replayed, screen_if_any
+from legroom.words import say
 
 if TYPE_CHECKING:
     from legroom.model import Moment, Sample
@@ -76,9 +77,9 @@ def command(
     from legroom.monitor.stream import Stream, drive, paced
 
     if sum(option is not None for option in (pid, match, replay)) > 1:
-        raise click.UsageError("--pid, --match and --replay each say what to look at: give one of them")
+        raise click.UsageError(say("--pid, --match and --replay each say what to look at: give one of them"))
     if log is not None and replay is not None and _same(log, replay):
-        raise click.UsageError("--log and --replay name the same file")
+        raise click.UsageError(say("--log and --replay name the same file"))
     stop = Stop()
     drawn_only = replay is not None and plot is not None
     screen = None if as_json or once or plain or drawn_only else screen_if_any(_tell)
@@ -117,7 +118,7 @@ def command(
         if sampler is not None:
             sampler.close()
     if sampler is not None and not once and not stop.is_set():
-        _tell("what was watched has ended")
+        _tell(say("what was watched has ended"))
     critical = last is not None and any(alarm.level == "critical" for alarm in last.alarms)
     return 1 if once and critical else 0
 
@@ -165,7 +166,7 @@ def _outputs(
         from legroom.monitor.prometheus import PORT, Prometheus
 
         served = Prometheus(prometheus or str(PORT))
-        tell(f"metrics at {served.url}")
+        tell(say("metrics at {url}", url=served.url))
         outputs.append(served)
     if log is not None:
         from legroom.monitor.log import Log

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from legroom.errors import MissingPackage
+from legroom.words import say
 
 if TYPE_CHECKING:
     from legroom.model import Moment, Sample
@@ -20,7 +21,7 @@ def page_at(where: str, tell: Callable[[str], object]) -> Web:
     from legroom.monitor.web import PORT, Web
 
     served = Web(where or str(PORT))
-    tell(f"a page at {served.url}")
+    tell(say("a page at {url}", url=served.url))
     return served
 
 
@@ -40,7 +41,7 @@ def screen_if_any(tell: Callable[[str], object]) -> Terminal | None:
     try:
         ready()
     except MissingPackage as problem:
-        tell(f"{problem.what}: {problem.fix[0]}")
+        tell(say("{name}: {why}", name=problem.what, why=problem.fix[0]))
         return None
     return Terminal()
 

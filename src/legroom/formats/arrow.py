@@ -31,7 +31,7 @@ class ArrowReader(TableReader):
         self._is_file = self._file.size >= 8 and self._file.read_at(0, 6) == b"ARROW1"
         self._names: list[str] = []
         try:
-            self._arrow = require("pyarrow", "parquet", "Arrow IPC")
+            self._arrow = require("pyarrow", "parquet", say("Arrow IPC"))
             with self._source() as source:
                 self._whole_schema = source.schema
         except BaseException:
@@ -40,7 +40,7 @@ class ArrowReader(TableReader):
 
     def _source(self) -> Any:
         """pyarrow's reader; a file for itself, closed with it."""
-        with arrow_trouble(self.path, "its schema"):
+        with arrow_trouble(self.path, say("its schema")):
             file = self._arrow.OSFile(str(self.path), "rb")
             opener = self._arrow.ipc.open_file if self._is_file else self._arrow.ipc.open_stream
             return opener(file)
@@ -51,10 +51,10 @@ class ArrowReader(TableReader):
         if layout.replaced:
             raise UnsupportedData(
                 say("{path} replaces a dictionary on the way", path=self.path),
-                why="an IPC file, which can be mapped, holds one dictionary for a column",
-                fix=("rewrite it with unified dictionaries: pyarrow.Table.unify_dictionaries()",),
+                why=say("an IPC file, which can be mapped, holds one dictionary for a column"),
+                fix=(say("rewrite it with unified dictionaries: pyarrow.Table.unify_dictionaries()"),),
             )
-        with arrow_trouble(self.path, "its schema"):
+        with arrow_trouble(self.path, say("its schema")):
             spec = self._spec(self._schema(), layout.rows, self._bound(layout))
         name = "arrow" if self._is_file else "arrow-stream"
         return Description(name, (spec,), dict(spec.attributes), (self.path,))
@@ -85,7 +85,7 @@ class ArrowReader(TableReader):
     def _batches(self) -> Iterator[Any]:
         with self._source() as source:
             for index in range(source.num_record_batches) if self._is_file else iter(int, 1):
-                with arrow_trouble(self.path, "its batches"):
+                with arrow_trouble(self.path, say("its batches")):
                     if self._is_file:
                         batch = source.get_batch(index)
                     else:

@@ -94,7 +94,7 @@ class _Table:
     def table(self, number: int) -> _Table:
         place = self._field(number)
         if place is None:
-            raise ValueError("a part of it is missing")
+            raise ValueError(say("a part of it is missing"))
         return _Table(self.data, place + _unpack("<I", self.data, place))
 
     def pairs(self, number: int) -> list[tuple[int, int]]:
@@ -105,7 +105,7 @@ class _Table:
         start = place + _unpack("<I", self.data, place)
         count = _unpack("<I", self.data, start)
         if start + 4 + 16 * count > len(self.data):
-            raise ValueError("a list in it is longer than itself")
+            raise ValueError(say("a list in it is longer than itself"))
         return [struct.unpack_from("<qq", self.data, start + 4 + 16 * i) for i in range(count)]
 
 
@@ -117,7 +117,7 @@ class _Message:
 
 def _unpack(form: str, data: bytes, at: int) -> int:
     if at < 0:
-        raise ValueError("an offset before its beginning")
+        raise ValueError(say("an offset before its beginning"))
     return int(struct.unpack_from(form, data, at)[0])
 
 
@@ -133,12 +133,12 @@ def _messages(file: SourceFile) -> Iterator[tuple[_Message, int, int]]:
         if length == 0:
             return
         if length > _MOST_HEADER:
-            raise ValueError(f"a header of {length} bytes")
+            raise ValueError(say("a header of {length} bytes", length=length))
         data = file.read_at(at, length)
         root = _Table(data, _unpack("<I", data, 0))
         body = root.number(3, "<q", 0)
         if body < 0:
-            raise ValueError(f"a body of {body} bytes")
+            raise ValueError(say("a body of {body} bytes", body=body))
         at += length
         file.require(at, body)
         yield _Message(root.number(1, "<B", 0), root.table(2)), length + 8, at
@@ -148,17 +148,17 @@ def _messages(file: SourceFile) -> Iterator[tuple[_Message, int, int]]:
 def _batch(file: SourceFile, header: int, table: _Table, body: int) -> Batch:
     rows = table.number(0, "<q", 0)
     if rows < 0:
-        raise ValueError(f"{rows} rows")
+        raise ValueError(say("{rows} rows", rows=rows))
     compressed = table.has(3)
     sizes = []
     for offset, length in table.pairs(2):
         if offset < 0 or length < 0:
-            raise ValueError("a buffer before the beginning")
+            raise ValueError(say("a buffer before the beginning"))
         file.require(body + offset, length)
         if compressed and length:
             plain = int.from_bytes(file.read_at(body + offset, 8), "little", signed=True)
             length = length - 8 if plain == -1 else plain
             if length < 0:
-                raise ValueError(f"a buffer of {length} bytes")
+                raise ValueError(say("a buffer of {length} bytes", length=length))
         sizes.append(length)
     return Batch(rows, tuple(sizes), header, compressed)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from legroom.formats.packages import require
+from legroom.words import say
 
 FILE_OVERHEAD = 4096  # magic numbers, end marks, and slack
 _BUFFER = 16 + 64 + 16  # its place in the header, the padding after it, one offset more than rows
@@ -36,8 +37,8 @@ def every_type(kind: Any) -> Iterator[Any]:
 
 def children(kind: Any) -> list[Any]:
     """The types a nested type is made of."""
-    types = require("pyarrow", "parquet", "Arrow data").types
-    if isinstance(kind, require("pyarrow", "parquet", "Arrow data").BaseExtensionType):
+    types = require("pyarrow", "parquet", say("Arrow data")).types
+    if isinstance(kind, require("pyarrow", "parquet", say("Arrow data")).BaseExtensionType):
         return [kind.storage_type]
     if types.is_dictionary(kind):
         return []
@@ -46,7 +47,7 @@ def children(kind: Any) -> list[Any]:
 
 def plain(kind: Any) -> Any:
     """The type without dictionaries: an IPC file allows one dictionary a column, and row groups have many."""
-    arrow = require("pyarrow", "parquet", "Arrow data")
+    arrow = require("pyarrow", "parquet", say("Arrow data"))
     if arrow.types.is_dictionary(kind):
         return plain(kind.value_type)
     if arrow.types.is_struct(kind):
@@ -59,14 +60,14 @@ def plain(kind: Any) -> Any:
 
 def buffer_count(kind: Any) -> int | None:
     """How many buffers a column of that type has in an IPC batch; None where it depends on the data."""
-    types = require("pyarrow", "parquet", "Arrow data").types
+    types = require("pyarrow", "parquet", say("Arrow data")).types
     if types.is_union(kind) or types.is_run_end_encoded(kind) or "view" in str(kind):
         return None
     inner = [buffer_count(child) for child in children(kind)]
     if None in inner:
         return None
     below = sum(count or 0 for count in inner)
-    if isinstance(kind, require("pyarrow", "parquet", "Arrow data").BaseExtensionType):
+    if isinstance(kind, require("pyarrow", "parquet", say("Arrow data")).BaseExtensionType):
         return below
     if types.is_null(kind):
         return 0
@@ -98,7 +99,7 @@ def bound(kind: Any, leaves: Iterator[Leaf]) -> int | None:
 
 def _bound(kind: Any, leaves: Iterator[Leaf], times: int) -> tuple[int | None, int]:
     """(bytes, entries)."""
-    arrow = require("pyarrow", "parquet", "Arrow data")
+    arrow = require("pyarrow", "parquet", say("Arrow data"))
     types = arrow.types
     if isinstance(kind, arrow.BaseExtensionType):
         return _bound(kind.storage_type, leaves, times)

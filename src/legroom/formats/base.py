@@ -86,7 +86,7 @@ class BaseReader:
         if not isinstance(spec, TableSpec):
             raise UsageError(
                 say("{name!r} of {path} is an array, not a table", name=name, path=self.path),
-                fix=("use read_into for arrays",),
+                fix=(say("use read_into for arrays"),),
             )
         return self._write(spec, path, progress)
 
@@ -109,7 +109,7 @@ class BaseReader:
         if not isinstance(spec, ArraySpec):
             raise UsageError(
                 say("{name!r} of {path} is a table, not an array", name=name, path=self.path),
-                fix=("use write_table for tables",),
+                fix=(say("use write_table for tables"),),
             )
         return spec
 
@@ -123,5 +123,5 @@ class BaseReader:
     def _require_open(self) -> None:
         if self._closed:
             raise UsageError(
-                say("{path} was closed", path=self.path), fix=("open it again with open_source(path)",)
+                say("{path} was closed", path=self.path), fix=(say("open it again with open_source(path)"),)
             )

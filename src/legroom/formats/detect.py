@@ -19,9 +19,11 @@ from legroom.formats.npy_header import MAGIC as NPY
 from legroom.formats.protocol import Reader
 from legroom.formats.selection import Selection
 from legroom.formats.source import SourceFile, damaged, unreadable
-from legroom.words import say
+from legroom.words import phrase, say
 
-READABLE = "HDF5, npy, npz, Parquet, Arrow IPC (file, stream, Feather v2), Zarr v2 and v3, safetensors"
+READABLE = phrase(
+    "HDF5, npy, npz, Parquet, Arrow IPC (file, stream, Feather v2), Zarr v2 and v3, safetensors"
+)
 
 _READERS = {
     "hdf5": "Hdf5Reader",
@@ -34,16 +36,40 @@ _READERS = {
 }
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 _HINTS = {
-    b"\x1f\x8b": ("it is compressed with gzip as a whole", "decompress it first: gunzip -k {path}"),
-    b"BZh": ("it is compressed with bzip2 as a whole", "decompress it first: bunzip2 -k {path}"),
-    b"\xfd7zXZ": ("it is compressed with xz as a whole", "decompress it first: unxz -k {path}"),
-    b"\x28\xb5\x2f\xfd": ("it is compressed with zstd as a whole", "decompress it first: unzstd {path}"),
-    b"\x80": ("it looks like a pickle, which runs code when it is read", "save the arrays with numpy.savez"),
-    b"FEA1": ("it is Feather version 1", "rewrite it: pyarrow.feather.write_feather(table, path)"),
-    b"PARE": ("it is Parquet with an encrypted footer", "write it without encryption"),
-    b"CDF\x01": ("it is netCDF 3", "convert it to netCDF 4, which is HDF5: nccopy -k nc4 {path} out.nc"),
-    b"CDF\x02": ("it is netCDF 3", "convert it to netCDF 4, which is HDF5: nccopy -k nc4 {path} out.nc"),
-    b"MATLAB 5": ("it is a MATLAB 5 file", "save it in MATLAB with -v7.3, which is HDF5"),
+    b"\x1f\x8b": (
+        phrase("it is compressed with gzip as a whole"),
+        phrase("decompress it first: gunzip -k {path}"),
+    ),
+    b"BZh": (
+        phrase("it is compressed with bzip2 as a whole"),
+        phrase("decompress it first: bunzip2 -k {path}"),
+    ),
+    b"\xfd7zXZ": (
+        phrase("it is compressed with xz as a whole"),
+        phrase("decompress it first: unxz -k {path}"),
+    ),
+    b"\x28\xb5\x2f\xfd": (
+        phrase("it is compressed with zstd as a whole"),
+        phrase("decompress it first: unzstd {path}"),
+    ),
+    b"\x80": (
+        phrase("it looks like a pickle, which runs code when it is read"),
+        phrase("save the arrays with numpy.savez"),
+    ),
+    b"FEA1": (
+        phrase("it is Feather version 1"),
+        phrase("rewrite it: pyarrow.feather.write_feather(table, path)"),
+    ),
+    b"PARE": (phrase("it is Parquet with an encrypted footer"), phrase("write it without encryption")),
+    b"CDF\x01": (
+        phrase("it is netCDF 3"),
+        phrase("convert it to netCDF 4, which is HDF5: nccopy -k nc4 {path} out.nc"),
+    ),
+    b"CDF\x02": (
+        phrase("it is netCDF 3"),
+        phrase("convert it to netCDF 4, which is HDF5: nccopy -k nc4 {path} out.nc"),
+    ),
+    b"MATLAB 5": (phrase("it is a MATLAB 5 file"), phrase("save it in MATLAB with -v7.3, which is HDF5")),
 }
 
 
@@ -54,7 +80,7 @@ def open_source(path: str | os.PathLike[str], keys: str | Iterable[str] | None =
         return _open_folder(place, selection)
     with SourceFile(place) as file:
         if file.size == 0:
-            raise damaged(place, "it is empty (0 bytes)")
+            raise damaged(place, say("it is empty (0 bytes)"))
         kind = _kind(file)
     return _open(kind, place, selection)
 
@@ -126,21 +152,23 @@ def _zip_kind(file: SourceFile, head: bytes) -> str:
         return "npz"
     if any(name.endswith("data.pkl") for name in names):
         raise _unknown(
-            file.path, head, "it is a torch.save file, a pickle that runs code when it is read",
-            "save tensors with safetensors.torch.save_file",
+            file.path, head, say("it is a torch.save file, a pickle that runs code when it is read"),
+            say("save tensors with safetensors.torch.save_file"),
         )  # fmt: skip
-    raise _unknown(file.path, head, "it is a zip archive without .npy members", "name one of its files")
+    raise _unknown(
+        file.path, head, say("it is a zip archive without .npy members"), say("name one of its files")
+    )
 
 
 def _unknown(path: Path, head: bytes, why: str = "", fix: str = "") -> UnknownFormat:
     for mark, (reason, advice) in _HINTS.items():
         if not why and head.startswith(mark):
-            why, fix = reason, say(advice, path=path)
+            why, fix = say(reason), say(advice, path=path)
     shown = say("it begins with {shown!r} ({hex})", shown=head[:16], hex=head[:16].hex(" "))
     return UnknownFormat(
         say("{path} is in no format that can be read", path=path),
         why=say("{why}; {shown}", why=why, shown=shown) if why else shown,
-        fix=(*([fix] if fix else []), say("give it as one of: {readable}", readable=READABLE)),
+        fix=(*([fix] if fix else []), say("give it as one of: {readable}", readable=say(READABLE))),
     )
 
 
@@ -152,8 +180,8 @@ def _open_folder(path: Path, selection: Selection) -> Reader:
     if not names & {".zgroup", ".zarray", "zarr.json"}:
         raise UnreadableSource(
             say("cannot read {path}", path=path),
-            why="it is a directory and no Zarr store: it has no .zgroup, .zarray or zarr.json",
-            fix=("name a file in it",),
+            why=say("it is a directory and no Zarr store: it has no .zgroup, .zarray or zarr.json"),
+            fix=(say("name a file in it"),),
         )
     return _open("zarr", path, selection)
 

@@ -37,15 +37,15 @@ def check_out(spec: ArraySpec, out: Array) -> None:
     elif out.dtype != spec.dtype:
         wrong = say("its dtype is {has}, needed is {needed}", has=out.dtype, needed=spec.dtype)
     elif not out.flags.c_contiguous:
-        wrong = "it is not C-contiguous"
+        wrong = say("it is not C-contiguous")
     elif not out.flags.writeable:
-        wrong = "it is read-only"
+        wrong = say("it is read-only")
     else:
         return
     raise UsageError(
         say("cannot read {name!r} into this buffer", name=spec.name),
         why=wrong,
-        fix=("give numpy.empty(spec.shape, spec.dtype), or a writable map of that shape and dtype",),
+        fix=(say("give numpy.empty(spec.shape, spec.dtype), or a writable map of that shape and dtype"),),
     )
 
 

@@ -205,7 +205,7 @@ class Hdf5Reader(BaseReader):
                 if (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino):
                     raise SourceChanged(
                         say("{path} was replaced while it was being opened", path=file.path),
-                        fix=("try again once nobody replaces it",),
+                        fix=(say("try again once nobody replaces it"),),
                     )
         return self._raw_files[path]
 

@@ -135,7 +135,7 @@ class _Decoder:
         """The means to get a chunk's bytes in any thread."""
         if self.source.direct:
             return partial(self.file.read_at, chunk.offset, chunk.size)
-        with hdf5_trouble(self.source.path, "reading a chunk"):
+        with hdf5_trouble(self.source.path, say("reading a chunk")):
             _, stored = self.source.dataset.id.read_direct_chunk(chunk.first)
         return lambda: stored
 
@@ -179,7 +179,7 @@ def chunk_table(source: ChunkedDataset) -> list[Chunk]:
             first = tuple(info.chunk_offset)
             found[first] = Chunk(first, info.byte_offset, info.size, info.filter_mask)
 
-    with hdf5_trouble(source.path, "looking for its chunks"):
+    with hdf5_trouble(source.path, say("looking for its chunks")):
         source.dataset.id.chunk_iter(note)
     for first in found:
         for place, length, step in zip(first, source.shape, source.chunk, strict=True):
@@ -191,7 +191,7 @@ def chunk_table(source: ChunkedDataset) -> list[Chunk]:
 def _fill_value(source: ChunkedDataset, out: Array) -> Any:
     from h5py import h5d
 
-    with hdf5_trouble(source.path, "its fill value"):
+    with hdf5_trouble(source.path, say("its fill value")):
         if source.dataset.id.get_create_plist().fill_value_defined() != h5d.FILL_VALUE_USER_DEFINED:
             return np.zeros((), out.dtype)
         return source.dataset.fillvalue

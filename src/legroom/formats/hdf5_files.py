@@ -41,7 +41,7 @@ def linked_file(link: Any, name: str, holder: Path) -> Path:
     prefixes = os.environ.get("HDF5_EXT_PREFIX", "").split(os.pathsep)
     found = search(link.filename, holder, prefixes)
     if found is None:
-        raise missing_file(name, holder, link.filename, "an external link")
+        raise missing_file(name, holder, link.filename, say("an external link"))
     return found
 
 
@@ -83,8 +83,8 @@ def _into(file: Any, inner: str, name: str, seen: set[tuple[Path, str]]) -> Iter
     except (KeyError, AttributeError, ValueError, RuntimeError, OSError) as problem:
         raise UnreadableSource(
             say("{name!r} takes data from {inner!r} of {path}", name=name, inner=inner, path=path),
-            why="there is no such dataset in that file",
-            fix=("restore it, or leave the dataset out with keys=[…]",),
+            why=say("there is no such dataset in that file"),
+            fix=(say("restore it, or leave the dataset out with keys=[…]"),),
         ) from problem
     if reached != Path(os.path.abspath(path)):
         yield reached
@@ -103,19 +103,19 @@ def _virtual_files(file_name: str, inner: str, name: str, holder: Path) -> list[
                 holder=holder,
                 inner=inner,
             ),
-            why="how many there are is not written down",
-            fix=("name its sources one by one, or leave it out with keys=[…]",),
+            why=say("how many there are is not written down"),
+            fix=(say("name its sources one by one, or leave it out with keys=[…]"),),
         )
     if "%b" not in file_name.replace("%%", ""):
         found = search(file_name.replace("%%", "%"), holder, prefixes)
         if found is None:
-            raise missing_file(name, holder, file_name, "a virtual dataset")
+            raise missing_file(name, holder, file_name, say("a virtual dataset"))
         return [found]
     files: list[Path] = []
     while (found := search(file_name.replace("%b", str(len(files))), holder, prefixes)) is not None:
         files.append(found)
     if not files:
-        raise missing_file(name, holder, file_name.replace("%b", "0"), "a virtual dataset")
+        raise missing_file(name, holder, file_name.replace("%b", "0"), say("a virtual dataset"))
     return files
 
 
@@ -128,7 +128,9 @@ def external_storage(dataset: Any, name: str) -> list[Path]:
         # HDF5 looks in the working directory alone, unless told otherwise.
         path = Path(file_name) if os.path.isabs(file_name) else Path(prefix) / file_name
         if not path.is_file():
-            raise missing_file(name, holder, str(path), "external storage", beside=holder.parent / file_name)
+            raise missing_file(
+                name, holder, str(path), say("external storage"), beside=holder.parent / file_name
+            )
         require_regular(path)
         found.append(Path(os.path.abspath(path)))
     if not found:

@@ -53,12 +53,15 @@ def require_filters(filters: tuple[Filter, ...], name: str, path: Path) -> None:
     try:
         import hdf5plugin  # noqa: F401  registers its filters
     except ImportError:
-        why, fix = "hdf5plugin is not installed", "pip install hdf5plugin"
+        why, fix = say("hdf5plugin is not installed"), "pip install hdf5plugin"
     else:
         missing = [one for one in missing if not h5z.filter_avail(one.code)]
         if not missing:
             return
-        why, fix = "hdf5plugin does not have it", "install the plugin that wrote it, or rewrite it with gzip"
+        why, fix = (
+            say("hdf5plugin does not have it"),
+            say("install the plugin that wrote it, or rewrite it with gzip"),
+        )
     raise UnsupportedData(
         say(
             "{name!r} of {path} is compressed with {filter} (filter {code})",
@@ -68,7 +71,7 @@ def require_filters(filters: tuple[Filter, ...], name: str, path: Path) -> None:
             code=missing[0].code,
         ),
         why=say("this HDF5 has no such filter, and {why}", why=why),
-        fix=(fix, "or leave it out: name the datasets you need with keys=[…]"),
+        fix=(fix, say("or leave it out: name the datasets you need with keys=[…]")),
     )
 
 
@@ -91,7 +94,9 @@ def undo(filters: tuple[Filter, ...], stored: bytes, mask: int, size: int) -> np
         else:
             data = _unshuffled(data, one.values[0] if one.values else 1)
     if len(data) != size:
-        raise ValueError(f"a chunk of {len(data)} bytes where {size} were promised")
+        raise ValueError(
+            say("a chunk of {length} bytes where {size} were promised", length=len(data), size=size)
+        )
     return np.frombuffer(data, np.uint8)
 
 
@@ -122,13 +127,15 @@ def _unshuffled(data: bytes | memoryview, width: int) -> memoryview:
 def _verified(data: bytes | memoryview) -> memoryview:
     """The data without their checksum, once it agrees."""
     if len(data) < 4:
-        raise ValueError(f"a chunk of {len(data)} bytes has no room for its checksum")
+        raise ValueError(say("a chunk of {length} bytes has no room for its checksum", length=len(data)))
     body, tail = memoryview(data)[:-4], bytes(data[-4:])
     has = fletcher32(body)
     # HDF5 1.6.2 and before wrote the bytes of both halves the other way round on little-endian machines.
     swapped = (has & 0xFF00FF) << 8 | (has >> 8) & 0xFF00FF
     if int.from_bytes(tail, "little") not in (has, swapped):
-        raise ValueError(f"a chunk's checksum is {has:08x}, the file says {tail[::-1].hex()}")
+        raise ValueError(
+            say("a chunk's checksum is {has:08x}, the file says {hex}", has=has, hex=tail[::-1].hex())
+        )
     return body
 
 

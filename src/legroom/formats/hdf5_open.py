@@ -59,7 +59,7 @@ def open_hdf5(path: Path) -> Any:
     with SourceFile(path) as file:
         start = signature_at(file)
         if start is None:
-            raise damaged(path, "it has no HDF5 signature")
+            raise damaged(path, say("it has no HDF5 signature"))
         _refuse_flags(file, start)
     _refuse_own_writer(path)
     # The default first: HDF5 wants all openers in one process to agree about locking. The others are for a
@@ -71,7 +71,7 @@ def open_hdf5(path: Path) -> Any:
             text = str(problem)
             lock = "unable to lock file" in text
             if lock and problem.errno in _LOCKED:
-                raise _being_written(path, "another process holds its lock") from problem
+                raise _being_written(path, say("another process holds its lock")) from problem
             if "open for write" in text or "open for SWMR" in text:
                 raise _being_written(path, _first_line(problem)) from problem
             if not lock and "flag values don't match" not in text:
@@ -88,7 +88,7 @@ def _refuse_flags(file: SourceFile, start: int) -> None:
     if len(head) < 12 or head[8] != 3:
         return
     if head[11] & (_WRITING | _SWMR):
-        how = "for single-writer/multiple-reader access" if head[11] & _SWMR else "for writing"
+        how = say("for single-writer/multiple-reader access") if head[11] & _SWMR else say("for writing")
         raise _being_written(file.path, say("its superblock says that it is open {how}", how=how))
 
 
@@ -103,7 +103,7 @@ def _refuse_own_writer(path: Path) -> None:
         except (OSError, ValueError, RuntimeError):  # not a file on disk, or just closed
             continue
         if same and writes:
-            raise _being_written(path, "this very process has it open for writing")
+            raise _being_written(path, say("this very process has it open for writing"))
 
 
 def _being_written(path: Path, why: str) -> SourceBeingWritten:
@@ -111,7 +111,7 @@ def _being_written(path: Path, why: str) -> SourceBeingWritten:
         say("{path} is being written", path=path),
         why=why,
         fix=(
-            "wait until the writer has closed it",
+            say("wait until the writer has closed it"),
             say("if the writer died, clear its mark once nobody writes: h5clear -s {path}", path=path),
         ),
     )

@@ -50,8 +50,8 @@ class Rows:
             # h5py gives the rows' bytes as they lie in the file and calls them native.
             raise UnsupportedData(
                 say("the rows of {name!r} of {path} cannot be read", name=name, path=self._path),
-                why="they are in another byte order, behind a layout that only h5py can read",
-                fix=("rewrite it in native byte order, or leave it out with keys=[…]",),
+                why=say("they are in another byte order, behind a layout that only h5py can read"),
+                fix=(say("rewrite it in native byte order, or leave it out with keys=[…]"),),
             )
         lengths = references["length"].astype(np.int64) if references is not None else self._measured()
         self._raw = references is not None
@@ -105,7 +105,7 @@ class Rows:
                     rows=prod(self._shape),
                     size=format_size(prod(self._shape) * _REFERENCE.itemsize),
                 ),
-                fix=("check the file, or leave it out: name the datasets you need with keys=[…]",),
+                fix=(say("check the file, or leave it out: name the datasets you need with keys=[…]"),),
             ) from problem
 
     def _storage(self) -> tuple[int | None, ChunkedDataset | None]:

@@ -55,7 +55,7 @@ def stored_as(dataset: Any, name: str, path: Path) -> Stored:
         try:
             h5t.find(kind, memory_type)
         except (TypeError, ValueError, RuntimeError) as problem:
-            raise _unsupported(name, path, "HDF5 cannot convert its type to one numpy has") from problem
+            raise _unsupported(name, path, say("HDF5 cannot convert its type to one numpy has")) from problem
     notes = {"hdf5_enum": {str(k): int(v) for k, v in names.items()}} if (names := _enum(dtype)) else {}
     return Stored(in_memory(element), inner, element if raw else None, memory_type, notes)
 
@@ -64,10 +64,10 @@ def _sequence(kind: Any, base: DType, name: str, path: Path) -> Stored:
     from h5py import h5t
 
     if not isinstance(base, np.dtype) or base.hasobject:
-        raise _unsupported(name, path, "its rows hold rows of variable length themselves")
+        raise _unsupported(name, path, say("its rows hold rows of variable length themselves"))
     _refuse_parts(base, name, path)
     if base.subdtype is not None:
-        raise _unsupported(name, path, "its rows are sequences of arrays")
+        raise _unsupported(name, path, say("its rows are sequences of arrays"))
     raw = kind.get_super() == h5t.py_create(base, logical=True)
     return Stored(in_memory(base), (), base if raw else None, None, variable=True)
 
@@ -101,16 +101,16 @@ def _refuse_parts(dtype: DType, name: str, path: Path) -> None:
         for part in dtype.names:
             _refuse_parts(dtype.fields[part][0], name + "." + part, path)
     elif check_ref_dtype(dtype) is not None:
-        raise _unsupported(name, path, "it holds references to other parts of the file")
+        raise _unsupported(name, path, say("it holds references to other parts of the file"))
     elif dtype.kind == "V":
-        raise _unsupported(name, path, "it holds opaque bytes")
+        raise _unsupported(name, path, say("it holds opaque bytes"))
     elif dtype.hasobject:
-        raise _unsupported(name, path, "it holds fields of variable length")
+        raise _unsupported(name, path, say("it holds fields of variable length"))
 
 
 def _unsupported(name: str, path: Path, why: str) -> UnsupportedData:
     return UnsupportedData(
         say("{name!r} of {path} cannot be shared as an array", name=name, path=path),
         why=why,
-        fix=("leave it out: name the datasets you need with keys=[…]",),
+        fix=(say("leave it out: name the datasets you need with keys=[…]"),),
     )

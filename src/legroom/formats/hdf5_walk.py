@@ -135,13 +135,13 @@ def _dangling(name: str, target: str, path: Path) -> UnreadableSource:
     return UnreadableSource(
         say("{name!r} leads nowhere", name=name),
         why=say("it is a link to {target!r} of {path}, which does not exist", target=target, path=path),
-        fix=("restore what it points to, or leave it out: name the datasets you need with keys=[…]",),
+        fix=(say("restore what it points to, or leave it out: name the datasets you need with keys=[…]"),),
     )
 
 
 def _unknown_link(name: str, path: Path) -> UnsupportedData:
     return UnsupportedData(
         say("{name!r} of {path} is a user-defined link", name=name, path=path),
-        why="only the program that made it knows where it leads",
-        fix=("leave it out: name the datasets you need with keys=[…]",),
+        why=say("only the program that made it knows where it leads"),
+        fix=(say("leave it out: name the datasets you need with keys=[…]"),),
     )

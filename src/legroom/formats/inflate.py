@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import cache
 from types import ModuleType
 
+from legroom.words import say
+
 MOST_EXPANSION = 1032  # deflate codes at most 258 bytes in two bits
 
 
@@ -29,12 +31,12 @@ def inflate(packed: bytes | memoryview, size: int) -> bytes:
     """The whole of a zlib stream that must give exactly ``size`` bytes; ValueError where it does not."""
     if size > len(packed) * MOST_EXPANSION + 64:
         # Before memory is taken for it: a damaged file may promise anything.
-        raise ValueError(f"{len(packed)} packed bytes cannot hold {size}")
+        raise ValueError(say("{packed} packed bytes cannot hold {size}", packed=len(packed), size=size))
     module = zlib_module()
     try:
         plain: bytes = module.decompress(packed, bufsize=max(size, 1))
     except module.error as problem:
         raise ValueError(str(problem)) from problem
     if len(plain) != size:
-        raise ValueError(f"{len(plain)} bytes where {size} were promised")
+        raise ValueError(say("{plain} bytes where {size} were promised", plain=len(plain), size=size))
     return plain

@@ -56,8 +56,12 @@ def read_header(read: Callable[[int, int], bytes], path: Path, name: str) -> Npy
     except _Objects:
         raise UnsupportedData(
             say("{name!r} of {path} holds Python objects", name=name, path=path),
-            why="they are stored as a pickle, and a pickle runs code when it is read",
-            fix=("save it as numbers, fixed-length strings or records: numpy.save(..., allow_pickle=False)",),
+            why=say("they are stored as a pickle, and a pickle runs code when it is read"),
+            fix=(
+                say(
+                    "save it as numbers, fixed-length strings or records: numpy.save(..., allow_pickle=False)"
+                ),
+            ),
         ) from None
     except (ValueError, TypeError, SyntaxError, KeyError, MemoryError, RecursionError) as problem:
         raise damaged(path, say("the header of {name!r}: {problem}", name=name, problem=problem)) from problem
@@ -71,14 +75,14 @@ class _Objects(Exception):
 def _parse(text: str) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
     header = ast.literal_eval(text.strip())
     if not isinstance(header, dict) or set(header) != {"descr", "fortran_order", "shape"}:
-        raise ValueError("it is not a dictionary of descr, fortran_order and shape")
+        raise ValueError(say("it is not a dictionary of descr, fortran_order and shape"))
     shape, fortran = header["shape"], header["fortran_order"]
     if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n <= sys.maxsize for n in shape):
-        raise ValueError("shape is not a tuple of lengths")
+        raise ValueError(say("shape is not a tuple of lengths"))
     if len(shape) > 32:
         raise ValueError(say("{count} dimensions", count=len(shape)))
     if not isinstance(fortran, bool):
-        raise ValueError("fortran_order is neither True nor False")
+        raise ValueError(say("fortran_order is neither True nor False"))
     _check_type(header["descr"])
     dtype = np.lib.format.descr_to_dtype(header["descr"])
     if dtype.hasobject:
@@ -89,7 +93,7 @@ def _parse(text: str) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
 def _check_type(descr: object, depth: int = 0) -> None:
     """Let only what numpy itself writes through to numpy."""
     if depth > 32:
-        raise ValueError("types nested too deeply")
+        raise ValueError(say("types nested too deeply"))
     if isinstance(descr, str):
         if descr.lstrip("<>|=").startswith("O"):
             raise _Objects
@@ -98,7 +102,7 @@ def _check_type(descr: object, depth: int = 0) -> None:
     elif isinstance(descr, list):
         for field in descr:
             if not isinstance(field, tuple) or len(field) not in (2, 3):
-                raise ValueError("a field is not (name, type) or (name, type, shape)")
+                raise ValueError(say("a field is not (name, type) or (name, type, shape)"))
             _check_type(field[1], depth + 1)
     elif isinstance(descr, tuple) and len(descr) == 2:
         _check_type(descr[0], depth + 1)

@@ -81,7 +81,7 @@ class NpzReader(BaseReader):
         if info.flag_bits & _ENCRYPTED:
             raise UnsupportedData(
                 say("{name!r} of {path} is encrypted", name=name, path=self.path),
-                fix=("write the archive without a password",),
+                fix=(say("write the archive without a password"),),
             )
         self._file.require(start, info.compress_size)
         read = self._reader_of_head(info, start)
@@ -209,7 +209,7 @@ def _open_member(file: SourceFile, info: zipfile.ZipInfo, start: int) -> Callabl
     raise UnsupportedData(
         say("{name!r} of {path} cannot be decompressed", name=info.filename, path=file.path),
         why=say("it is packed by method {method}, neither stored nor deflated", method=info.compress_type),
-        fix=("write the archive with numpy.savez or numpy.savez_compressed",),
+        fix=(say("write the archive with numpy.savez or numpy.savez_compressed"),),
     )
 
 

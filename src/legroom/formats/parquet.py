@@ -42,7 +42,7 @@ class ParquetReader(TableReader):
         super().__init__(path, selection)
         try:
             parquet = require("pyarrow.parquet", "parquet", "Parquet")
-            with arrow_trouble(path, "its footer"):
+            with arrow_trouble(path, say("its footer")):
                 # Neither pre-buffering nor whole column chunks in memory: page by page.
                 self._table = parquet.ParquetFile(
                     self._arrow_file(), pre_buffer=False, buffer_size=1 << 16, page_checksum_verification=True
@@ -65,7 +65,7 @@ class ParquetReader(TableReader):
         groups = row_groups(self._file)
         if groups is not None and sum(count for count, _ in groups) != rows:
             raise damaged(self.path, say("its row groups do not add up to {rows} rows", rows=rows))
-        with arrow_trouble(self.path, "the sizes of its columns"):
+        with arrow_trouble(self.path, say("the sizes of its columns")):
             data = sum(self._column_sizes(groups).values())
             self._batch_rows = max(1, min(_MOST_ROWS, _BATCH_BYTES * rows // max(1, data)))
             schema = self._schema()
@@ -113,10 +113,10 @@ class ParquetReader(TableReader):
     def _batches(self) -> Iterator[Any]:
         arrow = require("pyarrow", "parquet", "Parquet")
         schema = self._schema()
-        with arrow_trouble(self.path, "its pages"):
+        with arrow_trouble(self.path, say("its pages")):
             source = self._table.iter_batches(batch_size=self._batch_rows, columns=self._names)
         while True:
-            with arrow_trouble(self.path, "its pages"):
+            with arrow_trouble(self.path, say("its pages")):
                 batch = next(source, None)
                 if batch is None:
                     return

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from legroom.formats.source import SourceFile
+from legroom.words import say
 
 _MOST_FOOTER = 64 << 20
 _MOST_DEPTH = 32
@@ -65,7 +66,7 @@ def row_groups(file: SourceFile) -> list[tuple[int, list[ColumnChunk]]] | None:
 def _chunk(column: dict[int, Any]) -> ColumnChunk:
     entries, size, encodings = column[5], column[6], set(column[2])
     if min(entries, size) < 0:
-        raise ValueError("less than nothing")
+        raise ValueError(say("less than nothing"))
     exact = column.get(16, {}).get(1)
     hidden = encodings & (_DICTIONARIES | _PREFIXES) or column.get(11)
     if not isinstance(exact, int) or exact < 0:
@@ -101,7 +102,7 @@ class _Compact:
 
     def _value(self, kind: int, depth: int) -> Any:
         if depth > _MOST_DEPTH:
-            raise ValueError("nested too deeply")
+            raise ValueError(say("nested too deeply"))
         if kind in (_TRUE, _FALSE, _BYTE):  # in lists, booleans take a byte
             return self._byte()
         if kind in (4, 5, 6):
@@ -112,10 +113,10 @@ class _Compact:
             head = self._byte()
             count = self._varint() if head >> 4 == 15 else head >> 4
             if count > len(self._data):
-                raise ValueError("a list longer than the footer")
+                raise ValueError(say("a list longer than the footer"))
             return [self._value(head & 0x0F, depth + 1) for _ in range(count)]
         if kind == _MAP:
-            raise ValueError("footers have no maps")
+            raise ValueError(say("footers have no maps"))
         self._skip({_DOUBLE: 8, _UUID: 16}[kind] if kind != _BINARY else self._varint())
         return None
 
@@ -126,7 +127,7 @@ class _Compact:
     def _skip(self, count: int) -> None:
         self.at += count
         if self.at > len(self._data):
-            raise ValueError("it ends too early")
+            raise ValueError(say("it ends too early"))
 
     def _varint(self) -> int:
         value = shift = 0
@@ -137,7 +138,7 @@ class _Compact:
                 return value
             shift += 7
             if shift > 63:
-                raise ValueError("a number of more than 64 bits")
+                raise ValueError(say("a number of more than 64 bits"))
 
     def _signed(self) -> int:
         value = self._varint()

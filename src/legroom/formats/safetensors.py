@@ -52,7 +52,7 @@ class SafetensorsReader(BaseReader):
         header = dict(self._header)
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-            raise damaged(self.path, "__metadata__ is not an object of strings")
+            raise damaged(self.path, say("__metadata__ is not an object of strings"))
         ranges = {name: self._range(name, entry) for name, entry in header.items()}
         self._check_ranges(ranges)
         self._ranges = ranges
@@ -94,8 +94,8 @@ class SafetensorsReader(BaseReader):
         if kind in _NARROW:
             raise UnsupportedData(
                 say("{name!r} of {path} has type {kind}", name=name, path=self.path, kind=kind),
-                why="its elements are narrower than a byte",
-                fix=("leave it out with keys=[…], or convert it to 8 bits or more",),
+                why=say("its elements are narrower than a byte"),
+                fix=(say("leave it out with keys=[…], or convert it to 8 bits or more"),),
             )
         text = _TYPES.get(kind) or _BITS.get(kind) if isinstance(kind, str) else None
         if text is None:
@@ -151,14 +151,14 @@ def _read_header(file: SourceFile) -> tuple[dict[str, Any], int]:
     except (ValueError, RecursionError) as problem:
         raise damaged(file.path, say("its header: {problem}", problem=problem)) from problem
     if not isinstance(header, dict) or not text.startswith(b"{"):
-        raise damaged(file.path, "its header is not an object")
+        raise damaged(file.path, say("its header is not an object"))
     return header, 8 + length
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise ValueError("a name occurs twice")
+        raise ValueError(say("a name occurs twice"))
     return made
 
 

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Collection, Iterable
 
 from legroom.errors import MissingKey, UsageError
-from legroom.words import say
+from legroom.words import listed, say
 
 _SHOWN = 20
 
@@ -26,8 +26,8 @@ class Selection:
         if not given or not all(isinstance(key, str) for key in given):
             raise UsageError(
                 say("keys={keys!r} selects nothing", keys=keys),
-                why="keys names items of the file; None means all of them",
-                fix=("leave keys out to take everything",),
+                why=say("keys names items of the file; None means all of them"),
+                fix=(say("leave keys out to take everything"),),
             )
         self.keys = given
 
@@ -58,12 +58,12 @@ def missing_key(key: str, every: Iterable[str], where: object) -> MissingKey:
     names = list(dict.fromkeys(every))
     groups = {name.rpartition("/")[0] for name in names} - {""}
     near = difflib.get_close_matches(key.strip("/"), [*names, *sorted(groups)], n=1, cutoff=0.5)
-    shown = ", ".join(names[:_SHOWN]) or "nothing"
+    shown = listed(names[:_SHOWN]) or say("nothing")
     if len(names) > _SHOWN:
-        shown += say(" and {more} more", more=len(names) - _SHOWN)
+        shown = say("{shown} and {more} more", shown=shown, more=len(names) - _SHOWN)
     fix = [say("did you mean {near!r}?", near=near[0])] if near else []
     return MissingKey(
         say("{where} has no {key!r}", where=where, key=key),
         why=say("it holds {shown}", shown=shown),
-        fix=(*fix, "leave keys out to take everything"),
+        fix=(*fix, say("leave keys out to take everything")),
     )

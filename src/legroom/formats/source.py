@@ -90,11 +90,11 @@ def require_regular(path: Path) -> os.stat_result:
     except (OSError, ValueError) as problem:
         raise unreadable(path, problem) from problem
     if not stat.S_ISREG(found.st_mode):
-        kind = "a directory" if stat.S_ISDIR(found.st_mode) else "not a regular file"
+        kind = say("a directory") if stat.S_ISDIR(found.st_mode) else say("not a regular file")
         raise UnreadableSource(
             say("cannot read {path}", path=path),
             why=say("it is {kind}", kind=kind),
-            fix=("name a data file, or the directory of a Zarr store",),
+            fix=(say("name a data file, or the directory of a Zarr store"),),
         )
     return found
 
@@ -107,16 +107,16 @@ def unreadable(path: Path, problem: Exception) -> UnreadableSource:
             return UnreadableSource(
                 what,
                 why=say("it is a link to {target}, which does not exist", target=target),
-                fix=("restore the file the link points to, or point the link elsewhere",),
+                fix=(say("restore the file the link points to, or point the link elsewhere"),),
             )
         return UnreadableSource(
-            what, why="there is no such file", fix=(say("look for it: ls {folder}", folder=path.parent),)
+            what, why=say("there is no such file"), fix=(say("look for it: ls {folder}", folder=path.parent),)
         )
     if isinstance(problem, PermissionError):
         return UnreadableSource(
             what,
-            why="this user may not read it",
-            fix=(say("see who may: ls -l {path}", path=path), "ask its owner for read permission"),
+            why=say("this user may not read it"),
+            fix=(say("see who may: ls -l {path}", path=path), say("ask its owner for read permission")),
         )
     reason = getattr(problem, "strerror", None) or str(problem)
     return UnreadableSource(
@@ -146,7 +146,7 @@ def cut_short(path: Path, needed: int, size: int) -> DamagedSource:
             size=size,
             missing=format_size(max(0, needed - size)),
         ),
-        fix=("copy or download the file again and compare its size with the original's",),
+        fix=(say("copy or download the file again and compare its size with the original's"),),
     )
 
 
@@ -155,5 +155,5 @@ def damaged(path: Path, why: str) -> DamagedSource:
     return DamagedSource(
         say("{path} is damaged", path=path),
         why=why,
-        fix=("copy or download the file again, or write it anew from its source",),
+        fix=(say("copy or download the file again, or write it anew from its source"),),
     )

@@ -37,14 +37,14 @@ class TableReader(BaseReader):
 
     def _columns(self, schema: Any) -> list[str]:
         """The columns asked for; ``table`` alone means all."""
-        with arrow_trouble(self.path, "the names of its columns"):
+        with arrow_trouble(self.path, say("the names of its columns")):
             names: list[str] = schema.names
         double = {name for name in names if names.count(name) > 1}
         if double:
             raise UnsupportedData(
                 say("{path} has two columns named {name!r}", path=self.path, name=min(double)),
-                why="a table is a mapping of names to columns",
-                fix=("rename one of them",),
+                why=say("a table is a mapping of names to columns"),
+                fix=(say("rename one of them"),),
             )
         if self.selection.takes(NAME) and NAME not in names:
             return names
@@ -85,7 +85,7 @@ def write_ipc(
 
     Room was reserved for ``most`` bytes: a file whose metadata promised less than it holds is damaged.
     """
-    arrow = require("pyarrow", "parquet", "tables")
+    arrow = require("pyarrow", "parquet", say("tables"))
     options = arrow.ipc.IpcWriteOptions(compression=None, emit_dictionary_deltas=True)
     rows = told = 0
     with arrow.OSFile(str(path), "wb") as sink:
@@ -113,11 +113,11 @@ def arrow_trouble(path: Path, doing: str) -> Iterator[None]:
         raise
     except Exception as problem:
         text = (str(problem).splitlines() or [type(problem).__name__])[0]
-        arrow = require("pyarrow", "parquet", "tables")
+        arrow = require("pyarrow", "parquet", say("tables"))
         if isinstance(problem, arrow.ArrowNotImplementedError):
             raise UnsupportedData(
                 say("{path} cannot be read: {doing}", path=path, doing=doing),
                 why=text,
-                fix=("leave the column out: name those you need with keys=[…]",),
+                fix=(say("leave the column out: name those you need with keys=[…]"),),
             ) from problem
         raise damaged(path, say("{doing}: {text}", doing=doing, text=text)) from problem

@@ -39,7 +39,7 @@ class ZarrReader(BaseReader):
         super().__init__(path, selection)
         self._zarr = require("zarr", "zarr", "Zarr")
         self._arrays: dict[str, Any] = {}
-        with _trouble(path, "its metadata"):
+        with _trouble(path, say("its metadata")):
             storage = self._zarr.storage
             self._store = (
                 storage.LocalStore(path, read_only=True)
@@ -53,7 +53,7 @@ class ZarrReader(BaseReader):
                 raise
 
     def _look(self) -> Description:
-        with _trouble(self.path, "its metadata"):
+        with _trouble(self.path, say("its metadata")):
             if isinstance(self._root, self._zarr.Array):
                 found, attributes = {NAME: self._root}, {}
             else:
@@ -75,7 +75,10 @@ class ZarrReader(BaseReader):
             raise UnsupportedData(
                 say("{name!r} of {path} cannot be shared as an array", name=name, path=self.path),
                 why=say("its elements are {dtype}: objects or strings of variable length", dtype=dtype),
-                fix=("leave it out: name the arrays you need with keys=[…]", "or store fixed-length strings"),
+                fix=(
+                    say("leave it out: name the arrays you need with keys=[…]"),
+                    say("or store fixed-length strings"),
+                ),
             )
         return ArraySpec(name, tuple(node.shape), in_memory(dtype), as_json(node.attrs.asdict()))
 

@@ -20,7 +20,15 @@ from legroom.words import say
 
 
 def account(device: Any = None, model: Any = None, optimizer: Any = None) -> Account:
-    """Who holds the card's memory now; NoCuda without one."""
+    """Who holds the card's memory now: weights, gradients, optimizer, other tensors, cache, context, other processes.
+
+    Raises NoCuda without a card. What cannot be told is None, and ``reasons`` says why.
+
+    Args:
+        device: The card; None is the current one.
+        model: Whose weights and gradients to name; None looks for the models alive in this process.
+        optimizer: Whose state to name; None looks for those alive.
+    """
     return account_card(
         open_card(device, say("its memory would be split by what holds it")), model, optimizer
     )

@@ -23,7 +23,16 @@ _IMAGE = 4  # samples, channels, height, width
 
 
 def advise(model: Any, sample: Any, optimizer: Any = None, *, loss: Loss | None = None) -> Advice:
-    """What a smaller batch, mixed precision, a smaller image and accumulation would each free of this step."""
+    """What a smaller batch, mixed precision, a smaller image and accumulation would each free of this step.
+
+    Nothing is changed: neither model nor optimizer is stepped.
+
+    Args:
+        model: Anywhere, on the CPU too: steps are traced with tensors that have shapes and no memory.
+        sample: A whole batch: a tensor, a tuple of arguments or a mapping of named ones.
+        optimizer: Its state is part of the peak; None: no state.
+        loss: ``loss(output)`` gives the loss; None takes ``output.loss``, or the mean of the outputs.
+    """
     torch = import_torch()
     from legroom.gpu.tracing import Unknowable, trace
 

@@ -10,11 +10,11 @@ from fractions import Fraction
 
 from legroom.errors import BadLimit, BadSize
 from legroom.units import format_size, parse_size
-from legroom.words import say
+from legroom.words import phrase, say
 
 _FIX = (
-    say("limit(0.8) for 80 % of the card, limit('20GB') or limit(20 << 30) for bytes"),
-    say("limit(share=1/6) where six jobs share one card"),
+    phrase("limit(0.8) for 80 % of the card, limit('20GB') or limit(20 << 30) for bytes"),
+    phrase("limit(share=1/6) where six jobs share one card"),
 )
 Amount = float | int | str
 
@@ -25,7 +25,11 @@ def asked_bytes(amount: Amount | None, share: float | Fraction | None, size: int
         both = (
             say("nothing was asked for") if amount is None else say("a limit and a share exclude each other")
         )
-        raise BadLimit(both, why=say("one of them says how much of the card this process may hold"), fix=_FIX)
+        raise BadLimit(
+            both,
+            why=say("one of them says how much of the card this process may hold"),
+            fix=tuple(map(say, _FIX)),
+        )
     if share is not None:
         return _part(share, size, say("a share"))
     assert amount is not None
@@ -71,4 +75,4 @@ def _part(amount: float | Fraction, size: int, what: str) -> int:
 
 
 def _refused(amount: object, why: str) -> BadLimit:
-    return BadLimit(say("{amount} cannot be a limit", amount=amount), why=why, fix=_FIX)
+    return BadLimit(say("{amount} cannot be a limit", amount=amount), why=why, fix=tuple(map(say, _FIX)))

@@ -19,10 +19,11 @@ from legroom.gpu.card import Card, open_card
 from legroom.gpu.overhead import card_before, overhead
 from legroom.model.gpu import Limit, Overhead
 from legroom.units import format_size
-from legroom.words import say
+from legroom.words import phrase, say
 
 _LATER = 256 << 20  # for kernels that are loaded after this
 _LEAST_LATER = 16  # but never more than a sixteenth of the share
+_HOW = {"bounded": phrase("bounded"), "assumed": phrase("assumed")}
 
 
 def limit(
@@ -31,9 +32,14 @@ def limit(
     share: float | Fraction | None = None,
     device: Any = None,
 ) -> Limit:
-    """Keep everything this process holds on a card within a share of it: 0.8, '20GB', or share=1/6 for one of six jobs.
+    """Keep everything this process holds on a card within a share of it, its CUDA context counted in.
 
-    A CUDA context is made if there is none. Raises NoCuda without a card and BadLimit for a share that cannot be.
+    A context is made if there is none. Raises NoCuda without a card and BadLimit for a share that cannot be.
+
+    Args:
+        amount: A share of the card, 0.8 or ``"80%"``, or an amount of bytes, ``"20GB"``.
+        share: In its place: ``1 / 6`` for one of six jobs.
+        device: The card; None is the current one.
     """
     card = open_card(device, say("a limit on a card's memory would be set"))
     return limit_card(card, amount, share)
@@ -143,7 +149,9 @@ def _notes(asked: int, size: int, reserved: int, allowed: int, others: int, outs
     if outside.how != "measured":
         notes.append(
             say(
-                "the context is not measured but {how}: {source}", how=say(outside.how), source=outside.source
+                "the context is not measured but {how}: {source}",
+                how=say(_HOW[outside.how]),
+                source=outside.source,
             )
         )
     return notes

@@ -13,11 +13,11 @@ from legroom.errors import MissingPackage, NoCuda, UsageError
 from legroom.model.box import Gpu
 from legroom.probe.gpu import gpus
 from legroom.probe.host import Host
-from legroom.words import say
+from legroom.words import phrase, say
 
 _FIX = (
-    say("check that the driver is there and gives this process a card: nvidia-smi; legroom doctor"),
-    say(
+    phrase("check that the driver is there and gives this process a card: nvidia-smi; legroom doctor"),
+    phrase(
         "install a torch built for CUDA: python -c 'import torch; print(torch.version.cuda)' says which it is"
     ),
 )
@@ -56,7 +56,7 @@ def open_card(device: Any, would: str, torch: Any = None) -> Card:
     torch = import_torch(torch)
     why = why_no_cuda(torch)
     if why is not None:
-        raise NoCuda(say("there is no CUDA device: {would}", would=would), why=why, fix=_FIX)
+        raise NoCuda(say("there is no CUDA device: {would}", would=would), why=why, fix=tuple(map(say, _FIX)))
     chosen = torch.device(
         "cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device
     )

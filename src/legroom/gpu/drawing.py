@@ -16,7 +16,12 @@ _WIDE, _HIGH, _LEFT, _EDGE = 640, 360, 90, 40
 
 
 def plot(found: BatchFound, path: str | Path | None = None) -> str:
-    """The trials, the line through them and the bound, as SVG; written to ``path`` too if one is given."""
+    """The trials of a batch finder, the line through them and the bound, as SVG.
+
+    Args:
+        found: What ``find_batch_size`` gave.
+        path: A file to write the picture to, too.
+    """
     text = _svg(found)
     if path is not None:
         Path(path).write_text(text, encoding="utf-8")

@@ -47,7 +47,7 @@ def apply_from_environment(torch: Any = None, environment: Mapping[str, str] | N
     if later is None:
         _tell(
             say(
-                "no limit on the card: this torch ({version}) cannot be told to wait",
+                "no limit on the card: torch {version} offers no way to act when CUDA starts",
                 version=torch.__version__,
             )
         )

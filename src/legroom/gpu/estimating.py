@@ -26,8 +26,13 @@ _FEW = (2, 4)
 def estimate(model: Any, sample: Any, optimizer: Any = None, *, loss: Loss | None = None) -> Estimate:
     """Weights, gradients, optimizer state, activations and peak of one step of ``model`` on ``sample``.
 
-    ``sample`` is a whole batch: a tensor, a tuple of arguments or a mapping of named ones. ``loss(output)`` gives the
-    loss. Nothing is changed: neither model nor optimizer is stepped.
+    Nothing is changed: neither model nor optimizer is stepped.
+
+    Args:
+        model: Anywhere, on the CPU too: the step is traced with tensors that have shapes and no memory.
+        sample: A whole batch: a tensor, a tuple of arguments or a mapping of named ones.
+        optimizer: Its state is part of the peak; None: no state.
+        loss: ``loss(output)`` gives the loss; None takes ``output.loss``, or the mean of the outputs.
     """
     import_torch()
     from legroom.gpu.tracing import Unknowable, small_runs, traced

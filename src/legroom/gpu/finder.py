@@ -44,10 +44,17 @@ def find_batch_size(
 ) -> BatchFound:
     """The largest batch that fits with ``margin`` to spare; ``step(batch)`` runs one real training step of that size.
 
-    ``isolate="module:factory"`` runs each trial in a process of its own, where ``factory()`` gives the step.
-    ``worst_case`` is handed to the step as a second argument: the longest sample, for data of different lengths.
-    ``keep`` are models and optimizers that get back the state they had: trials are real steps and train.
     On the CPU each trial runs in a forked child, within what the cgroup leaves.
+
+    Args:
+        step: Runs one real training step with a batch of that many samples.
+        max_batch: The most to try; None: as far as memory goes.
+        margin: The share of the bound to leave free.
+        effective_batch: Samples in an optimizer step: the answer divides it, and says the accumulation.
+        isolate: ``"module:factory"`` runs each trial in a process of its own, where ``factory()`` gives the step.
+        worst_case: Handed to the step as a second argument: the longest sample, for data of different lengths.
+        device: The card; None is the current one, or the CPU without any.
+        keep: Models and optimizers that get back the state they had: trials are real steps and train.
     """
     _check(step, isolate, margin, max_batch, effective_batch)
     ranks = Ranks()

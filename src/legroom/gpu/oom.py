@@ -25,7 +25,12 @@ _HOST = re.compile(
 
 
 def is_oom(problem: BaseException) -> Kind | None:
-    """``gpu`` or ``host`` where memory ran out, None where it is something else."""
+    """``"gpu"`` or ``"host"`` where memory ran out, None where it is something else.
+
+    Args:
+        problem: An exception that was caught. It is known by its type; where torch raises a plain RuntimeError, by how
+            its text begins. One of your own that speaks of memory is something else.
+    """
     if isinstance(problem, MemoryError):
         return "host"
     if not isinstance(problem, RuntimeError):

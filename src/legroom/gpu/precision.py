@@ -21,7 +21,12 @@ _SINCE = 8  # the compute capability that brought TF32 (Ampere)
 
 
 def tf32(on: bool = True, *, device: Any = None) -> Tf32:
-    """Let float32 products and convolutions use TF32, or not; gives what was set, as torch reads it back."""
+    """Let float32 products and convolutions use TF32, or not; gives what was set, as torch reads it back.
+
+    Args:
+        on: Whether they may.
+        device: The card that is asked whether it has TF32; None is the current one.
+    """
     return set_tf32(import_torch(), on, device)
 
 

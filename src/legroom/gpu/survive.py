@@ -43,8 +43,14 @@ def on_oom(
 ) -> Callable[[LossOf], Survivor]:
     """Decorate ``loss_of(batch, …)``, which gives the loss of a batch: calling it then runs forward and backward too.
 
-    Memory that runs out halves the pieces a batch is worked through in, from then on, down to ``smallest`` samples;
-    the gradients are those of the whole batch. ``cut(batch, size)`` splits batches that are not nests of tensors.
+    Memory that runs out halves the pieces a batch is worked through in, from then on; the gradients are those of the
+    whole batch.
+
+    Args:
+        model: Whose gradients are put back when a piece fails.
+        reduction: How the loss is made of samples: ``"mean"`` or ``"sum"``.
+        smallest: Samples below which a piece is not halved.
+        cut: ``cut(batch, size)`` splits batches that are not nests of tensors.
     """
     if reduction not in ("mean", "sum"):
         raise UsageError(

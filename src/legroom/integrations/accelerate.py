@@ -48,9 +48,12 @@ class AccelerateGuard(Guard):
 def guarded(
     accelerator: Any, save_to: str | os.PathLike[str] | None = None, **options: Any
 ) -> AccelerateGuard:
-    """A guard for this accelerator's training; options are Guard's.
+    """A guard for this accelerator's training, to use in a ``with``.
 
-    With ``save_to`` a checkpoint that is due is saved there by ``accelerator.save_state``; without, ``step`` returns
-    why one is due and the loop saves its own.
+    Args:
+        accelerator: The training's.
+        save_to: Where a checkpoint that is due is saved, by ``accelerator.save_state``; None: ``step`` returns why one
+            is due, and the loop saves its own.
+        **options: Those of ``legroom.integrations.guard.Guard``.
     """
     return AccelerateGuard(accelerator, save_to, **options)

@@ -20,14 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import UnreadableSource, UsageError
-from legroom.words import say
+from legroom.words import listed, say
 
 VERSION = 1
 _KIND = "legroom_checkpoint"
 
 
 def save(path: str | os.PathLike[str], **parts: Any) -> None:
-    """Write the checkpoint: states of parts that have one, the others as they are, and the random generators."""
+    """Write the checkpoint: states of parts that have one, the others as they are, and the random generators.
+
+    Args:
+        path: The file; it is replaced as a whole, or not at all.
+        **parts: By name: models, optimizers, schedulers, batches, streams and loaders, and plain values.
+    """
     import torch
 
     states = {name: part.state_dict() for name, part in parts.items() if _has_state(part)}
@@ -46,7 +51,12 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
 
 
 def restore(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any] | None:
-    """Bring the parts and the random generators to where they were; the plain values, or None without such a file."""
+    """Bring the parts and the random generators to where they were; the plain values, or None without such a file.
+
+    Args:
+        path: The file that ``save`` wrote.
+        **parts: What was saved under the same names, to be brought back.
+    """
     import torch
 
     place = Path(path)
@@ -66,7 +76,7 @@ def restore(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any] | None
             why=say("it should hold {kind}={version}", kind=_KIND, version=VERSION),
             fix=(say("load it with what wrote it"),),
         )
-    there, here = (", ".join(sorted(names)) for names in (kept["states"], parts))
+    there, here = (listed(sorted(names)) for names in (kept["states"], parts))
     if there != here:
         raise UsageError(
             say("{path} holds other parts than are to be restored", path=place),

@@ -16,12 +16,25 @@ from legroom.model import Settings
 def config(
     settings: Settings, *, stage: int = 2, offload: bool = False, precision: Precision = "bf16"
 ) -> dict[str, Any]:
-    """What ``deepspeed.initialize(config=…)`` takes: batch, accumulation and effective batch as in the settings."""
+    """What ``deepspeed.initialize(config=…)`` takes: batch, accumulation and effective batch as in the settings.
+
+    Args:
+        settings: What ``legroom.tune`` gave, or made by hand.
+        stage: Of ZeRO, 2 or 3.
+        offload: Keep the optimizer's state in host memory (with stage 3 the parameters, too).
+        precision: ``"bf16"``, ``"fp16"`` or ``"no"``.
+    """
     return deepspeed_config(settings, stage=stage, offload=offload, precision=precision)
 
 
 def savings(model: Any, *, ranks: int, nodes: int = 1) -> tuple[ZeroRow, ...]:
-    """Plain torch and every stage of ZeRO: bytes of this model's states on each GPU and each host."""
+    """Plain torch and every stage of ZeRO: bytes of this model's states on each GPU and each host.
+
+    Args:
+        model: A torch model; its parameters are counted, shared ones once.
+        ranks: Processes that train together, one a GPU.
+        nodes: Machines they run on.
+    """
     return zero_rows(shape_of(model, ranks=ranks, nodes=nodes))
 
 

@@ -26,7 +26,7 @@ from legroom.integrations.retune import apply, retune
 from legroom.loader.rows.ranks import process_group, rank_and_world
 from legroom.model import Alarm, Settings
 from legroom.monitor.script import Watch, watch
-from legroom.words import say
+from legroom.words import listed, say
 
 Tune = Literal["apply", "advise", "off"]
 _TUNES = ("apply", "advise", "off")
@@ -46,15 +46,21 @@ class Guard:
         agree_every: int = 16,
         on_alarm: Callable[[Alarm], object] | None = None,
     ) -> None:
-        """``log`` is a file for ``legroom watch --replay`` (each further rank gets its own, named after it).
+        """Guard a training, once it starts.
 
-        ``tune``: "apply" changes the loader's workers, prefetch and pinning between epochs, "advise" only says what it
-        would choose. ``horizon`` is how many seconds before a predicted death a checkpoint is asked for.
+        Args:
+            log: A file for ``legroom watch --replay``; each further rank writes its own, named after it.
+            interval: Between two samples of the watch: seconds, or ``"5s"``.
+            tune: ``"apply"`` changes the loader's workers, prefetch and pinning between epochs, ``"advise"`` only says
+                what it would choose, ``"off"`` does neither.
+            horizon: How many seconds before a predicted death a checkpoint is asked for.
+            agree_every: Optimizer steps between two agreements of the ranks on whether to save.
+            on_alarm: Called with each alarm, in the watch's thread.
         """
         if tune not in _TUNES:
             raise UsageError(
                 say("tune={tune!r} is not known", tune=tune),
-                fix=(say("one of: {names}", names=", ".join(_TUNES)),),
+                fix=(say("one of: {names}", names=listed(_TUNES)),),
             )
         self._log_file, self._interval, self._tune, self._on_alarm = log, interval, tune, on_alarm
         self._agree_every = max(1, agree_every)

@@ -17,12 +17,16 @@ from legroom.integrations.packages import framework
 
 
 class Events:
-    """What is ours of the callback; transformers' class comes after it."""
+    """A watch, settings at every epoch and a checkpoint in time, for Hugging Face's Trainer (a TrainerCallback)."""
 
     log: Callable[[dict[str, float]], object] | None = None
 
     def __init__(self, **options: Any) -> None:
-        """The options are Guard's."""
+        """Make the callback.
+
+        Args:
+            **options: Those of ``legroom.integrations.guard.Guard``.
+        """
         self.guard = Guard(**options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -20,12 +20,17 @@ from legroom.integrations.packages import framework
 
 
 class Hooks:
-    """What is ours of the callback; Lightning's class comes after it."""
+    """A watch, settings at every epoch and a checkpoint in time, as a callback (a subclass of Lightning's)."""
 
     logger_name = "legroom"  # below Lightning's own, which prints by itself
 
     def __init__(self, *, checkpoints: str | None = None, **options: Any) -> None:
-        """``checkpoints`` is a folder, the trainer's own where not given; the other options are Guard's."""
+        """Make the callback.
+
+        Args:
+            checkpoints: A folder for checkpoints before a predicted death; None: the trainer's own.
+            **options: Those of ``legroom.integrations.guard.Guard``.
+        """
         super().__init__()
         self.guard = Guard(**options)
         self._folder = checkpoints

@@ -79,12 +79,12 @@ def explain(code: int, before: Memory, now: Memory, workers: int) -> tuple[str, 
                       size=size)  # fmt: skip
             return why, (
                 fewer,
-                "memory_budget='256MB' bounds what is on its way",
+                say("memory_budget='256MB' bounds what is on its way"),
                 *raise_ram_limit(place(Host()), None)[:1],
             )
         why = say("somebody sent SIGKILL; it was not the kernel's OOM killer: oom_kill in {source} is still {kills}",
                   source=source, kills=kills)  # fmt: skip
-        return why, ("look at who kills here: a scheduler, systemd-oomd, earlyoom, a person",)
+        return why, (say("look at who kills here: a scheduler, systemd-oomd, earlyoom, a person"),)
     if code == -signal.SIGBUS:
         room, shm = Host().room("/dev/shm"), say("unknown")
         if room is not None:
@@ -92,14 +92,17 @@ def explain(code: int, before: Memory, now: Memory, workers: int) -> tuple[str, 
         why = say("SIGBUS: it touched a page of shared memory or of a mapped file that could not be given; "
                   "/dev/shm has {shm}", shm=shm)  # fmt: skip
         return why, (
-            "if the dataset uses /dev/shm itself, give it room: df -h /dev/shm",
-            "if it maps files, see that nobody truncates them, and that their disk is not full",
+            say("if the dataset uses /dev/shm itself, give it room: df -h /dev/shm"),
+            say("if it maps files, see that nobody truncates them, and that their disk is not full"),
         )
     if code < 0:
         why = say("the worker's own code, or a library it uses, was stopped by {name}", name=_name(-code))
-        return why, ("python -X faulthandler shows where", "num_workers=0 runs the dataset in this process")
+        return why, (
+            say("python -X faulthandler shows where"),
+            say("num_workers=0 runs the dataset in this process"),
+        )
     why = say("the dataset, its transforms or worker_init_fn ended the process with status {code}", code=code)
-    return why, ("num_workers=0 shows where",)
+    return why, (say("num_workers=0 shows where"),)
 
 
 def _name(number: int) -> str:

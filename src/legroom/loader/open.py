@@ -42,12 +42,23 @@ class Data(CachedData):
         transform: Callable[[dict[str, Any]], Any] | None = None,
         resident: bool = False,
     ) -> Batches:
-        """Loops over batches of rows: dicts of names to tensors (or arrays, with ``format="numpy"``).
+        """Loops over batches of rows: dicts of names to tensors, gathered from the shared copy without workers.
 
-        The order is a function of ``seed`` and ``epoch``; without an epoch every new loop over these data has the
-        next one. ``rank`` and ``world_size`` are torch.distributed's or the launcher's where they are not given;
-        ``uneven`` says what becomes of rows that do not divide among the ranks: pad, drop or all. ``transform`` gets
-        every batch. With ``device="cuda"`` batches are made on the GPU, and with ``resident`` the data are kept there.
+        Args:
+            batch_size: Rows a batch, on every rank.
+            shuffle: A random order, which is a function of ``seed`` and ``epoch`` alone.
+            seed: Of that order.
+            epoch: The epoch's number; None: every new shuffled loop over these data has the next one.
+            device: ``"cuda"`` makes batches on the GPU; None, in memory.
+            format: ``"torch"``, or ``"numpy"``, which gives arrays and needs no torch.
+            keys: The columns, or groups of them; None takes all.
+            drop_last: Leave out batches smaller than ``batch_size``.
+            rank: This process's part of the rows; None: torch.distributed's, or the launcher's.
+            world_size: How many parts there are; None: likewise.
+            uneven: What becomes of rows that do not divide among the ranks: ``"pad"`` gives some twice, ``"drop"``
+                leaves some out, ``"all"`` gives each once and ranks may differ by a batch.
+            transform: Gets every batch, in the consumer's thread; what it returns is handed out.
+            resident: With a device, keep the arrays in its memory.
         """
         from legroom.loader.rows.batches import Batches
         from legroom.loader.rows.settings import BatchSettings
@@ -82,8 +93,16 @@ def open(
 ) -> Data:
     """The arrays of a file (or of several, joined along the first axis), shared by every process of this user.
 
-    ``keys`` names the items to take; ``backing`` is auto, shm, disk or inplace; ``progress`` is called with
-    (done, total) bytes; with ``wait=False`` a file that another process is loading raises NotLoaded; ``evict``
-    lets unused entries go when room is needed.
+    The first process loads it, later ones attach. HDF5, npy, npz, Parquet, Arrow, Zarr and safetensors can be read.
+
+    Args:
+        path: A file, a directory of files, a pattern, or several of them: shards of one dataset, in the order given.
+        keys: The arrays or groups to take, by name; None takes all.
+        backing: ``"shm"``, ``"disk"``, or ``"auto"`` for the first of them with room; ``"inplace"`` maps an
+            uncompressed file where it lies, without a copy.
+        hash: What identifies the file: ``"md5"``, or ``"blake3"`` or ``"xxh3"`` with ``legroom[hash]``.
+        wait: Wait for another process that is loading the file; False raises NotLoaded then.
+        progress: Called with (done, total) bytes while it loads.
+        evict: Let unused entries go when room is needed; False raises NoRoom instead.
     """
     return open_as(Data, path, keys, backing=backing, hash=hash, wait=wait, progress=progress, evict=evict)

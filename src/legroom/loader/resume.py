@@ -104,7 +104,9 @@ def checked(state: Mapping[str, Any]) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError) as problem:
         why = say("{problem!r}", problem=problem)
     raise UsageError(
-        "this is not the state of a legroom.DataLoader", why=why, fix=("give what its state_dict() returned",)
+        say("this is not the state of a legroom.DataLoader"),
+        why=why,
+        fix=(say("give what its state_dict() returned"),),
     )
 
 

@@ -10,8 +10,24 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from legroom.model.box import Process
+from legroom.words import phrase, say
 
 Severity = Literal["critical", "warning", "info"]
+_HEADINGS: dict[Severity, str] = {
+    "critical": phrase("CRITICAL"),
+    "warning": phrase("WARNING"),
+    "info": phrase("INFO"),
+}
+
+
+def heading(severity: Severity) -> str:
+    """The severity as a word for people; programs read the severity itself."""
+    return say(_HEADINGS[severity])
+
+
+def scope_name(scope: str) -> str:
+    """Whose pressure it is, as a word for people; programs read the scope itself."""
+    return say("cgroup") if scope == "cgroup" else say("machine")
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,10 @@ class Measured:
     unsendable: str | None = None  # why a batch cannot come from a worker; None: it can
     transport: Transport | None = None
     process_ram: int | None = None  # private bytes of the process that measured; None: could not be read
+    idle_worker: int | None = None  # private bytes of a worker before it draws; None: could not be read
+    making: int | None = (
+        None  # private bytes while one batch is made: its samples, and what a collate of its own makes
+    )
 
     @property
     def batch_bytes(self) -> int:

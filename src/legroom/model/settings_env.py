@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from legroom.errors import UsageError
-from legroom.words import say
+from legroom.words import listed, say
 
 VARIABLE = "LEGROOM_SETTINGS"
 
@@ -97,6 +97,6 @@ def _possible(name: str, value: Any) -> bool:
 def _bad(what: str) -> UsageError:
     return UsageError(
         what,
-        why=say("settings are {names}", names=", ".join(NAMES)),
+        why=say("settings are {names}", names=listed(NAMES)),
         fix=(say("write num_workers=2 on a command line, a JSON object in {name}", name=VARIABLE),),
     )

@@ -12,12 +12,21 @@ from typing import TYPE_CHECKING, Literal
 
 from legroom.model.advice import Job
 from legroom.model.box import Box
+from legroom.words import say
 
 if TYPE_CHECKING:
     from legroom.model.settings import Settings  # which holds a Plan
 
 Fit = Literal["fits", "too-big", "unknown"]
 Sharing = Literal["file_descriptor", "file_system"]
+
+
+def _stated() -> str:
+    return say("stated")
+
+
+def _none_stated() -> str:
+    return say("none stated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +42,21 @@ class Loader:
     kind: Literal["torch", "legroom"] = "torch"
     sharing: Sharing = "file_descriptor"
     worker_growth: int = 0  # private bytes that each worker comes to hold (copy on read, its own buffers)
-    source: str = "stated"  # where the batch's bytes come from
+    source: str = field(default_factory=_stated)  # where the batch's bytes come from
+    making: int | None = (
+        None  # private bytes while one batch is made; None: its samples, as many bytes as the batch
+    )
+    slots: int | None = None  # batches of our loader's arena; None: as many as it would like
 
     @property
     def batch_bytes(self) -> int:
         """The payload of one batch."""
         return sum(self.tensors)
+
+    @property
+    def made_of(self) -> int:
+        """Private bytes while one batch is made."""
+        return self.batch_bytes if self.making is None else self.making
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +66,11 @@ class Workload:
     processes: int = 1  # GPUs × jobs a GPU × ranks
     loaders: tuple[Loader, ...] = ()
     process_shm: int = 0  # what each process holds in /dev/shm besides its loaders
-    process_shm_source: str = "none stated"
+    process_shm_source: str = field(default_factory=_none_stated)
     process_ram: int = 0  # interpreter, libraries, model and optimizer on the host: private bytes of each
-    process_ram_source: str = "none stated"
+    process_ram_source: str = field(default_factory=_none_stated)
     host_model: int = 0  # weights, gradients and optimizer state that each process keeps in host memory
-    host_model_source: str = "none stated"
+    host_model_source: str = field(default_factory=_none_stated)
     worker_ram: int = 0  # private bytes of an idle worker, before worker_growth
     entries_shm: int = 0  # shared datasets in memory: once for all processes
     entries_disk: int = 0

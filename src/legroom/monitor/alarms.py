@@ -12,6 +12,7 @@ from legroom.model import Alarm, Moment
 from legroom.monitor import rules_now, rules_trend
 from legroom.monitor.history import History
 from legroom.monitor.rules_now import Standing
+from legroom.words import say
 
 _TREND_AFTER = 3  # samples in a row; how things stand needs one
 _ENDS_AFTER = 8  # samples without a word from the rule
@@ -47,7 +48,7 @@ class Watchman:
         """The moment that the newest sample of the history makes."""
         sample = self.history.latest
         if sample is None:
-            raise ValueError("there is no sample to judge")
+            raise ValueError(say("there is no sample to judge"))
         before = {key: held.alarm for key, held in self._held.items() if held.believed}
         said = {alarm.key: alarm for alarm in speak(self.history, frozenset(before))}
         held: dict[tuple[str, str | None], _Held] = {}

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from legroom.errors import UsageError
 from legroom.model import Alarm, Moment
+from legroom.model.advice import heading
 from legroom.monitor.record import alarm_object
 from legroom.words import say
 
@@ -71,8 +72,8 @@ class Deliver:
 
 def message(alarm: Alarm, state: State) -> dict[str, Any]:
     """An alarm as it is sent."""
-    heading = alarm.level.upper() if state == "begun" else say("over")
-    text = f"legroom: {heading} {alarm.code}: {alarm.message}"
+    word = heading(alarm.level) if state == "begun" else say("ended")
+    text = f"legroom: {word} {alarm.code}: {alarm.message}"
     return {"schema": SCHEMA, "state": state, "text": text, **alarm_object(alarm)}
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from legroom.model import ProcessRow, Sample
-from legroom.words import say
+from legroom.words import listed, say
 
 _MOST_NAMED = 4
 _WORTH_NAMING = 0.1  # of the largest growth
@@ -65,23 +65,21 @@ def _names(rows: Sequence[ProcessRow]) -> str:
     parents = {row.parent for row in rows}
     for head in parents & pids:
         if all(row.pid == head or row.parent == head for row in rows):
-            return say("pid {pid} and {workers}", pid=head, workers=_workers(len(rows) - 1, say("its")))
+            count = len(rows) - 1
+            return (
+                say("pid {pid} and its worker", pid=head)
+                if count == 1
+                else say("pid {pid} and its {count} workers", pid=head, count=count)
+            )
     if len(parents) == 1:
-        return say("{workers} of pid {pid}", workers=_workers(len(rows)), pid=parents.pop())
-    named = ", ".join(str(row.pid) for row in rows[:_MOST_NAMED])
+        return say("{count} workers of pid {pid}", count=len(rows), pid=parents.pop())
+    named = listed(str(row.pid) for row in rows[:_MOST_NAMED])
     more = len(rows) - _MOST_NAMED
     return (
         say("pids {named} and {more} more", named=named, more=more)
         if more > 0
         else say("pids {named}", named=named)
     )
-
-
-def _workers(count: int, whose: str = "") -> str:
-    words = say("{count} worker", count=count) if count == 1 else say("{count} workers", count=count)
-    if whose and count == 1:
-        return say("its worker")
-    return f"{whose} {words}" if whose else words
 
 
 def _holding(pool: str) -> Callable[[ProcessRow], int | None]:

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 
 from legroom.model import Moment, Pool, ProcessRow, Sample
+from legroom.model.advice import heading
 from legroom.monitor.history import History
 from legroom.units import format_duration, format_size
-from legroom.words import say
+from legroom.words import listed, say
 
 _LONGEST_COMMAND = 40
 
@@ -39,7 +40,7 @@ class Lines:
             self._write(f"{stamp}  -- {mark.text}")
         self._write(f"{stamp}  {sample_line(moment.sample)}")
         for alarm in moment.begun:
-            self._write(f"{stamp}  {alarm.level.upper()} {alarm.code}: {alarm.message}")
+            self._write(f"{stamp}  {heading(alarm.level)} {alarm.code}: {alarm.message}")
         for alarm in moment.ended:
             lasted = format_duration(max(0.0, moment.sample.when - alarm.since))
             self._write(f"{stamp}  " + say("over after {time}: {code}", time=lasted, code=alarm.code))
@@ -63,7 +64,7 @@ class Lines:
             say(
                 "watched for {time}; peaks: {peaks}; {count} alarm(s)",
                 time=format_duration(max(0.0, last.when - first.when)),
-                peaks=", ".join(peaks) or say("none known"),
+                peaks=listed(peaks) or say("none known"),
                 count=self._alarms,
             )
         )
@@ -88,7 +89,7 @@ def sample_line(sample: Sample) -> str:
             )
         )
     if sample.said.components:
-        held = ", ".join(f"{name} {format_size(size)}" for name, size in sample.said.components.items())
+        held = listed(f"{name} {format_size(size)}" for name, size in sample.said.components.items())
         parts.append(held)
     if sample.said.steps_per_second is not None:
         parts.append(say("{rate:.2f} steps/s", rate=sample.said.steps_per_second))

@@ -17,7 +17,7 @@ from legroom.monitor.chart_svg import chart
 from legroom.monitor.plot_html import page
 from legroom.monitor.plot_png import picture, ready
 from legroom.monitor.story import Story
-from legroom.words import say
+from legroom.words import listed, say
 
 KINDS = (".png", ".svg", ".html")
 
@@ -34,7 +34,7 @@ class Plot:
             raise UsageError(
                 say("cannot draw {path}", path=self.path),
                 why=say("the end of its name says which picture it is, and {kind!r} is none", kind=kind),
-                fix=(say("end it in {kinds}", kinds=", ".join(KINDS)),),
+                fix=(say("end it in {kinds}", kinds=listed(KINDS)),),
             )
         folder = self.path.parent
         if not folder.is_dir() or not os.access(folder, os.W_OK) or self.path.is_dir():

@@ -9,7 +9,7 @@ from legroom.monitor.chart_svg import amount, chart, text_of
 from legroom.monitor.course import Dot
 from legroom.monitor.story import Story
 from legroom.units import format_duration
-from legroom.words import say
+from legroom.words import language, say
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1d2733;--soft:#5b6775;--line:#d5dbe2;--paper:#fff}
@@ -37,7 +37,7 @@ def page(story: Story) -> str:
     about = say("From {start}, for {time}.", start=start, time=format_duration(lasted))
     return "".join(
         [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            f'<!doctype html><html lang="{language()}"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width,initial-scale=1">',
             '<meta http-equiv="Content-Security-Policy" content="default-src \'none\';style-src \'unsafe-inline\'">',
             f"<title>{text_of(heading)}</title><style>{_STYLE}</style></head><body><main>",
@@ -50,7 +50,7 @@ def page(story: Story) -> str:
             ),
             _table(
                 say("Alarms"),
-                (say("when"), say("for"), say("level"), say("code"), say("what")),
+                (say("when"), say("lasted"), say("level"), say("code"), say("message")),
                 (
                     (
                         _since(spell.since, began),
@@ -62,7 +62,7 @@ def page(story: Story) -> str:
                     for spell in spells
                 ),
             ),
-            _table(say("Marks"), (say("when"), say("what")), ((_since(m.when, began), m.text) for m in story.marks)),
+            _table(say("Marks"), (say("when"), say("mark")), ((_since(m.when, began), m.text) for m in story.marks)),
             "</main></body></html>\n",
         ]
     )  # fmt: skip

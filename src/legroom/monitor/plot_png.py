@@ -81,7 +81,9 @@ def _panel(axes: Any, name: str, dots: list[Dot], began: float) -> None:
         linewidth=1.3,
     )
     size = next((dot.size for dot in reversed(dots) if dot.size), None)
-    words = say("unknown") if size is None else say("of {size}", size=amount(name, size))
+    words = (
+        "unknown" if size is None else f"of {amount(name, size)}"
+    )  # English: matplotlib's font has no other letters
     axes.set_ylabel(f"{name}\n{words}", rotation=0, ha="right", va="center", fontsize=9)
     axes.set_ylim(0, 100)
     axes.set_yticks([0, 50, 100], ["0 %", "50 %", "100 %"], fontsize=7)

@@ -24,6 +24,7 @@ from legroom.model import (
     Said,
     Sample,
 )
+from legroom.words import say
 
 SCHEMA = "legroom.watch/1"
 Record = TypeVar("Record")
@@ -75,9 +76,11 @@ def alarm_object(alarm: Alarm) -> dict[str, Any]:
 def sample_of(data: object) -> Sample:
     """The sample of such an object; NotARecord where it is none."""
     if not isinstance(data, dict):
-        raise NotARecord("not an object")
+        raise NotARecord(say("not an object"))
     if data.get("schema") != SCHEMA:
-        raise NotARecord(f"its schema is {data.get('schema')!r}, not {SCHEMA!r}")
+        raise NotARecord(
+            say("its schema is {schema!r}, not {ours!r}", schema=data.get("schema"), ours=SCHEMA)
+        )
     said = _object(data, "said", {})
     entries = data.get("entries")
     return _build(
@@ -110,13 +113,13 @@ def _flat(record: Any) -> dict[str, Any]:
 
 def _build(kind: type[Record], data: object) -> Record:
     if not isinstance(data, dict):
-        raise NotARecord(f"a {kind.__name__} that is no object")
+        raise NotARecord(say("a {kind} that is no object", kind=kind.__name__))
     values = {}
     for one in fields(kind):  # type: ignore[arg-type]
         if one.name in data:
             values[one.name] = _checked(kind.__name__, one, data[one.name])
         elif one.default is MISSING and one.default_factory is MISSING:
-            raise NotARecord(f"a {kind.__name__} without {one.name}")
+            raise NotARecord(say("a {kind} without {name}", kind=kind.__name__, name=one.name))
     return kind(**values)
 
 
@@ -126,25 +129,33 @@ def _checked(owner: str, one: Field[Any], value: Any) -> Any:
         return value
     wanted = tuple(kind for group in kinds if group for kind in group)
     if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
-        raise NotARecord(f"{owner}.{one.name} is {value!r}, not {one.type}")
+        raise NotARecord(
+            say(
+                "{owner}.{name} is {value!r}, not {type}",
+                owner=owner,
+                name=one.name,
+                value=value,
+                type=one.type,
+            )
+        )
     return value
 
 
 def _array(data: dict[str, Any], name: str, default: list[Any] | None = None) -> list[Any]:
     value = data.get(name, default)
     if not isinstance(value, list):
-        raise NotARecord(f"{name} is no list")
+        raise NotARecord(say("{name} is no list", name=name))
     return value
 
 
 def _object(data: dict[str, Any], name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
     value = data.get(name, default)
     if not isinstance(value, dict):
-        raise NotARecord(f"{name} is no object")
+        raise NotARecord(say("{name} is no object", name=name))
     return value
 
 
 def _amounts(data: dict[str, Any]) -> dict[str, int]:
     if not all(isinstance(value, int) for value in data.values()):
-        raise NotARecord("components are not whole numbers of bytes")
+        raise NotARecord(say("components are not whole numbers of bytes"))
     return data

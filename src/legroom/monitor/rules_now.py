@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from legroom.budget import rules_gpu, rules_machine, rules_ram, rules_shm
 from legroom.model import Alarm, AlarmLevel, Pool, Sample
+from legroom.model.advice import scope_name
 from legroom.monitor.growth import growers
 from legroom.monitor.history import History
 from legroom.units import format_size
@@ -81,10 +82,11 @@ def moving_swap(history: History, standing: Standing) -> Iterator[Alarm]:
         "swap",
         "critical" if thrash else "warning",
         say(
-            "swap is moving: {inward}/s in, {outward}/s out{thrash}",
+            "swap is moving: {inward}/s in, {outward}/s out; what is thrown out is needed again at once"
+            if thrash
+            else "swap is moving: {inward}/s in, {outward}/s out",
             inward=format_size(int(swap_in)),
             outward=format_size(int(swap_out)),
-            thrash=say("; what is thrown out is needed again at once") if thrash else "",
         ),
         sample.when,
         {"in_per_second": round(swap_in), "out_per_second": round(swap_out)},
@@ -113,7 +115,7 @@ def pressure(history: History, standing: Standing) -> Iterator[Alarm]:
             "tasks wait for memory: some {some:.0f} %, all of them {full:.0f} % of the last 10 s ({scope})",
             some=worst.some_avg10,
             full=worst.full_avg10,
-            scope=worst.scope,
+            scope=scope_name(worst.scope),
         ),
         sample.when,
         {"some_avg10": worst.some_avg10, "full_avg10": worst.full_avg10, "source": worst.source},
@@ -146,10 +148,11 @@ def counters(history: History, standing: Standing) -> Iterator[Alarm]:
         share = None if ram is None else _share(ram)
         binds = share is not None and share >= _BINDS
         message = say(
-            "the cgroup's memory limit was hit {count} times in {seconds:.0f} s{binds}",
+            "the cgroup's memory limit was hit {count} times in {seconds:.0f} s, and little can be reclaimed"
+            if binds
+            else "the cgroup's memory limit was hit {count} times in {seconds:.0f} s; page cache gave way so far",
             count=hits,
             seconds=over["over_seconds"],
-            binds=say(", and little can be reclaimed") if binds else say("; page cache gave way so far"),
         )
         who = growers(recent[0], sample, "ram").pids
         yield Alarm(

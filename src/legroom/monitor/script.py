@@ -46,8 +46,15 @@ def watch(
 ) -> Watch:
     """Watch this process and its children in a thread, from ``with`` to its end.
 
-    ``log`` appends samples to a file for ``legroom watch --replay``; ``on_alarm`` is called with each Alarm that
-    begins, or is a shell command; ``prometheus`` serves metrics at that port or HOST:PORT.
+    Nothing that goes wrong in the watch reaches the training.
+
+    Args:
+        log: A file to append samples to, for ``legroom watch --replay``.
+        interval: Between two samples: seconds, or ``"5s"``.
+        on_alarm: Called with each Alarm that begins, in the watch's thread; or a shell command.
+        webhook: An address to which alarms are posted as JSON.
+        prometheus: A port, or HOST:PORT, at which metrics are served.
+        outputs: Outputs of your own, each shown every moment.
     """
     return Watch(log, interval, on_alarm, webhook, prometheus, outputs)
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from legroom.monitor.terminal import Terminal
 from legroom.monitor.terminal_desk import Desk
+from legroom.words import say
 
 if TYPE_CHECKING:
     from textual.app import App
@@ -42,17 +43,17 @@ def app_for(terminal: Terminal, stop: threading.Event) -> App[None]:
         TITLE = "legroom watch"
         ENABLE_COMMAND_PALETTE = False
         BINDINGS: ClassVar[list[BindingType]] = [
-            Binding("q", "quit", "quit"),
+            Binding("q", "quit", say("quit")),
             Binding("ctrl+c", "quit", show=False, priority=True),
             Binding("p", "sort('p')", "PSS"),
             Binding("m", "sort('m')", "shm"),
             Binding("w", "sort('w')", "swap"),
             Binding("r", "sort('r')", "RSS"),
             Binding("g", "sort('g')", "GPU"),
-            Binding("c", "cache", "cache"),
-            Binding("h", "span", "history"),
-            Binding("left", "look_back(1)", "back", key_display="←", priority=True),
-            Binding("right", "look_back(-1)", "on", key_display="→", priority=True),
+            Binding("c", "cache", say("cache")),
+            Binding("h", "span", say("history")),
+            Binding("left", "look_back(1)", say("back"), key_display="←", priority=True),
+            Binding("right", "look_back(-1)", say("forward"), key_display="→", priority=True),
             Binding("shift+left", "look_back(60)", show=False, priority=True),
             Binding("shift+right", "look_back(-60)", show=False, priority=True),
             Binding("end", "newest", show=False, priority=True),

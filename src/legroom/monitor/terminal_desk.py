@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from rich.text import Text
 
+from legroom.columns import cut
 from legroom.monitor import terminal_rows as rows
 from legroom.monitor.terminal import Terminal, View
-from legroom.words import say
+from legroom.words import phrase, say
 
 _MOST_ALARMS = 3
 _MOST_NOTES = 2
-_SPANS = ((300.0, "5 min"), (3600.0, "1 h"), (float("inf"), "all"))
+_SPANS = ((300.0, "5 min"), (3600.0, "1 h"), (float("inf"), phrase("all")))
 
 
 class Desk:
@@ -68,7 +69,7 @@ class Desk:
             return parts
         worst = rows.worst_by_pool(moment.alarms)
         what = say("cache entries") if self.cache else say("{count} processes", count=len(sample.processes))
-        notes = [Text(say("note: {note}", note=note)[:width]) for note in view.notes[-_MOST_NOTES:]]
+        notes = [Text(cut(say("note: {note}", note=note), width)) for note in view.notes[-_MOST_NOTES:]]
         return {
             **parts,
             "pools": [
@@ -77,7 +78,7 @@ class Desk:
             ],
             "alarms": rows.alarm_lines(moment.alarms, width, _MOST_ALARMS),
             "facts": [*rows.fact_lines(sample, width), *notes],
-            "title": [Text(say("{what}; history: {span}", what=what, span=_SPANS[self._span][1]))],
+            "title": [Text(say("{what}; history: {span}", what=what, span=say(_SPANS[self._span][1])))],
             "table": rows.entry_lines(sample.entries, width)
             if self.cache
             else rows.process_lines(sample, self.sort, width),

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from legroom.columns import cells, left, right
 from legroom.model import Alarm, EntryRow, Pool, ProcessRow, Sample
+from legroom.model.advice import heading, scope_name
 from legroom.monitor.course import Dot, columns
 from legroom.units import format_duration, format_size
-from legroom.words import say
+from legroom.words import phrase, say
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _BAR = 16
@@ -33,14 +35,16 @@ class Column:
     text: Callable[[ProcessRow, float], str]
 
 
-def size_or(count: int | None, otherwise: str = "unknown") -> str:
+def size_or(count: int | None, otherwise: str | None = None) -> str:
     """A size, or the word for not having it."""
-    return otherwise if count is None else format_size(count)
+    if count is not None:
+        return format_size(count)
+    return say("unknown") if otherwise is None else otherwise
 
 
 COLUMNS = (
     Column("p", "PSS", 9, lambda row: row.pss, lambda row, _: size_or(row.pss, _pss_missing(row))),
-    Column("a", "age", 7, lambda row: None, lambda row, clock: _age(row, clock)),
+    Column("a", phrase("PSS age"), 9, lambda row: None, lambda row, clock: _age(row, clock)),
     Column("m", "RssShmem", 10, lambda row: row.rss_shmem, lambda row, _: size_or(row.rss_shmem)),
     Column("w", "VmSwap", 9, lambda row: row.swap, lambda row, _: size_or(row.swap)),
     Column("r", "RSS", 9, lambda row: row.rss, lambda row, _: size_or(row.rss)),
@@ -80,7 +84,7 @@ def pool_line(pool: Pool, dots: Sequence[Dot], level: str | None, width: int) ->
     line.append(bar(share), style=style or "cyan")
     line.append(f" {share * 100:>3.0f} %", style=style)
     figures = say("{used} of {size}", used=format_size(pool.used), size=format_size(pool.size))
-    line.append(f"  {figures:<18}")
+    line.append("  " + left(figures, 18))
     room = width - line.cell_len - 2
     if room >= 8 and dots:
         line.append("  " + history_line(columns(dots, room)), style="cyan")
@@ -94,13 +98,13 @@ def alarm_lines(alarms: Sequence[Alarm], width: int, most: int) -> list[Text]:
     lines = []
     for alarm in alarms[:most]:
         style = "bold red" if alarm.level == "critical" else "bold yellow"
-        line = _begun(f"{alarm.level.upper():<9}", style)
+        line = _begun(left(heading(alarm.level), 9), style)
         line.append(alarm.message)
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
     if len(alarms) > most:
-        more = say(" (and {count} more)", count=len(alarms) - most)
-        lines[-1].truncate(max(0, width - len(more)), overflow="ellipsis")
+        more = " " + say("(and {count} more)", count=len(alarms) - most)
+        lines[-1].truncate(max(0, width - cells(more)), overflow="ellipsis")
         lines[-1].append(more, style="dim")
     return lines
 
@@ -111,10 +115,10 @@ def fact_lines(sample: Sample, width: int) -> list[Text]:
     kernel = [
         say("swap {into}/s in, {out}/s out", into=_rate(sample.swap_in), out=_rate(sample.swap_out)),
         *(
-            say("{scope} stalled {share:.1f} %", scope=one.scope, share=one.some_avg10)
+            say("{scope} stalled {share:.1f} %", scope=scope_name(one.scope), share=one.some_avg10)
             for one in sample.pressure
         ),
-        say("OOM kills {kills}", kills="unknown" if counts.oom_kills is None else counts.oom_kills),
+        say("OOM kills {kills}", kills=say("unknown") if counts.oom_kills is None else counts.oom_kills),
     ]
     said = sample.said
     script = [] if said.phase is None else [_printable(said.phase)]
@@ -132,7 +136,7 @@ def fact_lines(sample: Sample, width: int) -> list[Text]:
     found = []
     for name, words in lines:
         if words:
-            line = _begun(f"{name:<{_NAME + 1}}")
+            line = _begun(left(name, _NAME + 1))
             line.append(" · ".join(words))
             line.truncate(width, overflow="ellipsis")
             found.append(line)
@@ -145,8 +149,8 @@ def process_lines(sample: Sample, sort: str, width: int) -> list[Text]:
     sorting = next((column for column in shown if column.key == sort), shown[0])
     head = Text(f"{'pid':>7}", no_wrap=True, style="bold")
     for column in shown:
-        name = f"▾{column.name}" if column is sorting else column.name
-        head.append(f"{name:>{column.width}}", style="reverse" if column is sorting else "")
+        name = ("▾" if column is sorting else "") + say(column.name)
+        head.append(right(name, column.width), style="reverse" if column is sorting else "")
     head.append("  " + say("command"))
     rows = sorted(sample.processes, key=lambda row: _place(sorting.of(row), row.pid))
     lines = [head]
@@ -154,8 +158,8 @@ def process_lines(sample: Sample, sort: str, width: int) -> list[Text]:
         line = Text(f"{row.pid:>7}", no_wrap=True)
         for column in shown:
             text = column.text(row, sample.clock)
-            dim = text in ("unknown", "not yet", "–")
-            line.append(f"{text:>{column.width}}", style="dim" if dim else "")
+            dim = text in (say("unknown"), say("not yet"), "–")
+            line.append(right(text, column.width), style="dim" if dim else "")
         line.append("  " + _printable(row.command))
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
@@ -169,11 +173,15 @@ def entry_lines(entries: Sequence[EntryRow] | None, width: int) -> list[Text]:
     if not entries:
         return [Text(say("not looked at") if entries is None else say("no cache entries"), style="dim")]
     lines = [
-        Text(f"{'bytes':>10}  {'kept in':<8} {'in use':<8} " + say("source"), style="bold", no_wrap=True)
+        Text(
+            f"{right(say('bytes'), 10)}  {left(say('kept in'), 8)} {left(say('in use'), 8)} {say('source')}",
+            style="bold",
+            no_wrap=True,
+        )
     ]
     for entry in entries:
-        used = "unknown" if entry.in_use is None else "yes" if entry.in_use else "no"
-        line = Text(f"{format_size(entry.bytes):>10}  {entry.backing:<8} {used:<8} ", no_wrap=True)
+        used = say("unknown") if entry.in_use is None else say("yes") if entry.in_use else say("no")
+        line = Text(f"{format_size(entry.bytes):>10}  {entry.backing:<8} {left(used, 8)} ", no_wrap=True)
         line.append(_printable(entry.source))
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
@@ -184,13 +192,14 @@ def head_line(sample: Sample | None, note: str, width: int) -> Text:
     """What is watched, and when this was."""
     line = _begun("legroom watch")
     stamp = "" if sample is None else time.strftime("%H:%M:%S", time.localtime(sample.when))
-    right = f"{note}  {stamp}" if note else stamp
-    room = width - line.cell_len - len(right) - 4
+    end = f"{note}  {stamp}" if note else stamp
+    room = width - line.cell_len - cells(end) - 4
     what = say("waiting for the first sample") if sample is None else _printable(sample.watched)
     if room > 3:
-        what = what if len(what) <= room else what[: room - 1] + "…"
-        line.append(f"  {what}")
-    line.append(" " * max(2, width - line.cell_len - len(right)) + right, style="bold" if note else "")
+        shown = Text(f"  {what}", no_wrap=True)
+        shown.truncate(room + 2, overflow="ellipsis")
+        line.append_text(shown)
+    line.append(" " * max(2, width - line.cell_len - cells(end)) + end, style="bold" if note else "")
     line.truncate(width)
     return line
 
@@ -222,7 +231,7 @@ def _cache_summary(entries: Sequence[EntryRow] | None) -> list[str]:
 
 
 def _rate(value: float | None) -> str:
-    return "unknown" if value is None else format_size(int(value))
+    return say("unknown") if value is None else format_size(int(value))
 
 
 def _pss_missing(row: ProcessRow) -> str:

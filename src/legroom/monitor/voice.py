@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from legroom.model import Mark, Said
+from legroom.words import say
 
 _MOST_MARKS = 256  # between two samples
 _RATE_OVER = 10  # looks at the count of steps
@@ -37,7 +38,9 @@ class Voice:
         """Bytes on the host by component; None takes one back."""
         for name, size in sizes.items():
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
-                raise TypeError(f"component {name}: a whole number of bytes, not {size!r}")
+                raise TypeError(
+                    say("component {name}: a whole number of bytes, not {size!r}", name=name, size=size)
+                )
         with self._lock:
             for name, size in sizes.items():
                 if size is None:

@@ -20,9 +20,13 @@ from legroom.probe.swap import start, swap, swap_pool
 
 
 def snapshot(host: Host | None = None, *, pid: str = "self") -> Box:
-    """Everything known about this box now, from the point of view of ``pid``'s cgroup.
+    """Everything known about this box now: what ``legroom doctor`` judges.
 
     Reads only, and needs no rights: what may not be read is unknown, with the reason beside it.
+
+    Args:
+        host: Where to read; None is this machine, ``Host(root="/host")`` one that is mounted there or recorded.
+        pid: Whose cgroup bounds RAM and CPU.
     """
     host = host or Host()
     counters = start(host)  # first, so that the other probes' time is the interval of the swap rates

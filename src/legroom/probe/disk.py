@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from legroom.model import Disk, Pool
 from legroom.probe.host import Host, Room
 from legroom.probe.mounts import Mount, mounts
-from legroom.words import say
+from legroom.words import joined, say
 
 # Filesystems that other machines (or the host of this virtual one) also write to. Clustered ones on shared
 # disks (ocfs2, gfs2) count: what matters is who else may delete.
@@ -113,7 +113,7 @@ def _store(host: Host) -> Disk:
         if problem is None:
             return _disk(host, "store", candidate.path)
         refused.append(say("{name} {path}: {why}", name=candidate.named_by, path=candidate.path, why=problem))
-    return Disk("store", "", None, None, None, say("no usable place: {refused}", refused="; ".join(refused)))
+    return Disk("store", "", None, None, None, say("no usable place: {refused}", refused=joined(refused)))
 
 
 def _work(host: Host) -> Disk:
@@ -134,7 +134,7 @@ def _disk(host: Host, role: str, path: str) -> Disk:
     elif is_network(mount.kind):
         reasons.append(say("{kind} is shared with other machines", kind=mount.kind))
     size, free, used = room if room is not None else (None, None, None)
-    return Disk(role, path, size, free, mount.kind if mount else None, "; ".join(reasons) or None, used)
+    return Disk(role, path, size, free, mount.kind if mount else None, joined(reasons) or None, used)
 
 
 def _room(host: Host, path: str, point: str | None) -> Room | None:

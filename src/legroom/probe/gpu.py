@@ -21,7 +21,7 @@ from legroom.probe.gpu_processes import processes_on
 from legroom.probe.host import Host
 from legroom.probe.nvml import NOT_FOUND, NOT_SUPPORTED, NvmlTrouble, call, memory_info, text
 from legroom.probe.spill import CounterSource, Spill, spill
-from legroom.words import say
+from legroom.words import joined, say
 
 _PCI = "/sys/bus/pci/devices"
 _NVIDIA = "0x10de"
@@ -42,8 +42,10 @@ def gpus(host: Host, nvml: Any = None, counters: CounterSource | None = None) ->
     try:
         call(nvml, "nvmlInit")
     except NvmlTrouble as trouble:
-        loaded = say(" (kernel module {version})", version=module) if module else ""
-        return Gpus((), on_bus, module, source, f"{trouble}{loaded}")
+        why = str(trouble)
+        if module:
+            why = say("{trouble} (kernel module {version})", trouble=trouble, version=module)
+        return Gpus((), on_bus, module, source, why)
     try:
         driver = _or_none(nvml, "nvmlSystemGetDriverVersion") or module
         try:
@@ -174,8 +176,14 @@ def _card(host: Host, nvml: Any, handle: Any, index: int, mig: bool) -> Gpu:
         if not apart:
             reasons.append(say("the driver is too old to tell its reserve apart: it is counted as used"))
     except NvmlTrouble as trouble:
-        what = say(" (it may share the machine's RAM)") if trouble.code == NOT_SUPPORTED else ""
-        reasons.append(say("memory unknown: {trouble}{what}", trouble=trouble, what=what))
+        reasons.append(
+            say(
+                "memory unknown: {trouble} (it may share the machine's RAM)"
+                if trouble.code == NOT_SUPPORTED
+                else "memory unknown: {trouble}",
+                trouble=trouble,
+            )
+        )
     processes = processes_on(host, nvml, handle, reasons)
     return Gpu(
         index=index,
@@ -186,7 +194,7 @@ def _card(host: Host, nvml: Any, handle: Any, index: int, mig: bool) -> Gpu:
         free=free,
         processes=processes,
         mig=mig,
-        reason="; ".join(reasons) or None,
+        reason=joined(reasons) or None,
     )
 
 
@@ -202,4 +210,4 @@ def _with_spill(card: Gpu, spilled: Spill) -> Gpu:
     if amount is not None:
         return replace(card, spilled=amount)
     reasons = [card.reason] if card.reason else []
-    return replace(card, reason="; ".join([*reasons, say("spilled memory unknown: {why}", why=why)]))
+    return replace(card, reason=joined([*reasons, say("spilled memory unknown: {why}", why=why)]))

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from legroom.errors import NoSuchRoot
+from legroom.words import say
 
 UNLIMITED = -1  # an rlimit without a bound
 
@@ -55,9 +56,9 @@ class Host:
         root = Path(root)
         if not root.is_dir():
             raise NoSuchRoot(
-                f"{root} is not a directory to read a machine from",
-                why="it does not exist" if not root.exists() else "it is a file",
-                fix=("give a directory that holds proc/ and sys/, such as / or /host",),
+                say("{root} is not a directory to read a machine from", root=root),
+                why=say("it does not exist") if not root.exists() else say("it is a file"),
+                fix=(say("give a directory that holds proc/ and sys/, such as / or /host"),),
             )
         notes = root / "recording.json"
         if not notes.is_file():
@@ -65,12 +66,12 @@ class Host:
         try:
             recording = json.loads(notes.read_text(encoding="utf-8"))
             if not isinstance(recording, dict):
-                raise ValueError("not an object")
+                raise ValueError(say("not an object"))
         except (OSError, ValueError) as problem:
             raise NoSuchRoot(
-                f"cannot read the recording in {root}",
+                say("cannot read the recording in {root}", root=root),
                 why=f"recording.json: {problem}",
-                fix=("record the machine again, or remove recording.json to read the files alone",),
+                fix=(say("record the machine again, or remove recording.json to read the files alone"),),
             ) from problem
         return cls(
             root=root,
@@ -139,10 +140,10 @@ class Host:
         try:
             self.path(path).open("rb").close()
         except FileNotFoundError:
-            return f"{path} does not exist"
+            return say("{path} does not exist", path=path)
         except OSError as problem:
             return f"{path}: {problem.strerror or problem}"
-        return f"{path} holds nothing that can be read as expected"
+        return say("{path} holds nothing that can be read as expected", path=path)
 
     # System calls.
 

@@ -21,7 +21,7 @@ from legroom.probe.leftovers import makers_alive, on_its_way
 from legroom.probe.process import arguments, holdings, matching, our_pid, processes, tree
 from legroom.probe.segments import Segments
 from legroom.units import format_size
-from legroom.words import say
+from legroom.words import listed, say
 
 __all__ = ["flags", "job", "jobs"]
 
@@ -38,7 +38,7 @@ def job(host: Host, which: int | str) -> Job:
         shown = [say("{pid} ({command})", pid=p.pid, command=p.command[:80]) for p in roots[:_MOST_NAMED]]
         raise UsageError(
             say("{count} trainings match {pattern!r}", count=len(roots), pattern=which),
-            why=say("they do not descend from one another: {shown}", shown=", ".join(shown)),
+            why=say("they do not descend from one another: {shown}", shown=listed(shown)),
             fix=(say("give one's process id"), say("or a pattern that only one of them has")),
         )
     return _job(host, everybody, roots[0].pid)

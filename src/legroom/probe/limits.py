@@ -14,7 +14,7 @@ from __future__ import annotations
 from legroom.model import Limits, Pool, Process
 from legroom.probe.host import UNLIMITED, Host
 from legroom.units import format_size
-from legroom.words import say
+from legroom.words import joined, say
 
 
 def limits(host: Host) -> Limits:
@@ -35,7 +35,7 @@ def limits(host: Host) -> Limits:
         open_fds=open_fds,
         source=say("getrlimit, {fds}", fds=_fd_folder(host)),
         overcommit=overcommit,
-        reason="; ".join(reasons) or None,
+        reason=joined(reasons) or None,
     )
 
 
@@ -82,7 +82,7 @@ def pinned_pool(ram: Pool, limits: Limits, pinned: int | None = None) -> Pool:
         used,
         ram.free,
         say("taken from ram: {source}", source=ram.source),
-        f"{known}; {bound}",
+        joined((known, bound)),
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from legroom.model import CgroupLevel, Memory, MemoryEvents, Pool
 from legroom.probe.cgroup import Group, Version, cgroup
 from legroom.probe.host import Host
-from legroom.words import say
+from legroom.words import joined, say
 
 _MEMINFO = "/proc/meminfo"
 _VMSTAT = "/proc/vmstat"
@@ -55,7 +55,7 @@ def memory(host: Host, pid: str = "self") -> Memory:
         events=_events(host, group.version, levels),
         peak=_count(host, f"{levels[0].path}/{peak}") if levels else None,
         source=", ".join((_MEMINFO, *(f"{level.path}/memory.*" for level in levels[:1]))),
-        reason="; ".join(reasons) or None,
+        reason=joined(reasons) or None,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from legroom.words import say
+from legroom.words import phrase, say
 
 NOT_SUPPORTED = 3
 NOT_FOUND = 6
@@ -23,23 +23,27 @@ _ASK_OLDER = (_INVALID_ARGUMENT, NOT_SUPPORTED, TOO_OLD, _OTHER_VERSION)
 
 # By NVML's own numbers, which are part of its binary interface.
 _WORDS = {
-    1: "NVML was not started",
-    NOT_SUPPORTED: "not supported by this card or driver",
-    4: "no permission to ask the driver; in a container the device files must be allowed too",
-    NOT_FOUND: "not found",
-    9: "the NVIDIA driver is not loaded",
-    10: "the driver did not answer in time",
-    11: "the driver has an interrupt problem with the card",
-    12: "NVIDIA's management library (libnvidia-ml.so.1, nvml.dll) was not found; in a container "
-    "NVIDIA_DRIVER_CAPABILITIES must name utility",
-    TOO_OLD: "the installed driver or its library is too old for this question",
-    15: "the card is lost: it fell off the bus or does not answer any more",
-    16: "the card must be reset before it can be used again",
-    17: "the operating system blocked the question",
-    18: "the library and the loaded kernel module are of different versions, as after an upgrade without a reboot",
-    20: "the driver had no memory to answer",
-    _OTHER_VERSION: "the library does not know this version of the question",
-    999: "the driver met an unknown error",
+    1: phrase("NVML was not started"),
+    NOT_SUPPORTED: phrase("not supported by this card or driver"),
+    4: phrase("no permission to ask the driver; in a container the device files must be allowed too"),
+    NOT_FOUND: phrase("not found"),
+    9: phrase("the NVIDIA driver is not loaded"),
+    10: phrase("the driver did not answer in time"),
+    11: phrase("the driver has an interrupt problem with the card"),
+    12: phrase(
+        "NVIDIA's management library (libnvidia-ml.so.1, nvml.dll) was not found; in a container "
+        "NVIDIA_DRIVER_CAPABILITIES must name utility"
+    ),
+    TOO_OLD: phrase("the installed driver or its library is too old for this question"),
+    15: phrase("the card is lost: it fell off the bus or does not answer any more"),
+    16: phrase("the card must be reset before it can be used again"),
+    17: phrase("the operating system blocked the question"),
+    18: phrase(
+        "the library and the loaded kernel module are of different versions, as after an upgrade without a reboot"
+    ),
+    20: phrase("the driver had no memory to answer"),
+    _OTHER_VERSION: phrase("the library does not know this version of the question"),
+    999: phrase("the driver met an unknown error"),
 }
 
 
@@ -77,7 +81,7 @@ def memory_info(nvml: Any, handle: Any) -> tuple[Any, bool]:
 def running(nvml: Any, handle: Any, which: str) -> list[Any]:
     """The processes of one kind (Compute, Graphics, MPSCompute) on a card, by the newest question it answers."""
     name = f"nvmlDeviceGet{which}RunningProcesses"
-    last = NvmlTrouble(TOO_OLD, _WORDS[TOO_OLD])
+    last = NvmlTrouble(TOO_OLD, say(_WORDS[TOO_OLD]))
     for version in ("_v3", "_v2", ""):
         try:
             return list(call(nvml, name + version, handle))
@@ -96,8 +100,9 @@ def text(value: Any) -> str:
 def _trouble(problem: Exception) -> NvmlTrouble:
     code = getattr(problem, "value", None)
     if isinstance(code, int):
-        words = _WORDS.get(code)
-        return NvmlTrouble(code, words or say("NVML error {code}: {problem}", code=code, problem=problem))
+        if code in _WORDS:
+            return NvmlTrouble(code, say(_WORDS[code]))
+        return NvmlTrouble(code, say("NVML error {code}: {problem}", code=code, problem=problem))
     if isinstance(problem, (TypeError, AttributeError)):  # bindings without this argument or version
         return NvmlTrouble(TOO_OLD, say("the installed nvidia-ml-py is too old: {problem}", problem=problem))
     return NvmlTrouble(None, say("{kind}: {problem}", kind=type(problem).__name__, problem=problem))

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from legroom.model import Place, PlaceKind
 from legroom.probe.host import Host
 from legroom.probe.mounts import Mount, mounted_at, mounts
-from legroom.words import say
+from legroom.words import joined, listed, say
 
 CAP_SYS_ADMIN = 21
 SUDO_GROUPS = frozenset({"sudo", "wheel", "admin"})
@@ -77,10 +77,10 @@ def _where(host: Host) -> tuple[PlaceKind, str]:
         return sure
     # What follows are files and variables, which also lie in images that virtual machines are made from.
     signs = list(_engine_signs(host))
-    leftover = ""
+    leftover = []
     if signs and all(in_initial_namespace(host, kind) for kind in ("pid", "ipc", "uts")):
-        leftover = say(
-            "; {sign} is an image's leftover: these are the machine's own namespaces", sign=signs[0][1]
+        leftover.append(
+            say("{sign} is an image's leftover: these are the machine's own namespaces", sign=signs[0][1])
         )
         signs = []
     for engine, how in signs:
@@ -95,7 +95,7 @@ def _where(host: Host) -> tuple[PlaceKind, str]:
     root = mounted_at(found, "/")
     if root is not None and root.kind == "overlay" and in_initial_namespace(host, "pid") is False:
         return "container", say("unknown kind: a pid namespace of its own and an overlay at /")
-    return "bare", say("no sign of a container, WSL or a scheduler") + leftover
+    return "bare", joined((say("no sign of a container, WSL or a scheduler"), *leftover))
 
 
 def _hosts_root(found: list[Mount]) -> str:
@@ -184,7 +184,7 @@ def _sudo(host: Host, status: dict[str, str]) -> tuple[bool | None, str]:
     allowed = sorted(host.groups & SUDO_GROUPS)
     if allowed:
         return True, say("may use sudo (in group {group})", group=allowed[0])
-    return None, say("sudo is there, but none of the groups {names}", names=", ".join(sorted(SUDO_GROUPS)))
+    return None, say("sudo is there, but none of the groups {names}", names=listed(sorted(SUDO_GROUPS)))
 
 
 def _rights(host: Host, capable: bool | None, sudo_how: str) -> str:
@@ -203,4 +203,8 @@ def _rights(host: Host, capable: bool | None, sudo_how: str) -> str:
         power = say("with CAP_SYS_ADMIN") if capable else say("without CAP_SYS_ADMIN")
     if in_initial_namespace(host, "user") is False:
         power = say("{power} in a user namespace", power=power)
-    return say("{who} {power}", who=who, power=power) if host.uid == 0 else ", ".join((who, power, sudo_how))
+    return (
+        say("{who} {power}", who=who, power=power)
+        if host.uid == 0
+        else say("{who}, {power}, {sudo}", who=who, power=power, sudo=sudo_how)
+    )

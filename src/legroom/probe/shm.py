@@ -66,8 +66,9 @@ def shm_room(host: Host, path: str) -> tuple[int | None, int | None, int | None,
     """(size, used, free, why unknown) of the filesystem at ``path``: the one look that is cheap."""
     room = host.room(path)
     if room is None:
-        template = "{path} cannot be asked for its room" if host.exists(path) else "{path} does not exist"
-        return None, None, None, say(template, path=path)
+        if not host.exists(path):
+            return None, None, None, say("{path} does not exist", path=path)
+        return None, None, None, say("{path} cannot be asked for its room", path=path)
     size, free, used = room
     if size == 0:  # mounted with size=0, or ramfs
         return None, None, None, say("{path} has no size of its own: only memory bounds it", path=path)

@@ -65,7 +65,11 @@ class Spill:
         seen = [{luid for owner, luid in self.processes if owner == pid} for pid in pids]
         common = set.intersection(*(luids for luids in seen if luids)) if any(seen) else set()
         if len(common) != 1:
-            return None, say("{count} adapters may be this card", count=len(common) if common else "no")
+            return None, (
+                say("{count} adapters may be this card", count=len(common))
+                if common
+                else say("no adapter is known to be this card")
+            )
         luid = common.pop()
         if luid in self.adapters:
             return self.adapters[luid], ""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from legroom.probe.cgroup import Version, cgroup
 from legroom.probe.host import Host
-from legroom.words import say
+from legroom.words import phrase, say
 
 _CLOSE_WITHIN = 5.0  # seconds for processes that were killed to be gone
 
@@ -144,7 +144,7 @@ def _make_v2(host: Host, base: str, name: str, *, is_root: bool) -> Home:
             return _make(host, base, "v2", name)
         inside = Path(base, "cgroup.procs").read_text().split()
         if inside != [str(os.getpid())]:
-            template = "{count} processes share {path}; only one that lives there alone may divide it"
+            template = phrase("{count} processes share {path}; only one that lives there alone may divide it")
             return Home(base, "v2", False, say(template, count=len(inside), path=base))
         aside = f"{base}/{name}-supervisor"
         os.mkdir(aside)

@@ -17,7 +17,7 @@ from legroom.model.death import Cause, Evidence, Verdict
 from legroom.rescue import rules_counters, rules_endings, rules_texts
 from legroom.rescue.because import Because
 from legroom.rescue.log_signs import Signs
-from legroom.words import say
+from legroom.words import phrase, say
 
 LOG_ALONE = 0.85
 
@@ -47,17 +47,23 @@ _RULES: tuple[Callable[[Evidence, Signs], Because | None], ...] = (
 )
 
 _SUMMARIES: dict[Cause, str] = {
-    "shm-full": "/dev/shm was full: what passes between processes found no page there. It is not RAM, nor the GPU.",
-    "ram-oom-kill": "RAM ran out and a process was killed for it by the OOM killer.",
-    "ram-allocation": "RAM was refused: an allocation failed, and the program ended by itself.",
-    "swap-thrash": "the working set was larger than the memory it may use: it did little but wait for swap.",
-    "gpu-oom": "the GPU's memory ran out.",
-    "pinned-exhausted": "page-locked (pinned) host memory ran out. It comes out of RAM, not out of the GPU's memory.",
-    "fds-exhausted": "file descriptors ran out: every tensor that a worker sends needs one.",
-    "disk-full": "a disk was full when the program wrote to it.",
-    "worker-killed": "a data loader's worker was killed, and nothing shows that it was for memory.",
-    "killed": "somebody ended it with a signal; nothing shows that memory was at fault.",
-    "not-memory": "it ended by itself, and not for want of memory.",
+    "shm-full": phrase(
+        "/dev/shm was full: what passes between processes found no page there. It is not RAM, nor the GPU."
+    ),
+    "ram-oom-kill": phrase("RAM ran out and a process was killed for it by the OOM killer."),
+    "ram-allocation": phrase("RAM was refused: an allocation failed, and the program ended by itself."),
+    "swap-thrash": phrase(
+        "the working set was larger than the memory it may use: it did little but wait for swap."
+    ),
+    "gpu-oom": phrase("the GPU's memory ran out."),
+    "pinned-exhausted": phrase(
+        "page-locked (pinned) host memory ran out. It comes out of RAM, not out of the GPU's memory."
+    ),
+    "fds-exhausted": phrase("file descriptors ran out: every tensor that a worker sends needs one."),
+    "disk-full": phrase("a disk was full when the program wrote to it."),
+    "worker-killed": phrase("a data loader's worker was killed, and nothing shows that it was for memory."),
+    "killed": phrase("somebody ended it with a signal; nothing shows that memory was at fault."),
+    "not-memory": phrase("it ended by itself, and not for want of memory."),
 }
 
 

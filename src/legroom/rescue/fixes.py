@@ -42,7 +42,7 @@ def fixes(
         return remedy.free_disk(".")
     if cause == "worker-killed":
         who = say("see who kills: a time limit, a colleague, a daemon for memory (journalctl, dmesg)")
-        return (who, "check: legroom doctor")
+        return (who, say("check: legroom doctor"))
     if cause == "killed":
         return (say("ask who sent it: a scheduler's time limit, a colleague, a daemon such as earlyoom"),)
     return (say("read the program's own last lines: memory has no part in this"),)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from legroom.errors import UsageError
 from legroom.probe.flags import Flag, flags
-from legroom.words import say
+from legroom.words import listed, say
 
 # What the policy may change; the names are those of `--flag NAME=--spelling`.
 LEVERS = ("batch", "accumulation", "workers", "prefetch", "pin_memory", "low_memory")
@@ -53,7 +53,7 @@ def parse_named(text: str) -> Named:
     if lever not in LEVERS or not spelling:
         raise UsageError(
             say("cannot read {text!r} as a flag's name", text=text),
-            why=say("it is NAME=FLAG with NAME one of {names}", names=", ".join(LEVERS)),
+            why=say("it is NAME=FLAG with NAME one of {names}", names=listed(LEVERS)),
             fix=(say("write it like batch=--my-batch, or accumulation=--accum_iter=16 where 16 is its default"),),
         )  # fmt: skip
     return Named(lever, spelling, value if equals else None)

@@ -13,7 +13,7 @@ from legroom.model.death import Attempt, Story
 from legroom.rescue.because import ended
 from legroom.rescue.report_plot import plot
 from legroom.units import format_duration, format_size
-from legroom.words import say
+from legroom.words import language, say
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -39,7 +39,7 @@ def page(story: Story) -> str:
     for attempt in story.attempts:
         body += _attempt(attempt)
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<!doctype html><html lang="{language()}"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(_title(story))}</title><style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
     )
@@ -101,7 +101,7 @@ def _peaks(attempt: Attempt) -> str:
         rows.append(
             f"<tr><td>{escape(name)}</td><td>{used}</td><td>{size}</td><td>{level.share:.0%}</td></tr>"
         )
-    head = "".join(f"<th>{escape(word)}</th>" for word in (say("pool"), say("fullest"), say("of"), ""))
+    head = "".join(f"<th>{escape(word)}</th>" for word in (say("pool"), say("fullest"), say("size"), ""))
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
 
 

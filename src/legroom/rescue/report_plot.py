@@ -10,6 +10,7 @@ from html import escape
 
 from legroom.model.death import Reading
 from legroom.units import format_duration
+from legroom.words import say
 
 WIDTH, HEIGHT = 720, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 90, 12, 26
@@ -33,8 +34,9 @@ def plot(readings: Sequence[Reading], alarms: Sequence[float] = ()) -> str:
     if not names:
         return ""
     span = max(readings[-1].when, 0.1)
+    about = say("How full each pool was over time")
     parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="How full each pool was">',
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(about)}">',
         *_grid(span),
         *_raised(alarms, span),
     ]

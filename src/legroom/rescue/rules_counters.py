@@ -88,8 +88,11 @@ def oom_shared(evidence: Evidence, signs: Signs) -> Because | None:
     if count is not None and not count.own and count.kills and evidence.kernel is None:
         if count.before_end is not None and count.before_end > _RECENT:
             return None
-        template = "oom_kill rose by {kills} ({source}), a counter that others share"
-        rose = say(template, kills=count.kills, source=count.source)
+        rose = say(
+            "oom_kill rose by {kills} ({source}), a counter that others share",
+            kills=count.kills,
+            source=count.source,
+        )
         return Because("ram-oom-kill", 0.75, (rose, ended(evidence.ending)))
     peak = evidence.peaks.get("ram")
     if count is None and peak is not None and peak.share >= _FULL:

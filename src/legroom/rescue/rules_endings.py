@@ -110,5 +110,6 @@ def _counter_line(evidence: Evidence) -> str:
         return say("no OOM counter could be read: SIGKILL alone proves nothing")
     if count.kills == 0:
         return say("oom_kill did not rise ({source}): not the OOM killer", source=count.source)
-    template = "oom_kill rose by {kills} ({source}), for somebody else"
-    return say(template, kills=count.kills, source=count.source)
+    return say(
+        "oom_kill rose by {kills} ({source}), for somebody else", kills=count.kills, source=count.source
+    )

@@ -29,7 +29,7 @@ from legroom.rescue.policy import Step, next_step
 from legroom.rescue.sweep import names_there, sweep
 from legroom.rescue.watched import Watched
 from legroom.units import format_size
-from legroom.words import say
+from legroom.words import listed, say
 
 _BY_ENVIRONMENT = frozenset({"workers", "prefetch", "low_memory", "pin_memory"})
 
@@ -156,14 +156,14 @@ class Supervisor:
         if self.order.fresh or not self.order.retries or not values:
             return []
         self.lowered.update(values)
-        shown = ", ".join(f"{name} {value}" for name, value in values.items())
+        shown = listed(f"{name} {value}" for name, value in values.items())
         line = say("begins with what worked last: {shown} (--fresh begins as written)", shown=shown)
         self.tell(line)
         return [line]
 
     def _tell_death(self, verdict: Verdict) -> None:
         head = say("{cause} ({sure:.0%} sure)", cause=verdict.cause, sure=verdict.confidence)
-        self.tell(f"{head}: {verdict.summary}")
+        self.tell(say("{name}: {why}", name=head, why=verdict.summary))
         for line in verdict.evidence:
             self.tell(say("  by: {line}", line=line))
         for line in verdict.fix:

@@ -107,10 +107,10 @@ def test_a_small_shm_lowers_prefetch_before_workers() -> None:
 def test_the_batch_shrinks_last_and_accumulation_makes_up() -> None:
     settings = settle(dataset(), room(24 * MB, 32 * GB), Ask(16, effective_batch=64, ranks=2))
     assert (settings.batch_size, settings.accumulation, settings.num_workers) == (
-        4,
-        8,
+        2,
+        16,
         0,
-    )  # two ranks, two batches each, in four fifths of 24 MB
+    )  # two ranks, each with two batches and the samples of a third, in four fifths of 24 MB
     assert settings.effective_batch == 64
     assert "instead of 16" in settings.why["batch_size"]
     assert "ranks = 64" in settings.why["accumulation"]

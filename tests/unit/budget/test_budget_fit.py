@@ -79,7 +79,7 @@ def test_a_smaller_batch_keeps_the_effective_batch() -> None:
     box = with_pool(_shm(0), "ram", 64 * MB, 0, 64 * MB)
     found = largest_settings(Demand(workers=2), batch_of(MB, 48), box)
     assert found is not None and found.num_workers == 0
-    assert (found.batch_size, found.accumulation) == (24, 2) and found.effective_batch == 48
+    assert (found.batch_size, found.accumulation) == (16, 3) and found.effective_batch == 48
 
 
 def test_nothing_helps_a_disk_that_is_full() -> None:

@@ -10,6 +10,7 @@ from boxes import GB, MB
 from hypothesis import given
 from hypothesis import strategies as st
 
+from legroom.budget.crew import Each, least, spare
 from legroom.budget.predict import batch_pages, flights, need, pinned_size, semaphores
 from legroom.model import Loader, Need, Workload
 
@@ -54,7 +55,9 @@ def test_one_large_tensor() -> None:
     assert flights(replace(loader, again=False)) == 10 and flights(loader) == 11 and semaphores(loader) == 40
     found = need(Workload(loaders=(loader,)))
     assert found.shm == 11 * (24 * MB + 4096) + 40 * 4096
-    assert found.ram == found.shm  # tmpfs is memory
+    assert (
+        found.ram == found.shm + 4 * 24 * MB
+    )  # tmpfs is memory, and each worker has the samples of its next batch
 
 
 def test_fifty_small_tensors_take_a_page_each() -> None:
@@ -64,14 +67,20 @@ def test_fifty_small_tensors_take_a_page_each() -> None:
 
 def test_without_workers_there_is_no_shared_memory() -> None:
     found = need(Workload(loaders=(Loader((24 * MB,), workers=0),)))
-    assert found.shm == 0 and found.ram == 48 * MB
+    assert found.shm == 0 and found.ram == (2 + 1) * 24 * MB  # two batches, and the samples of the next
 
 
 def test_our_loader_takes_memory_and_not_shm() -> None:
     loader = Loader((24 * MB,), workers=4, prefetch=2, kind="legroom")
     found = need(Workload(loaders=(loader,)))
     assert found.shm == semaphores(loader) * 4096
-    assert found.ram == found.shm + (2 * 4 + 4 * 2) * (24 * MB + 4096)
+    slot, samples = 24 * MB + 4096, 4 * 24 * MB
+    kept = spare(least(Each(0, 24 * MB, slot), 4))
+    assert found.ram == found.shm + (2 * 4 + 4 * 2) * slot + samples + kept
+    squeezed = need(Workload(loaders=(replace(loader, slots=5),)))
+    assert squeezed.ram == found.shm + 5 * slot + samples + kept
+    more = need(Workload(loaders=(replace(loader, making=50 * MB, slots=5),), worker_ram=10 * MB))
+    assert more.ram >= squeezed.ram + 4 * (26 + 10) * MB
 
 
 def test_a_short_epoch_bounds_what_is_in_flight() -> None:

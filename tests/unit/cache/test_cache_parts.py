@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from legroom.cache import checksum, locks, maps, numa, prefault, room, users
+from legroom.cache.manifest import Damaged
+from legroom.cache.manifest_json import OPENING, from_json
 from legroom.cache.maps import Map
 from legroom.cache.place import stores
 from legroom.cache.plan import plan
@@ -22,6 +24,7 @@ from legroom.cache.work import Work
 from legroom.errors import BadSize, NoRoom, UnsupportedData
 from legroom.formats.protocol import ArraySpec, Description
 from legroom.model import CgroupLevel, Memory, MemoryEvents
+from legroom.words import speak
 
 MB = 1 << 20
 
@@ -265,3 +268,12 @@ def test_time_moves_on_in_lock_files(tmp_path: Path) -> None:
         lock.touch()
     assert abs((tmp_path / "a.lock").stat().st_mtime - time.time()) < 60
     os.close(folder)
+
+
+def test_keys_of_a_manifest_are_no_words_to_translate() -> None:
+    body = b' "format": 1,\n "source": {},\n "options": {},\n "built": {},\n "key": 3\n}\n'
+    whole = OPENING % zlib.crc32(body) + body
+    for language in ("zh", "en"):
+        speak(language)
+        with pytest.raises(Damaged, match=r"^key .* str$"):
+            from_json(whole, "0" * 32)

@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 
+from legroom.columns import cells
 from legroom.errors import MissingPackage
 from legroom.model import Moment, Pool, ProcessRow, Said, Sample
 from legroom.monitor import terminal_rows as rows
 from legroom.monitor.course import Dot
 from legroom.monitor.stream import Stream
 from legroom.monitor.terminal import Terminal, at_the_screen, ready
+from legroom.monitor.terminal_desk import Desk
+from legroom.words import speak
 from watch_runs import GB, HOSTILE, MB, START, moments, samples
 
 pytest.importorskip("textual")
@@ -246,6 +249,27 @@ def test_many_alarms_are_counted() -> None:
     lines = rows.alarm_lines([alarm] * 9, 60, 3)
     assert len(lines) == 3 and lines[-1].plain.endswith("(and 6 more)") and len(lines[-1].plain) <= 60
     assert rows.alarm_lines([], 60, 3)[0].plain == "no alarms"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_chinese_stays_within_its_columns(width: int) -> None:
+    speak("zh")
+    terminal = _fed(290)
+    terminal.tell("日志已满" * 20)
+    desk = Desk(terminal)
+    for _ in range(2):
+        lines = [line.plain for part in desk.lines(width).values() for line in part]
+        assert all(cells(line) <= width for line in lines), lines
+        assert any("警告" in line for line in lines) and any(line.startswith("注意：日志") for line in lines)
+        desk.toggle_cache()
+
+
+def test_figures_stand_under_their_chinese_heads() -> None:
+    speak("zh")
+    head, *lines = [line.plain for line in rows.process_lines(next(samples(1)), "p", 200)]
+    ends = cells(head[: head.index("PSS 时效") + len("PSS 时效")])
+    known = [line for line in lines if " s " in line]
+    assert known and all(cells(line[: line.index(" s ") + 2]) == ends for line in known)
 
 
 # Two threads.

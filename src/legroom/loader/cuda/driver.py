@@ -164,9 +164,9 @@ def open_driver(device: object) -> Driver:
         import torch
     except ImportError as problem:
         raise MissingPackage(
-            "batches on a CUDA device need torch",
+            say("batches on a CUDA device need torch"),
             why=str(problem),
-            fix=("pip install 'legroom[torch]'", "format='numpy' without a device needs no torch"),
+            fix=("pip install 'legroom[torch]'", say("format='numpy' without a device needs no torch")),
         ) from problem
     cuda: Any = torch.cuda
     try:
@@ -177,14 +177,15 @@ def open_driver(device: object) -> Driver:
         ) from problem
     if asked.type != "cuda":
         raise UsageError(
-            say("{device} is no CUDA device", device=asked), fix=("device='cuda', or device=None",)
+            say("{device} is no CUDA device", device=asked), fix=(say("device='cuda', or device=None"),)
         )
     if not cuda.is_available():
-        built = say("built without it") if torch.version.cuda is None else say("and finds no card it can use")
         raise UsageError(
-            "there is no CUDA here",
-            why=say("torch {version} is {built}", version=torch.__version__, built=built),
-            fix=("device=None gives batches in memory", "legroom doctor shows the cards there are"),
+            say("there is no CUDA here"),
+            why=say("torch {version} is built without it", version=torch.__version__)
+            if torch.version.cuda is None
+            else say("torch {version} finds no card that it can use", version=torch.__version__),
+            fix=(say("device=None gives batches in memory"), say("legroom doctor shows the cards there are")),
         )
     try:
         index = cuda.current_device() if asked.index is None else asked.index
@@ -193,7 +194,7 @@ def open_driver(device: object) -> Driver:
             raise UsageError(
                 say("there is no cuda:{index}", index=index),
                 why=say("torch sees {count} devices", count=count),
-                fix=("look at CUDA_VISIBLE_DEVICES",),
+                fix=(say("look at CUDA_VISIBLE_DEVICES"),),
             )
         cuda.init()
     except RuntimeError as problem:  # a fork of a process that used CUDA, a broken driver
@@ -204,12 +205,14 @@ def open_driver(device: object) -> Driver:
 def cannot_use_cuda(why: str) -> UsageError:
     """CUDA is there and this process cannot use it."""
     return UsageError(
-        "this process cannot use CUDA",
+        say("this process cannot use CUDA"),
         why=why,
         fix=(
-            "after CUDA was used, start processes by spawn or forkserver: "
-            "multiprocessing.set_start_method('spawn')",
-            "make the batches in the process that trains; they need no worker processes",
+            say(
+                "after CUDA was used, start processes by spawn or forkserver: "
+                "multiprocessing.set_start_method('spawn')"
+            ),
+            say("make the batches in the process that trains; they need no worker processes"),
         ),
     )
 

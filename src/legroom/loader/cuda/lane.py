@@ -129,7 +129,9 @@ class CudaGatherer(ABC):
         if self._pid != os.getpid():
             raise cannot_use_cuda(say("it was forked from process {pid}, which uses CUDA", pid=self._pid))
         if not self._open:
-            raise UsageError("the batches are closed", why="close() was called", fix=("make them again",))
+            raise UsageError(
+                say("the batches are closed"), why=say("close() was called"), fix=(say("make them again"),)
+            )
 
     @abstractmethod
     def _start(self, rows: NDArray) -> Callable[[], Queued]:

@@ -62,7 +62,9 @@ class ResidentGatherer:
         if self._pid != os.getpid():
             raise cannot_use_cuda(say("it was forked from process {pid}, which uses CUDA", pid=self._pid))
         if not self._open:
-            raise UsageError("the batches are closed", why="close() was called", fix=("make them again",))
+            raise UsageError(
+                say("the batches are closed"), why=say("close() was called"), fix=(say("make them again"),)
+            )
         parts: dict[str, torch.Tensor] = {}
         # Tensors made here are ordinary ones: a batch made under ``inference_mode`` may be trained on.
         with torch.inference_mode(False):
@@ -148,8 +150,8 @@ def _copy(driver: Driver, column: NDArray, kind: Rows, rest: int) -> torch.Tenso
                 "{size} are still to be copied, {free} of {total} are free and {left} must stay so for the training",
                 size=format_size(rest), free=format_size(free), total=format_size(total), left=format_size(left),
             ),
-            fix=("leave out resident=True: the GPU gathers from shared memory at the speed of PCIe",
-                 "name fewer arrays: keys=(…)"),
+            fix=(say("leave out resident=True: the GPU gathers from shared memory at the speed of PCIe"),
+                 say("name fewer arrays: keys=(…)")),
         )  # fmt: skip
     contiguous = column if column.flags.c_contiguous else np.ascontiguousarray(column)
     with warnings.catch_warnings():
@@ -162,7 +164,7 @@ def _copy(driver: Driver, column: NDArray, kind: Rows, rest: int) -> torch.Tenso
         raise NoRoom(
             say("the arrays do not fit the memory of {device}", device=driver.device),
             why=str(problem).partition("\n")[0],
-            fix=("leave out resident=True",),
+            fix=(say("leave out resident=True"),),
         ) from problem
 
 

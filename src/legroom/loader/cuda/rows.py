@@ -65,6 +65,6 @@ def rows_of(name: str, column: NDArray) -> Rows:
         raise UnsupportedData(
             say("{name} cannot be on a CUDA device", name=name),
             why=say("torch {version} has no type for {dtype}", version=torch.__version__, dtype=column.dtype),
-            fix=("leave it out: keys=(…)", "format='numpy' gives it as it is"),
+            fix=(say("leave it out: keys=(…)"), say("format='numpy' gives it as it is")),
         ) from problem
     return Rows(len(column), shape, prod(shape) * column.dtype.itemsize, dtype)

@@ -126,7 +126,7 @@ def _raised(name: str, told: dict[str, Any]) -> DatasetFailed:
     lines = told["tail"] or [error["message"], error.get("why")]
     return DatasetFailed(
         say("drawing a batch from {name} failed", name=name),
-        why="\n       ".join(line for line in lines if line),
+        why="\n".join(line for line in lines if line),
         fix=tuple(error["fix"]),
     )
 
@@ -152,7 +152,7 @@ def _died(
     else:
         how = say("it ended with exit status {status} before it gave a batch", status=status)
         fix = say("a module that exits while it is imported needs an `if __name__ == '__main__':` guard")
-    said = "".join(f"\n       {line}" for line in words)
+    said = "".join(f"\n{line}" for line in words)
     return DatasetFailed(say("drawing a batch from {name} failed", name=name), why=how + said, fix=(fix,))
 
 

@@ -24,6 +24,7 @@ from legroom.errors import DatasetFailed, LegroomError
 from legroom.loader.measure.measuring import FIX, measure
 from legroom.loader.measure.named import resolve
 from legroom.loader.tune.attempt import attempt
+from legroom.words import say
 
 _TAIL = 5  # lines of a traceback that say where it came from
 
@@ -40,7 +41,7 @@ def main(request: str, answer: str) -> None:
         cause = problem.__cause__
         told = {"error": problem.as_dict(), "tail": _tail(cause) if cause else []}
     except BaseException as problem:  # SystemExit too: a script may exit while it is imported
-        told = {"error": DatasetFailed(str(problem), fix=(FIX,)).as_dict(), "tail": _tail(problem)}
+        told = {"error": DatasetFailed(str(problem), fix=(say(FIX),)).as_dict(), "tail": _tail(problem)}
     scratch = Path(answer + ".part")
     scratch.write_text(json.dumps(told), encoding="utf-8")
     scratch.replace(answer)

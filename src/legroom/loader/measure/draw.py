@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from legroom.loader.measure.contents import contents
 from legroom.loader.tune.clock import Clock
 
 _MOST = 1 << 16  # of an order drawn up in advance
@@ -29,10 +30,13 @@ class Drawn:
     spread: float = 0.0  # standard deviation of seconds, as a share of their mean
 
 
-def draw(dataset: Any, rows: int | None, *, together: int, samples: int, seconds: float) -> Drawn:
+def draw(
+    dataset: Any, rows: int | None, *, together: int, samples: int, seconds: float, room: int | None = None
+) -> Drawn:
     """Up to ``samples`` samples, or as many as come within ``seconds``; at least one, if there is one.
 
-    The first draw opens files and fills caches: it warms up and is not timed, unless it is the only one.
+    The first draw opens files and fills caches: it warms up and is not timed, unless it is the only one. No more are
+    drawn than take a quarter of ``room`` bytes, going by the first: all are kept, and looking must not be the crash.
     """
     deadline = time.monotonic() + seconds
     drawn: list[Any] = []
@@ -41,6 +45,8 @@ def draw(dataset: Any, rows: int | None, *, together: int, samples: int, seconds
     start = Clock.now()
     while len(drawn) < samples and (not drawn or time.monotonic() < deadline):
         if len(laps) == 1:
+            if room is not None:
+                samples = min(samples, max(1, room // 4 // _size(drawn)))
             start = Clock.now()
         before = time.perf_counter()
         some = next(source, None)
@@ -57,6 +63,12 @@ def draw(dataset: Any, rows: int | None, *, together: int, samples: int, seconds
     walls = [wall / number for wall, number in timed if number]
     spread = statistics.pstdev(walls) / statistics.fmean(walls) if sum(walls) else 0.0
     return Drawn(drawn, each, cpu, max(0.0, each - cpu), spread)
+
+
+def _size(drawn: list[Any]) -> int:
+    """Bytes of one of them, on average."""
+    found = [contents(sample) for sample in drawn]
+    return max(1, sum(sum(one.tensors) + one.other for one in found) // len(found))
 
 
 def length(dataset: Any) -> int | None:

@@ -14,15 +14,15 @@ from legroom.errors import DatasetFailed, UsageError
 from legroom.loader.measure.apart import measure_dataset
 from legroom.loader.measure.contents import contents
 from legroom.loader.measure.draw import Drawn, draw, is_iterable, length
-from legroom.loader.measure.private import private_bytes
+from legroom.loader.measure.private import free_bytes, idle_worker, private_bytes
 from legroom.loader.tune.clock import Clock
 from legroom.loader.tune.transport import Kind, measure_transport
 from legroom.model import Measured
-from legroom.words import say
+from legroom.words import phrase, say
 
 __all__ = ["FIX", "measure", "measure_dataset"]
 
-FIX = say("make dataset[0] and one collated batch work on their own first")
+FIX = phrase("make dataset[0] and one collated batch work on their own first")
 _AGAIN, _SECONDS = 5, 0.25  # a quick collate is timed again, because the first imports and warms up
 
 
@@ -40,20 +40,22 @@ def measure(
     ``transport`` also measures, with a real worker, what a batch costs on its way through that kind of loader.
     """
     check_batch(batch_size)
-    if collate_fn is None:
-        from torch.utils.data import default_collate
+    from torch.utils.data import default_collate
 
+    if collate_fn is None:
         collate_fn = default_collate
+    idle = idle_worker()
     drawn, rows = _samples(dataset, batch_size, samples, seconds)
     members = [drawn.samples[number % len(drawn.samples)] for number in range(batch_size)]
     batch, collate_seconds = _collated(collate_fn, members)
     found, each = contents(batch), [contents(sample) for sample in drawn.samples]
+    sample_bytes = sum(sum(one.tensors) + one.other for one in each) // len(each)
     way = None
     if transport is not None and found.unsendable is None:
         way = measure_transport(members, collate_fn, transport, sum(found.storages), collate_seconds)
     return Measured(
         tensors=found.storages,
-        sample_bytes=sum(sum(one.tensors) + one.other for one in each) // len(each),
+        sample_bytes=sample_bytes,
         sample_seconds=drawn.seconds,
         cpu_seconds=drawn.cpu,
         wait_seconds=drawn.wait,
@@ -68,6 +70,9 @@ def measure(
         unsendable=found.unsendable,
         transport=way,
         process_ram=private_bytes(),
+        idle_worker=idle,
+        # torch's own collate stacks where the batch travels; another's result is there beside the samples first.
+        making=sample_bytes * batch_size + (0 if collate_fn is default_collate else sum(found.storages)),
     )
 
 
@@ -84,12 +89,14 @@ def check_batch(batch_size: object) -> None:
 def _samples(dataset: Any, batch_size: int, samples: int, seconds: float) -> tuple[Drawn, int | None]:
     try:
         rows = length(dataset)
-        drawn = draw(dataset, rows, together=batch_size, samples=samples, seconds=seconds)
+        drawn = draw(
+            dataset, rows, together=batch_size, samples=samples, seconds=seconds, room=free_bytes("legroom")
+        )
     except Exception as problem:  # whatever the user's own code raises
         raise _failed(say("drawing a sample from the dataset failed"), problem) from problem
     if not drawn.samples:
         raise DatasetFailed(
-            say("the dataset gave no sample"), why=say("its length is {rows}", rows=rows), fix=(FIX,)
+            say("the dataset gave no sample"), why=say("its length is {rows}", rows=rows), fix=(say(FIX),)
         )
     return drawn, rows
 
@@ -112,7 +119,7 @@ def _collated(collate_fn: Callable[[Any], Any], members: list[Any]) -> tuple[Any
 
 def _failed(what: str, problem: Exception) -> DatasetFailed:
     why = say("{kind}: {text}", kind=type(problem).__name__, text=problem)
-    return DatasetFailed(what, why=why, fix=(FIX,))
+    return DatasetFailed(what, why=why, fix=(say(FIX),))
 
 
 def _source_words(drawn: int, batch_size: int) -> str:

@@ -47,7 +47,7 @@ def _module(home: str) -> Any:
     name = path.stem
     described = importlib.util.spec_from_file_location(name, path)
     if described is None or described.loader is None:
-        raise ImportError(f"cannot import {home}")
+        raise ImportError(say("cannot import {home}", home=home))
     module = importlib.util.module_from_spec(described)
     sys.path.insert(0, str(path.parent))
     sys.modules[name] = module
@@ -74,7 +74,13 @@ def resolve(spec: str, collate: str | None) -> Found:
     if isinstance(thing, DataLoader):
         return Found(thing.dataset, chosen or thing.collate_fn)
     if not _draws(thing):
-        raise TypeError(f"{spec} is a {type(thing).__name__}, which has neither __getitem__ nor __iter__")
+        raise TypeError(
+            say(
+                "{spec} is a {kind}, which has neither __getitem__ nor __iter__",
+                spec=spec,
+                kind=type(thing).__name__,
+            )
+        )
     return Found(thing, chosen)
 
 

@@ -6,6 +6,12 @@ Covers: its private memory, shared-memory files left out; the room for a few bat
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
+import warnings
+from typing import Any
+
+from legroom.cache.maps import libc
 from legroom.probe.host import Host
 from legroom.probe.memory import memory, ram_pool
 from legroom.probe.shm import shm_room
@@ -26,6 +32,42 @@ def private_bytes() -> int | None:
     except (OSError, ValueError, IndexError):
         return None
     return total
+
+
+def idle_worker() -> int | None:
+    """What a worker takes before it draws a sample, asked of a real one; None where that cannot be had.
+
+    Where workers are not forked each is an interpreter of its own, with all that this one holds at the most.
+    """
+    from torch.utils.data import DataLoader
+
+    if start_method() != "fork":
+        return private_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # 3.12 on warns of forking with threads
+        asked: Any = range(2)
+        try:
+            held: list[int | None] = list(DataLoader(asked, num_workers=1, collate_fn=_held))
+        except RuntimeError:
+            return None
+        return held[-1]  # by its second batch it has written what it will write
+
+
+def _held(_: object) -> int | None:
+    return private_bytes()
+
+
+def give_back() -> None:
+    """Have the C library return what was freed: it would keep it, and nobody else could have it."""
+    trim = getattr(libc(), "malloc_trim", None) if sys.platform == "linux" else None  # glibc's alone
+    if trim is not None:
+        trim(0)
+
+
+def start_method(context: Any = None) -> str:
+    """How workers will start; asked so that nothing is settled by asking."""
+    asked: Any = multiprocessing if context is None else context
+    return asked.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 def free_bytes(kind: str) -> int | None:

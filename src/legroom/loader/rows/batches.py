@@ -27,6 +27,7 @@ from legroom.loader.rows.ranks import process_group, rank_and_world
 from legroom.loader.rows.settings import BatchSettings, whole_number
 from legroom.loader.rows.share import Share, Step
 from legroom.loader.rows.state import Place, as_dict, fingerprint, from_dict
+from legroom.words import say
 
 if TYPE_CHECKING:
     from legroom.loader.open import Data
@@ -163,7 +164,10 @@ class _Loop:
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
-            "a loop over batches cannot be pickled",
-            why="it is in the middle of an epoch of this process",
-            fix=("keep batches.state_dict() and load it there", "send the data: they are attached by name"),
+            say("a loop over batches cannot be pickled"),
+            why=say("it is in the middle of an epoch of this process"),
+            fix=(
+                say("keep batches.state_dict() and load it there"),
+                say("send the data: they are attached by name"),
+            ),
         )

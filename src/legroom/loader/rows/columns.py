@@ -15,7 +15,7 @@ from legroom.cache.ragged import Ragged
 from legroom.errors import UnsupportedData, UsageError
 from legroom.formats.selection import Selection
 from legroom.loader.rows.gather import Column
-from legroom.words import say
+from legroom.words import joined, listed, say
 
 if TYPE_CHECKING:
     from legroom.cache.dataset import Data
@@ -35,8 +35,8 @@ def columns_of(data: Data, keys: str | Iterable[str] | None) -> dict[str, Column
             refused[name] = problem.why
     if refused:
         raise UnsupportedData(
-            say("not every column can be in a batch: {names}", names=", ".join(refused)),
-            why="; ".join(say("{name}: {why}", name=name, why=why) for name, why in refused.items()),
+            say("not every column can be in a batch: {names}", names=listed(refused)),
+            why=joined(say("{name}: {why}", name=name, why=why) for name, why in refused.items()),
             fix=(_name_them(found),),
         )
     _one_length(found)
@@ -67,8 +67,8 @@ def _column(data: Data, name: str) -> Column:
         return value
     raise UnsupportedData(
         say("{name} has no rows", name=name),
-        why="it is a single value",
-        fix=("name the columns of the batch: keys=('images', 'labels')",),
+        why=say("it is a single value"),
+        fix=(say("name the columns of the batch: keys=('images', 'labels')"),),
     )
 
 
@@ -78,9 +78,9 @@ def _one_length(columns: Mapping[str, Column]) -> None:
         return
     common = max(lengths.values(), key=list(lengths.values()).count, default=0)
     raise UsageError(
-        "these columns have no common number of rows",
-        why=", ".join(say("{name} has {rows}", name=name, rows=rows) for name, rows in lengths.items())
-        or "there is no column at all",
+        say("these columns have no common number of rows"),
+        why=listed(say("{name} has {rows}", name=name, rows=rows) for name, rows in lengths.items())
+        or say("there is no column at all"),
         fix=(_name_them([name for name, rows in lengths.items() if rows == common]),),
     )
 

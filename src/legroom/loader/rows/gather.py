@@ -19,6 +19,7 @@ import numpy as np
 
 from legroom.cache.ragged import Ragged
 from legroom.loader.rows.buffers import Buffers
+from legroom.words import say
 
 NDArray = np.ndarray[Any, Any]
 Column = NDArray | Ragged
@@ -64,7 +65,7 @@ class HostGatherer:
     def __init__(
         self, columns: Mapping[str, Column], batch_size: int, tensor: Callable[[NDArray], Any] | None
     ) -> None:
-        self.why = "no device was asked for"
+        self.why = say("no device was asked for")
         self._takers = {name: _taker(column, batch_size, tensor) for name, column in columns.items()}
 
     def gather(self, rows: NDArray) -> Batch:

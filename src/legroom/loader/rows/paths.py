@@ -14,7 +14,7 @@ import numpy as np
 from legroom.errors import UnsupportedData
 from legroom.loader.rows.gather import Batch, Column, Gatherer, HostGatherer, torch_holds
 from legroom.loader.rows.settings import BatchSettings
-from legroom.words import say
+from legroom.words import listed, say
 
 if TYPE_CHECKING:
     from legroom.cache.dataset import Data
@@ -37,10 +37,10 @@ def gatherer_for(data: Data, columns: Mapping[str, Column], settings: BatchSetti
             say(
                 "none of the columns can be on {device}: {names}",
                 device=settings.device,
-                names=", ".join(columns),
+                names=listed(columns),
             ),
-            why="rows of different lengths, texts and dates stay in memory",
-            fix=("leave device out", "or name a column of numbers: keys=(…)"),
+            why=say("rows of different lengths, texts and dates stay in memory"),
+            fix=(say("leave device out"), say("or name a column of numbers: keys=(…)")),
         )
     on_device = _on_device(data, movable, settings)
     rest = {name: column for name, column in columns.items() if name not in movable}

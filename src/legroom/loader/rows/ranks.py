@@ -33,13 +33,13 @@ def rank_and_world(
         if rank is None or world_size is None:
             raise UsageError(
                 say("rank={rank} and world_size={world} say half", rank=rank, world=world_size),
-                why="a rank's part of the data depends on both",
+                why=say("a rank's part of the data depends on both"),
                 fix=(
-                    "give both",
-                    "or neither: torch.distributed or the launcher's environment is asked then",
+                    say("give both"),
+                    say("or neither: torch.distributed or the launcher's environment is asked then"),
                 ),
             )
-        return _checked(rank, world_size, "the arguments rank and world_size")
+        return _checked(rank, world_size, say("the arguments rank and world_size"))
     if group is not None:
         return _checked(*group, "torch.distributed")
     for rank_name, world_name in LAUNCHERS:
@@ -63,8 +63,8 @@ def _number(text: str, name: str) -> int:
     except ValueError:
         raise UsageError(
             say("{name}={text!r} is no number", name=name, text=text),
-            why="the rank and the world size are taken from the launcher's environment",
-            fix=(say("unset {name}", name=name), "or give rank and world_size"),
+            why=say("the rank and the world size are taken from the launcher's environment"),
+            fix=(say("unset {name}", name=name), say("or give rank and world_size")),
         ) from None
 
 
@@ -73,6 +73,6 @@ def _checked(rank: int, world_size: int, where: str) -> tuple[int, int]:
         raise UsageError(
             say("there is no rank {rank} of {world}", rank=rank, world=world_size),
             why=say("{where} say so; ranks count from 0 to world_size - 1", where=where),
-            fix=("give rank and world_size that go together",),
+            fix=(say("give rank and world_size that go together"),),
         )
     return rank, world_size

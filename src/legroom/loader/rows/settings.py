@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from legroom.errors import MissingPackage, UsageError
 from legroom.loader.rows.share import UNEVEN, Uneven
-from legroom.words import say
+from legroom.words import listed, say
 
 FORMATS = ("torch", "numpy")
 _WORD = 1 << 64  # seeds and epochs are words of the generator's key
@@ -52,28 +52,30 @@ class BatchSettings:
             if value not in known:
                 raise UsageError(
                     say("{name}={value!r} is not known", name=name, value=value),
-                    why=say("{name} is one of {known}", name=name, known=", ".join(known)),
+                    why=say("{name} is one of {known}", name=name, known=listed(known)),
                     fix=(say("{name}={first!r}", name=name, first=known[0]),),
                 )
         if self.transform is not None and not callable(self.transform):
             raise UsageError(
                 say("transform={value!r} cannot be called", value=self.transform),
-                why="transform is a function of a batch, which is a dict of its columns",
-                fix=("transform=lambda batch: {**batch, 'images': batch['images'] / 255}",),
+                why=say("transform is a function of a batch, which is a dict of its columns"),
+                fix=(say("transform=lambda batch: {**batch, 'images': batch['images'] / 255}"),),
             )
         if self.resident and self.on_host:
             raise UsageError(
-                "resident=True needs a device",
-                why="it keeps the arrays in the memory of a GPU; in this machine's memory they are already",
-                fix=("device='cuda', resident=True", "or leave resident out"),
+                say("resident=True needs a device"),
+                why=say(
+                    "it keeps the arrays in the memory of a GPU; in this machine's memory they are already"
+                ),
+                fix=("device='cuda', resident=True", say("or leave resident out")),
             )
         if self.format == "torch":
             _need_torch()
         elif not self.on_host:
             raise UsageError(
                 say("format={format!r} has no batches on {device}", format=self.format, device=self.device),
-                why="numpy arrays lie in this machine's memory",
-                fix=("format='torch'", "or leave device out"),
+                why=say("numpy arrays lie in this machine's memory"),
+                fix=("format='torch'", say("or leave device out")),
             )
 
 
@@ -97,7 +99,7 @@ def _need_torch() -> None:
         import torch  # noqa: F401
     except ImportError as problem:
         raise MissingPackage(
-            "batches of tensors need torch",
+            say("batches of tensors need torch"),
             why=str(problem),
-            fix=("format='numpy' gives batches of arrays", "pip install 'legroom[torch]'"),
+            fix=(say("format='numpy' gives batches of arrays"), "pip install 'legroom[torch]'"),
         ) from problem

@@ -16,7 +16,7 @@ from typing import Any
 from legroom.errors import UsageError
 from legroom.loader.rows.gather import Column
 from legroom.model import Entry
-from legroom.words import say
+from legroom.words import listed, phrase, say
 
 VERSION = 1
 
@@ -43,12 +43,8 @@ class Place:
 def fingerprint(entry: Entry, columns: Mapping[str, Column], *, shuffle: bool, seed: int) -> Fingerprint:
     """Of these columns of this data under this order."""
     shown = sorted(
-        say(
-            "{name} {kind}{shape}",
-            name=name,
-            kind=getattr(column, "dtype", "ragged"),
-            shape=list(column.shape),
-        )
+        # Compared with states of other runs, whatever language they spoke.
+        f"{name} {getattr(column, 'dtype', 'ragged')}{list(column.shape)}"
         for name, column in columns.items()
     )
     digest = f"{entry.hash}:{entry.digest}" if entry.digest is not None else None
@@ -64,25 +60,49 @@ def from_dict(state: Mapping[str, Any], here: Fingerprint) -> Place:
     """The place that a state names, if it is one of ``here``."""
     wanted = {"version", "epoch", "position", *asdict(here)}
     if not isinstance(state, Mapping) or not wanted <= state.keys():
-        raise _refused("this is no state of batches", "a state_dict() of batches has the fields {fields}",
-                       "load what state_dict() gave", fields=", ".join(sorted(wanted)))  # fmt: skip
+        raise _refused(
+            phrase("this is no state of batches"),
+            phrase("a state_dict() of batches has the fields {fields}"),
+            phrase("load what state_dict() gave"),
+            fields=listed(sorted(wanted)),
+        )
     if state["version"] != VERSION:
-        raise _refused("the state has version {version}", "this is Legroom of version {ours} states",
-                       "load it with the Legroom that made it", version=state["version"], ours=VERSION)  # fmt: skip
+        raise _refused(
+            phrase("the state has version {version}"),
+            phrase("this is Legroom of version {ours} states"),
+            phrase("load it with the Legroom that made it"),
+            version=state["version"],
+            ours=VERSION,
+        )
     for name in ("rows", "digest", "columns"):
         if not _agree(name, state, here):
-            raise _refused("the state belongs to other data",
-                           "its {name}: {theirs}; here: {ours}", "open the data that it was taken from",
-                           name=name, theirs=state[name], ours=getattr(here, name))  # fmt: skip
+            raise _refused(
+                phrase("the state belongs to other data"),
+                phrase("its {name}: {theirs}; here: {ours}"),
+                phrase("open the data that it was taken from"),
+                name=name,
+                theirs=state[name],
+                ours=getattr(here, name),
+            )
     for name in ("shuffle", "seed"):
         if state[name] != getattr(here, name):
-            raise _refused("the state belongs to another order", "it has {name}={theirs}, these batches {name}={ours}",
-                           "batches(…, {name}={theirs}) goes on where it stopped",
-                           name=name, theirs=state[name], ours=getattr(here, name))  # fmt: skip
+            raise _refused(
+                phrase("the state belongs to another order"),
+                phrase("it has {name}={theirs}, these batches {name}={ours}"),
+                phrase("batches(…, {name}={theirs}) goes on where it stopped"),
+                name=name,
+                theirs=state[name],
+                ours=getattr(here, name),
+            )
     if state["epoch"] < 0 or not 0 <= state["position"] <= here.rows:
-        raise _refused("the state is damaged", "epoch {epoch}, position {position} of {rows} rows",
-                       "load what state_dict() gave", epoch=state["epoch"], position=state["position"],
-                       rows=here.rows)  # fmt: skip
+        raise _refused(
+            phrase("the state is damaged"),
+            phrase("epoch {epoch}, position {position} of {rows} rows"),
+            phrase("load what state_dict() gave"),
+            epoch=state["epoch"],
+            position=state["position"],
+            rows=here.rows,
+        )
     return Place(state["epoch"], state["position"])
 
 

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from legroom.formats.packages import require
+from legroom.words import say
 
 
 def iterable_class(plain: Any) -> Any:
@@ -21,7 +22,7 @@ def iterable_class(plain: Any) -> Any:
 @cache
 def torch_class(plain: Any) -> Any:
     """``plain`` and torch's IterableDataset in one class."""
-    data = require("torch.utils.data", "torch", "streams as torch datasets")
+    data = require("torch.utils.data", "torch", say("streams as torch datasets"))
     return type(plain.__name__, (plain, data.IterableDataset), {"__module__": plain.__module__})
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from legroom.errors import UnsupportedData, UsageError
 from legroom.formats.packages import require
-from legroom.words import say
+from legroom.words import listed, say
 
 Format = Literal["arrow", "numpy", "torch", "python"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -30,10 +30,10 @@ def converter(form: Format) -> Callable[[Any], Any]:
     if form not in FORMATS:
         raise UsageError(
             say("format={form!r} is none of the formats", form=form),
-            fix=(say("one of: {names}", names=", ".join(FORMATS)),),
+            fix=(say("one of: {names}", names=listed(FORMATS)),),
         )
     if form == "torch":
-        require("torch", "torch", "batches as tensors")
+        require("torch", "torch", say("batches as tensors"))
         return lambda batch: {name: _tensor(name, batch.column(name)) for name in batch.schema.names}
     if form == "numpy":
         return lambda batch: {name: _array(name, batch.column(name)) for name in batch.schema.names}
@@ -48,7 +48,7 @@ def object_bytes(batch: Any) -> int:
 
 
 def _cells(column: Any) -> int:
-    types = require("pyarrow", "parquet", "Arrow data").types
+    types = require("pyarrow", "parquet", say("Arrow data")).types
     kind = column.type
     if types.is_struct(kind):
         return sum(_cells(child) for child in column.flatten()) + len(column)
@@ -59,7 +59,7 @@ def _cells(column: Any) -> int:
 
 def _array(name: str, column: Any) -> Any:
     """A numpy array; a list of them for rows of differing lengths, a dictionary of them for a struct."""
-    arrow = require("pyarrow", "parquet", "Arrow data")
+    arrow = require("pyarrow", "parquet", say("Arrow data"))
     types, kind = arrow.types, column.type
     if types.is_dictionary(kind):
         return _array(name, column.dictionary_decode())
@@ -107,7 +107,10 @@ def _as_tensor(name: str, value: Any) -> Any:
         raise UnsupportedData(
             say("column {name!r} cannot be a tensor", name=name),
             why=say("torch has no {dtype}", dtype=value.dtype),
-            fix=("leave it out: columns=[…]", "or take format='numpy' and convert it as you mean it"),
+            fix=(
+                say("leave it out: columns=[…]"),
+                say("or take format='numpy' and convert it as you mean it"),
+            ),
         ) from problem
 
 
@@ -132,6 +135,6 @@ def _require_whole(name: str, column: Any) -> None:
             why=say("{kind} has no value that means missing, and none is made up", kind=column.type),
             fix=(
                 say('leave such rows out: filters=pyarrow.compute.field({name!r}).is_valid()', name=name),
-                "or take format='arrow' and fill them as you mean it",
+                say("or take format='arrow' and fill them as you mean it"),
             ),
         )  # fmt: skip

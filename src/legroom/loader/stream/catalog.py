@@ -44,7 +44,7 @@ class DataFile:
             raise SourceChanged(
                 say("{path} changed since the stream was made", path=self.path),
                 why=say("it has {now} bytes, it had {then}", now=found.st_size, then=self.size),
-                fix=("make the stream again once nobody writes to its files",),
+                fix=(say("make the stream again once nobody writes to its files"),),
             )
 
 
@@ -138,7 +138,7 @@ def _identify(path: Path) -> DataFile:
             if not isinstance(reader, ArrowReader):
                 raise UnknownFormat(
                     say("{path} is neither Parquet nor Arrow", path=path),
-                    why="only files of tables can be streamed",
+                    why=say("only files of tables can be streamed"),
                     fix=(say("open it as arrays: legroom.open({path!r}).batches(…)", path=str(path)),),
                 )
         kind = "arrow-stream"
@@ -155,8 +155,8 @@ def _chosen(schema: Any, columns: str | Iterable[str] | None, path: Path) -> tup
     if not taken or len(set(taken)) != len(taken):
         raise UsageError(
             say("columns={columns!r} is no choice of columns", columns=columns),
-            why="it must name at least one column, and none twice",
-            fix=("leave columns out to take all of them",),
+            why=say("it must name at least one column, and none twice"),
+            fix=(say("leave columns out to take all of them"),),
         )
     for name in taken:
         if name not in names:
@@ -164,8 +164,8 @@ def _chosen(schema: Any, columns: str | Iterable[str] | None, path: Path) -> tup
         if names.count(name) > 1:
             raise UnsupportedData(
                 say("{path} has two columns named {name!r}", path=path, name=name),
-                why="a batch is a mapping of names to columns",
-                fix=("rename one of them", "or name other columns: columns=[…]"),
+                why=say("a batch is a mapping of names to columns"),
+                fix=(say("rename one of them"), say("or name other columns: columns=[…]")),
             )
     return taken
 
@@ -189,5 +189,5 @@ def _require_same(needed: Any, origin: Path, schema: Any, path: Path) -> None:
                     "it is {here} in {path} and {there} in {origin}",
                     here=here, path=path, there=field.type, origin=origin,
                 ),
-                fix=("write the files with one schema", "or leave the column out: columns=[…]"),
+                fix=(say("write the files with one schema"), say("or leave the column out: columns=[…]")),
             )  # fmt: skip

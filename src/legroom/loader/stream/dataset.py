@@ -32,6 +32,7 @@ from legroom.loader.stream.shard import (
     rank_stretch,
     worker_stretch,
 )
+from legroom.words import say
 
 THREADS_FROM = 128 << 20  # below, what threads keep for themselves would be too much of the bound
 
@@ -67,9 +68,9 @@ class Stream:
     def __len__(self) -> int:
         if self.catalog.condition is not None and not self._counted:
             raise NoLength(
-                "the number of batches is not known",
-                why="only reading tells how many rows pass the filters",
-                fix=("loop over it", "len() is known without filters"),
+                say("the number of batches is not known"),
+                why=say("only reading tells how many rows pass the filters"),
+                fix=(say("loop over it"), say("len() is known without filters")),
             )
         settings = self.settings
         first, last = rank_stretch(sum(self._sizes), settings.rank, settings.world_size, settings.uneven)

@@ -42,10 +42,23 @@ def stream(
     drop_last: bool = False,
     shuffle_groups: bool | None = None,
 ) -> Stream:
-    """Batches of rows from Parquet and Arrow files, within ``memory``; see docs/stream.md.
+    """Batches of rows from Parquet and Arrow files, within a bound of memory that is kept.
 
-    ``paths`` is a file, a directory, a pattern or a list of them. ``shuffle_groups`` shuffles the order of files and
-    row groups (None: when there is a ``shuffle_buffer``), ``shuffle_buffer`` rows are shuffled among themselves.
+    Args:
+        paths: A file, a directory, a pattern, or a list of them.
+        columns: The columns to read, in the order wanted; None reads all.
+        batch_size: Rows a batch; only a rank's last one may have fewer.
+        memory: What this process may grow by while it loops, as bytes or ``"256MB"``.
+        shuffle_buffer: So many consecutive rows are shuffled among themselves; 0: none.
+        seed: Of every order.
+        epoch: The epoch's number; None: every new loop has the next one.
+        filters: As for ``pyarrow.parquet.read_table``.
+        format: ``"arrow"``, ``"numpy"``, ``"torch"`` or ``"python"``: what a batch is.
+        rank: This process's part of the rows; None: torch.distributed's, or the launcher's.
+        world_size: How many parts there are; None: likewise.
+        uneven: What becomes of rows that do not divide among the ranks: ``"pad"``, ``"drop"`` or ``"all"``.
+        drop_last: Leave out a batch smaller than ``batch_size``.
+        shuffle_groups: Shuffle the order of files and row groups; None: where there is a shuffle buffer.
     """
     rank, world_size = rank_and_world(rank, world_size, os.environ, process_group())
     settings = StreamSettings(

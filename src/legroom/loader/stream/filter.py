@@ -17,7 +17,7 @@ from legroom.errors import MissingKey, UsageError
 from legroom.formats.packages import require
 from legroom.formats.selection import missing_key
 from legroom.formats.table import arrow_trouble
-from legroom.words import say
+from legroom.words import listed, say
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Filter:
 
     def rows(self, batch: Any) -> Any:
         """The rows of a record batch that pass, as one record batch."""
-        arrow = require("pyarrow", "parquet", "Arrow data")
+        arrow = require("pyarrow", "parquet", say("Arrow data"))
         kept = arrow.Table.from_batches([batch]).filter(self.expression).combine_chunks().to_batches()
         return kept[0] if kept else batch.slice(0, 0)
 
@@ -54,12 +54,12 @@ def column_error(name: str, names: Iterable[str], where: Path) -> MissingKey:
     """The error for a column that is not there, with the nearest name."""
     found = missing_key(name, names, where)
     return MissingKey(
-        found.what, why=found.why, fix=(*found.fix[:-1], "leave columns out to take all of them")
+        found.what, why=found.why, fix=(*found.fix[:-1], say("leave columns out to take all of them"))
     )
 
 
 def _expression(filters: Any, schema: Any, where: Path) -> Any:
-    compute = require("pyarrow.compute", "parquet", "Arrow data")
+    compute = require("pyarrow.compute", "parquet", say("Arrow data"))
     if isinstance(filters, compute.Expression):
         return filters
     try:
@@ -88,10 +88,12 @@ def _looks_at(expression: Any, nothing: Any, name: str) -> bool:
 def _refused(filters: Any, why: str, schema: Any) -> UsageError:
     return UsageError(
         say("filters={filters!r} cannot be used", filters=filters),
-        why=say("{why}; the columns are {names}", why=why, names=", ".join(schema.names[:20])),
+        why=say("{why}; the columns are {names}", why=why, names=listed(schema.names[:20])),
         fix=(
-            'write them like [("label", "==", 3), ("split", "in", ["train"])], lists of such lists mean "or"',
-            'or as an Arrow expression: pyarrow.compute.field("label") == 3',
+            say(
+                'write them like [("label", "==", 3), ("split", "in", ["train"])], lists of such lists mean "or"'
+            ),
+            say('or as an Arrow expression: pyarrow.compute.field("label") == 3'),
         ),
     )
 
@@ -100,7 +102,7 @@ def groups_worth_reading(path: Path, expression: Any, groups: set[int]) -> set[i
     """The row groups of a Parquet file that may hold a row that passes, by their statistics."""
     dataset = require("pyarrow.dataset", "parquet", "Parquet")
     local = require("pyarrow.fs", "parquet", "Parquet").LocalFileSystem()
-    with arrow_trouble(path, "the statistics of its row groups"):
+    with arrow_trouble(path, say("the statistics of its row groups")):
         fragment = dataset.ParquetFileFormat().make_fragment(str(path), filesystem=local)
         kept = fragment.subset(expression, schema=fragment.physical_schema).row_groups
         return {group.id for group in kept} & groups

@@ -28,10 +28,10 @@ _FILE = b"ARROW1"
 
 def look(path: Path) -> tuple[Any, list[int]]:
     """The schema, and the rows of each record batch; of a stream, which is one group, all rows."""
-    arrow = require("pyarrow", "parquet", "Arrow IPC")
+    arrow = require("pyarrow", "parquet", say("Arrow IPC"))
     with SourceFile(path) as source:
         is_file = source.read_at(0, len(_FILE)) == _FILE
-        with arrow_trouble(path, "its schema"), arrow.OSFile(str(path), "rb") as file:
+        with arrow_trouble(path, say("its schema")), arrow.OSFile(str(path), "rb") as file:
             schema = (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(file).schema
         layout = read_layout(source)
     return schema, [batch.rows for batch in layout.batches] if is_file else [layout.rows]
@@ -43,13 +43,13 @@ class IpcSource:
     def __init__(self, path: Path, columns: Sequence[str], steps: Steps) -> None:
         self.path = path
         self._columns, self._steps = list(columns), steps
-        self._arrow = require("pyarrow", "parquet", "Arrow IPC")
+        self._arrow = require("pyarrow", "parquet", say("Arrow IPC"))
         with SourceFile(path) as source:
             self._is_file = source.read_at(0, len(_FILE)) == _FILE
             self._layout = read_layout(source)
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        with arrow_trouble(path, "its schema"):
+        with arrow_trouble(path, say("its schema")):
             self._schema = self._reader(None).schema
             fields = [self._schema.get_field_index(name) for name in self._columns]
             self._options = self._arrow.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
@@ -111,8 +111,10 @@ class IpcSource:
                 say("record batch {number} of {path}", number=number, path=self.path),
                 needed,
                 room,
-                "a compressed batch is decompressed as a whole" if facts.compressed else "dictionaries",
-                "or write it in smaller batches: pyarrow.feather.write_feather(…, chunksize=…)",
+                say("a compressed batch is decompressed as a whole")
+                if facts.compressed
+                else say("its dictionaries are held as a whole"),
+                say("or write it in smaller batches: pyarrow.feather.write_feather(…, chunksize=…)"),
             )
         return needed > room.decode
 

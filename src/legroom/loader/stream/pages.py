@@ -16,6 +16,7 @@ from typing import Any
 
 from legroom.formats.parquet_footer import ColumnChunk, page_header
 from legroom.formats.source import SourceFile
+from legroom.words import say
 
 _DICTIONARY_PAGE = 2
 _HEADER = 512  # most headers are below 100 bytes; statistics of long strings make some longer
@@ -62,7 +63,7 @@ def _headers(file: SourceFile, chunk: ColumnChunk) -> Iterator[tuple[int, int, i
         fields, length = _header(file, at, end)
         compressed, uncompressed = fields[3], fields[2]
         if min(compressed, uncompressed) < 0:
-            raise ValueError("a page of less than nothing")
+            raise ValueError(say("a page of less than nothing"))
         yield fields[1], compressed, uncompressed, fields.get(7, {}).get(1, 0)
         at += length + compressed
 

@@ -34,7 +34,7 @@ _PROBE_ROWS = 64
 
 def look(path: Path) -> tuple[Any, list[int]]:
     """The schema, and the rows of each row group."""
-    with arrow_trouble(path, "its footer"), _open(path) as table:
+    with arrow_trouble(path, say("its footer")), _open(path) as table:
         metadata = table.metadata
         counts = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
         if sum(counts) != metadata.num_rows or min(counts, default=0) < 0:
@@ -70,7 +70,7 @@ class ParquetSource:
         self._columns, self._steps, self._threads = list(columns), steps, threads
         self._file = SourceFile(path)
         try:
-            with arrow_trouble(path, "its footer"):
+            with arrow_trouble(path, say("its footer")):
                 self._table = _open(path)
                 self._leaves = _leaves(self._table.schema_arrow, self._columns)
             self._groups = _footer(path, self._file.size, os.stat(path).st_mtime_ns)
@@ -154,8 +154,10 @@ class ParquetSource:
                     dictionary=format_size(dictionary),
                     page=format_size(page),
                 ),
-                "or write the file with smaller pages and dictionaries: pyarrow.parquet.write_table(…, "
-                "data_page_size=1 << 20, dictionary_pagesize_limit=1 << 20)",
+                say(
+                    "or write the file with smaller pages and dictionaries: pyarrow.parquet.write_table(…, "
+                    "data_page_size=1 << 20, dictionary_pagesize_limit=1 << 20)"
+                ),
             )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from legroom.errors import UnreadableSource, UsageError
 from legroom.formats.source import unreadable
-from legroom.words import say
+from legroom.words import listed, say
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -26,9 +26,9 @@ def expand(paths: Paths) -> list[Path]:
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not given:
         raise UsageError(
-            "there is nothing to stream",
-            why="the list of paths is empty",
-            fix=("give a file, a directory, a pattern such as 'train-*.parquet', or a list of them",),
+            say("there is nothing to stream"),
+            why=say("the list of paths is empty"),
+            fix=(say("give a file, a directory, a pattern such as 'train-*.parquet', or a list of them"),),
         )
     found: dict[Path, None] = {}
     for one in given:
@@ -52,7 +52,7 @@ def _files(text: str) -> list[Path]:
         raise UnreadableSource(
             say("no file matches {pattern!r}", pattern=text),
             why=say("it was looked for from {here}", here=os.getcwd()),
-            fix=("check the pattern: ls -d PATTERN", "** matches directories of any depth"),
+            fix=(say("check the pattern: ls -d PATTERN"), say("** matches directories of any depth")),
         )
     return files
 
@@ -70,8 +70,8 @@ def _inside(folder: Path) -> list[Path]:
             why=say(
                 "{count} files are in it and below, none ends in {endings}",
                 count=len(found),
-                endings=", ".join(_ENDINGS),
+                endings=listed(_ENDINGS),
             ),
-            fix=("name the files, or give a pattern: their content decides, not their names",),
+            fix=(say("name the files, or give a pattern: their content decides, not their names"),),
         )
     return files

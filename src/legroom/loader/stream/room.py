@@ -89,13 +89,13 @@ def too_small(memory: int, demand: Demand) -> BudgetTooSmall:
         why=say(
             "a batch takes {batch}, room for {copies} of them is needed to make one and hand it out, and Arrow's "
             "libraries and allocator take {libraries} and as much again as the data",
-            batch="at least 64 KB" if demand.batch is None else format_size(demand.batch),
+            batch=say("at least 64 KB") if demand.batch is None else format_size(demand.batch),
             copies=demand.copies + 1,
             libraries=format_size(LIBRARIES),
         ),
         fix=(
             say("give it at least memory={least!r}", least=exact_size(least_memory(demand))),
-            "or make batches smaller: a lower batch_size, or fewer columns",
+            say("or make batches smaller: a lower batch_size, or fewer columns"),
         ),
     )
 
@@ -112,7 +112,7 @@ def undecodable(where: str, needed: int, room: Room, parts: str, fix: str) -> Bu
         ),
         fix=(
             say("give it at least memory={least!r}", least=exact_size(least_memory(room.demand, needed))),
-            "or read fewer columns: columns=[…]",
+            say("or read fewer columns: columns=[…]"),
             fix,
         ),
     )

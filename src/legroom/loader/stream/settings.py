@@ -13,7 +13,7 @@ from legroom.errors import UsageError
 from legroom.loader.rows.settings import whole_number
 from legroom.loader.rows.share import UNEVEN, Uneven
 from legroom.loader.stream.batch import Format
-from legroom.words import say
+from legroom.words import listed, say
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class StreamSettings:
         if self.uneven not in UNEVEN:
             raise UsageError(
                 say("uneven={uneven!r} is not known", uneven=self.uneven),
-                why="it says what to do when the ranks' rows differ",
-                fix=(say("one of: {names}", names=", ".join(UNEVEN)),),
+                why=say("it says what to do when the ranks' rows differ"),
+                fix=(say("one of: {names}", names=listed(UNEVEN)),),
             )
 
     def order(self) -> dict[str, Any]:

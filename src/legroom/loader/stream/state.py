@@ -37,24 +37,24 @@ def unpack(state: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[int, 
     """(epoch, shard, position, batches) of a state that was saved of this very stream."""
     if not isinstance(state, Mapping) or state.get("legroom_stream") != _VERSION:
         raise UsageError(
-            "this is no state of a stream that can be read here",
+            say("this is no state of a stream that can be read here"),
             why=say("it should hold legroom_stream={version}", version=_VERSION),
-            fix=("give what state_dict() of a stream returned",),
+            fix=(say("give what state_dict() of a stream returned"),),
         )
     saved = state.get("settings", {})
     for name in settings:
         if saved.get(name) != settings[name]:
             raise UsageError(
-                "the state was saved of another stream",
+                say("the state was saved of another stream"),
                 why=say(
                     "{name} was {then!r} and is {now!r}",
-                    name="the data (their files, rows or columns)" if name == "data" else name,
+                    name=say("the data (their files, rows or columns)") if name == "data" else name,
                     then=saved.get(name),
                     now=settings[name],
                 ),
                 fix=(
-                    "make the stream with the files and settings it had",
-                    "or begin the epoch anew: leave load_state_dict out",
+                    say("make the stream with the files and settings it had"),
+                    say("or begin the epoch anew: leave load_state_dict out"),
                 ),
             )
     try:
@@ -63,9 +63,9 @@ def unpack(state: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[int, 
         return int(state["epoch"]), Shard(**state["shard"]), mark, int(state["batches"])
     except (KeyError, TypeError, ValueError) as problem:
         raise UsageError(
-            "this state of a stream is incomplete",
+            say("this state of a stream is incomplete"),
             why=repr(problem),
-            fix=("save it again with state_dict()",),
+            fix=(say("save it again with state_dict()"),),
         ) from problem
 
 
@@ -73,10 +73,10 @@ def require_shard(saved: Shard, here: Shard) -> None:
     """Refuse to go on in a shard that another reader left."""
     if saved != here:
         raise UsageError(
-            "the state was saved by another reader of this stream",
+            say("the state was saved by another reader of this stream"),
             why=say(
                 "it was worker {worker} of {workers} and is worker {now} of {of}",
                 worker=saved.worker, workers=saved.workers, now=here.worker, of=here.workers,
             ),
-            fix=("save and load one state for each worker, with as many workers as before",),
+            fix=(say("save and load one state for each worker, with as many workers as before"),),
         )  # fmt: skip

@@ -19,6 +19,7 @@ from typing import Any
 from legroom.errors import UsageError
 from legroom.model import Settings
 from legroom.model.settings_env import checked
+from legroom.words import say
 
 _SCHEMA = "legroom.settings/1"
 
@@ -64,7 +65,10 @@ def recall(key: str, environment: Mapping[str, str] = os.environ) -> Settings | 
         if body["schema"] != _SCHEMA or body["key"] != key:
             return None
         kept = checked(body["settings"])
-        why = {name: f"{name} {value}: worked last time" for name, value in kept.items()}
+        why = {
+            name: say("{name} {value}: worked last time", name=name, value=value)
+            for name, value in kept.items()
+        }
         return Settings(**kept, why=why)
     except (OSError, ValueError, KeyError, TypeError, UsageError):
         return None

@@ -20,7 +20,7 @@ from importlib import import_module
 from itertools import pairwise
 from typing import Any, Literal
 
-from legroom.loader.measure.private import free_bytes, private_bytes
+from legroom.loader.measure.private import free_bytes, private_bytes, start_method
 from legroom.model import Transport
 from legroom.words import say
 
@@ -84,7 +84,7 @@ def measure_transport(
         latency_seconds=max(0.0, statistics.median(alone.walls[1:]) - in_worker),
         two_seconds=both.pace,
         # Where workers are not forked each is an interpreter of its own, with all that this one holds at the most.
-        worker_ram=alone.private if _start_method() == "fork" else private_bytes(),
+        worker_ram=alone.private if start_method() == "fork" else private_bytes(),
         source=say("{count} batches through workers of the {kind} loader", kind=kind,
                    count=len(alone.walls) + len(both.walls)),
     )  # fmt: skip
@@ -137,11 +137,6 @@ def _passed(kind: Any, members: list[Any], collate_fn: Callable[[Any], Any], wor
         del batches, loader
         gc.collect()  # the workers end with their iterator
     return _Pass(stamps, walls, spent, private)
-
-
-def _start_method() -> str:
-    """How workers will start; asked so that nothing is settled by asking."""
-    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 def loader_class(kind: Kind) -> Any:

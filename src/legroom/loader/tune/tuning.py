@@ -53,10 +53,23 @@ def tune(
 ) -> Settings:
     """Loader and batch settings that keep up with the step at the least memory, inside what is free now.
 
-    ``dataset`` is drawn from for a second or two; a DataLoader stands for its dataset and collate. ``step`` is called
-    with a few real batches to time it. batch_size × accumulation × ranks stays ``effective_batch``. ``previous`` is
-    what an earlier call gave: its measurements are used again and what has changed is logged; ``"last"`` is what
-    worked in the last run. Settings given by name, and those in LEGROOM_SETTINGS, override the choice.
+    batch_size × accumulation × ranks stays ``effective_batch``.
+
+    Args:
+        dataset: Is drawn from for a second or two; a DataLoader stands for its dataset and collate.
+        batch_size: Samples a batch on one rank: the most it will be.
+        effective_batch: Samples in an optimizer step; None: ``batch_size`` × ranks.
+        step_seconds: How long a training step takes; the loader need not be faster.
+        step: Or the step itself, called with a few real batches to time it. It trains.
+        ranks: Processes that train together on this box; None: as the launcher says, else 1.
+        collate_fn: The loader's; None: a DataLoader's own, or torch's.
+        preset: ``"development"``, ``"production"`` or ``"cluster"``: how much of what is free to take.
+        climb: Really run the loader, rung by rung, and keep the last good one.
+        loader: Whose DataLoader will run.
+        previous: What an earlier call gave: its measurements are used again, the box is looked at anew, and what has
+            changed is logged. ``"last"`` is what worked in the last run.
+        box: The box to fit into; None looks at this one.
+        **overrides: Settings by name, set by hand; those in ``LEGROOM_SETTINGS`` override these.
     """
     dataset, collate_fn = _opened(dataset, collate_fn)
     by_hand = {**checked(overrides), **from_environment(os.environ)}
@@ -140,7 +153,7 @@ def _step(
     if not 0 <= seconds < float("inf"):
         raise UsageError(
             say("a step of {seconds} s makes no sense", seconds=seconds),
-            why=say("it takes a positive time"),
+            why=say("its time is zero or more, and finite"),
             fix=(say("give seconds, like 0.018"),),
         )
     return Step(seconds)
