@@ -6,7 +6,7 @@ import io
 import warnings
 
 from legroom.demo.picture import HEIGHT, WIDTH, Area, Drawing, Line
-from legroom.monitor.plot_png import ready
+from legroom.monitor.plot_png import families, ready
 
 _DPI = 100  # of the plane's pixels
 _SHARPER = 2  # pixels of the file for each
@@ -17,6 +17,13 @@ _POINT = 72 / _DPI
 def png(drawing: Drawing) -> bytes:
     """The file; MissingPackage where matplotlib is not installed."""
     ready()
+    import matplotlib
+
+    with matplotlib.rc_context({"font.family": families()}):
+        return _drawn(drawing)
+
+
+def _drawn(drawing: Drawing) -> bytes:
     from matplotlib.figure import Figure  # no pyplot: it would choose a window system
 
     figure = Figure(figsize=(WIDTH / _DPI, HEIGHT / _DPI), dpi=_DPI * _SHARPER)

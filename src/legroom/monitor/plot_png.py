@@ -16,6 +16,10 @@ from legroom.words import say
 _COLOURS = {"warning": "#b25e00", "critical": "#c02434"}
 _LINE = "#1f6fb2"
 _MOST_LABELS = 12
+_CHINESE = (
+    "Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei",
+    "Microsoft YaHei", "SimHei", "PingFang SC", "Heiti SC", "Arial Unicode MS",
+)  # fmt: skip
 
 
 def ready() -> None:
@@ -30,9 +34,24 @@ def ready() -> None:
         ) from problem
 
 
+def families() -> list[str]:
+    """The fonts to draw with: matplotlib's own, and after it one for the letters it lacks, where there is one."""
+    from matplotlib import font_manager, rcParams
+
+    installed = {font.name for font in font_manager.fontManager.ttflist}
+    return [*rcParams["font.family"], *[name for name in _CHINESE if name in installed][:1]]
+
+
 def picture(story: Story) -> bytes:
     """The PNG."""
     ready()
+    import matplotlib
+
+    with matplotlib.rc_context({"font.family": families()}):
+        return _drawn(story)
+
+
+def _drawn(story: Story) -> bytes:
     from matplotlib.figure import Figure  # no pyplot: it would choose a window system
 
     pools = story.dots()
