@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-import summary
+import comparison
 
 HERE = Path(__file__).parent
 RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
@@ -185,7 +185,7 @@ def page() -> str:
 
 def main() -> None:
     made = {PAGE: page().encode(), DOCS / PICTURE: (RESULTS / "peers.png").read_bytes()}
-    made |= {path: summary.filled(language).encode() for language, path in summary.READMES.items()}
+    made |= {path: comparison.filled(language).encode() for language, path in comparison.READMES.items()}
     if "--check" in sys.argv[1:]:
         late = [str(path) for path, wanted in made.items() if path.read_bytes() != wanted]
         if late:
