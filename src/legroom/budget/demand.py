@@ -53,6 +53,7 @@ class Demand:
     ranks: int = 1
     per_process: int | None = None  # bytes in /dev/shm
     process_ram: int | None = None
+    process_ram_source: str = ""  # empty: stated
     worker_ram: int = 0
     nccl: int = 0
     params: int = 0  # kept on the host
@@ -140,7 +141,7 @@ def workload_of(demand: Demand, batch: Batch | None, processes: int, per_gpu: in
         process_shm=demand.per_process or 0,
         process_shm_source=stated,
         process_ram=demand.process_ram or 0,
-        process_ram_source=stated,
+        process_ram_source=demand.process_ram_source or stated,
         host_model=model,
         host_model_source=model_source,
         worker_ram=demand.worker_ram,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from legroom.budget.crew import Each, least, spare
 from legroom.budget.fit import fit
 from legroom.budget.settings import PAGE, batches_in_flight
 from legroom.model import Loader, Need, Term, Workload
@@ -151,20 +152,41 @@ def _loader_ram(workload: Workload, loader: Loader) -> Iterator[Term]:
             workers=loader.workers, each=format_size(own), times=_times(count),
         )  # fmt: skip
         yield Term("ram", own * loader.workers * count, text, say("private to each worker"))
-    batch = loader.batch_bytes
+    batch, makers = loader.batch_bytes, max(1, loader.workers)
+    if loader.made_of:
+        text = say(
+            "a batch while it is made, {each} × {makers}{times}",
+            each=format_size(loader.made_of), makers=makers, times=_times(count),
+        )  # fmt: skip
+        yield Term("ram", loader.made_of * makers * count, text, loader.source)
     if not loader.workers:
         text = say(
             "2 batches of {batch} in the process{times}", batch=format_size(batch), times=_times(count)
         )
         yield Term("ram", 2 * batch * count, text, loader.source)
     elif loader.kind == "legroom":
+        yield from _arena(loader, own, count)
+
+
+def _arena(loader: Loader, own: int, count: int) -> Iterator[Term]:
+    """Our loader's batches, and what it wants to see free beside its workers before it starts them."""
+    batch, slots = batch_pages(loader.tensors), loader.slots
+    if slots is None:
         slots = loader.workers * (2 + loader.prefetch)
         text = say(
             "arena of {slots} batches of {batch} ({workers} workers × (2 + {prefetch})){times}",
-            slots=slots, batch=format_size(batch_pages(loader.tensors)), workers=loader.workers,
-            prefetch=loader.prefetch, times=_times(count),
+            slots=slots, batch=format_size(batch), workers=loader.workers, prefetch=loader.prefetch,
+            times=_times(count),
         )  # fmt: skip
-        yield Term("ram", slots * batch_pages(loader.tensors) * count, text, loader.source)
+    else:
+        text = say(
+            "arena of {slots} batches of {batch}, one a worker and the one in use{times}",
+            slots=slots, batch=format_size(batch), times=_times(count),
+        )  # fmt: skip
+    yield Term("ram", slots * batch * count, text, loader.source)
+    free = spare(least(Each(own, loader.made_of, batch), loader.workers))
+    text = say("{free} to spare beside the workers{times}", free=format_size(free), times=_times(count))
+    yield Term("ram", free * count, text, say("an eighth, and 16 MB"))
 
 
 def _pinned(workload: Workload) -> Iterator[Term]:

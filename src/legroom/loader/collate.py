@@ -15,12 +15,14 @@ from collections.abc import Callable
 from typing import Any
 
 from legroom.cache.open import disabled
-from legroom.errors import MissingPackage
+from legroom.errors import LoaderError, MissingPackage
+from legroom.loader.arena import door as arena_door
 from legroom.loader.arena import stack as arena_stack
 from legroom.loader.arena.inbox import receive
-from legroom.loader.arena.pack import Span, Writer, needed, pickled, write
+from legroom.loader.arena.pack import Span, Writer, needed, pickled, stacked, write
 from legroom.loader.arena.pool import Pool
-from legroom.loader.arena.slot import SENT, supported
+from legroom.loader.arena.slot import SENT, Slot, supported
+from legroom.loader.measure.private import give_back
 from legroom.units import parse_size
 from legroom.words import say
 
@@ -30,9 +32,12 @@ Collate = Callable[[Any], Any]
 def collate(fn: Collate | None = None, *, memory_budget: int | str = "auto") -> Collate:
     """``fn`` (torch's ``default_collate`` if None) with its batches carried past ``/dev/shm``, for any DataLoader.
 
-    ``memory_budget`` bounds the batches on their way, all workers of one iterator together: bytes, a text such as
-    ``"256MB"``, or ``"auto"`` for what the machine and its cgroups leave free. Where there is no such memory on this
-    system, or LEGROOM_DISABLE is set, the function comes back as it is.
+    Where there is no such memory on this system, or LEGROOM_DISABLE is set, the function comes back as it is.
+
+    Args:
+        fn: The collate function to carry for; None is torch's ``default_collate``.
+        memory_budget: Bounds the batches on their way, all workers of one iterator together: bytes, a text such as
+            ``"256MB"``, or ``"auto"`` for what the machine and its cgroups leave free.
     """
     return wrapped(fn if fn is not None else default_collate(), memory_budget)
 
@@ -43,7 +48,7 @@ def default_collate() -> Collate:
         from torch.utils.data import default_collate as found
     except ImportError as problem:
         raise MissingPackage(
-            "collate needs torch", why=str(problem), fix=("pip install 'legroom[torch]'",)
+            say("collate needs torch"), why=str(problem), fix=("pip install 'legroom[torch]'",)
         ) from problem
     return found
 
@@ -83,8 +88,47 @@ class Carried:
             return self.fn(samples)
         pool = self._pool
         if pool is None or self._pid != os.getpid():
-            pool = self._start(info)
-        writer = Writer(pool.take(pool.want) if pool.want else None)
+            return self._first(samples, info)
+        return self._made(samples, info, pool, pool.take(pool.want) if pool.want else None)
+
+    def _first(self, samples: Any, info: Any) -> Any:
+        """This worker's first batch, by which others may learn what one takes."""
+        pool, came = self._start(info), arena_door.here()
+        if came is None:
+            want = self._expected(samples, pool)
+            return self._made(samples, info, pool, pool.take(want) if want else None)
+        try:
+            return self._shown(samples, info, pool, came)
+        except LoaderError:
+            pool.recall()
+            self._pool = None  # the next batch is the first, or is refused as this one was
+            raise
+
+    def _shown(self, samples: Any, info: Any, pool: Pool, came: arena_door.Door) -> Any:
+        came.check()
+        shows = info.id == 0 and came.waited_for
+        if shows:
+            came.drawn()
+        want = self._expected(samples, pool)
+        count = len(samples) if isinstance(samples, (list, tuple)) else None
+        slot = pool.take(want) if want else None
+        if shows and want and slot is None:  # to collate beside it would take as much
+            came.shown(want, count, sent=False)
+        sent = self._made(samples, info, pool, slot)
+        if shows:
+            came.shown(pool.want, count)
+        pool.making = 0 if came.seen is None else came.seen.making
+        return sent
+
+    def _expected(self, samples: Any, pool: Pool) -> int:
+        """The bytes of a first batch, where they can be told: stacked in a slot, it is not there twice."""
+        if self.fn is not default_collate() or not isinstance(samples, (list, tuple)) or not samples:
+            return 0
+        found = len(samples) * stacked(samples[0])
+        return found if pool.allows(found) else 0
+
+    def _made(self, samples: Any, info: Any, pool: Pool, slot: Slot | None) -> Any:
+        writer = Writer(slot)
         arena_stack.stacking(writer)
         try:
             batch = self.fn(samples)
@@ -132,6 +176,9 @@ class Sent:
         self._arguments = arguments
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # In the queue's thread, when the samples are gone and the next ones are about to be drawn.
+        if arena_door.here() is not None:
+            give_back()
         return receive, self._arguments
 
 
@@ -148,6 +195,7 @@ def _packed(batch: Any, writer: Writer, pool: Pool, state: Any) -> Any:
             writer = Writer(slot)
             spans = write(pieces.all, writer) if slot is not None else None
     if spans is None:
+        pool.check_room(need)  # torch's way takes as much
         note = pool.why or say("no room for a slot of {need} bytes", need=need)
         return _by_torch(batch, note, state)
     if not spans or writer.slot is None:

@@ -9,6 +9,7 @@ this process is torch's: samplers, seeds, worker processes, exceptions, order.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import pickle
@@ -17,12 +18,15 @@ from functools import cache
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
+from legroom.budget.crew import Each
 from legroom.errors import MissingPackage, Unpicklable
 from legroom.loader import deaths, resume
+from legroom.loader.arena.door import Door, careful
 from legroom.loader.arena.inbox import Pinner, unopened
 from legroom.loader.arena.pin import cuda_pinner
 from legroom.loader.collate import Carried, read_budget, why_not, wrapped
 from legroom.loader.epoch import Epoch
+from legroom.loader.measure.private import start_method
 from legroom.words import say
 
 if TYPE_CHECKING:
@@ -33,7 +37,20 @@ _told: set[str] = set()
 
 
 class Loader:
-    """What is ours of ``legroom.DataLoader``; torch's class comes after it."""
+    """torch's DataLoader, with batches that travel past ``/dev/shm``; a subclass of it, made when it is first used.
+
+    Every argument means what it means there; ``options`` are torch's others. With it come ``state_dict`` and
+    ``load_state_dict``, which go on in the middle of an epoch.
+
+    Args:
+        memory_budget: Bounds the batches on their way from the workers of one pass: bytes, ``"256MB"``, or ``"auto"``
+            for what the machine and its cgroups leave free beside the workers and the samples they hold. The default
+            is ``"auto"``: a cgroup kills without a word, so not to look would be no default to recommend.
+
+    Attributes:
+        transport: The way batches take: ``arena``, ``torch``, or ``none`` without workers.
+        why: Why they take it.
+    """
 
     transport: str
     why: str
@@ -67,6 +84,8 @@ class Loader:
         self._progress: resume.Progress | None = None
         self._stood: dict[str, Any] | None = None  # where the next pass begins, if not at the start
         self._crew: deaths.Crew | None = None
+        self._each: Each | None = None  # what a worker was seen to take
+        self._last_door: Door | None = None
         self.transport, self.why = "arena", say("workers hand over batches in memory of their own")
         if num_workers == 0:
             self.transport, self.why = "none", say("num_workers=0: batches are made in this process")
@@ -115,9 +134,13 @@ class Loader:
         if loader.num_workers == 0:
             return Epoch(start(), None, progress, None, self._by_torch, lasting=False)
         pinner = self._pinner()
+        door = self._door(lasting)
         asked, before = loader.pin_memory, set(multiprocessing.active_children())
+        init = loader.worker_init_fn
         if pinner is not None:
             loader.pin_memory = False  # torch would start a thread for what is pinned already
+        if door is not None:
+            loader.worker_init_fn = door
         try:
             with unopened():
                 inner = start()
@@ -127,12 +150,28 @@ class Loader:
                 raise
             raise clearer from problem
         finally:
-            loader.pin_memory = asked
+            loader.pin_memory, loader.worker_init_fn = asked, init
         started = [process for process in multiprocessing.active_children() if process not in before]
         crew = self._crew if lasting and self._crew is not None and not started else deaths.Crew(started)
         self._crew = crew if lasting else None
         deaths.listen()
-        return Epoch(inner, crew, progress, pinner, self._by_torch, lasting=lasting)
+        return Epoch(inner, crew, progress, pinner, self._by_torch, lasting=lasting, door=door)
+
+    def _door(self, lasting: bool) -> Door | None:
+        """How carefully the workers of a pass must start; an error where they are known not to fit."""
+        loader: Any = self
+        if self.transport != "arena" or (lasting and self._crew is not None):
+            return None
+        if self._last_door is not None:
+            self._each = self._last_door.seen or self._each
+        with contextlib.suppress(TypeError):  # how long it is may not be known
+            if len(loader) == 0:
+                return None
+        self._last_door = careful(
+            loader.num_workers, start_method(loader.multiprocessing_context), loader.worker_init_fn, self._each,
+            loader.batch_size, iterable=self._iterable,
+        )  # fmt: skip
+        return self._last_door
 
     def _go_on(self, stood: dict[str, Any]) -> Epoch:
         """The rest of an interrupted pass, by a loader of torch's over what is left."""
@@ -143,7 +182,7 @@ class Loader:
         rest: resume.Rest | None = None
         given: dict[str, Any] = {
             "num_workers": loader.num_workers, "collate_fn": loader.collate_fn, "timeout": loader.timeout,
-            "worker_init_fn": loader.worker_init_fn, "generator": loader.generator,
+            "generator": loader.generator,
             "multiprocessing_context": loader.multiprocessing_context, "prefetch_factor": loader.prefetch_factor,
         }  # fmt: skip
         if hasattr(loader, "in_order"):
@@ -153,8 +192,6 @@ class Loader:
             given |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
             if stood["dataset"] is not None:
                 loader.dataset.load_state_dict(stood["dataset"])
-            elif known:
-                given["worker_init_fn"] = resume.Restored(loader.worker_init_fn, stood["workers"])
         elif loader.batch_sampler is not None:
             rest = given["batch_sampler"] = resume.Rest(loader.batch_sampler, skip)
         else:
@@ -162,6 +199,10 @@ class Loader:
             given["batch_size"] = None
 
         def start() -> Iterator[Any]:
+            init = loader.worker_init_fn
+            if self._iterable and stood["dataset"] is None and known:
+                init = resume.Restored(init, stood["workers"])
+            given["worker_init_fn"] = init
             inner = iter(DataLoader(loader.dataset, pin_memory=loader.pin_memory, **given))
             if rest is not None and rest.latest is not None:
                 rest.latest.prepare()
@@ -202,9 +243,11 @@ class Loader:
                         "{kind} is pickled for every worker, and: {problem}", kind=type(part), problem=inner
                     ),
                     fix=(
-                        "define it at the top level of a module: no lambdas, no functions inside functions",
-                        "open files and connections in worker_init_fn or at first use, not in __init__",
-                        "multiprocessing_context='fork' sends nothing",
+                        say(
+                            "define it at the top level of a module: no lambdas, no functions inside functions"
+                        ),
+                        say("open files and connections in worker_init_fn or at first use, not in __init__"),
+                        say("multiprocessing_context='fork' sends nothing"),
                     ),
                 )
         return None
@@ -217,7 +260,7 @@ def _loader_class() -> type[Any]:
         from torch.utils.data import DataLoader as Torch
     except ImportError as problem:
         raise MissingPackage(
-            "legroom.DataLoader needs torch", why=str(problem), fix=("pip install 'legroom[torch]'",)
+            say("legroom.DataLoader needs torch"), why=str(problem), fix=("pip install 'legroom[torch]'",)
         ) from problem
     names = {"__module__": __name__, "__qualname__": "DataLoader", "__doc__": _DOC}
     return type("DataLoader", (Loader, Torch), names)

@@ -14,7 +14,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from legroom.errors import BudgetTooSmall
 from legroom.loader.arena import inbox as arena_inbox
+from legroom.loader.arena.door import Door
 from legroom.loader.arena.inbox import Parcel, Pinner, unopened
 from legroom.loader.arena.pin import pinned
 from legroom.loader.deaths import Crew
@@ -33,9 +35,10 @@ class Epoch:
         tell: Callable[[str], None],
         *,
         lasting: bool,
+        door: Door | None = None,
     ) -> None:
         self._inner, self._crew, self._progress, self._pinner = inner, crew, progress, pinner
-        self._tell = tell
+        self._tell, self._door = tell, door
         self._lasting = lasting  # the workers outlive this pass
         self._pid = os.getpid()
 
@@ -67,6 +70,7 @@ class Epoch:
                 return
 
     def _take(self) -> Any:
+        door, self._door = self._door, None  # it is there for the first batch alone
         try:
             with unopened():
                 return next(self._inner)
@@ -74,6 +78,16 @@ class Epoch:
             self._progress.over = True
             arena_inbox.sweep()
             raise
+        except BudgetTooSmall as problem:
+            refused = None if door is None else door.refusal()
+            try:
+                if refused is None:
+                    raise
+                # torch's frames keep what they raised, and by it the workers, whose room is needed for fewer of them.
+                problem.__traceback__ = None
+                raise refused from None
+            finally:
+                del refused
         except RuntimeError as problem:
             died = None if self._crew is None else self._crew.died(problem)
             try:
@@ -81,14 +95,18 @@ class Epoch:
                     raise
                 raise died from problem
             finally:
-                del (
-                    died
-                )  # or it would keep this frame, the iterator and its workers alive until the next collection
+                # Or it would keep this frame, the iterator and its workers alive until the next collection.
+                del died
+        finally:
+            if door is not None:
+                door.open()
 
     def __del__(self) -> None:
         crew = getattr(self, "_crew", None)
         if crew is None or self._lasting or os.getpid() != self._pid or sys.is_finalizing():
             return
+        if self._door is not None:
+            self._door.close()
         arena_inbox.close(crew.pids)  # a worker that waits for room must not wait for us
         del self._inner  # ends the workers
         arena_inbox.sweep()

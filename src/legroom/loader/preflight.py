@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
-from legroom.budget.demand import Batch, Demand, batch_of, workload_of
-from legroom.budget.fit import fit
-from legroom.budget.largest import fits, largest_batch, largest_settings
-from legroom.budget.predict import need
+from legroom.budget.demand import Batch, Demand, batch_of
+from legroom.budget.largest import fits, judged, largest_batch, largest_settings
 from legroom.budget.rows import data_rows
 from legroom.errors import UsageError
+from legroom.loader.measure.private import give_back
 from legroom.model import Box, Measured, Plan, Pool
 from legroom.probe.box import snapshot
 from legroom.probe.disk import disk_at
@@ -56,7 +55,32 @@ def check(
     """Whether a training with these settings fits this box now; ``verdict`` is fits, too-big or unknown.
 
     The bytes of a batch come from ``dataset`` (an object, drawn from here, or ``"module:object"``, drawn from in a
-    child process), from a ``data`` file's description, or from ``sample_bytes``.
+    child process), from a ``data`` file's description, or from ``sample_bytes``. Sizes are bytes or texts.
+
+    Args:
+        dataset: A dataset, or the name of one: the surest source.
+        batch_size: Samples a batch.
+        num_workers: Of the loader.
+        prefetch_factor: Batches that each worker keeps ready.
+        persistent_workers: Whether its workers live on from epoch to epoch.
+        pin_memory: Whether it pins its batches.
+        collate_fn: The dataset's own collate function, or the name of one.
+        loader: Whose DataLoader: ``"torch"`` or ``"legroom"``.
+        data: A data file; its description is read, its data are not.
+        keys: Only these arrays of it.
+        sample_bytes: Bytes of one sample.
+        val_batch: Samples a batch of a validation loader that is alive beside it.
+        val_workers: That loader's workers; None: there is none.
+        ranks: Processes of this training on this box.
+        per_process: What each holds of ``/dev/shm`` besides its loaders.
+        process_ram: Private memory of one process.
+        params: Parameters of a model that is kept on the host.
+        optimizer: Whose state is kept there too.
+        dtype: Of those parameters.
+        checkpoint_dir: Where checkpoints go: that disk is held against ``checkpoint_bytes``.
+        checkpoint_bytes: Of all checkpoints that are kept, of one process.
+        timeout: Seconds for drawing in a child process.
+        host: Where to read; None is this machine.
     """
     host = host or Host()
     checkpoint = parse_size(checkpoint_bytes)
@@ -76,18 +100,19 @@ def check(
     if dataset is not None:
         _only(data, sample_bytes)
         measured = _drawn(dataset, batch_size, collate_fn, demand, timeout)
-        demand = _with_worker_ram(demand, measured)
-        batch = Batch(measured.tensors, batch_size, measured.source, measured.rows)
+        give_back()  # what was drawn is not needed any more, and must not be in the figures
+        demand = _with_processes(demand, measured, named=isinstance(dataset, str))
+        batch = Batch(measured.tensors, batch_size, measured.source, measured.rows, measured.making)
     else:
         batch = _stated(data, keys, sample_bytes, batch_size)
     box = _with_checkpoints(snapshot(host), host, checkpoint_dir)
-    verdict = fit(need(workload_of(demand, batch, demand.ranks, demand.ranks)), box)
+    verdict = judged(demand, batch, box)
     return replace(
         verdict,
         fix=(*_another_way(demand, batch, box, verdict), *verdict.fix),
         settings=largest_settings(demand, batch, box),
         largest_batch=largest_batch(demand, batch, box),
-        notes=_notes(demand, measured, data),
+        notes=(*verdict.notes, *_notes(demand, measured, data)),
         box=box,
     )
 
@@ -126,15 +151,22 @@ def _drawn(
 
     if isinstance(collate_fn, str):
         raise UsageError(
-            say("the dataset is given and not named: so must its collate function be"),
+            say("the dataset is an object: its collate function must be an object too, not a name"),
             fix=(say("give the function itself"),),
         )
     return measure(dataset, batch_size=batch_size, collate_fn=collate_fn)
 
 
-def _with_worker_ram(demand: Demand, measured: Measured) -> Demand:
+def _with_processes(demand: Demand, measured: Measured, *, named: bool) -> Demand:
+    """The demand with what was measured of the processes: each worker, and the training where it is not this one."""
     way = measured.transport
-    return demand if way is None or way.worker_ram is None else replace(demand, worker_ram=way.worker_ram)
+    worker = measured.idle_worker if way is None or way.worker_ram is None else way.worker_ram
+    if demand.workers and worker is not None:
+        demand = replace(demand, worker_ram=max(worker, measured.idle_worker or 0))
+    if named and demand.process_ram is None and measured.process_ram is not None:
+        source = say("the process that measured")
+        demand = replace(demand, process_ram=measured.process_ram, process_ram_source=source)
+    return demand
 
 
 def _stated(
@@ -184,6 +216,8 @@ def _notes(demand: Demand, measured: Measured | None, data: object) -> tuple[str
     notes = []
     if demand.process_ram is None and not demand.params:
         notes.append(say("RAM of the training process itself was not stated: it is not counted"))
+    if demand.workers and not demand.worker_ram:
+        notes.append(say("the memory of a worker itself was not measured: it is not counted"))
     if data is not None:
         notes.append(say("batches are counted as the rows lie in the file, before any transform"))
     if measured is not None and measured.unsendable and demand.workers:

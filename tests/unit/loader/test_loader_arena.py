@@ -279,6 +279,7 @@ def test_no_room_means_torchs_way_with_the_reason(monkeypatch: pytest.MonkeyPatc
 
 def test_a_second_slot_leaves_room_for_the_first_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_pool, "memory_bounds", lambda: [Bound(100_000, "", memory=True)])
+    monkeypatch.setattr(arena_pool, "_SHORT_PATIENCE_S", 0.2)
     pool = Pool(None, 4)
     kept = [received(sent(torch.full((10_000,), float(i)), pool)) for i in range(2)]
     assert len(pool.slots) == 2  # what is held does not count

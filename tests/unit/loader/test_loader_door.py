@@ -73,7 +73,9 @@ def test_interpreters_alone_may_be_too_much(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(arena_door, "_interpreter", lambda: 150 * MB)
     with pytest.raises(BudgetTooSmall, match="does not hold 4 workers") as caught:
         careful(4, "spawn", None, None, 8, iterable=False)
-    assert "imports torch" in caught.value.why and caught.value.fix[0] == "num_workers=2 fits"
+    assert "before it draws a sample" in caught.value.why and caught.value.fix[0].startswith(
+        "num_workers=2 at the most"
+    )
 
 
 def test_others_wait_until_the_first_has_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +144,7 @@ def test_a_loader_with_too_little_says_so_in_place_of_the_first_batch(
     import legroom
 
     have(monkeypatch, MB)
+    monkeypatch.setattr(arena_door, "_check_processes", lambda *_: None)
     loader = legroom.DataLoader(torch.arange(64.0), 4, num_workers=2, multiprocessing_context="fork")
     passed = iter(loader)
     with pytest.raises(BudgetTooSmall, match="each of 2 workers") as caught:
@@ -193,3 +196,14 @@ def test_torchs_way_is_not_taken_where_it_would_be_the_end(monkeypatch: pytest.M
     monkeypatch.setattr(arena_pool, "left", lambda: Left(MB, "here"))
     with pytest.raises(BudgetTooSmall):
         _packed(torch.ones(10 * MB), Writer(None), pool, None)
+
+
+def test_forked_workers_alone_may_be_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    import legroom
+
+    have(monkeypatch, MB)
+    loader = legroom.DataLoader(torch.arange(8.0), 4, num_workers=2, multiprocessing_context="fork")
+    with pytest.raises(BudgetTooSmall, match="does not hold 2 workers") as caught:
+        iter(loader)
+    assert caught.value.fix[0] == "num_workers=0: batches are made in this process"
+    assert not multiprocessing.active_children()

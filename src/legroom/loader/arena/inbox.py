@@ -11,8 +11,8 @@ copied into ordinary memory and its slot goes back at once.
 Forks: a child has the parent's tensors on the parent's slots. It gives none of them back, and slots that are held
 while a child is made are not written again, so what the child sees stays as it was. Exit: nothing is given back.
 
-Slots are kept mapped for as long as their worker lives: mapping and faulting in 24 MB for every batch would cost more
-than the copy it saves.
+Slots are kept mapped for as long as their worker uses them: mapping and faulting in 24 MB for every batch would cost
+more than the copy it saves.
 """
 
 from __future__ import annotations
@@ -237,11 +237,13 @@ def _arrival(pid: int, fd: int, number: int) -> Arrival:
                 say("a batch of worker {pid} cannot be reached", pid=pid),
                 why=say("/proc/{pid}/fd/{fd}: {problem}", pid=pid, fd=fd, problem=problem),
                 fix=(
-                    "if the worker was killed, see what it died of",
-                    "LEGROOM_DISABLE=1 uses torch's own transport",
+                    say("if the worker was killed, see what it died of"),
+                    say("LEGROOM_DISABLE=1 uses torch's own transport"),
                 ),
             ) from problem
         worker = _workers.setdefault(pid, Worker(pid))
+        for other in [one for one in list(_slots.values()) if one.worker is worker and one.slot.given_up]:
+            _slots.pop(other.slot.id, None)
         arrival = _slots[number] = Arrival(slot, worker)
     return arrival
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Mapping
 from functools import cache
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
@@ -153,6 +154,18 @@ def pickled(batch: object) -> tuple[bytes, Pieces]:
 def needed(pieces: list[torch.Tensor | NDArray]) -> int:
     """The bytes that all pieces take in a slot."""
     return sum(-(-piece.nbytes // ALIGN) * ALIGN for piece in pieces)
+
+
+def stacked(sample: Any) -> int:
+    """The bytes that one more sample like this adds to a batch of torch's default collate, at the most."""
+    if isinstance(sample, Mapping):
+        return sum(stacked(value) for value in sample.values())
+    if isinstance(sample, (list, tuple)):
+        return sum(stacked(value) for value in sample)
+    if isinstance(sample, (int, float)):
+        return ALIGN  # eight bytes, or the rest of a line that a tensor of few samples does not fill
+    nbytes = getattr(sample, "nbytes", 0)
+    return nbytes + ALIGN if isinstance(nbytes, int) and nbytes else 0
 
 
 def write(pieces: list[torch.Tensor | NDArray], writer: Writer) -> list[Span] | None:

@@ -10,6 +10,9 @@ for it. What the consumer holds is the consumer's and not counted.
 
 A worker waits while one of its own batches is still on its way. That batch is taken out sooner or later by a consumer
 that asks for more, whatever it keeps: so waiting always ends. Where none is, it waits a moment for memory at most.
+
+Slots must leave room for samples: every worker may be about to draw those of a batch. Where memory is short a worker
+comes down to one batch on its way, and gives the pages of its other slots back.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ import multiprocessing
 import time
 from collections import deque
 
+from legroom.budget.crew import Each, fits
 from legroom.cache.room import memory_bounds, tightest
 from legroom.errors import BudgetTooSmall, LoaderClosed
+from legroom.loader.arena.refusal import left, refused
 from legroom.loader.arena.slot import FREE, HEADER, HELD, RETIRED, SENT, NoSlot, Slot
 from legroom.units import exact_size, format_size
 from legroom.words import say
@@ -28,6 +33,7 @@ _RECENT = 16  # batches that decide how large slots are
 _SLACK = 1 << 20
 _PAGE = 4096
 _PATIENCE_S = 1.0  # other workers put together their first batches in memory that they soon give back
+_SHORT_PATIENCE_S = 10.0  # where memory is short: the consumer gives a slot back with its next step
 _LOOK_S = 0.05  # how often a waiting worker looks whether anybody is left to wait for
 
 
@@ -38,7 +44,11 @@ class Pool:
         self.workers = max(1, workers)
         self.budget = budget
         self.slots: list[Slot] = []
+        self.making = (
+            0  # bytes that a worker holds beside its slots while it makes a batch, where that was measured
+        )
         self.why: str | None = None  # why the last batch found no slot
+        self._short = False  # of memory: one batch on its way must do
         self._recent: deque[int] = deque(maxlen=_RECENT)
 
     @property
@@ -57,7 +67,7 @@ class Pool:
         size = need
         if outgrown:  # batches vary: leave room, or the next one a little larger needs yet another slot
             size += need // 4 if self.budget is None else min(need // 4, self._share - need)
-        pause, look, patience = 0.0, 0.0, time.monotonic() + _PATIENCE_S
+        pause, look, began = 0.0, 0.0, time.monotonic()
         while True:
             slot = self._free(need)
             if (
@@ -69,28 +79,49 @@ class Pool:
                     self._somebody_there()
             if slot is not None:
                 return slot
-            if not any(other.state == SENT for other in self.slots) and time.monotonic() > patience:
-                return self._free(need) or self._made(size)
+            patience = _SHORT_PATIENCE_S if self._short and self.slots else _PATIENCE_S
+            if not self._on_their_way() and time.monotonic() > began + patience:
+                return self._free(need) or self._made(size, anyhow=True)
             time.sleep(pause)
             pause = min(pause + 0.0001, 0.002)
 
+    def allows(self, need: int) -> bool:
+        """Whether a batch of ``need`` bytes is within the budget."""
+        return self.budget is None or need <= self._share
+
+    def recall(self) -> None:
+        """What was to be sent is not: nobody will give it back."""
+        for slot in self.slots:
+            slot.state = FREE
+
     def forget(self, slot: Slot) -> None:
         """Use this slot no more; it is unmapped once nothing lies on it."""
+        slot.give_up()
         self.slots.remove(slot)
 
+    def check_room(self, need: int) -> None:
+        """Raise where a batch of ``need`` bytes, one from each worker, would be somebody's death."""
+        now = left()
+        if now is not None and not fits(self.workers * need, now.free):
+            raise refused(Each(0, self.making, need), self.workers, now.free, now.source, None)
+
+    def _on_their_way(self) -> bool:
+        return any(slot.state == SENT for slot in self.slots)
+
     def _free(self, need: int) -> Slot | None:
+        enough = self._short and self._on_their_way()
         for slot in list(self.slots):
             state = slot.state
             # A collate function that keeps what it made must not find the next batch in it.
-            if state == RETIRED or (state == FREE and (slot.lent or not _suits(slot, need))):
+            if state == RETIRED or (state == FREE and (enough or slot.lent or not _suits(slot, need))):
                 self.forget(slot)
             elif state == FREE:
                 return slot
         return None
 
-    def _made(self, need: int) -> Slot | None:
+    def _made(self, need: int, *, anyhow: bool = False) -> Slot | None:
         capacity = -(-need // _PAGE) * _PAGE
-        if not self._may_add(capacity):
+        if not (anyhow or self._may_add(capacity)):
             return None
         try:
             slot = Slot.make(capacity, self.workers)
@@ -104,18 +135,23 @@ class Pool:
         mine = sum(slot.capacity for slot in self.slots if slot.state != HELD)
         if self.budget is not None:
             return mine == 0 or mine + capacity <= self._share
-        if mine == 0:
+        if not self.slots:
             return True  # making it looks for itself
-        # A second slot is comfort: it must leave every worker room for a first, and for the samples of its next batch.
         bounds = memory_bounds()
-        return not bounds or tightest(bounds).free >= capacity * (2 * self.workers + 1)
+        if not bounds:
+            return True
+        free, samples = tightest(bounds).free, max(capacity, self.making)
+        # A second batch is comfort: it must leave every worker room for a first, and for the samples of its next one.
+        self._short = free < capacity * (self.workers + 1) + samples * self.workers
+        # Where the consumer holds the first, the samples of this batch are there, those of others may be yet to come.
+        return not self._short or (mine == 0 and free >= capacity + samples * (self.workers - 1))
 
     @property
     def _share(self) -> int:
         return (self.budget or 0) // self.workers
 
     def _check(self, need: int) -> None:
-        if self.budget is None or need <= self._share:
+        if self.budget is None or self.allows(need):
             return
         least = -(-need // _PAGE) * _PAGE * self.workers
         raise BudgetTooSmall(
@@ -126,7 +162,7 @@ class Pool:
             ),
             fix=(
                 say("memory_budget={least!r} or more", least=exact_size(least)),
-                "fewer workers, or a smaller batch",
+                say("fewer workers, or a smaller batch"),
             ),
         )  # fmt: skip
 
@@ -134,8 +170,8 @@ class Pool:
         parent = multiprocessing.parent_process()
         if any(slot.closing for slot in self.slots) or (parent is not None and not parent.is_alive()):
             raise LoaderClosed(
-                "the loader was closed while a worker waited for room",
-                why="nobody will take its batches any more",
+                say("the loader was closed while a worker waited for room"),
+                why=say("nobody will take its batches any more"),
             )
 
 

@@ -13,6 +13,7 @@ it under a map. Its first page says who it is and whose turn it is:
               HELD      tensors of the other process lie on it  set by the other process
               RETIRED   as FREE, but a forked child of the other process may still look at it: never to be written again
     byte 1    not zero: the loader is closing, nobody will free anything any more
+    byte 2    not zero: the worker has given the slot up, and nothing will come in it any more
     byte 8…   a random number, so that a wrong file is never taken for a slot
 
 At any moment only one side may change the state, so no lock is needed.
@@ -43,6 +44,7 @@ _ID = 8
 _NOEXEC = 0x8  # MFD_NOEXEC_SEAL, which systems with vm.memfd_noexec=2 insist on and older kernels do not know
 _SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 _ADD_SEALS = 1033
+_PUNCH_HOLE = 0x2 | 0x1  # and FALLOC_FL_KEEP_SIZE
 _FAILED = ctypes.c_void_p(-1).value
 _MB = 1 << 20
 
@@ -66,7 +68,7 @@ class Slot:
     """One mapped slot. ``fd`` is None where this process did not make it."""
 
     __slots__ = (
-        "__weakref__", "_closing", "_kind", "_lent", "_state", "_unmap",
+        "__weakref__", "_closing", "_given_up", "_kind", "_lent", "_state", "_unmap",
         "address", "before_unmap", "capacity", "fd", "id",
     )  # fmt: skip
 
@@ -83,6 +85,7 @@ class Slot:
         self._unmap = libc().munmap
         self._state = ctypes.c_ubyte.from_address(address)
         self._closing = ctypes.c_ubyte.from_address(address + 1)
+        self._given_up = ctypes.c_ubyte.from_address(address + 2)
         self._kind = ctypes.c_char * length  # made once: a new ctypes type for every batch would be slow
         self._lent: Any = None
         here = ctypes.c_uint64.from_address(address + _ID)
@@ -135,6 +138,17 @@ class Slot:
     def close(self) -> None:
         """Tell the worker not to wait for anything."""
         self._closing.value = 1
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the worker uses it no more."""
+        return self._given_up.value != 0
+
+    def give_up(self) -> None:
+        """Use it no more. Its pages go back at once where nobody looks at them, though the other process maps them."""
+        self._given_up.value = 1
+        if self.state == FREE and not self.lent and self.fd is not None:
+            libc().fallocate(self.fd, _PUNCH_HOLE, ctypes.c_long(HEADER), ctypes.c_long(self.capacity))
 
     def exporter(self) -> Any:
         """The bytes as an object of their own: whatever is made on it keeps it, and it keeps the slot, alive."""

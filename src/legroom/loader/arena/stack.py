@@ -64,8 +64,8 @@ class _Stack:
                     count=len(batch), kinds=len(shapes), shapes=_some(shapes),
                 ),
                 fix=(
-                    "give a collate_fn that pads: torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)",
-                    "or bring the samples to one shape in the dataset",
+                    say("give a collate_fn that pads: torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)"),
+                    say("or bring the samples to one shape in the dataset"),
                 ),
             ) from None  # fmt: skip
 

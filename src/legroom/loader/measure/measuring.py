@@ -14,7 +14,7 @@ from legroom.errors import DatasetFailed, UsageError
 from legroom.loader.measure.apart import measure_dataset
 from legroom.loader.measure.contents import contents
 from legroom.loader.measure.draw import Drawn, draw, is_iterable, length
-from legroom.loader.measure.private import free_bytes, idle_worker, private_bytes
+from legroom.loader.measure.private import free_bytes, idle_worker, private_bytes, start_method
 from legroom.loader.tune.clock import Clock
 from legroom.loader.tune.transport import Kind, measure_transport
 from legroom.model import Measured
@@ -44,7 +44,8 @@ def measure(
 
     if collate_fn is None:
         collate_fn = default_collate
-    idle = idle_worker()
+    # Where workers are not forked each is an interpreter of its own, with all that this one holds at the most.
+    idle = idle_worker() if start_method() == "fork" else private_bytes()
     drawn, rows = _samples(dataset, batch_size, samples, seconds)
     members = [drawn.samples[number % len(drawn.samples)] for number in range(batch_size)]
     batch, collate_seconds = _collated(collate_fn, members)

@@ -35,19 +35,16 @@ def private_bytes() -> int | None:
 
 
 def idle_worker() -> int | None:
-    """What a worker takes before it draws a sample, asked of a real one; None where that cannot be had.
-
-    Where workers are not forked each is an interpreter of its own, with all that this one holds at the most.
-    """
+    """What a forked worker takes before it draws a sample, asked of a real one; None where that cannot be had."""
     from torch.utils.data import DataLoader
 
-    if start_method() != "fork":
-        return private_bytes()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # 3.12 on warns of forking with threads
         asked: Any = range(2)
         try:
-            held: list[int | None] = list(DataLoader(asked, num_workers=1, collate_fn=_held))
+            held: list[int | None] = list(
+                DataLoader(asked, num_workers=1, collate_fn=_held, multiprocessing_context="fork")
+            )
         except RuntimeError:
             return None
         return held[-1]  # by its second batch it has written what it will write

@@ -1,0 +1,217 @@
+"""A careful start where memory is short: one worker shows what a batch takes before the others draw anything.
+
+Covers: when care is needed, measuring the first worker, waiting for it, the verdict. Does not cover: the arithmetic
+(budget.crew), the error's words (arena/refusal.py), slots beyond the first (arena/pool.py).
+
+How much a worker needs is known to nobody before it has made a batch: samples are decoded, cropped, stacked. But once
+all workers draw at the same time it is too late to ask, a memory cgroup kills and does not refuse. So the first worker,
+whose batch is also the first to be taken, goes alone; at the end of its collate it compares what it took, times the
+number of workers, with what is left. Too little is an error in place of the first batch. A later pass of the same
+loader knows the figures, and waits for nobody.
+
+The door is a ``worker_init_fn`` around the user's: the only place that a worker passes before its first sample. The
+numbers lie in memory shared with all workers, however those are started.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from legroom.budget.crew import SPARE, Each, fits, least
+from legroom.cache.maps import libc
+from legroom.errors import BudgetTooSmall, LoaderClosed
+from legroom.loader.arena.refusal import Left, left, refused
+from legroom.loader.measure.private import give_back, idle_worker, private_bytes
+from legroom.probe.host import Host
+from legroom.words import say
+
+Init = Callable[[int], None]
+
+ENOUGH = 1 << 30  # bytes for each worker: with so much no care is needed, unless a batch takes a third of it
+_SHUT, _OPEN, _REFUSED = range(3)
+_VERDICT, _OWN, _MAKING, _BATCH, _FREE, _SAMPLES, _HERE = range(
+    7
+)  # from _HERE on: which workers stand at the door
+_PATIENCE_S = {
+    False: 60.0,
+    True: 5.0,
+}  # by whether the dataset is iterable: the first worker's share may be empty
+_BARELY = {
+    True: 64 << 20,
+    False: ENOUGH,
+}  # bytes a worker, by whether it is forked: above, it is worth no measurement
+_ASSEMBLY_S = 10.0  # for workers that import torch to be there, and in the figures
+_LOOK_S = 0.005
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD; setting it ends the learning
+_LARGE = 128 << 10  # glibc's own, before it has learnt
+
+_here: Door | None = None  # that this worker came through
+
+
+class Door:
+    """What the workers of one pass go through, one before the others."""
+
+    def __init__(self, workers: int, before: Init | None, known: Each | None, *, iterable: bool) -> None:
+        from multiprocessing.sharedctypes import RawArray  # loads a library of the platform
+
+        self.workers, self._before, self._iterable = workers, before, iterable
+        self._shared: Any = RawArray(ctypes.c_longlong, _HERE + workers)
+        self._height = 0
+        if known is not None:
+            self._shared[:4] = [_OPEN, known.own, known.making, known.batch]
+
+    def __call__(self, worker: int) -> None:
+        """In a worker, before it draws."""
+        global _here
+        _here = self
+        _keep_nothing()
+        self._shared[_HERE + worker] = 1
+        if worker == 0 and self.waited_for:
+            self._shared[_OWN] = private_bytes() or 0
+        else:
+            self._wait()
+        if self._before is not None:
+            self._before(worker)
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether others wait for this worker, if it is the first."""
+        return bool(self._shared[_VERDICT] == _SHUT)
+
+    @property
+    def seen(self) -> Each | None:
+        """What the first worker took, once that is known."""
+        own, making, batch = (self._shared[at] for at in (_OWN, _MAKING, _BATCH))
+        return Each(own, making, batch) if batch else None
+
+    def open(self) -> None:
+        """Let everybody in: the first batch is there, or will never be."""
+        if self.waited_for:
+            self._shared[_VERDICT] = _OPEN
+
+    def close(self) -> None:
+        """Let nobody in any more: the pass is over before it began."""
+        if self.waited_for:
+            self._shared[_VERDICT] = _REFUSED
+
+    def drawn(self) -> None:
+        """In the first worker, when its samples are there."""
+        self._height = _beyond_now()
+
+    def shown(self, batch: int, samples: int | None, *, sent: bool = True) -> None:
+        """In the first worker, when its batch is in a slot of ``batch`` bytes, or none could be had: the verdict.
+
+        It is raised where it is no.
+        """
+        until = time.monotonic() + _ASSEMBLY_S
+        while sum(self._shared[_HERE:]) < self.workers and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+        own, now, here = self._shared[_OWN], private_bytes(), left()
+        if now is None or here is None:
+            self.open()
+            return
+        each = Each(own, max(0, now - own) + max(self._height, _beyond_now()), batch)
+        # What was free before there were workers: those who stand here are themselves, this one is all it has shown.
+        free = here.free + sum(self._shared[_HERE:]) * own + max(0, now - own) + (batch if sent else 0)
+        self._shared[_MAKING], self._shared[_BATCH], self._shared[_FREE] = each.making, each.batch, free
+        self._shared[_SAMPLES] = samples or 0
+        if fits(least(each, self.workers), free):
+            self.open()
+            return
+        self._shared[_VERDICT] = _REFUSED
+        raise refused(each, self.workers, free, here.source, samples)
+
+    def check(self) -> None:
+        """Raise where the verdict was no."""
+        if self._shared[_VERDICT] == _REFUSED:
+            raise LoaderClosed(say("the loader was closed while a worker waited for room"))
+
+    def refusal(self) -> BudgetTooSmall | None:
+        """The error of the first worker, with its parts; torch hands over its text alone."""
+        here = left()
+        if self._shared[_VERDICT] != _REFUSED or self.seen is None or here is None:
+            return None
+        return refused(
+            self.seen, self.workers, self._shared[_FREE], here.source, self._shared[_SAMPLES] or None
+        )
+
+    def _wait(self) -> None:
+        parent, until = multiprocessing.parent_process(), time.monotonic() + _PATIENCE_S[self._iterable]
+        while self.waited_for and time.monotonic() < until:
+            if parent is not None and not parent.is_alive():
+                break
+            time.sleep(_LOOK_S)
+        self.check()
+
+
+def here() -> Door | None:
+    """The door that this worker came through, if there was one."""
+    return _here
+
+
+def careful(
+    workers: int, method: str, before: Init | None, known: Each | None, samples: int | None, *, iterable: bool
+) -> Door | None:
+    """The door for a pass that is about to start; None where there is plenty, an error where it would be in vain."""
+    now = left()
+    if now is None or now.free >= workers * ENOUGH:
+        return None
+    give_back()
+    now = left() or now
+    if known is not None:
+        # What is not known beforehand is in the figures by now, and a training that came so far is not stopped lightly.
+        if least(known, workers) + SPARE > now.free:
+            raise refused(known, workers, now.free, now.source, samples)
+    else:
+        _check_processes(workers, method, now)
+    return Door(workers, before, known, iterable=iterable)
+
+
+def _check_processes(workers: int, method: str, now: Left) -> None:
+    """Where the workers by themselves are too much, say so before they are started."""
+    if now.free >= workers * _BARELY[method == "fork"]:
+        return
+    bare = idle_worker() if method == "fork" else _interpreter()
+    if bare is not None and not fits(workers * bare, now.free):
+        raise refused(Each(bare, 0, 0), workers, now.free, now.source, None)
+
+
+@cache
+def _interpreter() -> int | None:
+    """Private bytes of a process that has imported torch and done nothing else."""
+    code = "import torch.utils.data; from legroom.loader.measure.private import private_bytes; print(private_bytes())"
+    path = f"import sys; sys.path[:0] = {sys.path!r}; "
+    try:
+        told = subprocess.run(
+            [sys.executable, "-c", path + code], capture_output=True, text=True, timeout=120, check=True
+        )
+        return int(told.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def _keep_nothing() -> None:
+    """Hold little: a worker whose batches were 24 MB came to hold 54, and 40 of its parent's objects.
+
+    The C library by itself learns to keep large pieces that were freed, as holes in its heap; it is told not to (and
+    what holes it inherited are given back after every batch, see collate.py). The collector writes to every object it
+    walks over, and so copies what was inherited; it is told to leave that alone.
+    """
+    gc.freeze()
+    adjust = getattr(libc(), "mallopt", None)  # not everybody's C library has it
+    if adjust is not None:
+        adjust(_MMAP_THRESHOLD, _LARGE)
+
+
+def _beyond_now() -> int:
+    """How far this process was above what it holds now, at its highest."""
+    status = Host().table("/proc/self/status")
+    return max(0, status.get("VmHWM", 0) - status.get("VmRSS", 0))
