@@ -24,11 +24,11 @@ def test_a_store_is_made_for_its_owner_alone(shm: Path, disk: Path) -> None:
             assert folder.stat().st_mode & 0o7777 == 0o700
 
 
-def test_nothing_is_made_by_looking(shm: Path) -> None:
+def test_nothing_is_made_by_looking(shm: Path, disk: Path) -> None:
     with stores() as places:
         assert places.found == ()
     assert list(place.each()) == []
-    assert not shm.exists()
+    assert not shm.exists() and not disk.exists()
 
 
 def _symlink(root: Path) -> None:
