@@ -20,6 +20,7 @@ from legroom.cache.room import Bound
 from legroom.errors import BadSize, BudgetTooSmall, RaggedBatch, Unpicklable, UsageError
 from legroom.loader import dataloader
 from legroom.loader.arena import inbox as arena_inbox
+from legroom.loader.arena import pool as arena_pool
 from legroom.loader.arena import slot as arena_slot
 from legroom.loader.collate import Carried
 
@@ -214,6 +215,7 @@ def test_an_elsewhere_without_memfd_is_torchs(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_batch_that_found_no_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_slot, "memory_bounds", lambda: [Bound(10, "10 B are left", memory=True)])
+    monkeypatch.setattr(arena_pool, "_PATIENCE_S", 0.05)  # for every batch
     loader = legroom.DataLoader(samples.Remembering(), 4, num_workers=1, multiprocessing_context="fork")
     assert sum(int(batch.sum()) for batch in loader) == 3 * sum(range(23))
     assert (loader.transport, loader.why) == ("torch", "10 B are left")
