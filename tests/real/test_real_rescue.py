@@ -37,8 +37,8 @@ def _told(done: subprocess.CompletedProcess[str]) -> str:
     return f"{done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-def _check(folder: Path, done: subprocess.CompletedProcess[str], cause: str) -> dict[str, Any]:
-    """It finished, with every sample once an epoch in steps of the effective batch, after deaths of that cause."""
+def _check(folder: Path, done: subprocess.CompletedProcess[str], *causes: str) -> dict[str, Any]:
+    """It finished, with every sample once an epoch in steps of the effective batch, after deaths of those causes."""
     assert done.returncode == 0, _told(done)
     assert done.stdout.splitlines()[-1] == "done"
     steps = json.loads((folder / "done.json").read_text())
@@ -49,7 +49,7 @@ def _check(folder: Path, done: subprocess.CompletedProcess[str], cause: str) -> 
         assert set(trained) == set(range(SAMPLES))  # and none left out
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     dead, last = report["attempts"][:-1], report["attempts"][-1]
-    assert dead and {attempt["verdict"] for attempt in dead} == {cause}
+    assert dead and {attempt["verdict"] for attempt in dead} == set(causes), dead
     assert (
         last["verdict"] is None and last["settings"]["batch"] * last["settings"]["accumulation"] == EFFECTIVE
     )
@@ -87,12 +87,14 @@ def test_a_training_in_a_1_gb_cgroup(tmp_path: Path) -> None:
         str(24 * MB),
     )
     command = _train(tmp_path, *sizes)
-    with rigs.memory_cgroup(1 << 30) as group:
-        bare = subprocess.run(
-            group.command(command), capture_output=True, text=True, timeout=200, check=False
-        )
-        assert bare.returncode != 0 and group.oom_kills() > 0
-    _clear(tmp_path)
+    by_torch = _train(tmp_path, "--loader", "torch", *sizes[2:])
+    for bare, killed in ((by_torch, True), (command, False)):  # ours sees it coming and refuses
+        with rigs.memory_cgroup(1 << 30) as group:
+            dead = subprocess.run(
+                group.command(bare), capture_output=True, text=True, timeout=200, check=False
+            )
+            assert dead.returncode != 0 and (group.oom_kills() > 0) is killed, _told(dead)
+        _clear(tmp_path)
     with rigs.memory_cgroup(1 << 30) as group:
         done = subprocess.run(
             group.command(_rescued(command, tmp_path)),
@@ -102,7 +104,7 @@ def test_a_training_in_a_1_gb_cgroup(tmp_path: Path) -> None:
             check=False,
         )
         assert [path.name for path in group.path.iterdir() if path.is_dir()] == []  # its own group is gone
-    report = _check(tmp_path, done, "ram-oom-kill")
+    report = _check(tmp_path, done, "ram-allocation", "ram-oom-kill")
     last = report["attempts"][-1]
     assert last["settings"]["batch"] < 32 and last["resumed_from"] is not None
     assert "resumed at epoch" in done.stdout

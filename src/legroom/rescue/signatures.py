@@ -82,6 +82,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"^(?:\[\w+\]:? ?)*(?:\w+\.)*MemoryError\b",
         r"(?:[Cc]annot|unable to|could not) allocate memory|\[Errno 12\]|\bENOMEM\b",
         r"memory allocation of \d+ bytes failed",
+        r"\bBudgetTooSmall\b|\[budget-too-small\]",  # our own loader's, before anybody is killed
     )),
     # Workers and children that a signal ended.
     ("worker-killed", (rf"{_WORKER}(?:Killed|Terminated)",)),
@@ -132,7 +133,7 @@ _INTERESTING = re.compile(
     r"emory|MEMORY|shm|us error|SIG|oom|OOM|ALLOC|alloc|space left|quota|Errno|E[MN]FILE|ENO|ancdata|open files"
     r"|worker|illed|erminated|Segmentation|Aborted|Illegal instr|Floating point|Fatal Python|xit|return code"
     r"|out|progress|stalled|tep took|[Ss]wap|hrash|Stream|inline_container|stream|RESOURCE|CANCELLED|Signal"
-    r"|pin_memory|pool|segment|Memory|Host|\(28\)|nccl|torch_|psm_|/mp-|/sem|signal 7|disk is full"
+    r"|pin_memory|pool|segment|Memory|Host|\(28\)|nccl|torch_|psm_|/mp-|/sem|signal 7|disk is full|too-small|TooSmall"
 )
 
 
