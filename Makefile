@@ -37,7 +37,7 @@ lint: $(READY) ## style, types, layers
 # Real rigs one at a time and untraced: they measure, and some of them fill the machine.
 unit: $(READY) chromium ## every test, with coverage
 	$(BIN)/coverage erase
-	$(COVERED) $(PYTEST) --cov --cov-report=term:skip-covered -n 2 --dist loadfile tests/unit tests/contract \
+	$(COVERED) $(PYTEST) --cov --cov-report=term:skip-covered -n 3 --dist loadfile tests/unit tests/contract \
 	    || $(PYTEST) $(ALONE) tests/unit tests/contract
 	$(PYTEST) tests/real || $(PYTEST) $(ALONE) tests/real
 
