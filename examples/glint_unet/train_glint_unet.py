@@ -46,11 +46,16 @@ def train(data: Mapping[str, np.ndarray], flags: argparse.Namespace) -> None:
         loss = train_epoch(model, loader, optimizer, LOSSES[flags.loss], device)
         errors = test(model, held_out, device)
         save(model, flags.model_path)
-        print(
+        tell(
             f"{flags.loss:<7} epoch {epoch}/{flags.epochs}  loss {loss:.4f}  error {errors.mean():.2f} px, "
-            f"{(errors < 2).float().mean():.0%} within 2 px  {time.perf_counter() - started:.1f} s",
-            flush=True,
+            f"{(errors < 2).float().mean():.0%} within 2 px  {time.perf_counter() - started:.1f} s"
         )
+
+
+def tell(line: str) -> None:
+    """A line in one piece: two trainings may write to one terminal, and ``print`` writes a line's end by itself."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def train_epoch(model, loader, optimizer, loss_of, device) -> float:
@@ -118,11 +123,9 @@ def main() -> None:
     if unfit:
         parser.error(f"{flags.h5}: {unfit}")
     seconds = time.perf_counter() - started
-    print(
-        f"{flags.loss:<7} {len(data['images'])} images from {where}, there after {seconds:.2f} s", flush=True
-    )
+    tell(f"{flags.loss:<7} {len(data['images'])} images from {where}, there after {seconds:.2f} s")
     train(data, flags)
-    print(f"{flags.loss:<7} model: {flags.model_path}")
+    tell(f"{flags.loss:<7} model: {flags.model_path}")
 
 
 if __name__ == "__main__":
