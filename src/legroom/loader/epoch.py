@@ -78,28 +78,28 @@ class Epoch:
             self._progress.over = True
             arena_inbox.sweep()
             raise
-        except BudgetTooSmall as problem:
-            refused = None if door is None else door.refusal()
+        except Exception as problem:
+            # torch's frames keep what they raised in a variable, and by it the iterator and its workers, until somebody
+            # collects garbage; then each worker is waited for in vain. What was wrong in a worker is in the message.
+            problem.__traceback__ = None
+            better = self._better(problem, door)
             try:
-                if refused is None:
-                    raise
-                # torch's frames keep what they raised, and by it the workers, whose room is needed for fewer of them.
-                problem.__traceback__ = None
-                raise refused from None
+                if better is None:
+                    raise problem
+                raise better from (None if isinstance(problem, BudgetTooSmall) else problem)
             finally:
-                del refused
-        except RuntimeError as problem:
-            died = None if self._crew is None else self._crew.died(problem)
-            try:
-                if died is None:
-                    raise
-                raise died from problem
-            finally:
-                # Or it would keep this frame, the iterator and its workers alive until the next collection.
-                del died
+                del better  # for the same reason
         finally:
             if door is not None:
                 door.open()
+
+    def _better(self, problem: Exception, door: Door | None) -> Exception | None:
+        """An error that says more: why there is no room, or what a worker died of."""
+        if isinstance(problem, BudgetTooSmall):
+            return None if door is None else door.refusal()
+        if isinstance(problem, RuntimeError) and self._crew is not None:
+            return self._crew.died(problem)
+        return None
 
     def __del__(self) -> None:
         crew = getattr(self, "_crew", None)

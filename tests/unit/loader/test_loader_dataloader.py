@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import logging
+import multiprocessing
 import os
 import pickle
 import sys
@@ -180,6 +182,16 @@ def test_a_budget_below_one_batch_is_an_error_in_the_consumer() -> None:
         list(legroom.DataLoader(samples.Rows(), 4, num_workers=2, memory_budget=100))
 
 
+def test_an_error_of_a_worker_leaves_no_process_behind() -> None:
+    gc.disable()  # nobody need collect anything
+    try:
+        with contextlib.suppress(BudgetTooSmall):
+            list(legroom.DataLoader(samples.Rows(), 4, num_workers=2, memory_budget=100))
+        assert not multiprocessing.active_children()
+    finally:
+        gc.enable()
+
+
 def test_a_tight_budget_does_not_slow_down_leaving_early() -> None:
     started = time.monotonic()
     for _ in range(3):
@@ -245,7 +257,8 @@ def _counted() -> Iterator[None]:
     def held() -> tuple[int, int, int]:
         gc.collect()
         maps = Path("/proc/self/maps").read_text().count("legroom-batch")
-        return len(os.listdir("/proc/self/fd")), maps, len(os.listdir("/dev/shm"))
+        mine = [name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name]  # as torch names them
+        return len(os.listdir("/proc/self/fd")), maps, len(mine)
 
     list(legroom.DataLoader(samples.Rows(), 4, num_workers=2))  # what torch makes once a process
     before = held()
