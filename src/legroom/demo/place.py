@@ -23,7 +23,7 @@ from legroom.errors import NoRoom
 from legroom.probe.disk import filesystem_of, store_candidates, why_not
 from legroom.probe.host import Host
 from legroom.units import format_size
-from legroom.words import VARIABLE, language, say
+from legroom.words import VARIABLE, joined, language, say
 
 _PREFIX = "legroom-demo-"
 _ALIVE = "alive"
@@ -104,7 +104,7 @@ def make_place(host: Host, least: int, shm: str | None) -> Place:
         return place
     raise NoRoom(
         say("there is no folder for the demo to work in"),
-        why="; ".join(refused),
+        why=joined(refused),
         fix=(say("LEGROOM_DIR=/some/local/directory with {size} free", size=format_size(least)),),
     )
 

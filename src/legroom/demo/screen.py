@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from legroom.columns import left, right
 from legroom.demo.job import Job
 from legroom.model import Pool
 from legroom.units import format_size
-from legroom.words import say
+from legroom.words import listed, say
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -128,7 +129,7 @@ def figures(view: View) -> str:
             parts.append(
                 say("{pool} {used} of {size}", pool=pool.name, used=format_size(pool.used), size=format_size(pool.size))
             )  # fmt: skip
-    return ", ".join(parts)
+    return listed(parts)
 
 
 def bars(view: View, width: int) -> list[Text]:
@@ -180,11 +181,8 @@ def _job_line(job: Job) -> Text:
 
 
 def _padded(text: str, columns: int) -> str:
-    """At the right of so many columns, or of less than none at the left; a Chinese character takes two."""
-    from rich.cells import cell_len
-
-    space = " " * (abs(columns) - cell_len(text))
-    return space + text if columns > 0 else text + space
+    """At the right of so many columns, or of less than none at the left."""
+    return right(text, columns) if columns > 0 else left(text, -columns)
 
 
 def _size(count: int | None) -> str:
