@@ -145,6 +145,7 @@ except torch.OutOfMemoryError:
 
 
 def test_tf32_is_one_family() -> None:
+    convolutions = torch.backends.cudnn.allow_tf32  # on by default, unlike products
     try:
         made = legroom.gpu.tf32()
         assert made.capable is (torch.cuda.get_device_capability()[0] >= 8)
@@ -153,6 +154,7 @@ def test_tf32_is_one_family() -> None:
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         legroom.gpu.tf32(False)
+        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 # The finder.

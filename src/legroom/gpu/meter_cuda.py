@@ -79,7 +79,7 @@ class CudaMeter:
         else:
             self._steady = max(self._steady, card.allocated())
             if self._worst_case is None and min(peaks) < (1 - _RAGGED) * max(peaks) and batch > 2:
-                notes.append(_ragged(batch, peaks))
+                notes.append((_elastic if card.retries() > retries else _ragged)(batch, peaks))
             trial = Trial(
                 batch,
                 True,
@@ -118,6 +118,14 @@ class CudaMeter:
         gc.collect()
         self.card.empty_cache()
         self.card.set_fraction(1.0 if self._fraction is None else self._fraction)
+
+
+def _elastic(batch: int, peaks: Sequence[int]) -> str:
+    return say(
+        "two steps of {batch} samples took {low} and {high}: with memory short, cuDNN did with less work space, "
+        "which is slower",
+        batch=batch, low=format_size(min(peaks)), high=format_size(max(peaks)),
+    )  # fmt: skip
 
 
 def _ragged(batch: int, peaks: Sequence[int]) -> str:

@@ -17,11 +17,17 @@ GB = 1 << 30
 
 
 def play(
-    peak: Callable[[int], int], cap: int, border: int, steady: int = 0, most: int | None = None
+    peak: Callable[[int], int],
+    cap: int,
+    border: int,
+    steady: int = 0,
+    most: int | None = None,
+    *,
+    rough: bool = False,
 ) -> list[Trial]:
     """All the trials, where everything up to ``border`` fits."""
     trials: list[Trial] = []
-    while (batch := next_batch(trials, cap, most)) is not None:
+    while (batch := next_batch(trials, cap, most, rough=rough)) is not None:
         assert batch >= 1 and batch not in {trial.batch for trial in trials}
         assert most is None or batch <= most
         fits = batch <= border
@@ -77,6 +83,58 @@ def test_a_line_that_was_wrong_still_gives_something_large() -> None:
         return batch * 10**5 if batch < 100 else batch * 4 * 10**6
 
     assert largest(play(peak, 8 * 10**9, border)) >= border // 2
+
+
+@given(
+    st.integers(150, 400), st.integers(20, 120), st.floats(1.2, 2.2), st.integers(5, 40), st.floats(2.2, 3)
+)
+def test_where_a_larger_batch_takes_less_the_finder_goes_on(
+    room: int, border: int, waste: float, fixed: int, each: float
+) -> None:
+    """glibc's heap below a size of block, maps of their own from there on: nothing dies, and no room is left."""
+    cap = room * 10**6
+
+    def peak(batch: int) -> int:
+        used = int((fixed + each * batch) * 10**6)
+        return int(used * waste) if batch < border else used
+
+    best = max((batch for batch in range(1, 1000) if peak(batch) <= cap), default=0)
+    trials: list[Trial] = []
+    while (batch := next_batch(trials, cap, rough=True)) is not None:
+        trials.append(Trial(batch, peak(batch) <= cap, peak(batch)))
+    found = largest(trials)
+    assert found <= best and len(trials) <= MOST_TRIALS
+    if found >= border:  # it came to the other side
+        assert all((trial.peak or 0) <= 1.1 * cap for trial in trials)  # over the cap, short of a kill
+        assert len(trials) == MOST_TRIALS or best - found <= max(1, 0.05 * best)
+
+
+def test_the_other_side_of_glibcs_border_is_found() -> None:
+    """As it was measured: blocks of a network on the CPU that reach 32 MB at 64 samples."""
+    cap = 360 * 10**6
+
+    def peak(batch: int) -> int:
+        return int((10 + (5.3 if batch < 64 else 2.5) * batch) * 10**6)
+
+    trials: list[Trial] = []
+    while (batch := next_batch(trials, cap, rough=True)) is not None:
+        trials.append(Trial(batch, peak(batch) <= cap, peak(batch)))
+    assert all(trial.fits for trial in trials)
+    assert 0.97 * 140 <= largest(trials) <= 140
+
+
+def test_work_space_that_is_given_up_is_not_the_end() -> None:
+    """As measured on an H200: 22 MB a sample while there is room, 16 where there is not."""
+    cap = 6788 * 10**6
+    trials: list[Trial] = []
+    while (batch := next_batch(trials, cap)) is not None:
+        comfort, least = batch * 22 * 10**6 + 10**8, batch * 16 * 10**6 + 10**8
+        fits = least <= 0.9 * cap  # and the allocator's loss
+        short = comfort > 0.95 * cap
+        peak = min(comfort, int(0.99 * cap)) if fits else None
+        trials.append(Trial(batch, fits, peak, steady=10**7, retries=6 if short else 0))
+    assert len(trials) <= MOST_TRIALS
+    assert 340 <= largest(trials) <= 375
 
 
 def test_the_line_leaves_out_points_that_lie_too_close() -> None:
