@@ -25,6 +25,7 @@ from legroom.cache.place import filesystem, in_memory
 from legroom.cache.plan import Plan
 from legroom.cache.steps import step
 from legroom.cache.work import Work
+from legroom.cpus import usable_cpus
 from legroom.formats.protocol import Reader
 
 Progress = Callable[[int, int], None]  # (done, total) in bytes
@@ -69,7 +70,7 @@ class Written:
 def load(job: Job, work: Work) -> Written:
     """Fill the private directory, and learn the source's digest on the way."""
     meter = Meter()
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    cpus = usable_cpus()
     slow_hash = job.asked.request.hash == "md5" and "md5" not in job.digests
     humble = _humble if slow_hash else None
     # Copying is done long before md5 is, so one core is left to it; decoding takes all there are.

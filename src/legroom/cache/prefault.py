@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 from legroom.cache.maps import Map, libc
+from legroom.cpus import usable_cpus
 
 _POPULATE_READ = 22
 _STEP = 64 << 20
@@ -70,7 +71,7 @@ class Prefault:
             self._end()
             return
         self._steps = ((reference, offset) for reference, size in sizes for offset in range(0, size, _STEP))
-        helpers = min(_MOST_THREADS, _cpus() - 1, total // _STEP) - 1
+        helpers = min(_MOST_THREADS, usable_cpus() - 1, total // _STEP) - 1
         for _ in range(helpers):
             with self._lock:
                 self._running += 1
@@ -118,10 +119,6 @@ def _fits(size: int) -> bool:
     from legroom.cache.room import memory_bounds
 
     return all(bound.free >= size for bound in memory_bounds())
-
-
-def _cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _touch(item: Map, offset: int, length: int, step: int) -> None:

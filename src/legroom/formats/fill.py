@@ -9,13 +9,13 @@ here survives a fork or needs a lock around a progress line.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
 
+from legroom.cpus import usable_cpus
 from legroom.errors import UsageError
 from legroom.formats.protocol import ArraySpec, Progress
 from legroom.formats.source import SourceFile
@@ -58,8 +58,7 @@ def bytes_of(out: Array) -> memoryview:
 
 def threads() -> int:
     """How many threads are worth starting: the CPUs this process may run on."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(count, _MOST_THREADS))
+    return min(usable_cpus(), _MOST_THREADS)
 
 
 def in_parallel(tasks: Iterable[Callable[[], int]], progress: Progress) -> None:

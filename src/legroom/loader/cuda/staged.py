@@ -12,13 +12,13 @@ Where memory cannot be page-locked either, the same is done through ordinary mem
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from legroom.cpus import usable_cpus
 from legroom.loader.cuda.driver import Driver, Refused
 from legroom.loader.cuda.lane import CudaGatherer, Queued
 from legroom.loader.cuda.rows import Rows
@@ -172,7 +172,4 @@ def _ordinary(nbytes: int) -> torch.Tensor:
 
 
 def _helpers() -> int:
-    cpus: Sequence[int] | set[int] = (
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    )
-    return max(1, min(_MOST_HELPERS, len(cpus)))
+    return min(_MOST_HELPERS, usable_cpus())

@@ -19,7 +19,7 @@ import numpy as np
 
 from legroom.errors import UsageError
 from legroom.loader.rows.columns import columns_of
-from legroom.loader.rows.gather import Gatherer
+from legroom.loader.rows.gather import Gatherer, HostGatherer
 from legroom.loader.rows.order import permutation
 from legroom.loader.rows.paths import gatherer_for
 from legroom.loader.rows.prefetch import Ahead
@@ -86,7 +86,9 @@ class Batches:
         self._progress = _Progress(place)
         seed = self._settings.seed
         order = permutation(self.share.rows, seed, place.epoch) if self._settings.shuffle else None
-        gatherer: Gatherer = Ahead(self._gatherer) if self._settings.on_host else self._gatherer
+        gatherer = self._gatherer
+        if isinstance(gatherer, HostGatherer):
+            gatherer = Ahead(gatherer, gatherer.gather_aside)
         return _Loop(self.share, order, gatherer, self._settings.transform, self._progress)
 
     def set_epoch(self, epoch: int) -> None:

@@ -29,15 +29,26 @@ class Buffers:
         self.nbytes = nbytes
         # Bounded: what a consumer kept and drops all at once goes back to the system. Appending and popping are
         # single steps, so that a Lease may die in any thread, between any two lines.
-        self._free: deque[NDArray] = deque(maxlen=_KEPT)
+        self._free: deque[_Block] = deque(maxlen=_KEPT)
 
     def take(self, nbytes: int) -> NDArray:
         """The first ``nbytes`` bytes of a block that is nobody's, as uint8; it is the caller's until the array dies."""
         try:
             block = self._free.pop()
         except IndexError:
-            block = np.empty(self.nbytes + _PAGE, np.uint8)
+            block = _Block(np.empty(self.nbytes + _PAGE, np.uint8))
         return np.asarray(_Lease(block, nbytes, self._free))
+
+
+class _Block:
+    """Memory, and where its first page begins: found once, because numpy takes a microsecond to say it."""
+
+    __slots__ = ("_memory", "start")
+
+    def __init__(self, memory: NDArray) -> None:
+        self._memory = memory
+        address = memory.ctypes.data
+        self.start = address + -address % _PAGE
 
 
 class _Lease:
@@ -45,15 +56,13 @@ class _Lease:
 
     __slots__ = ("__array_interface__", "_block", "_free")
 
-    def __init__(self, block: NDArray, nbytes: int, free: deque[NDArray]) -> None:
+    def __init__(self, block: _Block, nbytes: int, free: deque[_Block]) -> None:
         self._block, self._free = block, free
-        start = block.ctypes.data
-        start += -start % _PAGE
         self.__array_interface__ = {
             "version": 3,
             "shape": (nbytes,),
             "typestr": "|u1",
-            "data": (start, False),
+            "data": (block.start, False),
         }
 
     def __del__(self) -> None:

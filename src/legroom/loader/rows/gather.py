@@ -19,6 +19,7 @@ import numpy as np
 
 from legroom.cache.ragged import Ragged
 from legroom.loader.rows.buffers import Buffers
+from legroom.loader.rows.hands import Copier
 from legroom.words import say
 
 NDArray = np.ndarray[Any, Any]
@@ -69,7 +70,11 @@ class HostGatherer:
         self._takers = {name: _taker(column, batch_size, tensor) for name, column in columns.items()}
 
     def gather(self, rows: NDArray) -> Batch:
-        return {name: take(rows) for name, take in self._takers.items()}
+        return {name: take(rows, False) for name, take in self._takers.items()}
+
+    def gather_aside(self, rows: NDArray) -> Batch:
+        """The same on one CPU: the consumer works at the same time, perhaps on all the others."""
+        return {name: take(rows, True) for name, take in self._takers.items()}
 
     def begin(self, rows: NDArray) -> None:
         """Nothing: a thread is worth its while only for some consumers (prefetch.py)."""
@@ -80,13 +85,13 @@ class HostGatherer:
 
 def _taker(
     column: Column, batch_size: int, tensor: Callable[[NDArray], Any] | None
-) -> Callable[[NDArray], Any]:
+) -> Callable[[NDArray, bool], Any]:
     kind = column.values.dtype if isinstance(column, Ragged) else column.dtype
     wrap = tensor if tensor is not None and torch_holds(kind) else _unchanged
     if isinstance(column, Ragged):
         return partial(_rows, column, wrap)
     take = _ArrayTaker(column, min(batch_size, len(column)))
-    return lambda rows: wrap(take(rows))
+    return lambda rows, aside: wrap(take(rows, aside))
 
 
 class _ArrayTaker:
@@ -96,18 +101,19 @@ class _ArrayTaker:
         self._shape, self._dtype = column.shape[1:], column.dtype
         self._row = prod(self._shape) * column.itemsize
         self._bytes = column.reshape(len(column), prod(self._shape)).view(np.uint8) if self._row else None
+        self._copier = None if self._bytes is None else Copier(self._bytes)
         self._buffers = Buffers(most * self._row)
 
-    def __call__(self, rows: NDArray) -> NDArray:
+    def __call__(self, rows: NDArray, aside: bool) -> NDArray:
         shape = (len(rows), *self._shape)
-        if self._bytes is None:
+        if self._copier is None:
             return np.empty(shape, self._dtype)
         out = self._buffers.take(len(rows) * self._row)
-        np.take(self._bytes, rows, axis=0, out=out.reshape(len(rows), self._row), mode="clip")
+        self._copier.copy(rows, out.reshape(len(rows), self._row), alone=aside)
         return out.view(self._dtype).reshape(shape)
 
 
-def _rows(column: Ragged, wrap: Callable[[NDArray], Any], rows: NDArray) -> list[Any]:
+def _rows(column: Ragged, wrap: Callable[[NDArray], Any], rows: NDArray, aside: bool) -> list[Any]:
     """Rows of different lengths: a list of arrays (copies: the originals are everybody's), or of texts."""
     if column.text:
         return [column[row] for row in rows.tolist()]

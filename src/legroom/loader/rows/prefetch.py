@@ -40,9 +40,15 @@ def pays(gathering: float, consuming: float) -> bool:
 class Ahead:
     """One consumer's way to a gatherer that may be called from any thread."""
 
-    def __init__(self, gatherer: Gatherer, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        gatherer: Gatherer,
+        aside: Callable[[NDArray], Batch] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """``aside``: how to gather while the consumer works."""
         self.path, self.why = gatherer.path, gatherer.why
-        self._gatherer, self._clock = gatherer, clock
+        self._gather, self._aside, self._clock = gatherer.gather, aside or gatherer.gather, clock
         self._gathering: deque[float] = deque(maxlen=_REMEMBERED)
         self._consuming: deque[float] = deque(maxlen=_REMEMBERED)
         self._given: float | None = None
@@ -54,7 +60,7 @@ class Ahead:
         pending, self._pending = self._pending, None
         if pending is None or not pending.brings(rows):
             pending = _Pending(rows)
-            pending.fill(self._gatherer, self._clock)
+            pending.fill(self._gather, self._clock)
         batch = pending.result()
         self._gathering.append(pending.seconds)
         self._given = self._clock()
@@ -62,11 +68,13 @@ class Ahead:
 
     def begin(self, rows: NDArray) -> None:
         """Start on these rows where that has turned out to pay."""
-        if len(self._consuming) < _LOOKED or not pays(median(self._gathering), median(self._consuming)):
+        if len(self._consuming) < _LOOKED or max(self._consuming) < _HANDOVER:
+            return  # the second spares a consumer in a hurry the two medians
+        if not pays(median(self._gathering), median(self._consuming)):
             return
         pending = _Pending(rows)
         try:
-            _thread.start_new_thread(pending.fill, (self._gatherer, self._clock))
+            _thread.start_new_thread(pending.fill, (self._aside, self._clock))
         except RuntimeError:  # no thread is to be had: the batch is filled when it is asked for
             return
         self._pending = pending
@@ -92,10 +100,10 @@ class _Pending:
         """Whether it will have these very rows; a forked child has the promise but not the thread."""
         return rows is self._rows and self._pid == os.getpid()
 
-    def fill(self, gatherer: Gatherer, clock: Callable[[], float]) -> None:
+    def fill(self, gather: Callable[[NDArray], Batch], clock: Callable[[], float]) -> None:
         try:
             start = clock()
-            self._batch = gatherer.gather(self._rows)
+            self._batch = gather(self._rows)
             self.seconds = clock() - start
         except BaseException as problem:
             self._problem = problem  # belongs to whoever asks for the batch
