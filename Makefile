@@ -3,9 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Children of tests, wherever they run, write their share of the coverage here.
-COVERED := COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml COVERAGE_FILE=$(CURDIR)/.coverage
 PYTEST := $(BIN)/python -m pytest -m "not soak"
+RIGS := $(BIN)/python -m pytest tests/real -m
 # What failed beside others on a busy machine is tried once more by itself; what fails again has failed.
 ALONE := --last-failed --last-failed-no-failures none
 
@@ -34,12 +33,14 @@ lint: $(READY) ## style, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Real rigs one at a time and untraced: they measure, and some of them fill the machine.
+# Real rigs untraced: they measure. They wait more than they work, so three at a time; then, one by one, those that
+# change the whole machine or measure it.
 unit: $(READY) chromium ## every test, with coverage
 	$(BIN)/coverage erase
-	$(COVERED) $(PYTEST) --cov --cov-report=term:skip-covered -n 3 --dist loadfile tests/unit tests/contract \
+	$(PYTEST) --cov --cov-report=term:skip-covered -n 3 --dist loadfile tests/unit tests/contract \
 	    || $(PYTEST) $(ALONE) tests/unit tests/contract
-	$(PYTEST) tests/real || $(PYTEST) $(ALONE) tests/real
+	$(RIGS) "not soak and not alone" -n 3 --dist loadfile || $(RIGS) "not soak and not alone" $(ALONE)
+	$(RIGS) "not soak and alone" || $(RIGS) "not soak and alone" $(ALONE)
 
 # Never fails: without a browser the tests that need one are skipped with a reason, and CI as root fails there.
 chromium: ## Debian's browser, for the tests of the web page; installed where that is allowed

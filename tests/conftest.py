@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -19,6 +20,43 @@ else:
     # Speed is never asserted: on a busy machine an example may take its time.
     settings.register_profile("legroom", deadline=None)
     settings.load_profile("legroom")
+
+
+# Files that take long, longest first. They begin first: one that began last would keep a single worker busy
+# while the others have nothing left to do.
+LONG = (
+    "test_docs_blocks.py",
+    "test_contract_dataloader.py",
+    "test_example_glint.py",
+    "test_loader_measure.py",
+    "test_monitor_trend.py",
+    "test_cache_fuzz.py",
+    "test_example_many.py",
+    "test_formats_fuzz.py",
+    "test_gpumem_survive.py",
+    "test_loader_tuning.py",
+    "test_loader_deaths.py",
+    "test_loader_dataloader.py",
+    "test_gpumem_finder.py",
+    "test_formats.py",
+    "test_integrations_lightning.py",
+    "test_integrations_huggingface.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, all else in its order."""
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
+def pytest_collection_finish() -> None:
+    """Take what importing made out of the collector's sight.
+
+    With torch and hundreds of test modules loaded a full collection takes a good part of a second, and tests that
+    look at lifetimes ask for many; what a test makes itself is collected as ever. Forks share more pages, too.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @cache

@@ -14,7 +14,7 @@ import experiment as ex
 import rigs
 
 ASKED = 32 * ex.MB
-LOADER_S = 5  # how long the loader's consumer waits before it gives up
+LOADER_S = 2  # how long the loader's consumer waits before it gives up
 
 
 def fallocate() -> None:

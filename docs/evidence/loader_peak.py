@@ -45,7 +45,7 @@ def peak(
     from torch.utils.data import DataLoader
 
     loader = DataLoader(
-        range(workers * prefetch + 6), 1, num_workers=workers, prefetch_factor=prefetch, collate_fn=collate,
+        range(workers * prefetch + 3), 1, num_workers=workers, prefetch_factor=prefetch, collate_fn=collate,
         persistent_workers=persistent,
     )  # fmt: skip
     with ex.ShmPeak() as shm:

@@ -9,6 +9,7 @@ Importing torch takes longer than most blocks; a fork has it already, and is oth
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -132,6 +133,7 @@ def main() -> None:
     import h5py  # noqa: F401
     import torch  # noqa: F401
 
+    gc.freeze()  # so that a collection in a fork does not copy all of torch's pages
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         answers.write(json.dumps(_in_fork(*json.loads(line))) + "\n")

@@ -42,6 +42,13 @@ def write(path: Path, size: int) -> int:
     return int(array.sum())
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A file of 300 MB, which fits into none of the rigs, and the sum of it."""
+    path = tmp_path_factory.mktemp("large") / "a.npy"
+    return path, write(path, 300 * MB)
+
+
 def environment(shm: Path, disk: Path) -> dict[str, str]:
     return {**os.environ, "LEGROOM_SHM": str(shm), "LEGROOM_DIR": str(disk)}
 
@@ -54,11 +61,11 @@ def opened(command: list[str], env: dict[str, str]) -> dict[str, object]:
 
 
 @pytest.mark.real("mount")
-def test_a_small_shm_is_slower_and_never_fatal(tmp_path: Path) -> None:
-    total = write(tmp_path / "a.npy", 300 * MB)
+def test_a_small_shm_is_slower_and_never_fatal(large: tuple[Path, int], tmp_path: Path) -> None:
+    path, total = large
     disk = tmp_path / "disk"
     disk.mkdir()
-    command = [sys.executable, "-c", OPEN, str(tmp_path / "a.npy"), "{}"]
+    command = [sys.executable, "-c", OPEN, str(path), "{}"]
     result = opened(rigs.small_shm(command, "64m"), environment(Path("/dev/shm"), disk))
     assert result == {"backing": "disk", "sum": total}
 
@@ -120,8 +127,10 @@ def test_a_disk_that_fills_up_during_the_load_is_an_error_too(tmp_path: Path, ch
 
 @pytest.mark.real("cgroup")
 @pytest.mark.parametrize("backing", ["auto", "shm"])
-def test_a_cgroup_with_a_neighbour_kills_nobody(tmp_path: Path, backing: str) -> None:
-    total = write(tmp_path / "a.npy", 300 * MB)
+def test_a_cgroup_with_a_neighbour_kills_nobody(
+    large: tuple[Path, int], tmp_path: Path, backing: str
+) -> None:
+    path, total = large
     shm, disk = Path(f"/dev/shm/legroom-test-{os.getpid()}-{backing}"), tmp_path / "disk"
     shm.mkdir(mode=0o700)
     disk.mkdir()
@@ -134,13 +143,7 @@ def test_a_cgroup_with_a_neighbour_kills_nobody(tmp_path: Path, backing: str) ->
             try:
                 assert neighbour.stdout is not None
                 assert neighbour.stdout.readline() == "on\n"
-                command = [
-                    sys.executable,
-                    "-c",
-                    OPEN,
-                    str(tmp_path / "a.npy"),
-                    json.dumps({"backing": backing}),
-                ]
+                command = [sys.executable, "-c", OPEN, str(path), json.dumps({"backing": backing})]
                 result = opened(group.command(command), environment(shm, disk))
                 time.sleep(0.1)
                 assert neighbour.poll() is None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,11 @@ def played(line: list[str], timeout: float = 240) -> dict[str, Any]:
 
 @pytest.mark.real("mount")
 def test_torchs_loader_fails_in_a_small_shm() -> None:
-    found = played(rigs.small_shm(command("epoch", which="torch", **EIGHT)))
+    # At times it hangs instead: where the lack meets the thread behind a worker's queue, that batch is lost in silence.
+    for _ in range(3):
+        found = played(rigs.small_shm(command("epoch", which="torch", timeout=20, **EIGHT)))
+        if "timed out" not in found["failed"]:
+            break
     assert "shared memory" in found["failed"]
 
 
@@ -84,10 +90,21 @@ def test_lightning_keeps_the_transport() -> None:
     assert found["kinds"] == ["legroom.loader.dataloader"]
 
 
+@contextlib.contextmanager
+def _counted_apart() -> Iterator[Callable[[list[str]], list[str]]]:
+    """A group of its own where one can be had: the OOM kills of tests beside this one are not counted in it."""
+    if rigs.why_not_cgroup() is not None:
+        yield list
+        return
+    with rigs.memory_cgroup(4 << 30) as group:
+        yield group.command
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS])
 @pytest.mark.parametrize("busy", [False, True], ids=["while waiting", "in the middle of a step"])
 def test_a_killed_worker_is_explained_within_five_seconds(number: int, busy: bool) -> None:
-    found = played(command("death", number=int(number), busy=busy))
+    with _counted_apart() as place:
+        found = played(place(command("death", number=int(number), busy=busy)))
     assert found["kind"] == "WorkerDied", found
     assert signal.Signals(number).name in found["text"] and "do:" in found["text"]
     assert "DataLoader worker" in found["cause"]

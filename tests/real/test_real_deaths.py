@@ -40,13 +40,17 @@ def test_a_death_that_was_seen(case: corpus.Case) -> None:
 
 
 def test_logs_alone_say_it_mostly_and_never_surer_than_a_witness() -> None:
-    """Uses the logs that the deaths above wrote; those that were not brought about are left out."""
+    """Uses the logs that the deaths above wrote; those that were not brought about are left out.
+
+    But for the one that needs a swap file: it is brought about in another run, alone, and counts as wrong here.
+    """
     judged = [
         _judged.get(case.name) or corpus.judge(case) for case in CASES if case.log or case.name in _judged
     ]
+    elsewhere = [case for case in CASES if "swap" in case.needs and case.name not in _judged]
     right = [one for one in judged if one.log["verdict"] == one.case.truth]
     wrong = [(one.case.name, one.log["verdict"]) for one in judged if one not in right]
-    assert len(right) / len(judged) >= LEAST_FROM_LOGS, wrong
+    assert len(right) / (len(judged) + len(elsewhere)) >= LEAST_FROM_LOGS, wrong
     for one in judged:
         assert one.log["confidence"] <= 0.85
         if one.live is not None and one.log["verdict"] == one.live["verdict"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,15 @@ import pytest
 import torch
 from integrations.guard_stage import StagedWatch, filling
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 pytestmark = pytest.mark.filterwarnings("ignore:.*")  # of the frameworks about each other
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frameworks() -> None:
+    """Imported here, which takes seconds, and not by every process that only looks for tests."""
+    with warnings.catch_warnings(action="ignore"):
+        for name in ("transformers", "accelerate"):
+            pytest.importorskip(name)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,16 @@ import torch
 from integrations.guard_stage import StagedWatch, filling
 from torch.utils.data import DataLoader, TensorDataset
 
-pytest.importorskip("lightning.pytorch")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*"),  # Lightning's own advice about tiny trainings
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _lightning() -> None:
+    """Imported here, which takes seconds, and not by every process that only looks for tests."""
+    with warnings.catch_warnings(action="ignore"):
+        pytest.importorskip("lightning.pytorch")
 
 
 @pytest.fixture(autouse=True)
