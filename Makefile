@@ -72,6 +72,7 @@ bench: $(READY) ## measure: speed as ratios against peers, side by side
 gpu: ## every GPU test, real rig, experiment and benchmark, with the machine's own python3 and nothing else
 	PYTHONPATH=$(CURDIR)/src python3 -m pytest -p no:cacheprovider -c tests/gpu/pytest.ini --rootdir . \
 	    -m "(gpu or real) and not soak" tests/gpu tests/real --ignore=tests/real/test_real_evidence.py
+	bash tests/gpu/chat_t5_zero.sh
 	python3 docs/evidence/run.py
 	PYTHONPATH=$(CURDIR)/src python3 bench/gpu_loader.py
 	PYTHONPATH=$(CURDIR)/src python3 bench/gpu_memory.py

@@ -1,7 +1,7 @@
 """Trains a small chat T5 on Parquet files in little memory.
 
     python train_low_mem.py train
-    accelerate launch --num_processes 2 --cpu train_low_mem.py train --is_keep_training=True
+    accelerate launch --multi_gpu --num_processes 2 train_low_mem.py train --is_keep_training=True
     python train_low_mem.py ask "what is the capital of Peru?"
 
 Covers: the command line. Does not cover: the training (training.py), which is imported when the flags are right.
@@ -38,7 +38,7 @@ def parser_of() -> argparse.ArgumentParser:
     train.add_argument("--train_file", type=Path, default="data/train.parquet")
     train.add_argument("--validation_file", type=Path, default="data/valid.parquet")
     train.add_argument(
-        "--stream_memory", type=parse_size, default="64MB", help="the bound of a stream (default 64MB)"
+        "--stream_memory", type=size, default="64MB", help="the bound of a stream (default 64MB)"
     )
     train.add_argument("--epochs", type=positive, default=8, help="in all (default 8)")
     train.add_argument("--learn_rate", type=float, default=3e-3, help="at its highest (default 0.003)")
@@ -86,6 +86,8 @@ def check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """What can be told from the flags alone, before anything heavy is imported."""
     if min(flags.num_workers or 0, flags.warmup_steps, flags.seed) < 0:
         parser.error("--num_workers, --warmup_steps and --seed must be at least 0")
+    if flags.seed >= 2**23:  # with a step's number behind it, it must fit what torch takes
+        parser.error("--seed must be below 2**23")
     if not flags.learn_rate > 0:
         parser.error("--learn_rate must be above 0")
     if flags.width % 4:
@@ -107,6 +109,13 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not at least 1")
     return number
+
+
+def size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except legroom.LegroomError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from problem
 
 
 def switch(text: str) -> bool:

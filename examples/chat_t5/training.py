@@ -64,9 +64,8 @@ def train(flags: argparse.Namespace) -> None:
 def started(flags: argparse.Namespace) -> Accelerator:
     """The accelerator, and a log that the first rank writes."""
     accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),  # or ranks without a card would be one rank, several times
         gradient_accumulation_steps=flags.gradient_accumulation_steps,
-        deepspeed_plugin=zero.plugin(flags),
+        **zero.started(flags),
     )
     if accelerator.gradient_accumulation_steps != flags.gradient_accumulation_steps:
         raise UsageError(

@@ -11,23 +11,38 @@ import os
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin, DistributedType
+from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs
 
 from legroom.errors import MissingPackage, UsageError
 
 
-def plugin(flags: argparse.Namespace) -> DeepSpeedPlugin | None:
-    """DeepSpeed as `--deepspeed FILE` asks for it; None where nobody does, or the launcher has."""
+def started(flags: argparse.Namespace) -> dict[str, Any]:
+    """What an Accelerator is made with: DeepSpeed as `--deepspeed FILE` or the launcher asks for it, or none."""
     launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
-    if (flags.deepspeed or launched) and find_spec("deepspeed") is None:
+    card = torch.cuda.is_available()
+    if not (flags.deepspeed or launched):
+        return {"cpu": not card}  # or ranks without a card would be one rank, several times
+    if find_spec("deepspeed") is None:
         raise MissingPackage(
             "ZeRO needs DeepSpeed",
             why="the package deepspeed is not installed",
             fix=("pip install deepspeed", "or train without it: Adafactor's states are small as they are"),
         )
-    return DeepSpeedPlugin(hf_ds_config=str(flags.deepspeed)) if flags.deepspeed else None
+    if "LOCAL_RANK" not in os.environ:
+        # Nobody launched it in a group: here is one of a single rank, for which DeepSpeed would ask MPI.
+        alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+        os.environ |= {name: str(value) for name, value in alone.items()}
+    asked: dict[str, Any] = {}
+    if flags.deepspeed:
+        asked["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=str(flags.deepspeed))
+    if not card:
+        # With cpu=True accelerate drops DeepSpeed without a word; without a backend every rank is the only one to it.
+        asked["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
+    return asked
 
 
 def in_use(accelerator: Accelerator) -> bool:
@@ -46,8 +61,20 @@ def prepare(accelerator: Accelerator, batch: int) -> None:
             why="accelerate would put DeepSpeed's CPU Adam in its place: 8 bytes a parameter more in host memory",
             fix=("use a file without offload",),
         )
-    if config.get("train_micro_batch_size_per_gpu", "auto") == "auto":
-        config["train_micro_batch_size_per_gpu"] = batch
+    # As without ZeRO, and whatever the file says: Adafactor clips its updates itself. Silence would mean 1.
+    config["gradient_clipping"] = 0.0
+    ours = {
+        "train_micro_batch_size_per_gpu": batch,
+        "train_batch_size": batch * accelerator.gradient_accumulation_steps * accelerator.num_processes,
+    }
+    for name, value in ours.items():
+        if config.get(name, "auto") not in ("auto", value):
+            raise UsageError(
+                f"DeepSpeed's file is for another training: its {name} is {config[name]}, and here it is {value}",
+                why=f"{accelerator.num_processes} ranks, {accelerator.gradient_accumulation_steps} batches to a step",
+                fix=("write the file for this training: README.md has the command", "or give the flags it is for"),
+            )  # fmt: skip
+    config |= ours
 
 
 def save(accelerator: Accelerator, folder: Path, name: str) -> None:

@@ -219,7 +219,7 @@ def test_bad_flags_and_files(trainings: Trainings, uninterrupted: dict[str, Path
         (["train", "--train_file=nowhere.parquet"], "there is no file nowhere.parquet (make_data.py makes the data)"),
         (["train", f"--ckpt_dir={empty}"], f"cannot write to {empty}"),
         (["train", "--batch_size_per_gpu=512"], "it has 128 rows, and a step takes 1024"),
-        (["train", "--stream_memory=little"], "--stream_memory: invalid"),
+        (["train", "--stream_memory=little"], "bad-size"),
         (["train", f"--train_file={empty}"], "it has 0 rows, and a step takes 64"),
         (["train", f"--train_file={other}"], "column prompt of"),
         (["train", f"--train_file={broken}"], "damaged-source"),

@@ -20,6 +20,7 @@ from legroom.words import listed, say
 Precision = Literal["bf16", "fp16", "no"]
 KINDS = ("deepspeed", "accelerate")
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "no")
+CLIPPING = 1.0  # norm of the gradients at most: what DeepSpeed, accelerate and transformers take where a file is silent
 
 
 def emit_training(
@@ -68,6 +69,7 @@ def deepspeed_config(
         "train_batch_size": settings.effective_batch,
         "train_micro_batch_size_per_gpu": settings.batch_size,
         "gradient_accumulation_steps": settings.accumulation,
+        "gradient_clipping": CLIPPING,
         "zero_optimization": zero,
     }
     if precision != "no":
@@ -94,6 +96,7 @@ def accelerate_config(
         config["deepspeed_config"] = {
             "zero_stage": stage,
             "gradient_accumulation_steps": settings.accumulation,
+            "gradient_clipping": CLIPPING,
             "offload_optimizer_device": "cpu" if offload else "none",
             "offload_param_device": "cpu" if offload and stage == 3 else "none",
             "zero3_init_flag": stage == 3,

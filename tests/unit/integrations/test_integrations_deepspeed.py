@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +19,7 @@ from legroom.errors import UsageError
 from legroom.integrations import deepspeed
 from legroom.model import Settings
 
+JUDGE = Path(__file__).with_name("deepspeed_judge.py")
 SETTINGS = Settings(32, 2, 3, threads=4, pin_memory=False)
 
 
@@ -70,3 +76,80 @@ def test_parameters_are_counted_once_and_the_largest_layer_found() -> None:
     assert shape.params == 800 + 72 and shape.largest_layer == 800
     rows = deepspeed.savings(model, ranks=4)
     assert [row.stage for row in rows] == [0, 2, 2, 3, 3, 3] and not any(row.at_least for row in rows)
+
+
+def every_file() -> dict[str, dict[str, Any]]:
+    """Each file that can be written, for one rank and for two; ``train`` where it can be trained by without a card."""
+    cases = {}
+    for ranks, stage, offload, precision in product(
+        (1, 2), (None, 2, 3), (False, True), ("bf16", "fp16", "no")
+    ):
+        settings = Settings(4, 2, ranks, threads=1, pin_memory=False)
+        for kind in ("deepspeed", "accelerate"):
+            if stage is None and (kind == "deepspeed" or offload):
+                continue
+            name = f"{kind}-{ranks}-zero{stage or 0}-{'offload' if offload else 'device'}-{precision}"
+            text = emit_training(kind, settings, zero=stage, offload=offload, precision=precision)  # type: ignore[arg-type]
+            # A CPU has no 16-bit floats of this kind, and accelerate would have DeepSpeed compile an Adam for offload.
+            train = precision != "fp16" and not (kind == "accelerate" and offload)
+            cases[name] = {
+                "kind": kind, "text": text, "ranks": ranks, "batch": 4, "train": train,
+                "means": understood(kind, ranks, stage, offload, precision, train),
+            }  # fmt: skip
+    return cases
+
+
+def understood(
+    kind: str, ranks: int, stage: int | None, offload: bool, precision: str, train: bool
+) -> dict[str, object]:
+    """What the file must be taken to mean."""
+    means: dict[str, object] = {"precision": precision}
+    if kind == "accelerate":
+        means |= {
+            "processes": ranks,
+            "launcher": "deepspeed" if stage else "multi_gpu" if ranks > 1 else "simple",
+        }
+    if stage is None:
+        return means
+    means |= {"batch": 4, "accumulation": 2, "effective": 8 * ranks, "clipping": 1.0, "stage": stage}
+    means |= {
+        "optimizer": "cpu" if offload else "none",
+        "weights": "cpu" if offload and stage == 3 else "none",
+    }
+    return means | ({"steps": 1} if train else {})
+
+
+FILES = every_file()
+REFUSED = "for three ranks, given to one"
+
+
+@pytest.fixture(scope="module")
+def judged() -> dict[str, list[Any]]:
+    """All files at once: importing DeepSpeed takes seconds."""
+    for package in ("deepspeed", "accelerate"):
+        if find_spec(package) is None:
+            pytest.skip(f"the package {package} is not installed")
+    cases = [{"name": name} | case for name, case in FILES.items()]
+    bad = {"kind": "deepspeed", "text": emit_training("deepspeed", SETTINGS), "ranks": 1, "train": False}
+    done = subprocess.run(
+        [sys.executable, JUDGE],
+        input=json.dumps([*cases, {"name": REFUSED} | bad]),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert not done.returncode, done.stderr[-4000:]
+    found: dict[str, list[Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_deepspeed_and_accelerate_take_the_file_and_train_by_it(
+    name: str, judged: dict[str, list[Any]]
+) -> None:
+    assert judged[name] == [FILES[name]["means"]] * FILES[name]["ranks"]
+
+
+def test_deepspeed_refuses_a_file_for_other_ranks(judged: dict[str, list[Any]]) -> None:
+    (said,) = judged[REFUSED]
+    assert "192 != 32 * 2 * 1" in said
