@@ -8,12 +8,14 @@
     │   ├── NothingMatches             nothing-matches
     │   ├── NoSuchRoot                 no-such-root
     │   ├── CannotListen               cannot-listen
+    │   ├── CannotWrite                cannot-write
     │   ├── CommandNotFound            command-not-found (exit 127)
     │   ├── CommandNotRunnable         command-not-runnable (exit 126)
     │   ├── MissingKey                 missing-key
     │   ├── NoLength                   no-length
     │   ├── MissingPackage             missing-package
     │   ├── Unpicklable                unpicklable
+    │   ├── BadArgument                bad-argument
     │   └── BadLimit                   bad-limit
     ├── SourceError           exit 2   the data file
     │   ├── UnreadableSource           unreadable-source
@@ -141,6 +143,12 @@ class CannotListen(UsageError):
     code = "cannot-listen"
 
 
+class CannotWrite(UsageError):
+    """A standard stream that takes nothing: closed, or on a disk that is full."""
+
+    code = "cannot-write"
+
+
 class CommandNotFound(UsageError):
     """A command to run that is nowhere; the status is a shell's for that."""
 
@@ -178,6 +186,12 @@ class Unpicklable(UsageError, PicklingError):
     """An object that has to reach worker processes and cannot be pickled."""
 
     code = "unpicklable"
+
+
+class BadArgument(UsageError, ValueError):
+    """An argument that cannot be meant, alone or beside another; a ValueError, as torch's are."""
+
+    code = "bad-argument"
 
 
 class BadLimit(UsageError, ValueError):

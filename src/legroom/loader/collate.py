@@ -18,11 +18,10 @@ from legroom.cache.open import disabled
 from legroom.errors import LoaderError, MissingPackage
 from legroom.loader.arena import door as arena_door
 from legroom.loader.arena import stack as arena_stack
-from legroom.loader.arena.inbox import receive
 from legroom.loader.arena.pack import Span, Writer, needed, pickled, stacked, write
 from legroom.loader.arena.pool import Pool
+from legroom.loader.arena.sent import Sent
 from legroom.loader.arena.slot import SENT, Slot, supported
-from legroom.loader.measure.private import give_back
 from legroom.units import parse_size
 from legroom.words import say
 
@@ -134,7 +133,7 @@ class Carried:
             batch = self.fn(samples)
         finally:
             arena_stack.stacking(None)
-        state = None if self._state_of is None else self._state(info.id)
+        state = None if self._state_of is None else self._state(info.id, samples)
         return _packed(batch, writer, pool, state)
 
     def _start(self, info: Any) -> Pool:
@@ -151,11 +150,15 @@ class Carried:
         )
         return self._pool
 
-    def _state(self, worker: int) -> tuple[int, bytes] | None:
-        """Where the dataset stands. As bytes: the queue pickles in a thread, when the dataset has already gone on."""
+    def _state(self, worker: int, samples: Any) -> tuple[int, bytes, int | None] | None:
+        """Where the dataset stands, and how many samples of it these are.
+
+        As bytes: the queue pickles in a thread, when the dataset has already gone on.
+        """
         assert self._state_of is not None
         try:
-            return worker, pickle.dumps(self._state_of())
+            count = len(samples) if isinstance(samples, list) else None
+            return worker, pickle.dumps(self._state_of()), count
         except Exception:  # it says no such thing about itself: resuming will skip instead
             self._state_of = None
             return None
@@ -165,21 +168,6 @@ class Carried:
 
     def __repr__(self) -> str:
         return f"legroom.collate({self.fn!r})"
-
-
-class Sent:
-    """What a worker puts into its queue; pickled, it is a few numbers and the batch without its bytes."""
-
-    __slots__ = ("_arguments",)
-
-    def __init__(self, *arguments: Any) -> None:
-        self._arguments = arguments
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # In the queue's thread, when the samples are gone and the next ones are about to be drawn.
-        if arena_door.here() is not None:
-            give_back()
-        return receive, self._arguments
 
 
 def _packed(batch: Any, writer: Writer, pool: Pool, state: Any) -> Any:

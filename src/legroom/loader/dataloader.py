@@ -1,7 +1,7 @@
 """``legroom.DataLoader``: torch's, with batches that travel in memory of their own.
 
 Covers: the arguments, what torch is given, starting a pass over the data. Does not cover: the transport (collate.py and
-arena/), a pass (epoch.py), states (resume.py).
+arena/), a pass (epoch.py), states (resume.py), what is left of a pass (rest.py, rejoin.py).
 
 It is a subclass of torch's class, made when it is first asked for. Everything but the way of a batch from a worker to
 this process is torch's: samplers, seeds, worker processes, exceptions, order.
@@ -15,18 +15,25 @@ import multiprocessing
 import pickle
 from collections.abc import Iterator, Mapping
 from functools import cache
-from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 from legroom.budget.crew import Each
-from legroom.errors import MissingPackage, Unpicklable
+from legroom.errors import MissingPackage
 from legroom.loader import deaths, resume
+from legroom.loader.arena import inbox as arena_inbox
 from legroom.loader.arena.door import Door, careful
 from legroom.loader.arena.inbox import Pinner, unopened
 from legroom.loader.arena.pin import cuda_pinner
+from legroom.loader.arena.queues import direct
+from legroom.loader.arguments import check_arguments
 from legroom.loader.collate import Carried, read_budget, why_not, wrapped
 from legroom.loader.epoch import Epoch
 from legroom.loader.measure.private import start_method
+from legroom.loader.progress import STOP, Note, Progress, Scattered
+from legroom.loader.rejoin import Rejoined, TurnKept, bring
+from legroom.loader.rest import Rest
+from legroom.loader.socket_room import make_room
+from legroom.loader.unpicklable import unpicklable
 from legroom.words import say
 
 if TYPE_CHECKING:
@@ -75,14 +82,19 @@ class Loader:
         **options: Any,
     ) -> None:
         read_budget(memory_budget)
+        check_arguments(batch_size, num_workers, shuffle, sampler, options)
         super().__init__(  # type: ignore[call-arg]
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last,
             timeout, worker_init_fn, multiprocessing_context, generator, **options,
         )  # fmt: skip
         loader: Any = self
         self.memory_budget = memory_budget
-        self._progress: resume.Progress | None = None
+        self._progress: Progress | None = None
         self._stood: dict[str, Any] | None = None  # where the next pass begins, if not at the start
+        self._seeded = (
+            False  # whether lasting workers have their seeds: no later pass takes a number for them
+        )
+        self._heir: Any = None  # the loader of torch's that has the lasting workers, after going on with them
         self._crew: deaths.Crew | None = None
         self._each: Each | None = None  # what a worker was seen to take
         self._last_door: Door | None = None
@@ -96,24 +108,31 @@ class Loader:
 
     def __iter__(self) -> Epoch:
         stood, self._stood = self._stood, None
-        if stood is None:
-            return self._pass(resume.Progress(resume.remember(self)), super().__iter__, self._lasting)  # type: ignore[misc]
-        return self._go_on(stood)
+        if stood is not None:
+            return self._go_on(stood)
+        living = self._lasting and self._crew is not None
+        notes = resume.later(self._progress) if living else {}
+        start = super().__iter__ if self._heir is None else self._heir.__iter__  # type: ignore[misc]
+        with self._seeds_apart(self._seeded and not living):
+            return self._pass(self._begun(resume.remember(self), self._seeded, workers=notes), start)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the current pass stands; what comes next follows the last batch given out."""
         if self._stood is not None:
             return dict(self._stood)
-        return resume.state_of(self, self._progress, self._iterable)
+        return resume.state_of(self, self._progress, self._iterable, self._seeded)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin the next pass where that state was taken."""
-        stood = resume.checked(state)
-        self._stood = stood if self._iterable else resume.in_batches_of(self, stood)
-        self._progress = None
-        if not self._stood["begun"]:
-            resume.restore(self, self._stood["generators"])
-            self._stood = None
+        loader: Any = self
+        stood = resume.fitting(self, resume.checked(state), self._iterable)
+        self._end_workers()
+        self._progress, self._seeded = None, bool(stood["lasting"])
+        if not stood["begun"]:
+            resume.restore(self, stood["generators"])
+            if loader.num_workers == 0 and stood["workers"]:
+                bring(loader.dataset, stood["workers"][0])
+        self._stood = stood if stood["begun"] or (stood["workers"] and self._lasting) else None
 
     @property
     def _iterable(self) -> bool:
@@ -127,35 +146,79 @@ class Loader:
         loader: Any = self
         return bool(loader.persistent_workers)
 
-    def _pass(self, progress: resume.Progress, start: Any, lasting: bool) -> Epoch:
+    def _begun(self, generators: dict[str, Any], seeded: bool, yielded: int = 0, **known: Any) -> Progress:
+        """The progress of a pass that begins."""
+        loader: Any = self
+        return Progress(
+            generators,
+            yielded,
+            batch_size=loader.batch_size,
+            num_workers=loader.num_workers,
+            seeded=seeded,
+            **known,
+        )
+
+    @contextlib.contextmanager
+    def _seeds_apart(self, apart: bool) -> Iterator[None]:
+        """Whether new workers' seeds are drawn from a generator of their own."""
+        loader: Any = self
+        kept = loader.generator
+        if apart:
+            loader.generator = resume.apart(self)
+        try:
+            yield
+        finally:
+            loader.generator = kept
+
+    def _end_workers(self) -> None:
+        """End lasting workers: they are not where the next pass begins."""
+        loader: Any = self
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            arena_inbox.close(crew.pids)  # one that waits for room must not wait for us
+        self._heir = loader._iterator = None
+
+    def _pass(self, progress: Progress, start: Any) -> Epoch:
         """A pass over what ``start`` gives."""
         loader: Any = self
+        lasting = self._lasting
         self._progress = progress
         if loader.num_workers == 0:
             return Epoch(start(), None, progress, None, self._by_torch, lasting=False)
+        by_server = start_method(loader.multiprocessing_context) == "forkserver"
+        make_room(needed=by_server or self.transport == "torch")
         pinner = self._pinner()
         door = self._door(lasting)
-        asked, before = loader.pin_memory, set(multiprocessing.active_children())
-        init = loader.worker_init_fn
+        before = set(multiprocessing.active_children())
+        others: dict[str, Any] = {}
         if pinner is not None:
-            loader.pin_memory = False  # torch would start a thread for what is pinned already
+            others["pin_memory"] = False  # torch would start a thread for what is pinned already
         if door is not None:
-            loader.worker_init_fn = door
+            others["worker_init_fn"] = door
+        if self.transport == "arena":
+            others["multiprocessing_context"] = direct(
+                loader.multiprocessing_context or multiprocessing.get_context(start_method())
+            )
         try:
-            with unopened():
+            with unopened(), _lent(loader, others):
                 inner = start()
         except (TypeError, AttributeError, pickle.PicklingError, UserWarning) as problem:
-            clearer = self._unpicklable()
+            clearer = unpicklable(loader.dataset, loader.collate_fn, loader.worker_init_fn)
             if clearer is None:
                 raise
             raise clearer from problem
-        finally:
-            loader.pin_memory, loader.worker_init_fn = asked, init
         started = [process for process in multiprocessing.active_children() if process not in before]
         crew = self._crew if lasting and self._crew is not None and not started else deaths.Crew(started)
         self._crew = crew if lasting else None
+        self._seeded = self._seeded or lasting
         deaths.listen()
-        return Epoch(inner, crew, progress, pinner, self._by_torch, lasting=lasting, door=door)
+        scattered = None
+        if not (self._iterable or resume.ordered(self)):
+            progress.unnumbered = not Scattered.possible(inner)
+            scattered = None if progress.unnumbered else Scattered(inner, progress)
+        return Epoch(
+            inner, crew, progress, pinner, self._by_torch, lasting=lasting, door=door, scattered=scattered
+        )
 
     def _door(self, lasting: bool) -> Door | None:
         """How carefully the workers of a pass must start; an error where they are known not to fit."""
@@ -169,7 +232,7 @@ class Loader:
                 return None
         self._last_door = careful(
             loader.num_workers, start_method(loader.multiprocessing_context), loader.worker_init_fn, self._each,
-            loader.batch_size, iterable=self._iterable,
+            loader.batch_size, iterable=self._iterable, drop_last=loader.drop_last,
         )  # fmt: skip
         return self._last_door
 
@@ -178,42 +241,57 @@ class Loader:
         from torch.utils.data import DataLoader
 
         loader: Any = self
-        skip = int(stood["yielded"])
-        rest: resume.Rest | None = None
+        resume.fitting(self, stood, self._iterable)  # the workers may be others since it was loaded
+        notes = {int(worker): note for worker, note in stood["workers"].items()}
+        yielded, beyond = int(stood["yielded"]), list(stood["beyond"])
+        drawn = dict(stood["generators"]) if stood["begun"] else resume.remember(self)
+        progress = self._begun(
+            drawn, stood["seeded"], yielded, beyond=beyond, turn=stood["turn"],
+            workers={worker: Note(pickle.dumps(note["state"]), tuple(note["then"])) for worker, note in notes.items()},
+        )  # fmt: skip
         given: dict[str, Any] = {
             "num_workers": loader.num_workers, "collate_fn": loader.collate_fn, "timeout": loader.timeout,
-            "generator": loader.generator,
-            "multiprocessing_context": loader.multiprocessing_context, "prefetch_factor": loader.prefetch_factor,
+            "prefetch_factor": loader.prefetch_factor, "persistent_workers": self._lasting,
         }  # fmt: skip
         if hasattr(loader, "in_order"):
             given["in_order"] = loader.in_order
-        known = stood["dataset"] is not None or bool(stood["workers"])
+        rest: Rest | None = None
+        keep_turn: list[int] = []
         if self._iterable:
             given |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-            if stood["dataset"] is not None:
-                loader.dataset.load_state_dict(stood["dataset"])
+            keep_turn = [worker for worker in range(stood["turn"]) if not _over(notes.get(worker))]
+            if keep_turn:
+                given["collate_fn"] = TurnKept(loader.collate_fn)
         elif loader.batch_sampler is not None:
-            rest = given["batch_sampler"] = resume.Rest(loader.batch_sampler, skip)
+            rest = given["batch_sampler"] = Rest(loader.batch_sampler, progress.first_left, beyond)
         else:
-            rest = given["sampler"] = resume.Rest(loader.sampler, skip)
+            rest = given["sampler"] = Rest(loader.sampler, progress.first_left, beyond)
             given["batch_size"] = None
 
         def start() -> Iterator[Any]:
             init = loader.worker_init_fn
-            if self._iterable and stood["dataset"] is None and known:
-                init = resume.Restored(init, stood["workers"])
-            given["worker_init_fn"] = init
-            inner = iter(DataLoader(loader.dataset, pin_memory=loader.pin_memory, **given))
-            if rest is not None and rest.latest is not None:
-                rest.latest.prepare()
+            if loader.num_workers and (notes or keep_turn):
+                init = Rejoined(init, notes, keep_turn, loader.batch_size)
+            elif notes and not bring(loader.dataset, notes[0]):
+                return iter(())
+            heir = DataLoader(
+                loader.dataset,
+                pin_memory=loader.pin_memory,
+                generator=loader.generator,
+                worker_init_fn=init,
+                multiprocessing_context=loader.multiprocessing_context,
+                **given,
+            )
+            inner = iter(heir)
+            if rest is not None:
+                rest.begin()
+            self._heir = heir if self._lasting else None
             return inner
 
-        workers = {worker: pickle.dumps(state) for worker, state in stood["workers"].items()}
-        progress = resume.Progress(dict(stood["generators"]), skip, workers)
-        with resume.replayed(self, stood["generators"]):
-            going = self._pass(progress, start, False)
-            if self._iterable and not known:
-                going.skip(skip)
+        with resume.replayed(self, stood["generators"]), self._seeds_apart(stood["seeded"]):
+            going = self._pass(progress, start)
+            if self._iterable and not notes:
+                going.skip(yielded)
         return going
 
     def _pinner(self) -> Pinner | None:
@@ -228,29 +306,23 @@ class Loader:
             _told.add(reason)
             _log.warning(say("batches travel torch's way, through /dev/shm: {reason}", reason=reason))
 
-    def _unpicklable(self) -> Unpicklable | None:
-        """Which argument cannot reach the workers, if that is what is wrong."""
-        loader: Any = self
-        function = loader.collate_fn.fn if isinstance(loader.collate_fn, Carried) else loader.collate_fn
-        parts = {"dataset": loader.dataset, "collate_fn": function, "worker_init_fn": loader.worker_init_fn}
-        for name, part in parts.items():
-            try:
-                ForkingPickler.dumps(part)
-            except Exception as inner:
-                return Unpicklable(
-                    say("the {name} cannot be sent to worker processes", name=name),
-                    why=say(
-                        "{kind} is pickled for every worker, and: {problem}", kind=type(part), problem=inner
-                    ),
-                    fix=(
-                        say(
-                            "define it at the top level of a module: no lambdas, no functions inside functions"
-                        ),
-                        say("open files and connections in worker_init_fn or at first use, not in __init__"),
-                        say("multiprocessing_context='fork' sends nothing"),
-                    ),
-                )
-        return None
+
+@contextlib.contextmanager
+def _lent(loader: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """The loader with other arguments for the moment."""
+    kept = {name: getattr(loader, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(loader, name, value)
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(loader, name, value)
+
+
+def _over(note: Mapping[str, Any] | None) -> bool:
+    """Whether a worker has nothing left to give."""
+    return note is not None and STOP in note["then"]
 
 
 @cache

@@ -20,7 +20,8 @@ from legroom.loader.arena.door import Door
 from legroom.loader.arena.inbox import Parcel, Pinner, unopened
 from legroom.loader.arena.pin import pinned
 from legroom.loader.deaths import Crew
-from legroom.loader.resume import Progress
+from legroom.loader.progress import Progress, Scattered
+from legroom.loader.rejoin import NOTHING
 
 
 class Epoch:
@@ -36,9 +37,11 @@ class Epoch:
         *,
         lasting: bool,
         door: Door | None = None,
+        scattered: Scattered | None = None,
     ) -> None:
         self._inner, self._crew, self._progress, self._pinner = inner, crew, progress, pinner
         self._tell, self._door = tell, door
+        self._scattered = scattered  # who knows which batch came, where they come out of order
         self._lasting = lasting  # the workers outlive this pass
         self._pid = os.getpid()
 
@@ -50,14 +53,14 @@ class Epoch:
 
     def __next__(self) -> Any:
         item = self._take()
-        self._progress.yielded += 1
+        self._progress.gave(None if self._scattered is None else self._scattered.gone())
+        if self._crew is None:
+            self._progress.ended = getattr(getattr(self._inner, "_dataset_fetcher", None), "ended", False)
         if not isinstance(item, Parcel):
             return item if self._pinner is None else pinned(item)
         if item.note is not None:
             self._tell(item.note)
-        if item.state is not None:
-            worker, state = item.state
-            self._progress.workers[worker] = state
+        self._progress.heard(item.state)
         batch = item.open(self._pinner)
         return batch if self._pinner is None else pinned(batch)
 
@@ -73,20 +76,27 @@ class Epoch:
         door, self._door = self._door, None  # it is there for the first batch alone
         try:
             with unopened():
-                return next(self._inner)
+                item = next(self._inner)
+                while item is NOTHING:  # it only kept a turn
+                    item = next(self._inner)
+                return item
         except StopIteration:
             self._progress.over = True
             arena_inbox.sweep()
             raise
         except Exception as problem:
+            if self._scattered is not None:
+                self._scattered.gone()  # it failed, and was not given out
             # torch's frames keep what they raised in a variable, and by it the iterator and its workers, until somebody
             # collects garbage; then each worker is waited for in vain. What was wrong in a worker is in the message.
             problem.__traceback__ = None
             better = self._better(problem, door)
+            if isinstance(better, BudgetTooSmall):
+                problem.__cause__ = problem.__context__ = None  # so do those of what was raised on the way
             try:
                 if better is None:
                     raise problem
-                raise better from (None if isinstance(problem, BudgetTooSmall) else problem)
+                raise better from (None if isinstance(better, BudgetTooSmall) else problem)
             finally:
                 del better  # for the same reason
         finally:
@@ -95,8 +105,9 @@ class Epoch:
 
     def _better(self, problem: Exception, door: Door | None) -> Exception | None:
         """An error that says more: why there is no room, or what a worker died of."""
-        if isinstance(problem, BudgetTooSmall):
-            return None if door is None else door.refusal()
+        # The first worker refuses by this error, by a MemoryError while it draws, or by ending itself.
+        if door is not None and (refusal := door.refusal()) is not None:
+            return refusal
         if isinstance(problem, RuntimeError) and self._crew is not None:
             return self._crew.died(problem)
         return None

@@ -1,12 +1,16 @@
-"""Going on in the middle of an epoch: where it stood, and the rest of it.
+"""Going on in the middle of an epoch: what a loader's state holds, and drawing the order again.
 
-Covers: what a loader's state holds, replaying the order, skipping what has been given out. Does not cover: the loader
-(dataloader.py).
+Covers: the state, torch's generators, which states can be honoured by which loaders. Does not cover: counting
+(progress.py), what is left of an order (rest.py), datasets in workers (rejoin.py), the loader (dataloader.py).
 
 The order of a map-style dataset is drawn at the start of an epoch from torch's generators. So their states at that
-moment, and how many batches have been given out since, are all there is to remember: the order is drawn again and its
-beginning left out, without reading a sample of it. Of an IterableDataset only its own ``state_dict`` can tell; without
-one, the batches given out are produced again and dropped.
+moment, and which batches have been given out since, are all there is to remember: the order is drawn again and what was
+given out is left out, without reading a sample of it. Of an IterableDataset only its own ``state_dict`` can tell;
+without one, the batches given out are produced again and dropped.
+
+Before the order torch draws a number for the seeds of the workers, from the same generator, whenever workers start.
+Workers that last are started once; where they are started again only because a run was interrupted, that number must
+not be taken, or every order after it is another.
 
 Random numbers that samples draw in workers go on from the seeds of the epoch's start, not from where the interrupted
 run's workers stood.
@@ -15,30 +19,22 @@ run's workers stood.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from legroom.errors import UsageError
+from legroom.loader.progress import STOP, Note, Progress
 from legroom.words import say
 
 if TYPE_CHECKING:
     import torch
 
-VERSION = 1
+VERSION = 2
 _DEFAULT = "default"  # torch's own generator, which the program uses too
-
-
-class Progress:
-    """How far one pass over a loader has come."""
-
-    def __init__(
-        self, generators: dict[str, Any], yielded: int = 0, workers: dict[int, bytes] | None = None
-    ) -> None:
-        self.generators = generators  # their states when the pass began
-        self.yielded = yielded
-        self.workers = workers or {}  # the dataset's state in each worker after its last batch given out
-        self.over = False
+_FIELDS = {
+    "begun", "yielded", "beyond", "batch_size", "num_workers", "generators", "seeded", "lasting", "turn", "workers",
+}  # fmt: skip
 
 
 def generators(loader: Any) -> dict[str, torch.Generator]:
@@ -54,8 +50,7 @@ def generators(loader: Any) -> dict[str, torch.Generator]:
     named = {name: one for name, one in found.items() if isinstance(one, torch.Generator)}
     once = {id(one): name for name, one in reversed(named.items())}
     kept = {name: one for name, one in named.items() if once[id(one)] == name}
-    if loader.generator is None:
-        kept[_DEFAULT] = torch.default_generator
+    kept[_DEFAULT] = torch.default_generator  # a sampler may draw from it though the loader has its own
     return kept
 
 
@@ -64,44 +59,101 @@ def remember(loader: Any) -> dict[str, Any]:
     return {name: one.get_state() for name, one in generators(loader).items()}
 
 
-def state_of(loader: Any, progress: Progress | None, iterable: bool) -> dict[str, Any]:
-    """The loader's state, of plain values and tensors."""
-    if progress is None or progress.over:
-        drawn = {name: state for name, state in remember(loader).items() if name != _DEFAULT}
-        return {
-            "version": VERSION,
-            "begun": False,
-            "yielded": 0,
-            "batch_size": loader.batch_size,
-            "generators": drawn,
-            "workers": {},
-            "dataset": None,
-        }
+def apart(loader: Any) -> torch.Generator | None:
+    """A generator to draw the workers' seeds from that takes nothing from the one the order is drawn from."""
+    import torch
+
+    if loader.generator is None and torch.get_default_device().type != "cpu":
+        return None  # torch draws from the device's own, and no order on this side is
+    source = torch.default_generator if loader.generator is None else loader.generator
+    copy = torch.Generator(device=source.device)
+    copy.set_state(source.get_state())
+    return copy
+
+
+def state_of(loader: Any, progress: Progress | None, iterable: bool, seeded: bool) -> dict[str, Any]:
+    """The loader's state, of plain values and tensors. ``seeded``: no later pass takes a number for seeds."""
+    begun = progress is not None and not progress.over
     state: dict[str, Any] = {
         "version": VERSION,
-        "begun": True,
-        "yielded": progress.yielded,
+        "begun": begun,
+        "yielded": 0,
+        "beyond": [],
         "batch_size": loader.batch_size,
-        "generators": dict(progress.generators),
-        "workers": {worker: pickle.loads(one) for worker, one in progress.workers.items()},
-        "dataset": None,
+        "num_workers": loader.num_workers,
+        "generators": {name: one for name, one in remember(loader).items() if name != _DEFAULT},
+        "seeded": seeded,
+        "lasting": seeded,
+        "turn": 0,
+        "workers": {},
     }
-    if iterable and loader.num_workers == 0 and callable(getattr(loader.dataset, "state_dict", None)):
-        state["dataset"] = loader.dataset.state_dict()
+    if progress is not None and begun:
+        _check_known(loader, progress, iterable)
+        state |= {
+            "yielded": progress.yielded,
+            "beyond": sorted(progress.beyond),
+            "generators": dict(progress.generators),
+            "seeded": progress.seeded,
+            "turn": progress.turn if ordered(loader) else 0,
+        }
+    if iterable and loader.num_workers == 0:
+        if callable(getattr(loader.dataset, "state_dict", None)):
+            then = [STOP] if progress is not None and begun and progress.ended else []
+            state["workers"] = {0: {"state": loader.dataset.state_dict(), "then": then}}
+    elif progress is not None and not progress.silent and (begun or loader.persistent_workers):
+        notes = progress.workers if begun else later(progress)
+        state["workers"] = {
+            worker: {"state": pickle.loads(note.state), "then": list(note.then)}
+            for worker, note in notes.items()
+        }
     return state
+
+
+def later(progress: Progress | None) -> dict[int, Note]:
+    """What is known of the same workers when they begin another pass."""
+    if progress is None or progress.silent:
+        return {}
+    return {worker: note.a_pass_later(progress.over) for worker, note in progress.workers.items()}
+
+
+def ordered(loader: Any) -> bool:
+    """Whether batches are given out in the order of the sampler."""
+    return loader.num_workers == 0 or getattr(loader, "in_order", True)
+
+
+def _check_known(loader: Any, progress: Progress, iterable: bool) -> None:
+    """Refuse to save what could not be gone on from."""
+    if ordered(loader) or progress.yielded == 0:
+        return
+    if iterable and (progress.silent or not progress.workers):
+        why = say(
+            "with in_order=False batches are given out as they come, and the dataset has no state_dict to tell which"
+        )
+    elif not iterable and progress.unnumbered:
+        why = say(
+            "with in_order=False batches are given out as they come, and this torch does not tell which"
+        )
+    else:
+        return
+    raise UsageError(
+        say("this pass has no state that can be gone on from"),
+        why=why,
+        fix=(say("use in_order=True"), say("or take the state between two epochs")),
+    )
 
 
 def checked(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state, or an error where it is none of ours."""
     try:
-        if (
-            state["version"] == VERSION
-            and int(state["yielded"]) >= 0
-            and isinstance(state["generators"], Mapping)
-        ):
+        if state["version"] != VERSION:
+            why = say("version {found!r} where {known} is known", found=state["version"], known=VERSION)
+        elif _FIELDS - state.keys():
+            why = say("it has no {names}", names=", ".join(sorted(_FIELDS - state.keys())))
+        elif int(state["yielded"]) >= 0 and isinstance(state["generators"], Mapping):
             return dict(state)
-        why = say("version {found!r} where {known} is known", found=state["version"], known=VERSION)
-    except (KeyError, TypeError, ValueError) as problem:
+        else:
+            why = say("its numbers make no sense")
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
         why = say("{problem!r}", problem=problem)
     raise UsageError(
         say("this is not the state of a legroom.DataLoader"),
@@ -110,19 +162,69 @@ def checked(state: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def in_batches_of(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """The state counted in this loader's batches: a training that died may go on with smaller ones."""
-    then, now = state.get("batch_size"), loader.batch_size
-    if then is None or now is None or then == now:
-        return state
-    samples = int(state["yielded"]) * then
-    if samples % now:
+def fitting(loader: Any, state: dict[str, Any], iterable: bool) -> dict[str, Any]:
+    """The state as this loader can go on from it, or an error where it cannot."""
+    if not iterable:
+        return _in_batches_of(loader, state)
+    then, now = int(state["num_workers"]), loader.num_workers
+    known = bool(state["workers"])
+    begun = state["begun"] and state["yielded"] > 0
+    if (begun or known) and max(1, then) != max(1, now):  # a single worker reads what no worker does
         raise UsageError(
-            say("cannot go on with batches of {now}", now=now),
-            why=say("{samples} samples were given out, in batches of {then}", samples=samples, then=then),
-            fix=(say("use a batch size that divides {then}", then=then),),
+            say("cannot go on with {now} workers where there were {then}", now=now, then=then),
+            why=say(
+                "each worker reads a part of an IterableDataset, and the state is that of {then} parts",
+                then=then,
+            ),
+            fix=(
+                say("use num_workers={then} until the epoch is over", then=then),
+                say("or begin the epoch anew: leave load_state_dict out"),
+                say("map-style datasets and data.batches go on with any number of workers"),
+            ),
         )
-    return {**state, "yielded": samples // now, "batch_size": now}
+    if begun and not known:
+        if state["batch_size"] != loader.batch_size:
+            raise _other_batches(
+                loader, state, say("use batch_size={then} until the epoch is over", then=state["batch_size"])
+            )
+        if not ordered(loader):
+            raise UsageError(
+                say("cannot go on with in_order=False"),
+                why=say("the dataset has no state_dict: the first batches have to be made again and dropped"),
+                fix=(say("use in_order=True until the epoch is over"),),
+            )
+    return state
+
+
+def _in_batches_of(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """The state counted in this loader's batches: a training that died may go on with smaller ones."""
+    then, now = state["batch_size"], loader.batch_size
+    if then == now or not state["yielded"]:
+        return state
+    beyond = list(state["beyond"])
+    first = int(state["yielded"]) - len(beyond)
+    if then is None or now is None:
+        raise _other_batches(loader, state, say("use batch_size={then} until the epoch is over", then=then))
+    if first * then % now or (beyond and then % now):
+        raise _other_batches(loader, state, say("use a batch size that divides {then}", then=then))
+    parts = then // now
+    beyond = [number * parts + part for number in beyond for part in range(parts)]
+    return {**state, "yielded": first * then // now + len(beyond), "beyond": beyond, "batch_size": now}
+
+
+def _other_batches(loader: Any, state: Mapping[str, Any], fix: str) -> UsageError:
+    then, now, yielded = state["batch_size"], loader.batch_size, int(state["yielded"])
+    if then is None or now is None:
+        return UsageError(
+            say("cannot go on with batch_size={now}", now=now),
+            why=say("{count} batches were given out, with batch_size={then}", count=yielded, then=then),
+            fix=(fix,),
+        )
+    return UsageError(
+        say("cannot go on with batches of {now}", now=now),
+        why=say("{samples} samples were given out, in batches of {then}", samples=yielded * then, then=then),
+        fix=(fix,),
+    )
 
 
 def restore(loader: Any, states: Mapping[str, Any]) -> None:
@@ -145,55 +247,3 @@ def replayed(loader: Any, states: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         torch.default_generator.set_state(now)
-
-
-class Rest:
-    """A sampler without its beginning."""
-
-    def __init__(self, whole: Any, skip: int) -> None:
-        self._whole, self._skip = whole, skip
-        self.latest: _RestIterator | None = None
-
-    def __iter__(self) -> _RestIterator:
-        self.latest = _RestIterator(self._whole, self._skip)
-        return self.latest
-
-    def __len__(self) -> int:
-        return max(0, len(self._whole) - self._skip)
-
-
-class _RestIterator:
-    def __init__(self, whole: Any, skip: int) -> None:
-        self._whole, self._skip = whole, skip
-        self._order: Iterator[Any] | None = None
-
-    def prepare(self) -> Iterator[Any]:
-        """Draw the order now."""
-        if self._order is None:
-            self._order = iter(self._whole)
-            for _ in range(self._skip):
-                if next(self._order, self) is self:
-                    break
-        return self._order
-
-    def __iter__(self) -> _RestIterator:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self.prepare())
-
-
-class Restored:
-    """A worker_init_fn that brings the worker's dataset to where it stood."""
-
-    def __init__(self, before: Callable[[int], None] | None, states: Mapping[int, Any]) -> None:
-        self._before, self._states = before, states
-
-    def __call__(self, worker: int) -> None:
-        from torch.utils.data import get_worker_info
-
-        if self._before is not None:
-            self._before(worker)
-        info: Any = get_worker_info()
-        if worker in self._states:
-            info.dataset.load_state_dict(self._states[worker])

@@ -147,7 +147,7 @@ class Parcel:
         self._pid = os.getpid()
         self._fetched: list[Any] = []
         self.note = note  # why it did not come in a slot
-        self.state = state  # (worker, its dataset's state after this batch), where it has one
+        self.state = state  # (worker, its dataset's state after this batch, samples in it), where it has one
 
     def fetch(self) -> None:
         """Open it now, for later."""

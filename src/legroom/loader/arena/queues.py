@@ -1,0 +1,90 @@
+"""Queues between a loader and its workers that need no thread for small messages.
+
+Covers: contexts of multiprocessing whose queues write small messages at once. Does not cover: what is sent (pack.py,
+inbox.py).
+
+multiprocessing hands every message to a thread that writes it, so that nobody who puts ever waits for a pipe. Waking
+that thread costs more than the writing: with batches of 32 kB a quarter of all CPU time. Here a message is written by
+whoever puts it, if the pipe has room for it at that moment; where it has not, or the message is large, it goes to the
+thread as ever, and so do all that follow it in that queue. So nobody waits here either, and messages keep their order.
+
+What goes to the thread after all is pickled again there. So only messages are tried of which it is known that this
+has no effect: row numbers, and batches in slots. A tensor that torch sends is another matter: each time it is pickled a
+descriptor waits for somebody to fetch it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import select
+from functools import cache
+from multiprocessing.context import BaseContext
+from multiprocessing.queues import Queue
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from legroom.loader.arena.sent import Sent
+
+_HEADER = 4  # bytes that a connection writes before a small message
+
+
+class DirectQueue(Queue):  # type: ignore[type-arg]  # it has none when the program runs
+    """A queue of multiprocessing that writes by itself what a pipe takes without delay."""
+
+    def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
+        if not self._put_now(obj):
+            super().put(obj, block, timeout)
+
+    def _put_now(self, obj: Any) -> bool:
+        inner: Any = self  # the names below are multiprocessing's own
+        if inner._closed or inner._thread is not None or not _harmless(obj):
+            return False
+        message = ForkingPickler.dumps(obj)
+        if len(message) + _HEADER > select.PIPE_BUF:
+            return False
+        with inner._wlock:
+            if not _has_room(inner._writer.fileno()) or not inner._sem.acquire(False):
+                return False
+            inner._writer.send_bytes(message)
+        return True
+
+
+def _harmless(message: Any) -> bool:
+    """Whether it is of torch's loader's kind (a number and something), and may be pickled more than once."""
+    if not isinstance(message, tuple) or len(message) != 2:
+        return message is None
+    what = message[1]
+    if isinstance(what, list):  # rows of a batch; None for each where the dataset is iterated over
+        return not what or what[0] is None or isinstance(what[0], int)
+    return what is None or isinstance(what, (int, Sent))
+
+
+def _has_room(pipe: int) -> bool:
+    """Whether PIPE_BUF bytes can be written without delay."""
+    looking = select.poll()
+    looking.register(pipe, select.POLLOUT)
+    return bool(looking.poll(0))
+
+
+def direct(context: BaseContext) -> BaseContext:
+    """A context like this one with such queues; the same where it is not one of multiprocessing's own, or no Unix."""
+    for kind in _kinds():
+        if type(context) is kind.__bases__[1]:
+            return kind()
+    return context
+
+
+@cache
+def _kinds() -> list[type[BaseContext]]:
+    if not hasattr(select, "PIPE_BUF") or not hasattr(select, "poll"):
+        return []
+    return [
+        type(f"Direct{name}", (_Direct, type(multiprocessing.get_context(name))), {})
+        for name in multiprocessing.get_all_start_methods()
+    ]
+
+
+class _Direct:
+    def Queue(self, maxsize: int = 0) -> DirectQueue:  # noqa: N802 multiprocessing's name
+        context: Any = self
+        return DirectQueue(maxsize, ctx=context.get_context())

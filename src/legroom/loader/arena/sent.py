@@ -1,0 +1,27 @@
+"""A batch on its way: what a worker puts into its queue.
+
+Covers: how it is pickled. Does not cover: what was written where (arena/pack.py), its arrival (arena/inbox.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from legroom.loader.arena import door
+from legroom.loader.arena.inbox import receive
+from legroom.loader.measure.private import give_back
+
+
+class Sent:
+    """Pickled, it is a few numbers and the batch without its bytes; to do so twice has no effect."""
+
+    __slots__ = ("_arguments",)
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Right before it is written, when the samples are gone and the next ones are about to be drawn.
+        if door.here() is not None:
+            give_back()
+        return receive, self._arguments

@@ -1,0 +1,136 @@
+"""Queues that write by themselves: nothing lost, nothing out of order, nobody who waits, no thread without need."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from legroom.loader.arena.queues import DirectQueue, direct
+from legroom.loader.arena.sent import Sent
+
+METHODS = multiprocessing.get_all_start_methods()
+
+
+@pytest.fixture
+def queue() -> Iterator[DirectQueue]:
+    made: Any = direct(multiprocessing.get_context("fork")).Queue()
+    yield made
+    made.cancel_join_thread()
+    made.close()
+
+
+def thread_of(queue: Any) -> Any:
+    return queue._thread
+
+
+def test_small_messages_need_no_thread(queue: DirectQueue) -> None:
+    for number in range(50):
+        queue.put((number, [number, number + 1]))
+    queue.put(None)
+    assert thread_of(queue) is None
+    assert [queue.get(timeout=10) for _ in range(51)] == [
+        *((number, [number, number + 1]) for number in range(50)),
+        None,
+    ]
+
+
+def test_nobody_waits_for_a_full_pipe_and_order_is_kept(queue: DirectQueue) -> None:
+    count = 20_000  # far more than a pipe holds, and nobody reads
+    for number in range(count):
+        queue.put((number, None))
+    assert thread_of(queue) is not None
+    assert [queue.get(timeout=30)[0] for _ in range(count)] == list(range(count))
+
+
+def test_large_messages_come_between_small_ones(queue: DirectQueue) -> None:
+    messages: list[tuple[int, list[int]]] = [
+        (0, [1]),
+        (1, list(range(300_000, 310_000))),
+        (2, [2]),
+        (3, list(range(10_000))),
+    ]
+    for message in messages:
+        queue.put(message)
+    assert [queue.get(timeout=10) for _ in messages] == messages
+
+
+class Counted:
+    """Says how often it was pickled."""
+
+    times = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        type(self).times += 1
+        return str, ("arrived",)
+
+
+@pytest.mark.parametrize("make", [lambda one: (0, one), lambda one: one, lambda one: (0, [one])])
+def test_what_may_have_effects_is_pickled_once(queue: DirectQueue, make: Any) -> None:
+    Counted.times = 0
+    queue.put(make(Counted()))
+    assert "arrived" in str(queue.get(timeout=10))
+    assert Counted.times == 1
+
+
+def test_a_batch_in_a_slot_goes_at_once(queue: DirectQueue) -> None:
+    queue.put((7, Sent(0, -1, 0, [], pickle.dumps({"rows": 3}), False, None, None)))
+    assert thread_of(queue) is None
+    assert queue.get(timeout=10) == (7, {"rows": 3})
+
+
+def test_several_threads(queue: DirectQueue) -> None:
+    writers = [
+        threading.Thread(target=lambda first=first: [queue.put((first, [step])) for step in range(300)])
+        for first in range(4)
+    ]
+    for writer in writers:
+        writer.start()
+    found = [queue.get(timeout=30) for _ in range(4 * 300)]
+    for writer in writers:
+        writer.join()
+    for first in range(4):
+        assert [rows[0] for number, rows in found if number == first] == list(range(300))
+
+
+def echo(requests: Any, answers: Any) -> None:
+    """A worker."""
+    while (message := requests.get()) is not None:
+        answers.put((message[0], [2 * one for one in message[1]]))
+    answers.put(("done", type(requests).__name__, answers._thread is None))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_between_processes(method: str) -> None:
+    context: Any = direct(multiprocessing.get_context(method))
+    assert context.get_start_method() == method
+    requests, answers = context.Queue(), context.Queue()
+    worker = context.Process(target=echo, args=(requests, answers))
+    worker.start()
+    for number in range(20):
+        requests.put((number, [number]))
+    requests.put(None)
+    assert [answers.get(timeout=60) for _ in range(20)] == [(number, [2 * number]) for number in range(20)]
+    assert answers.get(timeout=60) == ("done", "DirectQueue", True)
+    worker.join(60)
+    assert worker.exitcode == 0
+
+
+def test_a_closed_queue_says_so(queue: DirectQueue) -> None:
+    queue.close()
+    with pytest.raises(ValueError, match="closed"):
+        queue.put(None)
+
+
+def test_contexts_of_others_stay_as_they_are() -> None:
+    class Theirs(type(multiprocessing.get_context("fork"))):  # type: ignore[misc]
+        """Somebody's own."""
+
+    theirs: Any = Theirs()
+    assert direct(theirs) is theirs
+    again = direct(multiprocessing.get_context("fork"))
+    assert direct(again) is again
