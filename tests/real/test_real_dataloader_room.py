@@ -1,6 +1,6 @@
 """legroom.DataLoader in memory cgroups that are too small for it, or almost: nobody is ever killed.
 
-Four workers with batches of 24 MB. torch's loader is killed in all of these.
+Four workers with batches of 24 MB. torch's loader is killed in all of these. Sizes are what is left beside torch itself.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import rigs
 
+from torch_memory import beside_torch
+
 pytest.importorskip("torch")
 pytestmark = pytest.mark.real("cgroup")
 HERE = Path(__file__).parent
@@ -22,7 +24,7 @@ MB = 1 << 20
 
 def played(megabytes: int, *, custom: bool = False) -> dict[str, Any]:
     options = json.dumps({"custom": custom, "num_workers": 4, "prefetch_factor": 2})
-    with rigs.memory_cgroup(megabytes * MB) as group:
+    with rigs.memory_cgroup(beside_torch(megabytes)) as group:
         line = [sys.executable, "-W", "error", str(HERE / "room_player.py"), options]
         done = subprocess.run(group.command(line), capture_output=True, text=True, timeout=240)
         assert group.oom_kills() == 0, (done.returncode, done.stderr[-2000:])
@@ -35,7 +37,7 @@ def played(megabytes: int, *, custom: bool = False) -> dict[str, Any]:
 
 
 def test_too_little_for_four_workers_is_said_before_a_batch_and_what_fits_does() -> None:
-    found = played(300)
+    found = played(150)
     assert found["check"] == "too-big" and found["plan"] is not None and found["plan"][0] < 4
     assert found["found"]["seen"] == 0
     refused = found["found"]["refused"]
@@ -45,24 +47,24 @@ def test_too_little_for_four_workers_is_said_before_a_batch_and_what_fits_does()
 
 
 def test_at_the_edge_it_runs_or_refuses() -> None:
-    found = played(450)
+    found = played(300)
     assert found["found"].get("good") or found["found"]["refused"]
 
 
 def test_where_there_is_room_for_one_batch_a_worker_that_must_do() -> None:
-    found = played(600)
+    found = played(450)
     assert found["found"] == {"good": True} and found["check"] == "fits", found
 
 
 def test_a_collate_that_makes_the_batch_beside_its_samples_is_counted() -> None:
-    plain, custom = played(520), played(520, custom=True)
+    plain, custom = played(370), played(370, custom=True)
     assert custom["need"] > plain["need"] + 90 * MB
 
 
 def test_check_of_a_named_dataset_counts_the_process_that_is_yet_to_come() -> None:
     line = [sys.executable, "-m", "legroom", "check", "--batch", "4", "--dataset", "room_player:images"]
     line += ["--workers", "4", "--loader", "legroom", "--json"]
-    with rigs.memory_cgroup(400 * MB) as group:
+    with rigs.memory_cgroup(beside_torch(250)) as group:
         done = subprocess.run(group.command(line), capture_output=True, text=True, timeout=240, cwd=HERE)
         assert group.oom_kills() == 0, done.stderr[-2000:]
     said = json.loads(done.stdout)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -61,3 +63,18 @@ def test_the_corpus_is_large_and_every_script_is_in_it() -> None:
     scripts = {path.stem for path in corpus.HERE.glob("*.py")} - {"corpus", "table"}
     assert scripts == {case.name for case in CASES if case.log is None}
     assert len(scripts) >= 16
+
+
+@pytest.mark.real("cgroup")
+def test_a_fast_oom_kill_shows_the_memory_that_it_died_of(tmp_path: Path) -> None:
+    """It takes all of its memory between two looks."""
+    code = "import time; time.sleep(0.3); held = bytearray(b'x') * (400 << 20)"
+    run = [sys.executable, "-m", "legroom", "run", "--json", "--quiet", "--", sys.executable, "-c", code]
+    with rigs.memory_cgroup(120 << 20) as group:
+        done = subprocess.run(group.command(run), capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    (attempt,) = json.loads(done.stdout)["attempts"]
+    assert attempt["verdict"] == "ram-oom-kill"
+    (line,) = (line for line in attempt["evidence"] if "at its fullest" in line)
+    share = int(line.rpartition("(")[2].partition("%")[0])
+    # Part of the limit is the supervisor's own, which the job's group does not count.
+    assert "the kernel's own peak" in line and share > 50, line

@@ -40,7 +40,7 @@ def test_a_64_mb_shm_is_critical_and_the_fix_is_for_this_place() -> None:
     fix = "\n".join(finding["fix"])
     expected = {"bare": "mount -o remount,size=", "docker": "--shm-size=", "kubernetes": "emptyDir"}
     assert expected.get(report["place"]["kind"], "shm") in fix
-    assert "check: df -h /dev/shm" in fix
+    assert "check:\ndf -h /dev/shm" in fix
 
 
 @pytest.mark.real("mount")
@@ -48,8 +48,8 @@ def test_the_fix_works_when_typed() -> None:
     """The remount that doctor offers to a root with mount rights, run word for word."""
     script = (
         f'{sys.executable} -m legroom doctor --json > "$1"; '
-        'step=$(jq -r \'.findings[] | select(.code == "shm-default-64mb") | .fix[0]\' "$1"); '
-        'eval "${step#*: }" && exec ' + " ".join([*DOCTOR, "--json"])
+        'step=$(jq -r \'.findings[] | select(.code == "shm-default-64mb") | .fix[0]\' "$1" | sed -n 2p); '
+        'eval "$step" && exec ' + " ".join([*DOCTOR, "--json"])
     )
     if subprocess.run(["which", "jq"], capture_output=True).returncode:
         pytest.skip("jq is not installed")
@@ -126,3 +126,17 @@ def test_needs_no_rights() -> None:
         for f in report["findings"]
         for step in f["fix"]
     )
+
+
+@pytest.mark.real("mount")
+def test_what_it_offers_in_64_mb_is_what_check_accepts() -> None:
+    script = (
+        f'row=$("{sys.executable}" -m legroom doctor --plain | grep -o "prefetch_factor=1 *batches up to .*"); '
+        f'size=$(echo "$row" | sed "s/.*up to //; s/ //"); echo "$size"; '
+        f'"{sys.executable}" -m legroom check --sample-bytes "$size" --batch 1 --workers 1 --prefetch 1'
+    )
+    done = subprocess.run(
+        rigs.small_shm(["sh", "-c", script]), capture_output=True, text=True, timeout=120, cwd="/"
+    )
+    assert done.returncode == 0 and "Verdict: fits" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.split("\n")[0].endswith("MB")

@@ -157,6 +157,13 @@ def test_a_file_of_something_else(
         scripts["train"].main(["--data", str(tmp_path / "other.h5")])
     assert ending.value.code == 2
     assert "has no captions, mels, text_whole, text_words" in capsys.readouterr().err
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file.create_dataset("mels", data=[[1, 2, 3]], compression="gzip")
+    with pytest.raises(SystemExit) as ending:
+        scripts["train"].main(["--data", str(tmp_path / "other.h5")])
+    assert ending.value.code == 2
+    said = capsys.readouterr().err
+    assert "cannot be mapped in place" in said and "make_data.py" in said and "backing" not in said
 
 
 @pytest.mark.parametrize("flags", [["--clips", "0"], ["--out", "/nowhere/clips.h5"]])

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 import rigs
 
+from torch_memory import beside_torch
+
 pytest.importorskip("pyarrow")
 pytest.importorskip("torch")
 BENCH = Path(__file__).parents[2] / "bench"
@@ -59,8 +61,8 @@ def test_three_ranks_hold_one_copy_where_read_table_holds_three(chats: Path, sto
 
 @pytest.mark.real("cgroup", "swap")
 def test_a_small_box_neither_swaps_nor_dies(chats: Path, store: None) -> None:
-    # Three interpreters with torch and a stream of 64 MB in each take about 950 MB together.
-    limit, swap = 1300 * MB, 128 * MB
+    # Beside torch itself, three ranks with a stream of 64 MB in each take about 500 MB together.
+    limit, swap = beside_torch(850, interpreters=3), 128 * MB
     with rigs.swap_file(swap), rigs.memory_cgroup(limit, swap=swap) as group:
         parquet_ranks.forget(chats)
         ours = parquet_ranks.trained("legroom", chats, 4, group)
@@ -96,5 +98,5 @@ def test_a_checkpoint_is_asked_for_before_the_kill(tmp_path: Path) -> None:
         )
         assert done.returncode == -9 and group.oom_kills() == 1, done.stderr
     saved, last = (json.loads((tmp_path / name).read_text()) for name in ("saved", "step"))
-    assert last / 2 < saved < last
+    assert last / 2 < saved <= last  # the kill may come before the next step
     assert "checkpoint asked for: ram" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -30,6 +31,7 @@ def test_the_bundle_tells_what_the_box_would(tmp_path: Path) -> None:
             "PATH": "/usr/bin:/bin:/usr/sbin:/sbin",
             "HOME": "/home/zaphod",
             "LEGROOM_DIR": str(tmp_path / "store"),
+            **({"PYTHONPATH": path} if (path := os.environ.get("PYTHONPATH")) else {}),
         },
     )
     assert done.stderr == ""

@@ -70,7 +70,7 @@ def test_a_training_in_a_64_mb_dev_shm(tmp_path: Path) -> None:
     assert report["attempts"][-1]["settings"]["batch"] == 32  # fewer workers were enough
 
 
-@pytest.mark.real("cgroup")
+@pytest.mark.real("cgroup", "mount")
 def test_a_training_in_a_1_gb_cgroup(tmp_path: Path) -> None:
     """Workers first, then the micro-batch; the death after the first checkpoint is resumed from it.
 
@@ -91,7 +91,12 @@ def test_a_training_in_a_1_gb_cgroup(tmp_path: Path) -> None:
     for bare, killed in ((by_torch, True), (command, False)):  # ours sees it coming and refuses
         with rigs.memory_cgroup(1 << 30) as group:
             dead = subprocess.run(
-                group.command(bare), capture_output=True, text=True, timeout=200, check=False
+                # A /dev/shm of its own: what torch's loader leaves there when it is killed goes with it.
+                group.command(rigs.small_shm(bare, "2g")),
+                capture_output=True,
+                text=True,
+                timeout=200,
+                check=False,
             )
             assert dead.returncode != 0 and (group.oom_kills() > 0) is killed, _told(dead)
         _clear(tmp_path)

@@ -51,18 +51,20 @@ def _run(
     script = folder / "train.py"
     script.write_text(f"LOADER = {loader!r}\n" + SCRIPT)
     # Warnings of torch about more workers than cores are not what is tested.
-    command = group.command([sys.executable, "-W", "ignore", str(script), how])
+    line = [sys.executable, "-W", "ignore", str(script), how]
+    # A /dev/shm of its own: what torch's loader leaves there when it is killed goes with it.
+    command = group.command(rigs.small_shm(line, "2g"))
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
-@pytest.mark.real("cgroup")
+@pytest.mark.real("cgroup", "mount")
 def test_what_was_asked_for_is_killed_in_one_gigabyte(tmp_path: Path) -> None:
     with rigs.memory_cgroup(GB) as group:
         done = _run(tmp_path, group, "asked")
         assert done.returncode != 0 and group.oom_kills() > 0, done.stderr[-2000:]
 
 
-@pytest.mark.real("cgroup")
+@pytest.mark.real("cgroup", "mount")
 @pytest.mark.parametrize("loader", ["torch", "legroom"])
 def test_what_tune_chose_runs_within_it(tmp_path: Path, loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

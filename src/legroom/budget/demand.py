@@ -55,6 +55,7 @@ class Demand:
     process_ram: int | None = None
     process_ram_source: str = ""  # empty: stated
     worker_ram: int = 0
+    worker_ram_source: str = ""  # where it was measured
     nccl: int = 0
     params: int = 0  # kept on the host
     optimizer: str = "none"
@@ -145,6 +146,7 @@ def workload_of(demand: Demand, batch: Batch | None, processes: int, per_gpu: in
         host_model=model,
         host_model_source=model_source,
         worker_ram=demand.worker_ram,
+        worker_ram_source=demand.worker_ram_source,
         nccl=demand.nccl,
         gpu=demand.gpu,
         per_gpu=per_gpu,

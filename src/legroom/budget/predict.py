@@ -15,15 +15,15 @@ from collections.abc import Iterable, Iterator
 from legroom.budget.crew import Each, least, spare
 from legroom.budget.fit import fit
 from legroom.budget.settings import PAGE, batches_in_flight
+from legroom.budget.settings import semaphores as semaphores_of
 from legroom.model import Loader, Need, Term, Workload
 from legroom.units import format_size
-from legroom.words import say
+from legroom.words import counted, phrase, say
 
 __all__ = ["batch_pages", "fit", "flights", "need", "pinned_size", "semaphores"]
 
 _HEADER = 64  # before each tensor under the file_system strategy; room for it costs at most a page otherwise
 _PAGE_TABLES = 512  # one entry of 8 bytes for each page of 4096
-_QUEUE, _EVENT = 3, 5  # semaphores of a multiprocessing.Queue and of an Event
 _WORKER_FDS = 6  # both ends of its index queue, its sentinel, the sockets it hands tensors over by
 _OWN_FDS = 32  # the interpreter, its libraries, standard streams, a log and a data file
 
@@ -53,11 +53,8 @@ def _within_epoch(loader: Loader, most: int) -> int:
 
 
 def semaphores(loader: Loader) -> int:
-    """Semaphores of one loader: a queue for each worker, one for the results, an event; each takes a page.
-
-    Twice, because those of one epoch go while those of the next are there already.
-    """
-    return 2 * (_QUEUE * (loader.workers + 1) + _EVENT) if loader.workers else 0
+    """Semaphores of one loader; each takes a page."""
+    return semaphores_of(loader.workers)
 
 
 def pinned_size(nbytes: int) -> int:
@@ -116,7 +113,10 @@ def _shm(workload: Workload) -> Iterator[Term]:
         yield Term("shm", workload.nccl * count, text, say("stated"))
     if workload.entries_shm:
         yield Term(
-            "shm", workload.entries_shm, say("shared datasets, once for all"), say("the data's description")
+            "shm",
+            workload.entries_shm,
+            say("shared datasets, once for all"),
+            workload.entries_shm_source or say("the data's description"),
         )
 
 
@@ -148,10 +148,11 @@ def _loader_ram(workload: Workload, loader: Loader) -> Iterator[Term]:
     own = workload.worker_ram + loader.worker_growth
     if own and loader.workers:
         text = say(
-            "{workers} workers of {each}{times}",
-            workers=loader.workers, each=format_size(own), times=_times(count),
+            "{workers} of {each}{times}",
+            workers=_workers(loader), each=format_size(own), times=_times(count),
         )  # fmt: skip
-        yield Term("ram", own * loader.workers * count, text, say("private to each worker"))
+        source = workload.worker_ram_source or say("private to each worker")
+        yield Term("ram", own * loader.workers * count, text, source)
     batch, makers = loader.batch_bytes, max(1, loader.workers)
     if loader.made_of:
         text = say(
@@ -174,8 +175,8 @@ def _arena(loader: Loader, own: int, count: int) -> Iterator[Term]:
     if slots is None:
         slots = loader.workers * (2 + loader.prefetch)
         text = say(
-            "arena of {slots} batches of {batch} ({workers} workers × (2 + {prefetch})){times}",
-            slots=slots, batch=format_size(batch), workers=loader.workers, prefetch=loader.prefetch,
+            "arena of {slots} batches of {batch} ({workers} × (2 + {prefetch})){times}",
+            slots=slots, batch=format_size(batch), workers=_workers(loader), prefetch=loader.prefetch,
             times=_times(count),
         )  # fmt: skip
     else:
@@ -230,7 +231,7 @@ def _fds(workload: Workload) -> Iterator[Term]:
     for loader in workload.loaders:
         if not loader.workers:
             continue
-        text = say("queues and sockets of {workers} workers", workers=loader.workers)
+        text = say("queues and sockets of {workers}", workers=_workers(loader))
         yield Term("fds", _WORKER_FDS * (loader.workers + 1), text, say("six for each, and for the results"))
         if loader.kind == "torch" and loader.sharing == "file_descriptor":
             text = say(
@@ -254,9 +255,13 @@ def _flights_text(loader: Loader) -> str:
         return say("{batches} in an epoch + 1", batches=loader.batches)
     beyond = 3 if loader.again else 2
     return say(
-        "{workers} workers × {prefetch} + {beyond}",
-        workers=loader.workers, prefetch=loader.prefetch, beyond=beyond,
+        "{workers} × {prefetch} + {beyond}",
+        workers=_workers(loader), prefetch=loader.prefetch, beyond=beyond,
     )  # fmt: skip
+
+
+def _workers(loader: Loader) -> str:
+    return counted(loader.workers, phrase("{count} worker"), phrase("{count} workers"))
 
 
 def _locks_text(loader: Loader, count: int) -> str:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 from legroom.budget.demand import Batch, Demand, batch_of
 from legroom.budget.largest import fits, judged, largest_batch, largest_settings
 from legroom.budget.rows import data_rows
 from legroom.errors import UsageError
+from legroom.loader.bare_demand import with_bare_processes
 from legroom.loader.measure.private import give_back
 from legroom.model import Box, Measured, Plan, Pool
 from legroom.probe.box import snapshot
@@ -105,6 +107,8 @@ def check(
         batch = Batch(measured.tensors, batch_size, measured.source, measured.rows, measured.making)
     else:
         batch = _stated(data, keys, sample_bytes, batch_size)
+        if demand.workers and host.live and host.root == Path("/"):  # elsewhere other processes would run
+            demand = with_bare_processes(demand, timeout)
     box = _with_checkpoints(snapshot(host), host, checkpoint_dir)
     verdict = judged(demand, batch, box)
     return replace(
@@ -218,6 +222,8 @@ def _notes(demand: Demand, measured: Measured | None, data: object) -> tuple[str
         notes.append(say("RAM of the training process itself was not stated: it is not counted"))
     if demand.workers and not demand.worker_ram:
         notes.append(say("the memory of a worker itself was not measured: it is not counted"))
+    if demand.worker_ram_source:
+        notes.append(say("what the dataset itself holds in memory is not known: it is not counted"))
     if data is not None:
         notes.append(say("batches are counted as the rows lie in the file, before any transform"))
     if measured is not None and measured.unsendable and demand.workers:

@@ -34,6 +34,7 @@ from legroom.model.box import (
     Process,
     Shm,
     Swap,
+    Temporary,
 )
 from legroom.model.entry import (
     Entry,
@@ -41,6 +42,7 @@ from legroom.model.entry import (
     EntryTable,
     EntryUser,
     Reaped,
+    Shortfall,
     StoreRoom,
     Verification,
 )
@@ -115,8 +117,10 @@ __all__ = [
     "Sharing",
     "Shm",
     "ShmSizes",
+    "Shortfall",
     "StoreRoom",
     "Swap",
+    "Temporary",
     "Term",
     "Transport",
     "Verification",

@@ -217,6 +217,16 @@ class Disk:
 
 
 @dataclass(frozen=True, slots=True)
+class Temporary:
+    """The folder for temporary files, where the environment names one."""
+
+    path: str
+    source: str  # TMPDIR, TEMP or TMP
+    socket: int  # bytes that the path of a worker's socket takes below it
+    longest: int  # bytes that the path of a socket may take
+
+
+@dataclass(frozen=True, slots=True)
 class Process:
     """One process and what it holds of each pool; None where it may not be looked at."""
 
@@ -253,6 +263,7 @@ class Box:
     limits: Limits
     disks: tuple[Disk, ...]
     processes: tuple[Process, ...] = ()
+    temporary: Temporary | None = None
 
     def pool(self, name: str) -> Pool | None:
         """The pool of that name, or None where this box has none such."""

@@ -21,12 +21,13 @@ Cause = Literal[
     "pinned-exhausted",
     "fds-exhausted",
     "disk-full",
+    "tmpdir-too-long",
     "worker-killed",
     "killed",
     "not-memory",
 ]
 
-# Causes that say memory (or what a loader needs like memory) ran out; the other three do not.
+# Causes that say memory (or what a loader needs like memory) ran out; the other four do not.
 MEMORY_CAUSES: frozenset[Cause] = frozenset(
     {
         "shm-full",
@@ -121,6 +122,7 @@ class Evidence:
 
     ending: Ending | None = None  # None: there is only a log
     asked_to_stop: int | None = None  # the signal that told the supervisor to end it
+    keyboard: bool = False  # Ctrl-C at the terminal that it was started from
     stalled_on: str | None = None  # the pool that it stood still on when the supervisor ended it
     log: LogFacts = LogFacts()
     oom: OomCount | None = None
@@ -128,6 +130,10 @@ class Evidence:
     killers: tuple[str, ...] = ()  # what systemd-oomd, earlyoom and the like left about it
     readings: tuple[Reading, ...] = ()
     peaks: Mapping[str, Level] = field(default_factory=dict)  # the fullest each pool was seen
+    ram_peak: Level | None = (
+        None  # the kernel's own peak of the job's group; None: it keeps none, or it says no more
+    )
+    ram_unseen: float | None = None  # seconds from the last look at RAM to the end
     shm_at_end: Level | None = None  # read at the moment of death
     disks: Mapping[str, Level] = field(default_factory=dict)  # by path, read after it
     swapped_back: float | None = None  # bytes a second over the last seconds
@@ -149,6 +155,7 @@ class Verdict:
     summary: str
     evidence: tuple[str, ...] = ()
     fix: tuple[str, ...] = ()
+    told: bool = True  # False: nothing that is known tells, and the cause is only what is left over
 
     @property
     def memory(self) -> bool:

@@ -69,8 +69,17 @@ class StoreRoom:
     path: str
     backing: Literal["shm", "disk"]
     size: int
-    used: int  # by the cache's own entries
+    used: int  # by its entries alone
     free: int  # for new entries: bounded by the file system, the store's limit and the cgroup
+    bound_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """A store that has less room than was asked for, with everything gone that may go."""
+
+    store: str
+    missing: int
     bound_by: str
 
 
@@ -80,9 +89,10 @@ class Reaped:
 
     entries: tuple[Entry, ...]
     freed: int
-    strays: int  # half-built directories, trash, records and locks of nobody
+    strays: int  # what dead processes left: half-built directories, trash, half-written records
     kept: tuple[Entry, ...] = ()  # wanted, and in use
     dry_run: bool = False
+    short: tuple[Shortfall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,9 @@ class Workload:
     host_model: int = 0  # weights, gradients and optimizer state that each process keeps in host memory
     host_model_source: str = field(default_factory=_none_stated)
     worker_ram: int = 0  # private bytes of an idle worker, before worker_growth
+    worker_ram_source: str = ""  # where that was measured; empty: not said
     entries_shm: int = 0  # shared datasets in memory: once for all processes
+    entries_shm_source: str = ""  # empty: from the description of their files
     entries_disk: int = 0
     nccl: int = 0  # segments of one process
     mapped: int = 0  # bytes of data mapped by each process, for its page tables

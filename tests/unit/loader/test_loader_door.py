@@ -24,6 +24,7 @@ from legroom.loader.arena.pool import Pool
 from legroom.loader.arena.refusal import Left
 from legroom.loader.arena.slot import FREE, HELD, SENT, Slot
 from legroom.loader.collate import _packed
+from legroom.loader.measure.bare import Bare
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -35,9 +36,18 @@ MB = 1 << 20
 EACH = Each(10 * MB, 24 * MB, 24 * MB)
 
 
+class Unwatched:
+    def __init__(self, *_: object) -> None: ...
+
+    def hold(self) -> None: ...
+
+    def go_on(self) -> None: ...
+
+
 @pytest.fixture(autouse=True)
 def _not_a_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(arena_door, "_keep_nothing", lambda: None)  # not in the process of the tests
+    monkeypatch.setattr(arena_door, "Watch", Unwatched)  # which would end it
     yield
     arena_door._here = None
 
@@ -70,7 +80,7 @@ def test_what_is_known_to_fit_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) 
 
 def test_interpreters_alone_may_be_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     have(monkeypatch, 500 * MB)
-    monkeypatch.setattr(arena_door, "_interpreter", lambda: 150 * MB)
+    monkeypatch.setattr(arena_door, "bare", lambda: Bare(process=150 * MB, forked=10 * MB))
     with pytest.raises(BudgetTooSmall, match="does not hold 4 workers") as caught:
         careful(4, "spawn", None, None, 8, iterable=False)
     assert "before it draws a sample" in caught.value.why and caught.value.fix[0].startswith(
@@ -97,8 +107,8 @@ def test_others_wait_until_the_first_has_shown(monkeypatch: pytest.MonkeyPatch) 
 def test_the_first_refuses_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     have(monkeypatch, MB)
     door = Door(2, None, None, iterable=False)
-    door(0)
     door._shared[arena_door._HERE + 1] = 1
+    door(0)
     with pytest.raises(BudgetTooSmall):
         door.shown(24 * MB, 4)
     again = door.refusal()

@@ -10,7 +10,7 @@ import torch
 import tune_data
 from torch.utils.data import TensorDataset
 
-from legroom.errors import DatasetFailed, UsageError
+from legroom.errors import DatasetFailed, MissingKey, UsageError
 from legroom.loader.measure.contents import contents
 from legroom.loader.measure.measuring import measure, measure_dataset
 
@@ -147,13 +147,19 @@ def test_a_loader_brings_its_collate_and_a_file_can_be_named() -> None:
         ("Empty", "gave no sample"),
         ("leaving", "SystemExit: 3"),
         ("number", "neither __getitem__ nor __iter__"),
-        ("nothing", "has no attribute 'nothing'"),
     ],
 )
 def test_a_child_that_goes_wrong_has_last_words(name: str, said: str) -> None:
     with pytest.raises(DatasetFailed, match=said) as caught:
         measure_dataset(f"tune_data:{name}", batch_size=2)
     assert caught.value.exit_status == 2 and caught.value.fix
+
+
+@pytest.mark.usefixtures("beside")
+def test_a_name_that_is_not_there_is_no_failure_of_the_dataset() -> None:
+    with pytest.raises(MissingKey, match=r"tune_data has no 'imagse'") as caught:
+        measure_dataset("tune_data:imagse", batch_size=2)
+    assert "did you mean 'images'?" in caught.value.fix
 
 
 @pytest.mark.usefixtures("beside")

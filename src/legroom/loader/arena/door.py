@@ -1,13 +1,15 @@
 """A careful start where memory is short: one worker shows what a batch takes before the others draw anything.
 
 Covers: when care is needed, measuring the first worker, waiting for it, the verdict. Does not cover: the arithmetic
-(budget.crew), the error's words (arena/refusal.py), slots beyond the first (arena/pool.py).
+(budget.crew), the error's words (arena/refusal.py), slots beyond the first (arena/pool.py), how a draw is stopped
+(arena/watch.py) or an empty share noticed (arena/ending.py).
 
 How much a worker needs is known to nobody before it has made a batch: samples are decoded, cropped, stacked. But once
 all workers draw at the same time it is too late to ask, a memory cgroup kills and does not refuse. So the first worker,
 whose batch is also the first to be taken, goes alone; at the end of its collate it compares what it took, times the
-number of workers, with what is left. Too little is an error in place of the first batch. A later pass of the same
-loader knows the figures, and waits for nobody.
+number of workers, with what is left. Too little is an error in place of the first batch; where its samples alone show
+that there will be too little, they are not drawn to the end. A later pass of the same loader knows the figures, and
+waits for nobody.
 
 The door is a ``worker_init_fn`` around the user's: the only place that a worker passes before its first sample. The
 numbers lie in memory shared with all workers, however those are started.
@@ -18,17 +20,17 @@ from __future__ import annotations
 import ctypes
 import gc
 import multiprocessing
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 from legroom.budget.crew import SPARE, Each, fits, least
 from legroom.cache.maps import libc
 from legroom.errors import BudgetTooSmall, LoaderClosed
+from legroom.loader.arena.ending import watch_end
 from legroom.loader.arena.refusal import Left, left, refused
+from legroom.loader.arena.watch import May, Watch
+from legroom.loader.measure.bare import bare
 from legroom.loader.measure.private import give_back, idle_worker, private_bytes
 from legroom.probe.host import Host
 from legroom.words import say
@@ -43,13 +45,14 @@ _VERDICT, _OWN, _MAKING, _BATCH, _FREE, _SAMPLES, _HERE = range(
 _PATIENCE_S = {
     False: 60.0,
     True: 5.0,
-}  # by whether the dataset is iterable: the first worker's share may be empty
+}  # by whether the dataset is iterable: the first worker's share may be empty, and its class not say so
 _BARELY = {
     True: 64 << 20,
     False: ENOUGH,
 }  # bytes a worker, by whether it is forked: above, it is worth no measurement
 _ASSEMBLY_S = 10.0  # for workers that import torch to be there, and in the figures
 _LOOK_S = 0.005
+_CLOSE = 2 * SPARE  # bytes left: so near to the end it is asked whether the first batch can end well
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD; setting it ends the learning
 _LARGE = 128 << 10  # glibc's own, before it has learnt
 
@@ -59,12 +62,21 @@ _here: Door | None = None  # that this worker came through
 class Door:
     """What the workers of one pass go through, one before the others."""
 
-    def __init__(self, workers: int, before: Init | None, known: Each | None, *, iterable: bool) -> None:
+    def __init__(
+        self,
+        workers: int,
+        before: Init | None,
+        known: Each | None,
+        *,
+        iterable: bool,
+        drop_last: bool = False,
+    ) -> None:
         from multiprocessing.sharedctypes import RawArray  # loads a library of the platform
 
-        self.workers, self._before, self._iterable = workers, before, iterable
+        self.workers, self._before, self._iterable, self._drop_last = workers, before, iterable, drop_last
         self._shared: Any = RawArray(ctypes.c_longlong, _HERE + workers)
         self._height = 0
+        self._watch: Watch | None = None
         if known is not None:
             self._shared[:4] = [_OPEN, known.own, known.making, known.batch]
 
@@ -74,12 +86,18 @@ class Door:
         _here = self
         _keep_nothing()
         self._shared[_HERE + worker] = 1
-        if worker == 0 and self.waited_for:
+        shows = worker == 0 and self.waited_for
+        if shows:
+            self._assemble()
             self._shared[_OWN] = private_bytes() or 0
         else:
             self._wait()
         if self._before is not None:
             self._before(worker)
+        if shows:
+            self._watch = Watch(lambda: self._shared[_VERDICT] != _OPEN, self._may)
+            if self._iterable:
+                self._tell_end()
 
     @property
     def waited_for(self) -> bool:
@@ -111,9 +129,8 @@ class Door:
 
         It is raised where it is no.
         """
-        until = time.monotonic() + _ASSEMBLY_S
-        while sum(self._shared[_HERE:]) < self.workers and time.monotonic() < until:
-            time.sleep(_LOOK_S)
+        if self._watch is not None:
+            self._watch.hold()
         own, now, here = self._shared[_OWN], private_bytes(), left()
         if now is None or here is None:
             self.open()
@@ -121,12 +138,13 @@ class Door:
         each = Each(own, max(0, now - own) + max(self._height, _beyond_now()), batch)
         # What was free before there were workers: those who stand here are themselves, this one is all it has shown.
         free = here.free + sum(self._shared[_HERE:]) * own + max(0, now - own) + (batch if sent else 0)
-        self._shared[_MAKING], self._shared[_BATCH], self._shared[_FREE] = each.making, each.batch, free
-        self._shared[_SAMPLES] = samples or 0
+        self._note(each, free, samples)
         if fits(least(each, self.workers), free):
             self.open()
             return
         self._shared[_VERDICT] = _REFUSED
+        if self._watch is not None:
+            self._watch.go_on()  # another batch was ordered
         raise refused(each, self.workers, free, here.source, samples)
 
     def check(self) -> None:
@@ -136,20 +154,60 @@ class Door:
 
     def refusal(self) -> BudgetTooSmall | None:
         """The error of the first worker, with its parts; torch hands over its text alone."""
-        here = left()
-        if self._shared[_VERDICT] != _REFUSED or self.seen is None or here is None:
+        here, free = left(), self._shared[_FREE]
+        if self._shared[_VERDICT] != _REFUSED or not free or here is None:
             return None
-        return refused(
-            self.seen, self.workers, self._shared[_FREE], here.source, self._shared[_SAMPLES] or None
-        )
+        each = Each(self._shared[_OWN], self._shared[_MAKING], self._shared[_BATCH])
+        return refused(each, self.workers, free, here.source, self._shared[_SAMPLES] or None)
+
+    def _may(self, grown: int) -> May:
+        """Whether the first worker, so much larger than when it came, may go on drawing.
+
+        What it takes in the end is more than this, so where this is too much for all, that will be.
+        """
+        own, present, here = self._shared[_OWN], sum(self._shared[_HERE:]), left()
+        if here is None or self._shared[_VERDICT] == _OPEN:
+            return May.GO_ON
+        if self._shared[_VERDICT] == _REFUSED:  # another batch was ordered: it will not be sent
+            return May.GO_ON if here.free >= SPARE else May.NO_MORE
+        if here.free >= _CLOSE:  # a whole batch tells more: what would fit
+            return May.GO_ON
+        each, free = Each(own, grown, 0), max(1, here.free + present * own + grown)
+        # Those who are not here yet hold what nobody can tell: until then only the end of all memory is a reason.
+        if here.free >= SPARE and (present < self.workers or fits(least(each, self.workers), free)):
+            return May.GO_ON
+        self._note(each, free, None)
+        self._shared[_VERDICT] = _REFUSED
+        return May.STOP
+
+    def _note(self, each: Each, free: int, samples: int | None) -> None:
+        self._shared[_MAKING], self._shared[_BATCH], self._shared[_FREE] = each.making, each.batch, free
+        self._shared[_SAMPLES] = samples or 0
+
+    def _tell_end(self) -> None:
+        """Let the others in when this worker's share is over, and no batch came of it."""
+        from torch.utils.data import get_worker_info
+
+        info = get_worker_info()
+        if info is not None:
+            watch_end(info.dataset, self._ended)
+
+    def _ended(self, given: bool) -> None:
+        if self._drop_last or not given:  # else what was given is a batch, and will be shown
+            self.open()
+
+    def _assemble(self) -> None:
+        """Wait until everybody stands at the door: what they take by themselves is in the figures then."""
+        self._stand(lambda: sum(self._shared[_HERE:]) < self.workers and self.waited_for, _ASSEMBLY_S)
 
     def _wait(self) -> None:
-        parent, until = multiprocessing.parent_process(), time.monotonic() + _PATIENCE_S[self._iterable]
-        while self.waited_for and time.monotonic() < until:
-            if parent is not None and not parent.is_alive():
-                break
-            time.sleep(_LOOK_S)
+        self._stand(lambda: self.waited_for, _PATIENCE_S[self._iterable])
         self.check()
+
+    def _stand(self, still: Callable[[], bool], patience: float) -> None:
+        parent, until = multiprocessing.parent_process(), time.monotonic() + patience
+        while still() and time.monotonic() < until and (parent is None or parent.is_alive()):
+            time.sleep(_LOOK_S)
 
 
 def here() -> Door | None:
@@ -158,7 +216,14 @@ def here() -> Door | None:
 
 
 def careful(
-    workers: int, method: str, before: Init | None, known: Each | None, samples: int | None, *, iterable: bool
+    workers: int,
+    method: str,
+    before: Init | None,
+    known: Each | None,
+    samples: int | None,
+    *,
+    iterable: bool,
+    drop_last: bool = False,
 ) -> Door | None:
     """The door for a pass that is about to start; None where there is plenty, an error where it would be in vain."""
     now = left()
@@ -172,30 +237,18 @@ def careful(
             raise refused(known, workers, now.free, now.source, samples)
     else:
         _check_processes(workers, method, now)
-    return Door(workers, before, known, iterable=iterable)
+    return Door(workers, before, known, iterable=iterable, drop_last=drop_last)
 
 
 def _check_processes(workers: int, method: str, now: Left) -> None:
     """Where the workers by themselves are too much, say so before they are started."""
     if now.free >= workers * _BARELY[method == "fork"]:
         return
-    bare = idle_worker() if method == "fork" else _interpreter()
-    if bare is not None and not fits(workers * bare, now.free):
-        raise refused(Each(bare, 0, 0), workers, now.free, now.source, None)
-
-
-@cache
-def _interpreter() -> int | None:
-    """Private bytes of a process that has imported torch and done nothing else."""
-    code = "import torch.utils.data; from legroom.loader.measure.private import private_bytes; print(private_bytes())"
-    path = f"import sys; sys.path[:0] = {sys.path!r}; "
-    try:
-        told = subprocess.run(
-            [sys.executable, "-c", path + code], capture_output=True, text=True, timeout=120, check=True
-        )
-        return int(told.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
+    if now.free < SPARE:  # to try one would be the end already
+        raise refused(Each(0, 0, 0), workers, now.free, now.source, None)
+    own = idle_worker() if method == "fork" else bare().worker(method)
+    if own is not None and not fits(workers * own, now.free):
+        raise refused(Each(own, 0, 0), workers, now.free, now.source, None)
 
 
 def _keep_nothing() -> None:

@@ -57,12 +57,25 @@ def refused(each: Each, workers: int, free: int, source: str, samples: int | Non
             "in use that is {need}, and {spare} to spare; {free} are free ({source})",
             **sizes,
         )  # fmt: skip
-    else:
-        what = say("the memory that is left does not hold {workers} workers", workers=workers)
+    elif each.making:
+        what = say(
+            "the memory that is left does not hold the samples of one batch for each of {workers} workers",
+            workers=workers,
+        )
         why = say(
-            "each takes {own} before it draws a sample: {need}, and {spare} to spare; {free} are free ({source})",
+            "a worker takes {own} for itself, and had taken {making} for its first samples when it was stopped: with "
+            "so much for each that is {need}, and {spare} to spare; {free} are free ({source})",
             **sizes,
         )  # fmt: skip
+    else:
+        what = say("the memory that is left does not hold {workers} workers", workers=workers)
+        if each.own:
+            why = say(
+                "each takes {own} before it draws a sample: {need}, and {spare} to spare; {free} are free ({source})",
+                **sizes,
+            )  # fmt: skip
+        else:
+            why = say("{free} are free ({source}), and {spare} must stay free beside the workers", **sizes)
     return BudgetTooSmall(
         what,
         why=why,
@@ -72,9 +85,10 @@ def refused(each: Each, workers: int, free: int, source: str, samples: int | Non
 
 def _smaller(each: Each, workers: int, free: int, samples: int | None) -> list[str]:
     if not each.batch:  # what they need beside themselves is not known yet
-        alone = say("num_workers=0: batches are made in this process")
-        most = most_workers(each, free, workers - 1)
-        return [say("num_workers={most} at the most", most=most), alone] if most else [alone]
+        steps = [say("fewer workers, or a smaller batch")] if each.making else []
+        if each.own and (most := most_workers(each, free, workers - 1)):
+            steps.append(say("num_workers={most} at the most", most=most))
+        return [*steps, say("num_workers=0: batches are made in this process")]
     steps = []
     if fewer := most_workers(each, free, workers - 1):
         steps.append(say("num_workers={fewer} fits", fewer=fewer))

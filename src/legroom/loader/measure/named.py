@@ -6,16 +6,21 @@ the child's job (measure/child.py) and its watcher's (apart.py).
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import ismodule
 from pathlib import Path
 from typing import Any
 
-from legroom.errors import UsageError
-from legroom.words import say
+from legroom.errors import MissingKey, UsageError
+from legroom.words import listed, say
+
+_SHOWN = 10  # names of a module, where one that is asked for is not there
 
 
 def split(spec: str) -> tuple[str, str]:
@@ -34,15 +39,47 @@ def load(spec: str) -> Any:
     """The object itself; importing may do anything at all."""
     home, name = split(spec)
     found: Any = _module(home)
+    where = home
     for part in name.split("."):
-        found = getattr(found, part)
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise _no_object(where, part, found) from None
+        where += ("." if ":" in where else ":") + part
     return found
+
+
+def _no_object(where: str, name: str, found: Any) -> MissingKey:
+    there = [one for one in dir(found) if not one.startswith("_") and not ismodule(getattr(found, one, None))]
+    near = difflib.get_close_matches(name, there, n=3, cutoff=0.5)
+    return MissingKey(
+        say("{where} has no {key!r}", where=where, key=name),
+        why=say("it holds {shown}", shown=listed(there[:_SHOWN]) or say("nothing")),
+        fix=tuple(say("did you mean {near!r}?", near=one) for one in near)
+        or (say("name an object of it, as module:object"),),
+    )
+
+
+def _no_module(home: str) -> MissingKey:
+    return MissingKey(
+        say("there is no module {home}", home=home),
+        why=say("it is looked for from {cwd} on", cwd=os.getcwd()),
+        fix=(say("go to the directory it lies in, or name its file: path/to/data.py:train_set"),),
+    )
 
 
 def _module(home: str) -> Any:
     if not home.endswith(".py"):
-        return importlib.import_module(home)
+        try:
+            return importlib.import_module(home)
+        except ModuleNotFoundError as problem:
+            # One that it imports is another matter.
+            if problem.name is None or not (home + ".").startswith(problem.name + "."):
+                raise
+            raise _no_module(home) from None
     path = Path(home).resolve()
+    if not path.exists():
+        raise _no_module(home)
     # Not __main__: a script's own guard keeps its training from starting. Workers that are spawned import by name.
     name = path.stem
     described = importlib.util.spec_from_file_location(name, path)
