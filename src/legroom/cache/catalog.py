@@ -57,9 +57,8 @@ def store_rooms() -> tuple[tuple[StoreRoom, ...], tuple[Finding, ...]]:
             bound = room.tightest(room.bounds(store))
             free = max(0, bound.free - room.outstanding(store))
             size = stats.f_blocks * stats.f_frsize
-            found.append(
-                StoreRoom(os.fspath(store.root), store.backing, size, room.used(store), free, bound.what)
-            )
+            used = sum(old.nbytes for old in by_age(store))  # not what locks and records take
+            found.append(StoreRoom(os.fspath(store.root), store.backing, size, used, free, bound.what))
         return tuple(found), places.findings
 
 
@@ -72,8 +71,8 @@ def not_loaded(what: Where) -> NotLoaded:
         if there
         else say("no store holds an entry of that key, and there is no such file"),
         fix=(
-            say("legroom cache load {what}", what=os.fspath(what)),
-            say("legroom cache list shows what there is"),
+            *((say("legroom cache load {what}", what=os.fspath(what)),) if there else ()),
+            say("see what there is:\nlegroom cache list"),
         ),
     )
 
@@ -93,13 +92,15 @@ def matching(store: Store, what: Where) -> list[str]:
     paths = source_paths(what)
     if len(paths) == 1 and not os.path.lexists(paths[0]):
         # The file may have been removed, and what was built from it not.
-        return [old.key for old in by_age(store) if _built_from(store, old.key, paths[0])]
+        return once_of_source(store, paths)
     return of_source(store, paths)
 
 
-def _built_from(store: Store, key: str, path: Path) -> bool:
-    manifest = manifest_of(store, key)
-    return isinstance(manifest, Manifest) and os.fspath(path) in manifest.paths
+def once_of_source(store: Store, paths: Sequence[Path]) -> list[str]:
+    """The keys of a store that were built from a file of that name, whatever it holds now."""
+    names = {os.fspath(path) for path in paths}
+    manifests = ((old.key, manifest_of(store, old.key)) for old in by_age(store))
+    return [key for key, found in manifests if isinstance(found, Manifest) and names & set(found.paths)]
 
 
 def of_source(store: Store, paths: Sequence[Path]) -> list[str]:

@@ -1,19 +1,20 @@
 """``Data``: what the cache gives.
 
 Covers: names to arrays, tables and ragged rows; tensors; pickling by name; closing.
-Does not cover: attaching (attach.py), the torch Dataset (torchset.py), batches (loader).
+Does not cover: attaching (attach.py), columns of tables (table.py), the torch Dataset (torchset.py), batches (loader).
 
 Arrays keep what they lie on alive by themselves: an array that outlives its Data, or a closed one, stays valid,
 and the entry stays leased until the last array is gone.
+
+What is iterated over is what is stored: arrays, ragged rows, tables. ``in`` and ``[]`` also take the columns of tables.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,11 +22,12 @@ import numpy as np
 
 from legroom.cache.prefault import Prefault
 from legroom.cache.ragged import Ragged
+from legroom.cache.table import StoredTable
 from legroom.errors import UnsupportedData, UsageError
 from legroom.formats.protocol import Extent
 from legroom.formats.selection import Selection, missing_key
 from legroom.model import Entry, Finding
-from legroom.words import say
+from legroom.words import joined, listed, say
 
 if TYPE_CHECKING:
     import torch
@@ -68,9 +70,12 @@ class Data(Mapping[str, Any]):
         keys: tuple[str, ...] | None,
         again: tuple[Callable[..., Data], tuple[Any, ...]],
     ) -> None:
-        self._contents: Contents | None = contents
+        selection = Selection(keys)
+        self._contents: Contents | None = _chosen(contents, selection)
         self._again = again
-        self._names = _names(contents, keys)
+        self._tables = _tables(self._contents, selection)
+        self._names = _names(self._contents, self._tables)
+        self._columns = _column_names(self._names, self._tables)
 
     # The mapping.
 
@@ -82,12 +87,19 @@ class Data(Mapping[str, Any]):
             return Ragged(arrays[parts.offsets], arrays[parts.values], text=parts.text, shape=parts.shape)
         if name in contents.arrays:
             return contents.arrays[name]
-        if name in contents.tables:
-            return table_of(contents.tables[name])
-        column = self._column(contents, name)
-        if column is not None:
-            return column
-        raise missing_key(name, self._names, "the data")
+        if name in self._tables:
+            return self._tables[name].whole()
+        found = self._column(name)
+        if found is not None:
+            table, column = found
+            return table.array(column)
+        raise missing_key(name, self._leaves(), say("the data"))
+
+    def __contains__(self, name: object) -> bool:
+        contents = self._open()
+        if name in contents.ragged or name in contents.arrays or name in self._tables:
+            return True
+        return isinstance(name, str) and self._column(name) is not None
 
     def __iter__(self) -> Iterator[str]:
         self._open()
@@ -98,6 +110,12 @@ class Data(Mapping[str, Any]):
         return len(self._names)
 
     # What else is asked of it.
+
+    @property
+    def columns(self) -> Mapping[str, tuple[str, ...]]:
+        """The columns of each table, under the names that ``[]`` takes; not each can be an array."""
+        self._open()
+        return self._columns
 
     @property
     def info(self) -> Entry:
@@ -119,34 +137,39 @@ class Data(Mapping[str, Any]):
         return self._open().extents.get(name)
 
     def tensors(self, *names: str) -> dict[str, torch.Tensor]:
-        """The arrays as torch tensors on the same memory; those torch cannot hold only raise if they are named."""
-        import torch
+        """The arrays as torch tensors on the same memory, with the columns of tables.
 
-        contents = self._open()
+        What torch cannot hold is left out, and raises where it is named, or where nothing else is there.
+        """
         found: dict[str, torch.Tensor] = {}
-        for name in names or contents.arrays:
-            array = self[name] if names else contents.arrays[name]
+        refused: dict[str, UnsupportedData] = {}
+        columns = [column for columns in self.columns.values() for column in columns]
+        for name in names or [*self._open().arrays, *columns]:
             try:
-                with warnings.catch_warnings():
-                    # Read-only under vm.overcommit_memory=2: torch would warn, and cannot know that it is meant.
-                    warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
-                    found[name] = torch.from_numpy(array)
-            except TypeError as problem:
+                found[name] = _tensor(self[name], name)
+            except UnsupportedData as problem:
                 if names:
-                    raise UnsupportedData(
-                        say("{name} cannot be a tensor", name=name),
-                        why=str(problem).partition(". ")[0],
-                        fix=(say("use the numpy array itself"),),
-                    ) from problem
+                    raise
+                refused[name] = problem
+        if refused and not found:
+            raise UnsupportedData(
+                say("none of these can be a tensor: {names}", names=listed(refused)),
+                why=joined(
+                    say("{name}: {why}", name=name, why=problem.why) for name, problem in refused.items()
+                ),
+                fix=(say("use the table itself") if columns else say("use the numpy array itself"),),
+            )
         return found
 
     def dataset(self, *names: str, transform: Callable[..., Any] | None = None) -> SharedDataset:
-        """A torch map-style Dataset of these arrays' rows; ``transform`` gets the row of each as arguments."""
+        """A torch map-style Dataset of these arrays' rows; ``transform`` gets the row of each as arguments.
+
+        Columns of tables count as arrays; no name takes all of them.
+        """
         from legroom.cache.torchset import shared_dataset
 
-        return shared_dataset(
-            self, names or tuple(name for name in self if name not in self._open().tables), transform
-        )
+        self._open()
+        return shared_dataset(self, names or self._leaves(), transform)
 
     def ready(self, timeout: float | None = None) -> bool:
         """Wait until every page is mapped, so that the first epoch is as fast as the second."""
@@ -155,7 +178,7 @@ class Data(Mapping[str, Any]):
 
     def close(self) -> None:
         """Let go of everything; arrays that somebody still holds stay valid. A second time does nothing."""
-        self._contents = None
+        self._contents, self._tables = None, {}
 
     def __enter__(self) -> Self:
         return self
@@ -181,15 +204,17 @@ class Data(Mapping[str, Any]):
             )
         return self._contents
 
-    def _column(self, contents: Contents, name: str) -> NDArray | None:
-        """A fixed-width column without nulls, as an array: ``table/column``, or ``column`` of the only table."""
-        for table, path in contents.tables.items():
-            column = name.removeprefix(table + "/") if name.startswith(table + "/") else name
-            if (column == name and len(contents.tables) > 1) or column not in contents.entry.tables[
-                table
-            ].columns:
-                continue
-            return _column_array(table_of(path).column(column), name)
+    def _leaves(self) -> tuple[str, ...]:
+        """Every name, with the columns of a table in its place."""
+        return tuple(leaf for name in self._names for leaf in self._columns.get(name, (name,)))
+
+    def _column(self, name: str) -> tuple[StoredTable, str] | None:
+        """Whose column that is: ``table/column``, or ``column`` of the only table."""
+        for table, stored in self._tables.items():
+            below = name.removeprefix(table + "/")
+            for column in (below, name) if len(self._tables) == 1 else (below,) if below != name else ():
+                if column in stored.columns:
+                    return stored, column
         return None
 
 
@@ -205,43 +230,53 @@ def ragged_of(arrays: Sequence[Any]) -> Mapping[str, RaggedParts]:
     return found
 
 
-def _names(contents: Contents, keys: tuple[str, ...] | None) -> tuple[str, ...]:
+def _chosen(contents: Contents, selection: Selection) -> Contents:
+    """What was asked for of what is there: an entry of the whole file serves requests for parts of it."""
+    return replace(
+        contents,
+        arrays={name: array for name, array in contents.arrays.items() if selection.takes(name)},
+        ragged={name: parts for name, parts in contents.ragged.items() if selection.takes(name)},
+    )
+
+
+def _tables(contents: Contents, selection: Selection) -> dict[str, StoredTable]:
+    found = {}
+    for name, parts in contents.tables.items():
+        columns = selection.columns(name, contents.entry.tables[name].columns)
+        if columns or selection.takes(name):
+            found[name] = StoredTable(parts, columns, contents.keep)
+    return found
+
+
+def _names(contents: Contents, tables: Iterable[str]) -> tuple[str, ...]:
     parts = {part for ragged in contents.ragged.values() for part in (ragged.offsets, ragged.values)}
-    names = [name for name in contents.arrays if name not in parts]
-    every = [*names, *contents.ragged, *contents.tables]
-    selection = Selection(keys)
-    return tuple(name for name in every if selection.takes(name))
+    return (*(name for name in contents.arrays if name not in parts), *contents.ragged, *tables)
 
 
-def table_of(parts: Sequence[Path | bytes]) -> Any:
-    """The table of an Arrow IPC file (mapped, not read) or of its bytes; shards are joined without copying."""
-    import pyarrow as pa
-
-    tables = []
-    for part in parts:
-        if isinstance(part, bytes):
-            tables.append(pa.ipc.open_file(pa.BufferReader(part)).read_all())
-            continue
-        with pa.memory_map(os.fspath(part)) as file:
-            tables.append(pa.ipc.open_file(file).read_all())
-    return tables[0] if len(tables) == 1 else pa.concat_tables(tables)
+def _column_names(names: Sequence[str], tables: Mapping[str, StoredTable]) -> dict[str, tuple[str, ...]]:
+    """Each table's columns, by the shortest names that mean nothing else."""
+    found = {}
+    for table, stored in tables.items():
+        short = len(tables) == 1 and not any(column in names for column in stored.columns)
+        found[table] = tuple(column if short else f"{table}/{column}" for column in stored.columns)
+    return found
 
 
-def _column_array(column: Any, name: str) -> NDArray:
-    import pyarrow as pa
+def _tensor(array: Any, name: str) -> torch.Tensor:
+    import torch
 
-    kind = column.type
-    fixed = pa.types.is_primitive(kind) and not pa.types.is_boolean(kind)
-    if not fixed or column.null_count:
+    try:
+        with warnings.catch_warnings():
+            # Columns of tables, and everything under vm.overcommit_memory=2, are read-only to numpy: torch would
+            # warn, and cannot know that it is meant.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
+            return torch.from_numpy(array)
+    except TypeError as problem:
         raise UnsupportedData(
-            say("column {name} cannot be an array", name=name),
-            why=say("it is {kind} with {nulls} nulls", kind=kind, nulls=column.null_count),
-            fix=(say("use the table itself"),),
-        )
-    # One chunk is a view on the map; several are joined, which copies.
-    chunk = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-    array: NDArray = chunk.to_numpy(zero_copy_only=False)
-    return array
+            say("{name} cannot be a tensor", name=name),
+            why=str(problem).partition(". ")[0],
+            fix=(say("use the numpy array itself"),),
+        ) from problem
 
 
 def _shown(value: Any) -> str:

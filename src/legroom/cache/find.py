@@ -17,7 +17,7 @@ from legroom.cache.identity import Source, shard_names
 from legroom.cache.manifest import FORMAT, Damaged, Manifest, Options, OtherFormat, key_of
 from legroom.cache.place import Store, each
 from legroom.cache.steps import log
-from legroom.formats.selection import Selection
+from legroom.formats.selection import Selection, column_names
 from legroom.words import say
 
 
@@ -131,13 +131,8 @@ def put_aside(store: Store, key: str) -> bool:
 
 
 def _check_keys(request: Request, manifest: Manifest) -> None:
-    names = visible_names(manifest)
-    if request.keys is not None:
-        Selection(request.keys).check(names, names, request.paths[0])
-
-
-def visible_names(manifest: Manifest) -> list[str]:
-    """Every name that may be asked for."""
-    names = [array.ragged or array.name for array in manifest.arrays]
-    names += [table.part_of or table.name for table in manifest.tables]
-    return list(dict.fromkeys(names))
+    arrays = list(dict.fromkeys(array.ragged or array.name for array in manifest.arrays))
+    tables = {table.part_of or table.name: list(table.columns) for table in manifest.tables}
+    answering = [name for table, columns in tables.items() for name in column_names(table, columns)]
+    every = [column for columns in tables.values() for column in columns]
+    Selection(request.keys).check([*arrays, *answering], [*arrays, *every], request.paths[0])

@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol, cast
 
 from legroom.cache.fileio import read_at
 from legroom.errors import MissingPackage, SourceChanged, UsageError
+from legroom.formats.folder import require_store
 from legroom.formats.source import require_regular, unreadable
 from legroom.words import say
 
@@ -137,6 +138,7 @@ def _files(path: Path, name: str) -> list[File]:
         raise unreadable(path, problem) from problem
     if not is_folder:
         return [stamp_file(path, name or path.name)]
+    require_store(path)
     found = []
     for folder, folders, names in os.walk(path, onerror=_raise):
         folders.sort()

@@ -25,7 +25,7 @@ from legroom.formats.selection import Selection
 from legroom.words import listed, say
 
 BACKINGS = ("auto", "shm", "disk", "inplace")
-Where = str | os.PathLike[str]
+Where = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 D = TypeVar("D", bound=Data)
 
 
@@ -62,12 +62,9 @@ def disabled(env: Mapping[str, str]) -> bool:
 
 def source_paths(path: Where | Iterable[Where]) -> tuple[Path, ...]:
     """Absolute paths of what was named: a path, a pattern (its matches sorted), or several of either."""
-    given = [path] if isinstance(path, (str, os.PathLike)) else list(path)
     found: list[Path] = []
-    for one in given:
-        text = os.path.expanduser(os.fspath(one))
-        if isinstance(text, bytes):
-            text = os.fsdecode(text)
+    for one in _named(path):
+        text = os.path.expanduser(os.fsdecode(one))
         if "\0" in text:
             raise UsageError(say("a path cannot hold a null character"), fix=(say("check the path"),))
         if glob.has_magic(text) and not os.path.lexists(text):
@@ -84,6 +81,21 @@ def source_paths(path: Where | Iterable[Where]) -> tuple[Path, ...]:
     if not found:
         raise UsageError(say("no file was named"), fix=(say("give a path, a pattern or a list of paths"),))
     return tuple(found)
+
+
+def _named(path: Any) -> list[Where]:
+    """Each path by itself; UsageError for what is none."""
+    if isinstance(path, (str, bytes, os.PathLike)):
+        return [path]
+    given = list(path) if isinstance(path, Iterable) else [path]
+    for one in given:
+        if not isinstance(one, (str, bytes, os.PathLike)):
+            raise UsageError(
+                say("{given!r} is no path", given=one),
+                why=say("a path is text, bytes or a pathlib.Path, not {kind}", kind=type(one).__name__),
+                fix=(say("give a path, a pattern or a list of paths"),),
+            )
+    return given
 
 
 def _check(backing: str, hash: str) -> None:

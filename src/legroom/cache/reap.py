@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 
 from legroom.cache import locks, records, room, trash
 from legroom.cache.catalog import entry_in, manifest_of, matching, not_loaded
@@ -21,7 +20,7 @@ from legroom.cache.place import STORE_LOCK, Store, stores
 from legroom.cache.steps import step
 from legroom.cache.users import users
 from legroom.errors import EntryInUse
-from legroom.model import Entry, Reaped
+from legroom.model import Entry, Reaped, Shortfall
 from legroom.words import listed, say
 
 Where = str | os.PathLike[str]
@@ -55,30 +54,43 @@ def gc(
     *, free: int | None = None, older: float | None = None, stale: bool = False, dry_run: bool = False
 ) -> Reaped:
     """Clear what nobody needs: strays always; with ``stale`` entries whose file is a newer one now; those not used
-    for ``older`` seconds; then the least recently used until every store has ``free`` bytes of room."""
+    for ``older`` seconds; then the least recently used until every store has ``free`` bytes of room, or is named as
+    ``short`` of it."""
     removed: list[Entry] = []
     kept: list[Entry] = []
+    short: list[Shortfall] = []
     freed = strays = 0
     with stores() as places:
         for store in places.found:
             strays += clear_strays(store, dry_run=dry_run)
             wanted = _wanted(store, older, stale)
-            for old in wanted:
-                freed += _reap(store, old, removed, kept, dry_run)
+            of_these = sum(_reap(store, old, removed, kept, dry_run) for old in wanted)
             if free is not None:
                 gone = {old.key for old in wanted}
-                freed += _make_room(store, free, gone, removed, kept, dry_run)
+                # What would go makes room that cannot be measured yet.
+                hoped = of_these if dry_run else 0
+                more, missing = _make_room(store, free, gone, removed, kept, dry_run, hoped)
+                of_these += more
+                short += [missing] if missing is not None else []
+            freed += of_these
             if not dry_run:
-                strays += clear_strays(store, dry_run=False)
-    return Reaped(tuple(removed), freed, strays, tuple(kept), dry_run)
+                clear_strays(store)  # what belonged to the entries that went: nobody's leftovers
+    return Reaped(tuple(removed), freed, strays, tuple(kept), dry_run, tuple(short))
 
 
 def clear_strays(store: Store, *, dry_run: bool = False) -> int:
-    """Half-built directories, trash, records and lock files of nothing; how many there were."""
+    """Half-built directories, trash, records and lock files of nothing; how many of them dead processes left.
+
+    Lock files and records outlive what they were for in the ordinary course of things: they go, and are not counted.
+    """
     with trash.store_lock(store):
-        if dry_run:
-            return sum(name.startswith((trash.TRASH, trash.BUILDING)) for name in os.listdir(store.fd))
-        return trash.sweep(store) + _clear_records(store) + _clear_locks(store)
+        scratch = [name for name in os.listdir(store.sources) if name.startswith(records.TEMPORARY)]
+        left = len(trash.leftovers(store)) + len(scratch)
+        if not dry_run:
+            trash.sweep(store)
+            _clear_records(store)
+            _clear_locks(store)
+        return left
 
 
 def superseded(manifest: Manifest) -> bool:
@@ -141,33 +153,42 @@ def _wanted(store: Store, older: float | None, stale: bool) -> list[Old]:
 
 
 def _make_room(
-    store: Store, free: int, gone: set[str], removed: list[Entry], kept: list[Entry], dry_run: bool
-) -> int:
+    store: Store,
+    free: int,
+    gone: set[str],
+    removed: list[Entry],
+    kept: list[Entry],
+    dry_run: bool,
+    hoped: int,
+) -> tuple[int, Shortfall | None]:
+    """Bytes that went, or would, and what is missing all the same."""
     freed = 0
-    have: Callable[[], int] = lambda: room.tightest(room.bounds(store)).free - room.outstanding(store)  # noqa: E731
-    start = have()
+
+    def missing() -> int:
+        have = room.tightest(room.bounds(store)).free - room.outstanding(store)
+        return free - have - (hoped + freed if dry_run else 0)
+
     for old in by_age(store):
-        if (start + freed if dry_run else have()) >= free:
+        if missing() <= 0:
             break
         if old.key not in gone:
             freed += _reap(store, old, removed, kept, dry_run)
-    return freed
+    still = missing()
+    if still <= 0:
+        return freed, None
+    return freed, Shortfall(os.fspath(store.root), still, room.tightest(room.bounds(store)).what)
 
 
-def _clear_records(store: Store) -> int:
+def _clear_records(store: Store) -> None:
     present = {name.partition("-")[0] for name in os.listdir(store.fd) if is_key(name)}
-    cleared = 0
     for name in os.listdir(store.sources):
         record = None if name.startswith(records.TEMPORARY) else records.read_named(store, name)
         if record is None or not present & set(record.digests.values()):
             os.unlink(name, dir_fd=store.sources)
-            cleared += 1
-    return cleared
 
 
-def _clear_locks(store: Store) -> int:
+def _clear_locks(store: Store) -> None:
     """Lock files of no entry that nobody holds; whoever waits for one sees that its name has gone."""
-    cleared = 0
     for name in os.listdir(store.locks):
         key = name.removesuffix(".lock")
         if name == STORE_LOCK or (is_key(key) and entry_in(store, key) is not None):
@@ -180,5 +201,3 @@ def _clear_locks(store: Store) -> int:
             continue
         with lock:
             os.unlink(name, dir_fd=store.locks)
-            cleared += 1
-    return cleared

@@ -21,6 +21,7 @@ from legroom.cache.place import STORE_LOCK, Store
 from legroom.cache.steps import step
 
 TRASH, BUILDING = ".trash-", ".building-"
+_LOCK = ".lock"
 
 
 @contextmanager
@@ -55,30 +56,32 @@ def delete(store: Store, name: str) -> None:
         pass  # gone, or still filled by somebody else's file: the next sweep sees it again
 
 
-def sweep(store: Store) -> int:
-    """Clear what dead builders and interrupted removals left, under the store's lock; how many things."""
-    cleared = 0
-    alive = set()
-    for name in os.listdir(store.locks):
-        if not (name.startswith("building-") and name.endswith(".lock")):
-            continue
-        ident = name.removeprefix("building-").removesuffix(".lock")
-        try:
-            lock = locks.acquire(store.locks, name, create=False)
-        except FileNotFoundError:
-            continue
-        if lock is None:
-            alive.add(ident)
-            continue
-        with lock:
-            move(store, BUILDING + ident)
-            os.unlink(name, dir_fd=store.locks)
-            cleared += 1
-    for name in os.listdir(store.fd):
-        if name.startswith(BUILDING) and name.removeprefix(BUILDING) not in alive:
+def leftovers(store: Store) -> list[str]:
+    """What dead builders and interrupted removals left, looked at under the store's lock: a name for each.
+
+    A builder holds its lock from before its directory is there until after it has gone, so a lock file or a directory
+    without a lock that is held is somebody's who died; both of one builder are one.
+    """
+    noted = {name.removesuffix(_LOCK) for name in os.listdir(store.locks) if _is_builders(name)}
+    found = os.listdir(store.fd)
+    begun = {name.removeprefix(".") for name in found if name.startswith(BUILDING)}
+    dead = [f".{name}" for name in sorted(noted | begun) if not locks.held(store.locks, name + _LOCK)]
+    return [*dead, *(name for name in found if name.startswith(TRASH))]
+
+
+def sweep(store: Store) -> None:
+    """Clear what dead builders and interrupted removals left, under the store's lock."""
+    for name in leftovers(store):
+        if name.startswith(BUILDING):
             move(store, name)
-            cleared += 1
+            try:
+                os.unlink(name.removeprefix(".") + _LOCK, dir_fd=store.locks)
+            except FileNotFoundError:
+                pass  # a directory alone
     for name in os.listdir(store.fd):
         if name.startswith(TRASH):
             delete(store, name)
-    return cleared
+
+
+def _is_builders(name: str) -> bool:
+    return name.startswith(BUILDING.removeprefix(".")) and name.endswith(_LOCK)

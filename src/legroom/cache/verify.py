@@ -12,9 +12,10 @@ from typing import Literal
 
 from legroom.cache import checksum, identity
 from legroom.cache.attach import checked, lease, open_entry, read_manifest
-from legroom.cache.catalog import entry_in, matching, not_loaded
+from legroom.cache.catalog import entry_in, matching, not_loaded, once_of_source
 from legroom.cache.evict import by_age
 from legroom.cache.manifest import Array, Damaged, Manifest, OtherFormat, Table
+from legroom.cache.open import source_paths
 from legroom.cache.place import Store, stores
 from legroom.cache.records import read as read_record
 from legroom.errors import SourceError
@@ -25,17 +26,27 @@ Where = str | os.PathLike[str]
 
 
 def verify(what: Where | None = None, *, source: bool = True) -> tuple[Verification, ...]:
-    """Check the entries of a key or file, or all; ``source=False`` leaves the sources unread."""
+    """Check the entries of a key or file, or all; ``source=False`` leaves the sources unread.
+
+    For a file that has no entry as it is now, those of what it was before: they say that it changed.
+    """
     found = []
     with stores() as places:
+        keys = {store: _keys(store, what) for store in places.found}
+        if what is not None and os.path.lexists(what) and not any(keys.values()):
+            keys = {store: once_of_source(store, source_paths(what)) for store in places.found}
         for store in places.found:
-            for key in [old.key for old in by_age(store)] if what is None else matching(store, what):
+            for key in keys[store]:
                 result = _verify(store, key, source)
                 if result is not None:
                     found.append(result)
     if what is not None and not found:
         raise not_loaded(what)
     return tuple(found)
+
+
+def _keys(store: Store, what: Where | None) -> list[str]:
+    return [old.key for old in by_age(store)] if what is None else matching(store, what)
 
 
 def _verify(store: Store, key: str, source: bool) -> Verification | None:

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
-from legroom.errors import UnknownFormat, UnreadableSource
+from legroom.errors import UnknownFormat
 from legroom.formats.base import BaseReader
+from legroom.formats.folder import MARKS, require_store
 from legroom.formats.hdf5_open import signature_at
 from legroom.formats.npy_header import MAGIC as NPY
 from legroom.formats.protocol import Reader
@@ -146,7 +147,7 @@ def _zip_kind(file: SourceFile, head: bytes) -> str:
         OverflowError,
     ) as problem:
         raise damaged(file.path, say("as a zip archive: {problem}", problem=problem)) from problem
-    if any(name in (".zgroup", ".zarray", "zarr.json") for name in names):
+    if any(name in MARKS for name in names):
         return "zarr"
     if any(name.endswith(".npy") for name in names):
         return "npz"
@@ -173,16 +174,7 @@ def _unknown(path: Path, head: bytes, why: str = "", fix: str = "") -> UnknownFo
 
 
 def _open_folder(path: Path, selection: Selection) -> Reader:
-    try:
-        names = set(os.listdir(path))
-    except OSError as problem:
-        raise unreadable(path, problem) from problem
-    if not names & {".zgroup", ".zarray", "zarr.json"}:
-        raise UnreadableSource(
-            say("cannot read {path}", path=path),
-            why=say("it is a directory and no Zarr store: it has no .zgroup, .zarray or zarr.json"),
-            fix=(say("name a file in it"),),
-        )
+    require_store(path)
     return _open("zarr", path, selection)
 
 

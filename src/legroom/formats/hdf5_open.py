@@ -112,7 +112,7 @@ def _being_written(path: Path, why: str) -> SourceBeingWritten:
         why=why,
         fix=(
             say("wait until the writer has closed it"),
-            say("if the writer died, clear its mark once nobody writes: h5clear -s {path}", path=path),
+            say("if the writer died, clear its mark once nobody writes:\nh5clear -s {path}", path=path),
         ),
     )
 
@@ -123,6 +123,6 @@ def _cannot_open(path: Path, problem: Exception) -> UnreadableSource | DamagedSo
         return UnreadableSource(
             say("cannot read {path}", path=path),
             why=os.strerror(number),
-            fix=(say("check the file and its filesystem: ls -l {path}", path=path),),
+            fix=(say("check the file and its filesystem:\nls -l {path}", path=path),),
         )
     return damaged(path, say("HDF5 cannot open it: {problem}", problem=_first_line(problem)))

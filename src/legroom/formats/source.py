@@ -110,17 +110,19 @@ def unreadable(path: Path, problem: Exception) -> UnreadableSource:
                 fix=(say("restore the file the link points to, or point the link elsewhere"),),
             )
         return UnreadableSource(
-            what, why=say("there is no such file"), fix=(say("look for it: ls {folder}", folder=path.parent),)
+            what,
+            why=say("there is no such file"),
+            fix=(say("look for it:\nls {folder}", folder=path.parent),),
         )
     if isinstance(problem, PermissionError):
         return UnreadableSource(
             what,
             why=say("this user may not read it"),
-            fix=(say("see who may: ls -l {path}", path=path), say("ask its owner for read permission")),
+            fix=(say("see who may:\nls -l {path}", path=path), say("ask its owner for read permission")),
         )
     reason = getattr(problem, "strerror", None) or str(problem)
     return UnreadableSource(
-        what, why=reason, fix=(say("check the path and its filesystem: ls -l {path}", path=path),)
+        what, why=reason, fix=(say("check the path and its filesystem:\nls -l {path}", path=path),)
     )
 
 

@@ -16,7 +16,7 @@ from legroom.formats.attributes import as_json
 from legroom.formats.base import BaseReader
 from legroom.formats.packages import require
 from legroom.formats.protocol import ArraySpec, Extent, Progress, TableSpec
-from legroom.formats.selection import Selection
+from legroom.formats.selection import Selection, column_names
 from legroom.formats.source import SourceFile, damaged
 from legroom.words import say
 
@@ -36,7 +36,7 @@ class TableReader(BaseReader):
         raise NotImplementedError
 
     def _columns(self, schema: Any) -> list[str]:
-        """The columns asked for; ``table`` alone means all."""
+        """The columns asked for, by their own names or below ``table``, which alone means all."""
         with arrow_trouble(self.path, say("the names of its columns")):
             names: list[str] = schema.names
         double = {name for name in names if names.count(name) > 1}
@@ -46,10 +46,8 @@ class TableReader(BaseReader):
                 why=say("a table is a mapping of names to columns"),
                 fix=(say("rename one of them"),),
             )
-        if self.selection.takes(NAME) and NAME not in names:
-            return names
-        taken = [name for name in names if self.selection.takes(name)]
-        self.selection.check(taken, names, self.path)
+        taken = self.selection.columns(NAME, names)
+        self.selection.check(column_names(NAME, taken), names, self.path)
         return taken
 
     def _spec(self, schema: Any, rows: int, nbytes: int) -> TableSpec:

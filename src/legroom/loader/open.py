@@ -96,8 +96,9 @@ def open(
     The first process loads it, later ones attach. HDF5, npy, npz, Parquet, Arrow, Zarr and safetensors can be read.
 
     Args:
-        path: A file, a directory of files, a pattern, or several of them: shards of one dataset, in the order given.
-        keys: The arrays or groups to take, by name; None takes all.
+        path: A file, the directory of a Zarr store, a pattern (``"shards/*.h5"``, its matches sorted), or several of
+            them: shards of one dataset, in the order given.
+        keys: The arrays, groups, or columns of a table to take, by name; None takes all.
         backing: ``"shm"``, ``"disk"``, or ``"auto"`` for the first of them with room; ``"inplace"`` maps an
             uncompressed file where it lies, without a copy.
         hash: What identifies the file: ``"md5"``, or ``"blake3"`` or ``"xxh3"`` with ``legroom[hash]``.

@@ -91,6 +91,33 @@ def test_a_file_is_given_as_arrays(shm: Path, h5: Path, backing: str) -> None:
         data["images"]
 
 
+def test_a_plain_directory_is_refused_before_it_is_walked(
+    shm: Path, h5: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "walk", lambda *_, **__: pytest.fail("walked"))
+    with pytest.raises(UnreadableSource) as caught:
+        legroom.open(h5.parent)
+    assert f"'{h5.parent}/*.h5'" in caught.value.fix[0]
+    assert same(legroom.open(f"{h5.parent}/*.h5"), h5)
+
+
+def test_a_path_may_be_bytes(shm: Path, h5: Path) -> None:
+    for path in (os.fsencode(h5), [os.fsencode(h5)]):
+        assert same(legroom.open(path), h5)
+
+
+@pytest.mark.parametrize("path", [None, 3, [3], [None], object()])
+def test_what_is_no_path_is_refused(path: object) -> None:
+    with pytest.raises(UsageError, match="is no path"):
+        legroom.open(path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("keys", [3, b"images", [3], []])
+def test_what_are_no_keys_is_refused(shm: Path, h5: Path, keys: object) -> None:
+    with pytest.raises(UsageError, match="selects nothing"):
+        legroom.open(h5, keys)  # type: ignore[arg-type]
+
+
 def test_the_second_open_reads_nothing(shm: Path, h5: Path, seen: list[str], old_files: None) -> None:
     first = legroom.open(h5)
     assert seen.count("read") == 1

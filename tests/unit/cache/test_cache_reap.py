@@ -72,6 +72,23 @@ class TestCatalog:
         assert [found.backing for found in rooms] == ["shm", "disk"]
         assert rooms[0].used >= 40_000 and rooms[0].free > 0 and rooms[0].bound_by
         assert findings == ()
+        reap.drop(force=True)
+        (shm / "locks" / "building-1.lock").write_text(
+            "1 2 3"
+        )  # a lock, and records, take room and are no entries
+        assert [found.used for found in catalog.store_rooms()[0]] == [0, 0]
+
+    def test_a_file_that_changed_is_verified_against_what_it_was(self, shm: Path, tmp_path: Path) -> None:
+        path = make(tmp_path, 1)
+        key = legroom.open(path).info.key
+        make(tmp_path, 1, 50_000)
+        (found,) = verify.verify(path)
+        assert found.entry.key == key and found.whole and found.source == "changed"
+        legroom.open(path)  # now it has an entry as it is, and that one counts
+        (found,) = verify.verify(path)
+        assert found.entry.key != key and found.source == "same"
+        with pytest.raises(NotLoaded):
+            verify.verify(make(tmp_path, 2))
 
     def test_a_damaged_entry_is_listed_as_such(self, shm: Path, tmp_path: Path) -> None:
         key = legroom.open(make(tmp_path, 1)).info.key or ""
@@ -151,9 +168,11 @@ class TestGc:
         (shm / "locks" / ("0" * 32 + ".lock")).touch()
         (shm / "sources" / ".tmp-1").touch()
         (shm / "sources" / "1-2-3").write_text("nonsense")
-        assert reap.gc(dry_run=True).dry_run
+        looked = reap.gc(dry_run=True)
+        assert looked.dry_run
         assert (shm / ".trash-1").exists()
-        assert reap.gc().strays >= 5
+        # A removal, a build (its directory and its lock are one), a record that was being written.
+        assert looked.strays == reap.gc().strays == 3
         assert sorted(os.listdir(shm)) == sorted([data.info.key, "locks", "sources"])
         assert sorted(os.listdir(shm / "locks")) == sorted([f"{data.info.key}.lock", "store.lock"])
         assert len(os.listdir(shm / "sources")) == 1
@@ -162,11 +181,20 @@ class TestGc:
         from legroom.cache.work import Work
 
         with stores(make=True) as places, Work(places.home, 1000, evict=False) as work:
-            reap.gc()
+            assert reap.gc(dry_run=True).strays == reap.gc().strays == 0
             assert (shm / work.folder).is_dir()
             assert room.outstanding(places.home) == 1000
             assert room.outstanding(places.home, work.lock_file) == 0
         assert not (shm / work.folder).exists()
+
+    def test_what_ordinary_use_leaves_is_no_leftover(self, shm: Path, tmp_path: Path) -> None:
+        for number in range(3):
+            legroom.open(make(tmp_path, number))
+        reap.drop()
+        idle = [name for name in os.listdir(shm / "locks") if name != "store.lock"]
+        assert idle and os.listdir(shm / "sources")
+        assert reap.gc(dry_run=True).strays == reap.gc().strays == 0
+        assert os.listdir(shm / "locks") == ["store.lock"] and not os.listdir(shm / "sources")
 
     def test_stale_versions(self, shm: Path, tmp_path: Path) -> None:
         path = make(tmp_path, 1)
@@ -196,6 +224,20 @@ class TestGc:
         assert [entry.key for entry in reaped.entries] == keys[1:3]
         assert [entry.key for entry in reaped.kept] == [held.info.key]
         assert {entry.key for entry in catalog.entries()} == {keys[0], keys[3]}
+
+    def test_room_that_cannot_be_made_is_said(
+        self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for number in range(2):
+            legroom.open(make(tmp_path, number))
+        pretend(monkeypatch, shm, 1_000_000)
+        for dry_run in (True, False):
+            reaped = reap.gc(free=2_000_000, dry_run=dry_run)
+            assert len(reaped.entries) == 2
+            (short,) = reaped.short
+            assert short.store == str(shm) and short.bound_by == "pretended"
+            assert 1_000_000 <= short.missing < 1_050_000  # what locks and records take
+        assert reap.gc(free=500_000).short == ()
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, root: Path, size: int) -> None:

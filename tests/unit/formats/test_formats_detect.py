@@ -48,6 +48,14 @@ def test_a_directory_that_is_no_zarr_store_is_unreadable(tmp_path: Path) -> None
         open_source(tmp_path)
 
 
+def test_a_directory_of_data_files_is_refused_with_their_pattern(tmp_path: Path) -> None:
+    for name in ("1.h5", "2.h5", "notes.txt", "labels.npy"):
+        (tmp_path / name).touch()
+    with pytest.raises(UnreadableSource) as caught:
+        open_source(tmp_path)
+    assert f"'{tmp_path}/*.h5'" in caught.value.fix[0]
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no fifos here")
 def test_a_fifo_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")

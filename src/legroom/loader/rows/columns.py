@@ -6,7 +6,7 @@ gathering them (gather.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,21 +44,13 @@ def columns_of(data: Data, keys: str | Iterable[str] | None) -> dict[str, Column
 
 
 def _names(data: Data, asked: tuple[str, ...] | None) -> list[str]:
-    every = list(data)
-    named = every
+    named = list(data)
     if asked is not None:
+        every = [*data, *(column for columns in data.columns.values() for column in columns)]
         below = {key: [name for name in every if name.startswith(key.strip("/") + "/")] for key in asked}
-        named = [name for key in asked for name in ([key] if key in every else below[key] or [key])]
-    return [column for name in named for column in _expanded(data, name, every)]
-
-
-def _expanded(data: Data, name: str, every: Collection[str]) -> list[str]:
-    """A table's columns, under the shortest names that Data knows them by; anything else as it is."""
-    tables = data.info.tables
-    if name not in tables:
-        return [name]
-    short = len(tables) == 1 and not any(column in every for column in tables[name].columns)
-    return [column if short else f"{name}/{column}" for column in tables[name].columns]
+        named = [name for key in asked for name in ([key] if key in data else below[key] or [key])]
+    # A table stands for its columns.
+    return [column for name in named for column in data.columns.get(name, (name,))]
 
 
 def _column(data: Data, name: str) -> Column:

@@ -18,6 +18,7 @@ from legroom.loader.stream.as_torch import iterable_class
 from legroom.loader.stream.batch import COPIES, Format, converter
 from legroom.loader.stream.catalog import Catalog, look
 from legroom.loader.stream.dataset import THREADS_FROM, Stream
+from legroom.loader.stream.parquet import leaf_count
 from legroom.loader.stream.paths import Paths, expand
 from legroom.loader.stream.read import Reader, count_rows
 from legroom.loader.stream.room import Demand, Room, divide
@@ -90,7 +91,8 @@ def stream(
 
 def _room(catalog: Catalog, settings: StreamSettings) -> Room:
     """The bound, divided by what the first file says about its rows."""
-    unknown = Demand(None, COPIES[settings.form], None if settings.shuffle_buffer else 0)
+    stored = leaf_count(catalog.schema) + len(catalog.read_columns) - len(catalog.columns)
+    unknown = Demand(None, COPIES[settings.form], None if settings.shuffle_buffer else 0, max(1, stored))
     tried = divide(settings.memory, unknown)
     reader = Reader(catalog, catalog.read_columns, tried, settings.batch_size, threads=False)
     try:

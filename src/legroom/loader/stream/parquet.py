@@ -179,6 +179,11 @@ def _leaves(schema: Any, columns: Sequence[str]) -> dict[str, list[_Leaf]]:
     return found
 
 
+def leaf_count(schema: Any) -> int:
+    """How many stored columns a schema has."""
+    return sum(len(_leaf_kinds(field.type)) for field in schema)
+
+
 def _leaf_kinds(kind: Any) -> list[Any]:
     inner = children(kind)
     return [leaf for child in inner for leaf in _leaf_kinds(child)] if inner else [plain(kind)]

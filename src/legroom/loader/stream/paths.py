@@ -52,7 +52,7 @@ def _files(text: str) -> list[Path]:
         raise UnreadableSource(
             say("no file matches {pattern!r}", pattern=text),
             why=say("it was looked for from {here}", here=os.getcwd()),
-            fix=(say("check the pattern: ls -d PATTERN"), say("** matches directories of any depth")),
+            fix=(say("check the pattern:\nls -d PATTERN"), say("** matches directories of any depth")),
         )
     return files
 

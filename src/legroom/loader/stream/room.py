@@ -18,7 +18,11 @@ from legroom.words import say
 
 LIBRARIES = 16 << 20  # what first use of Arrow's readers maps
 KEPT = 2  # an allocator's resident memory over what is in use
-_MOST_STEP = 8 << 20  # larger steps are no faster; with many columns, smaller ones are slower
+# Decoding holds a step about three times. What one costs beside its bytes, it costs for each stored column: larger
+# steps than these are no faster.
+_MOST_STEP = 8 << 20
+_FEW_COLUMNS_STEP = 2 << 20
+_COLUMN_STEP = 512 << 10
 _LEAST_STEP = 64 << 10
 _STEPS = 3  # the one being decoded, what a filter lets through of it, and the last one, still held by a slice
 
@@ -30,6 +34,7 @@ class Demand:
     batch: int | None
     copies: int  # of a batch, at the moment it is handed out
     window: int | None = 0  # the shuffle buffer when it is full
+    columns: int = 16  # stored columns that are decoded side by side
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,8 @@ def divide(memory: int, demand: Demand) -> Room:
 
 def _divided(memory: int, demand: Demand) -> Room | None:
     arrow = max(0, memory - LIBRARIES) // KEPT
-    step = min(_MOST_STEP, max(_LEAST_STEP, arrow // 16))
+    wanted = min(_MOST_STEP, max(_FEW_COLUMNS_STEP, demand.columns * _COLUMN_STEP))
+    step = min(wanted, max(_LEAST_STEP, arrow // 16))
     most_batch = (arrow - _STEPS * step) // (demand.copies + 1)
     batch = most_batch if demand.batch is None else demand.batch
     if most_batch < _LEAST_STEP or batch > most_batch:
