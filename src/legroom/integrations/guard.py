@@ -1,7 +1,7 @@
 """What every adapter does for a training: watch it, tune at each epoch, log one block, ask for a checkpoint in time.
 
 Covers: the order of these and what they share, without knowing any framework. Does not cover: a framework's hooks
-(lightning.py, huggingface.py, accelerate.py), the parts themselves (monitor, loader.tuning, epoch_log.py,
+(lightning.py, huggingface.py, accelerate.py, ray.py), the parts themselves (monitor, loader.tuning, epoch_log.py,
 checkpoint_due.py).
 
 Nothing in here ends a training: what cannot be done is said. Steps are optimizer steps. Ranks agree on a checkpoint,

@@ -240,9 +240,9 @@ def test_an_unknown_way_of_tuning_is_refused() -> None:
 def test_importing_the_adapters_needs_no_framework() -> None:
     code = (
         "import sys\n"
-        "for name in ('lightning', 'pytorch_lightning', 'transformers', 'accelerate', 'deepspeed', 'torch'):\n"
+        "for name in ('lightning', 'pytorch_lightning', 'transformers', 'accelerate', 'deepspeed', 'ray', 'torch'):\n"
         "    sys.modules[name] = None\n"
-        "from legroom.integrations import accelerate, checkpoint, deepspeed, huggingface, lightning\n"
+        "from legroom.integrations import accelerate, checkpoint, deepspeed, huggingface, lightning, ray\n"
         "from legroom.errors import MissingPackage\n"
         "for module in (lightning, huggingface):\n"
         "    try: module.LegroomCallback\n"
