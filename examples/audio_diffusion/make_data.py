@@ -15,6 +15,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from legroom.units import format_size
+
 RATE, HOP, WINDOW = 8000, 64, 256  # samples a second, from frame to frame, in a frame
 BANDS, FRAMES = 64, 960  # of a mel spectrogram: 7.7 seconds
 WORDS, WIDTH = 16, 512  # of a caption's text features
@@ -85,7 +87,7 @@ def make(path: Path, clips: int) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default="clips.h5", help="the file to write (default clips.h5)")
-    parser.add_argument("--clips", type=int, default=384, help="how many (default 384: 48 MB)")
+    parser.add_argument("--clips", type=int, default=384, help="how many (default 384: 45 MB)")
     args = parser.parse_args(argv)
     if args.clips < 1:
         parser.error("--clips must be at least 1")
@@ -93,9 +95,8 @@ def main(argv: list[str] | None = None) -> None:
         make(args.out, args.clips)
     except OSError as problem:
         parser.error(f"cannot write {args.out}: {problem}")
-    print(
-        f"{args.out}: {args.clips} clips of {FRAMES * HOP / RATE:.1f} s, {args.out.stat().st_size / 1e6:.0f} MB"
-    )
+    size = format_size(args.out.stat().st_size)
+    print(f"{args.out}: {args.clips} clips of {FRAMES * HOP / RATE:.1f} s, {size}")
 
 
 if __name__ == "__main__":

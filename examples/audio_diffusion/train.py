@@ -8,6 +8,7 @@ The loader is torch's own, as in most trainings: in a 64 MB /dev/shm it dies whe
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from flow import Flow
 from torch.utils.data import DataLoader
 
 import legroom
+from legroom.errors import UnsupportedData
 
 SHORTER = 4  # clips are this much shorter in the first epochs
 
@@ -35,14 +37,20 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--resume", metavar="FILE", help="go on from this checkpoint")
     args = parser.parse_args(argv)
-    if args.num_workers < 0:
-        parser.error("--num_workers must be at least 0")
+    if min(args.num_workers, args.short_epochs) < 0:
+        parser.error("--num_workers must be at least 0, and so must --short_epochs")
     try:
         # Uncompressed and on a disk of this machine: mapped where it lies, one copy for all workers and trainings.
         with legroom.open(args.data, backing="inplace") as data:
             if missing := set(ARRAYS) - set(data):
                 parser.error(f"{args.data} has no {', '.join(sorted(missing))}: is it from make_data.py?")
+            if data["mels"].ndim != 3:
+                parser.error(
+                    f"{args.data}: mels must be (clips, bands, frames), and are {data['mels'].shape}"
+                )
             train(data, args, parser)
+    except UnsupportedData as problem:
+        parser.error(f"{problem.what}: {problem.why}. --data takes what make_data.py writes")
     except legroom.LegroomError as problem:
         parser.exit(problem.exit_status, f"{parser.prog}: {problem}\n")
 
@@ -60,8 +68,12 @@ def train(data: Mapping[str, np.ndarray], args: argparse.Namespace, parser: argp
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     try:
         done = resume(args.resume, model, optimizer) if args.resume else 0
-    except Exception as problem:  # missing, torn, another model's: torch has an error for each
-        parser.error(f"cannot resume from {args.resume}: {problem}")
+    except OSError as problem:
+        parser.error(f"cannot resume from {args.resume}: {problem.strerror}")
+    except Exception as problem:  # torn, another model's: torch has an error for each
+        parser.error(
+            f"cannot resume from {args.resume}: it is no whole checkpoint of this model ({type(problem).__name__})"
+        )
     try:
         args.ckpt_dir.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -85,8 +97,15 @@ def train(data: Mapping[str, np.ndarray], args: argparse.Namespace, parser: argp
                 optimizer.zero_grad()
         print(f"epoch {epoch + 1}: {clips.frames} frames, loss {total / steps:.4f}", flush=True)
         state = {"epoch": epoch + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(state, args.ckpt_dir / f"epoch{epoch + 1:03}.pt")
+        save(state, args.ckpt_dir / f"epoch{epoch + 1:03}.pt")
     listen(model, data, frames // SHORTER, device)
+
+
+def save(state: dict[str, object], path: Path) -> None:
+    """Written beside and renamed: a training killed in the middle of it leaves no half of a checkpoint."""
+    beside = path.with_suffix(".tmp")
+    torch.save(state, beside)
+    os.replace(beside, path)
 
 
 def resume(path: str, model: Flow, optimizer: torch.optim.Optimizer) -> int:

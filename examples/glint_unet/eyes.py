@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 import legroom
+from legroom.errors import MissingKey, UnreadableSource
 
 KEYS = ("images", "heatmaps")
 
@@ -50,9 +51,23 @@ def open_data(path: Path, *, shared: bool, preload: bool) -> tuple[Mapping[str, 
             data.ready()  # every page mapped: the first epoch is as fast as the second
         return data, f"the shared copy ({data.info.backing})"
     if preload:
-        with h5py.File(path) as file:
-            return {name: file[name][:] for name in KEYS}, "a copy of its own"
+        return own_copy(path), "a copy of its own"
     return legroom.open(path, backing="inplace"), "the file itself, mapped"
+
+
+def own_copy(path: Path) -> dict[str, np.ndarray]:
+    """The arrays, read into this process."""
+    try:
+        with h5py.File(path) as file:
+            for name in KEYS:
+                if not isinstance(file.get(name), h5py.Dataset):
+                    raise MissingKey(
+                        f"{path} has no array '{name}'", why=f"it holds {', '.join(file) or 'nothing'}"
+                    )
+            return {name: file[name][:] for name in KEYS}
+    except OSError as problem:
+        why = str(problem) if path.is_file() else "there is no such file"
+        raise UnreadableSource(f"cannot read {path}", why=why) from problem
 
 
 def why_unfit(data: Mapping[str, np.ndarray], multiple: int) -> str | None:

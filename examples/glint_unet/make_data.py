@@ -72,7 +72,7 @@ def write(path: Path, count: int, size: int, seed: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", type=Path, nargs="?", default="train_256.h5", help="default: train_256.h5")
-    parser.add_argument("--images", type=int, default=512, help="how many (default 512: 67 MB)")
+    parser.add_argument("--images", type=int, default=512, help="how many (default 512: 64 MB)")
     parser.add_argument("--size", type=int, default=256, help="pixels of a side (default 256)")
     parser.add_argument("--seed", type=int, default=0)
     wanted = parser.parse_args()

@@ -107,6 +107,10 @@ def main() -> None:
     flags.model_path = flags.model_path or Path(f"model_{flags.loss}.pt")
     if flags.num_workers < 0 or min(flags.batch, flags.epochs) < 1 or not flags.lr > 0:
         parser.error("--num_workers must be 0 or more, --batch and --epochs 1 or more, --lr above 0")
+    if not 0 <= flags.seed < 2**63:
+        parser.error("--seed must be 0 or more, and below 2**63")
+    if flags.model_path.is_dir():
+        parser.error(f"--model_path {flags.model_path} is a directory: name a file")
     if not flags.model_path.parent.is_dir():
         parser.error(f"there is no directory {flags.model_path.parent} for --model_path")
     if flags.cleanup_shm:
@@ -118,8 +122,6 @@ def main() -> None:
         unfit = why_unfit(data, DOWNSCALED_BY)
     except legroom.LegroomError as error:
         parser.exit(error.exit_status, f"{error}\n")
-    except (OSError, KeyError) as problem:  # h5py's own words
-        parser.error(f"cannot read {flags.h5}: {problem}")
     if unfit:
         parser.error(f"{flags.h5}: {unfit}")
     seconds = time.perf_counter() - started

@@ -42,8 +42,10 @@ def main(argv: list[str] | None = None) -> None:
         state = torch.load(args.model, map_location="cpu", weights_only=True)
         model = Classifier(len(state["classes"]))
         model.load_state_dict(state["model"])
-    except Exception as problem:  # missing, torn, another model's: torch has an error for each
-        parser.error(f"--model {args.model}: {problem}")
+    except OSError as problem:
+        parser.error(f"--model {args.model}: {problem.strerror}")
+    except Exception as problem:  # torn, another model's: torch has an error for each
+        parser.error(f"--model {args.model}: it is no whole classifier ({type(problem).__name__})")
     for name, images in parts.items():
         extract(model.eval(), images, out / f"{name}.h5", args)
 

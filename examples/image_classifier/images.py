@@ -28,6 +28,8 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
             raise FileNotFoundError(
                 f"{folder} must hold two folders or more, each with two .npy images or more"
             )
+        for path, _ in self.files:
+            check(path)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -36,3 +38,13 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
         path, label = self.files[index]
         image = torch.from_numpy(np.load(path)).permute(2, 0, 1)[None] / 255
         return interpolate(image, (self.size, self.size), mode="bilinear", antialias=True)[0], label
+
+
+def check(path: Path) -> None:
+    """Look at the file's first bytes: better now than in the middle of an epoch."""
+    try:
+        image = np.load(path, mmap_mode="r")
+    except (ValueError, EOFError) as problem:
+        raise OSError(f"{path} is no .npy file: {problem}") from problem
+    if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
+        raise OSError(f"{path} must be (height, width, 3) of uint8, and is {image.shape} of {image.dtype}")

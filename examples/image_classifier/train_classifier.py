@@ -31,6 +31,8 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--batch_size and --epochs must be at least 1, --num_workers at least 0")
     if args.image_size < STRIDE:
         parser.error(f"--image_size must be at least {STRIDE}")
+    if args.out.is_dir():
+        parser.error(f"--out: {args.out} is a folder: name a file")
     if not args.out.absolute().parent.is_dir():
         parser.error(f"--out: there is no folder {args.out.absolute().parent}")
     try:

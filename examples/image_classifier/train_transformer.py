@@ -28,6 +28,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.batch_size < 1 or args.epochs < 1:
         parser.error("--batch_size and --epochs must be at least 1")
+    if args.out and args.out.is_dir():
+        parser.error(f"--out: {args.out} is a folder: name a file")
     if args.out and not args.out.absolute().parent.is_dir():
         parser.error(f"--out: there is no folder {args.out.absolute().parent}")
     training, held_out = (args.features_224_dir / name for name in ("train.h5", "held_out.h5"))

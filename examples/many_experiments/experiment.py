@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
@@ -22,6 +23,7 @@ from torch.nn import functional as F  # noqa: N812
 import legroom
 
 KEYS = ("images", "labels")
+SMALLEST = 13  # pixels of a side: below that nothing is left after the two convolutions
 
 
 def tell(**facts: object) -> None:
@@ -33,6 +35,20 @@ def endless(data, batch: int, seed: int, device: torch.device) -> Iterator[tuple
     while True:
         for rows in data.batches(batch, shuffle=True, seed=seed, device=device, keys=KEYS):
             yield rows["images"].permute(0, 3, 1, 2).float() / 255 - 0.5, rows["labels"]
+
+
+def why_unfit(images, labels) -> str | None:
+    """Why nothing can be learnt from the arrays, if so; rows of several lengths, as words are, come as no ndarray."""
+    if not isinstance(images, np.ndarray) or images.ndim != 4 or len(images) == 0:
+        return f"images must be (image, row, column, channel), and are {getattr(images, 'shape', 'of several lengths')}"
+    if min(images.shape[1:3]) < SMALLEST:
+        return (
+            f"images must be {SMALLEST} x {SMALLEST} or larger, and are {images.shape[1]} x {images.shape[2]}"
+        )
+    whole = isinstance(labels, np.ndarray) and labels.dtype.kind in "iu"
+    if not whole or labels.shape != images.shape[:1] or labels.min() < 0:
+        return "labels must be a whole number, 0 or more, for each image"
+    return None
 
 
 def network(channels: int, classes: int) -> nn.Module:
@@ -80,8 +96,8 @@ def main() -> None:
         images, labels = (data[name] for name in KEYS)
     except legroom.LegroomError as error:
         parser.exit(error.exit_status, f"{error}\n")
-    if images.ndim != 4 or len(images) == 0:
-        parser.error(f"{flags.h5}: images must be (image, row, column, channel), and are {images.shape}")
+    if unfit := why_unfit(images, labels):
+        parser.error(f"{flags.h5}: {unfit}")
     data.ready()  # every page is mapped, and so counted
 
     torch.manual_seed(flags.seed)
@@ -91,8 +107,8 @@ def main() -> None:
     batches = itertools.islice(endless(data, flags.batch, flags.seed, device), flags.steps)
     right = [learn(model, optimizer, *next(batches))]
     tell(opened=seconds, bytes=data.info.bytes, backing=data.info.backing, gpu=gpu_bytes())
-    if flags.wait:
-        sys.stdin.readline()
+    if flags.wait and not sys.stdin.readline():
+        sys.exit("whoever was to say when to go on is gone")
     right += [learn(model, optimizer, *batch) for batch in batches]
     late = right[len(right) // 2 :]
     tell(accuracy=sum(late) / len(late))

@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,11 +26,12 @@ import summary
 
 import legroom
 from legroom.model import Plan
-from legroom.units import parse_size
+from legroom.units import format_size, parse_size
 
 EXPERIMENT = Path(__file__).with_name("experiment.py")
 # Each experiment has its own; after the last, the first again with another seed.
 RATES = (0.003, 0.001, 0.01, 0.0003, 0.03, 0.1)
+DISK = "/var/tmp"  # for data that are made here
 
 
 class Experiment:
@@ -125,7 +128,7 @@ def own_data(size: int) -> Iterator[Path]:
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with (
         tempfile.TemporaryDirectory(prefix="legroom-experiments-", dir=memory) as shm,
-        tempfile.TemporaryDirectory(prefix="legroom-experiments-", dir="/var/tmp") as disk,
+        tempfile.TemporaryDirectory(prefix="legroom-experiments-", dir=DISK) as disk,
     ):
         os.environ.update(LEGROOM_SHM=shm, LEGROOM_DIR=disk)
         path = Path(disk, "stripes.h5")
@@ -134,12 +137,19 @@ def own_data(size: int) -> Iterator[Path]:
         yield path
 
 
+def size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except legroom.LegroomError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from problem
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", type=int, help="default: counted; 1 where there is none")
     parser.add_argument("--jobs_per_gpu", type=int, default=6, help="at most so many on each (default 6)")
     parser.add_argument("--data", type=Path, help="an HDF5 file of images and labels; its copy stays")
-    parser.add_argument("--size", type=parse_size, default="200MB", help="of data made here (default 200MB)")
+    parser.add_argument("--size", type=size, default="200MB", help="of data made here (default 200MB)")
     parser.add_argument("--steps", type=int, default=100, help="of each experiment (default 100)")
     parser.add_argument("--separate", action="store_true", help="then measure all with a copy each, too")
     flags = parser.parse_args()
@@ -147,6 +157,10 @@ def main() -> None:
         parser.error("--gpus and --jobs_per_gpu must be 1 or more, --steps 2 or more")
     if sys.platform != "linux":
         parser.error("this reads what processes hold from /proc: it needs Linux")
+    free = shutil.disk_usage(DISK).free
+    if not flags.data and flags.size >= free:
+        parser.error(f"--size is {format_size(flags.size)}, and {DISK} has {format_size(free)} free")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or experiments and data would stay behind
     with ExitStack() as stack:
         path = flags.data or stack.enter_context(own_data(flags.size))
         try:

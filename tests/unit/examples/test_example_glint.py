@@ -153,12 +153,15 @@ BAD = {
     "no file, no sharing": ("train_glint_unet.py", ["--h5", "gone.h5"], "cannot read gone.h5"),
     "not HDF5": ("train_glint_unet.py", ["--h5", "words.h5", "--shared_memory"], "unknown-format"),
     "no heatmaps": ("train_glint_unet.py", ["--h5", "half.h5", "--shared_memory"], "missing-key"),
-    "no heatmaps, no sharing": ("train_glint_unet.py", ["--h5", "half.h5"], "cannot read half.h5"),
+    "no heatmaps, no sharing": ("train_glint_unet.py", ["--h5", "half.h5"], "missing-key"),
+    "a group, no sharing": ("train_glint_unet.py", ["--h5", "group.h5"], "missing-key"),
     "shapes": ("train_glint_unet.py", ["--h5", "shapes.h5", "--shared_memory"], "must both be"),
     "odd sides": ("train_glint_unet.py", ["--h5", "odd.h5", "--shared_memory"], "must divide by 4"),
     "loss": ("train_glint_unet.py", ["--h5", "odd.h5", "--loss", "none"], "invalid choice"),
     "batch": ("train_glint_unet.py", ["--h5", "odd.h5", "--batch", "0"], "1 or more"),
     "model": ("train_glint_unet.py", ["--h5", "odd.h5", "--model_path", "no/m.pt"], "no directory no"),
+    "model, a directory": ("train_glint_unet.py", ["--h5", "odd.h5", "--model_path", "."], "a directory"),
+    "seed": ("train_glint_unet.py", ["--h5", "odd.h5", "--seed", str(2**63)], "below 2**63"),
     "no flags": ("train_glint_unet.py", [], "--h5"),
     "clean up what": ("shm_manager.py", ["--cleanup"], "needs --h5"),
     "clean up all of what": ("shm_manager.py", ["--cleanup-all", "--h5", "odd.h5"], "takes no --h5"),
@@ -182,6 +185,8 @@ def bad_files(tmp_path: Path) -> None:
         with h5py.File(tmp_path / f"{name}.h5", "w") as file:
             for key, shape in arrays.items():
                 file[key] = np.zeros(shape, np.uint8)
+    with h5py.File(tmp_path / "group.h5", "w") as file:
+        file.create_group("images")
 
 
 @pytest.mark.parametrize(("script", "flags", "said"), BAD.values(), ids=BAD)

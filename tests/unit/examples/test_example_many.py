@@ -58,7 +58,8 @@ def test_experiments_share_one_copy_and_separate_ones_do_not() -> None:
         (["--gpus", "-1"], "1 or more"),
         (["--jobs_per_gpu", "0"], "1 or more"),
         (["--steps", "1"], "2 or more"),
-        (["--size", "eight"], "--size"),
+        (["--size", "eight"], "bad-size"),
+        (["--size", "1EB"], "free"),
         (["--what"], "unrecognized"),
     ],
 )
@@ -67,10 +68,23 @@ def test_bad_flags(flags: list[str], said: str) -> None:
     assert done.returncode == 2 and said in done.stderr and "usage:" in done.stderr
 
 
-@pytest.mark.parametrize(("name", "said"), [("gone", "unreadable-source"), ("unlabelled", "missing-key")])
+BAD_DATA = {
+    "gone": "unreadable-source",
+    "unlabelled": "missing-key",
+    "small": "13 x 13 or larger",
+    "worded": "labels must be",
+    "short": "labels must be",
+}
+
+
+@pytest.mark.parametrize(("name", "said"), BAD_DATA.items(), ids=BAD_DATA)
 def test_bad_data_are_refused_by_the_first_experiment(tmp_path: Path, name: str, said: str) -> None:
-    with h5py.File(tmp_path / "unlabelled.h5", "w") as file:
-        file["images"] = np.zeros((4, 8, 8, 3), np.uint8)
+    labels = {"small": [0] * 4, "worded": [b"cat"] * 4, "short": [0] * 3}
+    with h5py.File(tmp_path / f"{name if name != 'gone' else 'other'}.h5", "w") as file:
+        side = 8 if name == "small" else 32
+        file["images"] = np.zeros((4, side, side, 3), np.uint8)
+        if name in labels:
+            file["labels"] = labels[name]
     places = {"LEGROOM_SHM": str(tmp_path / "shm"), "LEGROOM_DIR": str(tmp_path / "disk")}
     (tmp_path / "shm").mkdir()
     done = run(command("--data", tmp_path / f"{name}.h5", "--jobs_per_gpu", 1), **places)
