@@ -3,7 +3,7 @@
 Covers: image-like data in gzip chunks, with and without shuffle, and plain contiguous data; both fill the
 same kind of buffer from a file in the page cache. Does not cover: cold disks, where the disk decides.
 
-    python bench/formats.py [--mb 295] [--rounds 5] [--only gzip] [--json]
+    python bench/formats.py [--mb 295] [--rounds 5] [--only gzip] [--results FOLDER]
 
 The two take turns, so that whatever else the machine does falls on both; the best of the rounds counts. Only
 ratios travel from machine to machine.
@@ -12,12 +12,9 @@ ratios travel from machine to machine.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 import tempfile
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -25,6 +22,7 @@ import numpy as np
 
 from legroom.formats.detect import open_source
 from legroom.formats.fill import threads
+from measure import RESULTS, Row, alternate, as_json, best, in_words, machine, save, show, spreads, timed
 
 CASES: dict[str, dict[str, object]] = {
     "gzip, a chunk an image": {"chunks": True, "compression": "gzip"},
@@ -69,36 +67,31 @@ def by_legroom(path: Path) -> np.ndarray:
     return out
 
 
-def timed(read: Callable[[Path], np.ndarray], path: Path) -> float:
-    start = time.perf_counter()
-    read(path)
-    return time.perf_counter() - start
-
-
-def measure(path: Path, rounds: int) -> dict[str, float]:
-    """The best of each, taking turns; the arrays are compared first, which also warms the page cache."""
+def measure(path: Path, rounds: int) -> dict[str, list[float]]:
+    """The seconds of each, taking turns; the arrays are compared first, which also warms the page cache."""
     np.testing.assert_array_equal(by_legroom(path), by_h5py(path))
-    times: dict[str, list[float]] = {"h5py": [], "legroom": []}
-    for _ in range(rounds):
-        times["h5py"].append(timed(by_h5py, path))
-        times["legroom"].append(timed(by_legroom, path))
-    best = {name: min(found) for name, found in times.items()}
-    return {**best, "ratio": best["h5py"] / best["legroom"]}
+    readers = {"h5py": by_h5py, "legroom": by_legroom}
+    return alternate({name: partial(timed, partial(read, path)) for name, read in readers.items()}, rounds)
 
 
-def load() -> float | None:
-    """How busy the machine was: more than a few tenths, and the ratios are somebody else's too."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+def row(name: str, seconds: dict[str, float]) -> Row:
+    """How many times as fast as h5py."""
+    note = f"h5py {seconds['h5py']:.3f} s, legroom {seconds['legroom']:.3f} s"
+    return Row(name, seconds["h5py"] / seconds["legroom"], "×", at_least=True, note=note)
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--mb", type=int, default=295, help="megabytes of data (10**6), uncompressed")
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--only", default="", help="measure only the cases whose names contain this")
-    options.add_argument("--json", action="store_true")
+    options.add_argument(
+        "--only", default="", help="measure only the cases whose names contain this; not kept"
+    )
+    options.add_argument("--results", type=Path, default=RESULTS)
     given = options.parse_args()
-    results = {}
+    where = machine("numpy", "h5py")
+    print(in_words(where))
+    rows, raw = [], {}
     with tempfile.TemporaryDirectory(prefix="legroom-bench-") as folder:
         whole = images(given.mb * 10**6 // (256 * 256 * 3))
         for name, case in CASES.items():
@@ -107,20 +100,25 @@ def main() -> None:
             path = Path(folder) / "data.h5"
             data = whole[: len(whole) // 4] if case.get("dtype") == "f4" else whole
             write(path, data, case)
-            result = measure(path, given.rounds)
-            results[name] = {
-                **result,
+            figures = measure(path, given.rounds)
+            rows.append(row(name, best(figures)))
+            raw[name] = {
+                "seconds": spreads(figures),
                 "file_bytes": os.path.getsize(path),
                 "threads": threads(),
-                "load": load(),
             }
             path.unlink()
-            times = (
-                f"h5py {result['h5py']:.3f} s   legroom {result['legroom']:.3f} s   {result['ratio']:.2f}x"
-            )
-            print(f"{name:26} {times}   (load {load()})", file=sys.stderr if given.json else sys.stdout)
-    if given.json:
-        print(json.dumps({"schema": "legroom.bench.formats/1", "megabytes": given.mb, "results": results}))
+    print(show(rows))
+    if given.only:
+        return
+    kept = {
+        "machine": where,
+        "megabytes": given.mb,
+        "rounds": given.rounds,
+        "rows": as_json(rows),
+        "raw": raw,
+    }
+    print(f"kept in {save('formats', kept, given.results)}")
 
 
 if __name__ == "__main__":

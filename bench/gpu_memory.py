@@ -23,6 +23,10 @@ import torch
 import legroom
 from legroom.gpu.card import Card
 from legroom.gpu.meter_cuda import CudaMeter
+from legroom.probe.gpu import gpus
+from legroom.probe.host import Host
+from legroom.version import VERSION
+from measure import RESULTS, in_words, machine, save
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "gpu" / "players"))
@@ -89,11 +93,22 @@ def account() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def place() -> dict[str, Any]:
+    """Where this was measured: the machine, its card and driver, and whose figures these are."""
+    where = {**machine("torch", "numpy"), "gpu": torch.cuda.get_device_name(), "driver": gpus(Host()).driver}
+    where["packages"]["legroom"] = VERSION  # not installed: it runs from its sources
+    return where
+
+
 def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA here: nothing to measure")
     work: dict[str, Callable[[], dict[str, Any]]] = {"limit": limit, "account": account}
     work |= {f"finder-{name}": (lambda name=name: finder(name)) for name in MODELS}  # type: ignore[misc]
     work |= {f"estimate-{name}": (lambda name=name: estimate(name)) for name in ("conv", "transformer")}  # type: ignore[misc]
-    results: dict[str, Any] = {"torch": torch.__version__, "card": torch.cuda.get_device_name()}
+    where = place()
+    print(in_words(where), where["gpu"], where["driver"], sep="\n", flush=True)
+    results: dict[str, Any] = {"machine": where}
     for name, measure in work.items():
         started = time.perf_counter()
         try:
@@ -104,8 +119,7 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
         print(name, json.dumps(results[name])[:400], flush=True)
-    folder = Path(os.environ.get("OUT") or HERE / "results")
-    (folder / "gpu_memory.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(save("gpu_memory", results, Path(os.environ["OUT"]) if os.environ.get("OUT") else RESULTS))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What `legroom --help` and `legroom doctor` cost over a bare interpreter, side by side.
 
-    python bench/startup.py [--json]
+    python bench/startup.py [--rounds 15] [--results FOLDER]
 
 Contenders alternate, the best of many counts: start-up only ever gets slower by noise.
 """
@@ -8,60 +8,51 @@ Contenders alternate, the best of many counts: start-up only ever gets slower by
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import subprocess
 import sys
-import time
+from functools import partial
+from pathlib import Path
 
-ROUNDS = 15
-CONTENDERS = {
-    "python -c pass": [sys.executable, "-c", "pass"],
-    "python -c 'import click'": [sys.executable, "-c", "import click"],
-    "legroom --help": [sys.executable, "-m", "legroom", "--help"],
-    "legroom doctor": [sys.executable, "-m", "legroom", "doctor"],
-    "legroom doctor --json": [sys.executable, "-m", "legroom", "doctor", "--json"],
+from measure import RESULTS, Row, alternate, as_json, best, in_words, machine, save, show, spreads, timed
+
+BARE = "python -c pass"
+# What is started, and by how many milliseconds it may be slower than a bare interpreter.
+CONTENDERS: dict[str, tuple[list[str], float | None]] = {
+    BARE: (["-c", "pass"], None),
+    "python -c 'import click'": (["-c", "import click"], None),
+    "legroom --help": (["-m", "legroom", "--help"], 45),
+    "legroom doctor": (["-m", "legroom", "doctor"], 300),
+    "legroom doctor --json": (["-m", "legroom", "doctor", "--json"], 300),
 }
 
 
-def _once(command: list[str]) -> float:
-    started = time.perf_counter()
-    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
-    return time.perf_counter() - started
-
-
-def measure() -> dict[str, float]:
-    """The best time of each contender in seconds."""
-    best = {name: _once(command) for name, command in CONTENDERS.items()}  # the first warms the caches
-    for _ in range(ROUNDS):
-        for name, command in CONTENDERS.items():
-            best[name] = min(best[name], _once(command))
-    return best
+def started(arguments: list[str]) -> float:
+    """Seconds until that has been and gone; doctor's status is an answer, so any will do."""
+    command = [sys.executable, *arguments]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return timed(lambda: subprocess.run(command, check=False, **quiet))  # type: ignore[call-overload]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    wants_json = parser.parse_args().json
-    best = measure()
-    bare = best["python -c pass"]
-    machine = f"{os.cpu_count()} CPUs, Linux {platform.release()}, Python {platform.python_version()}"
-    rows = {
-        name: {"ms": 1000 * seconds, "over_bare_ms": 1000 * (seconds - bare), "times_bare": seconds / bare}
-        for name, seconds in best.items()
-    }
-    if wants_json:
-        print(
-            json.dumps(
-                {"schema": "legroom.bench.startup/1", "machine": machine, "rounds": ROUNDS, "rows": rows}
-            )
-        )
-        return
-    print(machine)
-    print(f"{'':<28}{'ms':>8}{'over bare':>12}{'times bare':>12}")
-    for name, row in rows.items():
-        print(f"{name:<28}{row['ms']:>8.1f}{row['over_bare_ms']:>12.1f}{row['times_bare']:>12.1f}")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    where = machine("click", "psutil")
+    print(in_words(where))
+    contenders = {name: partial(started, arguments) for name, (arguments, _) in CONTENDERS.items()}
+    alternate(contenders, 1)  # files and bytecode into the page cache
+    figures = alternate(contenders, options.rounds)
+    least = best(figures)
+    rows = [
+        Row(f"{name}, over bare", 1000 * (seconds - least[BARE]), "ms", CONTENDERS[name][1],
+            note=f"{1000 * seconds:.0f} : {1000 * least[BARE]:.0f} ms")
+        for name, seconds in least.items()
+        if name != BARE
+    ]  # fmt: skip
+    print(show(rows))
+    kept = {"machine": where, "rounds": options.rounds, "rows": as_json(rows), "seconds": spreads(figures)}
+    print(f"kept in {save('startup', kept, options.results)}")
 
 
 if __name__ == "__main__":

@@ -34,9 +34,11 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def machine(about: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in about["packages"].items())
+    card = about.get("gpu", "") + (f", driver {about['driver']}" if about.get("driver") else "")
+    card += "; " if card else ""
     return (
-        f"{about['cpus']} × {about['cpu']}, {about['system']}, Python {about['python']}, {packages}; {about['when']}, "
-        f"load {about['load']:.2g} when it began."
+        f"{card}{about['cpus']} × {about['cpu']}, {about['system']}, Python {about['python']}, {packages}; "
+        f"{about['when']}, load {about['load']:.2g} when it began."
     )
 
 
@@ -74,6 +76,12 @@ SECTIONS = (
     ("tune-legroom", "legroom.tune against exhaustive search, our loader", ""),
     ("parquet_ranks", "Three ranks on one Parquet file", ""),
     ("watch", "What watching costs", ""),
+    ("startup", "What a command costs over a bare interpreter", ""),
+    (
+        "formats",
+        "Decoding HDF5 against h5py",
+        "Both fill memory of their own from a file in the page cache; nothing is hashed or shared here.",
+    ),
 )
 TITLES = {
     "attach": "An entry that is there already: until its first row has been read",
@@ -97,10 +105,7 @@ def section(name: str, title: str, note: str) -> str:
     found = json.loads((RESULTS / f"{name}.json").read_text())
     parts = [found, *found.get("parts", {}).values()]
     rows = [row for part in parts for row in part.get("rows", part.get("ratios", ()))]
-    about = machine(found["machine"])
-    if "gpu" in found["machine"]:
-        about = f"{found['machine']['gpu']}; {about}"
-    lines = [f"## {title}", "", about, "", *HEAD, *(table_row(row) for row in rows)]
+    lines = [f"## {title}", "", machine(found["machine"]), "", *HEAD, *(table_row(row) for row in rows)]
     return "\n".join([*lines, "", note] if note else lines)
 
 
@@ -132,7 +137,7 @@ def gpu_memory_table(found: dict[str, Any]) -> str:
     lines = [
         "## GPU memory: what was found and estimated, against what it was",
         "",
-        f"{found['card']}, torch {found['torch']}.",
+        machine(found["machine"]) if "machine" in found else f"{found['card']}, torch {found['torch']}.",
         "",
         *HEAD,
     ]

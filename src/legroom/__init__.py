@@ -6,10 +6,11 @@ The public names, each imported when it is first used, so that ``import legroom`
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from legroom.version import VERSION
 
+# By its name checkers take it as true; importing typing's would take ten times as long as all the rest here.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from legroom import gpu
     from legroom.budget.planning import plan

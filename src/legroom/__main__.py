@@ -1,6 +1,21 @@
-"""``python -m legroom``: the command line, for places where its script is not on the path."""
+"""``legroom`` and ``python -m legroom``: the command line.
 
-from legroom.cli.main import main
+Covers: ending quietly on a Ctrl-C that comes before there is anything to stop. Does not cover: anything the command
+line does (cli).
+"""
+
+STOPPED = 130  # what a shell shows for a program that Ctrl-C ended
+
+
+def main() -> None:
+    """Import the command line, run it and exit."""
+    try:
+        from legroom.cli.main import main as door
+
+        door()
+    except KeyboardInterrupt:
+        raise SystemExit(STOPPED) from None
+
 
 if __name__ == "__main__":
     main()

@@ -34,6 +34,11 @@ def phrase(template: str) -> str:
     return template
 
 
+def counted(count: int, one: str, many: str) -> str:
+    """A number with its noun: ``1 GPU``, ``2 GPUs``. Both are templates of ``count``, marked by ``phrase``."""
+    return say(one if count == 1 else many, count=count)
+
+
 def listed(items: Iterable[str]) -> str:
     """Names or figures in a row: ``a, b, c``; not for what a person types, where the comma belongs to a language."""
     return say(", ").join(items)

@@ -12,7 +12,7 @@ import click
 import pytest
 
 import legroom
-from legroom.cli.main import VERBS, cli
+from legroom.cli.main import VERBS, cli, run
 
 REPO = Path(__file__).parents[2]
 HEAVY = {"numpy", "torch", "h5py", "pyarrow", "rich", "pynvml", "psutil", "textual"}
@@ -67,3 +67,56 @@ def test_every_package_says_what_it_covers() -> None:
         assert text.lstrip("r").startswith('"""'), path
         if path.name == "__init__.py" and path.parent.name != "legroom":
             assert "Covers:" in text and "Does not cover:" in text, path
+
+
+@pytest.mark.parametrize("words", [[], ["plan"], ["cache"], ["cache", "load"], ["help"]])
+def test_help_may_come_before_the_verb(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help", *words]) == run([*words, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown[: len(shown) // 2] == shown[len(shown) // 2 :] and shown.startswith("Usage: legroom")
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["help", "plam"], "Did you mean 'plan'?"),
+        (["help", "plan", "x"], "unexpected extra argument (x)"),
+        (["hlep"], "Did you mean 'help'?"),
+    ],
+)
+def test_help_about_what_is_not_there(
+    words: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words) == 2 and part in capsys.readouterr().err
+
+
+def test_a_shell_completes_what_help_is_about() -> None:
+    def offered(*words: str) -> list[str]:
+        from click.shell_completion import ShellComplete
+
+        complete = ShellComplete(cli, {}, "legroom", "_LEGROOM_COMPLETE")
+        return [item.value for item in complete.get_completions(list(words[:-1]), words[-1])]
+
+    assert offered("he") == ["help"] and offered("help", "") == [*VERBS, "help"]
+    assert offered("help", "cache", "l") == ["list", "load"] and offered("help", "plan", "") == []
+
+
+def test_ctrl_c_before_anything_has_begun_is_no_traceback() -> None:
+    script = (
+        "import sys\n"
+        "class Impatient:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'click': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Impatient())\n"
+        "from legroom.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, "--help"], capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+def test_the_script_goes_through_the_same_door() -> None:
+    import tomllib
+
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"legroom": "legroom.__main__:main"}

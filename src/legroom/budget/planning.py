@@ -19,7 +19,7 @@ from legroom.model import Box, Plan, Workload
 from legroom.probe.box import snapshot
 from legroom.probe.host import Host
 from legroom.units import parse_size
-from legroom.words import listed, say
+from legroom.words import counted, listed, phrase, say
 
 
 def plan(
@@ -98,7 +98,7 @@ def plan(
     batch = _batch(rows, sample_bytes, batch_size)
     _require_something(demand, measured, rows, batch)
     box = snapshot(host)
-    count, counted = _gpus(box, gpus)
+    count, how = _gpus(box, gpus)
     found = plan_for(
         _one(demand, batch, measured, rows if shared else None),
         box,
@@ -107,7 +107,7 @@ def plan(
         held_shm=measured.held if measured else 0,
         held_ram=sum(amount or 0 for amount in measured.ram) if measured else 0,
     )
-    notes = (*counted, *_about(measured), *_about_rows(rows, batch), *found.notes)
+    notes = (*how, *_about(measured), *_about_rows(rows, batch), *found.notes)
     return replace(found, notes=notes, measured=measured.jobs if measured else ())
 
 
@@ -176,7 +176,8 @@ def _gpus(box: Box, stated: int | None) -> tuple[int, tuple[str, ...]]:
         return stated, ()
     found = len(box.gpus.cards) or box.gpus.on_bus or 0
     if found:
-        return found, (say("{count} GPUs were counted here ({source})", count=found, source=box.gpus.source),)
+        gpus = counted(found, phrase("{count} GPU"), phrase("{count} GPUs"))
+        return found, (say("counted here: {gpus} ({source})", gpus=gpus, source=box.gpus.source),)
     why = box.gpus.reason or box.gpus.source
     return 1, (say("no GPU was seen ({why}): counted as one, give --gpus for another number", why=why),)
 
@@ -193,9 +194,16 @@ def _one(demand: Demand, batch: Batch | None, measured: Running | None, shared: 
             process_ram=measured.each_ram or 0 if demand.process_ram is None else demand.process_ram,
             process_ram_source=source if demand.process_ram is None else one.process_ram_source,
             entries_shm=measured.shared,
+            entries_shm_source=source if measured.shared else "",
         )
     if shared is not None:
-        one = replace(one, entries_shm=one.entries_shm + shared.nbytes, mapped=shared.nbytes)
+        sources = [one.entries_shm_source] if one.entries_shm_source else []
+        one = replace(
+            one,
+            entries_shm=one.entries_shm + shared.nbytes,
+            entries_shm_source=listed([*sources, say("the data's description")]),
+            mapped=shared.nbytes,
+        )
     return one
 
 

@@ -35,7 +35,7 @@ def nearly_full(box: Box) -> Iterator[Finding]:
             (
                 say("smaller batches with more accumulation keep the effective batch; mixed precision needs less"),
                 say("end what should not run there, by the pids above"),
-                say("check: nvidia-smi"),
+                say("check:\nnvidia-smi"),
             ),
         )  # fmt: skip
 
@@ -66,8 +66,8 @@ def unseen(box: Box) -> Iterator[Finding]:
             say("gpu{index} gives no memory figures", index=dead[0].index),
             dead[0].reason or say("the driver gave no reason"),
             (
-                say("see the kernel's log for Xid errors: dmesg | grep -i xid"),
-                say("check: nvidia-smi -q -d MEMORY"),
+                say("see the kernel's log for Xid errors:\ndmesg | grep -i xid"),
+                say("check:\nnvidia-smi -q -d MEMORY"),
             ),
         )
     if gpus.cards or not gpus.on_bus:
@@ -78,14 +78,14 @@ def unseen(box: Box) -> Iterator[Finding]:
         say("{count} NVIDIA card(s) on the bus, none can be used", count=gpus.on_bus),
         gpus.reason or say("the driver did not answer"),
         (
-            say("in a container: docker run --gpus all … with the NVIDIA container toolkit on the host")
+            say("in a container, with the NVIDIA container toolkit on the host:\ndocker run --gpus all …")
             if box.place.kind in ("docker", "podman", "container")
             else say("in kubernetes: ask for nvidia.com/gpu in resources.limits")
             if box.place.kind == "kubernetes"
             else say(
                 "install or reload the NVIDIA driver; after an upgrade a reboot joins library and module again"
             ),
-            say("check: nvidia-smi"),
+            say("check:\nnvidia-smi"),
         ),
     )
 

@@ -1,13 +1,14 @@
-"""Rules about the rest of the machine: descriptors, disk, CPU quota.
+"""Rules about the rest of the machine: descriptors, disk, CPU quota, sockets.
 
 Covers: limits that end or slow a training and are no memory themselves. Does not cover: the memories.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
-from legroom.budget.remedy import free_disk, raise_nofile
+from legroom.budget.remedy import free_disk, raise_nofile, shorten_temporary
 from legroom.model import Box, Finding
 from legroom.units import format_size
 from legroom.words import say
@@ -85,4 +86,30 @@ def cpu_quota(box: Box) -> Iterator[Finding]:
     )
 
 
-RULES = (descriptors, disk, cpu_quota)
+def sockets(box: Box) -> Iterator[Finding]:
+    """Batches go through sockets below the folder for temporary files, and a socket's path is bounded."""
+    folder = box.temporary
+    if folder is None or folder.socket <= folder.longest:
+        return
+    length = len(os.fsencode(folder.path))
+    yield Finding(
+        "tmpdir-too-long",
+        "critical",
+        say(
+            "{name} is {length} bytes long: torch's data loaders with workers wait for ever here",
+            name=folder.source,
+            length=length,
+        ),
+        say(
+            "workers hand batches over through a socket below it, whose path would take {socket} bytes of {longest}: "
+            "each batch is lost with 'AF_UNIX path too long', and with forkserver the workers do not start "
+            "({path})",
+            socket=folder.socket,
+            longest=folder.longest,
+            path=folder.path,
+        ),
+        shorten_temporary(folder.source, length - (folder.socket - folder.longest)),
+    )
+
+
+RULES = (descriptors, disk, cpu_quota, sockets)

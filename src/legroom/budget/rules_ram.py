@@ -65,7 +65,7 @@ def throttled(box: Box) -> Iterator[Finding]:
             (
                 *raise_ram_limit(box.place, level.high)[:-1],
                 say("or have memory.high raised by whoever set it (systemd: MemoryHigh=)"),
-                say("check: cat {path}", path=f"{level.path}/memory.events"),
+                say("check:\ncat {path}", path=f"{level.path}/memory.events"),
             ),
         )
         return
@@ -147,7 +147,7 @@ def pressure(box: Box) -> Iterator[Finding]:
         ),
         (
             say("shrink the working set: fewer workers, smaller prefetch, one shared copy of the data"),
-            say("check: cat {path}", path=worst.source),
+            say("check:\ncat {path}", path=worst.source),
         ),
     )  # fmt: skip
 
@@ -188,7 +188,7 @@ def above_unknown(box: Box) -> Iterator[Finding]:
         ),
         (
             say(
-                "ask from outside: kubectl describe pod, or cat memory.max of the parents on the machine itself"
+                "ask from outside, or read memory.max of the parents on the machine itself:\nkubectl describe pod POD"
             ),
         ),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from legroom.budget.remedy import advised_shm, enlarge_shm, remove_leftovers
+from legroom.budget.remedy import advised_shm, check_room, doubled_shm, enlarge_shm, remove_leftovers
 from legroom.budget.settings import batches_in_flight
 from legroom.model import Box, Finding
 from legroom.units import format_size
@@ -26,7 +26,7 @@ def too_small(box: Box) -> Iterator[Finding]:
     ram = box.pool("ram")
     wanted = advised_shm(ram.size if ram else None)
     fix = enlarge_shm(box.place, wanted)
-    flights = batches_in_flight(4, 2)
+    flights = batches_in_flight(4, 2, again=True)
     numbers = {
         "size": format_size(size),
         "flights": flights,
@@ -73,7 +73,6 @@ def nearly_full(box: Box) -> Iterator[Finding]:
         reverse=True,
     )
     held = listed(f"{process.pid} {format_size(process.shm or 0)}" for process in holders[:3])
-    ram = box.pool("ram")
     size = pool.size or 0
     yield Finding(
         "shm-nearly-full",
@@ -89,8 +88,25 @@ def nearly_full(box: Box) -> Iterator[Finding]:
         ),
         (
             say("end or shrink what holds it: fewer workers, smaller prefetch, smaller batches"),
-            *enlarge_shm(box.place, max(advised_shm(ram.size if ram else None), min(2 * size, 64 << 30))),
+            *_enlarged(box, size),
         ),
+    )
+
+
+def _enlarged(box: Box, size: int) -> tuple[str, ...]:
+    """How to get a larger one here, where the memory behind it allows more."""
+    ram = box.pool("ram")
+    wanted = doubled_shm(size, ram.size if ram else None)
+    if wanted is not None:
+        return enlarge_shm(box.place, wanted)
+    behind = say("an unknown amount") if ram is None or ram.size is None else format_size(ram.size)
+    return (
+        say(
+            "a larger one is not advised: it has {size}, what lies in it is memory, and there is {ram} of that",
+            size=format_size(size),
+            ram=behind,
+        ),
+        check_room("/dev/shm"),
     )
 
 
@@ -125,7 +141,7 @@ def leftovers(box: Box) -> Iterator[Finding]:
     dead = [
         file
         for file in box.shm.files
-        if file.kind in _LEFTOVER_KINDS and file.mapped is False and file.age >= _LEFTOVER_AGE
+        if file.kind in _LEFTOVER_KINDS and file.mapped is False and file.age >= _LEFTOVER_AGE and file.size
     ]
     unclear = sum(1 for file in box.shm.files if file.kind in _LEFTOVER_KINDS and file.mapped is None)
     if not dead:
@@ -167,7 +183,7 @@ def permissions(box: Box) -> Iterator[Finding]:
             say(
                 "its mode is {mode} and its owner uid {owner}; it should be 1777", mode=mode, owner=shm.owner
             ),
-            (say("as root: chmod 1777 /dev/shm"), say("check: ls -ld /dev/shm")),
+            (say("as root:\nchmod 1777 /dev/shm"), say("check:\nls -ld /dev/shm")),
         )
     elif shm.mode is not None and shm.mode & 0o1002 == 0o0002:
         yield Finding(
@@ -178,7 +194,7 @@ def permissions(box: Box) -> Iterator[Finding]:
                 "its mode is {mode:04o}: writable by all without the sticky bit; it should be 1777",
                 mode=shm.mode,
             ),
-            (say("as root: chmod 1777 /dev/shm"), say("check: ls -ld /dev/shm")),
+            (say("as root:\nchmod 1777 /dev/shm"), say("check:\nls -ld /dev/shm")),
         )
 
 
@@ -195,9 +211,9 @@ def removed_at_logout(box: Box) -> Iterator[Finding]:
             how=box.shm.removed_how,
         ),
         (
-            say("keep your user's services alive: loginctl enable-linger"),
+            say("keep your user's services alive:\nloginctl enable-linger"),
             say("or, by the administrator: RemoveIPC=no in /etc/systemd/logind.conf"),
-            say("check: loginctl show-user $USER -p Linger"),
+            say("check:\nloginctl show-user $USER -p Linger"),
         ),
     )
 

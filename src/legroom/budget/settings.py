@@ -4,9 +4,9 @@ Covers: for torch's loader, how large a batch may be for a given number of worke
 /dev/shm and RAM have free now. Does not cover: choosing settings for a known dataset and step time.
 
 The bound is facts, not taste: torch's loader holds up to workers × prefetch + 2 batches in /dev/shm, and one more where
-workers start anew for each epoch
-(docs/evidence/loader-peak.md), each tensor in whole pages after 64 bytes of header (the header is there under the
-file_system strategy only; leaving room for it costs at most a page).
+workers start anew for each epoch (docs/evidence/loader-peak.md), as they do unless persistent_workers is set: what is
+offered fits either way, and `check` says so of it. Each tensor takes whole pages after 64 bytes of header (the header
+is there under the file_system strategy only; leaving room for it costs at most a page).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from legroom.words import say
 
 PAGE = 4096
 _HEADER = 64
+_QUEUE, _EVENT = 3, 5  # semaphores of a multiprocessing.Queue and of an Event
 _HEADROOM = 0.8  # what other processes and a kept batch may still take
 _CHOICES = ((4, 2), (2, 2), (1, 1))
 _PIN_ROOM = 0.1  # pinned memory cannot be reclaimed: not where less than this share of RAM is free
@@ -31,9 +32,18 @@ def batches_in_flight(workers: int, prefetch: int, *, again: bool = False) -> in
     return workers * prefetch + 2 + again if workers else 0
 
 
-def largest_batch(room: int, workers: int, prefetch: int) -> int:
-    """The largest single-tensor batch for which everything in flight fits into ``room``."""
-    pages = int(room * _HEADROOM) // batches_in_flight(workers, prefetch) // PAGE
+def semaphores(workers: int) -> int:
+    """Semaphores of one loader: a queue for each worker, one for the results, an event; each takes a page.
+
+    Twice, because those of one epoch go while those of the next are there already.
+    """
+    return 2 * (_QUEUE * (workers + 1) + _EVENT) if workers else 0
+
+
+def largest_batch(room: int, workers: int, prefetch: int, *, making: int = 0) -> int:
+    """The largest single-tensor batch for which all in flight, and so many in the making, fit into ``room``."""
+    left = int(room * _HEADROOM) - semaphores(workers) * PAGE
+    pages = left // (batches_in_flight(workers, prefetch, again=True) + making) // PAGE
     return max(0, pages * PAGE - _HEADER)
 
 
@@ -41,21 +51,13 @@ def safe_settings(box: Box) -> tuple[LoaderSettings, ...]:
     """Settings that fit now, most parallel first; the last, without workers, always fits /dev/shm."""
     cores = usable_cores(box)
     pin, pin_why = _pinning(box)
-    room, bound_by = _room(box)
     rows = []
     for workers, prefetch in _CHOICES:
         if cores is not None and workers > max(1, cores):
             continue
-        if room is None:
-            largest, why = None, say("what /dev/shm has free is unknown here")
-        else:
-            largest = largest_batch(room, workers, prefetch)
-            if largest < PAGE - _HEADER:
-                continue
-            why = say(
-                "{room} free in {pool}, four fifths of it over {count} batches in flight",
-                room=format_size(room), pool=bound_by, count=batches_in_flight(workers, prefetch),
-            )  # fmt: skip
+        largest, bound_by, why = _bound(box, workers, prefetch)
+        if largest is not None and largest < PAGE - _HEADER:
+            continue
         rows.append(
             LoaderSettings(
                 num_workers=workers,
@@ -92,16 +94,29 @@ def usable_cores(box: Box) -> int | None:
     return cores
 
 
-def _room(box: Box) -> tuple[int | None, str]:
-    """What batches in flight may take: /dev/shm, or RAM where that has less (tmpfs is charged to it)."""
+def _bound(box: Box, workers: int, prefetch: int) -> tuple[int | None, str, str]:
+    """The largest batch, the pool that bounds it, and why: /dev/shm, or RAM where that has less.
+
+    RAM holds what lies in /dev/shm (tmpfs is charged to it), and with each worker the batch it is making.
+    """
     shm, ram = box.pool("shm"), box.pool("ram")
-    shm_free = shm.free if shm else None
-    ram_free = ram.free if ram else None
-    if shm_free is None:
-        return None, "shm"
-    if ram_free is not None and ram_free < shm_free:
-        return ram_free, "ram"
-    return shm_free, "shm"
+    if shm is None or shm.free is None:
+        return None, "shm", say("what /dev/shm has free is unknown here")
+    flights = batches_in_flight(workers, prefetch, again=True)
+    largest = largest_batch(shm.free, workers, prefetch)
+    if ram is not None and ram.free is not None:
+        by_ram = largest_batch(ram.free, workers, prefetch, making=workers)
+        if by_ram < largest:
+            why = say(
+                "{room} free in ram, four fifths of it over {count} batches in flight and {workers} in the making",
+                room=format_size(ram.free), count=flights, workers=workers,
+            )  # fmt: skip
+            return by_ram, "ram", why
+    why = say(
+        "{room} free in {pool}, four fifths of it over {count} batches in flight",
+        room=format_size(shm.free), pool="shm", count=flights,
+    )  # fmt: skip
+    return largest, "shm", why
 
 
 def _pinning(box: Box) -> tuple[bool, str]:

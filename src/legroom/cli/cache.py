@@ -23,7 +23,7 @@ def command() -> None:
 
 
 @command.command()
-@click.argument("files", nargs=-1, required=True, type=click.Path())
+@click.argument("files", nargs=-1, required=True, type=click.Path(readable=False))
 @click.option("--keys", metavar="NAME,…", help="Load only these arrays or groups.")
 @click.option(
     "--join", is_flag=True, help="The files are shards of one dataset: join them along the first axis."
@@ -134,8 +134,12 @@ def drop(what: str | None, everything: bool, force: bool, as_json: bool) -> int:
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @_json
-def gc(free: int | None, older: float | None, stale: bool, dry_run: bool, as_json: bool) -> None:
-    """Clear what dead processes left, then what nobody needs; never what is in use."""
+def gc(free: int | None, older: float | None, stale: bool, dry_run: bool, as_json: bool) -> int:
+    """Clear what dead processes left, then what nobody needs.
+
+    What is in use is never touched. Exits 1 where --free asks for more room
+    than that makes.
+    """
     from legroom.cache.reap import gc as collect
 
     gone = collect(free=free, older=older, stale=stale, dry_run=dry_run)
@@ -143,6 +147,7 @@ def gc(free: int | None, older: float | None, stale: bool, dry_run: bool, as_jso
         view.print_json("cache.gc", view.reaped_object(gone))
     else:
         click.echo(view.reaped_text(gone))
+    return 1 if gone.short else 0
 
 
 @command.command()
@@ -150,7 +155,10 @@ def gc(free: int | None, older: float | None, stale: bool, dry_run: bool, as_jso
 @click.option("--no-source", is_flag=True, help="Check the copies alone; do not read the source files again.")
 @_json
 def verify(what: str | None, no_source: bool, as_json: bool) -> int:
-    """Checksum the copies and hash their sources again; exits 1 where one is not what it should be."""
+    """Checksum the copies and hash their sources again.
+
+    Exits 1 where one is not what it should be.
+    """
     from legroom.cache.verify import verify as check
 
     results = check(what, source=not no_source)

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -108,14 +108,13 @@ def listing_text(
     together = saved(found)
     if together:
         lines.append(say("saved against separate copies: {size}", size=format_size(together)))
-    lines += [
-        say(
+    for room in rooms:
+        told = say(
             "{backing} store {path}: {used} in entries, {free} free for more (bound by {bound})",
             backing=room.backing, path=room.path, used=format_size(room.used), free=format_size(room.free),
             bound=room.bound_by,
-        )
-        for room in rooms
-    ]  # fmt: skip
+        )  # fmt: skip
+        lines.append(paragraph(told, "", "  "))
     lines += [
         paragraph(
             say("{name}: {why}", name=finding.message, why=finding.why) + f" [{finding.code}]", "", "  "
@@ -128,10 +127,7 @@ def listing_text(
 
 def entry_text(entry: Entry, *, attributes: bool = False) -> str:
     """One entry: file, digest, each array with its size, who uses it."""
-    source = entry.sources[0] if entry.sources else say("source unknown")
-    if len(entry.sources) > 1:
-        source = say("{first} and {count} more", first=source, count=len(entry.sources) - 1)
-    lines = [source]
+    lines = [_source(entry)]
     if entry.damaged is not None:
         lines += [f"  {entry.key}", say("  damaged: {why}", why=entry.damaged)]
         return "\n".join(lines)
@@ -143,13 +139,12 @@ def entry_text(entry: Entry, *, attributes: bool = False) -> str:
     for name, array in entry.arrays.items():
         shape = "×".join(map(str, array.shape)) or say("scalar")
         lines.append(f"  {left(name, column)}  {format_size(array.bytes):>8}  {shape} {array.dtype}")
+        if attributes:
+            lines += _attribute_lines(array.attributes, "    ")
     for name, table in entry.tables.items():
         size = format_size(table.bytes)
-        columns = listed(table.columns)
-        lines.append(
-            f"  {left(name, column)}  {size:>8}  "
-            + say("{rows} rows: {columns}", rows=table.rows, columns=columns)
-        )
+        told = say("{rows} rows: {columns}", rows=table.rows, columns=listed(table.columns))
+        lines.append(paragraph(told, f"  {left(name, column)}  {size:>8}  ", "    "))
     lines.append("  " + _state(entry))
     for user in entry.users or ():
         own = say("unknown") if user.privatised is None else format_size(user.privatised)
@@ -161,12 +156,25 @@ def entry_text(entry: Entry, *, attributes: bool = False) -> str:
             )
         )
     if attributes:
-        lines += [
-            f"  @{name}: {json.dumps(value, ensure_ascii=False, default=str)}"
-            for name, value in entry.attributes.items()
-        ]
+        lines += _attribute_lines(entry.attributes, "  ")
         lines += [say("  built by {who}", who=entry.built_by or say("unknown"))]
     return "\n".join(lines)
+
+
+def _source(entry: Entry) -> str:
+    """The file behind an entry; of several the first, and how many more."""
+    if not entry.sources:
+        return say("source unknown")
+    if len(entry.sources) == 1:
+        return entry.sources[0]
+    return say("{first} and {count} more", first=entry.sources[0], count=len(entry.sources) - 1)
+
+
+def _attribute_lines(attributes: Mapping[str, Any], indent: str) -> list[str]:
+    return [
+        f"{indent}@{name}: {json.dumps(value, ensure_ascii=False, default=str)}"
+        for name, value in attributes.items()
+    ]
 
 
 def _state(entry: Entry) -> str:
@@ -189,7 +197,7 @@ def _state(entry: Entry) -> str:
 
 def loaded_line(entry: Entry, seconds: float, *, built: bool) -> str:
     """One line about one load."""
-    name = entry.sources[0] if entry.sources else entry.key
+    name = _source(entry) if entry.sources else entry.key
     what = say("{name}: {size} in {backing}", name=name, size=format_size(entry.bytes), backing=entry.backing)
     if not built:
         return say("{what}, was there already ({time})", what=what, time=format_duration(seconds))
@@ -205,6 +213,7 @@ def reaped_object(gone: Reaped) -> dict[str, Any]:
         "freed": gone.freed,
         "strays": gone.strays,
         "dry_run": gone.dry_run,
+        "short": [dataclasses.asdict(one) for one in gone.short],
     }
 
 
@@ -219,12 +228,17 @@ def reaped_text(gone: Reaped) -> str:
             verb=verb, count=len(gone.entries), freed=format_size(gone.freed), strays=gone.strays,
         )
     )  # fmt: skip
+    for one in gone.short:
+        told = say(
+            "{store}: still {missing} short of what was asked for (bound by {bound})",
+            store=one.store, missing=format_size(one.missing), bound=one.bound_by,
+        )  # fmt: skip
+        lines.append(paragraph(told, "", "  "))
     return "\n".join(lines)
 
 
 def _named(entry: Entry) -> str:
-    source = entry.sources[0] if entry.sources else say("source unknown")
-    return f"{(entry.key or '')[:_SHORT]} {source} ({format_size(entry.bytes)})"
+    return f"{(entry.key or '')[:_SHORT]} {_source(entry)} ({format_size(entry.bytes)})"
 
 
 def verified_object(result: Verification) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import click
 
 from legroom.cli.params import DURATION, SIZE
 from legroom.cli.training import asked, training_options
+from legroom.errors import UsageError
+from legroom.words import say
 
 
 @click.command()
@@ -43,6 +45,11 @@ def command(
     from legroom.loader.preflight import check
     from legroom.probe.host import Host
 
+    if dataset is None and training["data"] is None and training["sample_bytes"] is None:
+        raise UsageError(
+            say("the bytes of a batch are not known"),
+            fix=(say("give one of --dataset MODULE:OBJECT, --data FILE, --sample-bytes SIZE"),),
+        )
     found = check(
         dataset,
         batch_size=batch,

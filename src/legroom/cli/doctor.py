@@ -94,7 +94,12 @@ def as_text(
         "",
     ]
     if not said:
-        lines.append(say("No finding: nothing here is short."))
+        blind = [pool.name for pool in box.pools if pool.name in ("shm", "ram") and pool.free is None]
+        lines.append(
+            say("No finding, but {names} could not be judged.", names=listed(blind))
+            if blind
+            else say("No finding: nothing here is short.")
+        )
     for finding in said:
         lines += _finding_lines(finding)
     return "\n".join(lines).rstrip()

@@ -10,10 +10,12 @@ import codecs
 import inspect
 import os
 import sys
+from collections.abc import Sequence
 
 import click
 
 from legroom import words
+from legroom.cli.language_ahead import asked_for
 from legroom.columns import cells, fill
 from legroom.errors import UsageError
 from legroom.words import say
@@ -37,9 +39,7 @@ def _chosen(ctx: click.Context, param: click.Parameter, value: str | None) -> No
     words.speak(language)
     settle(as_json=ctx.find_root().obj == "json")
     translate(ctx.command)
-    asked_for = ctx.command.get_help_option(ctx)  # made before the language was known
-    if asked_for is not None:
-        asked_for.help = say("Show this message and exit.")
+    _translate_help_option(ctx)
 
 
 # Eager: errors about other options and their help are in the language that was asked for.
@@ -51,6 +51,24 @@ language_option = click.option(
     callback=_chosen,
     help="Speak this language, zh or en; LANG decides otherwise.",
 )
+
+
+def listen(command: click.Command, arguments: Sequence[str], name: str, *, as_json: bool) -> None:
+    """Speak what --lang asks for from the first word on: what is wrong with the line is said in it too."""
+    name_asked, met = asked_for(command, arguments, name)
+    language = words.known(name_asked or "")
+    if language is not None:
+        words.speak(language)
+        settle(as_json=as_json)
+    for context in met:
+        _translate_help_option(context)
+
+
+def _translate_help_option(context: click.Context) -> None:
+    """click keeps the one it made, in the language of that moment."""
+    option = context.command.get_help_option(context)
+    if option is not None:
+        option.help = say("Show this message and exit.")
 
 
 def translate(command: click.Command) -> click.Command:

@@ -50,8 +50,14 @@ def labelled(label: str, text: str) -> str:
 
 
 def steps(fix: Iterable[str]) -> list[str]:
-    """What to do, in order."""
-    return [labelled(say("  do:  "), step) for step in fix]
+    """What to do, in order: a sentence, wrapped, and below it its commands, each whole on a line of its own."""
+    label = say("  do:  ")
+    lines = []
+    for step in fix:
+        sentence, *commands = step.splitlines()
+        lines.append(labelled(label, sentence))
+        lines += [" " * cells(label) + command for command in commands]
+    return lines
 
 
 def shorten(line: str) -> str:

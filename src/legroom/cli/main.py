@@ -2,20 +2,20 @@
 
 Covers: the table of verbs, lazy import, errors, closed pipes. Does not cover: any verb.
 
-Exit 0: fine, warnings included. 1: the answer is no. 2: bad usage or bad input.
+Exit 0: fine, warnings included. 1: the answer is no. 2: bad usage or bad input, or an answer that could not be written.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 import click
 
-from legroom.cli.language import language_option, open_streams, settle, translate
+from legroom.cli import streams
+from legroom.cli.language import language_option, listen, open_streams, settle, translate
 from legroom.errors import EXIT_USAGE, LegroomError
 from legroom.version import VERSION
 from legroom.words import phrase, say
@@ -33,16 +33,17 @@ VERBS = {
     "report": phrase("One file for a bug report, with what is private taken out."),
     "demo": phrase("What it does, measured on this machine in a minute or so."),
 }
+_HELP = "help"  # no verb: it is not among them in what it shows
 
 
 class Verbs(click.Group):
     """A group whose commands are imported when they are called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(VERBS)
+        return [*VERBS, _HELP]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in VERBS:
+        if cmd_name not in VERBS and cmd_name != _HELP:
             return None
         command: click.Command = import_module(f"legroom.cli.{cmd_name}").command
         return translate(command)
@@ -55,7 +56,7 @@ class Verbs(click.Group):
         except click.UsageError as problem:
             import difflib
 
-            near = difflib.get_close_matches(args[0], VERBS, 1)
+            near = difflib.get_close_matches(args[0], [*VERBS, _HELP], 1)
             if not near:
                 raise
             raise click.UsageError(
@@ -80,6 +81,7 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    streams.hold()
     sys.exit(run(arguments))
 
 
@@ -88,12 +90,21 @@ def run(arguments: list[str]) -> int:
     as_json = "--json" in arguments
     open_streams()
     settle(as_json=as_json)
+    listen(cli, arguments, "legroom", as_json=as_json)
     translate(cli)
+    try:
+        status = _answer(arguments, as_json=as_json)
+        sys.stdout.flush()
+        return status
+    except streams.NotWritten as lost:
+        return _unwritten(lost.problem)
+
+
+def _answer(arguments: list[str], *, as_json: bool) -> int:
     try:
         status = cli.main(
             arguments, prog_name="legroom", standalone_mode=False, obj="json" if as_json else None
         )
-        sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except LegroomError as error:
         _tell(error, as_json=as_json, verb=_verb(arguments))
@@ -104,10 +115,6 @@ def run(arguments: list[str]) -> int:
     except click.Abort:
         click.echo(say("stopped"), err=True)
         return 130
-    except BrokenPipeError:
-        # Whoever read us has had enough (`| head`). Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _verb(arguments: list[str]) -> str:
@@ -122,3 +129,13 @@ def _tell(error: LegroomError, *, as_json: bool, verb: str) -> None:
     if as_json:
         click.echo(json.dumps({"schema": f"legroom.{verb}/1", "error": error.as_dict()}, ensure_ascii=False))
     click.echo(f"legroom: {error}", err=True)
+
+
+def _unwritten(problem: OSError) -> int:
+    """The status where standard output failed."""
+    streams.leave(sys.stdout)
+    if isinstance(problem, BrokenPipeError):
+        return 0  # whoever read us has had enough (`| head`)
+    refused = streams.not_written(problem)
+    click.echo(f"legroom: {refused}", err=True)
+    return refused.exit_status

@@ -13,7 +13,7 @@ from legroom.cli.need_view import note_lines, plan_object, pool_lines, term_line
 from legroom.columns import cells, left, right
 from legroom.model import Job, Plan
 from legroom.units import format_size
-from legroom.words import say
+from legroom.words import counted, phrase, say
 
 _MOST_SHOWN = 8
 
@@ -90,13 +90,13 @@ def _title(plan: Plan) -> str:
     gpus, jobs = plan.gpus or 1, plan.jobs_per_gpu or 1
     processes = next(row.processes for row in plan.table if row.jobs_per_gpu == jobs)
     return say(
-        "Need: {gpus} GPUs × {jobs} jobs = {processes} processes"
+        "Need: {gpus} × {jobs} = {processes}"
         if processes == gpus * jobs
-        else "Need: {gpus} GPUs × {jobs} jobs × {ranks} ranks = {processes} processes",
-        gpus=gpus,
-        jobs=jobs,
-        ranks=processes // (gpus * jobs),
-        processes=processes,
+        else "Need: {gpus} × {jobs} × {ranks} = {processes}",
+        gpus=counted(gpus, phrase("{count} GPU"), phrase("{count} GPUs")),
+        jobs=counted(jobs, phrase("{count} job"), phrase("{count} jobs")),
+        ranks=counted(processes // (gpus * jobs), phrase("{count} rank"), phrase("{count} ranks")),
+        processes=counted(processes, phrase("{count} process"), phrase("{count} processes")),
     )
 
 

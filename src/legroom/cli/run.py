@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
 from legroom.cli.params import DURATION
+from legroom.errors import BadLimit, UsageError
 from legroom.words import listed, say
 
 
@@ -48,11 +50,19 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
         if not quiet:
             click.echo(f"legroom: {line}", err=True)
 
+    if report is not None:
+        _writable(Path(report))
     environment = dict(os.environ)
     if options["loader"] == "legroom":
         environment = with_loader(environment)
     if options["gpu_limit"] is not None:
-        environment = with_gpu_limit(environment, options["gpu_limit"])
+        try:
+            environment = with_gpu_limit(environment, options["gpu_limit"])
+        except BadLimit as refused:  # its own advice is for Python
+            fix = say(
+                "--gpu-limit 0.8 or 80% is a share of the card, 1/6 that of one of six jobs, 20GB an amount"
+            )
+            raise BadLimit(refused.what, why=refused.why, fix=(fix,)) from refused
     if options["resume_flag"] and not options["checkpoint"]:
         raise click.UsageError(say("--resume-flag needs --checkpoint: resume from what?"))
     order = Order(
@@ -72,9 +82,25 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
     for finding in findings(box):
         if finding.severity == "critical":
             tell(say("{code}: {message}", code=finding.code, message=finding.message))
+    if options["gpu_limit"] is not None and not box.gpus.cards:
+        tell(say("--gpu-limit does nothing here: {why}", why=box.gpus.reason or say("no GPU seen")))
     story = supervise(order, box, tell)
     if report is not None:
-        tell(say("report: {names}", names=listed(write_report(story, report))))
+        try:
+            tell(say("report: {names}", names=listed(write_report(story, report))))
+        except OSError as problem:  # the folder went, the disk is full: still the command's own status
+            tell(say("cannot write {path}: {why}", path=report, why=problem.strerror or problem))
     if as_json:
         click.echo(json.dumps(as_object(story), ensure_ascii=False))
     return story.ending.exit_status
+
+
+def _writable(report: Path) -> None:
+    """Refuse a report that could not be written, before a training of days rather than after it."""
+    folder = report.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(
+            say("cannot write {path}", path=report),
+            why=say("it is a directory, or {folder} is not one that is yours to write in", folder=folder),
+            fix=(say("name a file in a directory that exists"),),
+        )

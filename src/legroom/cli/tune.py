@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from legroom.cli.params import DURATION
+from legroom.cli.training import COUNT
 from legroom.words import say
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 @click.option("--offload", is_flag=True, help="ZeRO with its states in host memory.")
 @click.option("--precision", type=click.Choice(["bf16", "fp16", "no"]), default="bf16", show_default=True,
               help="Mixed precision in the file.")  # fmt: skip
-@click.option("--params", type=int, metavar="N", help="The model's parameters: what ZeRO would save.")
+@click.option("--params", type=COUNT, metavar="N", help="The model's parameters: what ZeRO would save.")
 @click.option("--timeout", type=DURATION, default=60.0, metavar="T", help="For the dataset's child: 60s.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def command(

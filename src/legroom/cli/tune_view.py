@@ -12,6 +12,9 @@ from legroom.model import Measured, Settings
 from legroom.units import format_size
 from legroom.words import say
 
+# Which of them matters: what fits with ours may be a bus error with torch's.
+_LOADERS = {"legroom": "legroom.DataLoader", "torch": "torch.utils.data.DataLoader"}
+
 
 def as_json(settings: Settings) -> str:
     """One object, as other programs read it."""
@@ -42,7 +45,7 @@ def as_text(settings: Settings) -> str:
     arguments = ", ".join(f"{name}={value!r}" for name, value in settings.loader().items())
     lines = [
         *_measured_lines(settings.measured),
-        paragraph(f"DataLoader(dataset, {arguments})", "", "  "),
+        paragraph(f"{_LOADERS[settings.loader_kind]}(dataset, {arguments})", "", "  "),
         say("gradient accumulation {steps}", steps=settings.accumulation),
         *(f"{name}={value}" for name, value in settings.environment().items()),
         "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -108,7 +109,7 @@ def command(
         outputs.append(_lines(stream))
     try:
         # A replay needs no gentle end: Ctrl-C stops it as it stops anything.
-        with nullcontext() if sampler is None and screen is None and page is None else _ending(stop):
+        with nullcontext() if sampler is None and screen is None and page is None else _ending(stop, screen):
             last = (
                 drive(stream, outputs)
                 if screen is None
@@ -178,7 +179,14 @@ def _outputs(
 def _lines(stream: Stream) -> Output:
     from legroom.monitor.lines import Lines
 
-    return Lines(_write, stream.history)
+    return Lines(_write, stream.history, _columns)
+
+
+def _columns() -> int | None:
+    """The terminal's, looked at each time; a pipe or a file has none, and lines there are whole."""
+    if not sys.stdout.isatty():
+        return None
+    return shutil.get_terminal_size().columns
 
 
 class _JsonLines:
@@ -194,10 +202,12 @@ class _JsonLines:
 
 
 @contextmanager
-def _ending(stop: threading.Event) -> Iterator[None]:
+def _ending(stop: threading.Event, screen: object) -> Iterator[None]:
     """Ctrl-C and SIGTERM end the watch after the sample under way, with its log whole."""
 
-    def end(*_: object) -> None:
+    def end(number: int, _: object) -> None:
+        if number == signal.SIGINT and screen is None and os.isatty(2):
+            os.write(2, b"\n")  # the terminal has just shown ^C: what is said next gets a line of its own
         stop.set()
 
     if threading.current_thread() is not threading.main_thread():

@@ -146,8 +146,8 @@ class Crew:
                     say("training {name} of the demo died: {verdict}", name=job.name, verdict=verdict),
                     why=job.complaint(),
                     fix=(
-                        say("legroom doctor says what is short here"),
-                        say("legroom demo --keep keeps the logs"),
+                        say("see what is short here:\nlegroom doctor"),
+                        say("keep the logs:\nlegroom demo --keep"),
                     ),
                 )
 

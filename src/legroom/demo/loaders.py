@@ -179,5 +179,5 @@ def _failed(job: Job) -> DemoFailed:
     return DemoFailed(
         say("the loaders could not be tried"),
         why=job.complaint(),
-        fix=(say("legroom demo --no-torch leaves them out"), say("legroom demo --keep keeps the logs")),
+        fix=(say("leave them out:\nlegroom demo --no-torch"), say("keep the logs:\nlegroom demo --keep")),
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -22,14 +23,15 @@ from legroom.demo.tether import TETHER
 from legroom.errors import NoRoom
 from legroom.probe.disk import filesystem_of, store_candidates, why_not
 from legroom.probe.host import Host
+from legroom.probe.temporary import TAIL, longest_socket
 from legroom.units import format_size
 from legroom.words import VARIABLE, joined, language, say
 
 _PREFIX = "legroom-demo-"
 _ALIVE = "alive"
-# Workers of torch's loader hand batches over through sockets below their folder for temporary files, and a socket's
-# path has 107 bytes at most. Where it is longer, batches are lost without a word and the loader waits for ever.
-_LONGEST = 107 - len("/tmp/pymp-12345678/listener-12345678")
+# Of a folder below whose ``tmp`` the workers of torch's loader have room for a socket's path; in a longer one batches
+# are lost without a word and the loader waits for ever.
+_LONGEST = longest_socket(sys.platform) - TAIL - len("/tmp")
 _SHORT = (Path("/tmp"), Path("/var/tmp"))
 _YOUNG = 60.0  # seconds in which a folder without a lock may be one that is just being made
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

@@ -81,7 +81,7 @@ def scale(
             say("too little memory for the demo: {free} free", free=format_size(ram)),
             why=say("two trainings on {data} need about {need}",
                     data=format_size(_SMALLEST), need=format_size(_need(engine, _FEWEST, in_memory))),
-            fix=(say("run it where more memory is free; legroom doctor says what bounds it here"),),
+            fix=(say("run it where more memory is free; see what bounds it here:\nlegroom doctor"),),
         )  # fmt: skip
     if trainings < TRAININGS:
         notes.append(say("{count} trainings instead of {all}: {free} of memory are free",

@@ -94,7 +94,7 @@ class Stage:
                 raise DemoFailed(
                     say("the demo waited for {what} and it did not come", what=what),
                     why=say("{seconds:.0f} s went by", seconds=within),
-                    fix=(say("look at the logs: legroom demo --keep"),),
+                    fix=(say("look at the logs:\nlegroom demo --keep"),),
                 )
             self._stop.wait(_LOOK)
 

@@ -15,6 +15,7 @@ from legroom.errors import UsageError
 from legroom.gpu.card import import_torch
 from legroom.gpu.pieces import pieces, samples
 from legroom.gpu.step import Loss, mean_of
+from legroom.gpu.taking import check_step, step_taken
 from legroom.model.gpu import Advice, Saving
 from legroom.words import say
 
@@ -36,12 +37,14 @@ def advise(model: Any, sample: Any, optimizer: Any = None, *, loss: Loss | None 
     torch = import_torch()
     from legroom.gpu.tracing import Unknowable, trace
 
+    check_step(model, optimizer)
     reduce = loss or mean_of
     count = samples(sample)
     left_out: dict[str, str] = {}
     savings: list[Saving] = []
     try:
-        now = trace(model, sample, optimizer, reduce).peak
+        with step_taken(Unknowable):
+            now = trace(model, sample, optimizer, reduce).peak
     except Unknowable as problem:
         raise UsageError(
             say("this model cannot be traced"),

@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 from legroom.errors import BadLimit
-from legroom.gpu.amounts import Amount, asked_bytes
+from legroom.gpu.amounts import Amount, asked_bytes, in_words
 from legroom.gpu.card import Card, open_card
 from legroom.gpu.overhead import card_before, overhead
 from legroom.model.gpu import Limit, Overhead
@@ -41,7 +41,8 @@ def limit(
         share: In its place: ``1 / 6`` for one of six jobs.
         device: The card; None is the current one.
     """
-    card = open_card(device, say("a limit on a card's memory would be set"))
+    asked = in_words(amount, share)
+    card = open_card(device, say("this process would be limited to {asked}", asked=asked))
     return limit_card(card, amount, share)
 
 

@@ -15,20 +15,23 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from legroom.errors import LegroomError
-from legroom.gpu.amounts import asked_bytes
+from legroom.errors import BadLimit, LegroomError
+from legroom.gpu.amounts import ANY_CARD, asked_bytes
 from legroom.gpu.cap import limit_card
 from legroom.gpu.card import Card, import_torch
 from legroom.units import format_size
 from legroom.words import say
 
 VARIABLE = "LEGROOM_GPU_LIMIT"
-_ANY_SIZE = 1 << 50  # a card larger than any: only what no card could give is refused here
+_NO_CARD = 1 << 20  # bytes: who gives fewer means another unit
 
 
 def with_limit(environment: Mapping[str, str], amount: str) -> dict[str, str]:
     """The environment with a limit for whatever is started in it; BadLimit for one that makes no sense."""
-    asked_bytes(amount, None, _ANY_SIZE)
+    asked = asked_bytes(amount, None, ANY_CARD)
+    if asked < _NO_CARD and amount.strip().replace(".", "").isdigit():
+        why = say("a number without a unit is bytes: is it {amount}% or {amount}GB?", amount=amount.strip())
+        raise BadLimit(say("{amount} cannot be a limit", amount=amount), why=why)
     return {**environment, VARIABLE: amount}
 
 

@@ -14,6 +14,7 @@ from legroom.errors import UsageError
 from legroom.gpu.card import import_torch
 from legroom.gpu.pieces import samples
 from legroom.gpu.step import Loss, mean_of
+from legroom.gpu.taking import check_step, step_taken
 from legroom.model.gpu import Estimate
 from legroom.words import say
 
@@ -37,8 +38,10 @@ def estimate(model: Any, sample: Any, optimizer: Any = None, *, loss: Loss | Non
     import_torch()
     from legroom.gpu.tracing import Unknowable, small_runs, traced
 
+    check_step(model, optimizer)
     try:
-        return traced(model, sample, optimizer, loss or mean_of, _ERROR_TRACED)
+        with step_taken(Unknowable):
+            return traced(model, sample, optimizer, loss or mean_of, _ERROR_TRACED)
     except Unknowable as problem:
         count = samples(sample)
         if count <= _FEW[-1]:
@@ -47,7 +50,8 @@ def estimate(model: Any, sample: Any, optimizer: Any = None, *, loss: Loss | Non
                 why=str(problem),
                 fix=(say("give a batch of more than {few} samples", few=_FEW[-1]),),
             ) from problem
-        few = small_runs(copy.deepcopy(model), sample, optimizer, loss or mean_of, _FEW)
+        with step_taken():
+            few = small_runs(copy.deepcopy(model), sample, optimizer, loss or mean_of, _FEW)
         slope = (few[1].peak - few[0].peak) / (_FEW[1] - _FEW[0])
         peak = round(few[1].peak + slope * (count - _FEW[1]))
         kept = few[1].weights + few[1].gradients + few[1].optimizer

@@ -198,7 +198,7 @@ def _does_not_fit(trials: Sequence[Trial], bound: int, margin: float) -> DoesNot
         ),
         fix=(say("smaller inputs or mixed precision: legroom.gpu.advise says what each frees"),
              say("a lighter optimizer, or its state and the weights spread over ranks (ZeRO, FSDP)"),
-             say("see who else is on the card: legroom.gpu.account(), legroom doctor")),
+             say("see who else is on the card, by legroom.gpu.account() or:\nlegroom doctor")),
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from legroom.gpu.pieces import pieces
 from legroom.gpu.step import Loss, arguments
+from legroom.gpu.taking import quiet_fakes
 from legroom.gpu.tracking import Tracker, rounded
 from legroom.model.gpu import Estimate
 
@@ -63,7 +64,7 @@ def trace(model: Any, sample: Any, optimizer: Any, loss: Loss, autocast: torch.d
         name: fake.from_tensor(one) for name, one in (*model.named_parameters(), *model.named_buffers())
     }
     trained = [state[name] for name, one in model.named_parameters() if one.requires_grad]
-    with fake:
+    with quiet_fakes(), fake:
         batch = tree_map(
             lambda one: fake.from_tensor(one) if isinstance(one, torch.Tensor) else one, _plain(sample)
         )

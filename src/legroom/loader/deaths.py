@@ -69,7 +69,7 @@ def explain(code: int, before: Memory, now: Memory, workers: int) -> tuple[str, 
         if kills is None or first is None:
             why = say("SIGKILL came from outside; whether from the OOM killer cannot be told: {source} counts no kills",
                       source=source)  # fmt: skip
-            return why, (fewer, "dmesg | grep -i 'killed process'")
+            return why, (fewer, say("see whom the kernel killed:\ndmesg | grep -i 'killed process'"))
         if kills > first:
             pool = ram_pool(now)
             free = say("unknown") if pool.free is None else format_size(pool.free)
@@ -92,13 +92,13 @@ def explain(code: int, before: Memory, now: Memory, workers: int) -> tuple[str, 
         why = say("SIGBUS: it touched a page of shared memory or of a mapped file that could not be given; "
                   "/dev/shm has {shm}", shm=shm)  # fmt: skip
         return why, (
-            say("if the dataset uses /dev/shm itself, give it room: df -h /dev/shm"),
+            say("if the dataset uses /dev/shm itself, give it room:\ndf -h /dev/shm"),
             say("if it maps files, see that nobody truncates them, and that their disk is not full"),
         )
     if code < 0:
         why = say("the worker's own code, or a library it uses, was stopped by {name}", name=_name(-code))
         return why, (
-            say("python -X faulthandler shows where"),
+            say("see where:\npython -X faulthandler …"),
             say("num_workers=0 runs the dataset in this process"),
         )
     why = say("the dataset, its transforms or worker_init_fn ended the process with status {code}", code=code)

@@ -1,27 +1,53 @@
-"""A watch as plain lines: for pipes, files and screen readers.
+"""A watch as plain lines: for pipes, files, screen readers, and terminals without the full-screen view.
 
-Covers: one line a sample, one for each alarm that begins or ends, a summary at the end. Does not cover: colours.
+Covers: one line a sample, one for each alarm that begins or ends, a summary at the end; within a terminal's width,
+where there is one. Does not cover: colours.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
+from legroom.columns import cells, cut, fill
 from legroom.model import Moment, Pool, ProcessRow, Sample
 from legroom.model.advice import heading
 from legroom.monitor.history import History
 from legroom.units import format_duration, format_size
 from legroom.words import listed, say
 
-_LONGEST_COMMAND = 40
+
+class _Form(NamedTuple):
+    """How much one line says."""
+
+    sizes: bool  # of the pools, besides their shares
+    command: int  # columns of it; 0: nothing about processes
+    components: bool
+
+
+# The least telling goes first: sizes do not change, and a command is known by how it begins.
+_FORMS = (
+    _Form(sizes=True, command=40, components=True),
+    _Form(sizes=False, command=40, components=True),
+    _Form(sizes=False, command=24, components=True),
+    _Form(sizes=False, command=12, components=True),
+    _Form(sizes=False, command=12, components=False),
+    _Form(sizes=False, command=0, components=False),
+)
 
 
 class Lines:
-    """Writes through ``write``; ``history`` is the stream's, for the summary."""
+    """Writes through ``write``; ``history`` is the stream's, for the summary; ``columns`` says how wide it may be."""
 
-    def __init__(self, write: Callable[[str], object], history: History) -> None:
-        self._write = write
+    def __init__(
+        self,
+        write: Callable[[str], object],
+        history: History,
+        columns: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._put = write
+        self._columns = columns
         self._history = history
         self._first: Sample | None = None
         self._last: Sample | None = None
@@ -37,13 +63,13 @@ class Lines:
         self._alarms += len(moment.begun)
         stamp = time.strftime("%H:%M:%S", time.localtime(moment.sample.when))
         for mark in moment.sample.said.marks:
-            self._write(f"{stamp}  -- {mark.text}")
-        self._write(f"{stamp}  {sample_line(moment.sample)}")
+            self._write(f"-- {mark.text}", stamp)
+        self._put(f"{stamp}  {self._line(moment.sample, cells(stamp) + 2)}")
         for alarm in moment.begun:
-            self._write(f"{stamp}  {heading(alarm.level)} {alarm.code}: {alarm.message}")
+            self._write(f"{heading(alarm.level)} {alarm.code}: {alarm.message}", stamp)
         for alarm in moment.ended:
             lasted = format_duration(max(0.0, moment.sample.when - alarm.since))
-            self._write(f"{stamp}  " + say("over after {time}: {code}", time=lasted, code=alarm.code))
+            self._write(say("over after {time}: {code}", time=lasted, code=alarm.code), stamp)
 
     def close(self) -> None:
         first, last = self._first, self._last
@@ -69,26 +95,48 @@ class Lines:
             )
         )
 
+    def _line(self, sample: Sample, taken: int) -> str:
+        columns = self._columns()
+        return sample_line(sample, None if columns is None else columns - taken)
 
-def sample_line(sample: Sample) -> str:
-    """One sample on one line: pools, whether swap moves, who holds most, steps."""
-    parts = [_pool(pool) for pool in sample.pools if pool.size != 0]
+    def _write(self, text: str, stamp: str = "") -> None:
+        """A sentence, wrapped where that is needed; what follows hangs below it."""
+        columns = self._columns()
+        first = f"{stamp}  " if stamp else ""
+        if columns is None or cells(first) + cells(text) <= columns:
+            self._put(first + text)
+        else:
+            self._put(fill(text, columns, first, " " * cells(first) or "  "))
+
+
+def sample_line(sample: Sample, columns: int | None = None) -> str:
+    """One sample on one line: pools, whether swap moves, who holds most, steps; as much of it as has room."""
+    line = ""
+    for form in _FORMS:
+        line = _said(sample, form)
+        if columns is None or cells(line) <= columns:
+            return line
+    return cut(line, columns or 0)
+
+
+def _said(sample: Sample, form: _Form) -> str:
+    parts = [_pool(pool, form.sizes) for pool in sample.pools if pool.size != 0]
     moving = (sample.swap_in or 0.0) + (sample.swap_out or 0.0)
     if moving >= 1:
         parts.append(say("swap moving {rate}/s", rate=format_size(int(moving))))
     most = max(sample.processes, key=_host, default=None)
     count = len(sample.processes)
-    if most is not None:
+    if most is not None and form.command:
         parts.append(
             say(
                 "{count} process(es), most {pid} {command} {size}",
                 count=count,
                 pid=most.pid,
-                command=most.command[:_LONGEST_COMMAND],
+                command=cut(most.command, form.command),
                 size=format_size(_host(most)),
             )
         )
-    if sample.said.components:
+    if sample.said.components and form.components:
         held = listed(f"{name} {format_size(size)}" for name, size in sample.said.components.items())
         parts.append(held)
     if sample.said.steps_per_second is not None:
@@ -96,10 +144,12 @@ def sample_line(sample: Sample) -> str:
     return "  ".join(parts)
 
 
-def _pool(pool: Pool) -> str:
+def _pool(pool: Pool, sizes: bool) -> str:
     share = pool.used_share
     if share is None or pool.size is None:
         return say("{pool} unknown", pool=pool.name)
+    if not sizes:
+        return say("{pool} {share:.0%}", pool=pool.name, share=share)
     return say("{pool} {share:.0%} of {size}", pool=pool.name, share=share, size=format_size(pool.size))
 
 

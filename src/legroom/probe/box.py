@@ -17,6 +17,7 @@ from legroom.probe.pressure import pressure
 from legroom.probe.process import processes, with_shm
 from legroom.probe.shm import shm, shm_pool
 from legroom.probe.swap import start, swap, swap_pool
+from legroom.probe.temporary import temporary
 
 
 def snapshot(host: Host | None = None, *, pid: str = "self") -> Box:
@@ -61,4 +62,5 @@ def snapshot(host: Host | None = None, *, pid: str = "self") -> Box:
         limits=bounds,
         disks=rooms,
         processes=tuple(everybody),
+        temporary=temporary(host, pid),
     )

@@ -162,7 +162,7 @@ def tree(processes: Sequence[Process], pid: int) -> list[Process]:
             say("there is no process {pid}", pid=pid),
             why=say("{count} processes can be seen from here, none with that id", count=len(processes)),
             fix=(
-                say("ps -e -o pid,args shows those of this machine"),
+                say("see those of this machine:\nps -e -o pid,args"),
                 say("inside a container, ids are the container's own"),
             ),
         )
@@ -198,7 +198,7 @@ def matching(processes: Sequence[Process], pattern: str, us: int | None = None) 
                 count=len(processes),
                 above=max(0, len(ours) - 1),
             ),
-            fix=(say("ps -e -o pid,args shows the command lines"), say("give the process's id instead")),
+            fix=(say("see the command lines:\nps -e -o pid,args"), say("give the process's id instead")),
         )
     return found
 

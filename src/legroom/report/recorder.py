@@ -15,6 +15,7 @@ from typing import Any
 
 from legroom.probe.host import Host, Room
 from legroom.probe.place import SUDO_GROUPS, in_initial_namespace
+from legroom.probe.temporary import TAIL, temporary
 
 LONGEST = 128 << 10  # characters of one file: the mounts of a machine with a thousand containers
 _WRITTEN = (
@@ -91,12 +92,14 @@ class Recorder(Host):
         leftovers = _SIGNS if in_initial_namespace(self, "pid") else ()
         there = {path for path in self.notes.there if path not in leftovers and not self.path(path).is_dir()}
         empty = dict.fromkeys(there, "")
-        files = dict(sorted({**empty, **self.notes.files}.items()))
+        # A folder for temporary files counts only where it is there.
+        short = dict.fromkeys(self._temporary().values(), "")
+        files = dict(sorted({**empty, **short, **self.notes.files}.items()))
         return {**files, "/recording.json": json.dumps(self._answers(), ensure_ascii=False, indent=1)}
 
     def _answers(self) -> dict[str, Any]:
         return {
-            "env": _environment(self.env),
+            "env": _environment(self.env) | self._temporary(),
             "platform": self.platform,
             "uid": self.uid,
             "groups": sorted(self.groups & SUDO_GROUPS),
@@ -108,6 +111,18 @@ class Recorder(Host):
             "statvfs": {path: list(room) for path, room in self.notes.rooms.items()},
             "stat": {path: [mode, uid] for path, (uid, mode) in self.notes.owners.items()},
         }
+
+    def _temporary(self) -> dict[str, str]:
+        """The variable that names the folder for temporary files, with a path of as many bytes: only those matter."""
+        found = temporary(self)
+        if found is None or found.socket - TAIL < 2:
+            return {}
+        return {found.source: _path_of(found.socket - TAIL)}
+
+
+def _path_of(length: int) -> str:
+    """A path of so many bytes, at least two, that says nothing; no name in it is too long for a file system."""
+    return (("/" + "x" * 99) * (length // 100 + 1))[: length - 1] + "x"
 
 
 def _here() -> str | None:

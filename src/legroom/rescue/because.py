@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 from typing import NamedTuple
 
-from legroom.model.death import Cause, Ending, Level, Sign
+from legroom.model.death import Cause, Ending, Evidence, Level, Sign
 from legroom.units import format_size
 from legroom.words import say
 
@@ -19,6 +19,8 @@ class Because(NamedTuple):
     cause: Cause
     confidence: float
     lines: tuple[str, ...]
+    summary: str = ""  # where what is usually said of the cause would not be right
+    told: bool = True  # False: nothing tells
 
 
 def quoted(sign: Sign) -> str:
@@ -37,6 +39,11 @@ def ended(ending: Ending | None) -> str:
             name=signal_name(ending.signal),
         )
     return say("wait status: exit {status}", status=ending.status)  # fmt: skip
+
+
+def by_keyboard(evidence: Evidence) -> str:
+    """What to say in short of Ctrl-C at the terminal; empty where it was not that."""
+    return say("it was stopped from the keyboard of this terminal (Ctrl-C).") if evidence.keyboard else ""
 
 
 def signal_name(number: int) -> str:

@@ -53,6 +53,12 @@ class Home:
         table = host.table(f"{self.path}/memory.stat")
         return table.get("total_workingset_refault_anon", table.get("workingset_refault_anon"))
 
+    def peak(self, host: Host) -> int | None:
+        """The most that the job's own group ever held, file cache included, as the kernel keeps it."""
+        if not self.own or self.path is None:
+            return None
+        return host.number(f"{self.path}/memory.{'max_usage_in_bytes' if self.version == 'v1' else 'peak'}")
+
     def killed_by_oomd(self) -> str | None:
         """systemd-oomd writes into a group's extended attributes when it kills it."""
         if self.path is None or not hasattr(os, "getxattr"):

@@ -42,13 +42,13 @@ def find_command(word: str) -> str:
         raise CommandNotRunnable(
             say("cannot run {word}", word=word),
             why=why,
-            fix=(say("chmod +x it, or name its interpreter: legroom run -- python {word} …", word=word),),
+            fix=(say("chmod +x it, or name its interpreter:\nlegroom run -- python {word} …", word=word),),
         )
     raise CommandNotFound(
         say("there is no command {word}", word=word),
         why=say("it is no file, and in no directory of PATH"),
         fix=(
-            say("check the spelling, or give its path; the command comes after --: legroom run -- python …"),
+            say("check the spelling, or give its path; the command comes after --:\nlegroom run -- python …"),
         ),
     )
 
@@ -181,6 +181,22 @@ class Child:
             if os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp():
                 _set_foreground(0, self.process.pid)
                 self.foreground = 0
+
+
+def in_foreground() -> bool:
+    """Whether a terminal's keyboard speaks to our process group: a SIGINT is Ctrl-C then, as far as can be told."""
+    if sys.platform == "win32":
+        return True  # it has no other way to send one
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
 
 
 def _set_foreground(terminal: int, group: int) -> None:

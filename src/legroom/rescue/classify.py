@@ -31,6 +31,7 @@ _RULES: tuple[Callable[[Evidence, Signs], Because | None], ...] = (
     rules_texts.pinned,
     rules_texts.gpu,
     rules_texts.descriptors,
+    rules_texts.sockets,
     rules_texts.shm,
     rules_texts.disk,
     rules_texts.ram,
@@ -61,6 +62,10 @@ _SUMMARIES: dict[Cause, str] = {
     ),
     "fds-exhausted": phrase("file descriptors ran out: every tensor that a worker sends needs one."),
     "disk-full": phrase("a disk was full when the program wrote to it."),
+    "tmpdir-too-long": phrase(
+        "the path for temporary files (TMPDIR) was too long for a socket: what workers send is lost, or they do not "
+        "start."
+    ),
     "worker-killed": phrase("a data loader's worker was killed, and nothing shows that it was for memory."),
     "killed": phrase("somebody ended it with a signal; nothing shows that memory was at fault."),
     "not-memory": phrase("it ended by itself, and not for want of memory."),
@@ -75,6 +80,7 @@ def classify(evidence: Evidence) -> Verdict:
     return Verdict(
         cause=because.cause,
         confidence=round(confidence, 2),
-        summary=say(_SUMMARIES[because.cause]),
+        summary=because.summary or say(_SUMMARIES[because.cause]),
         evidence=tuple(dict.fromkeys(because.lines)),
+        told=because.told,
     )

@@ -15,7 +15,7 @@ from legroom.model.death import Ending, Evidence, Level, LogFacts, OomCount
 from legroom.probe.host import Host
 from legroom.rescue.cgroup_home import Home
 from legroom.rescue.kernel_log import KernelLog
-from legroom.rescue.readings import Readings, before_end, recent_rate, thinned, worst_stall
+from legroom.rescue.readings import Readings, before_end, recent_rate, since_look, thinned, worst_stall
 
 
 @dataclass
@@ -47,6 +47,7 @@ class Witness:
         *,
         asked_to_stop: int | None = None,
         stalled_on: str | None = None,
+        keyboard: bool = False,
     ) -> Evidence:
         """All of it, after the end."""
         seen = self.readings
@@ -66,7 +67,10 @@ class Witness:
             killers=tuple(killers),
             readings=thinned(seen.history),
             peaks=dict(seen.peaks),
+            ram_peak=seen.ram_peak(),
+            ram_unseen=since_look(seen.history, "ram"),
             shm_at_end=shm_at_end,
+            keyboard=keyboard,
             disks=self._disks(),
             swapped_back=recent_rate(seen.history),
             stalled=worst_stall(seen.history),

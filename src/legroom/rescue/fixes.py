@@ -8,24 +8,40 @@ from __future__ import annotations
 from legroom.budget import remedy
 from legroom.model import Place
 from legroom.model.death import Cause, Level
+from legroom.probe.temporary import NAMES, TAIL, longest_socket
+from legroom.units import format_size
 from legroom.words import say
 
 _LEAST_SHM = 512 << 20
 
 
 def fixes(
-    cause: Cause, place: Place, *, ram: int | None, shm: Level | None, nofile: int | None
+    cause: Cause,
+    place: Place,
+    *,
+    ram: int | None,
+    shm: Level | None,
+    nofile: int | None,
+    here: int | None = None,
+    keyboard: bool = False,
+    told: bool = True,
 ) -> tuple[str, ...]:
-    """The lines for that cause at that place; ``ram`` is what RAM's pool allows."""
+    """The lines for that cause at that place.
+
+    ``ram`` is what RAM's pool allows, ``here`` the size of /dev/shm now; ``keyboard``: Ctrl-C at this terminal;
+    ``told``: whether anything at all points to the cause.
+    """
     if cause == "shm-full":
         wanted = remedy.advised_shm(ram)
         if shm is not None:
             bigger = max(_LEAST_SHM, 2 * _power_of_two(shm.size))
             wanted = max(wanted, bigger if ram is None else min(bigger, ram // 2))
+        # A log may come from elsewhere, and a large /dev/shm may be full: setting it to less than it has helps nobody.
+        larger = (_large_already(here),) if here and here >= wanted else remedy.enlarge_shm(place, wanted)
         return (
             say("num_workers=0 uses no shared memory; fewer workers, prefetch_factor=1 and smaller batches use less"),
-            say("legroom.DataLoader does not use it (for a script as it is: legroom run --loader legroom -- …)"),
-            *remedy.enlarge_shm(place, wanted),
+            say("legroom.DataLoader does not use it; for a script as it is:\nlegroom run --loader legroom -- …"),
+            *larger,
         )  # fmt: skip
     if cause in ("ram-oom-kill", "ram-allocation"):
         return remedy.raise_ram_limit(place, ram)
@@ -40,12 +56,26 @@ def fixes(
         return remedy.raise_nofile(place, nofile or 1024, None)
     if cause == "disk-full":
         return remedy.free_disk(".")
+    if cause == "tmpdir-too-long":
+        return remedy.shorten_temporary(NAMES[0], longest_socket(place.platform) - TAIL)
     if cause == "worker-killed":
         who = say("see who kills: a time limit, a colleague, a daemon for memory (journalctl, dmesg)")
-        return (who, say("check: legroom doctor"))
+        return (who, say("check:\nlegroom doctor"))
+    if cause == "killed" and keyboard:
+        return ()
     if cause == "killed":
         return (say("ask who sent it: a scheduler's time limit, a colleague, a daemon such as earlyoom"),)
+    if not told:
+        return (say("have the next run watched, with the kernel's counters:\nlegroom run -- COMMAND …"),)
     return (say("read the program's own last lines: memory has no part in this"),)
+
+
+def _large_already(size: int) -> str:
+    return say(
+        "/dev/shm has {size} on this machine, and more than that is not advised: see who holds it, or how large it "
+        "is where the training died:\nlegroom doctor",
+        size=format_size(size),
+    )
 
 
 def _power_of_two(size: int) -> int:

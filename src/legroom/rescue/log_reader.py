@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
+from contextlib import nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
@@ -61,26 +62,32 @@ class Tail:
 
 def read_log(path: str, standard_input: BinaryIO | None = None) -> LogFacts:
     """What the end of that file says; ``-`` is the standard input."""
-    if path == "-":
-        tail = Tail()
-        stream = standard_input if standard_input is not None else os.fdopen(os.dup(0), "rb")
-        while data := stream.read(_CHUNK):
-            tail.feed(data)
-        return facts_of(tail.bytes(), tail.passed)
     try:
+        if path == "-":
+            with (
+                os.fdopen(os.dup(0), "rb") if standard_input is None else nullcontext(standard_input) as pipe
+            ):
+                return _to_its_end(pipe)
         with Path(path).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if file.seekable() and size:
                 file.seek(max(0, size - KEEP))
                 return facts_of(file.read(KEEP), max(0, size - KEEP))
-            return read_log("-", file)  # a FIFO, or a file of /proc that gives no size
+            return _to_its_end(file)  # a FIFO, or a file of /proc that gives no size
     except (OSError, ValueError) as problem:
         why = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
         raise UnreadableSource(
             say("cannot read the log {path}", path=path),
             why=why,
-            fix=(say("give a file that you may read, or - to read from a pipe: dmesg | legroom explain -"),),
+            fix=(say("give a file that you may read, or - to read from a pipe:\ndmesg | legroom explain -"),),
         ) from problem
+
+
+def _to_its_end(stream: BinaryIO) -> LogFacts:
+    tail = Tail()
+    while data := stream.read(_CHUNK):
+        tail.feed(data)
+    return facts_of(tail.bytes(), tail.passed)
 
 
 def facts_of(data: bytes, skipped: int = 0) -> LogFacts:

@@ -141,6 +141,8 @@ def _stop(knobs: Knobs, why: str) -> Step:
 def _why_no_lever(cause: Cause) -> str:
     if cause == "disk-full":
         return say("no setting makes room on a disk")
+    if cause == "tmpdir-too-long":
+        return say("no setting shortens the path for temporary files")
     if cause == "worker-killed":
         return say("a worker was killed again, and nothing shows that memory was short")
     return say("memory was not at fault: other settings would not help")

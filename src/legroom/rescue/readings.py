@@ -61,6 +61,7 @@ class Readings:
     _gpu_at: float = 0.0
     _kills: int | None = None
     _refaults: int | None = None
+    _held: int = 0  # the group's peak before the start: attempts share one group
     _kept_shm: Level | None = None
 
     def __post_init__(self) -> None:
@@ -72,6 +73,7 @@ class Readings:
         self._slow_at = self._gpu_at = float("-inf")
         self._kills = self.home.counters(self.host)[0]
         self._refaults = self.home.swapped_back(self.host)
+        self._held = self.home.peak(self.host) or 0
 
     @property
     def age(self) -> float:
@@ -120,6 +122,17 @@ class Readings:
         """OOM kills since the start."""
         now = self.home.counters(self.host)[0]
         return None if now is None or self._kills is None else max(0, now - self._kills)
+
+    def ram_peak(self) -> Level | None:
+        """RAM at its fullest by the kernel's own count; None where that says no more than was seen.
+
+        It keeps one of a group, not of an attempt: only what this one raised it to is its own. A look a
+        second misses what takes a tenth of one: memory that is taken at once, and the kill for it.
+        """
+        peak, seen = self.home.peak(self.host), self.peaks.get("ram")
+        if peak is None or seen is None or peak <= max(self._held, seen.used):
+            return None
+        return Level(peak, seen.size)
 
     def _slow(self, shm: Level | None) -> Reading:
         levels: dict[str, Level] = {} if shm is None else {"shm": shm}
@@ -209,6 +222,12 @@ def worst_stall(history: list[Reading], seconds: float = 15.0) -> float | None:
     return max(
         (one.stalled for one in history if one.stalled is not None and one.when >= since), default=None
     )
+
+
+def since_look(history: list[Reading], pool: str) -> float | None:
+    """Seconds from the last look at a pool to the end; None where it was never looked at."""
+    looks = [one.when for one in history if pool in one.levels]
+    return history[-1].when - looks[-1] if looks else None
 
 
 def before_end(history: list[Reading]) -> float | None:

@@ -78,7 +78,7 @@ def _attempt(attempt: Attempt) -> list[str]:
     parts.append(_alarms(attempt))
     parts.append(_peaks(attempt))
     if verdict is not None and verdict.fix:
-        parts += [f"<p>{escape(say('What to do'))}</p>", _list(verdict.fix)]
+        parts += [f"<p>{escape(say('What to do'))}</p>", _steps(verdict.fix)]
     return parts
 
 
@@ -103,6 +103,16 @@ def _peaks(attempt: Attempt) -> str:
         )
     head = "".join(f"<th>{escape(word)}</th>" for word in (say("pool"), say("fullest"), say("size"), ""))
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _steps(fix: tuple[str, ...]) -> str:
+    """What to do; commands apart from the words, as they are typed."""
+    items = []
+    for step in fix:
+        sentence, *commands = step.splitlines()
+        typed = f"<pre>{escape(chr(10).join(commands))}</pre>" if commands else ""
+        items.append(f"<li>{escape(sentence)}{typed}</li>")
+    return f"<ul>{''.join(items)}</ul>"
 
 
 def _list(lines: tuple[str, ...] | list[str]) -> str:

@@ -7,10 +7,10 @@ Does not cover: what programs write about themselves (rules_texts.py), bare sign
 from __future__ import annotations
 
 from legroom.model.death import Evidence
-from legroom.rescue.because import Because, ended, level_line, quoted, signal_name
+from legroom.rescue.because import Because, by_keyboard, ended, level_line, quoted, signal_name
 from legroom.rescue.log_signs import Signs
 from legroom.rescue.signatures import CONSEQUENCE
-from legroom.units import format_size
+from legroom.units import format_duration, format_size
 from legroom.words import say
 
 _KILL, _TERM = 9, 15
@@ -28,7 +28,7 @@ def asked(evidence: Evidence, signs: Signs) -> Because | None:
         return None
     name = signal_name(evidence.asked_to_stop)
     line = say("legroom run itself was sent {name} and passed it on", name=name)
-    return Because("killed", 1.0, (line, ended(evidence.ending)))
+    return Because("killed", 1.0, (line, ended(evidence.ending)), summary=by_keyboard(evidence))
 
 
 def stalled(evidence: Evidence, signs: Signs) -> Because | None:
@@ -66,9 +66,23 @@ def oom_killed(evidence: Evidence, signs: Signs) -> Because | None:
         return None  # it died of what it says; the kill was another process's, and survived
     else:
         sure = 0.85
-    if peak := evidence.peaks.get("ram"):
-        lines.append(level_line(say("RAM of its cgroup at its fullest"), peak))
-    return Because("ram-oom-kill", sure, (*lines, ended(evidence.ending)))
+    return Because("ram-oom-kill", sure, (*lines, *_fullest(evidence), ended(evidence.ending)))
+
+
+def _fullest(evidence: Evidence) -> list[str]:
+    """How full RAM was: by the kernel's own peak where there is one, else as it was last seen, and when."""
+    if evidence.ram_peak is not None:
+        return [
+            level_line(say("RAM of its cgroup at its fullest, by the kernel's own peak"), evidence.ram_peak)
+        ]
+    seen = evidence.peaks.get("ram")
+    if seen is None:
+        return []
+    line = level_line(say("RAM of its cgroup at its fullest"), seen)
+    if evidence.ram_unseen is None or seen.share >= _FULL:
+        return [line]
+    ago = format_duration(evidence.ram_unseen)
+    return [say("{line}, as far as it was seen: the last look was {ago} before the end", line=line, ago=ago)]
 
 
 def oom_daemon(evidence: Evidence, signs: Signs) -> Because | None:

@@ -7,7 +7,7 @@ Does not cover: anything that points to memory; those rules came before.
 from __future__ import annotations
 
 from legroom.model.death import Evidence
-from legroom.rescue.because import Because, ended, quoted, signal_name
+from legroom.rescue.because import Because, by_keyboard, ended, quoted, signal_name
 from legroom.rescue.log_signs import Signs
 from legroom.words import say
 
@@ -56,7 +56,7 @@ def outside(evidence: Evidence, signs: Signs) -> Because | None:
     if ending.signal == _KILL:
         lines.append(_counter_line(evidence))
         sure = 0.93 if _counted_none(evidence) else 0.5
-    return Because("killed", sure, tuple(lines))
+    return Because("killed", sure, tuple(lines), summary=by_keyboard(evidence))
 
 
 def interrupted(evidence: Evidence, signs: Signs) -> Because | None:
@@ -64,7 +64,7 @@ def interrupted(evidence: Evidence, signs: Signs) -> Because | None:
     last = evidence.log.last_error
     if last is None or "KeyboardInterrupt" not in last.line:
         return None
-    return Because("killed", 0.9, (quoted(last), ended(evidence.ending)))
+    return Because("killed", 0.9, (quoted(last), ended(evidence.ending)), summary=by_keyboard(evidence))
 
 
 def crashed(evidence: Evidence, signs: Signs) -> Because | None:
@@ -92,10 +92,22 @@ def unexplained(evidence: Evidence, signs: Signs) -> Because:
         lines.append(
             say("nothing shows that a signal came: a program may end with {status} by itself", status=status)
         )
-    lines.append(_counter_line(evidence))
+    if evidence.live:
+        lines.append(_counter_line(evidence))
     if evidence.log.lines:
         lines.append(say("no line of the last {count} of the log speaks of memory", count=evidence.log.lines))
-    return Because("not-memory", 0.75 if evidence.live else 0.4, tuple(lines))
+    if evidence.live:
+        return Because("not-memory", 0.75, tuple(lines))
+    # Who is killed for memory writes nothing: a log without a word about it is no sign of anything.
+    if not evidence.log.lines:
+        return Because("not-memory", 0.1, (say("the log is empty"), *lines), summary=_silence(), told=False)
+    return Because("not-memory", 0.4, tuple(lines), summary=_silence(), told=False)
+
+
+def _silence() -> str:
+    return say(
+        "nothing in the log tells what ended it. Who is killed for memory writes nothing: it is not ruled out."
+    )
 
 
 def _counted_none(evidence: Evidence) -> bool:

@@ -1,14 +1,14 @@
 """Rules on what a program wrote before it died, checked against what was measured. Pure.
 
-Covers: GPU, pinned memory, descriptors, /dev/shm, disk, refused host memory, bus errors. Does not cover: which lines
-count at all (log_signs.py).
+Covers: GPU, pinned memory, descriptors, sockets, /dev/shm, disk, refused host memory, bus errors. Does not cover: which
+lines count at all (log_signs.py).
 """
 
 from __future__ import annotations
 
 from legroom.model.death import Evidence, Level
 from legroom.rescue.because import Because, ended, level_line, quoted
-from legroom.rescue.log_signs import Signs
+from legroom.rescue.log_signs import WINDOW, Signs
 from legroom.words import say
 
 _BUS = 7
@@ -52,6 +52,21 @@ def descriptors(evidence: Evidence, signs: Signs) -> Because | None:
             )
         )  # fmt: skip
     return Because("fds-exhausted", 0.95, (*lines, ended(evidence.ending)))
+
+
+def sockets(evidence: Evidence, signs: Signs) -> Because | None:
+    """No socket could be made below the folder for temporary files.
+
+    torch loses every batch and waits for ever, until somebody loses patience: what ended it, a signal or an exception
+    far below, does not speak against it.
+    """
+    last = evidence.log.last_error
+    waited = last is not None and (last.code == "timeout" or "KeyboardInterrupt" in last.line)
+    near = [sign for sign in evidence.log.signs if sign.number <= WINDOW] if waited else signs.counting
+    sign = next((sign for sign in near if sign.code == "socket-path"), None)
+    if sign is None:
+        return None
+    return Because("tmpdir-too-long", 0.93, (quoted(sign), ended(evidence.ending)))
 
 
 def shm(evidence: Evidence, signs: Signs) -> Because | None:

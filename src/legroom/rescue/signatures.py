@@ -58,6 +58,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"Too many open files|\[Errno 24\]|\bEMFILE\b|\bENFILE\b",
         r"received \d+ items of ancdata|unable to open shared memory object .*\(24\)",
     )),
+    ("socket-path", (r"AF_UNIX path too long",)),
     ("shm", (
         r"unable to allocate shared memory ?\(shm\)|insufficient shared memory ?\(shm\)",
         r"workers are out of shared memory|[Oo]ut of shared memory",
@@ -134,6 +135,7 @@ _INTERESTING = re.compile(
     r"|worker|illed|erminated|Segmentation|Aborted|Illegal instr|Floating point|Fatal Python|xit|return code"
     r"|out|progress|stalled|tep took|[Ss]wap|hrash|Stream|inline_container|stream|RESOURCE|CANCELLED|Signal"
     r"|pin_memory|pool|segment|Memory|Host|\(28\)|nccl|torch_|psm_|/mp-|/sem|signal 7|disk is full|too-small|TooSmall"
+    r"|AF_UNIX"
 )
 
 

@@ -31,6 +31,7 @@ from legroom.rescue.watched import Watched
 from legroom.units import format_size
 from legroom.words import listed, say
 
+_BELOW = " " * 8
 _BY_ENVIRONMENT = frozenset({"workers", "prefetch", "low_memory", "pin_memory"})
 
 
@@ -166,8 +167,9 @@ class Supervisor:
         self.tell(say("{name}: {why}", name=head, why=verdict.summary))
         for line in verdict.evidence:
             self.tell(say("  by: {line}", line=line))
-        for line in verdict.fix:
-            self.tell(say("  do: {line}", line=line))
+        for step in verdict.fix:
+            # A command stands alone on its line, without our name before it: it is there to be pasted.
+            self.tell(say("  do: {line}", line=step.replace("\n", "\n" + _BELOW)))
 
     def _tell_retry(self, done: int, why: str, notes: Sequence[str]) -> None:
         everything = self.order.retries + 1

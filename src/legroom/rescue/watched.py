@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from legroom.model import Box
-from legroom.model.death import Attempt, Ending, Evidence, Level, Verdict
+from legroom.model.death import Attempt, Ending, Evidence, Level, LogFacts, Verdict
 from legroom.probe.host import Host
 from legroom.rescue.alarm_watch import AlarmWatch
 from legroom.rescue.cgroup_home import Home
-from legroom.rescue.child import Child
+from legroom.rescue.child import Child, in_foreground
 from legroom.rescue.classify import classify
 from legroom.rescue.evidence import Witness
 from legroom.rescue.fixes import fixes
@@ -52,6 +52,8 @@ class Watched:
     _child: Child | None = None
     _output: Output = field(default_factory=Output)
     _deadline: float | None = None
+    _typed: bool = False  # we were in the terminal's foreground when that signal came
+    _had_terminal: bool = False  # the terminal was handed to the child
 
     def run(
         self, number: int, command: Sequence[str], environment: Mapping[str, str], *, raise_descriptors: bool
@@ -68,6 +70,7 @@ class Watched:
                 child = self._child = Child.start(
                     command, environment, streams, self.home, raise_descriptors=raise_descriptors
                 )
+                self._had_terminal = child.foreground is not None
                 self._output.start()
                 readings.pids = lambda: child.pids(self.host)
                 ending, shm_at_end = self._wait(child, readings, alarms)
@@ -136,9 +139,22 @@ class Watched:
     def _verdict(self, witness: Witness, ending: Ending, shm_at_end: Level | None) -> Verdict:
         log = facts_of(self._output.tail.bytes(), self._output.tail.passed)
         evidence = witness.evidence(
-            ending, log, shm_at_end, asked_to_stop=self.asked, stalled_on=self.stalled_on
+            ending,
+            log,
+            shm_at_end,
+            asked_to_stop=self.asked,
+            stalled_on=self.stalled_on,
+            keyboard=self._by_keyboard(ending, log),
         )
         return with_fixes(classify(evidence), evidence, self.box)
+
+    def _by_keyboard(self, ending: Ending, log: LogFacts) -> bool:
+        """Whether Ctrl-C ended it: typed to us, or to it where the terminal was its own."""
+        if self.asked is not None:
+            return self.asked == signal.SIGINT and self._typed
+        last = log.last_error
+        interrupted = last is not None and "KeyboardInterrupt" in last.line
+        return self._had_terminal and (ending.signal == signal.SIGINT or interrupted)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -159,7 +175,8 @@ class Watched:
         if number == getattr(signal, "SIGWINCH", None):
             self._output.resize()
         if signal.Signals(number).name in _ENDS:
-            self.asked = self.asked or number
+            if self.asked is None:
+                self.asked, self._typed = number, in_foreground()
             if self._deadline is None:
                 self._deadline = time.monotonic() + self.order.grace
         if self._child is not None:
@@ -175,6 +192,9 @@ def with_fixes(verdict: Verdict, evidence: Evidence, box: Box) -> Verdict:
         ram=None if ram is None else ram.size,
         shm=evidence.peaks.get("shm"),
         nofile=box.limits.nofile_soft,
+        here=box.shm.size if box.shm.mounted else None,
+        keyboard=evidence.keyboard,
+        told=verdict.told,
     )
     return replace(verdict, fix=lines)
 

@@ -35,7 +35,7 @@ def test_the_seeds_machine() -> None:
     assert rows[6] == (48, 276 * MB, GB) and rows[12] == (96, 552 * MB, 2 * GB)
     assert plan.fits_now == 1  # the eight that run are counted as themselves, not as others
     assert any("docker run --shm-size=1G" in step for step in plan.fix)
-    assert plan.fix[-1] == "check: df -h /dev/shm"
+    assert plan.fix[-1] == "check:\ndf -h /dev/shm"
 
 
 def test_others_are_added_before_sizes_are_chosen() -> None:

@@ -23,6 +23,7 @@ from legroom.model import (
     Pool,
     Pressure,
     Process,
+    Temporary,
 )
 
 
@@ -73,6 +74,10 @@ CASES: dict[str, tuple[Callable[[], Box], str]] = {
     "fds-low": (lambda: healthy(limits=replace(healthy().limits, nofile_soft=1024)), "info"),
     "disk-low": (lambda: healthy(disks=(Disk("work", "/w", 500 * GB, GB, "ext4"),)), "warning"),
     "cpu-quota-below-affinity": (lambda: healthy(cpu=replace(healthy().cpu, quota=2.5)), "info"),
+    "tmpdir-too-long": (
+        lambda: healthy(temporary=Temporary("/" + "x" * 89, "TMPDIR", 122, 107)),
+        "critical",
+    ),
 }
 
 
@@ -95,7 +100,7 @@ def test_each_finding_fires_with_its_severity(code: str) -> None:
 
 @pytest.mark.parametrize("code", sorted(CASES.keys() - {"cgroup-below-host", "above-cgroup-root-unknown"}))
 def test_each_fix_ends_with_the_command_that_proves_it(code: str) -> None:
-    assert any("check: " in step for step in _by_code(CASES[code][0]())[code].fix)
+    assert any(step.startswith("check:") for step in _by_code(CASES[code][0]())[code].fix)
 
 
 @pytest.mark.parametrize(
@@ -133,10 +138,12 @@ def test_severity_follows_the_numbers(box: Box, code: str, severity: str) -> Non
         _shm(512 * MB),
         _shm(GB, int(0.79 * GB)),
         _shm(32 * GB, files=(_leftover(mapped=True), _leftover(age=5.0), _leftover(kind="other"))),
+        _shm(32 * GB, files=(_leftover(size=0),)),  # nothing would be gained
         _shm(32 * GB, files=(_leftover(mapped=None),)),  # cannot be told: never advise to delete it
         healthy(cpu=replace(healthy().cpu, quota=16.0)),
         healthy(gpus=Gpus((), 0, None, "NVML", "no driver")),
         healthy(limits=replace(healthy().limits, nofile_soft=-1)),  # unlimited
+        healthy(temporary=Temporary("/" + "x" * 74, "TMPDIR", 107, 107)),
         _gpu(71 * GB),
         _gpu(10 * GB, spilled=2 * GB),  # pinned buffers count too, and the card is not full
         _gpu(70 * GB, spilled=10 * MB),
@@ -144,6 +151,11 @@ def test_severity_follows_the_numbers(box: Box, code: str, severity: str) -> Non
 )
 def test_silent_below_the_thresholds(box: Box) -> None:
     assert findings(box) == ()
+
+
+def test_the_longest_folder_for_sockets_is_said() -> None:
+    finding = _by_code(CASES["tmpdir-too-long"][0]())["tmpdir-too-long"]
+    assert "90 bytes" in finding.message and "122 bytes of 107" in finding.why and "75" in finding.fix[-1]
 
 
 def test_a_shm_above_the_limit_is_brought_to_half_of_it() -> None:
@@ -207,3 +219,12 @@ def test_no_box_is_too_odd(box: Box) -> None:
     assert len({(finding.code, finding.message) for finding in said}) == len(said)
     for finding in said:
         assert "None" not in finding.message + finding.why
+
+
+def test_a_full_shm_is_not_to_grow_beyond_the_memory_behind_it() -> None:
+    full = with_pool(_shm(32 * GB, 31 * GB), "ram", 40 * GB, 31 * GB, 9 * GB)
+    text = "\n".join(_by_code(full)["shm-nearly-full"].fix)
+    assert "remount" not in text and "a larger one is not advised: it has 32 GB" in text and "40 GB" in text
+    assert "remount,size=2G" not in text and "df -h /dev/shm" in text
+    roomy = "\n".join(_by_code(_shm(16 * GB, 15 * GB))["shm-nearly-full"].fix)
+    assert "remount,size=32G" in roomy

@@ -37,7 +37,7 @@ def test_a_privileged_container_may_remount() -> None:
 
 def test_kubernetes_gets_a_memory_volume_that_is_yaml() -> None:
     line = remedy.enlarge_shm(_at("kubernetes", may_mount=False), 8 * GB)[0]
-    volumes, mounts = line.split(": ", 1)[1].split(" and ")
+    volumes, mounts = line.splitlines()[1:]
     parsed = yaml.safe_load(volumes)
     assert parsed == {"volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}]}
     assert yaml.safe_load(mounts) == {"volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}]}
@@ -46,14 +46,17 @@ def test_kubernetes_gets_a_memory_volume_that_is_yaml() -> None:
 @pytest.mark.parametrize(
     ("rights", "command"),
     [
-        ({"root": True, "may_mount": True}, "now: mount -o remount,size=8G /dev/shm"),
-        ({"root": False, "may_mount": False, "sudo": True}, "now: sudo mount -o remount,size=8G /dev/shm"),
+        ({"root": True, "may_mount": True}, "now:\nmount -o remount,size=8G /dev/shm"),
+        ({"root": False, "may_mount": False, "sudo": True}, "now:\nsudo mount -o remount,size=8G /dev/shm"),
     ],
 )
 def test_a_bare_machine_remounts(rights: dict[str, bool], command: str) -> None:
     steps = remedy.enlarge_shm(_at("bare", **rights), 8 * GB)
     assert steps[0] == command
-    assert "tmpfs /dev/shm tmpfs defaults,size=8G 0 0" in steps[1] and "mount -a does not" in steps[1]
+    assert (
+        "tmpfs /dev/shm tmpfs defaults,size=8G 0 0" in steps[1].splitlines()
+        and "mount -a does not" in steps[2]
+    )
 
 
 @pytest.mark.parametrize("kind", ["bare", "slurm", "container"])
@@ -91,7 +94,7 @@ def test_descriptors_up_to_the_hard_limit_need_nobody() -> None:
 def test_leftovers_are_quoted_and_counted() -> None:
     line = remedy.remove_leftovers(("torch_1", "a b;c", "x", "y", "z", "w"), 5 * MB)[0]
     assert "rm /dev/shm/torch_1 '/dev/shm/a b;c'" in line or "rm /dev/shm/torch_1 /dev/shm/'a b;c'" in line
-    assert "frees 5 MB" in line and "and 1 more" in line
+    assert "all 6 together hold 5 MB" in line and line.endswith("/dev/shm/z")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,8 @@ def test_a_card_too_small_by_platform() -> None:
 
 
 def test_wsl_gets_more_ram_from_windows() -> None:
-    assert "memory=16GB under [wsl2]" in _text(remedy.raise_ram_limit(_at("wsl"), 8 * GB))
+    text = _text(remedy.raise_ram_limit(_at("wsl"), 8 * GB))
+    assert "under [wsl2]" in text and "\nmemory=16GB\n" in text
 
 
 @pytest.mark.parametrize("kind", ["bare", "docker", "podman", "kubernetes", "slurm", "wsl", "container"])
@@ -131,5 +135,20 @@ def test_wsl_gets_more_ram_from_windows() -> None:
 def test_every_place_and_pool_has_a_fix_that_can_be_proved(kind: str, pool: str, rights: bool) -> None:
     box = replace(healthy(), place=_at(kind, root=rights, may_mount=rights, sudo=rights))
     steps = relieve(box, pool, 3 * GB)
-    assert len(steps) >= 2 and steps[-1].startswith("check: ")
+    assert len(steps) >= 2 and steps[-1].startswith("check:")
     assert not any("None" in step for step in steps)
+
+
+@given(st.integers(MB, 512 * GB), st.none() | st.integers(256 * MB, 4096 * GB))
+def test_a_full_shm_is_enlarged_only_as_far_as_the_memory_behind_it_goes(size: int, ram: int | None) -> None:
+    wanted = remedy.doubled_shm(size, ram)
+    if wanted is None:
+        return
+    assert wanted > size and wanted & (wanted - 1) == 0 and wanted <= 64 * GB
+    if ram is not None:
+        assert wanted <= ram // 2
+
+
+def test_a_full_shm_of_half_the_ram_is_not_to_grow() -> None:
+    assert remedy.doubled_shm(32 * GB, 64 * GB) is None and remedy.doubled_shm(8 * GB, 64 * GB) == 16 * GB
+    assert remedy.doubled_shm(64 * MB, 64 * GB) == 8 * GB

@@ -123,6 +123,31 @@ def test_gc_by_age_and_dry_run(home: Path, capsys: pytest.CaptureFixture[str]) -
     assert _json(capsys, "list")["entries"] == []
 
 
+def test_room_that_is_not_reached_is_a_no(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _text(capsys, "load", "train.npy")
+    shown = _text(capsys, "gc", "--free", "900T", "--dry-run", status=1)
+    assert "would remove" in shown and "short of what was asked for" in shown
+    gone = _json(capsys, "gc", "--free", "900T", status=1)
+    assert [one["store"] for one in gone["short"]] == [
+        str(home / name / f"legroom-{os.geteuid()}") for name in ("shm", "disk")
+    ]
+    assert all(one["missing"] > 1 << 40 and one["bound_by"] for one in gone["short"])
+    assert _json(capsys, "gc", "--free", "1")["short"] == []
+
+
+def test_a_file_that_changed_is_reported_as_changed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _text(capsys, "load", "train.npy")
+    np.save("train.npy", np.zeros(7))
+    assert "copy whole, source CHANGED" in _text(capsys, "verify", "train.npy", status=1)
+
+
+def test_an_empty_cache_holds_nothing_in_entries(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _text(capsys, "load", "train.npy")
+    _text(capsys, "drop", "--all", "--force")
+    shown = _text(capsys, "list")
+    assert "the cache is empty" in shown and shown.count("0 B in entries") == 2
+
+
 def test_a_new_version_makes_the_old_one_stale(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _json(capsys, "load", "train.npy")
     np.save("train.npy", np.arange(24, dtype=np.float32)[::-1].reshape(6, 4))
@@ -160,6 +185,30 @@ def test_shards_are_joined(home: Path, capsys: pytest.CaptureFixture[str]) -> No
     (entry,) = _json(capsys, "load", "--join", "train.npy", "more.npy")["entries"]
     (array,) = entry["arrays"].values()
     assert array["shape"] == [8, 4]
+    assert "train.npy and 1 more: " in _text(capsys, "load", "--join", "train.npy", "more.npy")
+    assert "train.npy and 1 more (" in _text(capsys, "verify")
+
+
+def test_info_shows_the_attributes_of_arrays_too(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File("train.h5", "w") as file:
+        file.attrs["made"] = "by hand"
+        file["images"] = np.zeros((2, 4), dtype=np.uint8)
+        file["images"].attrs["unit"] = "lux"
+    _text(capsys, "load", "train.h5")
+    shown = _text(capsys, "info", "train.h5")
+    assert '    @unit: "lux"' in shown and '  @made: "by hand"' in shown
+    assert "@unit" not in _text(capsys, "list", "train.h5")
+
+
+def test_the_list_and_the_help_fit_eighty_columns(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _text(capsys, "load", "train.npy")
+    told = _text(capsys, "list")
+    assert all(len(line) <= 80 for line in told.splitlines() if " " in line.strip()), told
+    assert "..." not in _text(capsys, "--help").partition("Commands:")[2]
 
 
 @pytest.mark.parametrize(
@@ -184,8 +233,14 @@ def test_bad_input_says_what_to_do(
 
 def test_not_loaded_is_a_no(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "[not-loaded]" in _text(capsys, "info", "train.npy", status=1)
-    assert "[not-loaded]" in _text(capsys, "drop", "train.npy", status=1)
+    shown = _text(capsys, "drop", "train.npy", status=1)
+    assert "[not-loaded]" in shown and "legroom cache load train.npy" in shown
     assert "[not-loaded]" in _text(capsys, "verify", "deadbeef", status=1)
+
+
+def test_what_is_no_file_is_not_to_be_loaded(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = _text(capsys, "drop", "zzzz", status=1)
+    assert "[not-loaded]" in shown and "legroom cache list" in shown and "cache load" not in shown
 
 
 def test_keys_complete_in_the_shell(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

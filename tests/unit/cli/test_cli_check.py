@@ -179,3 +179,8 @@ def test_python_takes_the_dataset_itself(dataset: str) -> None:
 def test_bad_input_is_exit_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = _run(capsys, *arguments)
     assert status == 2 and out == "" and err and "Traceback" not in err
+
+
+def test_what_is_missing_is_named_as_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    err = _run(capsys, "--batch", "8")[2]
+    assert all(option in err for option in ("--dataset", "--data FILE", "--sample-bytes")), err

@@ -36,12 +36,28 @@ def test_a_pipe_as_text() -> None:
     assert all(len(line) <= 100 or " " not in line.strip() for line in done.stdout.splitlines())
 
 
-def test_a_log_that_says_nothing_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = tmp_path / "empty.log"
-    log.write_text("")
+@pytest.mark.parametrize("content", [b"", b"epoch 1\nloss 0.3\n", bytes(range(256)) * 40])
+def test_a_log_that_says_nothing_is_told_so(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "silent.log"
+    log.write_bytes(content)
     assert run(["explain", "--json", str(log)]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["verdict"] == "not-memory" and report["confidence"] <= 0.5
+    assert report["verdict"] == "not-memory" and report["confidence"] <= (0.4 if content else 0.1)
+    assert "nothing in the log tells" in report["summary"] and "not ruled out" in report["summary"]
+    assert [step.splitlines()[-1] for step in report["fix"]] == ["legroom run -- COMMAND …"]
+    told = " ".join([report["summary"], *report["evidence"], *report["fix"]])
+    assert "not for want of memory" not in told and "no part in this" not in told
+    assert ("the log is empty" in report["evidence"]) is not bool(content)
+
+
+def test_a_bug_is_still_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "bug.log"
+    log.write_text("Traceback (most recent call last):\n  File 'a'\nKeyError: 'x'\n")
+    assert run(["explain", "--json", str(log)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["verdict"] == "not-memory" and "not for want of memory" in report["summary"]
 
 
 def test_an_unreadable_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

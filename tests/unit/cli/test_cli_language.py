@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rigs import TREES
 
+from legroom import words
 from legroom.cli.layout import elide
 from legroom.cli.main import VERBS, run
 from legroom.columns import cells
@@ -142,7 +143,60 @@ def test_clicks_own_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Error: No such" in _run(capsys, "--lang", "en", "doctor", "--bogus")[2]
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("doctor --lang zh --bogus", "没有选项"),
+        ("doctor --bogus --lang=zh", "没有选项"),
+        ("--bogus doctor --lang zh", "没有选项"),
+        ("dctor --lang zh", "没有命令"),
+        ("cache lst --lang zh", "没有命令"),
+        ("plan --gpus many --lang zh", "的值无效"),
+        ("run --retries many --lang zh -- true", "的值无效"),
+        ("doctor --json=3 --lang zh", "不带值"),
+        ("cache load --lang zh", "缺少参数"),
+        ("run --lang zh", "缺少参数"),
+        ("doctor --lang fr --lang zh --root", "需要"),
+    ],
+)
+def test_a_refused_line_is_refused_in_the_language_it_asks_for(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = _run(capsys, *line.split())
+    assert status == 2 and out == "" and "错误：" in err and said in err, err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "doctor --lang fr --bogus",  # no language of ours
+        "doctor --root --lang zh",  # the value of --root
+        "run --retries many -- train --lang zh",  # the command's own
+        "run --bogus -- train --lang zh",
+    ],
+)
+def test_what_is_no_language_of_ours_leaves_english(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = _run(capsys, *line.split())
+    assert status == 2 and "Error: " in err, err
+
+
+def test_a_command_without_dashes_before_it_keeps_its_language(capfd: pytest.CaptureFixture[str]) -> None:
+    told = "import os, sys; print(sys.argv[1:], os.environ.get('LEGROOM_LANG'))"
+    status = run(["run", sys.executable, "-c", told, "--lang", "zh"])
+    shown = capfd.readouterr()
+    assert status == 0 and "['--lang', 'zh'] None" in shown.out and words.language() == "en"
+
+
+def test_help_beyond_a_language_at_the_door(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "显示本说明并退出" in _run(capsys, "--lang", "zh", "doctor", "-h")[1]
+
+
+def test_help_before_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    told = _run(capsys, "help", "--lang", "zh", "cache", "load")
+    assert told == _run(capsys, "--lang", "zh", "cache", "load", "--help") and "显示本说明并退出" in told[1]
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "help"])
 def test_help(verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     status, text, _ = _run(capsys, verb, "--lang", "zh", "--help")

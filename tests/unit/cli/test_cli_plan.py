@@ -84,6 +84,21 @@ def test_text_says_how_it_came_about(capsys: pytest.CaptureFixture[str]) -> None
     assert "--shm-size=1G" in flat and "check: df -h /dev/shm" in flat
 
 
+@pytest.mark.parametrize(
+    ("language", "title", "workers"),
+    [
+        ("en", "Need: 1 GPU × 1 job = 1 process", "1 worker × 2 + 3"),
+        ("zh", "需求：1 块 GPU × 1 个任务 = 1 个进程", "1 个 worker 进程 × 2 + 3"),
+    ],
+)
+def test_one_is_no_plural(
+    language: str, title: str, workers: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--gpus", "1", "--sample-bytes", "1MB", "--batch", "4", "--workers", "1", "--prefetch", "2")
+    text = _run(capsys, *options, "--root", BARE, "--lang", language)[1]
+    assert title in text and workers in " ".join(text.split()), text
+
+
 def test_a_predicted_need_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "images.npy"
     np.save(path, np.zeros((1024, 64, 64, 3), np.uint8))
@@ -143,6 +158,45 @@ def test_running_processes_are_measured(capsys: pytest.CaptureFixture[str]) -> N
             assert one["shm"] == MB and one["rss_shmem"] >= 3 * MB
     assert len(by_match["now"]["measured"]) == 2
     assert "RssShmem counts" in text
+
+
+SHARE = """
+import mmap, os, sys
+file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+os.posix_fallocate(file, 0, 1 << 20)
+held = mmap.mmap(file, 1 << 20)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm is Linux's")
+def test_what_running_processes_share_was_measured_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mark = f"legroom-plan-test-{os.getpid()}"
+    shared = Path(f"/dev/shm/{mark}-shared")
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARE, str(shared)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
+    data = tmp_path / "images.npy"
+    np.save(data, np.zeros((64, 1024), np.uint8))
+    try:
+        for child in children:
+            assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        alone = _json(capsys, "--gpus", "1", "--match", mark)
+        both = _json(capsys, "--gpus", "1", "--match", mark, "--data", str(data), "--shared")
+    finally:
+        for child in children:
+            child.communicate(timeout=60)
+        shared.unlink(missing_ok=True)
+    (term,) = (one for one in alone["terms"] if "shared datasets" in one["what"])
+    assert (term["bytes"], term["source"]) == (MB, "measured on 2 running")
+    (term,) = (one for one in both["terms"] if "shared datasets" in one["what"])
+    assert term["source"] == "measured on 2 running, the data's description"
 
 
 @pytest.mark.parametrize("kind", ["docker", "compose", "kubernetes", "slurm", "fstab"])

@@ -157,6 +157,33 @@ def test_the_report_tells_the_story(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="descriptors of other processes are read from /proc")
+def test_a_report_that_cannot_be_written_is_refused_before_the_start(tmp_path: Path) -> None:
+    done = _run("--report", "nowhere/story", "--", "sh", "-c", "touch started", folder=tmp_path)
+    assert done.returncode == 2 and b"cannot write nowhere/story" in done.stderr
+    assert not (tmp_path / "started").exists()
+
+
+def test_a_report_that_fails_at_the_end_leaves_the_status_alone(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    done = _run("--report", "there/story", "--", "sh", "-c", "rmdir there; exit 5", folder=tmp_path)
+    assert done.returncode == 5 and b"cannot write there/story: " in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_bad_limit_is_explained_as_it_is_typed(tmp_path: Path) -> None:
+    done = _run("--gpu-limit", "banana", "--", "true", folder=tmp_path)
+    assert done.returncode == 2 and b"--gpu-limit 0.8" in done.stderr and b"limit(" not in done.stderr
+    done = _run("--gpu-limit", "80", "--", "true", folder=tmp_path)
+    assert done.returncode == 2 and b"80% or 80GB?" in done.stderr and b"--gpu-limit 0.8" in done.stderr
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a card here")
+def test_a_limit_without_a_card_is_said_to_do_nothing(tmp_path: Path) -> None:
+    done = _run("--gpu-limit", "80%", "--", "true", folder=tmp_path)
+    assert done.returncode == 0 and b"--gpu-limit does nothing here: " in done.stderr
+    assert b"--gpu-limit" not in _run("--", "true", folder=tmp_path).stderr
+
+
 def test_an_alarm_while_it_lives_is_told_once_and_kept(tmp_path: Path) -> None:
     code = "import time; held = [open('/dev/null') for _ in range(85)]; time.sleep(5)"
     words = ["sh", "-c", 'ulimit -n 100; exec "$0" -c "$1"', sys.executable, code]
@@ -251,6 +278,46 @@ def test_a_terminal_stays_a_terminal(tmp_path: Path) -> None:
     shown = os.read(ours, 4096)
     os.close(ours)
     assert shown == b"True True True\r\n"
+
+
+# Becomes the owner of its terminal, as a login does, and then the command in its arguments.
+AT_TERMINAL = (
+    "import fcntl, os, sys, termios; t = os.open(sys.argv[1], os.O_RDWR); fcntl.ioctl(t, termios.TIOCSCTTY, 0); "
+    "os.dup2(t, 2); sys.argv[2] == 'keyboard' and os.dup2(t, 0); os.execv(sys.executable, [sys.executable, *sys.argv[3:]])"
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the test types at a pseudo-terminal as Linux gives it")
+@pytest.mark.parametrize("stdin", ["keyboard", "nothing"])
+def test_ctrl_c_is_said_to_be_that(stdin: str, tmp_path: Path) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    code = "import time; print('started', flush=True); time.sleep(60)"
+    words = ["-m", "legroom", "run", "--json", "--report", "r.json", "--", sys.executable, "-c", code]
+    started = subprocess.Popen(
+        [sys.executable, "-c", AT_TERMINAL, os.ttyname(theirs), stdin, *words],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True, cwd=tmp_path,
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
+    )  # fmt: skip
+    shown = b""
+    while b"started" not in shown:
+        shown += os.read(ours, 4096)
+    os.close(theirs)
+    os.write(ours, b"\x03")
+    out = started.communicate(timeout=60)[0]
+    os.close(ours)
+    report = json.loads(out)
+    (attempt,) = report["attempts"]
+    assert report["verdict"] == "killed" and "Ctrl-C" in attempt["summary"], attempt
+    assert attempt["fix"] == [] and started.returncode == 130
+
+
+def test_a_sigint_from_elsewhere_is_not_called_ctrl_c(tmp_path: Path) -> None:
+    done = _run("--json", "--", "sh", "-c", "kill -INT $$", folder=tmp_path)
+    (attempt,) = _report(done)["attempts"]
+    assert attempt["verdict"] == "killed" and "Ctrl-C" not in attempt["summary"]
+    assert any("ask who sent it" in step for step in attempt["fix"])
 
 
 def test_a_reader_that_goes_away_ends_it_like_any_pipe(tmp_path: Path) -> None:

@@ -50,12 +50,38 @@ def test_settings_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert {lever["name"] for lever in report["levers"]} >= {"batch_size", "mixed_precision"}
 
 
+def test_parameters_are_counted_as_plan_and_check_count_them(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("--dataset", "tuned_images:Images", "--batch", "8", "--json")
+    told = [json.loads(_run(capsys, *common, "--params", given)[1])["zero"] for given in ("60M", "60000000")]
+    assert told[0] == told[1] != []
+    status, _, err = _run(capsys, *common, "--params", "many")
+    assert status == 2 and "125M" in err
+
+
+@pytest.mark.parametrize(
+    ("spec", "what", "advice"),
+    [
+        ("tuned_images:Imagse", "tuned_images has no 'Imagse'", "did you mean 'Images'?"),
+        ("tuned_images.py:nope", "tuned_images.py has no 'nope'", "module:object"),
+        ("tuned_imagse:Images", "there is no module tuned_imagse", "name its file"),
+        ("nowhere.py:Images", "there is no module nowhere.py", "name its file"),
+    ],
+)
+def test_a_name_that_is_not_there(
+    spec: str, what: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = _run(capsys, "--dataset", spec, "--batch", "8")
+    assert status == 2 and f"{what} [missing-key]" in err and advice in err
+    assert "Traceback" not in err and "named.py" not in err and "dataset[0]" not in err
+
+
 def test_settings_in_words_with_one_set_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = _run(
         capsys, "--dataset", "tuned_images:Images", "--batch", "8", "--set", "workers=2", "--set", "pin_memory=off",
         "--preset", "production",
     )  # fmt: skip
     assert status == 0 and "num_workers=2" in out and "num_workers 2: set by hand" in out
+    assert "torch.utils.data.DataLoader(dataset" in out  # whose loader the settings are for
     assert all(len(line) <= 80 for line in out.splitlines())
 
 

@@ -81,6 +81,8 @@ def test_an_empty_root_is_all_unknown(capsys: pytest.CaptureFixture[str], tmp_pa
     assert status == 0
     for pool in report["pools"]:
         assert pool["used"] is None and pool["size"] in (None,), pool
+    _, text, _ = _run(capsys, "--root", str(tmp_path))
+    assert "nothing here is short" not in text and "No finding, but shm, ram could not be judged." in text
 
 
 @pytest.mark.parametrize("nonsense", ["not json", "[]", "\x00\x01"])

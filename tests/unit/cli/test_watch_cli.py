@@ -127,3 +127,34 @@ def test_every_recorded_machine_gives_a_sample(tree: str, capsys: pytest.Capture
         return
     for pool in json.loads(out)["pools"]:
         assert pool["size"] is not None or pool["reason"], pool
+
+
+def test_a_terminal_without_the_screen_gets_lines_that_fit_and_a_summary_on_its_own(tmp_path: Path) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    subprocess.run(["stty", "cols", "80", "rows", "24"], stdin=theirs, check=True)
+    watch = subprocess.Popen(
+        ["setsid", "--ctty", sys.executable, "-m", "legroom", "watch", "--plain", "--interval", "100ms"],
+        stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "LEGROOM_LANG": "en"},
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    asked = False
+    try:
+        while True:
+            try:
+                read = os.read(ours, 4096)
+            except OSError:  # the other end is closed
+                break
+            shown += read
+            if not asked and shown.count(b"\n") > 4:
+                asked = os.write(ours, b"\x03") == 1
+    finally:
+        watch.kill()
+        watch.wait()
+        os.close(ours)
+    lines = shown.decode().splitlines()
+    assert all(len(line) <= 80 for line in lines), lines
+    (echo,) = (line for line in lines if "^C" in line)
+    assert echo == "^C" and any(line.startswith("watched for ") for line in lines[lines.index(echo) :])

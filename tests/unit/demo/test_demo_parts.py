@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,13 +15,14 @@ import pytest
 from legroom.cli.demo_view import table_lines, wrapped
 from legroom.cli.main import run
 from legroom.columns import cells
-from legroom.demo import picture_file
+from legroom.demo import picture_file, place
 from legroom.demo.dataset import CLASSES, make_dataset, read_plainly
 from legroom.demo.job import Job
 from legroom.demo.loaders import best_rates
 from legroom.demo.model_numpy import Model
 from legroom.demo.picture import HEIGHT, WIDTH, Area, Words, drawing
 from legroom.demo.picture_svg import svg
+from legroom.demo.place import make_place
 from legroom.demo.result import (
     SEPARATE,
     SHARED,
@@ -40,6 +42,8 @@ from legroom.demo.stage import Weight, peak
 from legroom.demo.table import rows, times
 from legroom.errors import MissingPackage, NoRoom, UsageError
 from legroom.model import Pool
+from legroom.probe.host import Host
+from legroom.probe.temporary import TAIL, longest_socket
 
 MB, GB = 1 << 20, 1 << 30
 
@@ -308,3 +312,20 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a demo works on Linux")
+@pytest.mark.parametrize("more", [0, 1])
+def test_workers_of_a_demo_have_room_for_their_sockets(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = longest_socket(sys.platform) - TAIL
+    own = len("/legroom-demo-12345678/tmp")
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        parent = Path(short, "y" * (longest - own + more - len(short) - 1))
+        parent.mkdir()
+        monkeypatch.setattr(place, "_parents", lambda host: iter([parent]))
+        made = make_place(Host(), 1, None)
+        try:
+            assert (made.sockets is None) is (more == 0)
+            assert len(os.fsencode(made.environment({})["TMPDIR"])) <= longest
+        finally:
+            made.remove()

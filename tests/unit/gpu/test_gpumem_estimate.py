@@ -46,6 +46,30 @@ def test_the_trace_is_what_really_happens() -> None:
     assert fake.peak == pytest.approx(real.peak, rel=0.02)
 
 
+@pytest.mark.parametrize("ask", [legroom.gpu.estimate, legroom.gpu.advise])
+def test_a_sample_the_model_does_not_take(
+    ask: Any, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(UsageError, match="cannot take a step") as caught:
+        ask(mlp(4, 1), torch.randn(8, 5))
+    assert "RuntimeError" in caught.value.why and "5" in caught.value.why and "\n" not in caught.value.why
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert capfd.readouterr().err == "" and not caplog.records
+
+
+@pytest.mark.parametrize("ask", [legroom.gpu.estimate, legroom.gpu.advise])
+@pytest.mark.parametrize("optimizer", ["adam", 3, torch.optim.Adam])
+def test_what_is_no_optimizer(ask: Any, optimizer: Any) -> None:
+    with pytest.raises(UsageError, match="is no optimizer"):
+        ask(mlp(4, 1), torch.randn(8, 4), optimizer)
+
+
+@pytest.mark.parametrize("model", ["resnet18", None, torch.nn.Linear])
+def test_what_is_no_model(model: Any) -> None:
+    with pytest.raises(UsageError, match="is no model"):
+        legroom.gpu.estimate(model, torch.randn(8, 4))
+
+
 def test_nothing_is_changed() -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
     before = {name: one.clone() for name, one in model.state_dict().items()}

@@ -192,6 +192,27 @@ def test_without_cuda_it_says_so() -> None:
         assert "would be" in str(caught.value) and caught.value.why and caught.value.fix
 
 
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [((0.8, None), "80 %"), (("20GB", None), "20 GB"), ((8 * GB, None), "8 GB"), ((None, 1 / 6), "16.7 %")],
+)
+def test_without_cuda_it_says_what_it_would_have_set(
+    asked: tuple[Any, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("legroom.gpu.card.why_no_cuda", lambda _: "none today")
+    with pytest.raises(NoCuda, match=f"limited to {named} of its memory"):
+        legroom.gpu.limit(asked[0], share=asked[1])
+
+
+@pytest.mark.parametrize(
+    "asked", [(0, None), (1.5, None), ("lots", None), (None, None), (0.5, 0.5), ([1], None), (None, "a")]
+)
+def test_what_no_card_could_give_is_refused_without_one(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("legroom.gpu.card.why_no_cuda", lambda _: "none today")
+    with pytest.raises(BadLimit):
+        legroom.gpu.limit(asked[0], share=asked[1])
+
+
 def test_a_device_that_is_not_there() -> None:
     fake = FakeCard(FakeCuda()).torch
     fake.device = _device

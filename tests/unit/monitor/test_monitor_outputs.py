@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import resources
 from pathlib import Path
@@ -17,11 +18,12 @@ from urllib.parse import urlsplit
 import pytest
 from monitor_samples import GB, MB, moments, pool, row, sample
 
+from legroom.columns import cells
 from legroom.errors import CannotListen, UsageError
 from legroom.model import EntryRow, Mark, MemoryEvents, Moment, Pool, Pressure, Said
 from legroom.monitor.deliver import Deliver, to_command, to_webhook
 from legroom.monitor.history import History
-from legroom.monitor.lines import Lines
+from legroom.monitor.lines import Lines, sample_line
 from legroom.monitor.listen import address
 from legroom.monitor.metrics import METRICS, MOST_PROCESSES, Totals, text_of
 from legroom.monitor.prometheus import Prometheus
@@ -380,3 +382,47 @@ def test_lines_say_samples_alarms_marks_and_a_summary() -> None:
         "1 alarm(s)"
     )
     assert "swap" not in told[1]  # a machine without swap has nothing to say about it
+
+
+def test_lines_fit_a_terminal_and_say_the_most_that_fits() -> None:
+    command = "python train_glint_unet.py --h5 train_256.h5 --batch-size 32"
+    watched = sample(
+        0.0,
+        *(pool(name, 100 * GB, 42 * GB) for name in ("shm", "ram", "swap", "gpu0", "disk")),
+        processes=tuple(row(pid, rss=pid * GB, command=command) for pid in range(1, 9)),
+        said=Said({"model": MB}, "epoch 1", (), 5, 2.5),
+    )
+    whole = sample_line(watched)
+    assert (
+        whole.count("of 100 GB") == 5
+        and "most 8 python train_glint_unet.py" in whole
+        and "model 1 MB" in whole
+    )
+    lengths = []
+    for columns in range(200, 4, -1):
+        line = sample_line(watched, columns)
+        lengths.append(cells(line))
+        assert lengths[-1] <= columns
+    assert sorted(lengths, reverse=True) == lengths  # less room never says more
+    at_80 = sample_line(watched, 70)
+    assert (
+        all(f"{name} 42%" in at_80 for name in ("shm", "ram", "swap", "gpu0", "disk"))
+        and "2.50 steps/s" in at_80
+    )
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_everything_a_terminal_is_told_fits_it(columns: int) -> None:
+    told: list[str] = []
+    history = History()
+    lines = Lines(told.append, history, lambda: columns)
+    full = [pool(name, 100 * MB, 97 * MB) for name in ("shm", "ram", "swap", "gpu0", "disk")]
+    notes = ("a note about what cannot be seen from here, which is longer than a line of forty columns",)
+    for moment in moments([replace(sample(float(n), *full), notes=notes) for n in range(4)]):
+        history.add(moment.sample)
+        lines.show(moment)
+    lines.close()
+    shown = "\n".join(told).splitlines()
+    assert max(map(cells, shown)) <= columns
+    text = " ".join(" ".join(shown).split())
+    assert notes[0] in text and "CRITICAL shm-nearly-full" in text and "peaks: shm 97 MB of 100 MB" in text

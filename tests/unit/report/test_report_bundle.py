@@ -17,6 +17,7 @@ import rigs
 from legroom.budget.findings import findings
 from legroom.cli.main import run
 from legroom.errors import DamagedSource, UnreadableSource, UsageError
+from legroom.probe import temporary
 from legroom.probe.box import snapshot
 from legroom.probe.host import Host
 from legroom.report.bundle import CONTENTS, checked_path, pack, redacted, write
@@ -81,6 +82,31 @@ def test_no_process_is_recorded_and_commands_lose_their_words() -> None:
     assert box["schema"] == "legroom.report.box/1" and box["processes"]
     for row in box["processes"]:
         assert "/" not in row["command"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such sockets")
+@pytest.mark.parametrize("length", [75, 76, 101, 300])
+def test_how_long_the_path_for_temporary_files_is_comes_over_and_nothing_else_of_it(
+    length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(temporary, "_moves_away", lambda: False)
+    root, folder = tmp_path / "root", "/vogsphere" + "/jeltz" * (length // 6)
+    folder = folder[: length - 1].rstrip("/").ljust(length, "z")
+    (root / folder[1:]).mkdir(parents=True)
+    host = Host(root=root, env={"TMPDIR": folder}, platform="linux", recording={})
+    parts = _bundle(host)
+    for name, one in parts.items():
+        path = tmp_path / "out" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(one.text, encoding="utf-8", newline="")
+    there = Host.at(tmp_path / "out" / MACHINE)
+    before, after = temporary.temporary(host), temporary.temporary(there)
+    assert before is not None and after is not None
+    assert (after.source, after.socket, after.longest) == (before.source, before.socket, before.longest)
+    found = {finding.code for finding in findings(snapshot(there))}
+    assert ("tmpdir-too-long" in found) is (length > 75)
+    recorded = [name + one.text for name, one in parts.items() if name.startswith(MACHINE)]
+    assert recorded and not any("jeltz" in text or "vogsphere" in text for text in recorded)
 
 
 def test_every_part_is_listed_and_nothing_private_is_in_any(

@@ -108,6 +108,41 @@ def test_daemons_that_kill_for_memory() -> None:
     assert _verdict(ending=Ending(3), killers=trace, oom=NONE)[0] == "not-memory"
 
 
+# As torch 2.13 with Python 3.11 wrote it, less some frames: a worker's feeder thread, whose batch is lost.
+LOST_BATCH = """\
+Traceback (most recent call last):
+  File "/usr/lib/python3.11/multiprocessing/queues.py", line 244, in _feed
+    obj = _ForkingPickler.dumps(obj)
+          ^^^^^^^^^^^^^^^^^^^^^^^^^^
+  File "/usr/lib/python3.11/site-packages/torch/multiprocessing/reductions.py", line 614, in reduce_storage
+    df = multiprocessing.reduction.DupFd(fd)
+         ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  File "/usr/lib/python3.11/multiprocessing/connection.py", line 607, in __init__
+    self._socket.bind(address)
+OSError: AF_UNIX path too long
+"""
+LATER = "epoch 1: waiting for the first batch\nTraceback (most recent call last):\n  File 'a'\n"
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        {"text": LOST_BATCH},  # forkserver: the workers do not start
+        {"text": LOST_BATCH, "ending": Ending(1)},
+        {"text": LOST_BATCH * 3 + LATER + "KeyboardInterrupt\n"},
+        {"text": LOST_BATCH + LATER + "RuntimeError: DataLoader timed out after 30 seconds\n"},
+        {"text": LOST_BATCH, "ending": Ending(signal=15)},
+        {"text": LOST_BATCH, "ending": KILLED, "oom": NONE},
+    ],
+)
+def test_a_path_with_no_room_for_a_socket_whoever_ended_the_waiting(known: dict[str, Any]) -> None:
+    assert _verdict(**known)[0] == "tmpdir-too-long"
+
+
+def test_a_socket_that_could_not_be_made_and_was_survived() -> None:
+    assert _verdict(text=LOST_BATCH + LATER + "ValueError: no such class\n")[0] == "not-memory"
+
+
 def test_asked_to_stop_and_stalled() -> None:
     assert _verdict(ending=Ending(signal=15), asked_to_stop=15) == ("killed", 1.0)
     assert _verdict(ending=Ending(signal=15), stalled_on="shm")[0] == "shm-full"
@@ -140,3 +175,18 @@ def test_nothing_that_points_to_memory_gives_no_memory_verdict(evidence: Evidenc
     assert 0 < verdict.confidence <= 1
     bus = evidence.ending is not None and 7 in (evidence.ending.signal, (evidence.ending.status or 0) - 128)
     assert verdict.cause not in MEMORY_CAUSES or bus
+
+
+def test_an_oom_kill_shows_the_kernel_s_peak_or_when_it_was_last_looked() -> None:
+    known: dict[str, Any] = {
+        "ending": KILLED,
+        "oom": OomCount(1, True, "own", 0.2),
+        "peaks": {"ram": Level(18 * MB, 120 * MB)},
+        "ram_unseen": 0.9,
+    }
+    seen = " | ".join(classify(Evidence(**known)).evidence)
+    assert "18 MB of 120 MB (15%)" in seen and "the last look was 900 ms before the end" in seen
+    by_kernel = " | ".join(classify(Evidence(**known, ram_peak=Level(119 * MB, 120 * MB))).evidence)
+    assert "the kernel's own peak: 119 MB of 120 MB (99%)" in by_kernel and "18 MB" not in by_kernel
+    full = {**known, "peaks": {"ram": Level(119 * MB, 120 * MB)}}
+    assert not any("last look" in line for line in classify(Evidence(**full)).evidence)

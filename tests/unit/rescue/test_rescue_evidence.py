@@ -13,7 +13,7 @@ from legroom.model.death import Level, Reading
 from legroom.probe.host import Host
 from legroom.rescue.cgroup_home import Home, make_home
 from legroom.rescue.kernel_log import KernelLog
-from legroom.rescue.readings import Readings, before_end, recent_rate, thinned, worst_stall
+from legroom.rescue.readings import Readings, before_end, recent_rate, since_look, thinned, worst_stall
 from legroom.rescue.stall import StallWatch, cpu_seconds
 from legroom.rescue.sweep import names_there, sweep
 
@@ -146,3 +146,36 @@ def test_only_what_the_dead_job_left_is_removed() -> None:
     finally:
         for path in (kept, left, other):
             path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(("version", "name"), [("v1", "memory.max_usage_in_bytes"), ("v2", "memory.peak")])
+def test_the_kernel_s_peak_counts_where_it_is_of_this_attempt(
+    version: str, name: str, tmp_path: Path
+) -> None:
+    group = tmp_path / "sys" / "job"
+    group.mkdir(parents=True)
+    peak = group / name
+    peak.write_text(f"{50 * MB}\n")
+
+    def looked(home: Home) -> Readings:
+        readings = Readings(Host(root=tmp_path), home, list)
+        readings.begin()
+        readings.peaks["ram"] = Level(18 * MB, 120 * MB)
+        return readings
+
+    own = Home("/sys/job", version, True)  # type: ignore[arg-type]
+    readings, shared = looked(own), looked(Home("/sys/job", version, False))  # type: ignore[arg-type]
+    assert readings.ram_peak() is None  # what an attempt before this one took
+    peak.write_text(f"{119 * MB}\n")
+    assert readings.ram_peak() == Level(119 * MB, 120 * MB)
+    assert shared.ram_peak() is None  # somebody else may have taken it
+    readings.peaks["ram"] = Level(120 * MB, 120 * MB)
+    assert readings.ram_peak() is None  # the looks saw more
+    peak.unlink()
+    assert readings.ram_peak() is None
+
+
+def test_how_long_ago_a_pool_was_looked_at() -> None:
+    history = [Reading(1.0, {"ram": Level(1, 2)}), Reading(1.5, {"shm": Level(1, 2)}), Reading(1.9, {})]
+    assert since_look(history, "ram") == pytest.approx(0.9)
+    assert since_look(history, "swap") is None and since_look([], "ram") is None

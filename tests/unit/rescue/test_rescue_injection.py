@@ -31,7 +31,7 @@ def test_the_path_is_put_in_front_once() -> None:
         with_gpu_limit({}, "1.5")
 
 
-@pytest.mark.parametrize("amount", ["0", "1.5", "a lot", "-3GB"])
+@pytest.mark.parametrize("amount", ["0", "1.5", "a lot", "-3GB", "80", "8", "16000"])
 def test_a_bad_limit_is_told_before_anything_starts(amount: str, tmp_path: Path) -> None:
     done = _run(tmp_path, [f"--gpu-limit={amount}"], "print('started')")
     assert done.returncode == 2 and "started" not in done.stdout and "bad-limit" not in done.stdout

@@ -185,7 +185,10 @@ def open_driver(device: object) -> Driver:
             why=say("torch {version} is built without it", version=torch.__version__)
             if torch.version.cuda is None
             else say("torch {version} finds no card that it can use", version=torch.__version__),
-            fix=(say("device=None gives batches in memory"), say("legroom doctor shows the cards there are")),
+            fix=(
+                say("device=None gives batches in memory"),
+                say("see which cards there are:\nlegroom doctor"),
+            ),
         )
     try:
         index = cuda.current_device() if asked.index is None else asked.index

@@ -1,0 +1,111 @@
+"""The standard streams, whatever they were started with: closed, on a full disk, or a pipe nobody reads.
+
+Covers: something in the place of a stream that is closed, telling a failed write to one from any other failure, and
+leaving quietly. Does not cover: their encoding (language.py).
+
+A closed descriptor is not left free: the next file that is opened would get its number, and whatever is printed would
+land in that file. What stands in for it fails as a closed one does.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from typing import IO, TextIO
+
+from legroom.errors import CannotWrite
+from legroom.words import say
+
+# In the order of their numbers: the lowest free one is what the system gives. The direction of the first two is the
+# wrong one, so that using them fails; what goes to standard error is lost without a further word.
+_STANDARD = (("stdin", "r", os.O_WRONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY))
+
+
+class NotWritten(Exception):
+    """Standard output took nothing. No OSError: click ends a program by itself where it meets one of a pipe."""
+
+    def __init__(self, problem: OSError) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+
+
+class Answers(io.TextIOWrapper):
+    """Standard output, whose failures cannot be taken for any other's."""
+
+    def write(self, text: str, /) -> int:
+        """As any stream, or NotWritten."""
+        try:
+            return super().write(text)
+        except OSError as problem:
+            raise NotWritten(problem) from problem
+
+    def flush(self) -> None:
+        """As any stream, or NotWritten."""
+        try:
+            super().flush()
+        except OSError as problem:
+            raise NotWritten(problem) from problem
+
+
+class Asides(io.TextIOWrapper):
+    """Standard error that never fails: there would be nobody to tell, and the answer is elsewhere."""
+
+    def write(self, text: str, /) -> int:
+        """As any stream, or nowhere."""
+        try:
+            return super().write(text)
+        except OSError:
+            leave(self)
+            return len(text)
+
+    def flush(self) -> None:
+        """As any stream, or nowhere."""
+        try:
+            super().flush()
+        except OSError:
+            leave(self)
+
+
+def hold() -> None:
+    """Have all three streams of this process; know of the two that are written to whether they were."""
+    for name, mode, direction in _STANDARD:
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, direction)
+            os.set_inheritable(number, True)
+            stream = os.fdopen(number, mode, encoding="utf-8")
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)  # kept, so that it stays open
+    sys.stdout = _of(Answers, sys.stdout)
+    sys.stderr = _of(Asides, sys.stderr)
+
+
+def _of(kind: type[io.TextIOWrapper], stream: TextIO) -> TextIO:
+    """The same stream as that kind; the old one stays where Python keeps it (``sys.__stdout__``)."""
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    return kind(
+        stream.buffer,
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def not_written(problem: OSError) -> CannotWrite:
+    """What there is to say where an answer was not written."""
+    why = say("it is closed") if problem.errno == errno.EBADF else problem.strerror or str(problem)
+    return CannotWrite(
+        say("the answer cannot be written to standard output"),
+        why=why,
+        fix=(say("send it where there is room for it: > FILE"),),
+    )
+
+
+def leave(stream: IO[str]) -> None:
+    """Let what cannot be written go: Python would try once more at exit, and complain."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

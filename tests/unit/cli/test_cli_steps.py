@@ -1,0 +1,160 @@
+"""What is to be typed can be pasted: a command stands whole and alone on a line, at every width, in every language."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+from collections.abc import Iterator
+from os import terminal_size
+from pathlib import Path
+
+import pytest
+from boxes import GB, MB, healthy
+
+import legroom
+from legroom import words
+from legroom.budget import remedy
+from legroom.budget.relief import relieve
+from legroom.cli.layout import steps
+from legroom.errors import LegroomError
+from legroom.model import Place
+from legroom.model.death import Level, Verdict
+from legroom.probe.host import Host
+from legroom.rescue.fixes import fixes
+from legroom.rescue.order import Order
+from legroom.rescue.report_html import _steps
+from legroom.rescue.supervisor import Supervisor
+
+SOURCE = Path(legroom.__file__).parent
+KINDS = ("bare", "docker", "podman", "kubernetes", "slurm", "wsl", "container")
+CAUSES = (
+    "shm-full",
+    "ram-oom-kill",
+    "swap-thrash",
+    "gpu-oom",
+    "pinned-exhausted",
+    "fds-exhausted",
+    "disk-full",
+)
+# What a shell would run, wherever it stands in a sentence: its first word and what comes after it.
+COMMAND = re.compile(
+    r"(?<![\w./\[-])(?:\{sudo\}|sudo )?(?:rm|mount -o|swapoff -|swapon -|chmod \d|ulimit -n|df -h|ps -e|ls -|du -|cat /|cat \{"
+    r"|grep |dmesg \||vmstat \d|printf|kubectl \w|sbatch -|loginctl \w|nvidia-smi|free -h|wsl --|h5clear|export \w+=|mkdir"
+    r"|docker run|\{tool\} run|pip install|python -X|legroom (?:run -- |run --loader|doctor|cache \w|demo -|explain -))"
+)  # fmt: skip
+
+
+@pytest.fixture(params=words.LANGUAGES)
+def language(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = words.language()
+    words.speak(request.param)
+    yield request.param
+    words.speak(before)
+
+
+def _places() -> Iterator[Place]:
+    for kind in KINDS:
+        for rights in (
+            {"root": True, "may_mount": True},
+            {"root": False, "may_mount": False, "sudo": True},
+            {"root": False, "may_mount": False, "sudo": False},
+        ):
+            made = {"kind": kind, "how": "", "platform": "linux", "sudo": False, "rights_how": "", **rights}
+            yield Place(**made)
+
+
+def _every_fix() -> Iterator[tuple[str, ...]]:
+    box = healthy()
+    yield remedy.remove_leftovers(("torch_1", "a name", *(f"torch_{n:040}" for n in range(3))), 40 * MB)
+    yield remedy.remove_leftovers(tuple(f"torch_{n:040}" for n in range(9)), 40 * MB)
+    yield remedy.stop_spilling()
+    yield remedy.shorten_temporary("TMPDIR", 107)
+    yield remedy.unpin()
+    for pool in ("shm", "ram", "fds", "disk", "pinned", "gpu0"):
+        yield relieve(box, pool, 40 * GB)
+    for place in _places():
+        yield remedy.enlarge_shm(place, 8 * GB)
+        yield remedy.settle_swap(place, moving=True, used=GB, free=8 * GB)
+        for cause in CAUSES:
+            yield fixes(cause, place, ram=16 * GB, shm=Level(64 * MB, 64 * MB), nofile=1024)
+
+
+@pytest.mark.parametrize("columns", [40, 80, 100])
+def test_no_newline_splits_a_command(language: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda fallback=None: terminal_size((columns, 24)))
+    checked = 0
+    for fix in _every_fix():
+        shown = "\n".join(steps(fix)).splitlines()
+        for step in fix:
+            sentence, *commands = step.splitlines()
+            assert COMMAND.search(sentence) is None, sentence
+            for command in commands:
+                checked += 1
+                assert command in [line.strip() for line in shown]
+    assert checked > 200
+
+
+def test_the_largest_are_removed_by_one_line_and_nothing_after_it() -> None:
+    step = remedy.remove_leftovers(("a", "b"), 0)[0]
+    assert step.splitlines()[1:] == ["rm /dev/shm/a /dev/shm/b"]
+    assert "9" in remedy.remove_leftovers(tuple("abcdefghi"), MB)[0].splitlines()[0]
+
+
+def _templates() -> Iterator[tuple[str, str]]:
+    """Every step that is written down in the source: what is given as a fix, and what the remedies are made of."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        whole = path.name in ("remedy.py", "fixes.py", "deaths.py") or path.name.startswith("rules_")
+        roots = (
+            [tree]
+            if whole
+            else [n.value for n in ast.walk(tree) if isinstance(n, ast.keyword) and n.arg == "fix"]
+        )
+        for root in roots:
+            for call in ast.walk(root):
+                if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "say":
+                    for part in ast.walk(call.args[0]):
+                        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                            yield path.relative_to(SOURCE).as_posix(), part.value
+
+
+def test_every_step_in_the_source_has_its_commands_on_lines_of_their_own() -> None:
+    found = list(_templates())
+    assert len(found) > 200
+    wrong = [
+        (where, template)
+        for where, template in found
+        for line in template.splitlines()
+        if (command := COMMAND.search(line)) is not None and command.start() > 0
+    ]
+    assert wrong == []
+
+
+def test_translations_have_the_same_commands() -> None:
+    before = words.language()
+    try:
+        words.speak("zh")
+        different = [
+            (template, said)
+            for _, template in _templates()
+            if "\n" in template
+            and (said := words.say(template)).splitlines()[1:] != template.splitlines()[1:]
+        ]
+    finally:
+        words.speak(before)
+    assert different == []
+
+
+def test_run_tells_a_command_on_a_line_without_its_own_name() -> None:
+    told: list[str] = []
+    supervisor = Supervisor(Order(("true",)), healthy(), told.append, Host())
+    supervisor._tell_death(Verdict("shm-full", 0.9, "full", fix=("now:\nmount -o remount,size=8G /dev/shm",)))
+    lines = "\n".join(f"legroom: {line}" for line in told).splitlines()
+    assert "mount -o remount,size=8G /dev/shm" in [line.strip() for line in lines]
+
+
+def test_an_error_and_a_page_show_it_alone_too() -> None:
+    error = LegroomError("what", fix=("see <them>:\nls -l /a && ls /b",))
+    assert str(error).splitlines()[1:] == ["  do:  see <them>:", "       ls -l /a && ls /b"]
+    assert _steps(error.fix) == "<ul><li>see &lt;them&gt;:<pre>ls -l /a &amp;&amp; ls /b</pre></li></ul>"
