@@ -308,6 +308,8 @@ def test_batch_statistics_are_warned_of() -> None:
 
 @pytest.mark.parametrize("name", ["conv", "transformer"])
 def test_the_estimate_is_within_its_stated_error(name: str) -> None:
+    gc.collect()
+    held = torch.cuda.memory_allocated()  # work space of cuBLAS that earlier tests asked for, 32 MB a piece
     step: Any = MODELS[name][0]()
     batch = 64
     sample = step.data(batch)
@@ -320,7 +322,7 @@ def test_the_estimate_is_within_its_stated_error(name: str) -> None:
     torch.cuda.reset_peak_memory_stats()
     step(batch)
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
+    peak = torch.cuda.max_memory_allocated() - held
     assert abs(found.peak - peak) <= found.error * peak, (found, peak, before)
     advice = legroom.gpu.advise(step.model, step.data(batch))
     half = advice.get("smaller-batch")

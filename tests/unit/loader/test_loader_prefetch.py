@@ -146,7 +146,9 @@ def test_the_interpreter_ends(act: str, status: int) -> None:
 
 
 def test_control_c_ends_it() -> None:
-    act = "while True:\n        for batch in data.batches(200, format='numpy'): time.sleep(0.002)"
+    # A shell may have started these tests in the background, where Ctrl-C is ignored.
+    act = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n    "
+    act += "while True:\n        for batch in data.batches(200, format='numpy'): time.sleep(0.002)"
     with subprocess.Popen(
         [sys.executable, "-c", LOOP.replace("ACT", act)],
         stdout=subprocess.PIPE,

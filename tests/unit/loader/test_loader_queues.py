@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from legroom.loader.arena.queues import DirectQueue, direct
+from legroom.loader.arena.queues import direct
 from legroom.loader.arena.sent import Sent
 
 METHODS = multiprocessing.get_all_start_methods()
 
 
 @pytest.fixture
-def queue() -> Iterator[DirectQueue]:
+def queue() -> Iterator[Any]:
     made: Any = direct(multiprocessing.get_context("fork")).Queue()
     yield made
     made.cancel_join_thread()
@@ -28,7 +28,7 @@ def thread_of(queue: Any) -> Any:
     return queue._thread
 
 
-def test_small_messages_need_no_thread(queue: DirectQueue) -> None:
+def test_small_messages_need_no_thread(queue: Any) -> None:
     for number in range(50):
         queue.put((number, [number, number + 1]))
     queue.put(None)
@@ -39,7 +39,7 @@ def test_small_messages_need_no_thread(queue: DirectQueue) -> None:
     ]
 
 
-def test_nobody_waits_for_a_full_pipe_and_order_is_kept(queue: DirectQueue) -> None:
+def test_nobody_waits_for_a_full_pipe_and_order_is_kept(queue: Any) -> None:
     count = 20_000  # far more than a pipe holds, and nobody reads
     for number in range(count):
         queue.put((number, None))
@@ -47,7 +47,7 @@ def test_nobody_waits_for_a_full_pipe_and_order_is_kept(queue: DirectQueue) -> N
     assert [queue.get(timeout=30)[0] for _ in range(count)] == list(range(count))
 
 
-def test_large_messages_come_between_small_ones(queue: DirectQueue) -> None:
+def test_large_messages_come_between_small_ones(queue: Any) -> None:
     messages: list[tuple[int, list[int]]] = [
         (0, [1]),
         (1, list(range(300_000, 310_000))),
@@ -70,20 +70,20 @@ class Counted:
 
 
 @pytest.mark.parametrize("make", [lambda one: (0, one), lambda one: one, lambda one: (0, [one])])
-def test_what_may_have_effects_is_pickled_once(queue: DirectQueue, make: Any) -> None:
+def test_what_may_have_effects_is_pickled_once(queue: Any, make: Any) -> None:
     Counted.times = 0
     queue.put(make(Counted()))
     assert "arrived" in str(queue.get(timeout=10))
     assert Counted.times == 1
 
 
-def test_a_batch_in_a_slot_goes_at_once(queue: DirectQueue) -> None:
+def test_a_batch_in_a_slot_goes_at_once(queue: Any) -> None:
     queue.put((7, Sent(0, -1, 0, [], pickle.dumps({"rows": 3}), False, None, None)))
     assert thread_of(queue) is None
     assert queue.get(timeout=10) == (7, {"rows": 3})
 
 
-def test_several_threads(queue: DirectQueue) -> None:
+def test_several_threads(queue: Any) -> None:
     writers = [
         threading.Thread(target=lambda first=first: [queue.put((first, [step])) for step in range(300)])
         for first in range(4)
@@ -120,7 +120,7 @@ def test_between_processes(method: str) -> None:
     assert worker.exitcode == 0
 
 
-def test_a_closed_queue_says_so(queue: DirectQueue) -> None:
+def test_a_closed_queue_says_so(queue: Any) -> None:
     queue.close()
     with pytest.raises(ValueError, match="closed"):
         queue.put(None)

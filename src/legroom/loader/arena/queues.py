@@ -19,7 +19,6 @@ import multiprocessing
 import select
 from functools import cache
 from multiprocessing.context import BaseContext
-from multiprocessing.queues import Queue
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -28,12 +27,12 @@ from legroom.loader.arena.sent import Sent
 _HEADER = 4  # bytes that a connection writes before a small message
 
 
-class DirectQueue(Queue):  # type: ignore[type-arg]  # it has none when the program runs
-    """A queue of multiprocessing that writes by itself what a pipe takes without delay."""
+class _Direct:
+    """What a queue of multiprocessing is mixed with: it writes by itself what a pipe takes without delay."""
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
         if not self._put_now(obj):
-            super().put(obj, block, timeout)
+            super().put(obj, block, timeout)  # type: ignore[misc]
 
     def _put_now(self, obj: Any) -> bool:
         inner: Any = self  # the names below are multiprocessing's own
@@ -79,12 +78,27 @@ def _kinds() -> list[type[BaseContext]]:
     if not hasattr(select, "PIPE_BUF") or not hasattr(select, "poll"):
         return []
     return [
-        type(f"Direct{name}", (_Direct, type(multiprocessing.get_context(name))), {})
+        type(f"Direct{name}", (_Context, type(multiprocessing.get_context(name))), {})
         for name in multiprocessing.get_all_start_methods()
     ]
 
 
-class _Direct:
-    def Queue(self, maxsize: int = 0) -> DirectQueue:  # noqa: N802 multiprocessing's name
+class _Context:
+    def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802 multiprocessing's name
         context: Any = self
-        return DirectQueue(maxsize, ctx=context.get_context())
+        return _queue_class()(maxsize, ctx=context.get_context())
+
+
+@cache
+def _queue_class() -> type[Any]:
+    """Made when it is needed: multiprocessing's queues cannot be imported everywhere."""
+    from multiprocessing.queues import Queue
+
+    names = {"__module__": __name__, "__qualname__": "DirectQueue", "__doc__": _Direct.__doc__}
+    return type("DirectQueue", (_Direct, Queue), names)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DirectQueue":  # by which workers that are not forked find it
+        return _queue_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
