@@ -176,7 +176,7 @@ def _h2d(size: int) -> Contender:
 def _bare(bench: Bench, size: int) -> Contender:
     """index_select from registered memory and nothing around it: what a loop could at most give."""
     batches = on_path(bench.data().batches(size, device="cuda", keys="images"), "cuda-registered")
-    source = batches._gatherer._uses["images"].thing
+    source = batches._gatherer._sources["images"]
     chosen = [torch.randperm(len(source), device=DEVICE)[:size] for _ in range(8)]
     out = torch.empty((size, source.shape[1]), dtype=source.dtype, device=DEVICE)
     # The batches are an argument so that the memory stays registered.
@@ -187,7 +187,7 @@ def _d2d(bench: Bench, size: int) -> Contender:
     """Slices of the array on the card, copied on the card; other slices each time, or its cache would answer."""
     data = bench.data()
     batches = on_path(data.batches(size, device="cuda", keys="images", resident=True), "cuda-resident")
-    source = batches._gatherer._uses["images"].thing
+    source = batches._gatherer._sources["images"]
     out = torch.empty((size, source.shape[1]), dtype=source.dtype, device=DEVICE)
     starts = max(1, len(source) - size)
 

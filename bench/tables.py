@@ -159,8 +159,7 @@ def gpu_memory_table(found: dict[str, Any]) -> str:
     lines.append(
         f"| account: unknown | {share:.3%} of the card | ≤ 2 % | {'holds' if share <= 0.02 else 'missed'} |"
     )
-    note = "The search has been changed in two places since (its step upwards, and a bisection at the end)."
-    return "\n".join([*lines, "", note])
+    return "\n".join(lines)
 
 
 def peer_row(peer: dict[str, Any], counts: list[str]) -> str:

@@ -46,9 +46,10 @@ def test_doctor_does_without_numpy_and_torch() -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help_json_a_page_and_a_file(verb: str) -> None:
-    command = cli.get_command(click.Context(cli), verb)
+    door = click.Context(cli, **cli.context_settings)
+    command = cli.get_command(door, verb)
     assert command is import_module(f"legroom.cli.{verb}").command
-    text = command.get_help(click.Context(command, info_name=f"legroom {verb}"))
+    text = command.get_help(click.Context(command, door, f"legroom {verb}"))
     assert all(len(line) <= 80 for line in text.splitlines())
     assert "--json" in text
     assert (REPO / "docs" / f"{verb}.md").is_file()
