@@ -72,7 +72,7 @@ def looped(
 class Direct:
     """In the place of prefetch.Ahead: no thread, ever."""
 
-    def __init__(self, gatherer: Any) -> None:
+    def __init__(self, gatherer: Any, _aside: object) -> None:
         self.gather, self.path, self.why = gatherer.gather, gatherer.path, gatherer.why
 
     def begin(self, rows: object) -> None: ...

@@ -9,6 +9,7 @@ docs/decisions/0009-the-door-is-in-the-loader.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from legroom.cache.dataset import Data as CachedData
@@ -17,6 +18,7 @@ from legroom.formats.selection import Selection
 
 if TYPE_CHECKING:
     from legroom.loader.rows.batches import Batches
+    from legroom.loader.rows.gather import HostGatherer
     from legroom.loader.rows.share import Uneven
 
 
@@ -24,6 +26,16 @@ class Data(CachedData):
     """A read-mostly mapping of names to arrays on the shared copy, and batches of them."""
 
     next_epoch: int = 0  # of the next shuffled loop that was given none
+
+    @cached_property
+    def warm(self) -> dict[object, HostGatherer]:
+        """Gatherers of the latest loops, whose buffers need not be faulted in again by the next loop of their kind."""
+        return {}
+
+    def close(self) -> None:
+        """Let go of everything; arrays that somebody still holds stay valid. A second time does nothing."""
+        self.warm.clear()
+        super().close()
 
     def batches(
         self,

@@ -104,3 +104,27 @@ def test_a_forked_child_has_its_own(data: Data) -> None:
     os.waitpid(child, 0)
     assert (first["images"][:, 0, 0] == torch.arange(8)).all()
     assert flat(labels(loop)) == list(range(8, ROWS))
+
+
+def test_the_next_loop_of_a_kind_has_the_buffers_of_the_last(data: Data) -> None:
+    def address() -> int:
+        (first, *_) = [batch["images"].data_ptr() for batch in data.batches(10)]
+        return int(first)
+
+    gc.collect()
+    first = address()
+    assert len(data.warm) == 1 and data.batches(10)._gatherer is data.batches(10)._gatherer
+    assert address() in {block.start for block in _free(data)} and first
+    for size in (11, 12):
+        data.batches(size)
+    assert [key[1] for key in data.warm] == [11, 12]  # type: ignore[index]
+    data.close()
+    assert not data.warm
+
+
+def _free(data: Data) -> list[Any]:
+    (gatherer,) = data.warm.values()
+    takers: Any = gatherer._takers
+    taker = takers["images"].__closure__
+    found = [cell.cell_contents for cell in taker if hasattr(cell.cell_contents, "_buffers")]
+    return list(found[0]._buffers._free)

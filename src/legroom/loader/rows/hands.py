@@ -5,14 +5,15 @@ Covers: dividing one copy, and measuring how many threads it is worth. Does not 
 
 One core does not fill a machine's memory bandwidth: with two, batches of 12 MB come a sixth faster (AMD EPYC), and
 batches of 1.5 MB a quarter slower, because a thread has to be started and waited for. So each number of threads is
-tried a few times and the fastest stays. Threads live for one copy, like those of prefetch.py, and for the same reason.
+tried a few times and the fastest stays, for all copies of about that size in this process. Threads live for one copy,
+like those of prefetch.py, and for the same reason.
 """
 
 from __future__ import annotations
 
 import _thread
 import time
-from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -24,34 +25,54 @@ NDArray = np.ndarray[Any, Any]
 _WORTH_A_LOOK = 1 << 20  # bytes: below, starting a thread takes longer than the copy
 _MOST = 8
 _LOOKED = 3  # times each, the first of which may have met fresh memory
+_clock = time.perf_counter
 
 
 class Copier:
     """Copies rows of one array, again and again, with as many threads as have been the fastest so far."""
 
-    def __init__(self, source: NDArray, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._source, self._clock = source, clock
-        self._choices = _choices(usable_cpus())
-        self._least = dict.fromkeys(self._choices, float("inf"))
-        self._left = [hands for hands in self._choices for _ in range(_LOOKED)]
-        self._measured = 0  # rows: batches of another size are no comparison
+    def __init__(self, source: NDArray) -> None:
+        self._source = source
 
     def copy(self, rows: NDArray, out: NDArray, *, alone: bool = False) -> None:
         """The rows into ``out``; ``alone`` where the other CPUs have something else to do."""
-        if alone or len(rows) < 2 or out.nbytes < _WORTH_A_LOOK or len(self._choices) == 1:
+        if alone or len(rows) < 2 or out.nbytes < _WORTH_A_LOOK:
             np.take(self._source, rows, axis=0, out=out, mode="clip")
             return
-        if not self._left:
-            _copied(self._source, rows, out, min(self._least, key=self._least.__getitem__))
-            return
-        self._measured = max(self._measured, len(rows))
-        hands = self._left[-1]
-        start = self._clock()
+        row = out.nbytes // len(rows)
+        trials = _trials(out.nbytes.bit_length(), row.bit_length())
+        hands = trials.next()
+        start = _clock()
         _copied(self._source, rows, out, hands)
-        seconds = self._clock() - start
-        if len(rows) == self._measured:
-            self._left.pop()
-            self._least[hands] = min(self._least[hands], seconds)
+        if trials.open:
+            trials.took(hands, (_clock() - start) / out.nbytes)
+
+
+class _Trials:
+    """How long copies of one size took with each number of threads."""
+
+    def __init__(self, choices: list[int]) -> None:
+        self._least = dict.fromkeys(choices, float("inf"))
+        self._left = dict.fromkeys(choices, _LOOKED if len(choices) > 1 else 0)
+        self.open = len(choices) > 1
+        self._best = choices[0]
+
+    def next(self) -> int:
+        """How many threads to take now; in turn while there is something to learn."""
+        return max(self._left, key=self._left.__getitem__) if self.open else self._best
+
+    def took(self, hands: int, seconds: float) -> None:
+        """Seconds a byte."""
+        self._left[hands] -= 1
+        self._least[hands] = min(self._least[hands], seconds)
+        self._best = min(self._least, key=self._least.__getitem__)
+        self.open = any(left > 0 for left in self._left.values())
+
+
+@cache
+def _trials(_size: int, _row: int) -> _Trials:
+    """The same for all copies whose sizes, and their rows', lie between the same powers of two."""
+    return _Trials(_choices(usable_cpus()))
 
 
 def _choices(cpus: int) -> list[int]:

@@ -17,9 +17,10 @@ from legroom.loader.rows.settings import BatchSettings
 from legroom.words import listed, say
 
 if TYPE_CHECKING:
-    from legroom.cache.dataset import Data
+    from legroom.loader.open import Data
 
 NDArray = np.ndarray[Any, Any]
+_WARM = 2  # gatherers that a Data keeps: to train and to evaluate
 
 
 def gatherer_for(data: Data, columns: Mapping[str, Column], settings: BatchSettings) -> Gatherer:
@@ -30,7 +31,12 @@ def gatherer_for(data: Data, columns: Mapping[str, Column], settings: BatchSetti
 
         tensor = torch.from_numpy
     if settings.on_host:
-        return HostGatherer(columns, settings.batch_size, tensor)
+        key = (tuple(columns), settings.batch_size, settings.format)
+        found = data.warm.pop(key, None) or HostGatherer(columns, settings.batch_size, tensor)
+        data.warm[key] = found
+        while len(data.warm) > _WARM:
+            data.warm.pop(next(iter(data.warm)))
+        return found
     movable = {name: column for name, column in columns.items() if _is_tensor(column)}
     if not movable:
         raise UnsupportedData(

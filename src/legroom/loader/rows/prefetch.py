@@ -55,15 +55,18 @@ class Ahead:
         self._pending: _Pending | None = None
 
     def gather(self, rows: NDArray) -> Batch:
+        asked = self._clock()
         if self._given is not None:
-            self._consuming.append(self._clock() - self._given)
+            self._consuming.append(asked - self._given)
         pending, self._pending = self._pending, None
-        if pending is None or not pending.brings(rows):
-            pending = _Pending(rows)
-            pending.fill(self._gather, self._clock)
-        batch = pending.result()
-        self._gathering.append(pending.seconds)
-        self._given = self._clock()
+        if pending is not None and pending.brings(rows):
+            batch = pending.result()
+            self._gathering.append(pending.seconds)
+            self._given = self._clock()
+        else:
+            batch = self._gather(rows)
+            self._given = self._clock()
+            self._gathering.append(self._given - asked)
         return batch
 
     def begin(self, rows: NDArray) -> None:

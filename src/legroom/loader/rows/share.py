@@ -16,14 +16,13 @@ last step is split evenly:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 Uneven = Literal["pad", "drop", "all"]
 UNEVEN: tuple[Uneven, ...] = get_args(Uneven)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One rank's part of one step: places in the order (beyond its end they begin again), and what follows."""
 
     first: int

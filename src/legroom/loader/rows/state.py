@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from legroom.errors import UsageError
 from legroom.loader.rows.gather import Column
@@ -32,8 +32,7 @@ class Fingerprint:
     columns: list[str]  # with types and shapes
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """An epoch, and how much of its order has been given out."""
 
     epoch: int
