@@ -53,11 +53,15 @@ Codes are stable: programs may match them. The sentences are for people and may 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pickle import PicklingError
 from typing import ClassVar
 
 from legroom.columns import cells
 from legroom.words import say
+
+try:  # the same class; the module around it takes three milliseconds of every start
+    from _pickle import PicklingError
+except ImportError:
+    from pickle import PicklingError
 
 EXIT_REFUSED = 1
 EXIT_USAGE = 2

@@ -7,7 +7,6 @@ Exit 0: fine, warnings included. 1: the answer is no. 2: bad usage or bad input,
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -127,6 +126,8 @@ def _verb(arguments: list[str]) -> str:
 
 def _tell(error: LegroomError, *, as_json: bool, verb: str) -> None:
     if as_json:
+        import json
+
         click.echo(json.dumps({"schema": f"legroom.{verb}/1", "error": error.as_dict()}, ensure_ascii=False))
     click.echo(f"legroom: {error}", err=True)
 
