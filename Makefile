@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PEERS := .venv-peers
 PYTEST := $(BIN)/python -m pytest -m "not soak"
 RIGS := $(BIN)/python -m pytest tests/real -m
 # What failed beside others on a busy machine is tried once more by itself; what fails again has failed.
@@ -55,7 +56,16 @@ chromium: ## Debian's browser, for the tests of the web page; installed where th
 test-pythons: $(READY) ## the wheel in an empty environment of every Python here, without torch
 	$(BIN)/python tests/release/pythons.py
 
-bench: $(READY) ## measure: speed as ratios against peers, side by side
+# The peers want packages of their own versions: they have an environment to themselves, each if it can be had.
+$(PEERS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	for peer in datasets tensordict ray 'vineyard setuptools<81'; do \
+	    $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $$peer \
+	    || echo "$$peer cannot be installed here: it is not measured"; done
+	touch $@
+
+bench: $(READY) $(PEERS)/.ready ## measure: speed as ratios against peers, side by side
 	$(BIN)/python bench/startup.py
 	$(BIN)/python bench/formats.py
 	$(BIN)/python bench/cache.py
@@ -66,7 +76,7 @@ bench: $(READY) ## measure: speed as ratios against peers, side by side
 	$(BIN)/python bench/tune.py --loader legroom
 	$(BIN)/python bench/watch.py
 	$(BIN)/python bench/parquet_ranks.py
-	$(BIN)/python bench/peers.py
+	$(PEERS)/bin/python bench/peers.py
 	$(BIN)/python bench/tables.py
 
 gpu: ## every GPU test, real rig, experiment and benchmark, with the machine's own python3 and nothing else
@@ -92,4 +102,4 @@ soak: $(READY) ## what takes long
 	$(BIN)/python -m pytest -m soak
 
 clean: ## remove what was built
-	rm -rf $(VENV) site build dist .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PEERS) site build dist .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -47,9 +47,9 @@ SECTIONS = (
     (
         "loader_batches",
         "data.batches against bare numpy and torch's DataLoader",
-        "While the consumer has a batch, the next one needs another buffer: two buffers in turn are the limit, and "
-        "what one buffer gives is out of reach. Small batches stay in the processor's cache whoever gathers them: "
-        "there the bare gather itself is not 1.4 times torch's loader without workers.",
+        "Large batches are copied by both cores, where a bare np.take has one; while the consumer has a batch the next "
+        "one needs another buffer, which costs a part of that. Small batches stay in the processor's cache whoever "
+        "gathers them: there the bare gather itself is not 1.4 times torch's loader without workers.",
     ),
     (
         "gpu_loader",
@@ -63,14 +63,14 @@ SECTIONS = (
         "An epoch's middle: the first 24 batches, while workers start and take their memory, and the end are left out. "
         "With them, in rounds of 72 and 100 batches, the same code came to 4.1 to 5.3 times at 74 MB and 4.3 to 6.1 "
         "times at 24 MB: short epochs without persistent workers gain less. With 32 kB most of the time is torch's "
-        "own: its loop and, with rows, stacking them; two runs gave 2.8 and 3.3 times with rows, 3.1 and 2.6 with "
-        "whole batches.",
+        "own: its loop and, with rows, stacking them.",
     ),
     (
         "stream",
         "legroom.stream against ParquetFile.iter_batches with defaults",
-        "This machine's two cores are not steady enough for these: three runs on one day gave, in the order of the "
-        "table, 0.88, 0.89 and 1.16 times; 1.02, 0.75 and 1.0; 1.12, 1.49 and 0.89; 0.88, 0.92 and 0.75.",
+        "This machine's two cores are not steady enough for these: four runs on one day gave, in the order of the "
+        "table, 0.88, 0.89, 1.16 and 0.99 times; 1.02, 0.75, 1.0 and 2.26; 1.12, 1.49, 0.89 and 0.89; 0.88, 0.92, 0.75 "
+        "and 0.78. The last of each is of the code that decodes in steps of 2 MB, the others in steps of 8.",
     ),
     ("tune-torch", "legroom.tune against exhaustive search, torch's loader", ""),
     ("tune-legroom", "legroom.tune against exhaustive search, our loader", ""),
@@ -162,11 +162,12 @@ def gpu_memory_table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def peer_row(peer: dict[str, Any], counts: list[str]) -> str:
-    title = f"{peer['title']} {peer['version'] or ''}".strip()
+def peer_row(name: str, peer: dict[str, Any], counts: list[str]) -> str:
+    title = f"{peer.get('title', name)} {peer.get('version') or ''}".strip()
     found = peer.get("summary")
     if not found:
-        return f"| {title} | not measured: {peer.get('why', 'it does not import')} |" + " |" * 5
+        why = next((str(peer[key]) for key in ("missing", "why") if peer.get(key)), "it does not import")
+        return f"| {title} | not measured: {why} |" + " |" * 5
     memory = " / ".join(f"{found['memory'][count]['beyond_bare_mb']:.0f}" for count in counts)
     rates, killed = found["gather_gb_s"], found["killed"]
     gather = f"{number(rates['own'])} / {number(rates['take']) or '–'}"
@@ -185,7 +186,7 @@ def peers_table(found: dict[str, Any]) -> str:
         f"| | attach, ms | MB beyond bare interpreters, {' / '.join(counts)} processes | gather GB/s, own / np.take | "
         "others finish when the loader is killed | left behind, MB | one loader by |",
         "| --- | --- | --- | --- | --- | --- | --- |",
-        *(peer_row(peer, counts) for peer in found["peers"].values()),
+        *(peer_row(name, peer, counts) for name, peer in found["peers"].items()),
         "",
         f"![The same as a picture]({PICTURE})",
     ]
