@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -148,6 +149,7 @@ def main() -> None:
                 continue
             path = Path(folder) / "data.parquet"
             write(path, given.scale)
+            os.sync()  # what is still on its way to the disk would be read beside it
             warm(path)
             figures, memory = measure(path, given.rounds)
             seconds = best(figures)

@@ -21,7 +21,7 @@ from legroom.formats.packages import require
 from legroom.formats.parquet_footer import ColumnChunk, row_groups
 from legroom.formats.source import SourceFile, damaged
 from legroom.formats.table import arrow_trouble
-from legroom.loader.stream.pages import from_footer, from_headers
+from legroom.loader.stream.pages import Pages, from_footer, from_headers
 from legroom.loader.stream.room import Room, undecodable
 from legroom.loader.stream.step import Steps
 from legroom.units import format_size
@@ -62,6 +62,13 @@ def _footer(path: Path, size: int, changed: int) -> list[tuple[int, list[ColumnC
         return None if length > _MOST_FOOTER else row_groups(file)
 
 
+@lru_cache(maxsize=1024)
+def _pages(path: Path, size: int, changed: int, chunk: ColumnChunk) -> Pages | None:
+    """What the headers of its pages say; kept like the footer: in a large file they are thousands of small reads."""
+    with SourceFile(path) as file:
+        return from_headers(file, chunk)
+
+
 class ParquetSource:
     """An opened Parquet file; owns its descriptors until it is closed."""
 
@@ -73,7 +80,8 @@ class ParquetSource:
             with arrow_trouble(path, say("its footer")):
                 self._table = _open(path)
                 self._leaves = _leaves(self._table.schema_arrow, self._columns)
-            self._groups = _footer(path, self._file.size, os.stat(path).st_mtime_ns)
+            self._version = self._file.size, os.stat(path).st_mtime_ns
+            self._groups = _footer(path, *self._version)
         except BaseException:
             self._file.close()
             raise
@@ -137,7 +145,8 @@ class ParquetSource:
             return
         needs: dict[str, tuple[int, int]] = {}
         for name, own in chunks.items():
-            pages = [found for chunk in own if (found := from_headers(self._file, chunk)) is not None]
+            found = [_pages(self.path, *self._version, chunk) for chunk in own]
+            pages = [one for one in found if one is not None]
             needs[name] = sum(page.dictionary for page in pages), sum(page.page for page in pages)
         needed = sum(map(sum, needs.values()))
         if needed > room.decode:
