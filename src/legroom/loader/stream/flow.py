@@ -34,7 +34,7 @@ class Chunk:
     """Some rows in the order in which they will be handed out."""
 
     rows: Any  # a record batch
-    nbytes: int  # of all of them
+    nbytes: int  # of the buffers behind them: as much as all of them take, or more
     mark: Mark
     after: Mark
     order: Any = None  # a permutation of the rows, or None: as they lie

@@ -79,7 +79,9 @@ class ParquetSource:
         try:
             with arrow_trouble(path, say("its footer")):
                 self._table = _open(path)
-                self._leaves = _leaves(self._table.schema_arrow, self._columns)
+                schema = self._table.schema_arrow
+                self._leaves = _leaves(schema, self._columns)
+                self._nested = {field.name for field in schema if children(field.type)}
             self._version = self._file.size, os.stat(path).st_mtime_ns
             self._groups = _footer(path, *self._version)
         except BaseException:
@@ -97,7 +99,7 @@ class ParquetSource:
                 batch = next(source, None)
             if batch is None:
                 return
-            self._steps.read(batch.nbytes)
+            self._steps.read(batch.get_total_buffer_size())
             yield batch
 
     def row_bytes(self, group: int) -> int | None:
@@ -112,7 +114,9 @@ class ParquetSource:
             ]
             if None in sizes:
                 return None
-            total += sum(size or 0 for size in sizes) + 8 * rows  # the offsets of lists
+            total += sum(size or 0 for size in sizes)
+            if name in self._nested:
+                total += 8 * rows  # the offsets of lists
         return -(-total // max(1, rows))
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from legroom.formats.packages import require
 
 _MOST_ROWS = 1 << 16
-_LOOK_EVERY = 4 << 20  # bytes decoded between two looks at the process's size
+_LOOKS = 32  # at the process's size, while as much is decoded as the bound
 
 
 class Steps:
@@ -41,7 +41,7 @@ class Steps:
             if self._since > self._memory // 8:
                 self._since = 0
                 self._pool.release_unused()
-        elif self._since > _LOOK_EVERY:
+        elif self._since > self._memory // _LOOKS:
             self._since = 0
             if (resident() or 0) > self._limit:
                 self._pool.release_unused()
