@@ -117,7 +117,7 @@ def main() -> None:
     options.add_argument("--scale", type=float, default=1.0, help="of every size, to see that it runs")
     options.add_argument("--results", type=Path, default=RESULTS)
     given = options.parse_args()
-    where = machine("numpy", "h5py", "isal", "xxhash")
+    where = machine("numpy", "h5py", "deflate", "isal", "xxhash")
     print(in_words(where))
     parts: dict[str, Any] = kept("cache", given.results).get("parts", {})
     for name in given.only.split(","):

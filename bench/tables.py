@@ -93,9 +93,11 @@ TITLES = {
 
 
 NOTES = {
-    "gzip": "h5py neither hashes nor shares what it reads. A load that does is bound by processor time: with both "
-    "cores busy throughout, hashing with MD5 takes what decoding lacks, and for data that compress twentyfold "
-    'writing the pages does. More cores, or `hash="xxh3"`, move that bound.',
+    "gzip": "h5py neither hashes nor shares what it reads; the reader alone does what it does. A load into the cache is "
+    "bound by processor time: the last row of each block divides what inflating, MD5 and writing take alone by the "
+    "cores there are. For photographs that bound lies below the target. For data that compress twentyfold half of the "
+    "time is writing the pages, in which threads that write to one file of tmpfs take turns. More cores, or "
+    '`hash="xxh3"`, move the first bound.',
 }
 HEAD = ["| | measured | target | |", "| --- | --- | --- | --- |"]
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from legroom.cache import checksum
 from legroom.cache.checksum import Part
-from legroom.cache.fileio import read_at, write_all
+from legroom.cache.fileio import MOST_PARTS, read_at, write_all, write_parts
 from legroom.cache.identity import changed
 from legroom.cache.plan import ArrayTarget, Piece, TableTarget
 from legroom.formats.protocol import Extent, Reader, Slab
@@ -200,11 +200,13 @@ class Filler:
         """Decode a slab and write it: that spares the page faults of a map, and takes blocks or is refused."""
         crc, total, done = checksum.crc32(), 0, 0
         self._again(slab.nbytes)
-        for part in slab.decode():
-            total = crc(part, total)
-            write_all(fd, part, to + done)
-            done += len(part)
-            self._meter.add(len(part))
+        for parts in _together(slab.decode()):
+            for part in parts:
+                total = crc(part, total)
+            write_parts(fd, parts, to + done)
+            length = sum(map(len, parts))
+            done += length
+            self._meter.add(length)
         if done != slab.nbytes:
             raise AssertionError(f"a slab of {slab.nbytes} bytes gave {done}")
         return [(total, done)]
@@ -252,6 +254,23 @@ class Filler:
     def _grow(self, count: int) -> None:
         self._again(count)
         self._meter.add(count)
+
+
+def _together(parts: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """The parts in groups of about a buffer: writers to one file take turns, so they had better come seldom.
+
+    Larger groups would leave the core's cache before they are written.
+    """
+    group: list[memoryview] = []
+    size = 0
+    for part in parts:
+        if group and (size + len(part) > _BUFFER or len(group) == MOST_PARTS):
+            yield group
+            group, size = [], 0
+        group.append(part)
+        size += len(part)
+    if group:
+        yield group
 
 
 def _buffer() -> memoryview:

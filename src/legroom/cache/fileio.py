@@ -24,3 +24,16 @@ def write_all(fd: int, data: memoryview | bytes, offset: int) -> None:
     while len(view):
         done = os.pwrite(fd, view, offset)
         view, offset = view[done:], offset + done
+
+
+MOST_PARTS = 256  # of one call; systems promise 16 and have 1024
+
+
+def write_parts(fd: int, parts: list[memoryview], offset: int) -> None:
+    """Write what lies in several places as one run at ``offset``, in one call where the system has it."""
+    done = os.pwritev(fd, parts, offset) if hasattr(os, "pwritev") and len(parts) <= MOST_PARTS else 0
+    for part in parts:
+        if done < len(part):  # a short write, or none
+            write_all(fd, part[done:], offset + done)
+        done = max(0, done - len(part))
+        offset += len(part)

@@ -1,17 +1,23 @@
 """Inflating deflate streams, as fast as this machine can.
 
-Covers: choosing isal where it is installed (1.3 to 2 times as fast as zlib here; both let other threads run),
-else zlib. Does not cover: any container around the streams.
+Covers: a whole stream of known size by libdeflate where it is installed, streams in pieces by isal where that is,
+else Python's zlib; all let other threads run. Does not cover: any container around the streams.
+
+libdeflate (the package deflate) takes 0.8 of isal's time for photographs and half of it for masks, but wants a stream
+at once; isal takes 0.73 of zlib's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
 from legroom.words import say
 
 MOST_EXPANSION = 1032  # deflate codes at most 258 bytes in two bits
+
+Whole = Callable[[bytes | memoryview, int], bytes]
 
 
 @cache
@@ -27,16 +33,29 @@ def zlib_module() -> ModuleType:
     return module
 
 
+@cache
+def _whole() -> tuple[Whole, type[Exception]]:
+    """What inflates a stream of at most so many bytes at once, and what it raises."""
+    try:
+        import deflate
+    except ImportError:
+        module = zlib_module()
+        return lambda packed, size: module.decompress(packed, bufsize=size), module.error
+    return deflate.zlib_decompress, deflate.DeflateError
+
+
 def inflate(packed: bytes | memoryview, size: int) -> bytes:
     """The whole of a zlib stream that must give exactly ``size`` bytes; ValueError where it does not."""
     if size > len(packed) * MOST_EXPANSION + 64:
         # Before memory is taken for it: a damaged file may promise anything.
         raise ValueError(say("{packed} packed bytes cannot hold {size}", packed=len(packed), size=size))
-    module = zlib_module()
+    unpack, problems = _whole()
     try:
-        plain: bytes = module.decompress(packed, bufsize=max(size, 1))
-    except module.error as problem:
-        raise ValueError(str(problem)) from problem
+        plain = unpack(packed, max(size, 1))
+    except problems as problem:
+        raise ValueError(
+            say("{packed} packed bytes are not the {size} that were promised", packed=len(packed), size=size)
+        ) from problem
     if len(plain) != size:
         raise ValueError(say("{plain} bytes where {size} were promised", plain=len(plain), size=size))
     return plain

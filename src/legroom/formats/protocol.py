@@ -70,7 +70,7 @@ class Slab:
 
     start: int  # in the array's bytes
     nbytes: int
-    decode: Callable[[], Iterator[memoryview]]  # the bytes, in order
+    decode: Callable[[], Iterator[memoryview]]  # the bytes, in order; parts stay as they are while held
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,10 @@ _MOST = 200  # files of /dev/shm, entries, arrays of an entry
 _MOST_PROCESSES = 40
 # A fixed list: which other packages somebody has installed is theirs to tell.
 _PACKAGES = (
-    "accelerate", "blake3", "click", "datasets", "deepspeed", "fsspec", "h5py", "hdf5plugin", "isal", "lightning",
-    "matplotlib", "mpi4py", "numpy", "nvidia-ml-py", "pandas", "pillow", "prometheus-client", "psutil", "pyarrow",
-    "pytorch-lightning", "ray", "rich", "safetensors", "textual", "tokenizers", "torch", "torchaudio", "torchdata",
-    "torchvision", "transformers", "triton", "webdataset", "xxhash", "zarr",
+    "accelerate", "blake3", "click", "datasets", "deepspeed", "deflate", "fsspec", "h5py", "hdf5plugin", "isal",
+    "lightning", "matplotlib", "mpi4py", "numpy", "nvidia-ml-py", "pandas", "pillow", "prometheus-client",
+    "psutil", "pyarrow", "pytorch-lightning", "ray", "rich", "safetensors", "textual", "tokenizers", "torch",
+    "torchaudio", "torchdata", "torchvision", "transformers", "triton", "webdataset", "xxhash", "zarr",
 )  # fmt: skip
 
 

@@ -319,18 +319,30 @@ def test_a_filter_nobody_has_is_named(
     assert names(path, "good") == ["good"]
 
 
-def test_without_isal_zlib_inflates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("missing", [("deflate",), ("deflate", "isal")])
+def test_without_them_the_next_best_inflates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...]
+) -> None:
     from legroom.formats import inflate
 
     chunked_file(tmp_path / "x.h5", compression="gzip", shuffle=True)
     expected = read(tmp_path / "x.h5", "x")
-    monkeypatch.setitem(sys.modules, "isal", None)
-    inflate.zlib_module.cache_clear()
-    try:
-        assert inflate.zlib_module().__name__ == "zlib"
-        np.testing.assert_array_equal(read(tmp_path / "x.h5", "x"), expected)
-    finally:
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
+
+    def forget() -> None:
         inflate.zlib_module.cache_clear()
+        inflate._whole.cache_clear()
+
+    forget()
+    try:
+        assert inflate.zlib_module().__name__ == ("zlib" if "isal" in missing else "isal.isal_zlib")
+        assert inflate._whole()[1] is inflate.zlib_module().error
+        np.testing.assert_array_equal(read(tmp_path / "x.h5", "x"), expected)
+        with pytest.raises(ValueError, match="promised"):
+            inflate.inflate(b"rubbish", 5)
+    finally:
+        forget()
 
 
 # Writers.
