@@ -93,8 +93,8 @@ TITLES = {
 
 
 NOTES = {
-    "gzip": "h5py neither hashes nor shares what it reads; the reader alone does what it does. A load into the cache is "
-    "bound by processor time: the last row of each block divides what inflating, MD5 and writing take alone by the "
+    "gzip": "h5py neither hashes nor shares what it reads; the reader alone does what it does. A load into the cache "
+    "is bound by processor time: the last row of each block divides what inflating, MD5 and writing take alone by the "
     "cores there are. For photographs that bound lies below the target. For data that compress twentyfold half of the "
     "time is writing the pages, in which threads that write to one file of tmpfs take turns. More cores, or "
     '`hash="xxh3"`, move the first bound.',

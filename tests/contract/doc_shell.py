@@ -124,21 +124,26 @@ def wrong(line: Line) -> str | None:
     return None
 
 
+def _context(command: click.Command) -> click.Context:
+    """As at the door: a command keeps the help option of the first context it meets, for the tests after this one."""
+    return click.Context(command, click.Context(cli, **cli.context_settings))
+
+
 def _wrong_legroom(words: list[str]) -> str | None:
     command: click.Command = cli
     try:
         while isinstance(command, click.Group):
             global_options = [word for word in words if word.startswith("-")] if command is cli else []
             while words and words[0].startswith("-"):
-                command.make_parser(click.Context(command)).parse_args([words[0]])
+                command.make_parser(_context(command)).parse_args([words[0]])
                 words = words[1:]
             if not words:
                 return None if global_options else f"{command.name} needs a verb"
-            found = command.get_command(click.Context(command), words[0])
+            found = command.get_command(_context(command), words[0])
             if found is None:
                 return f"legroom has no verb {words[0]!r}"
             command, words = found, words[1:]
-        values, _, _ = command.make_parser(click.Context(command)).parse_args(list(words))
+        values, _, _ = command.make_parser(_context(command)).parse_args(list(words))
     except click.UsageError as problem:
         return problem.format_message()
     for parameter in command.params:

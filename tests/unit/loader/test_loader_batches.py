@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,9 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Data:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Data]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield plain(tmp_path_factory.mktemp("rows"), patch)
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    with pytest.MonkeyPatch.context() as patch:  # ends here: other tests of the module open through the cache
+        return plain(tmp_path_factory.mktemp("rows"), patch)
 
 
 def test_batches_in_order(data: Data) -> None:
