@@ -43,6 +43,7 @@ def main() -> None:
             "batch": found.batch,
             "bound": found.bound,
             "trials": len(found.trials),
+            "curve": [repr(trial) for trial in found.trials],
             "measure": found.measure,
         }
     else:
@@ -50,10 +51,13 @@ def main() -> None:
         bound, where = host_memory.room()
         assert bound is not None
         meter = ForkMeter(step, MARGIN, bound, where)
+        tried: list[str] = []
         while high - low > max(1, low // 100):
             middle = (low + high) // 2
-            low, high = (middle, high) if meter.try_batch(middle).trial.fits else (low, middle)
-        told = {"batch": low}
+            outcome = meter.try_batch(middle)
+            tried.append(repr(outcome.trial))
+            low, high = (middle, high) if outcome.trial.fits else (low, middle)
+        told = {"batch": low, "bound": bound, "trials": tried}
     print(json.dumps(told))
 
 

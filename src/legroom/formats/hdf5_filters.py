@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import UnsupportedData
-from legroom.formats.inflate import inflate
+from legroom.formats.inflate import Bytes, inflate
 from legroom.words import say
 
 DEFLATE, SHUFFLE, FLETCHER32 = 1, 2, 3
@@ -84,7 +84,7 @@ def undo(filters: tuple[Filter, ...], stored: bytes, mask: int, size: int) -> np
     """One chunk's plain bytes, exactly ``size`` of them; ValueError where that cannot be."""
     applied = [one for bit, one in enumerate(filters) if not mask >> bit & 1]
     sizes = _sizes_before(applied, size)
-    data: bytes | memoryview = stored
+    data: Bytes = stored
     for one in reversed(applied):
         before = sizes.pop()
         if one.code == DEFLATE:
@@ -109,7 +109,7 @@ def _sizes_before(applied: list[Filter], size: int) -> list[int]:
     return sizes
 
 
-def _unshuffled(data: bytes | memoryview, width: int) -> memoryview:
+def _unshuffled(data: Bytes, width: int) -> memoryview:
     """Bytes grouped by significance, put back together; what is left over was never moved."""
     count = len(data) // width if width > 1 else 0
     if count <= 1:
@@ -124,7 +124,7 @@ def _unshuffled(data: bytes | memoryview, width: int) -> memoryview:
     return plain.data
 
 
-def _verified(data: bytes | memoryview) -> memoryview:
+def _verified(data: Bytes) -> memoryview:
     """The data without their checksum, once it agrees."""
     if len(data) < 4:
         raise ValueError(say("a chunk of {length} bytes has no room for its checksum", length=len(data)))

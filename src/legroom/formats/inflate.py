@@ -17,7 +17,8 @@ from legroom.words import say
 
 MOST_EXPANSION = 1032  # deflate codes at most 258 bytes in two bits
 
-Whole = Callable[[bytes | memoryview, int], bytes]
+Bytes = bytes | bytearray | memoryview
+Whole = Callable[[Bytes, int], bytes | bytearray]
 
 
 @cache
@@ -44,7 +45,7 @@ def _whole() -> tuple[Whole, type[Exception]]:
     return deflate.zlib_decompress, deflate.DeflateError
 
 
-def inflate(packed: bytes | memoryview, size: int) -> bytes:
+def inflate(packed: Bytes, size: int) -> bytes | bytearray:
     """The whole of a zlib stream that must give exactly ``size`` bytes; ValueError where it does not."""
     if size > len(packed) * MOST_EXPANSION + 64:
         # Before memory is taken for it: a damaged file may promise anything.

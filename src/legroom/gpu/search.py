@@ -26,6 +26,9 @@ _ELASTIC = 1.2  # times the top: tried where a step that reached it had to make 
 _FAR = 8  # a line is drawn from too little beyond this many times the largest batch measured:
 _SHORT_OF_TOP = 0.9  # it is made better from here first,
 _CAREFUL_FAR, _CAREFUL_SHORT = 1.4, 0.8  # the same where memory is only roughly a line
+_BEYOND_FALL = (
+    2  # times the largest batch, where that one took less than one before: proportion is sure enough
+)
 _LINE_WAS_WRONG = 0.6  # and left, where it fails twice
 _CLOSE = 0.02
 _APART = 0.7  # points closer together than this do not make a line: noise would
@@ -96,6 +99,12 @@ def _in_proportion(trials: Sequence[Trial], low: int, cap: int) -> float:
     return low * cap / max(1, next(trial.peak or 1 for trial in trials if trial.batch == low))
 
 
+def _fell(trials: Sequence[Trial], low: int) -> bool:
+    """Whether the largest batch took less than a smaller one: its blocks are beyond the border, as larger ones are."""
+    peaks = {trial.batch: trial.peak or 0 for trial in trials if trial.fits}
+    return peaks[low] < max(peaks.values())
+
+
 def _upwards(trials: Sequence[Trial], low: int, cap: int, rough: bool) -> int | None:
     """Nothing has failed yet."""
     top = _top(trials, cap)
@@ -114,7 +123,7 @@ def _upwards(trials: Sequence[Trial], low: int, cap: int, rough: bool) -> int | 
         # One sample more may still fit: a few samples are a large share of a small batch.
         return low + 1 if top >= low + 1 and low < 1 / _CLOSE else None
     far, short = (_CAREFUL_FAR, _CAREFUL_SHORT) if rough else (_FAR, _SHORT_OF_TOP)
-    if top > far * low:
+    if top > far * low and not (rough and _fell(trials, low) and top <= _BEYOND_FALL * low):
         return int(top * short)
     if (
         rough

@@ -123,6 +123,16 @@ def test_the_other_side_of_glibcs_border_is_found() -> None:
     assert 0.97 * 140 <= largest(trials) <= 140
 
 
+def test_beyond_glibcs_border_the_top_is_one_step_away() -> None:
+    """As measured in a cgroup of 700 MB: the fourth trial took less than the third."""
+    peaks = {2: 14.7, 17: 81.4, 57: 249.2, 74: 204.6}
+    trials = [Trial(batch, True, int(peak * 10**6)) for batch, peak in peaks.items()]
+    assert 108 <= (next_batch(trials, 310 * 10**6, rough=True) or 0) <= 112
+    assert (next_batch(trials[:3], 310 * 10**6, rough=True) or 0) <= 1.4 * 57  # before it: careful
+    # As sure as that it is not: twice as far at most.
+    assert (next_batch(trials, 620 * 10**6, rough=True) or 0) <= 0.8 * 620 / 204.6 * 74
+
+
 def test_work_space_that_is_given_up_is_not_the_end() -> None:
     """As measured on an H200: 22 MB a sample while there is room, 16 where there is not."""
     cap = 6788 * 10**6
