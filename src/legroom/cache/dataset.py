@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -55,7 +55,7 @@ class Contents:
     arrays: Mapping[str, NDArray]
     tables: Mapping[str, Sequence[Path | bytes]]  # Arrow IPC files, or their bytes: one, or one a shard
     ragged: Mapping[str, RaggedParts]
-    extents: Mapping[str, Extent] = field(default_factory=dict)  # where arrays lie in files, if they do
+    extent: Callable[[str], Extent | None] = lambda _: None  # where an array lies in a file, if it does
     prefault: Prefault | None = None
     keep: object = None  # the lease, where no array would hold it
     findings: tuple[Finding, ...] = ()
@@ -134,7 +134,7 @@ class Data(Mapping[str, Any]):
 
     def where(self, name: str) -> Extent | None:
         """In which file an array lies, and where in it; None where it lies in no file."""
-        return self._open().extents.get(name)
+        return self._open().extent(name)
 
     def tensors(self, *names: str) -> dict[str, torch.Tensor]:
         """The arrays as torch tensors on the same memory, with the columns of tables.

@@ -10,6 +10,7 @@ import glob
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from legroom.cache.attach import Attached, Damaged, OtherFormat, attach
 from legroom.cache.dataset import Contents, Data, ragged_of
 from legroom.cache.describe import entry_of
 from legroom.cache.find import Request, find
+from legroom.cache.manifest import Manifest
 from legroom.cache.prefault import Prefault
 from legroom.errors import UnreadableSource, UsageError
 from legroom.formats.protocol import Extent
@@ -122,9 +124,6 @@ def _attached(request: Request, wait: bool, progress: Callable[[int, int], None]
 def _data(kind: type[D], attached: Attached, request: Request) -> D:
     manifest = attached.manifest
     memory = attached.backing == "shm"
-    extents = {
-        array.name: Extent(attached.path(array), len(array.header), array.nbytes) for array in manifest.arrays
-    }
     contents = Contents(
         entry=entry_of(
             manifest, attached.backing, store=os.fspath(attached.root), in_use=True, last_used=time.time()
@@ -132,7 +131,7 @@ def _data(kind: type[D], attached: Attached, request: Request) -> D:
         arrays=attached.arrays,
         tables=_tables(attached),
         ragged=ragged_of(manifest.arrays),
-        extents=extents,
+        extent=partial(_extent, manifest, attached.root),
         prefault=Prefault(attached.maps, in_memory=memory) if attached.maps else None,
         keep=attached.lease,
         findings=attached.findings,
@@ -140,6 +139,13 @@ def _data(kind: type[D], attached: Attached, request: Request) -> D:
     root = os.fspath(attached.root)
     again = (_reopen, (kind, request, root, attached.backing, manifest.key))
     return kind(contents, request.keys, again)
+
+
+def _extent(manifest: Manifest, root: Path, name: str) -> Extent | None:
+    for array in manifest.arrays:
+        if array.name == name:
+            return Extent(root / manifest.key / array.file, len(array.header), array.nbytes)
+    return None
 
 
 def _tables(attached: Attached) -> dict[str, list[Path]]:

@@ -179,8 +179,8 @@ def open_store(candidate: Candidate, *, make: bool) -> Store:
             _check_local(candidate)
         for name in (LOCKS, SOURCES):
             if make:
-                _make(Path(name), opened[0])
-            opened.append(_folder(Path(name), opened[0]))
+                _make(name, opened[0])
+            opened.append(_folder(name, opened[0]))
     except BaseException:
         for number in opened:
             os.close(number)
@@ -188,14 +188,14 @@ def open_store(candidate: Candidate, *, make: bool) -> Store:
     return Store(root, candidate.backing, *opened)
 
 
-def _make(path: Path, folder: int | None = None) -> None:
+def _make(path: Path | str, folder: int | None = None) -> None:
     try:
         os.mkdir(path, 0o700, dir_fd=folder)
     except FileExistsError:
         pass
 
 
-def _folder(path: Path, folder: int | None) -> int:
+def _folder(path: Path | str, folder: int | None) -> int:
     try:
         fd = os.open(path, _FOLDER, dir_fd=folder)
     except NotADirectoryError:

@@ -71,7 +71,7 @@ def in_place(paths: Sequence[Path], keys: tuple[str, ...] | None) -> Contents:
                 raise _cannot(target.spec.name, say("it is compressed, chunked, or in another byte order"))
             arrays[target.spec.name] = _mapped(target.spec, extent)
             extents[target.spec.name] = extent
-    return Contents(_entry(paths, planned, "inplace"), arrays, {}, ragged_of(specs(planned)), extents)
+    return Contents(_entry(paths, planned, "inplace"), arrays, {}, ragged_of(specs(planned)), extents.get)
 
 
 def _mapped(spec: ArraySpec, extent: Extent) -> NDArray:
