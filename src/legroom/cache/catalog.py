@@ -62,8 +62,8 @@ def store_rooms() -> tuple[tuple[StoreRoom, ...], tuple[Finding, ...]]:
         return tuple(found), places.findings
 
 
-def not_loaded(what: Where) -> NotLoaded:
-    """The error for something the cache does not hold."""
+def not_loaded(what: Where, *, wanted: bool = True) -> NotLoaded:
+    """The error for something the cache does not hold; not ``wanted`` there by whoever would remove it."""
     there = os.path.lexists(os.path.expanduser(os.fspath(what)))
     return NotLoaded(
         say("{what} is not loaded", what=os.fspath(what)),
@@ -71,7 +71,7 @@ def not_loaded(what: Where) -> NotLoaded:
         if there
         else say("no store holds an entry of that key, and there is no such file"),
         fix=(
-            *((say("legroom cache load {what}", what=os.fspath(what)),) if there else ()),
+            *((say("legroom cache load {what}", what=os.fspath(what)),) if there and wanted else ()),
             say("see what there is:\nlegroom cache list"),
         ),
     )

@@ -46,7 +46,7 @@ def drop(what: Where | None = None, *, force: bool = False) -> Reaped:
                 else:
                     raise in_use(store, key)
     if what is not None and not removed:
-        raise not_loaded(what)
+        raise not_loaded(what, wanted=False)
     return Reaped(tuple(removed), freed, 0, tuple(kept))
 
 

@@ -232,9 +232,10 @@ def test_bad_input_says_what_to_do(
 
 
 def test_not_loaded_is_a_no(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "[not-loaded]" in _text(capsys, "info", "train.npy", status=1)
-    shown = _text(capsys, "drop", "train.npy", status=1)
+    shown = _text(capsys, "info", "train.npy", status=1)
     assert "[not-loaded]" in shown and "legroom cache load train.npy" in shown
+    shown = _text(capsys, "drop", "train.npy", status=1)  # whoever wants it gone need not load it
+    assert "[not-loaded]" in shown and "cache load" not in shown
     assert "[not-loaded]" in _text(capsys, "verify", "deadbeef", status=1)
 
 
