@@ -38,9 +38,9 @@ lint: $(READY) ## style, types, layers
 # change the whole machine or measure it.
 unit: $(READY) chromium ## every test, with coverage
 	$(BIN)/coverage erase
-	$(PYTEST) --cov --cov-report=term:skip-covered -n 3 --dist loadfile tests/unit tests/contract \
+	$(PYTEST) --cov --cov-report=term:skip-covered -n 3 --dist loadfile --no-loadscope-reorder tests/unit tests/contract \
 	    || $(PYTEST) $(ALONE) tests/unit tests/contract
-	$(RIGS) "not soak and not alone" -n 3 --dist loadfile || $(RIGS) "not soak and not alone" $(ALONE)
+	$(RIGS) "not soak and not alone" -n 3 --dist loadfile --no-loadscope-reorder || $(RIGS) "not soak and not alone" $(ALONE)
 	$(RIGS) "not soak and alone" || $(RIGS) "not soak and alone" $(ALONE)
 
 # Never fails: without a browser the tests that need one are skipped with a reason, and CI as root fails there.
