@@ -69,8 +69,8 @@ SECTIONS = (
         "stream",
         "legroom.stream against ParquetFile.iter_batches with defaults",
         "Batches of 1024 rows against batches of 65,536. Two cores are not steady enough for the last digit: two runs "
-        "an hour before, of code that still counted exact bytes, gave 0.96 and 0.89, 0.89 and 0.99, 0.90 and 0.95, "
-        "0.92 and 0.98 times, in the order of the table.",
+        "some minutes before, of code that still counted exact bytes, gave 0.96 and 0.89, 0.89 and 0.99, 0.90 and "
+        "0.95, 0.92 and 0.98 times, in the order of the table.",
     ),
     ("tune-torch", "legroom.tune against exhaustive search, torch's loader", ""),
     ("tune-legroom", "legroom.tune against exhaustive search, our loader", ""),

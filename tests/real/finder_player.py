@@ -57,7 +57,7 @@ def main() -> None:
             outcome = meter.try_batch(middle)
             tried.append(repr(outcome.trial))
             low, high = (middle, high) if outcome.trial.fits else (low, middle)
-        told = {"batch": low, "bound": bound, "trials": tried}
+        told = {"batch": low, "bound": bound, "curve": tried}
     print(json.dumps(told))
 
 

@@ -26,9 +26,7 @@ _ELASTIC = 1.2  # times the top: tried where a step that reached it had to make 
 _FAR = 8  # a line is drawn from too little beyond this many times the largest batch measured:
 _SHORT_OF_TOP = 0.9  # it is made better from here first,
 _CAREFUL_FAR, _CAREFUL_SHORT = 1.4, 0.8  # the same where memory is only roughly a line
-_BEYOND_FALL = (
-    2  # times the largest batch, where that one took less than one before: proportion is sure enough
-)
+_BEYOND_FALL = 2  # times the largest batch: so far proportion is sure, where memory fell with it
 _LINE_WAS_WRONG = 0.6  # and left, where it fails twice
 _CLOSE = 0.02
 _APART = 0.7  # points closer together than this do not make a line: noise would
