@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,6 +57,16 @@ class Meter:
         self.hashed += count
 
 
+class _Share(NamedTuple):
+    """A part of an array for one thread: where it lies in the array, how long it is, where it ends in the file."""
+
+    offset: int
+    nbytes: int
+    end: int
+    work: Callable[..., list[Part]]
+    arguments: tuple[Any, ...]
+
+
 class Filler:
     """Fills allocated files from readers; ``jobs`` are what it has under way."""
 
@@ -93,8 +103,8 @@ class Filler:
         """Whether the whole array comes in slabs, which are written and need no map."""
         return all(self._slabs[piece.source, piece.name] is not None for piece in target.pieces)
 
-    def array(self, target: ArrayTarget, fd: int, allocated: Iterable[int]) -> None:
-        """Fill one array's file as its blocks come: ``allocated`` says up to which byte they are there.
+    def array(self, target: ArrayTarget, fd: int, allocated: Iterable[tuple[int, bool]]) -> None:
+        """Fill one array's file as its blocks come: ``allocated`` says up to which byte, and whether they are there.
 
         The descriptor is taken over, and closed when the file is filled.
         """
@@ -102,37 +112,36 @@ class Filler:
         waiting = deque(self._work(target, fd))
         started: list[Future[Any]] = []
         self._opened.append((fd, started))
-        for end in allocated:
+        for end, there in allocated:
             if self._meter.stopped:
                 raise Stopped
-            while waiting and waiting[0][0] <= end:
-                _, offset, work, arguments = waiting.popleft()
-                started.append(self._start(work, *arguments))
-                parts.append((offset, started[-1]))
+            while waiting and waiting[0].end <= end:
+                share = waiting.popleft()
+                started.append(self._start(share.work, *share.arguments, ask=0 if there else share.nbytes))
+                parts.append((share.offset, started[-1]))
         self._settle(_MOST_OPEN)
 
-    def _work(
-        self, target: ArrayTarget, fd: int
-    ) -> Iterator[tuple[int, int, Callable[..., Any], tuple[Any, ...]]]:
-        """What fills the file, in its order: (end in the file, offset in the array, function, arguments)."""
+    def _work(self, target: ArrayTarget, fd: int) -> Iterator[_Share]:
+        """What fills the file, in its order."""
         for piece in target.pieces:
-            start = len(target.header) + piece.offset
+            at, start = piece.offset, len(target.header) + piece.offset
             extent = self._extents[piece.source, piece.name]
             slabs = self._slabs[piece.source, piece.name]
             if slabs is not None:
                 for slab in slabs:
                     place = start + slab.start
-                    yield place + slab.nbytes, piece.offset + slab.start, self._put, (slab, fd, place)
-                continue
-            if extent is None:
-                yield start + piece.nbytes, piece.offset, self._decode, (target, piece, fd)
-                continue
-            begin = extent.offset + extent.nbytes - piece.nbytes  # after the rows that are left out
-            source = self._source(extent)
-            for done in range(0, piece.nbytes, PART):
-                length = min(PART, piece.nbytes - done)
-                arguments = (extent, source, begin + done, fd, start + done, length)
-                yield start + done + length, piece.offset + done, self._copy, arguments
+                    yield _Share(
+                        at + slab.start, slab.nbytes, place + slab.nbytes, self._put, (slab, fd, place)
+                    )
+            elif extent is None:
+                yield _Share(at, piece.nbytes, start + piece.nbytes, self._decode, (target, piece, fd))
+            else:
+                begin = extent.offset + extent.nbytes - piece.nbytes  # after the rows that are left out
+                source = self._source(extent)
+                for done in range(0, piece.nbytes, PART):
+                    length, place = min(PART, piece.nbytes - done), start + done
+                    arguments = (extent, source, begin + done, fd, place, length)
+                    yield _Share(at + done, length, place + length, self._copy, arguments)
 
     def _settle(self, most: int) -> None:
         """Close files that are filled, oldest first, until at most so many are open."""
@@ -164,13 +173,15 @@ class Filler:
         problems = [problem for job in ended if (problem := job.exception()) is not None]
         return next((problem for problem in problems if not isinstance(problem, Stopped)), None)
 
-    def _start(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        job = self._pool.submit(self._run, work, arguments)
+    def _start(self, work: Callable[..., Any], *arguments: Any, ask: int = 0) -> Future[Any]:
+        job = self._pool.submit(self._run, work, arguments, ask)
         self.jobs.append(job)
         return job
 
-    def _run(self, work: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def _run(self, work: Callable[..., Any], arguments: tuple[Any, ...], ask: int) -> Any:
         try:
+            if ask:
+                self._again(ask)
             return work(*arguments)
         except BaseException:
             self._meter.stopped = True  # nobody needs to go on
@@ -199,7 +210,6 @@ class Filler:
     def _put(self, slab: Slab, fd: int, to: int) -> list[Part]:
         """Decode a slab and write it: that spares the page faults of a map, and takes blocks or is refused."""
         crc, total, done = checksum.crc32(), 0, 0
-        self._again(slab.nbytes)
         for parts in _together(slab.decode()):
             for part in parts:
                 total = crc(part, total)

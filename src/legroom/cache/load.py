@@ -127,8 +127,8 @@ def _allocate(job: Job, work: Work, filler: Filler) -> None:
     with interleaved():  # pages in memory lie where the thread is that takes them
         for target in job.plan.arrays:
             fd = work.create(target.file)
-            room = work.promise if in_memory(work.store) and filler.written(target) else work.allocate
-            filler.array(target, fd, room(fd, target.header, target.size))
+            later = in_memory(work.store) and filler.written(target)
+            filler.array(target, fd, work.allocate(fd, target.header, target.size, later=later))
 
 
 def _decodes(job: Job) -> bool:

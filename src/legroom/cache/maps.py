@@ -22,7 +22,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+LARGE = 2 << 20  # a large page of x86 and of arm64: what its address in a map must be a multiple of
 _NORESERVE = {"linux": 0x4000}.get(sys.platform, 0)
+_NO_ACCESS = 0  # PROT_NONE
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -74,7 +76,8 @@ class Map:
     def __init__(self, fd: int, length: int, keep: object = None, *, offset: int = 0) -> None:
         self.writable = writable()
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
-        address = libc().mmap(None, length, protection, mmap.MAP_PRIVATE | _NORESERVE, fd, offset)
+        wish = _wish(length, offset)
+        address = libc().mmap(wish, length, protection, mmap.MAP_PRIVATE | _NORESERVE, fd, offset)
         if address == _FAILED:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
@@ -100,3 +103,19 @@ class Map:
         buffer: Any = (ctypes.c_char * self.length).from_address(self.address)
         buffer.map = self
         return buffer
+
+
+def _wish(length: int, offset: int) -> int | None:
+    """A free address where the file's large pages can be mapped as such; left to itself the kernel takes any.
+
+    Another thread may map something there first: then the kernel takes any after all.
+    """
+    if length < LARGE or sys.platform != "linux":
+        return None
+    span = length + LARGE
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+    free = libc().mmap(None, span, _NO_ACCESS, private, -1, 0)
+    if free == _FAILED:
+        return None
+    libc().munmap(free, span)
+    return int(free) + (offset - int(free)) % LARGE

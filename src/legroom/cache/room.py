@@ -11,7 +11,7 @@ builder's lock file; it counts as long as that lock is held.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from legroom.budget.remedy import enlarge_shm, raise_ram_limit
@@ -180,18 +180,10 @@ def disk_limit(size: int, env: Mapping[str, str]) -> int:
     return parse_size(text) if text else size // 2
 
 
-def allocate(fd: int, size: int, again: Callable[[int], None]) -> Iterator[int]:
-    """Take the blocks of a file for real, in steps, yielding up to which byte they are there.
-
-    ``again(step)`` raises where a step does not fit any more.
-    """
-    os.ftruncate(fd, size)
-    for offset in range(0, size, STEP):
-        step = min(STEP, size - offset)
-        again(step)
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, offset, step)
-        yield offset + step
+def take_blocks(fd: int, offset: int, length: int) -> None:
+    """Take the blocks of a file's range for real, but for those that are there."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, offset, length)
 
 
 def _limit(store: Store, size: int, env: Mapping[str, str]) -> Bound:

@@ -16,8 +16,9 @@ from collections.abc import Iterator
 
 from legroom.cache import locks, room, trash
 from legroom.cache.evict import evict_for
+from legroom.cache.large import LargePages
 from legroom.cache.locks import Lock
-from legroom.cache.place import Store
+from legroom.cache.place import Store, in_memory
 from legroom.cache.steps import step
 from legroom.errors import NoRoom
 
@@ -34,6 +35,7 @@ class Work:
         self.folder = trash.BUILDING + self.ident
         self._counting = threading.Lock()  # threads that write ask too
         self._credit = 0  # bytes that may be taken before memory is looked at again
+        self._large = LargePages()
         self.lock_file = f"building-{self.ident}.lock"
         self.fd = -1
         step("work")
@@ -71,28 +73,26 @@ class Work:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(name, flags, 0o600, dir_fd=self.fd)
 
-    def promise(self, fd: int, header: bytes, size: int) -> Iterator[int]:
-        """Write a file's header and leave its blocks to those who write the rest, asking ``again`` each time.
+    def allocate(
+        self, fd: int, header: bytes, size: int, *, later: bool = False
+    ) -> Iterator[tuple[int, bool]]:
+        """Take the blocks of a file in steps and write its header: up to which byte, and whether they are there.
 
-        For files in memory that are written and not mapped: there a write takes its pages or is refused, and
-        taking them beforehand would only clear them once more.
+        With ``later``, for files in memory that are written and not mapped, small pages are left to the writing: a
+        write takes them or is refused, and taking them beforehand would only clear them once more. Whoever writes
+        asks ``again`` then.
         """
         try:
             os.ftruncate(fd, size)
-            os.pwrite(fd, header, 0)
-        except OSError as problem:
-            self.raise_full(problem)
-            raise
-        yield size
-
-    def allocate(self, fd: int, header: bytes, size: int) -> Iterator[int]:
-        """Take the blocks of a file in steps and write its header; up to which byte they are there."""
-        try:
-            for end in room.allocate(fd, size, self.again):
-                if header:
+            for offset in range(0, size, room.STEP):
+                step = min(room.STEP, size - offset)
+                self.again(step)
+                there = in_memory(self.store) and self._large.take(fd, offset, step)
+                if not later:
+                    room.take_blocks(fd, offset, step)
+                if offset == 0:
                     os.pwrite(fd, header, 0)
-                    header = b""
-                yield end
+                yield offset + step, there or not later
         except OSError as problem:
             self.raise_full(problem)
             raise

@@ -13,8 +13,11 @@ from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
+import numpy as np
+
 from legroom.words import say
 
+_HEAP = 4 << 20
 MOST_EXPANSION = 1032  # deflate codes at most 258 bytes in two bits
 
 Bytes = bytes | bytearray | memoryview
@@ -37,12 +40,23 @@ def zlib_module() -> ModuleType:
 @cache
 def _whole() -> tuple[Whole, type[Exception]]:
     """What inflates a stream of at most so many bytes at once, and what it raises."""
+    _keep_what_is_freed()
     try:
         import deflate
     except ImportError:
         module = zlib_module()
         return lambda packed, size: module.decompress(packed, bufsize=size), module.error
     return deflate.zlib_decompress, deflate.DeflateError
+
+
+def _keep_what_is_freed() -> None:
+    """Let chunks that come and go use the same memory again.
+
+    glibc gives memory back as soon as twice the largest block that it has ever mapped by itself and seen freed is
+    free at its heap's end, and then every page is taken and cleared anew: for chunks of 200 kB that was a fifth of
+    a load. A program that has freed an array of some megabytes is beyond that, a young one is not.
+    """
+    np.empty(_HEAP, np.uint8)
 
 
 def inflate(packed: Bytes, size: int) -> bytes | bytearray:

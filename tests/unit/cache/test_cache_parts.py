@@ -72,7 +72,7 @@ class TestRoom:
             with Work(store, 50 * MB, evict=False) as work:
                 assert room.outstanding(store) == 50 * MB
                 fd = work.create("x.npy")
-                assert list(work.allocate(fd, b"h", 10 * MB)) == [10 * MB]
+                assert list(work.allocate(fd, b"h", 10 * MB)) == [(10 * MB, True)]
                 os.close(fd)
                 assert room.outstanding(store) == 40 * MB
                 work.note(3, 10)
