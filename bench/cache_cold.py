@@ -18,6 +18,7 @@ import h5py
 
 from cache_rig import CHILD, ROW, Bench, Measured, preload
 from formats import by_legroom, images, write
+from legroom.cache.large import LargePages
 from legroom.cpus import usable_cpus
 from legroom.formats.inflate import inflate
 from measure import Row, alternate, best, settle, spreads, timed, warm
@@ -113,11 +114,25 @@ def _processor_seconds(path: Path, there: Path) -> dict[str, float]:
             inflate(chunk, ROW)
 
     def put() -> None:
-        with there.open("wb", buffering=0) as out:
+        with there.open("w+b", buffering=0) as out:
+            out.truncate(ROW * len(stored))
+            LargePages().take(out.fileno(), 0, ROW * len(stored))
             for _ in stored:
                 out.write(plain)
 
-    works = {"inflate": unpack, "md5": lambda: hashlib.md5(whole).digest(), "write to tmpfs": put}
+    buffer = bytearray(1 << 20)
+
+    def read() -> None:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+    works = {
+        "read": read,
+        "inflate": unpack,
+        "md5": lambda: hashlib.md5(whole).digest(),
+        "write to tmpfs": put,
+    }
     seconds = best(alternate({name: lambda work=work: timed(work) for name, work in works.items()}, 3))
     there.unlink()
     return seconds
