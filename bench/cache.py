@@ -1,9 +1,10 @@
 """The shared cache, side by side with what it replaces.
 
-Covers: attaching, cold loads (cache_cold.py), the first epoch, many processes at once. Does not cover: other
-libraries (peers.py), decoding alone (formats.py), cold disks, where the disk decides: sources are in the page cache.
+Covers: attaching, cold loads (cache_cold.py), the first epoch, large pages (cache_pages.py), many processes at once.
+Does not cover: other libraries (peers.py), decoding alone (formats.py), cold disks, where the disk decides: sources are
+in the page cache.
 
-    python bench/cache.py [--rounds 7] [--only attach,cold,gzip,epoch,storm] [--scale 1.0] [--results DIR]
+    python bench/cache.py [--rounds 7] [--only attach,cold,gzip,epoch,pages,storm] [--scale 1.0] [--results DIR]
 
 Nothing is asserted: a target that is missed is printed as missed. With --only the other parts' results are kept.
 """
@@ -19,6 +20,7 @@ from typing import Any
 
 import legroom
 from cache_cold import cold, gzip, storm
+from cache_pages import pages
 from cache_rig import Bench, Measured, preload
 from measure import (
     RESULTS,
@@ -107,7 +109,7 @@ def epoch(bench: Bench) -> Measured:
     return rows, {"gigabytes_per_second": runs}
 
 
-PARTS = {"attach": attach, "cold": cold, "gzip": gzip, "epoch": epoch, "storm": storm}
+PARTS = {"attach": attach, "cold": cold, "gzip": gzip, "epoch": epoch, "pages": pages, "storm": storm}
 
 
 def main() -> None:

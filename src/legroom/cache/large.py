@@ -7,8 +7,8 @@ A tmpfs gives single pages unless it was mounted otherwise, and the kernel clear
 MADV_COLLAPSE (Linux 6.1) makes a large page of a range that has at least one, for anybody and whatever the mount says.
 Writing to such a file takes half the time, and reading it for the first time no longer than reading it again.
 
-It may have to move other memory out of the way, or a hypervisor may have to find the memory first. So its time is
-bounded: where it takes longer than small pages would, the rest of the build does with small ones.
+It may have to move other memory out of the way, or a hypervisor may have to find the memory first. So it is watched:
+once a few megabytes have taken twice as long as small pages would, or are refused, the build does with small ones.
 """
 
 from __future__ import annotations
@@ -21,34 +21,26 @@ from legroom.cache.maps import LARGE, Map, libc
 from legroom.probe.host import Host
 
 _COLLAPSE = 25
-_TRIAL = 2 * LARGE  # tried before more is risked
-_PATIENCE = 0.005  # seconds that a build may lose, whatever its size
-_SMALL_PAGES = 0.4e-9  # seconds per byte: about what small pages take
+_PIECE = 2 * LARGE  # taken between two looks at the clock
+_DEAR = 0.8e-9  # seconds per byte: twice of what small pages take
 _SETTINGS = "/sys/kernel/mm/transparent_hugepage/"
 
 
 class LargePages:
-    """The large pages of one build, and what they have cost it."""
+    """The large pages of one build, for as long as they are worth it."""
 
     def __init__(self) -> None:
-        self._tried, self._cost = 0, 0.0
-        self._wanted = wanted(os.environ) and known()
+        self._worth_it = wanted(os.environ) and known()
 
     def take(self, fd: int, offset: int, length: int) -> bool:
         """Take a range of a file in memory, save a tail that no large page fits; False where small ones must do."""
-        length -= length % LARGE
-        trial = 0 if self._tried else min(_TRIAL, length)
-        return (
-            length > 0
-            and offset % LARGE == 0
-            and self._take(fd, offset, trial)
-            and self._take(fd, offset + trial, length - trial)
-        )
+        end = offset + length - length % LARGE
+        if offset % LARGE or end == offset:
+            return False
+        return all(self._take(fd, place, min(_PIECE, end - place)) for place in range(offset, end, _PIECE))
 
     def _take(self, fd: int, offset: int, length: int) -> bool:
-        if length == 0:
-            return True
-        if not self._wanted or self._cost > _PATIENCE + _SMALL_PAGES * self._tried:
+        if not self._worth_it:
             return False
         worked, begun = time.thread_time(), time.monotonic()
         for place in range(offset, offset + length, LARGE):
@@ -56,9 +48,9 @@ class LargePages:
                 fd, b"\0", place
             )  # the one page there must be; it also says on which node the large one lies
         made = _collapse(fd, offset, length)
-        # Others who run on this core do not count, waiting for memory to be moved does in the end.
-        self._cost += max(time.thread_time() - worked, (time.monotonic() - begun) / 8)
-        self._tried += length
+        # Others who run on this core do not count; waiting for memory to be moved does in the end.
+        cost = max(time.thread_time() - worked, (time.monotonic() - begun) / 8)
+        self._worth_it = made and cost <= _DEAR * length
         return made
 
 

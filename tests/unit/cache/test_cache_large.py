@@ -52,7 +52,7 @@ def in_memory(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes: what is tested is not this machine's speed."""
-    monkeypatch.setattr(large, "_PATIENCE", 60.0)
+    monkeypatch.setattr(large, "_DEAR", 1.0)
 
 
 def _joins() -> bool:
@@ -146,7 +146,7 @@ class TestNotTaken:
         monkeypatch.setattr(large, "_collapse", lambda fd, offset, length: not tried.append(length))
         monkeypatch.setattr(large.time, "thread_time", lambda: float(next(clock)))
         pages = LargePages()
-        assert not pages.take(memory, 0, 20 * MB)  # a second for the trial: the rest is not risked
+        assert not pages.take(memory, 0, 20 * MB)  # a second for 4 MB: the rest is not risked
         assert not pages.take(memory, 0, 20 * MB)
         assert tried == [2 * LARGE]
 
