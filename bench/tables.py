@@ -96,14 +96,13 @@ TITLES = {
 NOTES = {
     "gzip": "h5py neither hashes nor shares what it reads; the reader alone does what it does. A load into the cache "
     "is bound by processor time: the last row of each block divides what reading, inflating, MD5 and writing take "
-    "alone by the cores there are, or takes the longest of what one thread must do. For photographs the target with MD5 "
-    "lies within a few percent of that bound on this machine, above or below it as h5py's own time swings: runs gave "
-    '1.86 to 2.07. On two cores of the other machine it holds. More cores, or `hash="xxh3"`, move the bound. The run on '
-    "sixteen cores read with sixteen threads; the reader has had eight since, which took 108 ms instead of 149 for masks "
-    "and 162 instead of 151 for photographs there.",
-    "pages": "`LEGROOM_LARGE_PAGES=0` against the default, which takes large pages until they cost more than small ones "
-    "([why](decisions/0012-large-pages.md)). How many there are to be had depends on what the machine has just freed: "
-    "of this entry it was 16 to 99.8 % in five runs, and a load was 1.09 to 1.41 times as fast.",
+    "alone by the cores there are, or takes the longest of what one thread must do. For photographs that bound lies "
+    "below the target on this machine, and above it on two cores of the other one. More cores, or "
+    '`hash="xxh3"`, move it. The run on sixteen cores read with sixteen threads; the reader has had eight since, which '
+    "took 108 ms instead of 149 for masks and 162 instead of 151 for photographs there.",
+    "pages": "`LEGROOM_LARGE_PAGES=0` against the default, which takes large pages until they cost more than small "
+    "ones ([why](decisions/0012-large-pages.md)). How many there are to be had depends on what the machine has just "
+    "freed: of this entry it was 16 to 58 % in four runs, and a load was 1.09 to 1.27 times as fast.",
 }
 CACHES = (
     ("cache", "The cache against what it replaces"),
