@@ -22,7 +22,7 @@ from legroom.probe.host import Host
 
 _COLLAPSE = 25
 _PIECE = 2 * LARGE  # taken between two looks at the clock
-_DEAR = 0.8e-9  # seconds per byte: twice of what small pages take
+_DEAR = 0.8e-9  # seconds per byte: twice what small pages take
 _SETTINGS = "/sys/kernel/mm/transparent_hugepage/"
 
 
@@ -44,9 +44,8 @@ class LargePages:
             return False
         worked, begun = time.thread_time(), time.monotonic()
         for place in range(offset, offset + length, LARGE):
-            os.pwrite(
-                fd, b"\0", place
-            )  # the one page there must be; it also says on which node the large one lies
+            # The one page that there must be. It also says on which node the large one will lie.
+            os.pwrite(fd, b"\0", place)
         made = _collapse(fd, offset, length)
         # Others who run on this core do not count; waiting for memory to be moved does in the end.
         cost = max(time.thread_time() - worked, (time.monotonic() - begun) / 8)

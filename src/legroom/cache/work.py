@@ -85,14 +85,14 @@ class Work:
         try:
             os.ftruncate(fd, size)
             for offset in range(0, size, room.STEP):
-                step = min(room.STEP, size - offset)
-                self.again(step)
-                there = in_memory(self.store) and self._large.take(fd, offset, step)
+                length = min(room.STEP, size - offset)
+                self.again(length)
+                there = in_memory(self.store) and self._large.take(fd, offset, length)
                 if not later:
-                    room.take_blocks(fd, offset, step)
+                    room.take_blocks(fd, offset, length)
                 if offset == 0:
                     os.pwrite(fd, header, 0)
-                yield offset + step, there or not later
+                yield offset + length, there or not later
         except OSError as problem:
             self.raise_full(problem)
             raise
