@@ -109,6 +109,12 @@ CACHES = (
     ("cache-xeon-2", "The same on two cores of another machine"),
     ("cache-xeon-16", "The same on all its sixteen"),
 )
+PEERS_NOTE = (
+    "Gather rates are those of the memory a contender happened to get, which swings in this virtual machine: half an "
+    "hour earlier a run gave 18.6 GB/s for Legroom and 17.2 for numpy's memmap (np.take), the one that stood here before "
+    "15 and 22. One entry read through Legroom's map and by np.load with mmap_mode in the same process: 16.9 and 17.3, "
+    "16.4 and 16.0, 16.4 and 14.2, 14.7 and 15.6 GB/s."
+)
 HEAD = ["| | measured | target | |", "| --- | --- | --- | --- |"]
 
 
@@ -200,6 +206,8 @@ def peers_table(found: dict[str, Any]) -> str:
         "others finish when the loader is killed | left behind, MB | one loader by |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         *(peer_row(name, peer, counts) for name, peer in found["peers"].items()),
+        "",
+        PEERS_NOTE,
         "",
         f"![The same as a picture]({PICTURE})",
     ]
