@@ -111,7 +111,7 @@ CACHES = (
 )
 PEERS_NOTE = (
     "Gather rates are those of the memory a contender happened to get, which swings in this virtual machine: half an "
-    "hour earlier a run gave 18.6 GB/s for Legroom and 17.2 for numpy's memmap (np.take), the one that stood here before "
+    "hour earlier a run gave 18.6 GB/s for Legroom and 17.2 for numpy's memmap (np.take), the one before that "
     "15 and 22. One entry read through Legroom's map and by np.load with mmap_mode in the same process: 16.9 and 17.3, "
     "16.4 and 16.0, 16.4 and 14.2, 14.7 and 15.6 GB/s."
 )
