@@ -102,7 +102,7 @@ NOTES = {
     "took 108 ms instead of 149 for masks and 162 instead of 151 for photographs there.",
     "pages": "`LEGROOM_LARGE_PAGES=0` against the default, which takes large pages until they cost more than small "
     "ones ([why](decisions/0012-large-pages.md)). How many there are to be had depends on what the machine has just "
-    "freed: of this entry it was 16 to 81 % in six runs, in which a load was 1.07 to 1.37 times as fast, the first epoch "
+    "freed: of this entry it was 16 to 81 % in six runs; a load was 1.07 to 1.37 times as fast, the first epoch "
     "0.86 to 1.7 and the second 0.80 to 1.22 times, the lower figures where few pages were large.",
 }
 CACHES = (
