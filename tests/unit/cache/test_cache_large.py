@@ -157,7 +157,7 @@ class TestNotTaken:
         monkeypatch.setattr(large, "Map", refuse)
         assert not LargePages().take(memory, 0, 20 * MB)
 
-    def test_a_full_file_system_is_an_error(self, monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
+    def test_a_write_that_is_refused_is_an_error(self, monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
         monkeypatch.setattr(large, "known", lambda: True)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MB, hard))
