@@ -16,7 +16,9 @@ The traps, and what is done about each:
 from __future__ import annotations
 
 import os
+import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 try:
@@ -62,8 +64,8 @@ class Lock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def __del__(self) -> None:
-        if self.fd >= 0:
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not at_exit() and self.fd >= 0:  # the kernel closes it then
             self.release()
 
 

@@ -18,6 +18,7 @@ import ctypes
 import mmap
 import os
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,9 @@ class _Pages:
         self.address, self.length, self.keep = address, length, keep
         self._unmap = libc().munmap
 
-    def __del__(self) -> None:
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
         # At exit other threads may still read; the kernel unmaps soon enough.
-        if not sys.is_finalizing():
+        if not at_exit():
             self._unmap(self.address, self.length)
 
 

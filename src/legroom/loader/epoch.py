@@ -112,9 +112,11 @@ class Epoch:
             return self._crew.died(problem)
         return None
 
-    def __del__(self) -> None:
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        if at_exit():  # torch ends the workers then
+            return
         crew = getattr(self, "_crew", None)
-        if crew is None or self._lasting or os.getpid() != self._pid or sys.is_finalizing():
+        if crew is None or self._lasting or os.getpid() != self._pid:
             return
         if self._door is not None:
             self._door.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import itertools
@@ -9,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import subprocess
 import sys
 import threading
 import time
@@ -331,3 +333,41 @@ def test_live_iterators_and_loaders_side_by_side() -> None:
     for a, b, c in zip(one, two, two, strict=True):
         assert int(a) == int(b) == int(c)
     del one, two
+
+
+# The end of the program.
+
+_KEPT = """
+import ctypes, sys
+import legroom, loader_samples as samples
+if __name__ == "__main__":
+    # As with dill: something keeps __main__, so it is cleared after the modules that it imported.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules["__main__"]))
+    loader = legroom.DataLoader(samples.Rows("tensor"), 4, num_workers=2)
+    for batch in loader:
+        pass
+    iterator = iter(loader)
+    first = next(iterator)
+"""
+
+
+def test_batches_that_outlive_the_modules_end_in_silence() -> None:
+    folder = Path(samples.__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", _KEPT], cwd=folder, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_finalizers_ask_no_module_whether_the_program_ends() -> None:
+    """At exit a module's names are None: what a finalizer needs first must be in its defaults."""
+    wrong = []
+    for path in Path(legroom.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name == "__del__":
+                known = {one.arg for one in node.args.args}
+                first = {one.id for one in ast.walk(node.body[0]) if isinstance(one, ast.Name)}
+                asks = [ast.unparse(one) for one in node.args.defaults]
+                if first != {"self"} and not ("at_exit" in known & first and asks == ["sys.is_finalizing"]):
+                    wrong.append(f"{path.name}:{node.lineno}")
+    assert not wrong

@@ -21,6 +21,7 @@ import os
 import pickle
 import sys
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from legroom.errors import BatchLost
@@ -122,8 +123,8 @@ class Lease:
         arrival.worker.held.add(arrival.slot.id)
         arrival.slot.state = HELD
 
-    def __del__(self) -> None:
-        if sys.is_finalizing() or os.getpid() != self.pid:
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        if at_exit() or os.getpid() != self.pid:
             return
         arrival = self.arrival
         mark = arrival.pinner.mark() if arrival.pinner is not None and arrival.pinned else None
@@ -179,9 +180,11 @@ class Parcel:
         self._arrival = None
         return pickle.loads(self._skeleton, buffers=buffers)
 
-    def __del__(self) -> None:
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        if at_exit():
+            return
         arrival = getattr(self, "_arrival", None)
-        if arrival is not None and not sys.is_finalizing() and os.getpid() == self._pid:
+        if arrival is not None and os.getpid() == self._pid:
             arrival.give_back()
 
 

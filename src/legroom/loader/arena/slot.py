@@ -162,8 +162,8 @@ class Slot:
         """Whether anything made on the last exporter lives."""
         return self._lent is not None and self._lent() is not None
 
-    def __del__(self) -> None:
-        if sys.is_finalizing():  # other threads may still read; the kernel unmaps soon enough
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        if at_exit():  # other threads may still read; the kernel unmaps soon enough
             return
         if getattr(self, "_unmap", None) is not None:
             if self.before_unmap is not None:

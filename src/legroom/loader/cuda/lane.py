@@ -120,9 +120,9 @@ class CudaGatherer(ABC):
         self.lane.drain()
         self._release()
 
-    def __del__(self) -> None:
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
         # Streams may be gone at exit, and the kernel takes everything back.
-        if not sys.is_finalizing() and getattr(self, "_open", False):
+        if not at_exit() and getattr(self, "_open", False):
             self.close()
 
     def _usable(self) -> None:

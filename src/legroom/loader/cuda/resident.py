@@ -93,8 +93,8 @@ class ResidentGatherer:
         self._uses.clear()
         self._columns.clear()
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing() and getattr(self, "_open", False):
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not at_exit() and getattr(self, "_open", False):
             self.close()
 
     def _chosen(self, rows: NDArray) -> torch.Tensor:
