@@ -10,10 +10,10 @@ RIGS := $(BIN)/python -m pytest tests/real -m
 ALONE := --last-failed --last-failed-no-failures none
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint unit chromium test-pythons bench gpu docs messages evidence soak clean
+.PHONY: help setup demo test lint unit chromium test-pythons test-torch-suite bench gpu docs messages evidence soak clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -55,6 +55,13 @@ chromium: ## Debian's browser, for the tests of the web page; installed where th
 
 test-pythons: $(READY) ## the wheel in an empty environment of every Python here, without torch
 	$(BIN)/python tests/release/pythons.py
+
+# The tests are not part of this project: TORCH_TESTS names the folder "test" of the torch source of the same version.
+# Another torch: TORCH_PYTHON names the python of an environment with it, expecttest, and what legroom needs.
+TORCH_PYTHON ?= $(BIN)/python
+test-torch-suite: ## torch's own tests of its DataLoader with ours: TORCH_TESTS=path/to/pytorch/test
+	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH LEGROOM_TORCH_TESTS=$(abspath $(TORCH_TESTS)) \
+	    $(TORCH_PYTHON) tests/release/torch_suite.py $(TESTS)
 
 # The peers want packages of their own versions: they have an environment to themselves, each if it can be had.
 $(PEERS)/.ready: pyproject.toml constraints.txt
