@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -27,6 +28,7 @@ from legroom.cache.fileio import MOST_PARTS, read_at, write_all, write_parts
 from legroom.cache.identity import changed
 from legroom.cache.plan import ArrayTarget, Piece, TableTarget
 from legroom.formats.protocol import Extent, Reader, Slab
+from legroom.formats.source import wrong_checksum
 
 PART = 8 << 20
 _BUFFER = 1 << 20
@@ -95,9 +97,12 @@ class Filler:
             for piece in target.pieces:
                 reader, key = self._readers[piece.source], (piece.source, piece.name)
                 # A shifted piece has other numbers in the entry than in the file.
-                self._extents[key] = None if piece.shift else reader.extent(piece.name)
+                extent = None if piece.shift else reader.extent(piece.name)
                 whole = piece.shift == 0 and piece.skip == 0
-                self._slabs[key] = reader.slabs(piece.name) if whole and self._extents[key] is None else None
+                if extent is not None and extent.checksum is not None and not whole:
+                    extent = None  # a part alone cannot be compared with it
+                self._extents[key] = extent
+                self._slabs[key] = reader.slabs(piece.name) if whole and extent is None else None
 
     def written(self, target: ArrayTarget) -> bool:
         """Whether the whole array comes in slabs, which are written and need no map."""
@@ -150,9 +155,17 @@ class Filler:
             wait(jobs)
             os.close(fd)
 
-    def crc32(self, name: str) -> str:
-        """The checksum of an array that has been filled."""
-        ordered = sorted(self._parts[name], key=lambda pair: pair[0])
+    def crc32(self, target: ArrayTarget) -> str:
+        """The checksum of an array that has been filled; the checksums that its sources give are compared with it."""
+        ordered = sorted(self._parts[target.spec.name], key=lambda pair: pair[0])
+        for piece in target.pieces:
+            extent = self._extents[piece.source, piece.name]
+            if extent is not None and extent.checksum is not None:
+                first, last = (
+                    bisect_left(ordered, place, key=lambda pair: pair[0])
+                    for place in (piece.offset, piece.offset + piece.nbytes)
+                )
+                compare(extent, piece.name, (part for _, job in ordered[first:last] for part in job.result()))
         return checksum.as_text(checksum.joined(part for _, job in ordered for part in job.result()))
 
     def table(self, target: TableTarget, folder: str) -> Future[int]:
@@ -264,6 +277,15 @@ class Filler:
     def _grow(self, count: int) -> None:
         self._again(count)
         self._meter.add(count)
+
+
+def compare(extent: Extent, name: str, parts: Iterable[Part]) -> None:
+    """DamagedSource where the parts of an extent, in order, are not what its file's own checksum says."""
+    if extent.checksum is not None:
+        header = (extent.checksum.header, extent.checksum.header_bytes)
+        has = checksum.joined([header, *parts])
+        if has != extent.checksum.whole:
+            raise wrong_checksum(extent.path, name, has, extent.checksum.whole)
 
 
 def _together(parts: Iterable[memoryview]) -> Iterator[list[memoryview]]:

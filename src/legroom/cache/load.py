@@ -106,7 +106,7 @@ def load(job: Job, work: Work) -> Written:
             step("written")
             if len(first) == 2:
                 job.digests = {**job.digests, job.asked.request.hash: first[0].result()}
-            crcs = {target.spec.name: filler.crc32(target.spec.name) for target in job.plan.arrays}
+            crcs = {target.spec.name: filler.crc32(target) for target in job.plan.arrays}
             sizes = [table.result() for table in tables]
         except BaseException as problem:
             meter.stopped = True

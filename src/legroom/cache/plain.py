@@ -14,12 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from legroom.cache import checksum
 from legroom.cache.attach import view
+from legroom.cache.copy import compare
 from legroom.cache.dataset import Contents, ragged_of
 from legroom.cache.maps import Map
 from legroom.cache.plan import ArrayTarget, Plan, plan
 from legroom.errors import UnsupportedData
 from legroom.formats.detect import open_source
+from legroom.formats.fill import bytes_of
 from legroom.formats.protocol import ArraySpec, Extent, Reader
 from legroom.model import Entry, EntryArray, EntryTable
 from legroom.words import say
@@ -87,7 +90,11 @@ def _mapped(spec: ArraySpec, extent: Extent) -> NDArray:
         length = extent.offset - start + extent.nbytes
         if os.fstat(fd).st_size < start + length:
             raise _cannot(spec.name, say("the file ends before its data do"))
-        return view(Map(fd, length, offset=start), spec.shape, spec.dtype, extent.offset - start)
+        mapped = Map(fd, length, offset=start)
+        array = view(mapped, spec.shape, spec.dtype, extent.offset - start)
+        if extent.checksum is not None:  # read through once: numpy refuses what does not agree, and so does this
+            compare(extent, spec.name, [(checksum.crc32()(bytes_of(array)), extent.nbytes)])
+        return array
     finally:
         os.close(fd)
 

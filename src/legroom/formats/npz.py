@@ -23,9 +23,9 @@ from legroom.formats.fill import PIECE, Take, bytes_of, copy_raw, fill_in_order
 from legroom.formats.inflate import zlib_module
 from legroom.formats.npy import is_raw
 from legroom.formats.npy_header import NpyHeader, read_header
-from legroom.formats.protocol import ArraySpec, Description, Extent, Progress
+from legroom.formats.protocol import ArraySpec, Checksum, Description, Extent, Progress
 from legroom.formats.selection import Selection
-from legroom.formats.source import SourceFile, damaged
+from legroom.formats.source import SourceFile, damaged, wrong_checksum
 from legroom.words import say
 
 _ENCRYPTED, _UTF8 = 0x1, 0x800
@@ -104,34 +104,30 @@ class NpzReader(BaseReader):
 
         return read
 
+    def _is_raw(self, member: _Member) -> bool:
+        return member.info.compress_type == zipfile.ZIP_STORED and is_raw(member.header)
+
     def _extent(self, spec: ArraySpec) -> Extent | None:
         member = self._members[spec.name]
-        if member.info.compress_type != zipfile.ZIP_STORED or not is_raw(member.header):
+        if not self._is_raw(member):
             return None
-        return Extent(self.path, member.start + member.header.size, spec.nbytes)
+        header = zlib_module().crc32(self._file.read_at(member.start, member.header.size))
+        checksum = Checksum(member.info.CRC, header, member.header.size)
+        return Extent(self.path, member.start + member.header.size, spec.nbytes, checksum)
 
     def _read(self, spec: ArraySpec, out: np.ndarray[Any, Any], progress: Progress) -> None:
         member = self._members[spec.name]
-        extent = self._extent(spec)
         crc = _Checksum()
-        if extent is not None:
+        if self._is_raw(member):
             crc.add(self._file.read_at(member.start, member.header.size))
-            copy_raw(self._file, extent.offset, out, progress)
+            copy_raw(self._file, member.start + member.header.size, out, progress)
             crc.add(bytes_of(out))
         else:
             take = self._take(member.info, member.start, crc)
             take(memoryview(bytearray(member.header.size)))
             fill_in_order(take, out, member.header.dtype, member.header.fortran, progress)
         if crc.value != member.info.CRC:
-            raise damaged(
-                self.path,
-                say(
-                    "the checksum of {name!r} is {has:08x}, the archive says {needed:08x}",
-                    name=spec.name,
-                    has=crc.value,
-                    needed=member.info.CRC,
-                ),
-            )
+            raise wrong_checksum(self.path, spec.name, crc.value, member.info.CRC)
 
     def _take(self, info: zipfile.ZipInfo, start: int, crc: _Checksum | None) -> Take:
         """The member's bytes from its beginning, in order."""

@@ -56,12 +56,25 @@ class TableSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Checksum:
+    """The CRC-32 that the file's own format gives for an array's bytes and the header right before them."""
+
+    whole: int  # of header and array
+    header: int  # of the header alone
+    header_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Extent:
-    """Where an array lies in a file exactly as it will lie in memory: raw copies and maps may use it."""
+    """Where an array lies in a file exactly as it will lie in memory: raw copies and maps may use it.
+
+    Where there is a checksum, whoever reads the bytes must compare it: the format's own library does.
+    """
 
     path: Path
     offset: int
     nbytes: int
+    checksum: Checksum | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,3 +159,14 @@ def damaged(path: Path, why: str) -> DamagedSource:
         why=why,
         fix=(say("copy or download the file again, or write it anew from its source"),),
     )
+
+
+def wrong_checksum(path: Path, name: str, has: int, needed: int) -> DamagedSource:
+    """The error for bytes that are not those the file's own CRC-32 was taken of."""
+    return damaged(
+        path,
+        say(
+            "the checksum of {name!r} is {has:08x}, the archive says {needed:08x}",
+            name=name, has=has, needed=needed,
+        ),
+    )  # fmt: skip
