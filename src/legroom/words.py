@@ -11,11 +11,21 @@ JSON, units and commands to type are the same in every language.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 
 ENGLISH = "en"
 LANGUAGES = (ENGLISH, "zh")
 VARIABLE = "LEGROOM_LANG"
+
+# What a terminal obeys instead of showing it (control characters, right-to-left overrides, separators of lines), and
+# halves of characters that no encoding can carry.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# Fields of templates that hold a name and never a sentence.
+_ONE_LINE = frozenset(
+    ("command", "file", "folder", "key", "name", "path", "pattern", "store", "target", "what", "where")
+)
+_IN_NAME = re.compile(f"[\t\n]|{CONTROL.pattern}")
 
 # What looks a template up; None until something is said, so that importing Legroom reads nothing.
 _look_up: Callable[[str], str] | None = None
@@ -26,7 +36,50 @@ def say(template: str, **values: object) -> str:
     """Fill a message template, in the language of this process: ``say("{free} left", free="3 MB")``."""
     look_up = _look_up or _begin()
     text = look_up(template) if template else template  # gettext's empty message is the catalogue's header
-    return text.format(**values) if values else text
+    if not values:
+        return text
+    return text.format(**{field: _guarded(field, value) for field, value in values.items()})
+
+
+def shown(name: object) -> str:
+    """A name, path or value that others chose, on one line and as a terminal shall show it: escapes as in JSON."""
+    return _IN_NAME.sub(_escape, str(name))
+
+
+def harmless(text: str) -> str:
+    """Text of several lines in which nothing is left that a terminal obeys."""
+    return CONTROL.sub(_escape, text)
+
+
+def _escape(letter: re.Match[str]) -> str:
+    return f"\\u{ord(letter[0]):04x}"
+
+
+class _Guarded(str):
+    """A text that is shown harmless; its repr escapes by itself."""
+
+    __slots__ = ()
+
+    def __format__(self, spec: str) -> str:
+        return harmless(super().__format__(spec))
+
+
+class _GuardedName(str):
+    """A path, which is one line whatever it holds."""
+
+    __slots__ = ()
+
+    def __format__(self, spec: str) -> str:
+        return shown(super().__format__(spec))
+
+
+def _guarded(field: str, value: object) -> object:
+    """What fills a template: names in files, paths and other programs' words may hold anything."""
+    if isinstance(value, (str, os.PathLike)):
+        if field in _ONE_LINE or not isinstance(value, str):
+            return _GuardedName(value) if _IN_NAME.search(str(value)) else value
+        return _Guarded(value) if CONTROL.search(value) else value
+    return _Guarded(value) if isinstance(value, Exception) and CONTROL.search(str(value)) else value
 
 
 def phrase(template: str) -> str:

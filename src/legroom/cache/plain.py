@@ -92,7 +92,9 @@ def _mapped(spec: ArraySpec, extent: Extent) -> NDArray:
             raise _cannot(spec.name, say("the file ends before its data do"))
         mapped = Map(fd, length, offset=start)
         array = view(mapped, spec.shape, spec.dtype, extent.offset - start)
-        if extent.checksum is not None:  # read through once: numpy refuses what does not agree, and so does this
+        if (
+            extent.checksum is not None
+        ):  # read through once: numpy refuses what does not agree, and so does this
             compare(extent, spec.name, [(checksum.crc32()(bytes_of(array)), extent.nbytes)])
         return array
     finally:
@@ -100,7 +102,7 @@ def _mapped(spec: ArraySpec, extent: Extent) -> NDArray:
 
 
 def _read(target: ArrayTarget, readers: Sequence[Reader], count: Callable[[int], None]) -> NDArray:
-    whole: NDArray = np.empty(target.spec.shape, target.spec.dtype)
+    whole: NDArray = np.ndarray(target.spec.shape, target.spec.dtype)  # numpy.empty would make U0 into U1
     if len(target.pieces) == 1:
         readers[0].read_into(target.spec.name, whole, count)
         return whole

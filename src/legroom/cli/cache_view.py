@@ -16,10 +16,11 @@ from typing import Any
 import click
 
 from legroom.cli.layout import paragraph
+from legroom.cli.streams import for_drawing
 from legroom.columns import cells, left
 from legroom.model import Entry, Finding, Reaped, StoreRoom, Verification
 from legroom.units import format_duration, format_size
-from legroom.words import listed, say
+from legroom.words import listed, say, shown
 
 _SHORT = 12  # digits of a key that people see
 
@@ -60,9 +61,9 @@ def progress(label: str) -> Iterator[Bar]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task(label, total=None)
-        yield Bar(lambda done, total: shown.update(task, completed=done, total=total))
+    with Progress(*columns, console=Console(file=for_drawing(sys.stderr)), transient=True) as drawn:
+        task = drawn.add_task(shown(label), total=None)
+        yield Bar(lambda done, total: drawn.update(task, completed=done, total=total))
 
 
 def print_json(verb: str, content: dict[str, Any]) -> None:
@@ -102,7 +103,7 @@ def listing_text(
     """The list as people read it."""
     lines: list[str] = []
     if not found:
-        lines += [say("{what}: not loaded", what=what) if what else say("the cache is empty"), ""]
+        lines += [say("{what}: not loaded", what=shown(what)) if what else say("the cache is empty"), ""]
     for entry in found:
         lines += [entry_text(entry), ""]
     together = saved(found)
@@ -135,16 +136,16 @@ def entry_text(entry: Entry, *, attributes: bool = False) -> str:
     if entry.key != entry.digest:
         lines.append(f"  {left(say('key'), 8)}{entry.key}")
     names = [*entry.arrays, *entry.tables]
-    column = max((cells(name) for name in names), default=0)
+    column = max((cells(shown(name)) for name in names), default=0)
     for name, array in entry.arrays.items():
         shape = "×".join(map(str, array.shape)) or say("scalar")
-        lines.append(f"  {left(name, column)}  {format_size(array.bytes):>8}  {shape} {array.dtype}")
+        lines.append(f"  {left(shown(name), column)}  {format_size(array.bytes):>8}  {shape} {array.dtype}")
         if attributes:
             lines += _attribute_lines(array.attributes, "    ")
     for name, table in entry.tables.items():
         size = format_size(table.bytes)
-        told = say("{rows} rows: {columns}", rows=table.rows, columns=listed(table.columns))
-        lines.append(paragraph(told, f"  {left(name, column)}  {size:>8}  ", "    "))
+        told = say("{rows} rows: {columns}", rows=table.rows, columns=listed(map(shown, table.columns)))
+        lines.append(paragraph(told, f"  {left(shown(name), column)}  {size:>8}  ", "    "))
     lines.append("  " + _state(entry))
     for user in entry.users or ():
         own = say("unknown") if user.privatised is None else format_size(user.privatised)
@@ -166,13 +167,13 @@ def _source(entry: Entry) -> str:
     if not entry.sources:
         return say("source unknown")
     if len(entry.sources) == 1:
-        return entry.sources[0]
-    return say("{first} and {count} more", first=entry.sources[0], count=len(entry.sources) - 1)
+        return shown(entry.sources[0])
+    return say("{first} and {count} more", first=shown(entry.sources[0]), count=len(entry.sources) - 1)
 
 
 def _attribute_lines(attributes: Mapping[str, Any], indent: str) -> list[str]:
     return [
-        f"{indent}@{name}: {json.dumps(value, ensure_ascii=False, default=str)}"
+        f"{indent}@{shown(name)}: {shown(json.dumps(value, ensure_ascii=False, default=str))}"
         for name, value in attributes.items()
     ]
 
@@ -255,7 +256,11 @@ def verified_object(result: Verification) -> dict[str, Any]:
 
 def verified_line(result: Verification) -> str:
     """A check as people read it."""
-    copy = say("copy whole") if result.whole else say("copy DAMAGED: {names}", names=listed(result.damaged))
+    copy = (
+        say("copy whole")
+        if result.whole
+        else say("copy DAMAGED: {names}", names=listed(map(shown, result.damaged)))
+    )
     source = {
         "same": say("source unchanged"),
         "changed": say("source CHANGED since: {why}", why=result.source_why),

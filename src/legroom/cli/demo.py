@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from legroom.cli.layout import width
+from legroom.cli.streams import for_drawing
 from legroom.words import say
 
 if TYPE_CHECKING:
@@ -65,4 +66,5 @@ def _screen(as_json: bool, plain: bool, no_color: bool) -> Screen:
     utf = (sys.stdout.encoding or "").lower().startswith("utf")
     if as_json or plain or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb" or not utf:
         return Lines(lambda line: click.echo(line, err=as_json), wrapped)
-    return Bars(wrapped, colour=not no_color and not os.environ.get("NO_COLOR"))
+    colour = not no_color and not os.environ.get("NO_COLOR")
+    return Bars(wrapped, colour=colour, to=for_drawing(sys.stdout))

@@ -1,7 +1,8 @@
 """The standard streams, whatever they were started with: closed, on a full disk, or a pipe nobody reads.
 
 Covers: something in the place of a stream that is closed, telling a failed write to one from any other failure, and
-leaving quietly. Does not cover: their encoding (language.py).
+leaving quietly; nothing a terminal would obey gets through but Legroom's own colours. Does not cover: their encoding
+(language.py).
 
 A closed descriptor is not left free: the next file that is opened would get its number, and whatever is printed would
 land in that file. What stands in for it fails as a closed one does.
@@ -12,15 +13,17 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import sys
-from typing import IO, TextIO
+from typing import IO, Any, TextIO
 
 from legroom.errors import CannotWrite
-from legroom.words import say
+from legroom.words import CONTROL, harmless, say
 
 # In the order of their numbers: the lowest free one is what the system gives. The direction of the first two is the
 # wrong one, so that using them fails; what goes to standard error is lost without a further word.
 _STANDARD = (("stdin", "r", os.O_WRONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY))
+_COLOURS = re.compile(r"(\x1b\[(?:0|1|3[0-7])m)")  # what layout.paint writes
 
 
 class NotWritten(Exception):
@@ -31,13 +34,40 @@ class NotWritten(Exception):
         self.problem = problem
 
 
-class Answers(io.TextIOWrapper):
-    """Standard output, whose failures cannot be taken for any other's."""
+class Guarded(io.TextIOWrapper):
+    """A stream on which names in files and of processes do nothing but show."""
 
     def write(self, text: str, /) -> int:
+        """As any stream; control characters as JSON escapes them."""
+        self.draw(_guarded(text))
+        return len(text)
+
+    def draw(self, text: str) -> int:
+        """Write what moves the cursor too."""
+        return super().write(text)
+
+
+class Drawing:
+    """A guarded stream for what draws on the screen by itself: rich."""
+
+    def __init__(self, stream: Guarded) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As it is."""
+        return self._stream.draw(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class Answers(Guarded):
+    """Standard output, whose failures cannot be taken for any other's."""
+
+    def draw(self, text: str) -> int:
         """As any stream, or NotWritten."""
         try:
-            return super().write(text)
+            return super().draw(text)
         except OSError as problem:
             raise NotWritten(problem) from problem
 
@@ -49,13 +79,13 @@ class Answers(io.TextIOWrapper):
             raise NotWritten(problem) from problem
 
 
-class Asides(io.TextIOWrapper):
+class Asides(Guarded):
     """Standard error that never fails: there would be nobody to tell, and the answer is elsewhere."""
 
-    def write(self, text: str, /) -> int:
+    def draw(self, text: str) -> int:
         """As any stream, or nowhere."""
         try:
-            return super().write(text)
+            return super().draw(text)
         except OSError:
             leave(self)
             return len(text)
@@ -66,6 +96,18 @@ class Asides(io.TextIOWrapper):
             super().flush()
         except OSError:
             leave(self)
+
+
+def for_drawing(stream: TextIO) -> Any:
+    """The stream as rich may have it."""
+    return Drawing(stream) if isinstance(stream, Guarded) else stream
+
+
+def _guarded(text: str) -> str:
+    if CONTROL.search(text) is None:
+        return text
+    parts = _COLOURS.split(text)  # every second one is a colour
+    return "".join(part if odd % 2 else harmless(part) for odd, part in enumerate(parts))
 
 
 def hold() -> None:

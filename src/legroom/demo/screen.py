@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from legroom.columns import left, right
 from legroom.demo.job import Job
@@ -83,12 +83,12 @@ class Lines:
 class Bars:
     """A terminal, by rich: drawn only when asked, so that no thread of its own is needed."""
 
-    def __init__(self, wrap: Wrap, *, colour: bool) -> None:
+    def __init__(self, wrap: Wrap, *, colour: bool, to: Any = None) -> None:
         from rich.console import Console
         from rich.live import Live
 
         self._wrap, self._due = wrap, 0.0
-        self._console = Console(highlight=False, no_color=not colour)
+        self._console = Console(file=to, highlight=False, no_color=not colour)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._live.start()
 

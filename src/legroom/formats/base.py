@@ -7,13 +7,14 @@ subclass says what is in the file (``_look``) and brings arrays (``_read``) or t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
-from legroom.errors import UsageError
+from legroom.errors import UnsupportedData, UsageError
 from legroom.formats.fill import check_out
 from legroom.formats.protocol import (
     ArraySpec,
@@ -26,6 +27,9 @@ from legroom.formats.protocol import (
 )
 from legroom.formats.selection import Selection, missing_key
 from legroom.words import say
+
+_MOST_BYTES = 1 << 50  # what a manifest may say
+_MOST_AXES = 32  # of numpy 1
 
 
 class BaseReader:
@@ -63,7 +67,11 @@ class BaseReader:
         """What is in the file; reads no data (but the lengths of ragged rows)."""
         self._require_open()
         if self._description is None:
-            self._description = self._look()
+            found = self._look()
+            for item in found.items:
+                if isinstance(item, ArraySpec):
+                    self._require_possible(item)
+            self._description = found
         return self._description
 
     def read_into(self, name: str, out: np.ndarray[Any, Any], progress: Progress = no_progress) -> None:
@@ -119,6 +127,16 @@ class BaseReader:
             if item.name == name:
                 return item
         raise missing_key(name, (item.name for item in items), self.path)
+
+    def _require_possible(self, spec: ArraySpec) -> None:
+        """Refuse a shape that numpy has no array for; one without elements may still have impossible lengths."""
+        most = prod(length for length in spec.shape if length) * max(1, spec.dtype.itemsize)
+        if most > _MOST_BYTES or len(spec.shape) > _MOST_AXES:
+            raise UnsupportedData(
+                say("{name!r} of {path} has a shape that no array can have", name=spec.name, path=self.path),
+                why=say("its shape is {shape}", shape=spec.shape),
+                fix=(say("check the file, or leave it out: name the arrays you need with keys=[…]"),),
+            )
 
     def _require_open(self) -> None:
         if self._closed:

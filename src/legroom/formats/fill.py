@@ -132,7 +132,7 @@ def fill_in_order(
 
 def _convert(take: Take, target: Array, file_dtype: np.dtype[Any], progress: Progress) -> None:
     """Slab by slab, so that the second copy stays small whatever the shape."""
-    row = target[0].nbytes
+    row = target.nbytes // len(target)  # not target[0].nbytes: a text by itself has lost its trailing zeros
     if row > PIECE and target.ndim > 1:
         for part in target:
             _convert(take, part, file_dtype, progress)

@@ -22,7 +22,9 @@ from legroom.formats.selection import Selection
 from legroom.formats.source import damaged
 from legroom.words import say
 
-_MOST_LINKS = 1_000_000  # groups that contain one another can be walked in endless ways
+_MOST_LINKS = 1_000_000
+_MOST_AGAIN = 10_000  # names below groups that were reached before: n groups of two links each have 2^n names
+_DEEPEST = 200  # groups inside one another: each takes a frame of Python's stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +42,23 @@ class Walk:
     def __init__(self, path: Path, selection: Selection) -> None:
         self._path = path
         self._selection = selection
-        self._links = 0
+        self._links = self._again = 0
+        self._reached: set[tuple[int, ...]] = set()
         self._readable: set[Path] = set()
 
     def __call__(self, file: Any) -> Iterator[Found]:
         """Groups asked for and datasets that may be asked for, in the order of the file."""
-        yield from self._group(Found("", file), frozenset({self._identity(file)}))
+        yield from self._group(Found("", file), frozenset({self._identity(file)}), again=False)
 
-    def _group(self, group: Found, above: frozenset[tuple[int, ...]]) -> Iterator[Found]:
+    def _group(self, group: Found, above: frozenset[tuple[int, ...]], *, again: bool) -> Iterator[Found]:
         import h5py
+
+        if len(above) > _DEEPEST:
+            raise UnsupportedData(
+                say("{path} has groups more than {most} deep", path=self._path, most=_DEEPEST),
+                why=say("the deepest that was followed is {name!r}", name=group.name),
+                fix=(say("name the datasets you need with keys=[…]"),),
+            )
 
         with hdf5_trouble(self._path, say("the group {name!r}", name=group.name or "/")):
             keys = list(group.node)
@@ -56,6 +66,7 @@ class Walk:
             name = group.name + "/" + readable(key) if group.name else readable(key)
             if not self._selection.enters(name):
                 continue
+            self._count(again)
             found = self._follow(group, key, name)
             if isinstance(found.node, h5py.Dataset):
                 yield found
@@ -63,14 +74,26 @@ class Walk:
                 identity = self._identity(found.node)
                 if identity not in above:
                     yield found
-                    yield from self._group(found, above | {identity})
+                    again_below = again or identity in self._reached
+                    self._reached.add(identity)
+                    yield from self._group(found, above | {identity}, again=again_below)
+
+    def _count(self, again: bool) -> None:
+        """Refuse a file with more names than anybody can mean, before they are followed for minutes."""
+        self._links += 1
+        self._again += again
+        if self._links > _MOST_LINKS:
+            raise damaged(self._path, say("more than {most} names in it", most=_MOST_LINKS))
+        if self._again > _MOST_AGAIN:
+            raise UnsupportedData(
+                say("{path} has too many names for the same datasets", path=self._path),
+                why=say("groups that several links lead to hold more than {most} names", most=_MOST_AGAIN),
+                fix=(say("name the datasets you need with keys=[…]"),),
+            )
 
     def _follow(self, group: Found, key: str | bytes, name: str) -> Found:
         import h5py
 
-        self._links += 1
-        if self._links > _MOST_LINKS:
-            raise damaged(self._path, say("more than {most} names in it", most=_MOST_LINKS))
         through = group.through
         holder = Path(group.node.file.filename)
         with hdf5_trouble(self._path, say("the link {name!r}", name=name)):

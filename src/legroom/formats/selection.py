@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Collection, Iterable
 
 from legroom.errors import MissingKey, UsageError
-from legroom.words import listed, say
+from legroom.words import listed, say, shown
 
 _SHOWN = 20
 
@@ -81,13 +81,13 @@ def missing_key(key: str, every: Iterable[str], where: object) -> MissingKey:
     bare, among = key.strip("/"), [*names, *sorted(groups)]
     # What is above it may be the table, which the names do not repeat.
     near = _nearest(bare, among) or _nearest(bare.rpartition("/")[2], among)
-    shown = listed(names[:_SHOWN]) or say("nothing")
+    held = listed(map(shown, names[:_SHOWN])) or say("nothing")
     if len(names) > _SHOWN:
-        shown = say("{shown} and {more} more", shown=shown, more=len(names) - _SHOWN)
+        held = say("{shown} and {more} more", shown=held, more=len(names) - _SHOWN)
     fix = [say("did you mean {near!r}?", near=near[0])] if near else []
     return MissingKey(
         say("{where} has no {key!r}", where=where, key=key),
-        why=say("it holds {shown}", shown=shown),
+        why=say("it holds {shown}", shown=held),
         fix=(*fix, say("leave keys out to take everything")),
     )
 

@@ -97,7 +97,7 @@ class ZarrReader(BaseReader):
             return
         # Shards are read whole: they, not the chunks in them, must not be cut.
         rows = (getattr(node, "shards", None) or node.chunks)[0]
-        step = -(-max(1, _SLAB // max(1, out[0].nbytes)) // rows) * rows
+        step = -(-max(1, _SLAB // max(1, out.nbytes // len(out))) // rows) * rows
         for start in range(0, len(out), step):
             part = out[start : start + step]
             with _trouble(self.path, say("{name!r}", name=spec.name)):

@@ -21,6 +21,7 @@ from legroom.errors import (
 )
 from legroom.formats.detect import open_source
 from legroom.formats.hdf5_heap import Heaps
+from legroom.formats.hdf5_walk import Walk
 from legroom.formats.protocol import ArraySpec, Description
 from legroom.formats.source import SourceFile
 
@@ -484,3 +485,50 @@ def test_a_file_on_a_read_only_filesystem_can_be_read(tmp_path: Path) -> None:
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout.strip() == "x", done.stderr
+
+
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize("bottom", [False, True])
+def test_groups_whose_names_double_at_each_step_are_refused_soon(
+    tmp_path: Path, soft: bool, bottom: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = 0
+    follow = Walk._follow
+
+    def counting(self: Walk, *arguments: Any) -> Any:
+        nonlocal opened
+        opened += 1
+        return follow(self, *arguments)
+
+    monkeypatch.setattr(Walk, "_follow", counting)
+    with h5py.File(tmp_path / "x", "w", libver="latest") as file:
+        file["top"] = np.arange(3)
+        below = file.create_group("g22")
+        if bottom:
+            below["x"] = np.arange(3)
+        for step in reversed(range(22)):
+            group = file.create_group(f"g{step}")
+            group["a"] = group["b"] = h5py.SoftLink(f"/{below.name}") if soft else below
+            below = group
+    with pytest.raises(UnsupportedData, match="names"):
+        describe(tmp_path / "x")
+    assert opened < 12_000  # of the 2^22 names
+    assert names(tmp_path / "x", keys="top") == ["top"]
+
+
+def test_a_group_under_a_second_name_is_found_under_both(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x", "w") as file:
+        for number in range(50):
+            file[f"train/{number:02}"] = [number]
+        file["again"] = h5py.SoftLink("/train")
+    assert len(names(tmp_path / "x")) == 100
+
+
+def test_groups_too_deep_to_be_walked_are_refused(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x", "w") as file:
+        group = file
+        for _ in range(1500):
+            group = group.create_group("g")
+        group["x"] = [1]
+    with pytest.raises(UnsupportedData, match="deep"):
+        describe(tmp_path / "x")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from legroom.formats.npy_header import read_header
 def read(path: Path, name: str = "array") -> np.ndarray:
     with open_source(path) as reader:
         spec = next(item for item in reader.describe().items if item.name == name)
-        out = np.empty(spec.shape, spec.dtype)
+        out = np.ndarray(spec.shape, spec.dtype)
         reader.read_into(name, out)
     return out
 
@@ -175,3 +176,29 @@ def test_the_header_reader_asks_for_no_more_than_the_header() -> None:
 
     header = read_header(give, Path("x"), "array")
     assert max(asked) == header.size == len(data) - 8000
+
+
+@pytest.mark.parametrize("way", [np.asarray, np.asfortranarray])
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(["", "", "ab"]).astype(">U3"),
+        np.array([["", "abc"], ["d", ""]]).astype(">U9"),
+        np.array([b"", b"x"], "S5"),
+        np.zeros((2, 3), ">U0"),
+    ],
+)
+def test_texts_that_are_empty_have_their_width_all_the_same(
+    tmp_path: Path, array: np.ndarray, way: Callable[[np.ndarray], np.ndarray]
+) -> None:
+    np.save(tmp_path / "x.npy", way(array))
+    np.testing.assert_array_equal(read(tmp_path / "x.npy", "array"), array)
+
+
+@pytest.mark.parametrize(
+    "shape", ["(0, 4611686018427387904, 4611686018427387904)", "(0, 0, 4611686018427387904)"]
+)
+def test_a_shape_that_no_array_can_have_is_refused(tmp_path: Path, shape: str) -> None:
+    path = raw_npy(tmp_path / "x", f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}}}", b"")
+    with pytest.raises(UnsupportedData, match="4611686018427387904"), open_source(path) as reader:
+        reader.describe()
