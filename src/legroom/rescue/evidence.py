@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from legroom.model.death import Ending, Evidence, Level, LogFacts, OomCount
 from legroom.probe.host import Host
 from legroom.rescue.cgroup_home import Home
+from legroom.rescue.disk_levels import DiskLevels
 from legroom.rescue.kernel_log import KernelLog
 from legroom.rescue.readings import Readings, before_end, recent_rate, since_look, thinned, worst_stall
 
@@ -25,18 +26,27 @@ class Witness:
     host: Host
     home: Home
     readings: Readings
-    folders: Sequence[str] = ()  # where it writes: working directory, checkpoints, temporary files
+    folders: Sequence[str] = ()  # of its checkpoints
+    disks: DiskLevels = field(init=False)
     log: KernelLog = field(default_factory=KernelLog)
     since: float = 0.0
 
+    def __post_init__(self) -> None:
+        temporary = self.host.env.get("TMPDIR", "/tmp")
+        self.disks = DiskLevels(
+            self.host, (*self.folders, os.getcwd(), temporary), lambda: self.readings.present
+        )
+
     def begin(self) -> None:
         """Set the marks."""
+        self.disks.start()
         self.since = time.time()
         self.log = KernelLog.mark() if self.host.platform == "linux" else KernelLog(reason=self.host.platform)
         self.readings.begin()
 
     def close(self) -> None:
         """Let go of what is held open."""
+        self.disks.finish(0.0)
         self.log.close()
 
     def evidence(
@@ -71,7 +81,7 @@ class Witness:
             ram_unseen=since_look(seen.history, "ram"),
             shm_at_end=shm_at_end,
             keyboard=keyboard,
-            disks=self._disks(),
+            disks=self.disks.finish(),
             swapped_back=recent_rate(seen.history),
             stalled=worst_stall(seen.history),
             unknown=tuple(unknown),
@@ -89,12 +99,3 @@ class Witness:
             return None
         source = self.home.counters(self.host)[1]
         return OomCount(kills, self.home.own, source, before_end(self.readings.history))
-
-    def _disks(self) -> dict[str, Level]:
-        found = {}
-        for folder in dict.fromkeys((*self.folders, os.getcwd(), self.host.env.get("TMPDIR", "/tmp"))):
-            room = self.host.room(folder)
-            if room is not None and room.size:
-                # What root alone may write to is not room: a disk is full when nothing is free to us.
-                found[folder] = Level(room.size - room.free, room.size)
-        return found

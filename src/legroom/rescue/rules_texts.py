@@ -6,6 +6,8 @@ lines count at all (log_signs.py).
 
 from __future__ import annotations
 
+import re
+
 from legroom.model.death import Evidence, Level
 from legroom.rescue.because import Because, ended, level_line, quoted
 from legroom.rescue.log_signs import WINDOW, Signs
@@ -14,6 +16,9 @@ from legroom.words import say
 _BUS = 7
 FULL = 0.9  # a pool as full as this has no room for the next batch
 GREW = 0.5  # seen half full between two looks, and a bus error right after
+DISK_FULL = 0.98
+_NEAR = 10.0  # seconds before the end in which a level has to do with it
+_GUESS = re.compile(r"\bbus error\b", re.I)  # torch names shared memory below every bus error of a worker
 _PIN_NEAR = 40  # lines between the pin thread's name and the error that ended it
 
 
@@ -70,44 +75,50 @@ def sockets(evidence: Evidence, signs: Signs) -> Because | None:
 
 
 def shm(evidence: Evidence, signs: Signs) -> Because | None:
-    """/dev/shm was refused, or a page of it was."""
-    sign = signs.text("shm", "worker-bus")
-    if sign is None:
+    """/dev/shm was refused; what torch only supposes below a bus error is judged as a bus error."""
+    sign = next((one for one in signs.counting if one.code == "shm" and not _GUESS.search(one.line)), None)
+    if sign is None or signs.mute:
         return None
     level = fullest_shm(evidence)
     lines = [quoted(sign)]
     if level is not None:
         lines.append(level_line(say("/dev/shm at its fullest"), level))
-    if sign.code == "worker-bus" and not signs.text("shm"):
-        return _bus(evidence, lines)
     sure = 0.97 if level is not None and level.share >= GREW else 0.93
     return Because("shm-full", sure, (*lines, ended(evidence.ending)))
 
 
 def bus(evidence: Evidence, signs: Signs) -> Because | None:
-    """SIGBUS: a page that a full tmpfs could not give, or a mapped file that was cut short."""
+    """SIGBUS: a page that a full tmpfs or a full disk could not give, or a mapped file that was truncated."""
     ending = evidence.ending
     hit = ending is not None and (ending.signal == _BUS or ending.status == 128 + _BUS)
-    sign = signs.text("bus", "worker-bus")
+    sign = signs.text("worker-bus", "bus") or signs.text("shm")
     if not hit and sign is None:
         return None
-    return _bus(evidence, [quoted(sign)] if sign else [])
-
-
-def _bus(evidence: Evidence, lines: list[str]) -> Because:
+    lines = [quoted(sign)] if sign else []
     level = fullest_shm(evidence)
     if not evidence.live or level is None:
-        lines.append(say("how full /dev/shm was is not known; a cut file behind a map ends the same way"))
-        return Because("shm-full", 0.65, (*lines, ended(evidence.ending)))
+        lines.append(
+            say("how full /dev/shm was is not known; a truncated file behind a map ends the same way")
+        )
+        # Of a loader's worker it mostly is /dev/shm.
+        sure = 0.7 if sign is not None and sign.code != "bus" else 0.65
+        return Because("shm-full", sure, (*lines, ended(evidence.ending)))
     lines.append(level_line(say("/dev/shm at its fullest"), level))
-    if level.share >= FULL:
-        return Because("shm-full", 0.97, (*lines, ended(evidence.ending)))
+    disks = _full_disks(evidence)
+    lines += [level_line(path, one) for path, one in disks.items()]
+    near = _shm_near_end(evidence)
+    if near is not None and near.share >= FULL:
+        return Because("shm-full", 0.65 if disks else 0.97, (*lines, ended(evidence.ending)))
+    if disks:
+        summary = say("a bus error: a mapped file lies on a full disk, which had no block for a page of it.")
+        return Because("disk-full", 0.9, (*lines, ended(evidence.ending)), summary=summary)
     if level.share >= GREW:
-        return Because("shm-full", 0.8, (*lines, ended(evidence.ending)))
+        return Because("shm-full", 0.8 if level.share < FULL else 0.75, (*lines, ended(evidence.ending)))
     lines.append(
-        say("/dev/shm was never seen half full: a mapped file that was cut short ends in a bus error too")
+        say("no disk that it writes to was full; a mapped file that is truncated ends in a bus error")
     )
-    return Because("not-memory", 0.7, (*lines, ended(evidence.ending)))
+    summary = say("a bus error while /dev/shm had room: most often a mapped file was truncated while in use.")
+    return Because("not-memory", 0.7, (*lines, ended(evidence.ending)), summary=summary)
 
 
 def disk(evidence: Evidence, signs: Signs) -> Because | None:
@@ -115,7 +126,7 @@ def disk(evidence: Evidence, signs: Signs) -> Because | None:
     sign = signs.text("disk", "disk-write")
     if sign is None:
         return None
-    full = {path: level for path, level in evidence.disks.items() if level.share >= 0.98}
+    full = _full_disks(evidence)
     level = fullest_shm(evidence)
     lines = [quoted(sign), *(level_line(path, one) for path, one in full.items())]
     if not full and level is not None and level.share >= FULL:
@@ -138,6 +149,21 @@ def fullest_shm(evidence: Evidence) -> Level | None:
     """/dev/shm as full as it was seen, the moment of death included."""
     seen = [level for level in (evidence.peaks.get("shm"), evidence.shm_at_end) if level is not None]
     return max(seen, key=lambda level: level.share, default=None)
+
+
+def _shm_near_end(evidence: Evidence) -> Level | None:
+    """/dev/shm as full as it was in the last seconds; what was full and freed before that ended nothing."""
+    if not evidence.readings:
+        return fullest_shm(evidence)
+    since = evidence.readings[-1].when - _NEAR
+    seen = [one.levels["shm"] for one in evidence.readings if one.when >= since and "shm" in one.levels]
+    if evidence.shm_at_end is not None:
+        seen.append(evidence.shm_at_end)
+    return max(seen, key=lambda level: level.share, default=None)
+
+
+def _full_disks(evidence: Evidence) -> dict[str, Level]:
+    return {path: level for path, level in evidence.disks.items() if level.share >= DISK_FULL}
 
 
 def _cards(evidence: Evidence) -> list[tuple[str, Level]]:

@@ -15,6 +15,7 @@ from legroom.model.death import (
     Level,
     LogFacts,
     OomCount,
+    Reading,
     Sign,
 )
 from legroom.rescue.classify import LOG_ALONE, classify
@@ -190,3 +191,38 @@ def test_an_oom_kill_shows_the_kernel_s_peak_or_when_it_was_last_looked() -> Non
     assert "the kernel's own peak: 119 MB of 120 MB (99%)" in by_kernel and "18 MB" not in by_kernel
     full = {**known, "peaks": {"ram": Level(119 * MB, 120 * MB)}}
     assert not any("last look" in line for line in classify(Evidence(**full)).evidence)
+
+
+WORKER_BUS = (
+    "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).\n"
+    "Traceback (most recent call last):\n  File 'a'\n"
+    "RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error. It is possible that dataloader's "
+    "workers are out of shared memory. Please try to raise your shared memory limit.\n"
+)
+
+
+def test_what_torch_supposes_of_a_bus_error_does_not_outweigh_what_was_measured() -> None:
+    empty, full = Level(0, 64 * MB), Level(64 * MB, 64 * MB)
+    ended = {"ending": Ending(1), "text": WORKER_BUS}
+    assert _verdict(**ended, peaks={"shm": full}) == ("shm-full", 0.97)
+    assert _verdict(**ended, peaks={"shm": empty})[0] == "not-memory"
+    assert _verdict(**ended, peaks={"shm": empty}, disks={"/data": Level(100, 100)})[0] == "disk-full"
+    assert _verdict(text=WORKER_BUS)[0] == "shm-full"  # from the log alone it is the likely cause
+    assert _verdict(text=WORKER_BUS)[1] < 0.8
+
+
+def test_a_full_dev_shm_that_was_freed_long_before_a_bus_error_makes_it_unsure() -> None:
+    empty, full = Level(0, 64 * MB), Level(64 * MB, 64 * MB)
+    readings = (Reading(1.0, {"shm": full}), Reading(500.0, {"shm": empty}))
+    known = {"ending": Ending(signal=7), "peaks": {"shm": full}, "shm_at_end": empty}
+    assert _verdict(**known, readings=readings)[1] < 0.8
+    assert _verdict(**known, readings=readings, disks={"/data": Level(100, 100)})[0] == "disk-full"
+    assert _verdict(**known, readings=readings[:1])[1] == 0.97
+
+
+def test_a_refusal_is_no_supposition() -> None:
+    text = (
+        "Traceback (most recent call last):\n  File 'a'\n"
+        "RuntimeError: unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)\n"
+    )
+    assert _verdict(ending=Ending(1), text=text, peaks={"shm": Level(0, 64 * MB)})[0] == "shm-full"
