@@ -5,6 +5,7 @@ The alarm counts time in sampling intervals, so a watch at 0.1 s sees in seconds
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -55,8 +56,9 @@ def _running(command: list[str], **more: Any) -> Iterator[subprocess.Popen[str]]
     finally:
         child.kill()
         child.wait()
-        if child.stdout:
-            child.stdout.close()
+        for stream in (child.stdout, child.stderr):
+            if stream:
+                stream.close()
 
 
 def _watch(*arguments: str) -> list[str]:
@@ -150,6 +152,77 @@ def test_sigterm_ends_a_watch_with_its_log_whole(tmp_path: Path) -> None:
             time.sleep(0.05)
         watch.send_signal(signal.SIGTERM)
         assert watch.wait(30) == 0
+    assert log.read_bytes().endswith(b"\n")
+
+
+def _until(what: Any, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.05)
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_watch_by_command_line_waits_for_its_job_outlives_it_and_can_be_stopped(
+    tmp_path: Path, number: int
+) -> None:
+    log = tmp_path / "run.jsonl"
+    word = f"job-{os.getpid()}-{number}"
+    with _running(
+        _watch("--match", word, "--log", str(log)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as watch:
+        assert watch.stderr is not None and "waiting for one" in watch.stderr.readline()
+        with _running([sys.executable, "-c", "import time; time.sleep(60)", word]) as job:
+            _until(lambda: log.exists() and f'"pid":{job.pid},' in log.read_text())
+        _until(lambda: '"processes":[]' in log.read_text().splitlines()[-1])  # between two runs
+        before = _cpu_seconds(watch.pid)
+        time.sleep(2)
+        assert _cpu_seconds(watch.pid) - before < 0.5, "it spins"
+        with _running([sys.executable, "-c", "import time; time.sleep(60)", word]) as second:
+            _until(lambda: f'"pid":{second.pid},' in log.read_text())
+        watch.send_signal(number)
+        assert watch.wait(10) == 0
+
+
+@pytest.mark.real("cgroup")
+@pytest.mark.parametrize("by", ["--pid", "--match"])
+def test_the_oom_kill_of_what_is_watched_is_told(by: str) -> None:
+    word = f"victim-{os.getpid()}"
+    with rigs.memory_cgroup(96 << 20) as group:
+        command = group.command([sys.executable, "-c", LEAK_RAM, str(8 << 20), word])
+        with (
+            _running(command) as leak,
+            _running(
+                _watch(by, str(leak.pid) if by == "--pid" else word),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            ) as watch,
+        ):
+            assert watch.stdout is not None
+            for line in watch.stdout:
+                found = [alarm for alarm in json.loads(line)["alarms"] if alarm["code"] == "oom-kill"]
+                if found:
+                    break
+            else:
+                pytest.fail("it was killed and nothing was said")
+            assert leak.wait(30) == -signal.SIGKILL
+    assert found[0]["level"] == "critical" and leak.pid in found[0]["pids"]
+
+
+def test_a_pipe_that_is_not_read_holds_up_no_other_output(tmp_path: Path) -> None:
+    log = tmp_path / "run.jsonl"
+    command = _watch("--pid", str(os.getpid()), "--log", str(log))
+    with _running(command, stdout=subprocess.PIPE) as watch:
+        assert watch.stdout is not None
+        fcntl.fcntl(watch.stdout, fcntl.F_SETPIPE_SZ, 4096)
+        _until(lambda: log.exists() and log.read_bytes().count(b"\n") >= 20)  # far more than the pipe holds
+        watch.send_signal(signal.SIGTERM)
+        assert watch.wait(10) == 0  # although nobody reads what it still had to write
     assert log.read_bytes().endswith(b"\n")
 
 

@@ -136,6 +136,24 @@ def _of(kind: type[io.TextIOWrapper], stream: TextIO) -> TextIO:
     )
 
 
+def write_line(text: str) -> None:
+    """A line straight to standard output, or NotWritten; for a thread that may block there for ever.
+
+    It holds neither the stream's lock nor its buffer meanwhile: the process can flush and end without it.
+    """
+    try:
+        number = sys.stdout.fileno()
+    except io.UnsupportedOperation:  # a stream in memory never blocks
+        sys.stdout.write(text + "\n")
+        return
+    rest = memoryview((text + "\n").encode(sys.stdout.encoding, "backslashreplace"))
+    try:
+        while rest:
+            rest = rest[os.write(number, rest) :]
+    except OSError as problem:
+        raise NotWritten(problem) from problem
+
+
 def not_written(problem: OSError) -> CannotWrite:
     """What there is to say where an answer was not written."""
     why = say("it is closed") if problem.errno == errno.EBADF else problem.strerror or str(problem)

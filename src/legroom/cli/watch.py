@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from legroom.cli.params import DURATION
+from legroom.cli.streams import write_line
 from legroom.cli.watch_view import full_screen, page_at, plot_to, replayed, screen_if_any
 from legroom.words import say
 
@@ -75,7 +76,7 @@ def command(
     """
     from legroom.monitor.script import checked_interval
     from legroom.monitor.stopping import Stop
-    from legroom.monitor.stream import Stream, drive, paced
+    from legroom.monitor.stream import InBackground, Stream, drive, paced
 
     if sum(option is not None for option in (pid, match, replay)) > 1:
         raise click.UsageError(say("--pid, --match and --replay each say what to look at: give one of them"))
@@ -92,7 +93,9 @@ def command(
 
         samples = samples_in(replay, tell)
     else:
-        sampler = _sampler(pid, match, checked_interval(interval), root)
+        sampler = _sampler(pid, match, checked_interval(interval), root, wait=not once)
+        if match is not None and not sampler.targets.kept:
+            tell(say("no process matches {pattern!r} yet: waiting for one", pattern=match))
         samples = paced(sampler.take, sampler.interval, stop)
     outputs = _outputs(tell, log, prometheus, on_alarm, webhook)
     if plot is not None:
@@ -107,6 +110,9 @@ def command(
         outputs.append(_JsonLines())
     elif screen is None and not drawn_only:
         outputs.append(_lines(stream))
+    if sampler is not None:
+        # A reader that pauses costs itself samples, never the other outputs. A replay can wait for its reader.
+        outputs = [InBackground(one, stop, tell) if _may_block(one) else one for one in outputs]
     try:
         # A replay needs no gentle end: Ctrl-C stops it as it stops anything.
         with nullcontext() if sampler is None and screen is None and page is None else _ending(stop, screen):
@@ -124,7 +130,7 @@ def command(
     return 1 if once and critical else 0
 
 
-def _sampler(pid: int | None, match: str | None, interval: float, root: str) -> Sampler:
+def _sampler(pid: int | None, match: str | None, interval: float, root: str, *, wait: bool) -> Sampler:
     from legroom.monitor.board import Listener
     from legroom.monitor.cached import entry_rows
     from legroom.monitor.sampler import Sampler
@@ -138,9 +144,10 @@ def _sampler(pid: int | None, match: str | None, interval: float, root: str) -> 
     if pid is not None:
         targets = tree_of(pid, everybody)
     elif match is not None:
-        targets = matched(host, match, everybody)
+        targets = matched(host, match, everybody, wait=wait)
     else:
         targets = mine(host)
+    targets.choose(everybody)
     return Sampler(
         targets,
         host=host,
@@ -179,7 +186,7 @@ def _outputs(
 def _lines(stream: Stream) -> Output:
     from legroom.monitor.lines import Lines
 
-    return Lines(_write, stream.history, _columns)
+    return Lines(write_line, stream.history, _columns)
 
 
 def _columns() -> int | None:
@@ -189,13 +196,20 @@ def _columns() -> int | None:
     return shutil.get_terminal_size().columns
 
 
+def _may_block(output: Output) -> bool:
+    from legroom.monitor.lines import Lines
+    from legroom.monitor.log import Log
+
+    return isinstance(output, (_JsonLines, Lines, Log))
+
+
 class _JsonLines:
     """Every moment as one object a line on stdout."""
 
     def show(self, moment: Moment) -> None:
         from legroom.monitor.record import line_of
 
-        _write(line_of(moment))
+        write_line(line_of(moment))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -203,9 +217,11 @@ class _JsonLines:
 
 @contextmanager
 def _ending(stop: threading.Event, screen: object) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the watch after the sample under way, with its log whole."""
+    """Ctrl-C and SIGTERM end the watch after the sample under way, with its log whole; a second one at once."""
 
     def end(number: int, _: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
         if number == signal.SIGINT and screen is None and os.isatty(2):
             os.write(2, b"\n")  # the terminal has just shown ^C: what is said next gets a line of its own
         stop.set()
@@ -229,12 +245,6 @@ def _first(samples: Iterator[Sample]) -> Iterator[Sample]:
 
 def _same(one: str, other: str) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
-
-
-def _write(text: str) -> None:
-    # Flushed: whoever reads the other end of the pipe wants this second now.
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def _tell(text: str) -> None:

@@ -107,6 +107,7 @@ class MemoryEvents:
     throttled: int | None  # v2 `high`
     scope: str  # "cgroup" or "machine"
     source: str
+    machine_oom_kills: int | None = None  # kills anywhere on the machine, whichever group they were in
 
 
 @dataclass(frozen=True, slots=True)

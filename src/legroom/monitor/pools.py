@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from legroom.model import Gpus, MemoryEvents, Pool, Pressure
+from legroom.model import Gpus, Memory, Pool, Pressure
 from legroom.monitor.ration import Ration
 from legroom.probe.disk import disk_pool, disks
 from legroom.probe.gpu import gpu_pools, gpus
@@ -33,7 +33,7 @@ class Look:
     swap_in: float | None
     swap_out: float | None
     pressure: tuple[Pressure, ...]
-    events: MemoryEvents
+    ram: Memory  # with the counters of the cgroup
     cards: Gpus
     gpu_at: float
 
@@ -70,7 +70,7 @@ class Pools:
             swap_in=swapped.in_rate,
             swap_out=swapped.out_rate,
             pressure=pressure(self.host, scope),
-            events=ram.events,
+            ram=ram,
             cards=cards,
             gpu_at=self._gpu_at,
         )

@@ -9,15 +9,16 @@ is one alarm and not twenty. The thresholds themselves are those of `legroom doc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from legroom.budget import rules_gpu, rules_machine, rules_ram, rules_shm
-from legroom.model import Alarm, AlarmLevel, Pool, Sample
+from legroom.model import Alarm, AlarmLevel, Pool, ProcessRow, Sample
 from legroom.model.advice import scope_name
 from legroom.monitor.growth import growers
 from legroom.monitor.history import History
 from legroom.units import format_size
-from legroom.words import say
+from legroom.words import counted, joined, listed, phrase, say
 
 Standing = frozenset[tuple[str, str | None]]
 
@@ -26,6 +27,7 @@ _FDS_NEAR, _FDS_OUT = 0.80, 0.95
 _LOOKS = 3  # samples in a row in which swap must move
 _QUIET = 6  # samples in a row in which it must not, before that alarm ends
 _LATELY = 10  # samples over which counters are compared and growth is looked for
+_MOST_NAMED = 3  # processes named in one alarm
 _THRASH = 1 << 20  # bytes a second, in and out at once
 _BINDS = 0.85  # share of the limit that cannot be reclaimed: below, hits of it are page cache being dropped
 
@@ -129,20 +131,14 @@ def counters(history: History, standing: Standing) -> Iterator[Alarm]:
         return
     sample = recent[-1]
     before, after = recent[0].events, sample.events
+    yield from _oom_kills(recent)
     if before.source != after.source:
         return  # another cgroup's counters: nothing to compare
-    kills, hits, brakes = (
-        _rise(getattr(before, name), getattr(after, name)) for name in ("oom_kills", "at_limit", "throttled")
-    )
+    hits, brakes = (_rise(getattr(before, name), getattr(after, name)) for name in ("at_limit", "throttled"))
     over: dict[str, int | float | str] = {
         "over_seconds": round(sample.clock - recent[0].clock, 1),
         "source": after.source,
     }
-    if kills:
-        ours = after.scope == "cgroup"
-        where = say("in this cgroup") if ours else say("on this machine")
-        message = say("the OOM killer has just ended {count} process(es) {where}", count=kills, where=where)
-        yield Alarm("oom-kill", "ram", "critical", message, sample.when, {"kills": kills, **over})
     if hits:
         ram = sample.pool("ram")
         share = None if ram is None else _share(ram)
@@ -167,6 +163,74 @@ def counters(history: History, standing: Standing) -> Iterator[Alarm]:
     if brakes:
         message = say("the kernel slows this cgroup down at memory.high: {count} times", count=brakes)
         yield Alarm("ram-throttled", "ram", "warning", message, sample.when, {"throttled": brakes, **over})
+
+
+def _oom_kills(recent: Sequence[Sample]) -> Iterator[Alarm]:
+    """Kills counted in the watched processes' own cgroup; and, less surely, kills elsewhere while one of them ended.
+
+    A process may have been in a cgroup below the one that is read, or its cgroup may be gone with it: then only the
+    machine's count rises, and whose death it counts is not known.
+    """
+    sample, lost = recent[-1], _lost(recent)
+    events = [one.events for one in recent]
+    kills = sum(
+        _rise(before.oom_kills, after.oom_kills)
+        for before, after in pairwise(events)
+        if before.source == after.source
+    )
+    anywhere = _rise(events[0].machine_oom_kills, events[-1].machine_oom_kills)
+    evidence: dict[str, int | float | str] = {
+        "kills": kills or anywhere,
+        "over_seconds": round(sample.clock - recent[0].clock, 1),
+        "source": events[-1].source,
+    }
+    pids = tuple(row.pid for row in lost)
+    if kills:
+        if events[-1].scope == "cgroup":
+            one = phrase("the OOM killer ended {count} process in this cgroup")
+            many = phrase("the OOM killer ended {count} processes in this cgroup")
+        else:
+            one = phrase("the OOM killer ended {count} process on this machine")
+            many = phrase("the OOM killer ended {count} processes on this machine")
+        parts = [counted(kills, one, many)]
+        if lost:
+            parts.append(say("gone since then: {names}", names=_named(lost)))
+        yield Alarm("oom-kill", "ram", "critical", joined(parts), sample.when, evidence, pids)
+    elif anywhere and lost and events[-1].scope == "cgroup":
+        one = phrase("the OOM killer ended {count} process on this machine")
+        many = phrase("the OOM killer ended {count} processes on this machine")
+        message = say(
+            "{kills} while {names} ended; the count of the watched cgroup did not rise, so it may have been another "
+            "process",
+            kills=counted(anywhere, one, many),
+            names=_named(lost),
+        )
+        yield Alarm("oom-kill", "ram", "warning", message, sample.when, evidence, pids)
+
+
+def _lost(recent: Sequence[Sample]) -> list[ProcessRow]:
+    """The processes that were there in one of these samples and are not in the last, the largest first."""
+    seen = {row.pid: row for one in recent[:-1] for row in one.processes}
+    there = {row.pid for row in recent[-1].processes}
+    return sorted(
+        (row for pid, row in seen.items() if pid not in there), key=lambda row: row.host or 0, reverse=True
+    )
+
+
+def _named(rows: Sequence[ProcessRow]) -> str:
+    names = [
+        say(
+            "pid {pid} ({command}), {size} when last seen",
+            pid=row.pid,
+            command=row.command[:60],
+            size=say("size unknown") if row.host is None else format_size(row.host),
+        )
+        for row in rows[:_MOST_NAMED]
+    ]
+    more = len(rows) - len(names)
+    if more > 0:
+        names.append(say("{count} more", count=more))
+    return listed(names)
 
 
 RULES = (levels, moving_swap, pressure, counters)

@@ -7,7 +7,7 @@ time; the pools; what scripts say of themselves. Does not cover: when the next s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from legroom.model import EntryRow, Process, ProcessRow, Said, Sample
@@ -15,6 +15,7 @@ from legroom.monitor.pools import Look, Pools
 from legroom.monitor.ration import Ration
 from legroom.monitor.targets import Targets
 from legroom.probe.host import Host
+from legroom.probe.memory import events_of
 from legroom.probe.process import open_files, parse_limits
 from legroom.probe.roster import Roster, pss_of, status_of
 from legroom.words import say
@@ -22,6 +23,7 @@ from legroom.words import say
 LONGEST_COMMAND = 160  # characters kept of a command line
 _DEEP_SHARE = 0.004  # of the time, for PSS and descriptors of all processes together
 _ENTRIES_SHARE = 0.001
+_ATTEMPTS = 3  # at a sample while the process whose cgroup counts is dying
 
 
 class Sampler:
@@ -49,22 +51,30 @@ class Sampler:
         self._pools = Pools(self.host)
         self._rows: dict[int, ProcessRow] = {}
         self._begun = False
+        self._seen: Look | None = None  # the last one with a watched process in it
         self._deep = Ration(_DEEP_SHARE)
         self._turn = 0  # the pid after which the next deep look begins
         self._known_entries: tuple[EntryRow, ...] | None = None
         self._entries_ration = Ration(_ENTRIES_SHARE, least_gap=10.0)
 
     def take(self) -> Sample | None:
-        """The next sample; None once everything that was watched has ended and nothing can come."""
+        """The next sample; None once everything that was watched has ended and nothing can come.
+
+        The first sample after the last watched process ended has the pools as they were, and the counters of that
+        process's cgroup as they are now: an OOM kill is counted there.
+        """
         began = time.thread_time()
         clock = self._clock() - self._began
-        look = None
-        while look is None:
-            everybody = self._roster.look()
-            pids = self.targets.choose(everybody)
-            if not pids and self.targets.ends:
-                return None
-            look = self._look(clock)
+        seen, scope = self._seen, self.targets.scope
+        everybody, pids, look = self._look(clock)
+        if look is None and seen is None:
+            return None
+        parted = seen is not None and scope != "self" and int(scope) not in pids
+        self._seen = look if pids else None
+        if look is None or (parted and not pids):
+            assert seen is not None
+            look = replace(seen, swap_in=None, swap_out=None, pressure=())
+        events = events_of(self.host, seen.ram) if parted and seen is not None else look.ram.events
         held: dict[int, int] = {}
         for card in look.cards.cards:
             for user in card.processes or ():
@@ -87,7 +97,7 @@ class Sampler:
             swap_in=look.swap_in,
             swap_out=look.swap_out,
             pressure=look.pressure,
-            events=look.events,
+            events=events,
             said=self._said(clock, pids) if self._said else Said(),
             entries=self._look_at_entries(clock),
             gpu_at=look.gpu_at,
@@ -99,11 +109,22 @@ class Sampler:
         """Let go of what is held between samples."""
         self._pools.close()
 
-    def _look(self, clock: float) -> Look | None:
-        """The pools; None where the process whose view they are died meanwhile: a zombie's cgroup is the root's."""
-        scope = self.targets.scope
-        look = self._pools.look(clock, scope)
-        return look if scope == "self" or self._roster.still_there(int(scope)) else None
+    def _look(self, clock: float) -> tuple[Mapping[int, Process], list[int], Look | None]:
+        """Everybody, the watched among them, and the pools as one of these sees them.
+
+        No pools where all have ended and none can come.
+        """
+        for _ in range(_ATTEMPTS):
+            everybody = self._roster.look()
+            pids = self.targets.choose(everybody)
+            if not pids and self.targets.ends:
+                return everybody, pids, None
+            scope = self.targets.scope
+            look = self._pools.look(clock, scope)
+            # A process that dies while it is read is in no cgroup, and shows the root's: then choose again.
+            if scope == "self" or self._roster.still_there(int(scope)):
+                return everybody, pids, look
+        return everybody, pids, self._pools.look(clock, "self")  # they end faster than they can be read
 
     def _row(self, process: Process, gpu: int | None, clock: float) -> ProcessRow | None:
         now = status_of(self.host, process)

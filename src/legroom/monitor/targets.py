@@ -50,9 +50,9 @@ class Targets:
         if not self.with_us:
             found.discard(os.getpid())
         self.kept = found
-        if self.follow and found:
-            # An orphan of the same job is as a rule in the same cgroup.
-            self.scope = str(roots[0] if roots else min(found))
+        if self.follow:
+            # An orphan of the same job is as a rule in the same cgroup. With none left it is our own that counts.
+            self.scope = str(roots[0] if roots else min(found)) if found else "self"
         return sorted(found)
 
 
@@ -63,17 +63,24 @@ def tree_of(pid: int, everybody: _Everybody) -> Targets:
     return Targets(words, lambda _: (pid,), ends=True, scope=str(pid))
 
 
-def matched(host: Host, pattern: str, everybody: _Everybody) -> Targets:
-    """Those whose command line the pattern finds, now and later, and their descendants."""
+def matched(host: Host, pattern: str, everybody: _Everybody, *, wait: bool = True) -> Targets:
+    """Those whose command line the pattern finds, now and later, and their descendants.
+
+    NothingMatches where there is none now and ``wait`` is false.
+    """
     us = our_pid(host)
 
     def find(now: _Everybody) -> list[int]:
         try:
             return [process.pid for process in matching(list(now.values()), pattern, us=us or 0)]
         except NothingMatches:
-            return []  # between two runs of a search there is none
+            return []  # before the first run and between two of them there is none
 
-    matching(list(everybody.values()), pattern, us=us or 0)  # at the start it is a mistake
+    try:
+        matching(list(everybody.values()), pattern, us=us or 0)  # a pattern that cannot be read is told now
+    except NothingMatches:
+        if not wait:
+            raise
     return Targets(say("processes matching {pattern!r}", pattern=pattern), find)
 
 

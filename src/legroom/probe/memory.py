@@ -59,6 +59,14 @@ def memory(host: Host, pid: str = "self") -> Memory:
     )
 
 
+def events_of(host: Host, memory: Memory) -> MemoryEvents:
+    """The counters of the groups that ``memory`` was read from, as they are now.
+
+    A process that has ended is in no group any more, and what killed it is counted in the group it was in.
+    """
+    return _events(host, memory.cgroup, list(memory.levels))
+
+
 def level_at(host: Host, version: Version, path: str) -> CgroupLevel:
     """One group read again: a tenth of what finding it and all above it costs."""
     return _level_v1(host, path) if version == "v1" else _level_v2(host, path)
@@ -175,6 +183,7 @@ def _unreclaimable(usage: int | None, stat: dict[str, int], prefix: str) -> int 
 def _events(host: Host, version: Version | None, levels: list[CgroupLevel]) -> MemoryEvents:
     """Kills in one's own group; hits of the tightest limit and of the tightest ``high`` wherever those are."""
     levels = [level for level in levels if not level.path.endswith(_ABOVE)]
+    everywhere = amount(host.table(_VMSTAT).get("oom_kill"))
     if levels:
         tight = min(levels, key=lambda level: level.limit if level.limit is not None else _NO_LIMIT)
         slow = min(levels, key=lambda level: level.high if level.high is not None else _NO_LIMIT)
@@ -190,9 +199,8 @@ def _events(host: Host, version: Version | None, levels: list[CgroupLevel]) -> M
         kills = amount(host.table(file).get("oom_kill"))
         if any(count is not None for count in (kills, at_limit, throttled)):
             source = file if hits == file else f"{file}, {hits}"
-            return MemoryEvents(kills, at_limit, throttled, "cgroup", source)
-    kills = amount(host.table(_VMSTAT).get("oom_kill"))
-    return MemoryEvents(kills, None, None, "machine", _VMSTAT)
+            return MemoryEvents(kills, at_limit, throttled, "cgroup", source, everywhere)
+    return MemoryEvents(everywhere, None, None, "machine", _VMSTAT, everywhere)
 
 
 def _hits_v1(host: Host, level: CgroupLevel) -> int | None:

@@ -73,7 +73,7 @@ def test_a_log_is_written_and_replayed(tmp_path: Path, capsys: pytest.CaptureFix
     ("arguments", "code"),
     [
         (("--pid", "999999999"), "no-such-process"),
-        (("--match", "no process is called like this %%"), "nothing-matches"),
+        (("--once", "--match", "no process is called like this %%"), "nothing-matches"),
         (("--match", "("), "bad-usage"),
         (("--interval", "1ms"), "bad-usage"),
         (("--replay", "/no/such/file"), "unreadable-source"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from monitor_samples import GB, MB, codes, moments, pool, row, sample
 
-from legroom.model import MemoryEvents, Moment, Pool, Pressure
+from legroom.model import MemoryEvents, Moment, Pool, Pressure, ProcessRow, Sample
 from legroom.monitor.alarms import Watchman, speak
 from legroom.monitor.history import History
 
@@ -142,6 +142,26 @@ def test_counters_that_rise() -> None:
 def test_counters_of_another_cgroup_are_not_compared() -> None:
     samples = [sample(n, events=MemoryEvents(n, n, n, "cgroup", f"group{n}/memory.events")) for n in range(9)]
     assert all(m.alarms == () for m in _run(samples))
+
+
+def test_a_kill_names_who_is_gone_and_one_elsewhere_is_not_claimed() -> None:
+    def at(n: int, own: int | None, anywhere: int, alive: bool, source: str = "memory.events") -> Sample:
+        rows = (ProcessRow(7, 1, "python train.py", 900 * MB),) if alive else ()
+        return sample(n, events=MemoryEvents(own, 0, 0, "cgroup", source, anywhere), processes=rows)
+
+    own = _run([at(0, 0, 5, True), at(1, 0, 5, True), at(2, 1, 6, False)])[-1].begun
+    assert [(a.code, a.level, a.pids) for a in own] == [("oom-kill", "critical", (7,))]
+    assert "pid 7 (python train.py), 900 MB when last seen" in own[0].message
+    # Another group's counters came in between: the kill was counted before they did.
+    moved = _run([at(0, 0, 5, True), at(1, 1, 6, True), at(2, 0, 6, True, "other/memory.events")])
+    assert [a.level for a in moved[1].begun] == ["critical"]
+    # Its own group counted nothing, or is gone: somebody was killed, and who it was is not known.
+    for after in (0, None):
+        elsewhere = _run([at(0, 0, 5, True), at(1, after, 6, False)])[-1].begun
+        assert [(a.code, a.level) for a in elsewhere] == [("oom-kill", "warning")]
+        assert "may have been another process" in elsewhere[0].message
+    # A kill elsewhere while everything watched is still there is none of ours.
+    assert _run([at(0, 0, 5, True), at(1, 0, 6, True)])[-1].alarms == ()
 
 
 def test_speaking_is_pure() -> None:

@@ -204,8 +204,11 @@ def test_matching_waits_for_the_next_run(machine: Staged) -> None:
     targets = matched(machine.host, "python 20", there)
     assert targets.choose(there) == [20, 21] and not targets.ends
     assert targets.choose(_everybody((1, 0))) == []
+    assert targets.scope == "self"  # a dead process has no cgroup to look at
     with pytest.raises(NothingMatches):
-        matched(machine.host, "nothing", there)
+        matched(machine.host, "nothing", there, wait=False)
+    before = matched(machine.host, "python 40", there)
+    assert before.choose(there) == [] and before.choose(_everybody((1, 0), (40, 1))) == [40]
     with pytest.raises(UsageError):
         matched(machine.host, "(", there)
     with pytest.raises(NoSuchProcess):
@@ -269,6 +272,7 @@ def test_the_watch_of_a_process_ends_with_it() -> None:
         sampler = Sampler(tree_of(child.pid, Roster(Host()).look()), interval=0.1)
         assert _take(sampler).processes
         child.communicate(b"\n")
+    assert _take(sampler).processes == ()  # the last one: the counters of its cgroup after its end
     assert sampler.take() is None
     sampler.close()
 
@@ -281,6 +285,7 @@ def test_a_zombie_ends_it_too() -> None:
         assert _take(sampler).processes
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet reaped
+        assert _take(sampler).processes == ()
         assert sampler.take() is None
     finally:
         child.kill()
