@@ -30,7 +30,8 @@
     │   ├── NoStore                    no-store
     │   ├── EntryInUse                 entry-in-use
     │   ├── NotLoaded                  not-loaded
-    │   └── EntryDamaged               entry-damaged
+    │   ├── EntryDamaged               entry-damaged
+    │   └── EntryUnreadable            entry-unreadable
     ├── LoaderError           exit 1   batches on their way
     │   ├── RaggedBatch                ragged-batch
     │   ├── BudgetTooSmall             budget-too-small
@@ -288,6 +289,12 @@ class EntryDamaged(StoreError):
     """An entry's bytes are not what its manifest promises."""
 
     code = "entry-damaged"
+
+
+class EntryUnreadable(StoreError):
+    """An entry that could not be read for a reason that proves no damage: descriptors, memory, permission, the disk."""
+
+    code = "entry-unreadable"
 
 
 class LoaderError(LegroomError):

@@ -10,12 +10,15 @@ entry that passes all three cannot be dropped as unused any more. It costs a few
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -24,12 +27,20 @@ from legroom.cache.locks import Lock
 from legroom.cache.manifest import Array, Damaged, Manifest, OtherFormat, Table
 from legroom.cache.manifest_json import from_json
 from legroom.cache.maps import Map
-from legroom.cache.place import Store
+from legroom.cache.place import Store, store_trouble
+from legroom.errors import EntryUnreadable, LegroomError
 from legroom.model import Finding
 from legroom.words import say
 
 _READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _MOST_MANIFEST = 256 << 20
+# What a refused open proves: the name is not there, or is not a file or directory. Anything else (descriptors,
+# memory, permission, the disk) says nothing about the entry.
+_NOT_A_FOLDER = (errno.ENOTDIR, errno.ELOOP)
+_NOT_A_FILE = (errno.ENOENT, errno.ELOOP, errno.ENXIO)
+
+# The leases of this process, by the inode of their lock files: those who use one entry share a descriptor.
+_leases: WeakValueDictionary[tuple[int, int], _Held] = WeakValueDictionary()
 
 NDArray = np.ndarray[Any, Any]
 
@@ -43,7 +54,7 @@ class Attached:
     backing: str
     arrays: Mapping[str, NDArray]
     maps: tuple[Map, ...]
-    lease: Lock | None
+    lease: Lease | None
     findings: tuple[Finding, ...] = ()  # which places were passed over when it was built
 
     def path(self, item: Array | Table) -> Path:
@@ -51,21 +62,91 @@ class Attached:
         return self.root / self.manifest.key / item.file
 
 
+@dataclass(eq=False, frozen=True, slots=True, weakref_slot=True)
+class _Held:
+    """A lock that several leases share.
+
+    It has no finalizer of its own: a weak reference to an object with one can still be followed while it runs, and
+    would lead to a lock that is being closed.
+    """
+
+    lock: Lock
+
+
+class Lease:
+    """One user's share in this process's lock on an entry; the lock goes with the last of them."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, held: _Held) -> None:
+        self._held: _Held | None = held
+
+    @property
+    def lock(self) -> Lock:
+        assert self._held is not None  # it was given back
+        return self._held.lock
+
+    def touch(self) -> None:
+        """Note the moment as the entry's last use."""
+        self.lock.touch()
+
+    def release(self) -> None:
+        """Give it back; a second time does nothing."""
+        self._held = None
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
 def lock_name(key: str) -> str:
     """The lock file of an entry."""
     return key + ".lock"
 
 
-def lease(store: Store, key: str, *, create: bool = False) -> Lock | None:
+def lease(store: Store, key: str, *, create: bool = False) -> Lease | None:
     """A shared lock on the entry; None where there has never been one (and it is not to be created)."""
+    name = lock_name(key)
     try:
-        return locks.acquire(store.locks, lock_name(key), shared=True, create=create, block=True, lease=True)
+        named = os.stat(name, dir_fd=store.locks, follow_symlinks=False)
+        held = _leases.get((named.st_dev, named.st_ino))
+        if held is not None:
+            return Lease(held)
+    except FileNotFoundError:
+        pass
+    try:
+        lock = locks.acquire(store.locks, name, shared=True, create=create, block=True, lease=True)
     except FileNotFoundError:
         return None
+    assert lock is not None  # a blocking lock is never refused
+    stats = os.fstat(lock.fd)
+    return Lease(_leases.setdefault((stats.st_dev, stats.st_ino), _Held(lock)))
 
 
 def attach(store: Store, key: str) -> Attached | None:
-    """Map an entry; None where it is not there. Raises Damaged or OtherFormat where it cannot be used."""
+    """Map an entry; None where it is not there.
+
+    Raises Damaged or OtherFormat where it cannot be used, EntryUnreadable where that is not known.
+    """
+    with in_words(store, key):
+        return _attach(store, key)
+
+
+@contextmanager
+def in_words(store: Store, key: str) -> Iterator[None]:
+    """Turn a system call that failed on an entry, and proves nothing about it, into EntryUnreadable."""
+    try:
+        yield
+    except OSError as problem:
+        # A store that vanished is the builder's to make anew.
+        if isinstance(problem, (LegroomError, FileNotFoundError)):
+            raise
+        raise store_trouble(problem, EntryUnreadable, store.root / key) from problem
+
+
+def _attach(store: Store, key: str) -> Attached | None:
     while True:
         lock = lease(store, key) or (lease(store, key, create=True) if _is_there(store, key) else None)
         if lock is None:
@@ -102,10 +183,10 @@ def open_entry(store: Store, key: str) -> int:
     flags = _READ | getattr(os, "O_DIRECTORY", 0)
     try:
         folder = os.open(key, flags, dir_fd=store.fd)
-    except FileNotFoundError:
-        raise
     except OSError as problem:
-        raise Damaged(say("{key} is no directory: {why}", key=key, why=problem.strerror)) from problem
+        if problem.errno not in _NOT_A_FOLDER:
+            raise
+        raise Damaged(say("{key} is not a directory: {why}", key=key, why=problem.strerror)) from problem
     try:
         _ours(os.fstat(folder), key)
     except BaseException:
@@ -152,8 +233,13 @@ def checked(folder: int, item: Array | Table) -> int:
     return fd
 
 
-def map_entry(store: Store, key: str, folder: int, lock: Lock) -> Attached:
+def map_entry(store: Store, key: str, folder: int, lock: Lease) -> Attached:
     """Map what lies in an open directory, as the entry of that key, under a lease."""
+    with in_words(store, key):
+        return _map_entry(store, key, folder, lock)
+
+
+def _map_entry(store: Store, key: str, folder: int, lock: Lease) -> Attached:
     found = read_manifest(folder, key)
     arrays: dict[str, NDArray] = {}
     maps: list[Map] = []
@@ -182,6 +268,8 @@ def _open(folder: int, name: str) -> int:
     try:
         fd = os.open(name, _READ | getattr(os, "O_NONBLOCK", 0), dir_fd=folder)
     except OSError as problem:
+        if problem.errno not in _NOT_A_FILE:
+            raise
         raise Damaged(f"{name}: {problem.strerror}") from problem
     try:
         stats = os.fstat(fd)
@@ -210,18 +298,19 @@ def _is_there(store: Store, key: str) -> bool:
     return True
 
 
-def _still_named(store: Store, lock: Lock) -> bool:
+def _still_named(store: Store, lease: Lease) -> bool:
     try:
-        named = os.stat(lock.name, dir_fd=store.locks, follow_symlinks=False)
+        named = os.stat(lease.lock.name, dir_fd=store.locks, follow_symlinks=False)
     except FileNotFoundError:
         return False
-    held = os.fstat(lock.fd)
+    held = os.fstat(lease.lock.fd)
     return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
 
 
 __all__ = [
     "Attached",
     "Damaged",
+    "Lease",
     "OtherFormat",
     "attach",
     "checked",

@@ -17,12 +17,11 @@ from dataclasses import replace
 from logging import DEBUG, WARNING
 
 from legroom.cache import identity, manifest, records
-from legroom.cache.attach import Attached, attach, lease, map_entry, open_entry, read_manifest
+from legroom.cache.attach import Attached, Lease, attach, lease, map_entry, open_entry, read_manifest
 from legroom.cache.elect import name_work, turn
 from legroom.cache.evict import by_age
 from legroom.cache.find import Request, find, find_digest, own_options, put_aside
 from legroom.cache.load import Asked, Job, Progress, Written, load
-from legroom.cache.locks import Lock
 from legroom.cache.manifest import FORMAT, Damaged, Manifest, Options, OtherFormat
 from legroom.cache.manifest_json import to_json
 from legroom.cache.place import Store, Stores, stores
@@ -232,7 +231,7 @@ def _cannot_read_back(store: Store, problem: Damaged) -> EntryDamaged:
     )
 
 
-def _leased(store: Store, key: str) -> Lock:
+def _leased(store: Store, key: str) -> Lease:
     lock = lease(store, key, create=True)
     assert lock is not None  # it was to be created
     return lock

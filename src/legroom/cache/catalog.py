@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from legroom.cache import identity, locks, records, room
 from legroom.cache.attach import lock_name, open_entry, read_manifest
-from legroom.cache.describe import damaged_entry, entry_of
+from legroom.cache.describe import entry_of, unusable_entry
 from legroom.cache.evict import by_age, last_used
 from legroom.cache.manifest import Damaged, Manifest, OtherFormat, is_key
 from legroom.cache.open import source_paths
-from legroom.cache.place import Store, stores
+from legroom.cache.place import Store, is_shortage, stores
 from legroom.cache.users import users
-from legroom.errors import LegroomError, NotLoaded, UsageError
+from legroom.errors import NotLoaded, UsageError
 from legroom.model import Entry, EntryUser, Finding, StoreRoom
 from legroom.words import listed, say
 
@@ -120,8 +121,8 @@ def of_source(store: Store, paths: Sequence[Path]) -> list[str]:
     return found
 
 
-def manifest_of(store: Store, key: str) -> Manifest | LegroomError | Exception | None:
-    """The manifest of an entry; the reason where it cannot be used; None where it is gone."""
+def manifest_of(store: Store, key: str) -> Manifest | Damaged | OtherFormat | OSError | None:
+    """The manifest of an entry; why it cannot be used (or read: an OSError); None where it is gone."""
     if not is_key(key):
         return None
     try:
@@ -129,13 +130,23 @@ def manifest_of(store: Store, key: str) -> Manifest | LegroomError | Exception |
     except FileNotFoundError:
         return None
     except (Damaged, OSError) as problem:
-        return problem
+        return _unless_short(problem)
     try:
         return read_manifest(folder, key)
     except (Damaged, OtherFormat, OSError) as problem:
-        return problem
+        return _unless_short(problem)
     finally:
         os.close(folder)
+
+
+_T = TypeVar("_T", bound=Exception)
+
+
+def _unless_short(problem: _T) -> _T:
+    """The problem of one entry; raised where it is this process that is short of something."""
+    if isinstance(problem, OSError) and is_shortage(problem):
+        raise problem
+    return problem
 
 
 def entry_in(store: Store, key: str, people: tuple[EntryUser, ...] | None = None) -> Entry | None:
@@ -144,8 +155,11 @@ def entry_in(store: Store, key: str, people: tuple[EntryUser, ...] | None = None
     if manifest is None:
         return None
     root = os.fspath(store.root)
+    if isinstance(manifest, OSError):
+        why = manifest.strerror or str(manifest)
+        return unusable_entry(key, store.backing, root, room.blocks(store, key), unreadable=why)
     if not isinstance(manifest, Manifest):
-        return damaged_entry(key, store.backing, root, str(manifest), room.blocks(store, key))
+        return unusable_entry(key, store.backing, root, room.blocks(store, key), damaged=str(manifest))
     return entry_of(
         manifest,
         store.backing,

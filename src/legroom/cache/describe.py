@@ -58,6 +58,17 @@ def tables_of(tables: Iterable[Table]) -> dict[str, EntryTable]:
     return found
 
 
-def damaged_entry(key: str, backing: Literal["shm", "disk"], store: str, why: str, nbytes: int) -> Entry:
-    """The record of a directory that has an entry's name and cannot be used."""
-    return Entry(key, (), None, None, "unknown", backing, nbytes, {}, {}, {}, store=store, damaged=why)
+def unusable_entry(
+    key: str,
+    backing: Literal["shm", "disk"],
+    store: str,
+    nbytes: int,
+    *,
+    damaged: str | None = None,
+    unreadable: str | None = None,
+) -> Entry:
+    """The record of a directory that has an entry's name and is damaged, or could not be read."""
+    return Entry(
+        key, (), None, None, "unknown", backing, nbytes, {}, {}, {},
+        store=store, damaged=damaged, unreadable=unreadable,
+    )  # fmt: skip

@@ -21,7 +21,7 @@ from legroom.cache.describe import entry_of
 from legroom.cache.find import Request, find
 from legroom.cache.manifest import Manifest
 from legroom.cache.prefault import Prefault
-from legroom.errors import UnreadableSource, UsageError
+from legroom.errors import EntryUnreadable, LegroomError, UnreadableSource, UsageError
 from legroom.formats.protocol import Extent
 from legroom.formats.selection import Selection
 from legroom.words import listed, say
@@ -113,7 +113,12 @@ def _check(backing: str, hash: str) -> None:
 
 def _attached(request: Request, wait: bool, progress: Callable[[int, int], None] | None) -> Attached:
     source = identity.look(request.paths)
-    found = find(request, source, time.time_ns())
+    try:
+        found = find(request, source, time.time_ns())
+    except OSError as problem:
+        if isinstance(problem, LegroomError):
+            raise
+        raise place.store_trouble(problem) from problem
     if found is not None:
         return found
     from legroom.cache.build import build
@@ -165,7 +170,7 @@ def _reopen(kind: type[D], request: Request, root: str | None, backing: Any, key
                     found = attach(store, key)
                 if found is not None:
                     return _data(kind, found, request)
-        except (OSError, place.Unfit, Damaged, OtherFormat):
+        except (OSError, place.Unfit, Damaged, OtherFormat, EntryUnreadable):
             pass  # whatever is wrong with it, opening the source says so or builds it anew
     return open_as(
         kind, request.paths, request.keys, backing=request.backing, hash=request.hash, evict=request.evict

@@ -12,6 +12,7 @@ A Store owns three directory descriptors and closes them; entries, locks and rec
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from legroom.errors import NoStore
+from legroom.errors import LegroomError, NoStore, StoreError
 from legroom.model import Finding
 from legroom.probe.host import Host
 from legroom.words import joined, say
@@ -32,6 +33,9 @@ STORE_LOCK = "store.lock"
 _FOLDER = (
     os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 )
+
+
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class Unfit(Exception):
@@ -128,7 +132,11 @@ def each(env: Mapping[str, str] | None = None) -> Iterator[Store]:
             continue
         try:
             store = open_store(candidate, make=False)
-        except (OSError, Unfit):
+        except Unfit:
+            continue
+        except OSError as problem:
+            if is_shortage(problem):
+                raise
             continue
         seen.add(candidate.backing)
         with store:
@@ -145,6 +153,11 @@ def stores(env: Mapping[str, str] | None = None, *, make: bool = False) -> Itera
             if all(store.backing != candidate.backing for store in opened):
                 _open_one(candidate, make, opened, findings)
         yield Stores(tuple(opened), tuple(findings))
+    except OSError as problem:
+        # A store that vanished is the builder's to make anew.
+        if isinstance(problem, (LegroomError, FileNotFoundError)):
+            raise
+        raise store_trouble(problem) from problem
     finally:
         for store in opened:
             store.close()
@@ -160,8 +173,37 @@ def _open_one(candidate: Candidate, make: bool, opened: list[Store], findings: l
     except Unfit as unfit:
         findings.append(_passed_over(candidate, unfit))
     except OSError as problem:
+        if is_shortage(problem):
+            raise
         why = say("{path}: {problem}", path=candidate.root, problem=problem.strerror or problem)
         findings.append(_passed_over(candidate, Unfit(why)))
+
+
+def is_shortage(problem: OSError) -> bool:
+    """Whether a call failed for want of descriptors or memory, which says nothing about the file it was for."""
+    return problem.errno in _SHORT
+
+
+def store_trouble(
+    problem: OSError, kind: type[StoreError] = StoreError, path: Path | None = None
+) -> StoreError:
+    """A system call on a store that failed, in words."""
+    reason = problem.strerror or str(problem)
+    fix = say("see which stores there are:\nlegroom cache list")
+    if path is not None:
+        fix = say("check the entry and its file system:\nls -lR {path}", path=path)
+    if problem.errno == errno.EMFILE:
+        fix = say("close what is not needed, or raise the limit of open files:\nulimit -n 65536")
+    elif problem.errno == errno.ENFILE:
+        fix = say("raise the limit of open files of the machine:\nsysctl fs.file-max")
+    elif problem.errno == errno.ENOMEM:
+        fix = say("free memory, or raise the limit of maps:\nsysctl vm.max_map_count")
+    where = path or problem.filename
+    return kind(
+        say("{path} cannot be read", path=path) if path else say("the cache cannot be read or written"),
+        why=say("{where}: {reason}", where=where, reason=reason) if where and not path else reason,
+        fix=(fix, say("LEGROOM_DISABLE=1 does without the cache")),
+    )
 
 
 def open_store(candidate: Candidate, *, make: bool) -> Store:

@@ -182,7 +182,10 @@ def _make_room(
 def _clear_records(store: Store) -> None:
     present = {name.partition("-")[0] for name in os.listdir(store.fd) if is_key(name)}
     for name in os.listdir(store.sources):
-        record = None if name.startswith(records.TEMPORARY) else records.read_named(store, name)
+        try:
+            record = None if name.startswith(records.TEMPORARY) else records.read_named(store, name)
+        except OSError:
+            continue  # it may be one
         if record is None or not present & set(record.digests.values()):
             os.unlink(name, dir_fd=store.sources)
 

@@ -2,6 +2,8 @@
 
 Covers: reading and replacing the small files in ``sources/``. Does not cover: computing digests (identity.py).
 
+A record carries its own name and a checksum: one that was swapped with another, renamed or damaged is not a record.
+
 A record is believed when its stamp still matches, every file behind the named one still matches, and the file
 had been quiet for two seconds when hashing began: the clock of a file system is coarse, and a file that is
 written twice within one tick keeps its stamp. A record made too soon is believed only by those who asked
@@ -10,22 +12,29 @@ before the hashing began: they could have known no better by hashing themselves.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
+import stat
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from legroom.cache.fileio import write_all
 from legroom.cache.identity import DIGITS, File, Source, Stamp
-from legroom.cache.place import Store
+from legroom.cache.place import Store, is_shortage
 from legroom.cache.trash import store_lock
 
-FORMAT = 1
+FORMAT = 2  # a record of another format counts as none: the source is hashed again
 QUIET_NS = 2_000_000_000
 TEMPORARY = ".tmp-"
 _MOST = 64 << 20
+_NO_RECORD = (errno.ENOENT, errno.ELOOP, errno.ENXIO)
+# A record's own checksum is its first line, over every byte that follows it.
+_OPENING = b'{"record_crc32": "%08x",\n'
+_OPENING_LENGTH = len(_OPENING % 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +54,12 @@ class Record:
 
 def read(store: Store, source: Source) -> Record | None:
     """The record of that source; None where there is none, or it does not hold any more."""
-    record = read_named(store, source.name)
+    try:
+        record = read_named(store, source.name)
+    except OSError as problem:
+        if is_shortage(problem):
+            raise
+        return None  # hashing says what it would have said
     if record is None:
         return None
     for path, stamp in record.behind:
@@ -58,22 +72,32 @@ def read(store: Store, source: Source) -> Record | None:
 
 
 def read_named(store: Store, name: str) -> Record | None:
-    """The record of that name, its files not looked at; None for anything that is no record."""
+    """The record of that name, its files not looked at; None for anything that is not one.
+
+    Raises OSError where it is not known: it could not be read.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=store.sources)
-    except OSError:
-        return None
+        fd = os.open(name, flags, dir_fd=store.sources)
+    except OSError as problem:
+        if problem.errno in _NO_RECORD:
+            return None
+        raise
     try:
-        value = json.loads(os.read(fd, min(_MOST, os.fstat(fd).st_size + 1)))
-        return _parse(value)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
+        stats = os.fstat(fd)
+        data = os.read(fd, min(_MOST, stats.st_size + 1)) if stat.S_ISREG(stats.st_mode) else b""
     finally:
         os.close(fd)
+    try:
+        if data[:_OPENING_LENGTH] != _OPENING % zlib.crc32(data[_OPENING_LENGTH:]):
+            return None
+        return _parse(json.loads(data), name)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
 
 
-def _parse(value: Any) -> Record | None:
-    if value["format"] != FORMAT:
+def _parse(value: Any, name: str) -> Record | None:
+    if value["format"] != FORMAT or value["name"] != name:
         return None
     digests = {name: text for name, text in value["digests"].items() if _is_digest(name, text)}
     numbers = value["hashed_ns"], value["changed_ns"]
@@ -96,6 +120,7 @@ def write(store: Store, source: Source, digests: Mapping[str, str], hashed_ns: i
     """
     value = {
         "format": FORMAT,
+        "name": source.name,
         "digests": dict(digests),
         "hashed_ns": hashed_ns,
         "changed_ns": source.changed_ns,
@@ -103,7 +128,8 @@ def write(store: Store, source: Source, digests: Mapping[str, str], hashed_ns: i
         "behind": [_behind(file) for file in source.behind],
     }
     with store_lock(store):
-        _replace(store, source.name, json.dumps(value).encode("ascii"))
+        body = json.dumps(value).removeprefix("{").encode("ascii")
+        _replace(store, source.name, _OPENING % zlib.crc32(body) + body)
 
 
 def _replace(store: Store, name: str, data: bytes) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from legroom.cache import checksum, identity
-from legroom.cache.attach import checked, lease, open_entry, read_manifest
+from legroom.cache.attach import checked, in_words, lease, open_entry, read_manifest
 from legroom.cache.catalog import entry_in, matching, not_loaded, once_of_source
 from legroom.cache.evict import by_age
 from legroom.cache.manifest import Array, Damaged, Manifest, OtherFormat, Table
@@ -52,7 +52,7 @@ def _keys(store: Store, what: Where | None) -> list[str]:
 def _verify(store: Store, key: str, source: bool) -> Verification | None:
     lock = lease(store, key, create=True)  # it must not be dropped while it is read
     assert lock is not None
-    with lock:
+    with lock, in_words(store, key):
         entry = entry_in(store, key)
         if entry is None:
             return None
@@ -60,7 +60,9 @@ def _verify(store: Store, key: str, source: bool) -> Verification | None:
             return Verification(entry, (entry.damaged,), "not-checked", say("its manifest cannot be read"))
         try:
             folder = open_entry(store, key)
-        except (Damaged, OSError) as problem:
+        except FileNotFoundError:
+            return None
+        except Damaged as problem:
             return Verification(entry, (str(problem),), "not-checked", say("it cannot be read"))
         try:
             manifest = read_manifest(folder, key)

@@ -132,6 +132,9 @@ def entry_text(entry: Entry, *, attributes: bool = False) -> str:
     if entry.damaged is not None:
         lines += [f"  {entry.key}", say("  damaged: {why}", why=entry.damaged)]
         return "\n".join(lines)
+    if entry.unreadable is not None:
+        lines += [f"  {entry.key}", say("  cannot be read: {why}", why=entry.unreadable)]
+        return "\n".join(lines)
     lines.append(f"  {(entry.hash or '').upper():<8}{entry.digest}")
     if entry.key != entry.digest:
         lines.append(f"  {left(say('key'), 8)}{entry.key}")

@@ -60,6 +60,7 @@ class Entry:
     last_used: float | None = None
     built_by: str | None = None
     damaged: str | None = None  # why it cannot be used
+    unreadable: str | None = None  # why it could not be read, which proves no damage
 
 
 @dataclass(frozen=True, slots=True)

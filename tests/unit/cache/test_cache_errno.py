@@ -1,0 +1,227 @@
+"""System calls that fail: an error that proves nothing about an entry never costs the entry."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import legroom
+from legroom.cache import catalog, reap, records, verify
+from legroom.cache.place import stores
+from legroom.errors import EntryUnreadable, LegroomError
+
+PASSING = ("EMFILE", "ENFILE", "ENOMEM", "EACCES", "EINTR", "EIO")
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Lets every open of a name ``part`` fail with that errno."""
+    real = os.open
+
+    def arrange(part: str, code: str) -> None:
+        number = getattr(errno, code)
+
+        def opens(path: Any, *arguments: Any, **more: Any) -> int:
+            if part == os.fsdecode(path):
+                raise OSError(number, os.strerror(number), path)
+            return real(path, *arguments, **more)
+
+        monkeypatch.setattr(os, "open", opens)
+
+    return arrange
+
+
+def loaded(tmp_path: Path) -> tuple[Path, str]:
+    path = tmp_path / "a.npy"
+    np.save(path, np.arange(1000))
+    with legroom.open(path) as data:
+        return path, data.info.key or ""
+
+
+@pytest.mark.usefixtures("old_files")
+@pytest.mark.parametrize("code", PASSING)
+@pytest.mark.parametrize("part", ["array.npy", "manifest.json", "KEY"])
+def test_what_proves_no_damage_is_an_error_and_the_entry_stays(
+    shm: Path, tmp_path: Path, failing: Callable[[str, str], None], code: str, part: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    path, key = loaded(tmp_path)
+    inode = (shm / key / "array.npy").stat().st_ino
+    failing(key if part == "KEY" else part, code)
+    with pytest.raises(LegroomError) as caught:
+        legroom.open(path)
+    assert os.strerror(getattr(errno, code)) in caught.value.why and caught.value.fix
+    monkeypatch.undo()
+    assert (shm / key / "array.npy").stat().st_ino == inode
+    assert not [name for name in os.listdir(shm) if name.startswith(".trash")]
+
+
+@pytest.mark.usefixtures("old_files")
+def test_an_entry_that_cannot_be_read_is_listed_as_such_and_not_as_damaged(
+    shm: Path, tmp_path: Path, failing: Callable[[str, str], None]
+) -> None:
+    _, key = loaded(tmp_path)
+    failing("manifest.json", "EIO")
+    (entry,) = catalog.entries()
+    assert entry.damaged is None and "Input/output error" in (entry.unreadable or "")
+    with pytest.raises(EntryUnreadable):
+        verify.verify(source=False)
+    assert [entry.key for entry in reap.drop(key).entries] == [key]
+
+
+@pytest.mark.usefixtures("old_files")
+def test_a_record_that_cannot_be_read_is_not_collected(
+    shm: Path, tmp_path: Path, failing: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded(tmp_path)
+    (name,) = os.listdir(shm / "sources")
+    failing(name, "EIO")
+    reap.gc()
+    monkeypatch.undo()
+    assert os.listdir(shm / "sources") == [name]
+
+
+@pytest.mark.usefixtures("old_files")
+@pytest.mark.parametrize("how", ["missing", "link", "truncated"])
+def test_what_proves_damage_is_built_anew(shm: Path, tmp_path: Path, how: str) -> None:
+    path, key = loaded(tmp_path)
+    file = shm / key / "array.npy"
+    if how == "truncated":
+        file.chmod(0o600)
+        os.truncate(file, 100)
+    else:
+        file.unlink()
+        if how == "link":
+            file.symlink_to(path)
+    with legroom.open(path) as data:
+        assert (data["array"] == np.arange(1000)).all()
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[Callable[[int], list[int]]]:
+    """Takes descriptors until so many are left."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+
+    def take(left: int) -> list[int]:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[1]), before[1]))
+        try:
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            for fd in [held.pop() for _ in range(left)]:
+                os.close(fd)
+        return held
+
+    yield take
+    for fd in held:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("old_files")
+def test_with_any_number_of_descriptors_left_entries_stay(
+    shm: Path, tmp_path: Path, few_descriptors: Callable[[int], list[int]]
+) -> None:
+    path, key = loaded(tmp_path)
+    inode = (shm / key / "array.npy").stat().st_ino
+    outcomes = set()
+    held = few_descriptors(0)
+    for _ in range(16):
+        try:
+            with legroom.open(path) as data:
+                outcomes.add(int(data["array"][5]))
+        except LegroomError as problem:
+            assert "Too many open files" in problem.why
+            outcomes.add("refused")
+        try:
+            assert len(catalog.entries()) == 1
+            reap.gc()
+        except LegroomError as problem:
+            assert "Too many open files" in problem.why
+        os.close(held.pop())
+    for fd in held:
+        os.close(fd)
+    held.clear()
+    assert outcomes == {"refused", 5}
+    assert (shm / key / "array.npy").stat().st_ino == inode
+    assert catalog.info(path).key == key
+
+
+@pytest.mark.usefixtures("old_files")
+def test_any_number_of_data_on_one_entry_hold_one_descriptor(shm: Path, tmp_path: Path) -> None:
+    path, key = loaded(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    opened = [legroom.open(path) for _ in range(20)]
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    array = opened[7]["array"]
+    while opened:
+        opened.pop().close()
+    assert catalog.info(key).in_use  # the array has it still
+    del array
+    assert not catalog.info(key).in_use
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.usefixtures("old_files")
+def test_a_shared_lease_outlives_a_fork_in_each_process(shm: Path, tmp_path: Path) -> None:
+    path, key = loaded(tmp_path)
+    one, two = legroom.open(path), legroom.open(path)
+    pid = os.fork()
+    if pid == 0:
+        one.close()
+        two.close()
+        with legroom.open(path) as again:
+            os._exit(0 if int(again["array"][3]) == 3 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert catalog.info(key).in_use
+    one.close()
+    assert catalog.info(key).in_use
+    two.close()
+    assert not catalog.info(key).in_use
+
+
+@pytest.mark.usefixtures("old_files")
+def test_after_a_forced_drop_the_old_and_the_new_entry_are_leased_each_for_itself(
+    shm: Path, tmp_path: Path
+) -> None:
+    path, key = loaded(tmp_path)
+    old = legroom.open(path)
+    reap.drop(path, force=True)
+    with legroom.open(path) as new:
+        assert catalog.info(key).in_use
+        assert (new["array"] == old["array"]).all()
+    assert not catalog.info(key).in_use
+    assert (old["array"] == np.arange(1000)).all()
+
+
+def test_the_command_says_it_in_words(shm: Path, tmp_path: Path) -> None:
+    path, _ = loaded(tmp_path)
+    code = (
+        "import os, resource, sys; from legroom.cli.main import run\n"
+        f"assert run(['cache', 'info', {str(path)!r}]) == 0 and run(['cache', 'info', '/nowhere']) == 1\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+        "try:\n"
+        "    while True: os.open('/dev/null', 0)\n"
+        "except OSError: pass\n"
+        f"sys.exit(run(['cache', 'info', {str(path)!r}]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode in (1, 2) and "Traceback" not in done.stderr, done.stderr
+    assert "Too many open files" in done.stderr
+
+
+def test_records_of_every_store_are_read_as_they_are(shm: Path, tmp_path: Path) -> None:
+    loaded(tmp_path)
+    with stores() as places:
+        (name,) = os.listdir(places.found[0].sources)
+        assert records.read_named(places.found[0], name) is not None
