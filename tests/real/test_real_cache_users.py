@@ -82,3 +82,67 @@ def test_a_file_that_may_not_be_read(shared: Path) -> None:
     (shared / "a.npy").chmod(0o600)
     told = as_user(12345, OPEN, shared, shared / "a.npy")
     assert told.startswith("UnreadableSource") and "may not read" in told
+
+
+IN_NAMESPACE = """
+import ctypes, os, sys
+import numpy, legroom
+from legroom.cache import build, catalog, place, plain
+ready, go = os.pipe(), os.pipe()
+child = os.fork()
+if child == 0:
+    if ctypes.CDLL(None, use_errno=True).unshare(0x10000000) != 0:  # a user namespace
+        os._exit(77)
+    os.write(ready[1], b"x")
+    os.read(go[0], 1)
+    if sys.argv[1] == "mapped":
+        os.setresuid(65534, 65534, 65534)
+    try:
+        assert os.geteuid() == 65534
+        with place.stores(make=True) as found:
+            print([str(store.root) for store in found.found if sys.argv[2] in str(store.root)])
+            print([finding.code for finding in found.findings])
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+os.read(ready[0], 1)
+if sys.argv[1] == "mapped":
+    open(f"/proc/{child}/uid_map", "w").write("65534 65534 1")
+os.write(go[1], b"x")
+_, status = os.waitpid(child, 0)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def _in_namespace(how: str, shared: Path) -> list[str]:
+    env = {**os.environ, "LEGROOM_SHM": str(shared), "LEGROOM_DIR": str(shared / "disk")}
+    ended = subprocess.run([sys.executable, "-c", IN_NAMESPACE, how, str(shared)], env=env, capture_output=True,
+                           text=True, check=False)  # fmt: skip
+    if ended.returncode == 77:
+        pytest.skip("no user namespaces here")
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
+
+
+@pytest.mark.real("user")
+@pytest.mark.parametrize("how", ["mapped", "unmapped"])
+def test_a_number_that_stands_for_anybody_proves_nothing(shared: Path, how: str) -> None:
+    for folder in (shared, shared / "disk"):
+        (folder / "legroom-65534").mkdir(mode=0o755)
+        for name in ("locks", "sources"):
+            (folder / "legroom-65534" / name).mkdir(mode=0o755)
+        for name in ("", "locks", "sources"):  # of a user that the namespace does not map
+            os.chown(folder / "legroom-65534" / name, 12345, 12345)
+    found, codes = _in_namespace(how, shared)
+    assert found == "[]"
+    assert "store-squatted" in codes
+
+
+@pytest.mark.real("user")
+def test_a_program_that_really_runs_as_nobody_has_its_store(shared: Path) -> None:
+    told = as_user(65534, OPEN, shared, shared / "a.npy")
+    assert told.split() == ["shm", f"{shared}/legroom-65534", "499500"]
+    again = as_user(65534, OPEN, shared, shared / "a.npy")
+    assert again == told
+    found, codes = _in_namespace("mapped", shared)  # its own user, mapped: still its store
+    assert f"{shared}/legroom-65534" in found and codes == "[]"

@@ -211,13 +211,14 @@ def open_store(candidate: Candidate, *, make: bool) -> Store:
     root = candidate.root
     if make:
         if candidate.may_create:
-            os.makedirs(candidate.parent, 0o700, exist_ok=True)
+            _make_all(candidate.parent)
         _check_parent(candidate.parent)
         _check_local(candidate)
         _make(root)
     opened = [_folder(root, None)]
     try:
-        if not make:
+        if not make:  # it was right when the store was made, and may have changed since
+            _check_parent(candidate.parent)
             _check_local(candidate)
         for name in (LOCKS, SOURCES):
             if make:
@@ -228,6 +229,16 @@ def open_store(candidate: Candidate, *, make: bool) -> Store:
             os.close(number)
         raise
     return Store(root, candidate.backing, *opened)
+
+
+def _make_all(folder: Path) -> None:
+    """Make a directory and those above it, none of them for others whatever the umask is."""
+    missing = []
+    while not os.path.lexists(folder):
+        missing.append(folder)
+        folder = folder.parent
+    for one in reversed(missing):
+        _make(one)
 
 
 def _make(path: Path | str, folder: int | None = None) -> None:
@@ -259,10 +270,50 @@ def _folder(path: Path | str, folder: int | None) -> int:
     elif mode & 0o022:
         why = say("{path} may be written by others (mode {mode})", path=path, mode=oct(mode)[2:])
         unfit = Unfit(why, "store-writable-by-others")
+    elif stats.st_uid == _overflow_uid() and not _proven(fd, mode):
+        why = say(
+            "{path} belongs to uid {owner}, which here stands for every user that this user namespace does not map",
+            path=path, owner=stats.st_uid,
+        )  # fmt: skip
+        unfit = Unfit(why, "store-squatted")
     if unfit is not None:
         os.close(fd)
         raise unfit
     return fd
+
+
+@cache
+def _overflow_uid() -> int:
+    """The uid that the kernel shows for users that a user namespace does not map."""
+    try:
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return 65534
+
+
+def _proven(fd: int, mode: int) -> bool:
+    """Whether a directory of the overflow uid is this user's own, where this user is shown as that uid too.
+
+    Where the namespace does not map it the number proves nothing. Where it does, it still stands for others as well;
+    but only the owner may set the mode.
+    """
+    if not _mapped(_overflow_uid()):
+        return False
+    try:
+        os.fchmod(fd, mode)
+    except OSError:
+        return False
+    return True
+
+
+def _mapped(uid: int) -> bool:
+    """Whether this process's user namespace has a user of that number."""
+    try:
+        lines = Path("/proc/self/uid_map").read_text().splitlines()
+        spans = [(int(first), int(count)) for first, _, count in map(str.split, lines)]
+    except (OSError, ValueError):
+        return True  # a system without user namespaces
+    return any(first <= uid < first + count for first, count in spans)
 
 
 def _check_parent(parent: Path) -> None:

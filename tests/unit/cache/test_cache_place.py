@@ -56,6 +56,10 @@ def _open_parent(root: Path) -> None:
     root.parent.chmod(0o777)
 
 
+def _group_writable_parent(root: Path) -> None:
+    root.parent.chmod(0o770)
+
+
 def _linked_locks(root: Path) -> None:
     root.mkdir(mode=0o700)
     (root.parent / "elsewhere").mkdir()
@@ -70,6 +74,7 @@ def _linked_locks(root: Path) -> None:
         (_writable, "store-writable-by-others"),
         (_group_writable, "store-writable-by-others"),
         (_open_parent, "store-writable-by-others"),
+        (_group_writable_parent, "store-writable-by-others"),
         (_linked_locks, "store-symlink"),
     ],
 )
@@ -86,6 +91,33 @@ def test_a_store_that_cannot_be_trusted_is_passed_over(
     data = legroom.open(npy())
     assert data.info.backing == "disk"
     assert data["array"][3, 4] == 34
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+def test_a_store_whose_parent_was_opened_to_others_later_is_passed_over(shm: Path, npy, mode: int) -> None:
+    legroom.open(npy()).close()
+    shm.parent.chmod(mode)
+    with stores() as places:
+        assert [store.backing for store in places.found] == ["disk"] * (len(places.found))
+        assert "store-writable-by-others" in {finding.code for finding in places.findings}
+    assert shm not in [store.root for store in place.each()]
+    shm.parent.chmod(mode | 0o1000)
+    with stores() as places:
+        assert shm in [store.root for store in places.found]
+
+
+def test_directories_that_are_made_are_for_their_owner_alone(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEGROOM_DIR", str(tmp_path / "a" / "b" / "c"))
+    before = os.umask(0)
+    try:
+        with stores(make=True) as places:
+            assert str(places.found[1].root).startswith(str(tmp_path / "a" / "b" / "c"))
+    finally:
+        os.umask(before)
+    for folder in (tmp_path / "a", tmp_path / "a" / "b", tmp_path / "a" / "b" / "c"):
+        assert folder.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.real("user")
