@@ -48,6 +48,14 @@ if TYPE_CHECKING:
 )
 @click.option("--plot", metavar="FILE", help="Draw the watch when it ends: .png, .svg or .html.")
 @click.option("--plain", is_flag=True, help="Lines, on a terminal too.")
+@click.option(
+    "--top",
+    type=click.IntRange(0),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="List the N largest processes every 10 s (lines only).",
+)
 @click.option("--on-alarm", metavar="CMD", help="Run CMD for each alarm (JSON on its stdin).")
 @click.option("--webhook", metavar="URL", help="Post each alarm there as JSON.")
 @click.option("--root", default="/", metavar="DIR", help="Read the machine below DIR: /host.")
@@ -63,6 +71,7 @@ def command(
     web: str | None,
     plot: str | None,
     plain: bool,
+    top: int,
     on_alarm: str | None,
     webhook: str | None,
     root: str,
@@ -109,7 +118,7 @@ def command(
     if as_json:
         outputs.append(_JsonLines())
     elif screen is None and not drawn_only:
-        outputs.append(_lines(stream))
+        outputs.append(_lines(stream, top))
     if sampler is not None:
         # A reader that pauses costs itself samples, never the other outputs. A replay can wait for its reader.
         outputs = [InBackground(one, stop, tell) if _may_block(one) else one for one in outputs]
@@ -183,10 +192,10 @@ def _outputs(
     return [*outputs, *(Deliver(carry, tell) for carry in carriers)]
 
 
-def _lines(stream: Stream) -> Output:
+def _lines(stream: Stream, top: int) -> Output:
     from legroom.monitor.lines import Lines
 
-    return Lines(write_line, stream.history, _columns)
+    return Lines(write_line, stream.history, _columns, top)
 
 
 def _columns() -> int | None:

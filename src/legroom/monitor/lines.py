@@ -1,7 +1,7 @@
 """A watch as plain lines: for pipes, files, screen readers, and terminals without the full-screen view.
 
-Covers: one line a sample, one for each alarm that begins or ends, a summary at the end; within a terminal's width,
-where there is one. Does not cover: colours.
+Covers: one line a sample, one for each alarm that begins or ends, the largest processes every ten seconds, a summary
+at the end; within a terminal's width, where there is one. Does not cover: colours.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from legroom.model import Moment, Pool, ProcessRow, Sample
 from legroom.model.advice import heading
 from legroom.monitor.history import History
 from legroom.units import format_duration, format_size
-from legroom.words import listed, say
+from legroom.words import counted, listed, phrase, say
 
 
 class _Form(NamedTuple):
@@ -37,14 +37,21 @@ _FORMS = (
 )
 
 
+_LARGEST_EVERY = 10.0  # seconds between two lists of the largest processes
+
+
 class Lines:
-    """Writes through ``write``; ``history`` is the stream's, for the summary; ``columns`` says how wide it may be."""
+    """Writes through ``write``; ``history`` is the stream's, for the summary; ``columns`` says how wide it may be.
+
+    ``top`` processes are listed with the first sample, every ten seconds, and when an alarm begins.
+    """
 
     def __init__(
         self,
         write: Callable[[str], object],
         history: History,
         columns: Callable[[], int | None] = lambda: None,
+        top: int = 5,
     ) -> None:
         self._put = write
         self._columns = columns
@@ -52,6 +59,8 @@ class Lines:
         self._first: Sample | None = None
         self._last: Sample | None = None
         self._alarms = 0
+        self._top = top
+        self._listed: float | None = None  # the clock of the last list of processes
 
     def show(self, moment: Moment) -> None:
         if self._first is None:
@@ -70,6 +79,7 @@ class Lines:
         for alarm in moment.ended:
             lasted = format_duration(max(0.0, moment.sample.when - alarm.since))
             self._write(say("over after {time}: {code}", time=lasted, code=alarm.code), stamp)
+        self._list_largest(moment)
 
     def close(self) -> None:
         first, last = self._first, self._last
@@ -88,12 +98,27 @@ class Lines:
         ]
         self._write(
             say(
-                "watched for {time}; peaks: {peaks}; {count} alarm(s)",
+                "watched for {time}; peaks: {peaks}; {alarms}",
                 time=format_duration(max(0.0, last.when - first.when)),
                 peaks=listed(peaks) or say("none known"),
-                count=self._alarms,
+                alarms=counted(self._alarms, phrase("{count} alarm"), phrase("{count} alarms")),
             )
         )
+
+    def _list_largest(self, moment: Moment) -> None:
+        clock = moment.sample.clock
+        # A sample that comes a moment early still counts as ten seconds later.
+        due = self._listed is None or clock - self._listed >= _LARGEST_EVERY - moment.sample.interval / 2
+        if not (due or moment.begun):
+            return
+        largest = sorted(moment.sample.processes, key=_host, reverse=True)[: self._top]
+        if len(moment.sample.processes) < 2:
+            return  # the line of the sample has it
+        self._listed = clock
+        columns = self._columns()
+        for row in largest:
+            line = f"    {format_size(_host(row)):>9}  {row.pid:>7}  {row.command}"
+            self._put(line if columns is None else cut(line, columns))
 
     def _line(self, sample: Sample, taken: int) -> str:
         columns = self._columns()
@@ -129,8 +154,8 @@ def _said(sample: Sample, form: _Form) -> str:
     if most is not None and form.command:
         parts.append(
             say(
-                "{count} process(es), most {pid} {command} {size}",
-                count=count,
+                "{processes}, largest {pid} {command} {size}",
+                processes=counted(count, phrase("{count} process"), phrase("{count} processes")),
                 pid=most.pid,
                 command=cut(most.command, form.command),
                 size=format_size(_host(most)),

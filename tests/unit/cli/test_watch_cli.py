@@ -148,7 +148,7 @@ def test_a_terminal_without_the_screen_gets_lines_that_fit_and_a_summary_on_its_
             except OSError:  # the other end is closed
                 break
             shown += read
-            if not asked and shown.count(b"\n") > 4:
+            if not asked and shown.count(b"\n") > 12:
                 asked = os.write(ours, b"\x03") == 1
     finally:
         watch.kill()

@@ -376,12 +376,29 @@ def test_lines_say_samples_alarms_marks_and_a_summary() -> None:
     lines.close()
     text = "\n".join(told)
     assert told[0] == "watching a test" and "-- epoch 1" in text
-    assert "shm 90% of 100 MB" in text and "most 7 python train.py 7 1 GB" in text and "2.50 steps/s" in text
+    assert (
+        "shm 90% of 100 MB" in text and "largest 7 python train.py 7 1 GB" in text and "2.50 steps/s" in text
+    )
     assert text.count("WARNING shm-nearly-full") == 1 and text.count("over after") == 1
     assert told[-1].startswith("watched for 29 s; peaks: shm 90 MB of 100 MB") and told[-1].endswith(
-        "1 alarm(s)"
+        "1 alarm"
     )
     assert "swap" not in told[1]  # a machine without swap has nothing to say about it
+
+
+def test_lines_list_the_five_largest_every_ten_seconds_and_at_an_alarm() -> None:
+    told: list[str] = []
+    lines = Lines(told.append, History(), lambda: 60)
+    command = "python train.py " + "--flag " * 20
+    rows = tuple(row(pid, rss=pid * MB, command=command) for pid in range(1, 9))
+    full = pool("shm", 100 * MB, 97 * MB)
+    run = [sample(float(n), *((full,) if n == 17 else ()), processes=rows) for n in range(25)]
+    for moment in moments(run):
+        lines.show(moment)
+    listed = [line.split()[:3] for line in told if line.startswith("    ")]
+    assert listed[:5] == [[str(n), "MB", str(n)] for n in (8, 7, 6, 5, 4)]
+    assert len(listed) == 5 * 3  # at 0 s, 10 s and with the alarm at 17 s
+    assert all(cells(line) <= 60 for line in told if line.startswith("    "))
 
 
 def test_lines_fit_a_terminal_and_say_the_most_that_fits() -> None:
@@ -395,7 +412,7 @@ def test_lines_fit_a_terminal_and_say_the_most_that_fits() -> None:
     whole = sample_line(watched)
     assert (
         whole.count("of 100 GB") == 5
-        and "most 8 python train_glint_unet.py" in whole
+        and "largest 8 python train_glint_unet.py" in whole
         and "model 1 MB" in whole
     )
     lengths = []
