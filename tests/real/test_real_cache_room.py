@@ -248,3 +248,41 @@ def test_compressed_chunks_that_meet_a_full_shm_are_refused(tmp_path: Path) -> N
     assert done.stdout.split() == ["no-room", "[]", "63"] or done.stdout.split() == ["no-room", "[]", "64"], (
         done.stderr
     )
+
+
+@pytest.mark.real("mount")
+def test_a_shm_without_inodes_is_passed_by(tmp_path: Path) -> None:
+    total = write(tmp_path / "a.npy", 3 * MB)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    inner = [sys.executable, "-c", OPEN, str(tmp_path / "a.npy"), "{}"]
+    # Its directories are there: they were made before others took the last inode.
+    script = (
+        'mount -o remount,nr_inodes=40 /dev/shm && mkdir -p -m 700 "/dev/shm/legroom-$(id -u)/locks"'
+        ' "/dev/shm/legroom-$(id -u)/sources"; (cd /dev/shm && touch $(seq 60) 2>/dev/null); exec "$@"'
+    )
+    command = rigs.small_shm(["sh", "-c", script, "sh", *inner], "64m")
+    assert opened(command, environment(Path("/dev/shm"), disk)) == {"backing": "disk", "sum": total}
+
+
+@pytest.mark.real("cgroup")
+def test_what_another_cgroup_is_charged_for_is_not_evicted_in_vain(tmp_path: Path) -> None:
+    """The unused entry was built outside: removing it makes no room inside the group."""
+    shm, disk = Path(f"/dev/shm/legroom-test-{os.getpid()}-charged"), tmp_path / "disk"
+    shm.mkdir(mode=0o700)
+    disk.mkdir()
+    write(tmp_path / "old.npy", 120 * MB)
+    total = write(tmp_path / "new.npy", 100 * MB + 1)
+    env = environment(shm, disk)
+    try:
+        first = opened([sys.executable, "-c", OPEN, str(tmp_path / "old.npy"), "{}"], env)
+        assert first["backing"] == "shm"
+        with rigs.memory_cgroup(120 * MB) as group:
+            command = [sys.executable, "-c", OPEN, str(tmp_path / "new.npy"), "{}"]
+            assert opened(group.command(command), env) == {"backing": "disk", "sum": total}
+            assert group.oom_kills() == 0
+        look = "import sys; from legroom.cache import catalog; print(catalog.info(sys.argv[1]).backing)"
+        command = [sys.executable, "-c", look, str(tmp_path / "old.npy")]
+        assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout == "shm\n"
+    finally:
+        subprocess.run(["rm", "-rf", str(shm)], check=True)

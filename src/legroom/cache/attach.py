@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,7 @@ class Attached:
     backing: str
     arrays: Mapping[str, NDArray]
     maps: tuple[Map, ...]
+    tables: Mapping[str, Sequence[Map]]  # the Arrow files of each table, one a shard
     lease: Lease | None
     findings: tuple[Finding, ...] = ()  # which places were passed over when it was built
 
@@ -252,9 +253,15 @@ def _map_entry(store: Store, key: str, folder: int, lock: Lease) -> Attached:
             os.close(fd)
         maps.append(mapped)
         arrays[array.name] = view(mapped, array.shape, array.dtype, start)
+    tables: dict[str, list[Map]] = {}
     for table in found.tables:
-        os.close(checked(folder, table))
-    return Attached(found, store.root, store.backing, arrays, tuple(maps), lock)
+        fd = checked(folder, table)
+        try:
+            # Now, not at first use: by then the name may be gone, and only what is mapped keeps its pages.
+            tables.setdefault(table.part_of or table.name, []).append(Map(fd, table.nbytes, lock))
+        finally:
+            os.close(fd)
+    return Attached(found, store.root, store.backing, arrays, tuple(maps), tables, lock)
 
 
 def view(mapped: Map, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int) -> NDArray:

@@ -9,29 +9,38 @@ go to, the entry's lease, the store's lock. The last is held for moments and nob
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from logging import DEBUG, WARNING
 
-from legroom.cache import identity, manifest, records
+from legroom.cache import identity, manifest, records, room
 from legroom.cache.attach import Attached, Lease, attach, lease, map_entry, open_entry, read_manifest
 from legroom.cache.elect import name_work, turn
 from legroom.cache.evict import by_age
 from legroom.cache.find import Request, find, find_digest, own_options, put_aside
 from legroom.cache.load import Asked, Job, Progress, Written, load
+from legroom.cache.locks import Lock
 from legroom.cache.manifest import FORMAT, Damaged, Manifest, Options, OtherFormat
 from legroom.cache.manifest_json import to_json
 from legroom.cache.place import Store, Stores, stores
 from legroom.cache.plan import plan
 from legroom.cache.steps import log, step
 from legroom.cache.work import Work
-from legroom.errors import EntryDamaged, NoRoom, NoStore, SourceChanged, StoreError
+from legroom.errors import EntryDamaged, NoRoom, NoStore, SourceChanged, StoreError, UsageError
 from legroom.formats.detect import open_source
+from legroom.model import Finding
 from legroom.version import VERSION
 from legroom.words import joined, say
+
+# A lock file cannot be made: no inode or block left, or a store that has become read-only.
+_CANNOT_HOLD = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_here = threading.local()  # .building: the sources that this thread is building
 
 
 def build(request: Request, *, wait: bool = True, progress: Progress | None = None) -> Attached:
@@ -39,7 +48,7 @@ def build(request: Request, *, wait: bool = True, progress: Progress | None = No
     for last in (False, True):
         asked = Asked(request, identity.look(request.paths), time.time_ns(), wait, progress)
         try:
-            with stores(make=True) as places:
+            with _not_from_itself(asked), stores(make=True) as places:
                 for finding in places.findings:
                     log.log(
                         WARNING if finding.severity == "warning" else DEBUG,
@@ -47,7 +56,7 @@ def build(request: Request, *, wait: bool = True, progress: Progress | None = No
                         finding.message,
                         finding.why,
                     )
-                return replace(_elected(asked, places), findings=places.findings)
+                return _elected(asked, places)
         except SourceChanged:
             if last:
                 raise
@@ -60,16 +69,58 @@ def build(request: Request, *, wait: bool = True, progress: Progress | None = No
     raise AssertionError("not reached")
 
 
+@contextmanager
+def _not_from_itself(asked: Asked) -> Iterator[None]:
+    """Refuse to open in the progress callback of a load what that load is building: it would wait for itself."""
+    building: set[str] = _here.__dict__.setdefault("building", set())
+    if asked.source.name in building:
+        raise UsageError(
+            say("{path} is being loaded by this thread already", path=asked.source.paths[0]),
+            why=say("open() was called from the progress callback of its own load"),
+            fix=(say("open it after the load has returned"),),
+        )
+    building.add(asked.source.name)
+    try:
+        yield
+    finally:
+        building.discard(asked.source.name)
+
+
 def _elected(asked: Asked, places: Stores) -> Attached:
-    won = turn(asked, places.home)
+    won, places = _turn(asked, places)
     if isinstance(won, Attached):
-        return won
+        return replace(won, findings=places.findings)
     with won:
         found = find(asked.request, asked.source, asked.when_ns)
-        if found is not None:
-            return found
-        step("elected")
-        return _build(asked, places)
+        if found is None:
+            step("elected")
+            found = _build(asked, places)
+        return replace(found, findings=places.findings)
+
+
+def _turn(asked: Asked, places: Stores) -> tuple[Lock | Attached, Stores]:
+    """Be elected in the first store that can hold the lock file, and the stores that are left.
+
+    Those who are elected in another store because this one was full a moment ago build the entry a second time at
+    worst: whoever publishes last attaches what the first has published.
+    """
+    while True:
+        home = places.home
+        try:
+            return turn(asked, home), places
+        except OSError as problem:
+            if problem.errno not in _CANNOT_HOLD:
+                raise
+            why = say("{path}: {problem}", path=home.root, problem=problem.strerror)
+            finding = Finding(
+                "store-unusable",
+                "warning",
+                say("{path} is not used as a store", path=home.root),
+                why,
+                ("legroom cache gc", "LEGROOM_DIR=/some/local/directory"),
+            )
+            log.warning("%s: %s", finding.message, finding.why)
+            places = places.without(home, finding)
 
 
 def _build(asked: Asked, places: Stores) -> Attached:
@@ -82,10 +133,30 @@ def _build(asked: Asked, places: Stores) -> Attached:
         found = _there_already(job, places)
         if found is not None:
             return found
-        work = stack.enter_context(_reserved(job, places))
-        if work.store is not places.home:
+        refused: list[NoRoom] = []
+        for store in _wanted(asked.request, places):
+            try:
+                return _build_in(store, job, places)
+            except NoRoom as problem:
+                # Memory may fill up in the middle of the load, too. Its traceback would keep what was read.
+                refused.append(problem.with_traceback(None))
+                problem.__context__ = None
+                log.info("%s", problem)
+        raise _refused(job, refused)
+
+
+def _build_in(store: Store, job: Job, places: Stores) -> Attached:
+    """Reserve, load and publish in one store; NoRoom at any moment leaves nothing in it."""
+    asked = job.asked
+    with ExitStack() as stack:
+        work = stack.enter_context(Work(store, job.plan.need, evict=asked.request.evict))
+        if store.directory != places.home.directory:
             # Processes that share this store and not the home store (other containers) are elected here.
-            won = turn(asked, work.store)
+            try:
+                won = turn(asked, store)
+            except OSError as problem:
+                work.raise_full(problem)
+                raise
             if isinstance(won, Attached):
                 return won
             stack.enter_context(won)
@@ -124,8 +195,7 @@ def _there_already(job: Job, places: Stores) -> Attached | None:
         if found is not None:
             if not identity.unchanged(job.source):
                 raise identity.changed(asked.source.paths[0])
-            step("record")
-            records.write(store, job.source, job.digests, job.hashed_ns)
+            _record(job, store)
             return found
     return None
 
@@ -148,9 +218,8 @@ def _may_be_there(job: Job, places: Stores) -> bool:
     return False
 
 
-def _reserved(job: Job, places: Stores) -> Work:
-    """Room in the first store that has it."""
-    request = job.asked.request
+def _wanted(request: Request, places: Stores) -> list[Store]:
+    """The stores that the request may be built in, best first."""
     chosen = [store for store in places.found if request.wants(store)]
     if not chosen:
         raise NoStore(
@@ -158,15 +227,13 @@ def _reserved(job: Job, places: Stores) -> Work:
             why=joined(finding.why for finding in places.findings) or say("no candidate could be used"),
             fix=("backing='auto'", "LEGROOM_DIR=/some/local/directory"),
         )
-    refused: list[NoRoom] = []
-    for store in chosen:
-        try:
-            return Work(store, job.plan.need, evict=request.evict)
-        except NoRoom as problem:
-            refused.append(problem)
+    return chosen
+
+
+def _refused(job: Job, refused: Sequence[NoRoom]) -> NoRoom:
     if len(refused) == 1:
-        raise refused[0]
-    raise NoRoom(
+        return refused[0]
+    return NoRoom(
         say("no store has room for {path}", path=job.source.paths[0]),
         why=joined(say("{name}: {why}", name=problem.what, why=problem.why) for problem in refused),
         fix=tuple(dict.fromkeys(line for problem in refused for line in problem.fix)),
@@ -182,7 +249,11 @@ def _publish(job: Job, work: Work, written: Written) -> Attached:
     while True:
         found = _manifest(job, written, options)
         step("lease")
-        lock = _leased(work.store, found.key)
+        try:
+            lock = _leased(work.store, found.key)
+        except OSError as problem:
+            work.raise_full(problem)
+            raise
         try:
             step("manifest")
             work.write(manifest.NAME, to_json(found))
@@ -196,6 +267,7 @@ def _publish(job: Job, work: Work, written: Written) -> Attached:
                 step("done")
                 return attached
         except Damaged as problem:
+            lock.release()
             raise _cannot_read_back(work.store, problem) from problem
         except BaseException:
             lock.release()
@@ -218,8 +290,20 @@ def _publish(job: Job, work: Work, written: Written) -> Attached:
 
 
 def _record(job: Job, store: Store) -> None:
+    """Remember the source's digest. The entry is in use without it: where that fails, the next open hashes again."""
     step("record")
-    records.write(store, job.source, job.digests, job.hashed_ns)
+    try:
+        records.write(store, job.source, job.digests, job.hashed_ns)
+    except OSError as problem:
+        log.warning(
+            "%s",
+            say(
+                "{root}: the digest of {path} could not be recorded ({problem}); the next open hashes the file again",
+                root=store.root,
+                path=job.source.paths[0],
+                problem=problem.strerror or problem,
+            ),
+        )
     step("recorded")
 
 
@@ -257,4 +341,5 @@ def _manifest(job: Job, written: Written, options: Options) -> Manifest:
         built_at=time.time(),
         # Into a file that others read: in no language of this process.
         built_by=f"legroom {VERSION}, pid {os.getpid()} on {socket.gethostname()}",
+        cgroups=room.cgroups(),
     )

@@ -31,7 +31,7 @@ def entries(what: Where | None = None, *, with_users: bool = False) -> tuple[Ent
     """Every entry of every store, newest use last; or those of one key or file (none, where it is not loaded)."""
     found: list[Entry] = []
     with stores() as places:
-        for store in places.found:
+        for store in places.distinct:
             keys = [old.key for old in by_age(store)] if what is None else matching(store, what)
             people = users(store.root) if with_users and keys else None
             for key in keys:
@@ -53,7 +53,7 @@ def store_rooms() -> tuple[tuple[StoreRoom, ...], tuple[Finding, ...]]:
     """The stores that are there with their room, and which candidates were passed over."""
     with stores() as places:
         found = []
-        for store in places.found:
+        for store in places.distinct:
             stats = os.statvfs(store.fd)
             bound = room.tightest(room.bounds(store))
             free = max(0, bound.free - room.outstanding(store))

@@ -15,11 +15,11 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from legroom.cache.maps import Map
 from legroom.cache.prefault import Prefault
 from legroom.cache.ragged import Ragged
 from legroom.cache.table import StoredTable
@@ -53,7 +53,7 @@ class Contents:
 
     entry: Entry
     arrays: Mapping[str, NDArray]
-    tables: Mapping[str, Sequence[Path | bytes]]  # Arrow IPC files, or their bytes: one, or one a shard
+    tables: Mapping[str, Sequence[Map | bytes]]  # Arrow IPC files, or their bytes: one, or one a shard
     ragged: Mapping[str, RaggedParts]
     extent: Callable[[str], Extent | None] = lambda _: None  # where an array lies in a file, if it does
     prefault: Prefault | None = None
@@ -244,7 +244,7 @@ def _tables(contents: Contents, selection: Selection) -> dict[str, StoredTable]:
     for name, parts in contents.tables.items():
         columns = selection.columns(name, contents.entry.tables[name].columns)
         if columns or selection.takes(name):
-            found[name] = StoredTable(parts, columns, contents.keep)
+            found[name] = StoredTable(parts, columns)
     return found
 
 

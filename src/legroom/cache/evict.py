@@ -11,11 +11,10 @@ import os
 from dataclasses import dataclass
 
 from legroom.cache import locks, room, trash
-from legroom.cache.attach import lock_name
-from legroom.cache.manifest import is_key
-from legroom.cache.place import Store
+from legroom.cache.attach import lock_name, open_entry, read_manifest
+from legroom.cache.manifest import Damaged, OtherFormat, is_key
+from legroom.cache.place import Store, in_memory
 from legroom.cache.steps import log, step
-from legroom.errors import NoRoom
 from legroom.words import say
 
 
@@ -70,22 +69,56 @@ def take_away(store: Store, key: str, *, force: bool = False) -> str | None:
     return moved
 
 
-def evict_for(store: Store, need: int, *, mine: str | None = None) -> bool:
-    """Evict until ``need`` bytes fit, under the store's lock; False, and nothing touched, where they cannot."""
+class Helpful:
+    """Which entries make room under which bound.
+
+    The pages of an entry in memory are charged to the cgroup of the process that built it, so evicting one that
+    another container built frees nothing here. An entry that does not say which cgroups it was built in counts for
+    none of them.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._charged: dict[str, tuple[int, ...]] = {}
+
+    def __call__(self, old: Old, bound: room.Bound) -> bool:
+        """Whether removing the entry frees its bytes under that bound."""
+        if bound.memory and not in_memory(self._store):
+            return False  # pages of a disk store are page cache, which the kernel reclaims by itself
+        if bound.inodes:
+            return False
+        return bound.group is None or bound.group in self._cgroups(old.key)
+
+    def _cgroups(self, key: str) -> tuple[int, ...]:
+        if key not in self._charged:
+            try:
+                folder = open_entry(self._store, key)
+                try:
+                    self._charged[key] = read_manifest(folder, key).cgroups
+                finally:
+                    os.close(folder)
+            except (Damaged, OtherFormat, OSError):
+                self._charged[key] = ()
+        return self._charged[key]
+
+
+def evict_for(store: Store, need: room.Need, *, mine: str | None = None) -> bool:
+    """Evict until ``need`` fits, under the store's lock; False, and nothing removed, where it cannot."""
+    helps = Helpful(store)
+    missing = room.shortfalls(store, need, room.outstanding(store, mine))
     unused = [old for old in by_age(store) if not locks.held(store.locks, lock_name(old.key))]
-    bound = room.tightest(room.bounds(store))
-    missing = need + room.outstanding(store, mine) - bound.free
-    if missing > sum(old.nbytes for old in unused):
-        return False
+    for count, bound in missing:
+        if count > sum(old.nbytes for old in unused if helps(old, bound)):
+            return False
     for old in unused:
+        if not any(helps(old, bound) for _, bound in missing):
+            continue
         moved = take_away(store, old.key)
         if moved is None:
             continue  # somebody came
         log.info("%s", say("evicted {key} from {root}", key=old.key, root=store.root))
         trash.delete(store, moved)
-        try:
-            room.check(store, need, mine=mine)
-        except NoRoom:
-            continue
-        return True
+        missing = room.shortfalls(store, need, room.outstanding(store, mine))
+        if not missing:
+            return True
     return False

@@ -113,6 +113,9 @@ class Manifest:
     attributes: Mapping[str, Any]
     built_at: float
     built_by: str
+    cgroups: tuple[
+        int, ...
+    ] = ()  # inodes of the memory cgroups that its pages are charged to, the builder's own first
 
     @property
     def items(self) -> list[Array | Table]:

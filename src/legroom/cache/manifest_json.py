@@ -61,7 +61,7 @@ def to_json(manifest: Manifest) -> bytes:
         "tables": [_table_to_json(table) for table in manifest.tables],
         "attributes": dict(manifest.attributes),
         "bytes": manifest.nbytes,
-        "built": {"at": manifest.built_at, "by": manifest.built_by},
+        "built": {"at": manifest.built_at, "by": manifest.built_by, "cgroups": manifest.cgroups},
     }
     body = json.dumps(value, ensure_ascii=True, indent=1).encode("ascii").removeprefix(b"{\n") + b"\n"
     return OPENING % zlib.crc32(body) + body
@@ -140,6 +140,7 @@ def from_json(data: bytes, key: str) -> Manifest:
         attributes=_of(top.get("attributes"), dict, "attributes"),
         built_at=_number(built.get("at")),
         built_by=_text(built.get("by"), "built.by"),
+        cgroups=_ints(built.get("cgroups", [])),
     )
     if top.get("checksum") != CHECKSUM:
         raise Damaged(say("checksum is of an unknown kind"))

@@ -9,6 +9,7 @@ reason to trust. Any program that reads .npy reads it: version 1.0 where it fits
 
 from __future__ import annotations
 
+import json
 import re
 from functools import lru_cache
 from typing import Any
@@ -45,10 +46,18 @@ def dtype_to_json(dtype: Dtype) -> Any:
     return np.lib.format.dtype_to_descr(dtype)
 
 
+def can_be_stored(dtype: Dtype) -> bool:
+    """Whether a .npy header and a manifest say exactly this dtype."""
+    try:
+        return dtype_from_json(json.loads(json.dumps(dtype_to_json(dtype)))) == dtype
+    except ValueError:  # numpy has no word for fields that overlap or are out of order
+        return False
+
+
 def dtype_from_json(value: Any) -> Dtype:
     """The dtype again; ValueError for anything that is not a plain dtype in native byte order."""
     try:
-        dtype = np.dtype(_plain(value)) if isinstance(value, str) else np.dtype(_fields(value))
+        dtype = np.dtype(_plain(value)) if isinstance(value, str) else _record(value)
     except (TypeError, ValueError, SyntaxError, OverflowError, MemoryError) as problem:
         raise ValueError(say("{value!r} is no dtype", value=value)) from problem
     if dtype.hasobject or not dtype.isnative:
@@ -62,22 +71,29 @@ def _plain(value: str) -> str:
     return value
 
 
-def _fields(value: Any, depth: int = 0) -> list[Any]:
-    """A structured dtype's fields: lists of [name, dtype] or [name, dtype, shape]."""
+def _record(value: Any, depth: int = 0) -> Dtype:
+    """A structured dtype of its fields, [name, dtype] or [name, dtype, shape] each.
+
+    Padding, which aligned C structures have, is a field of bytes without a name: numpy would give it one.
+    """
     if not isinstance(value, list) or not value or depth > 8:
         raise ValueError(say("no list of fields"))
-    fields: list[Any] = []
+    names: list[str] = []
+    formats: list[Dtype] = []
+    offsets: list[int] = []
+    offset = 0
     for entry in value:
-        if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3):
+        if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3) or not isinstance(entry[0], str):
             raise ValueError(say("no field"))
         name, kind, *rest = entry
-        if isinstance(name, (list, tuple)) and all(isinstance(part, str) for part in name):
-            name = tuple(name)  # (title, name)
-        elif not isinstance(name, str):
-            raise ValueError(say("no name of a field"))
-        kind = _plain(kind) if isinstance(kind, str) else _fields(kind, depth + 1)
-        fields.append((name, kind, *(_shape(part) for part in rest)))
-    return fields
+        base = np.dtype(_plain(kind)) if isinstance(kind, str) else _record(kind, depth + 1)
+        dtype = np.dtype((base, _shape(rest[0]))) if rest else base
+        if name or dtype.kind != "V" or dtype.names is not None or rest:
+            names.append(name)
+            formats.append(dtype)
+            offsets.append(offset)
+        offset += dtype.itemsize
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": offset})
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -134,7 +134,7 @@ def _data(kind: type[D], attached: Attached, request: Request) -> D:
             manifest, attached.backing, store=os.fspath(attached.root), in_use=True, last_used=time.time()
         ),
         arrays=attached.arrays,
-        tables=_tables(attached),
+        tables=attached.tables,
         ragged=ragged_of(manifest.arrays),
         extent=partial(_extent, manifest, attached.root),
         prefault=Prefault(attached.maps, in_memory=memory) if attached.maps else None,
@@ -151,13 +151,6 @@ def _extent(manifest: Manifest, root: Path, name: str) -> Extent | None:
         if array.name == name:
             return Extent(root / manifest.key / array.file, len(array.header), array.nbytes)
     return None
-
-
-def _tables(attached: Attached) -> dict[str, list[Path]]:
-    found: dict[str, list[Path]] = {}
-    for table in attached.manifest.tables:
-        found.setdefault(table.part_of or table.name, []).append(attached.path(table))
-    return found
 
 
 def _reopen(kind: type[D], request: Request, root: str | None, backing: Any, key: str | None) -> D:

@@ -70,6 +70,12 @@ class Store:
     locks: int
     sources: int
 
+    @property
+    def directory(self) -> tuple[int, int]:
+        """Which directory it is, whatever path led to it: two stores with the same one share their lock files."""
+        stats = os.fstat(self.fd)
+        return stats.st_dev, stats.st_ino
+
     def close(self) -> None:
         """Close its descriptors; a second time does nothing."""
         for name in ("fd", "locks", "sources"):
@@ -94,6 +100,16 @@ class Stores:
 
     def of(self, backing: str) -> Store | None:
         return next((store for store in self.found if store.backing == backing), None)
+
+    @property
+    def distinct(self) -> tuple[Store, ...]:
+        """Each directory once: LEGROOM_DIR may be where the store in memory is."""
+        return tuple({store.directory: store for store in reversed(self.found)}.values())[::-1]
+
+    def without(self, store: Store, finding: Finding) -> Stores:
+        """The others, and why this one is passed over."""
+        others = tuple(other for other in self.found if other is not store)
+        return Stores(others, (*self.findings, finding))
 
     @property
     def home(self) -> Store:

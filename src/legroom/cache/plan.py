@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from legroom.cache import manifest, npy
+from legroom.cache.room import Need
 from legroom.errors import UnsupportedData
 from legroom.formats.protocol import ArraySpec, Description, TableSpec
 from legroom.words import phrase, say
+
+_OTHER_FILES = 8  # the directory, the manifest, lock files, records
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +82,11 @@ class Plan:
         return sum(target.spec.nbytes for target in self.targets)
 
     @property
-    def need(self) -> int:
-        """Bytes to reserve: whole pages, and some for the manifest."""
+    def need(self) -> Need:
+        """What to reserve: whole pages, some for the manifest, a file each and some for locks and records."""
         pages = sum(-(-target.size // 4096) * 4096 for target in self.targets)
-        return pages + (1 << 16) + 1024 * (len(self.arrays) + len(self.tables))
+        files = len(self.arrays) + len(self.tables)
+        return Need(pages + (1 << 16) + 1024 * files, files + _OTHER_FILES)
 
 
 def plan(descriptions: Sequence[Description]) -> Plan:
@@ -96,6 +100,12 @@ def plan(descriptions: Sequence[Description]) -> Plan:
         if isinstance(item, TableSpec):
             tables.extend(_tables(item, descriptions))
             continue
+        if not npy.can_be_stored(item.dtype):
+            raise UnsupportedData(
+                say("{name} cannot be stored as an array", name=item.name),
+                why=say("numpy's .npy format has no word for its type: {dtype}", dtype=item.dtype),
+                fix=(say("leave it out: name the arrays you need with keys=[…]"),),
+            )
         spec, pieces = _joined(item, descriptions)
         name = manifest.file_name(item.name, ".npy", taken)
         arrays.append(ArrayTarget(spec, name, npy.header(spec.shape, spec.dtype), pieces))

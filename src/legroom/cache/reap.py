@@ -13,7 +13,7 @@ import time
 
 from legroom.cache import locks, records, room, trash
 from legroom.cache.catalog import entry_in, manifest_of, matching, not_loaded
-from legroom.cache.evict import Old, by_age, take_away
+from legroom.cache.evict import Helpful, Old, by_age, take_away
 from legroom.cache.identity import Stamp
 from legroom.cache.manifest import Manifest, is_key
 from legroom.cache.place import STORE_LOCK, Store, stores
@@ -32,7 +32,7 @@ def drop(what: Where | None = None, *, force: bool = False) -> Reaped:
     kept: list[Entry] = []
     freed = 0
     with stores() as places:
-        for store in places.found:
+        for store in places.distinct:
             keys = [old.key for old in by_age(store)] if what is None else matching(store, what)
             for key in keys:
                 entry, size = entry_in(store, key), room.blocks(store, key)
@@ -61,7 +61,7 @@ def gc(
     short: list[Shortfall] = []
     freed = strays = 0
     with stores() as places:
-        for store in places.found:
+        for store in places.distinct:
             strays += clear_strays(store, dry_run=dry_run)
             wanted = _wanted(store, older, stale)
             of_these = sum(_reap(store, old, removed, kept, dry_run) for old in wanted)
@@ -168,10 +168,11 @@ def _make_room(
         have = room.tightest(room.bounds(store)).free - room.outstanding(store)
         return free - have - (hoped + freed if dry_run else 0)
 
+    helps = Helpful(store)
     for old in by_age(store):
         if missing() <= 0:
             break
-        if old.key not in gone:
+        if old.key not in gone and helps(old, room.tightest(room.bounds(store))):
             freed += _reap(store, old, removed, kept, dry_run)
     still = missing()
     if still <= 0:

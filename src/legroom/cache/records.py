@@ -139,8 +139,11 @@ def _replace(store: Store, name: str, data: bytes) -> None:
         write_all(fd, data, 0)
         if store.backing == "disk":
             os.fsync(fd)
-    finally:
+    except BaseException:
         os.close(fd)
+        os.unlink(scratch, dir_fd=store.sources)
+        raise
+    os.close(fd)
     os.rename(scratch, name, src_dir_fd=store.sources, dst_dir_fd=store.sources)
 
 

@@ -1,7 +1,7 @@
-"""Room in a store: looked at, reserved, and looked at again while it is taken.
+"""Room in a store: measured, reserved, and measured again while it is taken.
 
-Covers: what bounds a store (its file system, its limit, the memory cgroups), everybody's reservations.
-Does not cover: choosing a store (build.py), which entries may be evicted (reap.py).
+Covers: what limits a store (its file system, inodes, its own limit, memory cgroups), reservations of every builder,
+the memory that decoding needs beside the store. Does not cover: choosing a store (build.py), evicting (evict.py).
 
 Inside a memory cgroup the kernel does not refuse pages, it kills: so the bytes are compared with what the
 groups still allow before they are asked for, in steps, each time anew. A reservation is the text of the
@@ -19,6 +19,7 @@ from legroom.cache import locks
 from legroom.cache.place import Store, in_memory
 from legroom.cache.trash import BUILDING
 from legroom.errors import NoRoom
+from legroom.probe.cgroup import cgroup
 from legroom.probe.host import Host
 from legroom.probe.memory import memory
 from legroom.probe.place import place
@@ -30,12 +31,23 @@ _MB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class Need:
+    """What one build takes: bytes and files of the store, and memory for decoding, which the store does not hold."""
+
+    nbytes: int
+    files: int = 0
+    decoding: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Bound:
     """One thing that limits a store, and how many bytes it still allows."""
 
     free: int
     what: str
     memory: bool = False  # RAM or a cgroup, which a larger file system does not help
+    group: int | None = None  # the inode of that cgroup: evicting frees only what is charged to it
+    inodes: bool = False
 
 
 def bounds(store: Store, env: Mapping[str, str] | None = None) -> list[Bound]:
@@ -72,8 +84,24 @@ def memory_bounds(host: Host | None = None) -> list[Bound]:
             keep = max(16 * _MB, min(512 * _MB, level.limit // 16))
             text = say("memory cgroup {path}: {free} left of {limit}, {keep} kept free",
                        path=level.path, limit=format_size(level.limit), **_pair(level.room, keep))  # fmt: skip
-            found.append(Bound(level.room - keep, text, memory=True))
+            found.append(Bound(level.room - keep, text, memory=True, group=_inode(level.path)))
     return found
+
+
+def cgroups() -> tuple[int, ...]:
+    """The inodes of the memory cgroups above this process, its own first: what it allocates is charged to these.
+
+    Inodes, because the same cgroup has another path in another cgroup namespace.
+    """
+    found = (_inode(path) for path in cgroup(Host(), "memory").chain)
+    return tuple(number for number in found if number is not None and number < 1 << 50)
+
+
+def _inode(path: str) -> int | None:
+    try:
+        return os.stat(path.removesuffix("/..")).st_ino
+    except OSError:
+        return None
 
 
 def tightest(found: list[Bound]) -> Bound:
@@ -81,34 +109,65 @@ def tightest(found: list[Bound]) -> Bound:
     return min(found, key=lambda bound: bound.free)
 
 
-def check(store: Store, need: int, *, mine: str | None = None) -> None:
-    """Raise NoRoom where ``need`` bytes would not fit beside what others have reserved."""
+def shortfalls(store: Store, need: Need, promised: int) -> list[tuple[int, Bound]]:
+    """(missing bytes, bound) of everything that does not allow ``need`` beside what others have reserved."""
+    in_ram = in_memory(store)
+    found = bounds(store)
+    if need.files:
+        found += _inodes(store, need.files)
+    if need.decoding and not in_ram:
+        found += memory_bounds()
+    missing = []
+    for bound in found:
+        wanted = need.nbytes + promised if in_ram or not bound.memory else 0
+        wanted += need.decoding if bound.memory else 0
+        if wanted > bound.free:
+            missing.append((wanted - bound.free, bound))
+    return missing
+
+
+def check(store: Store, need: Need | int, *, mine: str | None = None) -> None:
+    """Raise NoRoom where ``need`` would not fit beside what others have reserved."""
+    need = need if isinstance(need, Need) else Need(need)
     promised = outstanding(store, mine)
-    bound = tightest(bounds(store))
-    missing = need - (bound.free - promised)
-    if missing > 0:
-        raise no_room(store, need, missing, bound, promised)
+    missing = shortfalls(store, need, promised)
+    if missing:
+        raise no_room(store, need, *max(missing, key=lambda pair: pair[0]), promised)
 
 
-def no_room(store: Store, need: int, missing: int, bound: Bound, promised: int = 0) -> NoRoom:
+def no_room(store: Store, need: Need, missing: int, bound: Bound, promised: int = 0) -> NoRoom:
     """The error, with the numbers."""
     why = [bound.what]
     if promised:
         why.append(say("{bytes} promised to others who load now", bytes=format_size(promised)))
-    wanted = format_size(need)
+    if need.decoding and bound.memory:
+        why.append(say("decoding needs {size} of memory at once", size=format_size(need.decoding)))
+    wanted = format_size(need.nbytes)
     return NoRoom(
         say("{missing} missing to hold {need} in {root}", missing=format_size(missing), need=wanted, root=store.root),
         why=joined(why),
         fix=(
-            "legroom cache gc --free " + exact_size(need),
+            "legroom cache gc --free " + exact_size(need.nbytes),
             _larger(store, missing, bound),
             say("keys=[…] loads fewer arrays"),
         ),
     )  # fmt: skip
 
 
+def _inodes(store: Store, files: int) -> list[Bound]:
+    """The bound that too few free inodes are; none where the file system does not count them, or has enough."""
+    stats = os.statvfs(store.fd)
+    if not stats.f_files or stats.f_favail >= files:
+        return []
+    text = say("{root}: {free} of {all} inodes free, {files} files to write",
+               root=store.root, free=stats.f_favail, all=stats.f_files, files=files)  # fmt: skip
+    return [Bound(0, text, inodes=True)]
+
+
 def _larger(store: Store, missing: int, bound: Bound) -> str:
     """How to get more of what is short, in this place."""
+    if bound.inodes:
+        return say("mount {root} with more inodes: -o remount,nr_inodes=…", root=store.root.parent)
     if bound.memory:
         return raise_ram_limit(place(Host()), None)[0]
     if store.backing == "disk":

@@ -3,16 +3,14 @@
 Covers: one file or one a shard, the columns that were asked for, columns of fixed width as numpy arrays.
 Does not cover: which tables there are (dataset.py), writing them (formats).
 
-The files are mapped as arrays are, private and writable: a tensor on a column may be written to, and changes this
-process's pages alone. A column that lies in one record batch is a view of the map. One in several is joined, which
-copies: once, for as long as somebody holds it.
+The files were mapped with the entry (attach.py), as arrays are, private and writable: a tensor on a column may be
+written to, and changes this process's pages alone. A column that lies in one record batch is a view of the map. One
+in several is joined, which copies: once, for as long as somebody holds it.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -26,11 +24,11 @@ NDArray = np.ndarray[Any, Any]
 
 
 class StoredTable:
-    """The columns of one table that were asked for; ``keep`` is held for as long as anything on its maps is."""
+    """The columns of one table that were asked for."""
 
-    def __init__(self, parts: Sequence[Path | bytes], columns: Sequence[str], keep: object = None) -> None:
+    def __init__(self, parts: Sequence[Map | bytes], columns: Sequence[str]) -> None:
         self.columns = tuple(columns)
-        self._parts, self._keep = parts, keep
+        self._parts = parts
         self._opened: Any = None
         self._arrays: WeakValueDictionary[str, NDArray] = WeakValueDictionary()
 
@@ -39,7 +37,7 @@ class StoredTable:
         if self._opened is None:
             import pyarrow as pa
 
-            tables = [pa.ipc.open_file(pa.BufferReader(self._bytes(part))).read_all() for part in self._parts]
+            tables = [pa.ipc.open_file(pa.BufferReader(_buffer(part))).read_all() for part in self._parts]
             joined = tables[0] if len(tables) == 1 else pa.concat_tables(tables)
             # An entry of the whole file serves those who asked for some of its columns, too.
             stored = joined.column_names == list(self.columns)
@@ -53,16 +51,12 @@ class StoredTable:
             array = self._arrays[column] = _array(self.whole().column(column), column)
         return array
 
-    def _bytes(self, part: Path | bytes) -> Any:
-        import pyarrow as pa
 
-        if isinstance(part, bytes):
-            return pa.py_buffer(part)
-        fd = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return pa.py_buffer(Map(fd, os.fstat(fd).st_size, self._keep).buffer())
-        finally:
-            os.close(fd)
+def _buffer(part: Map | bytes) -> Any:
+    """What pyarrow reads from; it keeps the map alive."""
+    import pyarrow as pa
+
+    return pa.py_buffer(part if isinstance(part, bytes) else part.buffer())
 
 
 def _array(column: Any, name: str) -> NDArray:

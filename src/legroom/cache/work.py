@@ -23,14 +23,15 @@ from legroom.cache.steps import step
 from legroom.errors import NoRoom
 
 _CREDIT = 16 << 20
+FULL = (errno.ENOSPC, errno.EDQUOT)  # no room, or no inode
 
 
 class Work:
     """One build under way."""
 
-    def __init__(self, store: Store, need: int, *, evict: bool) -> None:
-        """Reserve ``need`` bytes in the store; NoRoom where they are not to be had."""
-        self.store, self.need = store, need
+    def __init__(self, store: Store, need: room.Need | int, *, evict: bool) -> None:
+        """Reserve ``need`` in the store; NoRoom where it does not fit."""
+        self.store, self.need = store, need if isinstance(need, room.Need) else room.Need(need)
         self.ident = secrets.token_hex(8)
         self.folder = trash.BUILDING + self.ident
         self._counting = threading.Lock()  # threads that write ask too
@@ -39,6 +40,14 @@ class Work:
         self.lock_file = f"building-{self.ident}.lock"
         self.fd = -1
         step("work")
+        try:
+            self._begin(evict)
+        except OSError as problem:
+            self.raise_full(problem)
+            raise
+
+    def _begin(self, evict: bool) -> None:
+        store = self.store
         with trash.store_lock(store):
             trash.sweep(store)
             lock = locks.acquire(store.locks, self.lock_file)
@@ -50,9 +59,8 @@ class Work:
                 os.mkdir(self.folder, 0o700, dir_fd=store.fd)
                 flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
                 self.fd = os.open(self.folder, flags, dir_fd=store.fd)
-            except BaseException as problem:
+            except BaseException:
                 self._clear()
-                self.raise_full(problem)
                 raise
 
     def _reserve(self, evict: bool) -> None:
@@ -62,11 +70,11 @@ class Work:
             if not evict or not evict_for(self.store, self.need, mine=self.lock_file):
                 raise
             room.check(self.store, self.need, mine=self.lock_file)
-        room.write_note(self._lock.fd, self.need, 0, 0)
+        room.write_note(self._lock.fd, self.need.nbytes, 0, 0)
 
     def note(self, done: int, total: int) -> None:
         """Tell those who wait how far it is."""
-        room.write_note(self._lock.fd, self.need, done, total)
+        room.write_note(self._lock.fd, self.need.nbytes, done, total)
 
     def create(self, name: str) -> int:
         """A new file in the private directory; the descriptor is the caller's."""
@@ -137,11 +145,13 @@ class Work:
             os.close(fd)
 
     def raise_full(self, problem: BaseException) -> None:
-        """Raise NoRoom where a write failed for want of room; else do nothing."""
-        if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
-            bound = room.tightest(room.bounds(self.store))
-            missing = max(1, self.need - max(0, bound.free))
-            raise room.no_room(self.store, self.need, missing, bound) from problem
+        """Raise NoRoom where a write failed for lack of room; else do nothing."""
+        if isinstance(problem, OSError) and problem.errno in FULL:
+            # Whoever took the room may have given it back by now: then one byte is said to be missing.
+            missing = room.shortfalls(self.store, self.need, 0) or [
+                (1, room.tightest(room.bounds(self.store)))
+            ]
+            raise room.no_room(self.store, self.need, *max(missing, key=lambda pair: pair[0])) from problem
 
     def publish(self, key: str) -> bool:
         """Give the directory its visible name, in one step; False where an entry of that name is there."""
@@ -153,6 +163,7 @@ class Work:
         except OSError as problem:
             if problem.errno in (errno.EEXIST, errno.ENOTEMPTY):
                 return False
+            self.raise_full(problem)
             raise
         if self.store.backing == "disk":
             os.fsync(self.store.fd)

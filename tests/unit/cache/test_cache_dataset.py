@@ -6,6 +6,7 @@ import os
 import pickle
 import warnings
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -195,3 +196,44 @@ def test_tables_of_several_files_are_one(shm: Path, tmp_path: Path, monkeypatch:
     pq.write_table(pa.table({"x": [1.5]}), tmp_path / "part-9.parquet")
     with pytest.raises(UnsupportedData, match="other columns"):
         legroom.open(str(tmp_path / "part-*.parquet"))
+
+
+@pytest.mark.parametrize("form", ["npy", "npz", "h5"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        np.dtype([("a", "i1"), ("b", "<f8"), ("c", "<i2")], align=True),
+        np.dtype(
+            [("p", np.dtype([("a", "i1"), ("b", "<i4")], align=True), (2, 3)), ("q", "S3"), ("r", "<u8")],
+            align=True,
+        ),
+        np.dtype({"names": ["a", "b"], "formats": ["i1", "<i4"], "offsets": [2, 8], "itemsize": 16}),
+        np.dtype([("a", "i1"), ("b", ">f8"), ("c", ">i2")], align=True),
+    ],
+    ids=["aligned", "nested", "gaps", "big-endian"],
+)
+def test_records_with_padding(shm: Path, tmp_path: Path, form: str, dtype: Any) -> None:
+    """As C lays structures out."""
+    rows = np.random.default_rng(0).integers(0, 100, (50, dtype.itemsize), np.uint8).view(dtype).reshape(-1)
+    path = tmp_path / f"a.{form}"
+    if form == "npy":
+        np.save(path, rows)
+    elif form == "npz":
+        np.savez_compressed(path, array=rows)
+    else:
+        with h5py.File(path, "w") as file:
+            file["array"] = rows
+    for _ in range(2):  # built, then found
+        with legroom.open(path) as data:
+            assert data["array"].dtype.itemsize == dtype.itemsize
+            stored = np.load(data.where("array").path)
+            for name in dtype.names:
+                assert data["array"][name].tolist() == rows[name].tolist() == stored[name].tolist()
+
+
+def test_records_out_of_order_are_refused_in_words(shm: Path, tmp_path: Path) -> None:
+    dtype = np.dtype({"names": ["a", "b"], "formats": ["i1", "<i4"], "offsets": [8, 0], "itemsize": 12})
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["array"] = np.zeros(5, dtype)
+    with pytest.raises(UnsupportedData, match="array"):
+        legroom.open(tmp_path / "a.h5")

@@ -246,7 +246,7 @@ class TestPlan:
         (target,) = made.arrays
         assert target.spec.shape == (7, 3)
         assert [piece.offset for piece in target.pieces] == [0, 24, 24]
-        assert made.need >= made.nbytes == 84
+        assert made.need.nbytes >= made.nbytes == 84
 
 
 def test_privatised_bytes_are_read_from_smaps() -> None:

@@ -220,3 +220,24 @@ def test_tensors_shape_of_an_extension(shm: Path, tmp_path: Path) -> None:
     ipc(pa.table({"m": pa.ExtensionArray.from_storage(kind, storage)}), tmp_path / "m.arrow")
     with legroom.open(tmp_path / "m.arrow", keys="m") as data:
         assert data["m"].tolist() == np.arange(12).reshape(3, 2, 2).tolist()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_table_outlives_the_name_of_its_entry(shm: Path, tmp_path: Path, shards: int) -> None:
+    """As arrays do: it is mapped when the data are opened, not when it is first used."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from legroom.cache import reap
+
+    paths = [tmp_path / f"{number}.parquet" for number in range(shards)]
+    for path in paths:
+        pq.write_table(pa.table({"a": np.arange(1000), "b": [str(n) for n in range(1000)]}), path)
+    data = legroom.open(paths)
+    reap.drop(data.info.key, force=True)
+    shm.rename(shm.with_name("moved"))  # and with the store out of sight, as behind a mount
+    assert data["table"].num_rows == 1000 * shards
+    assert data["a"].tolist() == list(range(1000)) * shards
+    column = data["a"]
+    data.close()
+    assert column[-1] == 999

@@ -1,0 +1,193 @@
+"""Stores that are full, nearly full, or one and the same directory: what an open does then."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import legroom
+from legroom.cache import catalog, evict, locks, records, room, steps
+from legroom.cache.place import Store
+from legroom.errors import NoRoom, UsageError
+
+MB = 1 << 20
+
+
+def make(tmp_path: Path, number: int, size: int = 40_000) -> Path:
+    path = tmp_path / f"{number}.npy"
+    np.save(path, np.full(size, number, np.uint8))
+    return path
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class TestOneDirectoryTwice:
+    @pytest.mark.parametrize("link", [False, True])
+    @pytest.mark.parametrize("backing", ["disk", "auto", "shm"])
+    def test_an_open_does_not_wait_for_its_own_lock(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backing: str, link: bool
+    ) -> None:
+        (tmp_path / "both").mkdir(mode=0o700)
+        (tmp_path / "link").symlink_to("both")
+        monkeypatch.setenv("LEGROOM_SHM", str(tmp_path / "both"))
+        monkeypatch.setenv("LEGROOM_DIR", str(tmp_path / ("link" if link else "both")))
+        path, opened = make(tmp_path, 1), []
+        thread = threading.Thread(
+            target=lambda: opened.append(legroom.open(path, backing=backing)), daemon=True
+        )
+        thread.start()
+        thread.join(20)
+        assert opened and int(opened[0]["array"].sum()) == 40_000
+        assert [entry.key for entry in catalog.entries()] == [opened[0].info.key]  # listed once
+
+    def test_a_progress_callback_may_not_open_what_is_being_loaded(self, shm: Path, tmp_path: Path) -> None:
+        path = make(tmp_path, 1)
+        with pytest.raises(UsageError, match="this thread"):
+            legroom.open(path, progress=lambda *_: legroom.open(path).close())
+        assert int(legroom.open(path)["array"][0]) == 1
+
+
+@pytest.mark.usefixtures("old_files")
+class TestEviction:
+    def tight(self, monkeypatch: pytest.MonkeyPatch, allowed: int, **what: Any) -> None:
+        def bounds(store: Store, env: object = None) -> list[room.Bound]:
+            if store.backing == "disk":
+                return [room.Bound(0, "none")]
+            return [room.Bound(1 << 40, "plenty"), room.Bound(allowed - room.used(store), "tight", **what)]
+
+        monkeypatch.setattr(room, "bounds", bounds)
+        for module in (evict, room):
+            monkeypatch.setattr(module, "in_memory", lambda store: True)
+
+    def test_entries_charged_to_another_cgroup_stay(
+        self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(room, "cgroups", lambda: (7, 1))
+        keys = [legroom.open(make(tmp_path, number)).info.key for number in range(3)]
+        self.tight(monkeypatch, 300_000, memory=True, group=8)
+        with pytest.raises(NoRoom):
+            legroom.open(make(tmp_path, 9, 100_000))
+        assert {entry.key for entry in catalog.entries()} == set(keys)
+
+    def test_of_entries_charged_here_and_elsewhere_those_here_go(
+        self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        charged = {0: (7, 1), 1: (8, 1), 2: (7, 1)}
+        keys = []
+        for number, groups in charged.items():
+            monkeypatch.setattr(room, "cgroups", lambda groups=groups: groups)
+            keys.append(legroom.open(make(tmp_path, number)).info.key)
+        self.tight(monkeypatch, room_used(shm) + 150_000, memory=True, group=8)
+        data = legroom.open(make(tmp_path, 9, 100_000))
+        assert data.info.backing == "shm"
+        assert {entry.key for entry in catalog.entries()} == {keys[0], keys[2], data.info.key}
+
+    def test_every_bound_must_be_met_before_anything_goes(
+        self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Evicting would satisfy the file system and leave the cgroup short."""
+        key = legroom.open(make(tmp_path, 1, 200_000)).info.key
+
+        def bounds(store: Store, env: object = None) -> list[room.Bound]:
+            if store.backing == "disk":
+                return [room.Bound(0, "none")]
+            return [
+                room.Bound(300_000 - room.used(store), "small"),
+                room.Bound(50_000, "group", memory=True, group=8),
+            ]
+
+        monkeypatch.setattr(room, "bounds", bounds)
+        for module in (evict, room):
+            monkeypatch.setattr(module, "in_memory", lambda store: True)
+        with pytest.raises(NoRoom):
+            legroom.open(make(tmp_path, 9, 100_000))
+        assert [entry.key for entry in catalog.entries()] == [key]
+
+
+def room_used(shm: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in shm.rglob("*") if file.is_file())
+
+
+class TestFull:
+    def test_memory_that_fills_up_in_the_middle_leads_to_the_disk(
+        self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked = []
+
+        def bounds_now(store: Store) -> list[room.Bound]:
+            asked.append(store.backing)
+            little = store.backing == "shm" and len(asked) > 1
+            return [room.Bound(0 if little else 64 * MB, "filling up")]
+
+        monkeypatch.setattr(room, "bounds_now", bounds_now)
+        path = make(tmp_path, 3, 40 * MB)
+        data = legroom.open(path)
+        assert asked[:2] == ["shm", "shm"] and data.info.backing == "disk"
+        assert bool((data["array"] == 3).all())
+        assert [name for name in os.listdir(shm) if name not in ("locks", "sources")] == []
+        with pytest.raises(NoRoom):
+            legroom.open(make(tmp_path, 4, 40 * MB), backing="shm")
+
+    def test_a_store_that_cannot_hold_a_lock_file_is_passed_by(
+        self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As a /dev/shm without inodes: its directories are there, and nothing can be made in them."""
+        legroom.open(make(tmp_path, 1)).close()
+        acquire, inodes = locks.acquire, os.stat(shm / "locks").st_ino
+
+        def refuse(folder: int, name: str, **options: Any) -> Any:
+            if os.fstat(folder).st_ino == inodes and options.get("create", True):
+                full()
+            return acquire(folder, name, **options)
+
+        monkeypatch.setattr(locks, "acquire", refuse)
+        data = legroom.open(make(tmp_path, 2))
+        assert data.info.backing == "disk" and int(data["array"][0]) == 2
+        assert [finding.code for finding in data.findings] == ["store-unusable"]
+        with pytest.raises(legroom.LegroomError) as refused:
+            legroom.open(make(tmp_path, 3), backing="shm")
+        assert refused.value.code in ("no-room", "no-store") and os.strerror(errno.ENOSPC) in str(
+            refused.value
+        )
+
+    def test_too_few_inodes_are_said(
+        self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = os.statvfs
+
+        class Stats:
+            def __init__(self, stats: os.statvfs_result) -> None:
+                self.stats = stats
+
+            def __getattr__(self, name: str) -> Any:
+                return {"f_files": 100, "f_favail": 3}.get(name, getattr(self.stats, name))
+
+        monkeypatch.setattr(os, "statvfs", lambda path: Stats(real(path)))
+        with pytest.raises(NoRoom, match="3 of 100 inodes free"):
+            legroom.open(make(tmp_path, 1), backing="shm")
+
+
+class TestRecord:
+    def test_a_record_that_cannot_be_written_fails_no_open(
+        self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = make(tmp_path, 5)
+        with monkeypatch.context() as broken:
+            broken.setattr(records, "write_all", full)
+            data = legroom.open(path)
+            assert int(data["array"][0]) == 5
+            assert os.listdir(shm / "sources") == []  # no half of one either
+            seen: list[str] = []
+            broken.setattr(steps, "trace", seen.append)
+            assert legroom.open(path).info.key == data.info.key
+            assert "hash" in seen and "allocate" not in seen  # hashed, not loaded a second time
+        assert legroom.open(path).info.key == data.info.key
+        assert len(os.listdir(shm / "sources")) == 1
