@@ -15,7 +15,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from legroom.errors import UnsupportedData, UsageError
 from legroom.formats.protocol import Extent
 from legroom.formats.selection import Selection, missing_key
 from legroom.model import Entry, Finding
+from legroom.packages import require
 from legroom.words import joined, listed, say
 
 if TYPE_CHECKING:
@@ -263,14 +264,13 @@ def _column_names(names: Sequence[str], tables: Mapping[str, StoredTable]) -> di
 
 
 def _tensor(array: Any, name: str) -> torch.Tensor:
-    import torch
-
+    needed = require("torch", "torch", "data.tensors()", instead=(say("use the numpy array itself"),))
     try:
         with warnings.catch_warnings():
             # Columns of tables, and everything under vm.overcommit_memory=2, are read-only to numpy: torch would
             # warn, and cannot know that it is meant.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
-            return torch.from_numpy(array)
+            return cast("torch.Tensor", needed.from_numpy(array))
     except TypeError as problem:
         raise UnsupportedData(
             say("{name} cannot be a tensor", name=name),

@@ -17,6 +17,7 @@ import numpy as np
 from legroom.cache.dataset import Data
 from legroom.cache.ragged import Ragged
 from legroom.errors import UnsupportedData, UsageError
+from legroom.packages import require
 from legroom.words import listed, say
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ def shared_dataset(
 @cache
 def _torch_class() -> type[SharedDataset]:
     """SharedDataset and torch's Dataset in one class, made when torch is needed and not before."""
-    from torch.utils.data import Dataset
-
+    Dataset = require("torch.utils.data", "torch", "data.dataset()").Dataset  # noqa: N806
     return type("SharedDataset", (SharedDataset, Dataset), {"__module__": __name__})
 
 

@@ -16,10 +16,10 @@ from typing import Any
 from legroom.errors import UnsupportedData
 from legroom.formats.arrow_messages import Layout, read_layout
 from legroom.formats.arrow_types import FILE_OVERHEAD, batch_overhead, buffer_count, schema_bytes
-from legroom.formats.packages import require
 from legroom.formats.protocol import Description
 from legroom.formats.selection import Selection
 from legroom.formats.table import TableReader, arrow_trouble
+from legroom.packages import require
 from legroom.words import say
 
 

@@ -23,12 +23,12 @@ from legroom.formats.arrow_types import (
     plain,
     schema_bytes,
 )
-from legroom.formats.packages import require
 from legroom.formats.parquet_footer import ColumnChunk, row_groups
 from legroom.formats.protocol import Description
 from legroom.formats.selection import Selection
 from legroom.formats.source import damaged
 from legroom.formats.table import TableReader, arrow_trouble
+from legroom.packages import require
 from legroom.words import say
 
 _BATCH_BYTES = 4 << 20

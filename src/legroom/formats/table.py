@@ -14,10 +14,10 @@ from typing import Any
 from legroom.errors import LegroomError, UnsupportedData
 from legroom.formats.attributes import as_json
 from legroom.formats.base import BaseReader
-from legroom.formats.packages import require
 from legroom.formats.protocol import ArraySpec, Extent, Progress, TableSpec
 from legroom.formats.selection import Selection, column_names
 from legroom.formats.source import SourceFile, damaged
+from legroom.packages import require
 from legroom.words import say
 
 NAME = "table"  # the file has no name for the one table it holds

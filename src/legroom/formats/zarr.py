@@ -22,10 +22,10 @@ from legroom.formats.attributes import as_json
 from legroom.formats.base import BaseReader
 from legroom.formats.dtypes import in_memory
 from legroom.formats.fill import PIECE, Array
-from legroom.formats.packages import require
 from legroom.formats.protocol import ArraySpec, Description, Extent, Progress
 from legroom.formats.selection import Selection
 from legroom.formats.source import damaged
+from legroom.packages import require
 from legroom.words import say
 
 NAME = "array"  # a store that is one array has no name for it

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from legroom.errors import MissingPackage, NoCuda, UsageError
+from legroom.errors import NoCuda, UsageError
 from legroom.model.box import Gpu
+from legroom.packages import require
 from legroom.probe.gpu import gpus
 from legroom.probe.host import Host
 from legroom.words import phrase, say
@@ -29,15 +30,7 @@ def import_torch(torch: Any = None) -> Any:
     """torch, or MissingPackage."""
     if torch is not None:
         return torch
-    try:
-        import torch as found
-    except ImportError as problem:
-        raise MissingPackage(
-            say("torch is not installed"),
-            why=str(problem),
-            fix=(say("pip install 'legroom[torch]'"),),
-        ) from problem
-    return found
+    return require("torch", "torch", "legroom.gpu")
 
 
 def why_no_cuda(torch: Any) -> str | None:

@@ -13,7 +13,8 @@ from functools import cache
 from typing import Any
 
 from legroom.integrations.guard import Guard
-from legroom.integrations.packages import framework
+from legroom.packages import require
+from legroom.words import say
 
 
 class Events:
@@ -30,9 +31,8 @@ class Events:
         self.guard = Guard(**options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.guard.logger = framework("transformers.utils.logging", "transformers").get_logger(
-            "transformers.legroom"
-        )
+        logging = require("transformers.utils.logging", "", say("this callback"), package="transformers")
+        self.guard.logger = logging.get_logger("transformers.legroom")
         self.guard.main = state.is_local_process_zero
         self.guard.report = lambda numbers: self._report(state, numbers)
         self.guard.start()
@@ -60,7 +60,7 @@ class Events:
 
 @cache
 def _callback_class() -> type[Any]:
-    module = framework("transformers", "transformers")
+    module = require("transformers", "", say("this callback"), package="transformers")
     names = {"__module__": __name__, "__qualname__": "LegroomCallback", "__doc__": Events.__init__.__doc__}
     return type("LegroomCallback", (Events, module.TrainerCallback), names)
 

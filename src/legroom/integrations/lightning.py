@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from legroom.integrations.guard import Guard
-from legroom.integrations.packages import framework
+from legroom.packages import require
+from legroom.words import say
 
 
 class Hooks:
@@ -88,7 +89,9 @@ def _report(trainer: Any, numbers: Any) -> None:
 @cache
 def _callback_class() -> type[Any]:
     older = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
-    module = framework("pytorch_lightning" if older else "lightning.pytorch", "lightning")
+    module = require(
+        "pytorch_lightning" if older else "lightning.pytorch", "", say("this callback"), package="lightning"
+    )
     names = {
         "__module__": __name__,
         "__qualname__": "LegroomCallback",

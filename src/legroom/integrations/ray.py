@@ -25,9 +25,9 @@ from typing import Any
 
 from legroom.errors import UsageError
 from legroom.integrations.guard import Guard
-from legroom.integrations.packages import framework
 from legroom.loader.rows.ranks import process_group
 from legroom.model import Settings
+from legroom.packages import require
 from legroom.words import say
 
 LOGGER = "ray.train.legroom"  # below Ray Train's own, which a worker shows and keeps
@@ -39,7 +39,7 @@ class RayGuard:
     def __init__(self, **options: Any) -> None:
         self.guard = Guard(**options)
         self.guard.report = self._keep
-        self._train = framework("ray.train", "'ray[train]'")
+        self._train = require("ray.train", "", say("this callback"), package="'ray[train]'")
         self._together = True
         self._numbers: dict[str, float] = {}
 

@@ -15,13 +15,14 @@ from collections.abc import Callable
 from typing import Any
 
 from legroom.cache.open import disabled
-from legroom.errors import LoaderError, MissingPackage
+from legroom.errors import LoaderError
 from legroom.loader.arena import door as arena_door
 from legroom.loader.arena import stack as arena_stack
 from legroom.loader.arena.pack import Span, Writer, needed, pickled, stacked, write
 from legroom.loader.arena.pool import Pool
 from legroom.loader.arena.sent import Sent
 from legroom.loader.arena.slot import SENT, Slot, supported
+from legroom.packages import require
 from legroom.units import parse_size
 from legroom.words import say
 
@@ -43,12 +44,7 @@ def collate(fn: Collate | None = None, *, memory_budget: int | str = "auto") -> 
 
 def default_collate() -> Collate:
     """torch's."""
-    try:
-        from torch.utils.data import default_collate as found
-    except ImportError as problem:
-        raise MissingPackage(
-            say("collate needs torch"), why=str(problem), fix=("pip install 'legroom[torch]'",)
-        ) from problem
+    found: Collate = require("torch.utils.data", "torch", "legroom.collate").default_collate
     return found
 
 

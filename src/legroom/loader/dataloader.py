@@ -18,7 +18,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from legroom.budget.crew import Each
-from legroom.errors import MissingPackage
 from legroom.loader import deaths, resume
 from legroom.loader.arena import inbox as arena_inbox
 from legroom.loader.arena.door import Door, careful
@@ -34,6 +33,7 @@ from legroom.loader.rejoin import Rejoined, TurnKept, bring
 from legroom.loader.rest import Rest
 from legroom.loader.socket_room import make_room
 from legroom.loader.unpicklable import unpicklable
+from legroom.packages import require
 from legroom.words import say
 
 if TYPE_CHECKING:
@@ -328,12 +328,7 @@ def _over(note: Mapping[str, Any] | None) -> bool:
 @cache
 def _loader_class() -> type[Any]:
     """Ours and torch's in one class, made when torch is needed and not before."""
-    try:
-        from torch.utils.data import DataLoader as Torch
-    except ImportError as problem:
-        raise MissingPackage(
-            say("legroom.DataLoader needs torch"), why=str(problem), fix=("pip install 'legroom[torch]'",)
-        ) from problem
+    Torch = require("torch.utils.data", "torch", "legroom.DataLoader").DataLoader  # noqa: N806
     names = {"__module__": __name__, "__qualname__": "DataLoader", "__doc__": _DOC}
     return type("DataLoader", (Loader, Torch), names)
 

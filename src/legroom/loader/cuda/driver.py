@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legroom.errors import MissingPackage, UsageError
+from legroom.errors import UsageError
+from legroom.packages import require
 from legroom.words import say
 
 if TYPE_CHECKING:
@@ -160,14 +161,12 @@ class _Window:
 
 def open_driver(device: object) -> Driver:
     """The driver for a device as people write it: "cuda", "cuda:1", 1, a torch.device."""
-    try:
-        import torch
-    except ImportError as problem:
-        raise MissingPackage(
-            say("batches on a CUDA device need torch"),
-            why=str(problem),
-            fix=("pip install 'legroom[torch]'", say("format='numpy' without a device needs no torch")),
-        ) from problem
+    torch = require(
+        "torch",
+        "torch",
+        say("batches on a CUDA device"),
+        instead=(say("format='numpy' without a device needs no torch"),),
+    )
     cuda: Any = torch.cuda
     try:
         asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(str(device))

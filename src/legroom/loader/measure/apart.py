@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from legroom.errors import DatasetFailed, LegroomError, MissingKey
+from legroom.errors import DatasetFailed, LegroomError, MissingKey, MissingPackage
 from legroom.loader.measure.named import split
 from legroom.model import Measured, Transport
 from legroom.probe.host import Host
@@ -125,6 +125,8 @@ def _raised(name: str, told: dict[str, Any]) -> LegroomError:
     error = told["error"]
     if error["code"] == MissingKey.code:  # nothing was drawn: what was named is not there
         return MissingKey(error["message"], why=error["why"], fix=error["fix"])
+    if error["code"] == MissingPackage.code:
+        return MissingPackage(error["message"], why=error["why"], fix=error["fix"])
     lines = told["tail"] or [error["message"], error.get("why")]
     return DatasetFailed(
         say("drawing a batch from {name} failed", name=name),

@@ -18,6 +18,7 @@ from legroom.loader.measure.private import free_bytes, idle_worker, private_byte
 from legroom.loader.tune.clock import Clock
 from legroom.loader.tune.transport import Kind, measure_transport
 from legroom.model import Measured
+from legroom.packages import require
 from legroom.words import phrase, say
 
 __all__ = ["FIX", "measure", "measure_dataset"]
@@ -40,8 +41,7 @@ def measure(
     ``transport`` also measures, with a real worker, what a batch costs on its way through that kind of loader.
     """
     check_batch(batch_size)
-    from torch.utils.data import default_collate
-
+    default_collate = require("torch.utils.data", "torch", say("drawing from a dataset")).default_collate
     if collate_fn is None:
         collate_fn = default_collate
     # Where workers are not forked each is an interpreter of its own, with all that this one holds at the most.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import MissingKey, UsageError
+from legroom.packages import require
 from legroom.words import listed, say
 
 _SHOWN = 10  # names of a module, where one that is asked for is not there
@@ -106,9 +107,7 @@ def resolve(spec: str, collate: str | None) -> Found:
     if isinstance(thing, type) or (callable(thing) and not _draws(thing)):
         thing = thing()
     chosen = load(collate) if collate else None
-    from torch.utils.data import DataLoader
-
-    if isinstance(thing, DataLoader):
+    if isinstance(thing, require("torch.utils.data", "torch", say("drawing from a dataset")).DataLoader):
         return Found(thing.dataset, chosen or thing.collate_fn)
     if not _draws(thing):
         raise TypeError(

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, cast
 
-from legroom.errors import MissingPackage, UsageError
+from legroom.errors import UsageError
 from legroom.loader.rows.share import UNEVEN, Uneven
+from legroom.packages import require
 from legroom.words import listed, say
 
 FORMATS = ("torch", "numpy")
@@ -95,11 +96,6 @@ def whole_number(name: str, value: object, least: int) -> int:
 
 
 def _need_torch() -> None:
-    try:
-        import torch  # noqa: F401
-    except ImportError as problem:
-        raise MissingPackage(
-            say("batches of tensors need torch"),
-            why=str(problem),
-            fix=(say("format='numpy' gives batches of arrays"), "pip install 'legroom[torch]'"),
-        ) from problem
+    require(
+        "torch", "torch", say("batches of tensors"), instead=(say("format='numpy' gives batches of arrays"),)
+    )

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import MissingKey, UsageError
-from legroom.formats.packages import require
 from legroom.formats.selection import missing_key
 from legroom.formats.table import arrow_trouble
+from legroom.packages import require
 from legroom.words import listed, say
 
 

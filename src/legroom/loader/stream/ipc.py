@@ -16,11 +16,11 @@ from typing import Any
 
 from legroom.formats.arrow_messages import Batch, read_layout
 from legroom.formats.arrow_types import buffer_count
-from legroom.formats.packages import require
 from legroom.formats.source import SourceFile
 from legroom.formats.table import arrow_trouble
 from legroom.loader.stream.room import Room, undecodable
 from legroom.loader.stream.step import Steps
+from legroom.packages import require
 from legroom.words import say
 
 _FILE = b"ARROW1"

@@ -27,6 +27,7 @@ from legroom.loader.tune.stepping import time_step
 from legroom.loader.tune.transport import Kind
 from legroom.model import Box, Measured, Settings
 from legroom.model.settings_env import checked, from_environment
+from legroom.packages import require
 from legroom.probe.box import snapshot
 from legroom.words import say
 
@@ -104,9 +105,7 @@ def tune(
 
 
 def _opened(dataset: Any, collate_fn: Callable[[Any], Any] | None) -> tuple[Any, Callable[[Any], Any] | None]:
-    from torch.utils.data import DataLoader
-
-    if isinstance(dataset, DataLoader):
+    if isinstance(dataset, require("torch.utils.data", "torch", "legroom.tune").DataLoader):
         return dataset.dataset, collate_fn or dataset.collate_fn
     return dataset, collate_fn
 
