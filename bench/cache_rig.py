@@ -72,6 +72,10 @@ class Bench:
 
         return work
 
+    def process(self, program: str, path: Path) -> Callable[[], float]:
+        """Seconds of a whole Python process that runs ``program`` on that file."""
+        return lambda: timed(lambda: subprocess.run([sys.executable, "-c", program, str(path)], check=True))
+
     def child(self, *arguments: object) -> dict[str, Any]:
         command = [sys.executable, str(CHILD), *map(str, arguments)]
         found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
