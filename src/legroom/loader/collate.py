@@ -18,7 +18,7 @@ from legroom.cache.open import disabled
 from legroom.errors import LoaderError
 from legroom.loader.arena import door as arena_door
 from legroom.loader.arena import stack as arena_stack
-from legroom.loader.arena.pack import Span, Writer, needed, pickled, stacked, write
+from legroom.loader.arena.pack import Span, Writer, needed, pickled, regions, stacked, write
 from legroom.loader.arena.pool import Pool
 from legroom.loader.arena.sent import Sent
 from legroom.loader.arena.slot import SENT, Slot, supported
@@ -168,16 +168,17 @@ class Carried:
 
 def _packed(batch: Any, writer: Writer, pool: Pool, state: Any) -> Any:
     skeleton, pieces = pickled(batch)
-    need = needed(pieces.all)
+    found = regions(pieces.all)
+    need = needed(found)
     pool.used(need)
     note = None
     spans: list[Span] | None = []
     if need:
-        spans = write(pieces.all, writer)
+        spans = write(pieces.all, found, writer)
         if spans is None:  # the first batch, or one larger than those before it
             slot = pool.take(need, outgrown=writer.slot is not None)
             writer = Writer(slot)
-            spans = write(pieces.all, writer) if slot is not None else None
+            spans = write(pieces.all, found, writer) if slot is not None else None
     if spans is None:
         pool.check_room(need)  # torch's way takes as much
         note = pool.why or say("no room for a slot of {need} bytes", need=need)

@@ -23,7 +23,7 @@ from legroom.loader.arena import inbox as arena_inbox
 from legroom.loader.arena import pool as arena_pool
 from legroom.loader.arena import slot as arena_slot
 from legroom.loader.arena.inbox import Parcel, unopened
-from legroom.loader.arena.pack import Writer, pickled, write
+from legroom.loader.arena.pack import Writer, pickled, regions, write
 from legroom.loader.arena.pool import Pool
 from legroom.loader.arena.slot import FREE, HELD, RETIRED, SENT, NoSlot, Slot
 from legroom.loader.collate import _packed
@@ -292,4 +292,4 @@ def test_a_second_slot_leaves_room_for_the_first_of_others(monkeypatch: pytest.M
 def test_pieces_that_do_not_fit_are_not_half_written() -> None:
     slot = Slot.make(4096, 1)
     _, pieces = pickled([torch.ones(100), torch.ones(10_000)])
-    assert write(pieces.all, Writer(slot)) is None
+    assert write(pieces.all, regions(pieces.all), Writer(slot)) is None

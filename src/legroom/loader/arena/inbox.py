@@ -24,8 +24,10 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from legroom.errors import BatchLost
-from legroom.loader.arena.pack import NDArray, Span
+from legroom.loader.arena.pack import ALIGN, NDArray, Span
 from legroom.loader.arena.slot import FREE, HELD, RETIRED, Slot, window
 from legroom.words import say
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 MAY_HOLD = 2  # slots a worker
 _slots: dict[int, Arrival] = {}  # by the slot's number
 _thread = threading.local()
+_NOTHING: NDArray = np.empty(0, np.uint8)
 
 
 class Pinner(Protocol):
@@ -166,16 +169,16 @@ class Parcel:
         if pinner is not None and arrival.pinner is None:
             arrival.pinner, arrival.pinned = pinner, pinner.register(arrival.slot)
         exporter = arrival.slot.exporter()
-        buffers = [window(exporter, *span) for span in self._spans]
         # Until one of these two is done the parcel has the slot, and gives it back if we are interrupted.
         if pinner is None:
             as_it_lies = len(worker.held) < MAY_HOLD
         else:  # a slot also counts while the GPU reads it
             as_it_lies = arrival.pinned and len(worker.held) < 2 * MAY_HOLD
         if as_it_lies:
+            buffers = [window(exporter, *span) for span in self._spans]
             exporter.lease = Lease(arrival)
         else:
-            buffers = [_copied(buffer, pinner) for buffer in buffers]
+            buffers = _copied(exporter, self._spans, pinner)
             arrival.give_back()
         self._arrival = None
         return pickle.loads(self._skeleton, buffers=buffers)
@@ -188,14 +191,44 @@ class Parcel:
             arrival.give_back()
 
 
-def _copied(source: NDArray, pinner: Pinner | None) -> NDArray:
+def _copied(exporter: Any, spans: list[Span], pinner: Pinner | None) -> list[NDArray]:
+    """The bytes in ordinary memory, in a piece for each span; spans that overlap share one."""
+    found: list[NDArray] = [_NOTHING] * len(spans)
+    start, end, members = 0, -1, list[int]()
+
+    def copy() -> None:
+        target = _ordinary(end - start, pinner)
+        target.copy_(_as_bytes(window(exporter, start, end - start)))  # without the interpreter's lock
+        there = target.numpy()
+        for number in members:
+            offset, nbytes = spans[number]
+            found[number] = there[offset - start : offset - start + nbytes]
+
+    for number in sorted(range(len(spans)), key=lambda at: spans[at]):
+        offset, nbytes = spans[number]
+        if offset >= end:
+            if members:
+                copy()
+            start, end, members = offset - offset % ALIGN, offset, []
+        end = max(end, offset + nbytes)
+        members.append(number)
+    if members:
+        copy()
+    return found
+
+
+def _ordinary(nbytes: int, pinner: Pinner | None) -> torch.Tensor:
     import torch
 
-    nbytes = source.nbytes
-    target = torch.empty(nbytes, dtype=torch.uint8) if pinner is None else pinner.empty(nbytes)
-    target.copy_(torch.frombuffer(source, dtype=torch.uint8))  # without the interpreter's lock
-    copied: NDArray = target.numpy()
-    return copied
+    if pinner is not None:
+        return pinner.empty(nbytes)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def _as_bytes(source: NDArray) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(source)
 
 
 class unopened:  # noqa: N801 - reads as a word: ``with unopened():``

@@ -9,16 +9,20 @@ as pickle brings them, and one tensor that is there twice is one tensor again. O
 quantised, requiring grad) are taken apart by torch, and the storages underneath lie in the slot. What is on a device
 goes torch's own way.
 
-A tensor keeps its strides where it is dense (channels_last); otherwise it comes out contiguous. Two tensors that are
-views of one storage come out as two.
+A tensor travels as the bytes from its first to its last element, so it keeps its strides: permuted, expanded,
+overlapping. Only one that fills less than half of that memory (a column of a wide table) comes out contiguous. Tensors
+whose bytes overlap travel once and share memory again. An array arrives as multiprocessing's own pickle delivers it: as
+a copy of its own, writable, in this machine's byte order.
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
 import pickle
 from collections.abc import Mapping
 from functools import cache
+from itertools import pairwise
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +64,9 @@ class Writer:
         for size in shape:
             nbytes *= size
         room = self.place(nbytes) if nbytes else None
-        return torch.empty(shape, dtype=dtype) if room is None else as_tensor(room, dtype, shape)
+        return (
+            torch.empty(shape, dtype=dtype, device="cpu") if room is None else as_tensor(room, dtype, shape)
+        )
 
     def offset(self, address: int, nbytes: int) -> int | None:
         """Where those bytes lie in the slot, if they do."""
@@ -124,15 +130,20 @@ class Packer(ForkingPickler):
             return _no_tensor, (tensor.dtype, shape, tensor.stride())
         if tensor.is_contiguous():
             return as_tensor, (self.pieces.leave(tensor), tensor.dtype, shape)
-        tensor, stride = _dense(tensor)
-        return as_strided, (self.pieces.leave(tensor), tensor.dtype, shape, stride)
+        flat, stride = _flat(tensor)
+        return as_strided, (self.pieces.leave(flat), tensor.dtype, shape, stride)
 
     def _array(self, array: NDArray) -> Any:
         if array.dtype.hasobject or array.nbytes < SMALL:
-            return NotImplemented
+            # As the queue's own pickler does it: protocol 5 would keep a read-only array read-only.
+            return array.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
         order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+        as_it_is = pickle.DEFAULT_PROTOCOL >= 5 and (array.flags.c_contiguous or order == "F")
+        if array.dtype.byteorder in "<>" and not as_it_is:  # numpy writes "=" for this machine's own
+            array = array.astype(array.dtype.newbyteorder("="))
         flat = np.ascontiguousarray(array.T if order == "F" else array)
-        return _as_array, (self.pieces.leave(flat), array.dtype, array.shape, order)
+        fixed = as_it_is and not array.flags.writeable
+        return _as_array, (self.pieces.leave(flat), array.dtype, array.shape, order, fixed)
 
     def _storage(self, storage: torch.UntypedStorage) -> Any:
         import torch
@@ -140,7 +151,7 @@ class Packer(ForkingPickler):
         if storage.device.type != "cpu" or not storage.nbytes():
             self.pieces.by_torch = True
             return NotImplemented
-        flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+        flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         return _as_storage, (self.pieces.leave(flat),)
 
 
@@ -151,9 +162,59 @@ def pickled(batch: object) -> tuple[bytes, Pieces]:
     return file.getvalue(), pieces
 
 
-def needed(pieces: list[torch.Tensor | NDArray]) -> int:
-    """The bytes that all pieces take in a slot."""
-    return sum(-(-piece.nbytes // ALIGN) * ALIGN for piece in pieces)
+class Region:
+    """Memory of this process that goes into the slot as it lies, with the pieces in it (by number)."""
+
+    __slots__ = ("address", "end", "members")
+
+    def __init__(self, piece: torch.Tensor | NDArray, number: int) -> None:
+        self.address = _address(piece)
+        self.end = self.address + piece.nbytes
+        self.members = [number]
+
+    @property
+    def lead(self) -> int:
+        """Bytes to leave free before it, so that each of several pieces stays aligned as it is."""
+        return self.address % ALIGN if len(self.members) > 1 else 0
+
+    @property
+    def room(self) -> int:
+        """The bytes it takes in a slot."""
+        return -(-(self.lead + self.end - self.address) // ALIGN) * ALIGN
+
+
+def regions(pieces: list[torch.Tensor | NDArray]) -> list[Region]:
+    """Where the pieces lie. Tensors that overlap in one storage are one region; nothing else shares memory in torch."""
+    found = [Region(piece, number) for number, piece in enumerate(pieces)]
+    if len(found) == 1 or not _overlap(sorted(found, key=lambda region: region.address)):
+        return found
+    merged: list[Region] = []
+    last: tuple[object, Region] | None = None
+    for storage, region in sorted(
+        ((_storage_of(pieces[region.members[0]]), region) for region in found),
+        key=lambda pair: (pair[0], pair[1].address),
+    ):
+        if last is not None and storage and storage == last[0] and region.address < last[1].end:
+            last[1].end = max(last[1].end, region.end)
+            last[1].members += region.members
+        else:
+            merged.append(region)
+            last = storage, region
+    return merged
+
+
+def _overlap(found: list[Region]) -> bool:
+    return any(later.address < earlier.end for earlier, later in pairwise(found))
+
+
+def _storage_of(piece: torch.Tensor | NDArray) -> int:
+    """The identity of a tensor's storage; 0 for an array."""
+    return 0 if isinstance(piece, np.ndarray) else piece.untyped_storage()._cdata
+
+
+def needed(found: list[Region]) -> int:
+    """The bytes that all regions take in a slot."""
+    return sum(region.room for region in found)
 
 
 def stacked(sample: Any) -> int:
@@ -168,19 +229,27 @@ def stacked(sample: Any) -> int:
     return nbytes + ALIGN if isinstance(nbytes, int) and nbytes else 0
 
 
-def write(pieces: list[torch.Tensor | NDArray], writer: Writer) -> list[Span] | None:
-    """Put every piece into the slot that is not there yet; None where they do not all fit."""
-    spans = []
-    for piece in pieces:
-        nbytes = piece.nbytes
-        offset = writer.offset(_address(piece), nbytes)
-        if offset is None:
-            room = writer.place(nbytes)
+def write(pieces: list[torch.Tensor | NDArray], found: list[Region], writer: Writer) -> list[Span] | None:
+    """Put every region into the slot that is not there yet. Where each piece lies, or None if they do not all fit."""
+    spans: list[Span] = [(0, 0)] * len(pieces)
+    taken: list[Span] = []  # of the slot, by regions that lie there already: regions do not share memory
+    for region in found:
+        nbytes = region.end - region.address
+        offset = writer.offset(region.address, nbytes)
+        if offset is not None and not any(
+            start < offset + nbytes and offset < start + length for start, length in taken
+        ):
+            taken.append((offset, nbytes))
+        else:
+            lead = region.lead
+            room = writer.place(lead + nbytes)
             if room is None or writer.slot is None:
                 return None
-            _copy(piece, room)
-            offset = room.ctypes.data - writer.slot.address - HEADER
-        spans.append((offset, nbytes))
+            _copy(region, pieces[region.members[0]], room[lead:])
+            offset = room.ctypes.data + lead - writer.slot.address - HEADER
+        for number in region.members:
+            piece = pieces[number]
+            spans[number] = (offset + _address(piece) - region.address, piece.nbytes)
     return spans
 
 
@@ -198,28 +267,33 @@ def plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _dense(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """The elements as they lie in memory, in one line, and the strides that make the tensor of them."""
-    import torch
-
-    stride = torch.empty_like(
-        tensor, device="meta"
-    ).stride()  # those of the tensor itself where it has no gaps
-    if stride != tensor.stride():
-        tensor = tensor.contiguous()
-        return tensor.view(-1), tensor.stride()
-    return tensor.as_strided((tensor.numel(),), (1,)), stride
+def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The memory of a tensor that is not contiguous, in one line, and the strides that make the tensor of it."""
+    shape, stride = tensor.shape, tensor.stride()
+    span, distinct = 1, 1
+    for size, step in zip(shape, stride, strict=True):
+        span += (size - 1) * step
+        distinct *= size if step else 1
+    if span <= 2 * distinct:
+        return tensor.as_strided((span,), (1,)), stride
+    # What was expanded stays so: a size of 1 there, and the stride 0 again on the other side.
+    once = tensor.as_strided([size if step else 1 for size, step in zip(shape, stride, strict=True)], stride)
+    packed = once.contiguous()
+    steps = [new if old else 0 for new, old in zip(packed.stride(), stride, strict=True)]
+    return packed.view(-1), tuple(steps)
 
 
 def _address(piece: torch.Tensor | NDArray) -> int:
     return piece.ctypes.data if isinstance(piece, np.ndarray) else piece.data_ptr()
 
 
-def _copy(piece: torch.Tensor | NDArray, room: NDArray) -> None:
-    if isinstance(piece, np.ndarray):
-        room[:] = piece.reshape(-1).view(np.uint8)
+def _copy(region: Region, first: torch.Tensor | NDArray, room: NDArray) -> None:
+    if isinstance(first, np.ndarray):
+        room[:] = first.reshape(-1).view(np.uint8)
+    elif len(region.members) == 1:
+        as_tensor(room, first.dtype, tuple(first.shape)).copy_(first)
     else:
-        as_tensor(room, piece.dtype, tuple(piece.shape)).copy_(piece)
+        ctypes.memmove(room.ctypes.data, region.address, region.end - region.address)
 
 
 # What pickle calls on the other side, with the bytes first.
@@ -272,11 +346,12 @@ def as_strided(
 def _no_tensor(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
     import torch
 
-    return torch.empty_strided(shape, stride, dtype=dtype)
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
 
 
-def _as_array(room: Any, dtype: Any, shape: tuple[int, ...], order: Any) -> NDArray:
-    array: NDArray = np.frombuffer(room, np.uint8).view(dtype).reshape(shape, order=order)
+def _as_array(room: Any, dtype: Any, shape: tuple[int, ...], order: Any, fixed: bool) -> NDArray:
+    array: NDArray = np.ndarray(shape, dtype, room, order=order)
+    array.flags.writeable = not fixed
     return array
 
 

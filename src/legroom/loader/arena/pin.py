@@ -84,7 +84,7 @@ class CudaPinner:
         """Pinned memory of torch's own."""
         import torch
 
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def _record(self, mark: _Mark) -> None:
         import torch
