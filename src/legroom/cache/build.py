@@ -127,8 +127,9 @@ def _build(asked: Asked, places: Stores) -> Attached:
     with ExitStack() as stack:
         readers = [stack.enter_context(open_source(path, asked.request.keys)) for path in asked.source.paths]
         descriptions = [reader.describe() for reader in readers]
-        behind = [path for description in descriptions for path in description.files]
-        job = Job(asked, identity.with_behind(asked.source, behind), readers, plan(descriptions))
+        job = Job(asked, identity.described(asked.source, descriptions), readers, plan(descriptions))
+        identity.require_own(job.source, readers)
+        identity.settle(job.source)
         job.sample = identity.sample(job.source)
         found = _there_already(job, places)
         if found is not None:
@@ -173,12 +174,8 @@ def _there_already(job: Job, places: Stores) -> Attached | None:
     for store in places.found:
         record = records.read(store, asked.source)
         # Other keys may have needed other files behind the named one: their digest is not this one's.
-        behind = {str(file.stamp) for file in job.source.behind}
-        if (
-            record is not None
-            and record.believed(asked.when_ns)
-            and behind == {stamp for _, stamp in record.behind}
-        ):
+        same = record is not None and set(record.lookups) == set(job.source.lookups)
+        if record is not None and same and record.believed(asked.when_ns):
             job.digests.update(record.digests)
             job.hashed_ns = record.hashed_ns
     if asked.request.hash in job.digests or not _may_be_there(job, places):
@@ -259,6 +256,7 @@ def _publish(job: Job, work: Work, written: Written) -> Attached:
             work.write(manifest.NAME, to_json(found))
             work.seal(manifest.NAME)
             attached = map_entry(work.store, found.key, work.fd, lock)
+            identity.require_own(job.source, job.readers)
             if not identity.unchanged(job.source):
                 raise identity.changed(job.source.paths[0])
             if work.publish(found.key):

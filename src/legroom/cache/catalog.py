@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from legroom.cache import identity, locks, records, room
+from legroom.cache import locks, room
 from legroom.cache.attach import lock_name, open_entry, read_manifest
 from legroom.cache.describe import entry_of, unusable_entry
 from legroom.cache.evict import by_age, last_used
 from legroom.cache.manifest import Damaged, Manifest, OtherFormat, is_key
 from legroom.cache.open import source_paths
 from legroom.cache.place import Store, is_shortage, stores
+from legroom.cache.present import Present
 from legroom.cache.users import users
 from legroom.errors import NotLoaded, UsageError
 from legroom.model import Entry, EntryUser, Finding, StoreRoom
@@ -31,8 +32,9 @@ def entries(what: Where | None = None, *, with_users: bool = False) -> tuple[Ent
     """Every entry of every store, newest use last; or those of one key or file (none, where it is not loaded)."""
     found: list[Entry] = []
     with stores() as places:
+        present = Present(places.found)
         for store in places.distinct:
-            keys = [old.key for old in by_age(store)] if what is None else matching(store, what)
+            keys = [old.key for old in by_age(store)] if what is None else matching(store, what, present)
             people = users(store.root) if with_users and keys else None
             for key in keys:
                 entry = entry_in(store, key, people.get(key, ()) if people is not None else None)
@@ -78,7 +80,7 @@ def not_loaded(what: Where, *, wanted: bool = True) -> NotLoaded:
     )
 
 
-def matching(store: Store, what: Where) -> list[str]:
+def matching(store: Store, what: Where, present: Present) -> list[str]:
     """The keys of a store that a key, its first digits, or a file stand for."""
     text = os.fspath(what)
     if not os.path.lexists(text) and len(text) >= _SHORTEST and not set(text) - set("0123456789abcdef-blkex"):
@@ -94,7 +96,7 @@ def matching(store: Store, what: Where) -> list[str]:
     if len(paths) == 1 and not os.path.lexists(paths[0]):
         # The file may have been removed, and what was built from it not.
         return once_of_source(store, paths)
-    return of_source(store, paths)
+    return of_source(store, paths, present)
 
 
 def once_of_source(store: Store, paths: Sequence[Path]) -> list[str]:
@@ -104,21 +106,10 @@ def once_of_source(store: Store, paths: Sequence[Path]) -> list[str]:
     return [key for key, found in manifests if isinstance(found, Manifest) and names & set(found.paths)]
 
 
-def of_source(store: Store, paths: Sequence[Path]) -> list[str]:
-    """The keys of a store that were built from these files as they are now."""
-    source = identity.look(paths)
-    record = records.read(store, source)
-    digests = set(record.digests.values()) if record is not None else set()
-    stamps = tuple(str(file.stamp) for file in source.files)
-    found = []
-    for old in by_age(store):
-        if old.key.partition("-")[0] in digests:
-            found.append(old.key)
-            continue
-        manifest = manifest_of(store, old.key)
-        if isinstance(manifest, Manifest) and manifest.stamps == stamps and "" not in stamps:
-            found.append(old.key)
-    return found
+def of_source(store: Store, paths: Sequence[Path], present: Present) -> list[str]:
+    """The keys of a store that have the content of these files as they are now."""
+    manifests = ((old.key, manifest_of(store, old.key)) for old in by_age(store))
+    return [key for key, found in manifests if isinstance(found, Manifest) and present.holds(paths, found)]
 
 
 def manifest_of(store: Store, key: str) -> Manifest | Damaged | OtherFormat | OSError | None:

@@ -87,6 +87,7 @@ class Filler:
         self._slabs: dict[tuple[int, str], Sequence[Slab] | None] = {}
         self._decoding = threading.Lock()  # readers are not asked from two threads at once
         self._sources: dict[str, int] = {}
+        self._own: list[os.stat_result] = []  # the files that the readers have open
         self.jobs: list[Future[Any]] = []
         self._parts: dict[str, list[tuple[int, Future[list[Part]]]]] = {}
         self._opened: deque[tuple[int, list[Future[Any]]]] = deque()
@@ -103,6 +104,7 @@ class Filler:
                     extent = None  # a part alone cannot be compared with it
                 self._extents[key] = extent
                 self._slabs[key] = reader.slabs(piece.name) if whole and extent is None else None
+        self._own = [os.fstat(fd) for reader in self._readers for fd in reader.descriptors()]
 
     def written(self, target: ArrayTarget) -> bool:
         """Whether the whole array comes in slabs, which are written and need no map."""
@@ -203,7 +205,9 @@ class Filler:
     def _source(self, extent: Extent) -> int:
         path = os.fspath(extent.path)
         if path not in self._sources:
-            self._sources[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._sources[path] = fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if not any(os.path.samestat(os.fstat(fd), own) for own in self._own):
+                raise changed(extent.path)  # its name has come to lead elsewhere
         return self._sources[path]
 
     def _copy(self, extent: Extent, source: int, start: int, fd: int, to: int, length: int) -> list[Part]:

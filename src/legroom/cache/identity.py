@@ -4,7 +4,8 @@ Covers: files, several files, directories; md5, blake3, xxh3. Does not cover: wh
 (records.py) or what is inside a file (formats).
 
 One file's digest is what ``md5sum`` prints. Several files, a directory, or a file whose data lie partly in
-other files have the digest of their sorted (name, digest) list.
+other files have the digest of their sorted (name, digest) list. The name of a file that was not named is how it is
+referred to, not where it lies: two such files that change places are other data.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
-from legroom.cache.fileio import read_at
-from legroom.errors import MissingPackage, SourceChanged, UsageError
+from legroom.cache.fileio import read_at, write_back
+from legroom.errors import MissingPackage, SourceChanged, SourceError, UnreadableSource, UsageError
 from legroom.formats.folder import require_store
+from legroom.formats.protocol import Description, Lookup, Reader
 from legroom.formats.source import require_regular, unreadable
 from legroom.words import say
 
@@ -31,6 +33,8 @@ DIGITS = {"md5": 32, "blake3": 64, "xxh3": 32}
 _CHUNKS = {"md5": 256 << 10, "xxh3": 256 << 10, "blake3": 8 << 20}
 
 _SAMPLES = 16
+_MOST_LINKS = 40  # the kernel follows as many
+_MOST_AGAIN = 10_000  # n directories with two links each to the next have 2^n names
 
 
 class Hasher(Protocol):
@@ -73,6 +77,11 @@ class Source:
     files: tuple[File, ...]
     name: str  # of its record and its election lock
     behind: tuple[File, ...] = ()  # files that hold some of the data and were not named
+    lookups: tuple[Lookup, ...] = ()  # how those were found
+    folders: tuple[
+        File, ...
+    ] = ()  # directories below what was named: a file that comes or goes changes its own
+    links: tuple[File, ...] = ()  # symbolic links on the way to ``behind``, each by itself
 
     @property
     def every(self) -> tuple[File, ...]:
@@ -80,32 +89,75 @@ class Source:
 
     @property
     def size(self) -> int:
-        return sum(file.stamp.size for file in self.every)
+        return sum(stamp.size for stamp in {file.stamp for file in self.every})
 
     @property
     def changed_ns(self) -> int:
         """When the last of the files changed."""
-        return max((max(file.stamp.ctime_ns, file.stamp.mtime_ns) for file in self.every), default=0)
+        files = (*self.every, *self.folders)
+        return max((max(file.stamp.ctime_ns, file.stamp.mtime_ns) for file in files), default=0)
 
 
 def look(paths: Sequence[Path]) -> Source:
     """Stamp everything that was named."""
     files: list[File] = []
+    folders: list[File] = []
     for path, name in zip(paths, shard_names(paths), strict=True):
-        files.extend(_files(path, name))
-    if len(paths) == 1 and len(files) == 1 and files[0].path == paths[0]:
+        if _is_folder(path):
+            _walk(path, name, files, folders)
+        else:
+            files.append(stamp_file(path, name or path.name))
+    if len(paths) == 1 and len(files) == 1 and not folders:
         return Source(tuple(paths), tuple(files), str(files[0].stamp))
-    listed = "\n".join(sorted(f"{file.name}\0{file.stamp}" for file in files))
+    listed = "\n".join(sorted(f"{file.name}\0{file.stamp}" for file in (*files, *folders)))
     name = "set-" + hashlib.blake2b(os.fsencode(listed), digest_size=16).hexdigest()
-    return Source(tuple(paths), tuple(files), name)
+    return Source(tuple(paths), tuple(files), name, folders=tuple(folders))
 
 
-def with_behind(source: Source, paths: Iterable[Path]) -> Source:
-    """The source with the other files its data come from."""
-    known = {file.stamp for file in source.files}
-    behind = [stamp_file(path) for path in paths if not path.is_dir()]
-    others = {file.stamp: file for file in behind if file.stamp not in known}
-    return Source(source.paths, source.files, source.name, tuple(others.values()))
+def with_behind(source: Source, lookups: Iterable[Lookup]) -> Source:
+    """The source with the other files its data come from, each named by how it is referred to."""
+    searches = tuple(lookups)
+    if not searches:
+        return source
+    named = {file.path: file.name if len(source.files) > 1 else "" for file in source.files}
+    names = {file.stamp: [named[file.path]] for file in source.files}
+    called = dict(named)  # by path, the name of each file that names others
+    behind: dict[Stamp, File] = {}
+    for lookup in searches:
+        if lookup.found is None:
+            continue
+        file = stamp_file(lookup.found)
+        name = f"{lookup.kind} {lookup.name} of {called.get(lookup.holder, lookup.holder.name)}"
+        called.setdefault(lookup.found, name)
+        names.setdefault(file.stamp, []).append(name)
+        if file.path not in named and file.stamp not in {one.stamp for one in source.files}:
+            behind.setdefault(file.stamp, file)
+    links = {link.path: link for file in behind.values() for link in _links_to(file.path)}
+
+    def renamed(file: File) -> File:
+        return replace(file, name="\1".join(sorted(set(names[file.stamp]))))
+
+    return replace(
+        source,
+        files=tuple(map(renamed, source.files)) if behind else source.files,
+        behind=tuple(map(renamed, behind.values())),
+        lookups=searches,
+        links=tuple(links.values()),
+    )
+
+
+def described(source: Source, descriptions: Iterable[Description]) -> Source:
+    """The source with every file that its descriptions name."""
+    return with_behind(source, dict.fromkeys(lookup for one in descriptions for lookup in one.lookups))
+
+
+def require_own(source: Source, readers: Iterable[Reader]) -> None:
+    """Raise SourceChanged where a reader reads another file than was stamped: a link flipped under it."""
+    stamps = {file.stamp for file in (*source.every, *source.folders)}
+    for reader in readers:
+        for fd in reader.descriptors():
+            if Stamp.of(os.fstat(fd)) not in stamps:
+                raise changed(source.paths[0])
 
 
 def stamp_file(path: Path, name: str | None = None) -> File:
@@ -131,43 +183,101 @@ def shard_names(paths: Sequence[Path]) -> list[str]:
     return [Path(os.path.relpath(path, base)).as_posix() for path in paths]
 
 
-def _files(path: Path, name: str) -> list[File]:
+def _is_folder(path: Path) -> bool:
     try:
-        is_folder = stat.S_ISDIR(os.stat(path).st_mode)
+        return stat.S_ISDIR(os.stat(path).st_mode)
     except OSError as problem:
         raise unreadable(path, problem) from problem
-    if not is_folder:
-        return [stamp_file(path, name or path.name)]
+
+
+def _walk(path: Path, name: str, files: list[File], folders: list[File]) -> None:
+    """Stamp everything below a directory, through symbolic links, as its reader goes."""
     require_store(path)
-    found = []
-    for folder, folders, names in os.walk(path, onerror=_raise):
-        folders.sort()
-        for child in sorted(names):
-            file = Path(folder, child)
-            # Names within the folder alone: a renamed or copied folder is the same data.
-            found.append(stamp_file(file, (Path(name) / file.relative_to(path)).as_posix()))
-    return found
+    waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(path, frozenset())]
+    reached: set[tuple[int, int]] = set()
+    again = 0
+    while waiting:
+        folder, above = waiting.pop()
+        # Names within the folder alone: a renamed or copied folder is the same data.
+        here = (Path(name) / folder.relative_to(path)).as_posix()
+        try:
+            stats = os.stat(folder)
+            folders.append(File(here + "/", folder, Stamp.of(stats)))
+            with os.scandir(folder) as found:
+                children = sorted((one.name, one.is_dir()) for one in found)
+        except OSError as problem:
+            raise unreadable(folder, problem) from problem
+        this = stats.st_dev, stats.st_ino
+        again += this in reached
+        reached.add(this)
+        if this in above or again > _MOST_AGAIN:
+            raise UnreadableSource(
+                say("cannot read {path}", path=path),
+                why=say("{folder} is a link to a directory that it lies in", folder=folder)
+                if this in above
+                else say("links lead to the same directories more than {most} times", most=_MOST_AGAIN),
+                fix=(say("remove the links"),),
+            )
+        inside = above | {this}
+        for child, is_folder in children:
+            if not is_folder:
+                files.append(stamp_file(folder / child, f"{here}/{child}".removeprefix("./")))
+        waiting += [(folder / child, inside) for child, is_folder in reversed(children) if is_folder]
 
 
-def _raise(problem: OSError) -> None:
-    raise unreadable(Path(problem.filename or "."), problem) from problem
+def _links_to(path: Path) -> Iterator[File]:
+    """The symbolic links on the way to a file, stamped each by itself."""
+    for _ in range(_MOST_LINKS):
+        for step in (*reversed(path.parents), path):
+            stats = os.lstat(step)
+            if stat.S_ISLNK(stats.st_mode):
+                yield File(step.name, step, Stamp.of(stats))
+                target = os.path.join(step.parent, os.readlink(step))
+                path = Path(target, path.relative_to(step))
+                break
+        else:
+            return
 
 
 def unchanged(source: Source) -> bool:
-    """Whether every file still has the stamp it had."""
+    """Whether everything is still as it was stamped: listed again, every search repeated."""
+    try:
+        now = look(source.paths)
+        links = all(Stamp.of(os.lstat(link.path)) == link.stamp for link in source.links)
+        behind = all(Stamp.of(os.stat(file.path)) == file.stamp for file in source.behind)
+    except OSError:
+        return False
+    return now.name == source.name and links and behind and all(map(repeats, source.lookups))
+
+
+def repeats(lookup: Lookup) -> bool:
+    """Whether a search still ends where it did."""
+    from legroom.formats.hdf5_files import look_up
+
+    return look_up(lookup.kind, lookup.name, lookup.holder).found == lookup.found
+
+
+def settle(source: Source) -> None:
+    """Have changes that other processes made through maps written to the file system.
+
+    A page that is dirty already can be changed once more without a trace: the file's times move only when a clean page
+    becomes dirty. Once written, pages are clean. File systems in memory write nothing, so there it does not help.
+    """
     for file in source.every:
         try:
-            if Stamp.of(os.stat(file.path)) != file.stamp:
-                return False
-        except OSError:
-            return False
-    return True
+            fd = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            try:
+                write_back(fd)
+            finally:
+                os.close(fd)
+        except OSError as problem:
+            raise gone(file.path, problem) from problem
 
 
 def digest(source: Source, algorithm: str, progress: Callable[[int], None] | None = None) -> str:
     """The digest of all the source's bytes; raises SourceChanged where a file is not what was stamped."""
     files = source.every
-    if len(files) == 1 and source.paths == (files[0].path,):
+    if len(files) == 1 and not source.folders:
         return hash_file(files[0], algorithm, progress)
     workers = min(len(files), os.cpu_count() or 1) or 1
     with ThreadPoolExecutor(workers, thread_name_prefix="legroom-hash") as pool:
@@ -196,13 +306,18 @@ def hash_file(file: File, algorithm: str, progress: Callable[[int], None] | None
         finally:
             os.close(fd)
     except OSError as problem:
-        raise unreadable(file.path, problem) from problem
+        raise gone(file.path, problem) from problem
     return hasher.hexdigest()
 
 
 def _same(fd: int, file: File) -> None:
     if Stamp.of(os.fstat(fd)) != file.stamp:
         raise changed(file.path)
+
+
+def gone(path: Path, problem: OSError) -> SourceError:
+    """The error for a file that was stamped and cannot be opened or read now."""
+    return changed(path) if isinstance(problem, FileNotFoundError) else unreadable(path, problem)
 
 
 def changed(path: Path) -> SourceChanged:
@@ -220,13 +335,15 @@ def sample(source: Source) -> str:
     for file in source.every[:_SAMPLES]:
         try:
             fd = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            try:
+                for number in range(_SAMPLES):
+                    hasher.update(
+                        os.pread(fd, 4096, max(0, file.stamp.size - 4096) * number // (_SAMPLES - 1))
+                    )
+            finally:
+                os.close(fd)
         except OSError as problem:
-            raise unreadable(file.path, problem) from problem
-        try:
-            for number in range(_SAMPLES):
-                hasher.update(os.pread(fd, 4096, max(0, file.stamp.size - 4096) * number // (_SAMPLES - 1)))
-        finally:
-            os.close(fd)
+            raise gone(file.path, problem) from problem
     return hasher.hexdigest()
 
 

@@ -24,6 +24,7 @@ from legroom.cache.prefault import Prefault
 from legroom.errors import EntryUnreadable, LegroomError, UnreadableSource, UsageError
 from legroom.formats.protocol import Extent
 from legroom.formats.selection import Selection
+from legroom.formats.source import absolute
 from legroom.words import listed, say
 
 BACKINGS = ("auto", "shm", "disk", "inplace")
@@ -77,9 +78,9 @@ def source_paths(path: Where | Iterable[Where]) -> tuple[Path, ...]:
                     why=say("the working directory is {cwd}", cwd=os.getcwd()),
                     fix=(say("check the pattern"),),
                 )
-            found.extend(Path(os.path.abspath(match)) for match in matches)
+            found.extend(map(absolute, matches))
         else:
-            found.append(Path(os.path.abspath(text)))
+            found.append(absolute(text))
     if not found:
         raise UsageError(say("no file was named"), fix=(say("give a path, a pattern or a list of paths"),))
     return tuple(found)

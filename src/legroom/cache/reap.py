@@ -14,9 +14,9 @@ import time
 from legroom.cache import locks, records, room, trash
 from legroom.cache.catalog import entry_in, manifest_of, matching, not_loaded
 from legroom.cache.evict import Helpful, Old, by_age, take_away
-from legroom.cache.identity import Stamp
 from legroom.cache.manifest import Manifest, is_key
 from legroom.cache.place import STORE_LOCK, Store, stores
+from legroom.cache.present import Present
 from legroom.cache.steps import step
 from legroom.cache.users import users
 from legroom.errors import EntryInUse
@@ -32,8 +32,9 @@ def drop(what: Where | None = None, *, force: bool = False) -> Reaped:
     kept: list[Entry] = []
     freed = 0
     with stores() as places:
+        present = Present(places.found)
         for store in places.distinct:
-            keys = [old.key for old in by_age(store)] if what is None else matching(store, what)
+            keys = [old.key for old in by_age(store)] if what is None else matching(store, what, present)
             for key in keys:
                 entry, size = entry_in(store, key), room.blocks(store, key)
                 if entry is None:
@@ -53,7 +54,7 @@ def drop(what: Where | None = None, *, force: bool = False) -> Reaped:
 def gc(
     *, free: int | None = None, older: float | None = None, stale: bool = False, dry_run: bool = False
 ) -> Reaped:
-    """Clear what nobody needs: strays always; with ``stale`` entries whose file is a newer one now; those not used
+    """Clear what nobody needs: strays always; with ``stale`` entries whose file holds other bytes now; those not used
     for ``older`` seconds; then the least recently used until every store has ``free`` bytes of room, or is named as
     ``short`` of it."""
     removed: list[Entry] = []
@@ -61,9 +62,10 @@ def gc(
     short: list[Shortfall] = []
     freed = strays = 0
     with stores() as places:
+        present = Present(places.found)
         for store in places.distinct:
             strays += clear_strays(store, dry_run=dry_run)
-            wanted = _wanted(store, older, stale)
+            wanted = _wanted(store, older, present if stale else None)
             of_these = sum(_reap(store, old, removed, kept, dry_run) for old in wanted)
             if free is not None:
                 gone = {old.key for old in wanted}
@@ -91,18 +93,6 @@ def clear_strays(store: Store, *, dry_run: bool = False) -> int:
             _clear_records(store)
             _clear_locks(store)
         return left
-
-
-def superseded(manifest: Manifest) -> bool:
-    """Whether a source of the entry has become another file: newer, or of another size."""
-    for path, text in zip(manifest.paths, manifest.stamps, strict=True):
-        try:
-            now = Stamp.of(os.stat(path))
-        except OSError:
-            continue  # gone, or not to be seen from here: nothing newer is known
-        if text and str(now) != text:
-            return True
-    return False
 
 
 def in_use(store: Store, key: str) -> EntryInUse:
@@ -142,12 +132,16 @@ def _reap(store: Store, old: Old, removed: list[Entry], kept: list[Entry], dry_r
     return old.nbytes
 
 
-def _wanted(store: Store, older: float | None, stale: bool) -> list[Old]:
+def _wanted(store: Store, older: float | None, present: Present | None) -> list[Old]:
+    """Entries that were not used for so long, and (with ``present``) those whose file holds other bytes now."""
+
     def wanted(old: Old) -> bool:
         if older is not None and time.time() - old.last_used > older:
             return True
-        manifest = manifest_of(store, old.key) if stale else None
-        return isinstance(manifest, Manifest) and superseded(manifest)
+        if present is None:
+            return False
+        manifest = manifest_of(store, old.key)
+        return isinstance(manifest, Manifest) and present.replaced(manifest)
 
     return [old for old in by_age(store) if wanted(old)]
 

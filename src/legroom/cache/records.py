@@ -18,14 +18,16 @@ import os
 import secrets
 import stat
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from legroom.cache.fileio import write_all
-from legroom.cache.identity import DIGITS, File, Source, Stamp
+from legroom.cache.identity import DIGITS, File, Source, Stamp, repeats
 from legroom.cache.place import Store, is_shortage
 from legroom.cache.trash import store_lock
+from legroom.formats.protocol import Lookup
 
 FORMAT = 2  # a record of another format counts as none: the source is hashed again
 QUIET_NS = 2_000_000_000
@@ -46,6 +48,7 @@ class Record:
     changed_ns: int  # the youngest change of any file then
     paths: tuple[str, ...]
     behind: tuple[tuple[str, str], ...] = ()  # (path, stamp) of files that were not named
+    lookups: tuple[Lookup, ...] = ()  # how those were found
 
     def believed(self, asked_ns: int) -> bool:
         """Whether somebody who asked then may use it."""
@@ -67,6 +70,11 @@ def read(store: Store, source: Source) -> Record | None:
             if str(Stamp.of(os.stat(path))) != stamp:
                 return None
         except (OSError, ValueError):
+            return None
+    # The named files may have other names now, and are searched from there.
+    holders = dict(zip(map(Path, record.paths), source.paths, strict=False))
+    for lookup in record.lookups:
+        if not repeats(replace(lookup, holder=holders.get(lookup.holder, lookup.holder))):
             return None
     return record
 
@@ -96,6 +104,17 @@ def read_named(store: Store, name: str) -> Record | None:
         return None
 
 
+def all_of(store: Store) -> Iterator[Record]:
+    """Every record of a store that can be read."""
+    for name in os.listdir(store.sources):
+        try:
+            record = read_named(store, name)
+        except OSError:
+            continue
+        if record is not None:
+            yield record
+
+
 def _parse(value: Any, name: str) -> Record | None:
     if value["format"] != FORMAT or value["name"] != name:
         return None
@@ -103,10 +122,14 @@ def _parse(value: Any, name: str) -> Record | None:
     numbers = value["hashed_ns"], value["changed_ns"]
     paths = tuple(value["paths"])
     behind = tuple((path, stamp) for path, stamp in value["behind"])
-    texts = (*paths, *(part for pair in behind for part in pair))
+    lookups = tuple(
+        Lookup(kind, name, Path(holder), None if found is None else Path(found))
+        for kind, name, holder, found in value["lookups"]
+    )
+    texts = (*paths, *(part for pair in behind for part in pair), *(one.name for one in lookups))
     if not digests or not all(type(n) is int for n in numbers) or not all(type(t) is str for t in texts):
         return None
-    return Record(digests, *numbers, paths, behind)
+    return Record(digests, *numbers, paths, behind, lookups)
 
 
 def _is_digest(name: str, text: Any) -> bool:
@@ -126,6 +149,7 @@ def write(store: Store, source: Source, digests: Mapping[str, str], hashed_ns: i
         "changed_ns": source.changed_ns,
         "paths": [os.fspath(path) for path in source.paths],
         "behind": [_behind(file) for file in source.behind],
+        "lookups": [_lookup(one) for one in source.lookups],
     }
     with store_lock(store):
         body = json.dumps(value).removeprefix("{").encode("ascii")
@@ -149,3 +173,7 @@ def _replace(store: Store, name: str, data: bytes) -> None:
 
 def _behind(file: File) -> list[str]:
     return [os.fspath(file.path), str(file.stamp)]
+
+
+def _lookup(one: Lookup) -> list[str | None]:
+    return [one.kind, one.name, os.fspath(one.holder), None if one.found is None else os.fspath(one.found)]

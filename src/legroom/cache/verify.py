@@ -10,14 +10,14 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from legroom.cache import checksum, identity
+from legroom.cache import checksum
 from legroom.cache.attach import checked, in_words, lease, open_entry, read_manifest
 from legroom.cache.catalog import entry_in, matching, not_loaded, once_of_source
 from legroom.cache.evict import by_age
 from legroom.cache.manifest import Array, Damaged, Manifest, OtherFormat, Table
 from legroom.cache.open import source_paths
 from legroom.cache.place import Store, stores
-from legroom.cache.records import read as read_record
+from legroom.cache.present import Present, source_now
 from legroom.errors import SourceError
 from legroom.model import Verification
 from legroom.words import say
@@ -32,12 +32,13 @@ def verify(what: Where | None = None, *, source: bool = True) -> tuple[Verificat
     """
     found = []
     with stores() as places:
-        keys = {store: _keys(store, what) for store in places.found}
+        present = Present(places.found)
+        keys = {store: _keys(store, what, present) for store in places.found}
         if what is not None and os.path.lexists(what) and not any(keys.values()):
             keys = {store: once_of_source(store, source_paths(what)) for store in places.found}
         for store in places.found:
             for key in keys[store]:
-                result = _verify(store, key, source)
+                result = _verify(store, key, present if source else None)
                 if result is not None:
                     found.append(result)
     if what is not None and not found:
@@ -45,11 +46,11 @@ def verify(what: Where | None = None, *, source: bool = True) -> tuple[Verificat
     return tuple(found)
 
 
-def _keys(store: Store, what: Where | None) -> list[str]:
-    return [old.key for old in by_age(store)] if what is None else matching(store, what)
+def _keys(store: Store, what: Where | None, present: Present) -> list[str]:
+    return [old.key for old in by_age(store)] if what is None else matching(store, what, present)
 
 
-def _verify(store: Store, key: str, source: bool) -> Verification | None:
+def _verify(store: Store, key: str, present: Present | None) -> Verification | None:
     lock = lease(store, key, create=True)  # it must not be dropped while it is read
     assert lock is not None
     with lock, in_words(store, key):
@@ -71,9 +72,9 @@ def _verify(store: Store, key: str, source: bool) -> Verification | None:
             return Verification(entry, (str(problem),), "not-checked", say("its manifest cannot be read"))
         finally:
             os.close(folder)
-    if not source:
+    if present is None:
         return Verification(entry, damaged, "not-checked", say("it was not asked for"))
-    state, why = _source(store, manifest)
+    state, why = _source(present, manifest)
     return Verification(entry, damaged, state, why)
 
 
@@ -89,15 +90,10 @@ def _whole(folder: int, item: Array | Table) -> bool:
         os.close(fd)
 
 
-def _source(store: Store, manifest: Manifest) -> tuple[Literal["same", "changed", "missing"], str]:
+def _source(present: Present, manifest: Manifest) -> tuple[Literal["same", "changed", "missing"], str]:
     try:
-        looked = identity.look([Path(path) for path in manifest.paths])
-        record = read_record(store, looked)
-        if record is not None and record.behind:
-            looked = identity.with_behind(looked, [Path(path) for path, _ in record.behind])
-        now = identity.digest(looked, manifest.hash)
-    except FileNotFoundError as problem:
-        return "missing", str(problem)
+        source = source_now([Path(path) for path in manifest.paths], manifest)
+        now = present.digest(source, manifest.hash)
     except SourceError as problem:
         missing = not all(os.path.exists(path) for path in manifest.paths)
         return ("missing" if missing else "changed"), problem.why

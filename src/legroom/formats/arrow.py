@@ -41,7 +41,7 @@ class ArrowReader(TableReader):
     def _source(self) -> Any:
         """pyarrow's reader; a file for itself, closed with it."""
         with arrow_trouble(self.path, say("its schema")):
-            file = self._arrow.OSFile(str(self.path), "rb")
+            file = self._arrow.OSFile(self._file.alias, "rb")
             opener = self._arrow.ipc.open_file if self._is_file else self._arrow.ipc.open_stream
             return opener(file)
 

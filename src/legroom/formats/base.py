@@ -98,6 +98,10 @@ class BaseReader:
             )
         return self._write(spec, path, progress)
 
+    def descriptors(self) -> Sequence[int]:
+        """Of the files, or the directory, that it reads from: they tell whether these are the ones that were meant."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Give the file back; closing twice is fine."""
         if not self._closed:

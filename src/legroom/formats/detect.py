@@ -136,7 +136,7 @@ def _is_stream(head: bytes) -> bool:
 
 def _zip_kind(file: SourceFile, head: bytes) -> str:
     try:
-        with zipfile.ZipFile(file.path) as archive:
+        with zipfile.ZipFile(file.alias) as archive:
             names = archive.namelist()
     except (
         zipfile.BadZipFile,

@@ -20,17 +20,17 @@ from legroom.formats.attributes import as_json
 from legroom.formats.base import BaseReader
 from legroom.formats.fill import PIECE, Array, copy_raw
 from legroom.formats.hdf5_chunks import chunked, read_chunks
-from legroom.formats.hdf5_files import files_behind
+from legroom.formats.hdf5_files import Trail
 from legroom.formats.hdf5_filters import filters_of, require_filters
 from legroom.formats.hdf5_heap import Heaps
-from legroom.formats.hdf5_open import hdf5_trouble, open_hdf5
+from legroom.formats.hdf5_open import descriptor, hdf5_trouble, open_hdf5
 from legroom.formats.hdf5_rows import Rows
 from legroom.formats.hdf5_slabs import slabs_of
 from legroom.formats.hdf5_types import Stored, stored_as
 from legroom.formats.hdf5_walk import Found, Walk, dataset_names, readable
-from legroom.formats.protocol import ArraySpec, Description, Extent, Progress, Slab
+from legroom.formats.protocol import ArraySpec, Description, Extent, Lookup, Progress, Slab
 from legroom.formats.selection import Selection
-from legroom.formats.source import SourceFile
+from legroom.formats.source import SourceFile, absolute
 from legroom.words import say
 
 _MOST_ATTRIBUTE = 16 << 20  # more is not read: it would only be described
@@ -51,7 +51,8 @@ class Hdf5Reader(BaseReader):
     def __init__(self, path: Path, selection: Selection) -> None:
         super().__init__(path, selection)
         # Absolute, so that changing the working directory while it is open does no harm.
-        self._file = open_hdf5(Path(os.path.abspath(path)))
+        self._file = open_hdf5(absolute(path))
+        self._linked: dict[int, Any] = {}  # an object of each file that a link led into
         self._raw_files: dict[Path, SourceFile] = {}
         self._entries: dict[str, _Entry] = {}
 
@@ -62,22 +63,33 @@ class Hdf5Reader(BaseReader):
 
         items: list[ArraySpec] = []
         attributes = self._attributes(self._file)
-        files: list[Path] = []
-        seen: set[tuple[Path, str]] = set()
-        for found in Walk(self.path, self.selection)(self._file):
-            if isinstance(found.node, h5py.Group):
-                if self.selection.takes(found.name):
-                    own = self._attributes(found.node)
-                    attributes.update({found.name + "/" + name: value for name, value in own.items()})
-                continue
-            specs = self._specs(found)
-            if specs:
-                files += [*found.through, *files_behind(found.node, found.name, seen)]
-            items += specs
+        lookups: dict[Lookup, None] = {}
+        with Trail() as trail:
+            for found in Walk(self.path, self.selection, trail)(self._file):
+                if isinstance(found.node, h5py.Group):
+                    if self.selection.takes(found.name):
+                        own = self._attributes(found.node)
+                        attributes.update({found.name + "/" + name: value for name, value in own.items()})
+                        self._note(found, lookups)
+                    continue
+                specs = self._specs(found)
+                if specs:
+                    self._note(found, lookups)
+                    lookups.update(dict.fromkeys(trail.behind_dataset(found.node, found.name)))
+                items += specs
         names = [item.name for item in items]
         self.selection.check(names, dataset_names(self._file) if self.selection.keys else (), self.path)
-        others = sorted({path for path in files if not _same(path, self.path)})
-        return Description("hdf5", tuple(items), attributes, (self.path, *others))
+        founds = {lookup.found for lookup in lookups if lookup.found is not None}
+        others = sorted(path for path in founds if not _same(path, self.path))
+        return Description("hdf5", tuple(items), attributes, (self.path, *others), tuple(lookups))
+
+    def _note(self, found: Found, lookups: dict[Lookup, None]) -> None:
+        """Remember how a dataset or a group was reached, where that was by other files."""
+        if found.through:
+            from h5py import h5o
+
+            lookups.update(dict.fromkeys(found.through))
+            self._linked.setdefault(h5o.get_info(found.node.id).fileno, found.node)
 
     def _specs(self, found: Found) -> list[ArraySpec]:
         """One array for a dataset, two for one of variable length; none where it was not asked for."""
@@ -197,22 +209,28 @@ class Hdf5Reader(BaseReader):
         """The file a dataset lies in, for reading around HDF5; None where HDF5 splits or hides it."""
         if dataset.file.driver not in ("sec2", "windows"):
             return None
-        path = Path(os.path.abspath(dataset.file.filename))
+        path = absolute(dataset.file.filename)
         if path not in self._raw_files:
             self._raw_files[path] = file = SourceFile(path)
-            if os.name == "posix":
-                ours, theirs = os.stat(path), os.fstat(dataset.file.id.get_vfd_handle())
-                if (ours.st_dev, ours.st_ino) != (theirs.st_dev, theirs.st_ino):
-                    raise SourceChanged(
-                        say("{path} was replaced while it was being opened", path=file.path),
-                        fix=(say("try again once nobody replaces it"),),
-                    )
+            theirs = descriptor(dataset.file)
+            if theirs is not None and not os.path.samestat(os.fstat(file.fileno()), os.fstat(theirs)):
+                raise SourceChanged(
+                    say("{path} was replaced while it was being opened", path=file.path),
+                    fix=(say("try again once nobody replaces it"),),
+                )
         return self._raw_files[path]
+
+    def descriptors(self) -> list[int]:
+        """Of its file, of those that links led into, and of those that are read around HDF5."""
+        files = [self._file, *(node.file for node in self._linked.values())]
+        theirs = [fd for file in files if (fd := descriptor(file)) is not None]
+        return [*theirs, *(file.fileno() for file in self._raw_files.values())]
 
     def _close(self) -> None:
         for file in self._raw_files.values():
             file.close()
         self._entries.clear()
+        self._linked.clear()
         self._file.close()
 
 

@@ -1,100 +1,208 @@
 """The files behind an HDF5 file: external links, virtual datasets, external storage.
 
-Covers: finding each of them where HDF5 will look for it, and refusing when one is missing (HDF5 itself would
-fill the gap with zeros and say nothing). Does not cover: reading them.
+Covers: finding each of them where HDF5 will look for it, every file that a chain of links passes through, and
+refusing when one is missing (HDF5 itself would fill the gap with zeros and say nothing). Does not cover: reading them.
 
-The bytes, the digest and the stat of a file that refers to others stay the same while its data change; whoever
-identifies data by the file must know the others too.
+The bytes, the digest and the stat of a file that refers to others stay the same while its data change. Whoever
+identifies data by the file must know the others too, and that the search for each still ends at the same file: it
+depends on the working directory, on HDF5_EXT_PREFIX, HDF5_VDS_PREFIX and HDF5_EXTFILE_PREFIX, and on which files there
+are in the directories that come first. So each search is a Lookup, which can be repeated without HDF5.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from legroom.errors import UnreadableSource, UnsupportedData
 from legroom.formats.hdf5_open import hdf5_trouble, open_hdf5
-from legroom.formats.source import damaged, require_regular
+from legroom.formats.protocol import Lookup
+from legroom.formats.source import absolute, damaged, require_regular
 from legroom.words import say
 
-
-def search(name: str, holder: Path, prefixes: Iterable[str]) -> Path | None:
-    """Where HDF5 finds a file that ``holder`` names: first as an absolute path, then by its prefixes, beside
-    the holder, in the working directory, and beside the file that the holder is a link to."""
-    given = Path(name)
-    if given.is_absolute():
-        if given.is_file():
-            return Path(os.path.normpath(given))
-        given = Path(given.name)
-    places = [Path(prefix.replace("${ORIGIN}", str(holder.parent))) for prefix in prefixes if prefix]
-    places += [holder.parent, Path(), holder.resolve().parent]
-    for place in places:
-        if (place / given).is_file():
-            return Path(os.path.abspath(place / given))
-    return None
+_ORIGIN = "${ORIGIN}"
+_NOWHERE = "/legroom-origin"  # a directory that is not there, to see where HDF5 puts a file's own
+_MOST_STEPS = 100  # of one chain of links; HDF5 itself gives up after 16
+_MOST_OPEN = 32
 
 
-def linked_file(link: Any, name: str, holder: Path) -> Path:
-    """The file an external link leads to."""
-    prefixes = os.environ.get("HDF5_EXT_PREFIX", "").split(os.pathsep)
-    found = search(link.filename, holder, prefixes)
-    if found is None:
-        raise missing_file(name, holder, link.filename, say("an external link"))
-    return found
+def look_up(kind: str, name: str, holder: Path) -> Lookup:
+    """Search as HDF5 does for a file that ``holder`` names."""
+    if kind == "storage":
+        place = _built_in(_library_prefixes()[1], holder)
+        path = absolute(os.path.join(place, name) if place else name)
+        return Lookup(kind, name, holder, path if path.is_file() else None)
+    if os.path.isabs(name):
+        if os.path.isfile(name):
+            return Lookup(kind, name, holder, absolute(name))
+        given = os.path.basename(name)
+    else:
+        given = name
+    for place in _places(kind, holder):
+        candidate = os.path.join(place, given)
+        if os.path.isfile(candidate):
+            return Lookup(kind, name, holder, absolute(candidate))
+    return Lookup(kind, name, holder, None)
 
 
-def files_behind(dataset: Any, name: str, seen: set[tuple[Path, str]]) -> Iterator[Path]:
-    """Every file beyond its own whose bytes are the dataset's data, through any number of steps."""
-    holder = Path(dataset.file.filename)
-    if (holder, dataset.name) in seen:
-        return
-    seen.add((holder, dataset.name))
-    if dataset.external:
-        yield from (path for path in external_storage(dataset, name) if path is not None)
-    if dataset.is_virtual:
-        with hdf5_trouble(holder, say("the sources of {name!r}", name=name)):
-            sources = sorted({(source.file_name, source.dset_name) for source in dataset.virtual_sources()})
-        for file_name, inner in sources:
-            yield from _virtual_source(dataset, name, file_name, inner, seen)
+def _places(kind: str, holder: Path) -> Iterator[str]:
+    """The directories that HDF5 searches, in its order; "" is the working directory."""
+    variable = "HDF5_EXT_PREFIX" if kind == "link" else "HDF5_VDS_PREFIX"
+    yield from (prefix for prefix in os.environ.get(variable, "").split(":") if prefix)
+    if kind == "virtual" and (prefix := _built_in(_library_prefixes()[0], holder)):
+        yield prefix  # the variable once more: whole, and as it was when the library was loaded
+    yield os.path.dirname(holder)
+    yield ""
+    yield os.path.dirname(os.path.realpath(holder))
 
 
-def _virtual_source(
-    dataset: Any, name: str, file_name: str, inner: str, seen: set[tuple[Path, str]]
-) -> Iterator[Path]:
-    holder = Path(dataset.file.filename)
-    if file_name == ".":
-        yield from _into(dataset.file, inner, name, seen)
-        return
-    for path in _virtual_files(file_name, inner, name, holder):
-        yield path
-        with open_hdf5(path) as file:
-            yield from _into(file, inner, name, seen)
+def _built_in(prefix: str, holder: Path) -> str:
+    if prefix.startswith(_ORIGIN):
+        return os.path.dirname(holder) + "/" + prefix.removeprefix(_ORIGIN)
+    return prefix
 
 
-def _into(file: Any, inner: str, name: str, seen: set[tuple[Path, str]]) -> Iterator[Path]:
-    """Go on from a source dataset, which may itself be virtual or reached by an external link."""
-    path = Path(file.filename)
-    try:
-        source = file[inner.replace("%%", "%")]
-        reached = Path(os.path.abspath(source.file.filename))
-        virtual = source.is_virtual
-    except (KeyError, AttributeError, ValueError, RuntimeError, OSError) as problem:
-        raise UnreadableSource(
-            say("{name!r} takes data from {inner!r} of {path}", name=name, inner=inner, path=path),
-            why=say("there is no such dataset in that file"),
-            fix=(say("restore it, or leave the dataset out with keys=[…]"),),
-        ) from problem
-    if reached != Path(os.path.abspath(path)):
-        yield reached
-    if virtual or source.external:
-        yield from files_behind(source, name, seen)
+def _library_prefixes() -> tuple[str, str]:
+    """The prefixes of virtual datasets and of external storage that HDF5 uses in this process.
+
+    The library reads both variables once, when it is loaded. Before that they are what they are now.
+    """
+    if "h5py" in sys.modules:
+        return _loaded_prefixes()
+    return os.environ.get("HDF5_VDS_PREFIX", ""), os.environ.get("HDF5_EXTFILE_PREFIX", "")
 
 
-def _virtual_files(file_name: str, inner: str, name: str, holder: Path) -> list[Path]:
-    """The files a virtual source names; ``%b`` stands for 0, 1, 2 and so on, as far as there are files."""
-    prefixes = [os.environ.get("HDF5_VDS_PREFIX", "")]
+@cache
+def _loaded_prefixes() -> tuple[str, str]:
+    import h5py
+
+    with h5py.File(_NOWHERE + "/x", "w", driver="core", backing_store=False) as file:
+        access = file.create_dataset("x", (1,), "i1").id.get_access_plist()
+        found = access.get_virtual_prefix(), access.get_efile_prefix()
+    virtual, storage = (os.fsdecode(prefix) for prefix in found)
+    return virtual.replace(_NOWHERE + "/", _ORIGIN, 1), storage.replace(_NOWHERE + "/", _ORIGIN, 1)
+
+
+class Trail:
+    """Follows links and virtual datasets through files, noting each search; used as a context, it closes them."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Any] = {}
+        self._seen: set[tuple[Path, str]] = set()
+
+    def __enter__(self) -> Trail:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def behind_link(self, node: Any, link: Any, name: str, holder: Path) -> list[Lookup]:
+        """Every search on the way along a soft or external link in the group ``node``."""
+        import h5py
+
+        if isinstance(link, h5py.SoftLink):
+            return list(self._along(node, link.path, name, holder))
+        if isinstance(link, h5py.ExternalLink):
+            return list(self._into_link(link, name, holder, 0))
+        return []
+
+    def behind_dataset(self, dataset: Any, name: str) -> Iterator[Lookup]:
+        """Every search beyond its own file for the bytes that are the dataset's data, through any number of steps."""
+        holder = absolute(dataset.file.filename)
+        if (holder, dataset.name) in self._seen:
+            return
+        self._seen.add((holder, dataset.name))
+        if dataset.external:
+            yield from external_storage(dataset, name)
+        if dataset.is_virtual:
+            with hdf5_trouble(holder, say("the sources of {name!r}", name=name)):
+                sources = sorted(
+                    {(source.file_name, source.dset_name) for source in dataset.virtual_sources()}
+                )
+            for file_name, inner in sources:
+                yield from self._virtual_source(dataset, name, file_name, inner)
+
+    def _along(self, node: Any, path: str, name: str, holder: Path, steps: int = 0) -> Iterator[Lookup]:
+        """The searches on the way to ``path``, from the group ``node`` (or the root, where it begins with /)."""
+        import h5py
+
+        waiting = [part for part in path.split("/") if part not in ("", ".")][::-1]
+        if path.startswith("/"):
+            node = node.file["/"]
+        while waiting and isinstance(node, h5py.Group):
+            part = waiting.pop()
+            try:
+                link = node.get(part, getlink=True)
+                if isinstance(link, h5py.SoftLink):
+                    waiting += [step for step in link.path.split("/") if step not in ("", ".")][::-1]
+                    node = node.file["/"] if link.path.startswith("/") else node
+                elif not isinstance(link, h5py.ExternalLink):
+                    node = node[part] if waiting else None
+            except Exception:
+                return  # leads nowhere: following the link for its data says so
+            steps += 1
+            if steps > _MOST_STEPS:
+                return
+            if isinstance(link, h5py.ExternalLink):
+                rest = "/".join([link.path, *waiting[::-1]])
+                yield from self._into_link(link, name, holder, steps, rest)
+                return
+
+    def _into_link(
+        self, link: Any, name: str, holder: Path, steps: int, path: str | None = None
+    ) -> Iterator[Lookup]:
+        lookup = look_up("link", link.filename, holder)
+        if lookup.found is None:
+            raise missing_file(name, holder, link.filename, say("an external link"))
+        yield lookup
+        file = self._file(lookup.found)
+        yield from self._along(file["/"], link.path if path is None else path, name, lookup.found, steps)
+
+    def _virtual_source(self, dataset: Any, name: str, file_name: str, inner: str) -> Iterator[Lookup]:
+        holder = absolute(dataset.file.filename)
+        if file_name == ".":
+            yield from self._into(dataset.file, inner, name, holder)
+            return
+        for lookup in _virtual_files(file_name, inner, name, holder):
+            yield lookup
+            if lookup.found is not None:
+                yield from self._into(self._file(lookup.found), inner, name, lookup.found)
+
+    def _into(self, file: Any, inner: str, name: str, holder: Path) -> Iterator[Lookup]:
+        """Go on from a source dataset, which may itself be virtual or reached by links."""
+        path = inner.replace("%%", "%")
+        yield from self._along(file["/"], path, name, holder)
+        try:
+            source = file[path]
+            more = source.is_virtual or source.external
+        except (KeyError, AttributeError, ValueError, RuntimeError, OSError) as problem:
+            raise UnreadableSource(
+                say("{name!r} takes data from {inner!r} of {path}", name=name, inner=inner, path=holder),
+                why=say("there is no such dataset in that file"),
+                fix=(say("restore it, or leave the dataset out with keys=[…]"),),
+            ) from problem
+        if more:
+            yield from self.behind_dataset(source, name)
+
+    def _file(self, path: Path) -> Any:
+        """The file, opened with every check: HDF5 would share one that is being written."""
+        if path not in self._open:
+            while len(self._open) >= _MOST_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            self._open[path] = open_hdf5(path)
+        return self._open[path]
+
+
+def _virtual_files(file_name: str, inner: str, name: str, holder: Path) -> Iterator[Lookup]:
+    """The files a virtual source names; ``%b`` stands for 0, 1, 2 and so on, as far as there are files.
+
+    The first that is not there belongs to the answer: once it is, there are more data.
+    """
     if "%b" in inner.replace("%%", ""):
         raise UnsupportedData(
             say(
@@ -106,36 +214,32 @@ def _virtual_files(file_name: str, inner: str, name: str, holder: Path) -> list[
             why=say("how many there are is not written down"),
             fix=(say("name its sources one by one, or leave it out with keys=[…]"),),
         )
-    if "%b" not in file_name.replace("%%", ""):
-        found = search(file_name.replace("%%", "%"), holder, prefixes)
-        if found is None:
-            raise missing_file(name, holder, file_name, say("a virtual dataset"))
-        return [found]
-    files: list[Path] = []
-    while (found := search(file_name.replace("%b", str(len(files))), holder, prefixes)) is not None:
-        files.append(found)
-    if not files:
-        raise missing_file(name, holder, file_name.replace("%b", "0"), say("a virtual dataset"))
-    return files
+    numbered = "%b" in file_name.replace("%%", "")
+    count = 0
+    while True:
+        given = file_name.replace("%b", str(count)) if numbered else file_name.replace("%%", "%")
+        lookup = look_up("virtual", given, holder)
+        if lookup.found is None and count == 0:
+            raise missing_file(name, holder, given, say("a virtual dataset"))
+        yield lookup
+        count += 1
+        if lookup.found is None or not numbered:
+            return
 
 
-def external_storage(dataset: Any, name: str) -> list[Path]:
-    """The raw files of a dataset with external storage."""
-    holder = Path(dataset.file.filename)
-    prefix = os.environ.get("HDF5_EXTFILE_PREFIX", "").replace("${ORIGIN}", str(holder.parent))
-    found = []
-    for file_name, _, _ in dataset.external:
-        # HDF5 looks in the working directory alone, unless told otherwise.
-        path = Path(file_name) if os.path.isabs(file_name) else Path(prefix) / file_name
-        if not path.is_file():
-            raise missing_file(
-                name, holder, str(path), say("external storage"), beside=holder.parent / file_name
-            )
-        require_regular(path)
-        found.append(Path(os.path.abspath(path)))
-    if not found:
+def external_storage(dataset: Any, name: str) -> list[Lookup]:
+    """The searches for the raw files of a dataset with external storage."""
+    holder = absolute(dataset.file.filename)
+    lookups = [look_up("storage", file_name, holder) for file_name, _, _ in dataset.external]
+    for lookup in lookups:
+        if lookup.found is None:
+            # HDF5 looks in the working directory alone, unless told otherwise.
+            beside = holder.parent / lookup.name
+            raise missing_file(name, holder, lookup.name, say("external storage"), beside=beside)
+        require_regular(lookup.found)
+    if not lookups:
         raise damaged(holder, say("{name!r} has external storage without files", name=name))
-    return found
+    return lookups
 
 
 def missing_file(
@@ -144,7 +248,13 @@ def missing_file(
     """The error for a file that another one needs."""
     fix = [say("restore it beside {holder}, or leave {name!r} out with keys=[…]", holder=holder, name=name)]
     if beside is not None and beside.is_file():
-        fix.insert(0, say("it lies beside the file: set HDF5_EXTFILE_PREFIX={folder}", folder=beside.parent))
+        fix.insert(
+            0,
+            say(
+                "it lies beside the file: set HDF5_EXTFILE_PREFIX={folder} before the program starts",
+                folder=beside.parent,
+            ),
+        )
     return UnreadableSource(
         say("{target} is missing", target=target),
         why=say("{name!r} of {holder} is {kind} that needs it", name=name, holder=holder, kind=kind),

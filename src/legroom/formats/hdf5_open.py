@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import DamagedSource, LegroomError, SourceBeingWritten, UnreadableSource
-from legroom.formats.source import SourceFile, damaged
+from legroom.formats.source import SourceFile, damaged, unreadable
 from legroom.words import say
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _WRITING, _SWMR = 0x1, 0x4
+# Errors of system calls that say nothing about the file's bytes.
+_NO_DAMAGE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EINTR, errno.EIO}
 _LOCKED = {errno.EAGAIN, errno.EACCES, errno.EDEADLK}
 
 
@@ -43,6 +45,10 @@ def hdf5_trouble(path: Path, doing: str) -> Iterator[None]:
         yield
     except (LegroomError, MemoryError):
         raise
+    except OSError as problem:
+        if problem.errno in _NO_DAMAGE:
+            raise unreadable(path, problem) from problem
+        raise damaged(path, say("{doing}: {problem}", doing=doing, problem=_first_line(problem))) from problem
     except Exception as problem:
         raise damaged(path, say("{doing}: {problem}", doing=doing, problem=_first_line(problem))) from problem
 
@@ -80,6 +86,11 @@ def open_hdf5(path: Path) -> Any:
         except (ValueError, RuntimeError, KeyError, TypeError, UnicodeError) as problem:
             raise _cannot_open(path, problem) from problem
     raise _cannot_open(path, last)
+
+
+def descriptor(file: Any) -> int | None:
+    """The descriptor that HDF5 reads an open file by; None where its driver has none of its own."""
+    return int(file.id.get_vfd_handle()) if file.driver == "sec2" else None
 
 
 def _refuse_flags(file: SourceFile, start: int) -> None:

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from legroom.errors import UnreadableSource, UnsupportedData
-from legroom.formats.hdf5_files import linked_file
-from legroom.formats.hdf5_open import hdf5_trouble, open_hdf5
+from legroom.errors import SourceChanged, UnreadableSource, UnsupportedData
+from legroom.formats.hdf5_files import Trail
+from legroom.formats.hdf5_open import descriptor, hdf5_trouble
+from legroom.formats.protocol import Lookup
 from legroom.formats.selection import Selection
-from legroom.formats.source import damaged
+from legroom.formats.source import absolute, damaged
 from legroom.words import say
 
 _MOST_LINKS = 1_000_000
@@ -29,22 +30,22 @@ _DEEPEST = 200  # groups inside one another: each takes a frame of Python's stac
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A dataset or a group under one of its names; ``through`` are the files that links led into."""
+    """A dataset or a group under one of its names; ``through`` are the searches for the files that links led into."""
 
     name: str
     node: Any
-    through: tuple[Path, ...] = ()
+    through: tuple[Lookup, ...] = ()
 
 
 class Walk:
     """One walk through a file."""
 
-    def __init__(self, path: Path, selection: Selection) -> None:
+    def __init__(self, path: Path, selection: Selection, trail: Trail) -> None:
         self._path = path
         self._selection = selection
+        self._trail = trail
         self._links = self._again = 0
         self._reached: set[tuple[int, ...]] = set()
-        self._readable: set[Path] = set()
 
     def __call__(self, file: Any) -> Iterator[Found]:
         """Groups asked for and datasets that may be asked for, in the order of the file."""
@@ -95,33 +96,31 @@ class Walk:
         import h5py
 
         through = group.through
-        holder = Path(group.node.file.filename)
+        holder = absolute(group.node.file.filename)
         with hdf5_trouble(self._path, say("the link {name!r}", name=name)):
             try:
                 # h5py cannot tell what kind of link a name that is not UTF-8 is; it follows it all the same.
                 link = group.node.get(key, getlink=True) if isinstance(key, str) else None
             except TypeError:  # user-defined
                 raise _unknown_link(name, self._path) from None
-        if isinstance(link, h5py.ExternalLink):
-            through = (*through, linked_file(link, name, holder))
-            self._require_readable(through[-1])
+        searches = self._trail.behind_link(group.node, link, name, holder)
+        through = (*through, *searches)
         try:
             with hdf5_trouble(self._path, say("{name!r}", name=name)):
                 node = group.node[key]
         except Exception:
             if not isinstance(link, h5py.SoftLink | h5py.ExternalLink):
                 raise
-            raise _dangling(name, link.path, through[-1] if through else self._path) from None
-        reached = Path(os.path.abspath(node.file.filename))
-        if reached != Path(os.path.abspath(holder)) and reached not in through:
-            through = (*through, reached)
+            raise _dangling(name, link.path, (searches and searches[-1].found) or self._path) from None
+        if not isinstance(link, h5py.HardLink) and not _is_in(
+            node, (searches and searches[-1].found) or holder
+        ):
+            raise SourceChanged(
+                say("{name!r} of {path} leads to another file than before", name=name, path=self._path),
+                why=say("HDF5 followed it into {file}", file=node.file.filename),
+                fix=(say("try again once nobody replaces files"), say("or leave it out with keys=[…]")),
+            )
         return Found(name, node, through)
-
-    def _require_readable(self, path: Path) -> None:
-        """Through a link HDF5 would share a file that is being written, and call one it cannot open missing."""
-        if path not in self._readable:
-            open_hdf5(path).close()
-            self._readable.add(path)
 
     def _identity(self, group: Any) -> tuple[int, ...]:
         import h5py
@@ -129,6 +128,15 @@ class Walk:
         with hdf5_trouble(self._path, "a group"):
             info = h5py.h5o.get_info(group.id)
             return (info.fileno, info.addr)
+
+
+def _is_in(node: Any, path: Path) -> bool:
+    """Whether HDF5 has the node from the file of that name."""
+    fd = descriptor(node.file)
+    try:
+        return fd is None or os.path.samestat(os.fstat(fd), os.stat(path))
+    except OSError:
+        return False
 
 
 def readable(name: str | bytes) -> str:

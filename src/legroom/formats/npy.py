@@ -57,5 +57,9 @@ class NpyReader(BaseReader):
             take = one_after_another(self._file, header.size)
             fill_in_order(take, out, header.dtype, header.fortran, progress)
 
+    def descriptors(self) -> list[int]:
+        """Of its file."""
+        return [self._file.fileno()]
+
     def _close(self) -> None:
         self._file.close()

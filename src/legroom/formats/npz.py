@@ -153,6 +153,10 @@ class NpzReader(BaseReader):
 
         return take
 
+    def descriptors(self) -> list[int]:
+        """Of its file."""
+        return [self._file.fileno()]
+
     def _close(self) -> None:
         self._file.close()
 
@@ -170,7 +174,7 @@ class _Checksum:
 def member_infos(file: SourceFile) -> list[zipfile.ZipInfo]:
     """The archive's directory."""
     try:
-        with zipfile.ZipFile(file.path) as archive:
+        with zipfile.ZipFile(file.alias) as archive:
             return archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OverflowError, EOFError) as problem:
         raise damaged(file.path, say("as a zip archive: {problem}", problem=problem)) from problem

@@ -57,7 +57,7 @@ class ParquetReader(TableReader):
 
     def _arrow_file(self) -> Any:
         # Given a name, pyarrow would look for a filesystem by its scheme.
-        return require("pyarrow", "parquet", "Parquet").OSFile(str(self.path), "rb")
+        return require("pyarrow", "parquet", "Parquet").OSFile(self._file.alias, "rb")
 
     def _look(self) -> Description:
         self._names = self._columns(self._whole_schema)

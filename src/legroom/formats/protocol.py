@@ -87,6 +87,16 @@ class Slab:
 
 
 @dataclass(frozen=True, slots=True)
+class Lookup:
+    """One search for a file that another one names; repeated, it must end at the same file."""
+
+    kind: str  # by which rules: "link", "virtual" or "storage" (hdf5_files.py)
+    name: str  # as the other file has it
+    holder: Path  # that other file
+    found: Path | None  # None: it is not there, and once it is the data are others
+
+
+@dataclass(frozen=True, slots=True)
 class Description:
     """A file without its data."""
 
@@ -95,6 +105,7 @@ class Description:
     attributes: Mapping[str, Any]  # the file's own; a group's are under "<group>/<attribute>"
     # Every file whose bytes the data come from, the named one first; a directory stands for all below it.
     files: tuple[Path, ...]
+    lookups: tuple[Lookup, ...] = ()  # how those that were not named were found
 
     @property
     def nbytes(self) -> int:
@@ -122,6 +133,10 @@ class Reader(Protocol):
 
     def write_table(self, name: str, path: Path, progress: Progress = no_progress) -> int:
         """Write one table as an Arrow IPC file; returns its bytes."""
+        ...
+
+    def descriptors(self) -> Sequence[int]:
+        """Of the files, or the directory, that it reads from: they tell whether these are the ones that were meant."""
         ...
 
     def close(self) -> None:

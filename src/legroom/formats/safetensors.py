@@ -133,6 +133,10 @@ class SafetensorsReader(BaseReader):
         else:
             fill_in_order(one_after_another(self._file, offset), out, self._file_dtype(spec), False, progress)
 
+    def descriptors(self) -> list[int]:
+        """Of its file."""
+        return [self._file.fileno()]
+
     def _close(self) -> None:
         self._file.close()
 

@@ -35,6 +35,16 @@ class SourceFile:
         self.size = os.fstat(self._file.fileno()).st_size
         self._lock = threading.Lock()
 
+    def fileno(self) -> int:
+        """Its descriptor."""
+        return self._file.fileno()
+
+    @property
+    def alias(self) -> str:
+        """A path for libraries that open files by name: of the file that is open here, whatever its own name leads to
+        by now."""
+        return alias(self.fileno()) or os.fspath(self.path)
+
     def read_at(self, offset: int, count: int) -> bytes:
         """Exactly ``count`` bytes from ``offset``."""
         self.require(offset, count)
@@ -81,6 +91,24 @@ class SourceFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """The path from the root on, for later: of the same file, whatever the working directory is then.
+
+    ``..`` is resolved as the kernel does it: after a symbolic link it is not the directory that the link lies in.
+    """
+    text = os.fspath(path) if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+    head, dots, tail = text.rpartition("/../")
+    if dots:
+        text = os.path.join(os.path.realpath(head + "/.."), tail)
+    return Path(os.path.realpath(text) if text.endswith("/..") else text)
+
+
+def alias(descriptor: int) -> str | None:
+    """A path to what a descriptor is open on; None where the system has none."""
+    path = f"/proc/self/fd/{descriptor}"
+    return path if os.path.exists(path) else None
 
 
 def require_regular(path: Path) -> os.stat_result:

@@ -72,6 +72,10 @@ class TableReader(BaseReader):
     def _schema(self) -> Any:
         raise NotImplementedError
 
+    def descriptors(self) -> list[int]:
+        """Of its file."""
+        return [self._file.fileno()]
+
     def _close(self) -> None:
         self._file.close()
 

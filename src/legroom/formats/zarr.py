@@ -9,6 +9,7 @@ variable length, which are refused, and stores elsewhere than in files.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from legroom.formats.dtypes import in_memory
 from legroom.formats.fill import PIECE, Array
 from legroom.formats.protocol import ArraySpec, Description, Extent, Progress
 from legroom.formats.selection import Selection
-from legroom.formats.source import damaged
+from legroom.formats.source import alias, damaged, unreadable
 from legroom.packages import require
 from legroom.words import say
 
@@ -41,15 +42,22 @@ class ZarrReader(BaseReader):
         self._arrays: dict[str, Any] = {}
         with _trouble(path, say("its metadata")):
             storage = self._zarr.storage
-            self._store = (
-                storage.LocalStore(path, read_only=True)
-                if path.is_dir()
-                else storage.ZipStore(path, mode="r", read_only=True)
-            )
+            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            try:
+                # Below the descriptor: the path may lead elsewhere by the time a chunk is read.
+                below = alias(self._fd) or os.fspath(path)
+                self._store = (
+                    storage.LocalStore(below, read_only=True)
+                    if path.is_dir()
+                    else storage.ZipStore(below, mode="r", read_only=True)
+                )
+            except BaseException:
+                os.close(self._fd)
+                raise
             try:
                 self._root = self._zarr.open(store=self._store, mode="r")
             except BaseException:
-                self._store.close()
+                self._close()
                 raise
 
     def _look(self) -> Description:
@@ -104,9 +112,14 @@ class ZarrReader(BaseReader):
                 part[...] = node[start : start + step]
             progress(part.nbytes)
 
+    def descriptors(self) -> list[int]:
+        """Of the directory, or of the zip file."""
+        return [self._fd]
+
     def _close(self) -> None:
         self._arrays.clear()
         self._store.close()
+        os.close(self._fd)
 
 
 @contextmanager
@@ -119,6 +132,10 @@ def _trouble(path: Path, doing: str) -> Iterator[None]:
             yield
     except (LegroomError, MemoryError):
         raise
+    except OSError as problem:
+        if problem.errno is None:
+            raise damaged(path, say("{doing}: {text}", doing=doing, text=problem)) from problem
+        raise unreadable(path, problem) from problem
     except Exception as problem:
         text = (str(problem).splitlines() or [type(problem).__name__])[0]
         raise damaged(path, say("{doing}: {text}", doing=doing, text=text)) from problem

@@ -11,7 +11,10 @@ import pytest
 
 from legroom.cache import identity
 from legroom.cache.find import Request, own_options, row_order
+from legroom.cache.open import source_paths
 from legroom.errors import SourceChanged, UnreadableSource, UsageError
+from legroom.formats.protocol import Lookup
+from legroom.formats.source import absolute
 
 
 def test_one_file_has_the_digest_that_md5sum_prints(tmp_path: Path) -> None:
@@ -104,15 +107,107 @@ def test_what_is_no_file_is_refused_with_the_reason(tmp_path: Path, kind: str) -
     assert caught.value.why and caught.value.fix
 
 
+def search(holder: Path, name: str, found: Path) -> Lookup:
+    return Lookup("link", name, holder, found)
+
+
 def test_files_behind_the_named_one_are_hashed_with_it(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(name.encode())
     alone = identity.look([tmp_path / "a"])
-    both = identity.with_behind(alone, [tmp_path / "a", tmp_path / "b"])
-    assert [file.name for file in both.behind] == ["b"]
+    searches = [search(tmp_path / "a", name, tmp_path / name) for name in ("a", "b")]
+    both = identity.with_behind(alone, searches)
+    assert [file.path.name for file in both.behind] == ["b"]
     assert both.name == alone.name
     assert identity.digest(both, "md5") != identity.digest(alone, "md5")
     before = identity.digest(both, "md5")
     (tmp_path / "b").write_bytes(b"other")
     assert not identity.unchanged(both)
-    assert identity.digest(identity.with_behind(alone, [tmp_path / "b"]), "md5") != before
+    assert identity.digest(identity.with_behind(alone, searches), "md5") != before
+
+
+def test_two_files_behind_that_change_places_are_other_data(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"a")
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "part").write_bytes(folder.encode())
+
+    def digest() -> str:
+        searches = [search(tmp_path / "a", f"{name}/part", tmp_path / name / "part") for name in ("x", "y")]
+        return identity.digest(identity.with_behind(identity.look([tmp_path / "a"]), searches), "md5")
+
+    before = digest()
+    (tmp_path / "x").rename(tmp_path / "z")
+    (tmp_path / "y").rename(tmp_path / "x")
+    (tmp_path / "z").rename(tmp_path / "y")
+    assert digest() != before
+
+
+def test_a_renamed_file_with_files_behind_it_is_the_same(tmp_path: Path) -> None:
+    for name in ("a", "part"):
+        (tmp_path / name).write_bytes(name.encode())
+    digests = []
+    for name in ("a", "b"):
+        searches = [search(tmp_path / name, "part", tmp_path / "part")]
+        digests.append(
+            identity.digest(identity.with_behind(identity.look([tmp_path / name]), searches), "md5")
+        )
+        if name == "a":
+            (tmp_path / "a").rename(tmp_path / "b")
+    assert digests[0] == digests[1]
+
+
+def test_directories_behind_links_belong_to_a_store(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    (store / "own").mkdir(parents=True)
+    (store / "zarr.json").touch()
+    (store / "own" / "0").write_bytes(b"own")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "0").write_bytes(b"before")
+    (store / "linked").symlink_to(tmp_path / "other")
+    source = identity.look([store])
+    assert sorted(file.name for file in source.files) == ["linked/0", "own/0", "zarr.json"]
+    before = identity.digest(source, "md5")
+    (tmp_path / "other" / "0").write_bytes(b"behind")
+    assert not identity.unchanged(source)
+    assert identity.digest(identity.look([store]), "md5") != before
+
+
+def test_a_file_that_comes_to_a_store_changes_it_even_if_it_goes_again(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "zarr.json").touch()
+    source = identity.look([tmp_path])
+    (tmp_path / "sub" / "0").touch()
+    assert not identity.unchanged(source)
+    (tmp_path / "sub" / "0").unlink()
+    assert not identity.unchanged(source)  # its directory tells
+
+
+@pytest.mark.parametrize("kind", ["loop", "diamonds"])
+def test_links_without_end_are_refused(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "zarr.json").touch()
+    if kind == "loop":
+        (tmp_path / "self").symlink_to(tmp_path)
+    else:
+        for level in range(40):
+            (tmp_path / f"level{level}").mkdir()
+            for name in ("left", "right"):
+                (tmp_path / f"level{level}" / name).symlink_to(tmp_path / f"level{level + 1}")
+        (tmp_path / "level40").mkdir()
+    with pytest.raises(UnreadableSource, match="link"):
+        identity.look([tmp_path])
+
+
+@pytest.mark.parametrize("name", ["link/../a", "link/..", "./a", "sub/../a", "link/deeper/../../a"])
+def test_an_absolute_path_is_the_file_that_the_kernel_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "far" / "away" / "deeper").mkdir(parents=True)
+    (tmp_path / "far" / "a").write_bytes(b"1")
+    (tmp_path / "a").write_bytes(b"2")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link").symlink_to("far/away")
+    monkeypatch.chdir(tmp_path)
+    assert os.path.samefile(absolute(name), name)
+    assert os.path.samefile(source_paths(name)[0], name)
+    assert ".." not in absolute(name).parts

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import h5py
 import numpy as np
 import pytest
+import zarr
 
 import legroom
 from legroom.cache import catalog, evict, reap, room, steps, trash, verify
 from legroom.cache.place import stores
+from legroom.cache.present import Present
 from legroom.cache.steps import REAP_STEPS
 from legroom.errors import EntryInUse, NoRoom, NotLoaded, UsageError
 
@@ -337,7 +344,7 @@ def test_a_key_that_stands_for_several_is_refused(shm: Path, monkeypatch: pytest
     with stores(make=True) as places:
         monkeypatch.setattr(catalog, "by_age", lambda store: [evict.Old(key, 0.0, 1) for key in keys])
         with pytest.raises(UsageError, match="several"):
-            catalog.matching(places.home, "abcdef")
+            catalog.matching(places.home, "abcdef", Present(places.found))
 
 
 def test_trash_deletes_nothing_else(shm: Path) -> None:
@@ -350,3 +357,124 @@ def test_steps_are_told_in_order(shm: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(steps, "trace", seen.append)
     legroom.open(make(tmp_path, 1))
     assert [name for name in seen if name in steps.BUILD_STEPS] == list(steps.BUILD_STEPS)
+
+
+@pytest.mark.usefixtures("old_files")
+class TestContent:
+    """The commands find an entry by the bytes of a file, as load does."""
+
+    WAYS = ("touch", "move", "copy", "rewrite", "link")
+
+    def changed(self, path: Path, way: str) -> Path:
+        """The same bytes, in another way."""
+        other = path.with_name("other" + path.suffix)
+        if way == "touch":
+            os.utime(path, (1e9, 1e9))
+            return path
+        if way == "move":
+            path.rename(other)
+        elif way == "copy":
+            shutil.copytree(path, other) if path.is_dir() else shutil.copy(path, other)
+        elif way == "link":
+            other.symlink_to(path)
+        elif path.is_dir():
+            shutil.copytree(path, other)
+            shutil.rmtree(path)
+            other.rename(path)
+            return path
+        else:
+            whole = path.read_bytes()
+            path.unlink()
+            path.write_bytes(whole)
+            return path
+        return other
+
+    def file(self, tmp_path: Path, kind: str) -> Path:
+        path = tmp_path / f"a.{kind}"
+        if kind == "npy":
+            np.save(path, np.arange(1000))
+        elif kind == "zarr":
+            zarr.create_array(store=str(path), data=np.arange(1, 1000), chunks=(100,))
+        else:
+            with h5py.File(tmp_path / "far.h5", "w") as file:
+                file["data"] = np.arange(1000)
+            with h5py.File(path, "w") as file:
+                file["data"] = h5py.ExternalLink("far.h5", "data")
+        return path
+
+    @pytest.mark.parametrize("kind", ["npy", "zarr", "h5"])
+    @pytest.mark.parametrize("way", WAYS)
+    def test_the_same_bytes_are_loaded(self, shm: Path, tmp_path: Path, kind: str, way: str) -> None:
+        path = self.file(tmp_path, kind)
+        key = legroom.open(path).info.key
+        path = self.changed(path, way)
+        assert catalog.info(path).key == key
+        assert [entry.key for entry in catalog.entries(path)] == [key]
+        (found,) = verify.verify(path)
+        assert found.entry.key == key and found.whole
+        assert reap.gc(stale=True).entries == ()
+        with legroom.open(path) as data:
+            assert data.info.key == key
+        assert [entry.key for entry in reap.drop(path).entries] == [key]
+        with pytest.raises(NotLoaded):
+            catalog.info(path)
+
+    @pytest.mark.parametrize("kind", ["npy", "zarr", "h5"])
+    def test_other_bytes_of_the_same_size_are_not(self, shm: Path, tmp_path: Path, kind: str) -> None:
+        path = self.file(tmp_path, kind)
+        key = legroom.open(path).info.key
+        if kind == "npy":
+            np.save(path, np.arange(1000)[::-1])
+        elif kind == "zarr":
+            zarr.open_array(store=str(path), mode="r+")[5] = 7
+        else:
+            with h5py.File(tmp_path / "far.h5", "r+") as file:
+                file["data"][5] = 7
+        with pytest.raises(NotLoaded):
+            catalog.info(path)
+        assert catalog.entries(path) == ()
+        with pytest.raises(NotLoaded):
+            reap.drop(path)
+        (found,) = verify.verify(path)
+        assert found.entry.key == key and found.source == "changed"
+        assert [entry.key for entry in reap.gc(stale=True).entries] == [key]
+
+    def test_an_entry_of_a_file_that_was_moved_and_opened_there_is_not_stale(
+        self, shm: Path, tmp_path: Path
+    ) -> None:
+        path = self.file(tmp_path, "npy")
+        key = legroom.open(path).info.key
+        path.rename(tmp_path / "b.npy")
+        np.save(path, np.arange(1000)[::-1])
+        assert [entry.key for entry in reap.gc(stale=True, dry_run=True).entries] == [
+            key
+        ]  # nothing else is known
+        legroom.open(tmp_path / "b.npy").close()
+        assert reap.gc(stale=True).entries == ()
+        np.save(tmp_path / "b.npy", np.zeros(1000))
+        assert [entry.key for entry in reap.gc(stale=True).entries] == [key]
+
+    @pytest.mark.parametrize("how", ["gone", "forbidden", "being written"])
+    def test_what_is_not_known_to_be_another_version_is_not_stale(
+        self, shm: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = self.file(tmp_path, "h5")
+        legroom.open(path).close()
+        with ExitStack() as stack:
+            if how == "gone":
+                path.unlink()
+            elif how == "forbidden":
+                os.utime(path, (1e9, 1e9))
+                real = os.open
+                refuse = PermissionError(errno.EACCES, "no", str(path))
+
+                def opens(name: Any, *arguments: Any, **more: Any) -> int:
+                    if os.fspath(name) == os.fspath(path):
+                        raise refuse
+                    return real(name, *arguments, **more)
+
+                monkeypatch.setattr(os, "open", opens)
+            else:
+                stack.enter_context(h5py.File(path, "r+"))
+                os.utime(path, (1e9, 1e9))
+            assert reap.gc(stale=True).entries == ()
