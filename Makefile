@@ -10,7 +10,7 @@ RIGS := $(BIN)/python -m pytest tests/real -m
 ALONE := --last-failed --last-failed-no-failures none
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint unit chromium test-pythons test-torch-suite bench gpu docs messages evidence soak clean
+.PHONY: help setup demo test lint unit chromium podman test-pythons test-torch-suite bench gpu docs messages evidence soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,7 +36,7 @@ lint: $(READY) ## style, types, layers
 
 # Real rigs untraced: they measure. They wait more than they work, so three at a time; then, one by one, those that
 # change the whole machine or measure it.
-unit: $(READY) chromium ## every test, with coverage
+unit: $(READY) chromium podman ## every test, with coverage
 	$(BIN)/coverage erase
 	$(PYTEST) --cov --cov-report=term:skip-covered -n 3 --dist loadfile --no-loadscope-reorder tests/unit tests/contract \
 	    || $(PYTEST) $(ALONE) tests/unit tests/contract
@@ -52,6 +52,15 @@ chromium: ## Debian's browser, for the tests of the web page; installed where th
 	         && apt-get install -y -qq --no-install-recommends chromium; }; } \
 	       >/dev/null 2>&1 </dev/null && command -v chromium >/dev/null; } \
 	|| echo "chromium is not installed and could not be: the page is not looked at in a browser"
+
+podman: ## containers for the tests of `legroom run`; installed where that is allowed
+	@command -v podman >/dev/null && command -v runc >/dev/null || { \
+	    [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	    && export DEBIAN_FRONTEND=noninteractive \
+	    && { apt-get install -y -qq --no-install-recommends podman runc || { apt-get update -qq \
+	         && apt-get install -y -qq --no-install-recommends podman runc; }; } \
+	       >/dev/null 2>&1 </dev/null && command -v podman >/dev/null; } \
+	|| echo "podman is not installed and could not be: no diagnosis is tested in a container"
 
 test-pythons: $(READY) ## the wheel in an empty environment of every Python here, without torch
 	$(BIN)/python tests/release/pythons.py

@@ -71,7 +71,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             reason = _why_not(need)
             if reason is None:
                 continue
-            if os.environ.get("CI") and rigs.why_no_rigs() is None:
+            if os.environ.get("CI") and rigs.why_no_rigs() is None and need not in rigs.OPTIONAL:
                 pytest.fail(f"the {need} rig must work in CI as root: {reason}", pytrace=False)
             pytest.skip(reason)
 

@@ -1,4 +1,4 @@
-"""Real rigs: a small /dev/shm, a memory cgroup of one's own, a swap file, another user.
+"""Real rigs: a small /dev/shm, a memory cgroup of one's own, a swap file, another user, a container.
 
 Each function either gives the rig and cleans it up, or says in words why it cannot be had here. They need
 root on a disposable Linux machine. Nothing of the machine outside the rig is changed.
@@ -21,6 +21,7 @@ from pathlib import Path
 TREES = Path(__file__).parent / "trees"  # recorded machines
 _CGROUP = Path("/sys/fs/cgroup")
 _serial = itertools.count()
+OPTIONAL = frozenset({"container"})  # rigs that CI does without where the package cannot be installed
 
 
 def why_no_rigs() -> str | None:
@@ -108,8 +109,28 @@ def memory_cgroup(limit: int, *, swap: int | None = 0) -> Iterator[Cgroup]:
         _empty_and_remove(path)
 
 
+def read_only_cgroup(command: Sequence[str], group: Cgroup) -> list[str]:
+    """The command in the group, which it sees as the root of a read-only cgroup file system, as in docker."""
+    if group.version == "v2":
+        mount = "mount -t cgroup2 -o ro cgroup2 /sys/fs/cgroup"
+        unshare = ["unshare", "--cgroup", "--mount", "--propagation", "private"]
+    else:
+        here = "/sys/fs/cgroup/memory"
+        mount = f"mount --bind {group.path} {here} && mount -o remount,bind,ro {here}"
+        unshare = ["unshare", "--mount", "--propagation", "private"]
+    return group.command([*unshare, "sh", "-c", f'{mount} && exec "$@"', "sh", *command])
+
+
+def own_pids(command: Sequence[str]) -> list[str]:
+    """The command in a PID namespace of its own, which ends with it."""
+    return ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--", *command]
+
+
 def _empty_and_remove(path: Path) -> None:
-    """End what still runs in the group (only we can have put it there), then remove it."""
+    """End what still runs in the group and below it (only we can have put it there), then remove it."""
+    for inner in path.iterdir():
+        if inner.is_dir():
+            _empty_and_remove(inner)
     deadline = time.monotonic() + 10
     while True:
         for pid in (path / "cgroup.procs").read_text().split():
@@ -181,9 +202,86 @@ def open_to_all(folder: Path) -> None:
             part.chmod(part.stat().st_mode | 0o055)
 
 
+def why_not_container() -> str | None:
+    """Why a real container cannot be had, or None."""
+    if reason := why_no_rigs():
+        return reason
+    for program in ("podman", "runc", "unshare"):
+        if shutil.which(program) is None:
+            return f"{program} is not installed"
+    with container() as box:
+        probe = subprocess.run(box.command(["true"]), capture_output=True, text=True)
+    return None if probe.returncode == 0 else f"podman cannot start a container: {probe.stderr.strip()}"
+
+
+@dataclass(frozen=True)
+class Container:
+    """A podman container that has this machine's files as its own, and ends with its ``with`` block."""
+
+    name: str
+    root: Path
+
+    def command(
+        self,
+        command: Sequence[str],
+        *,
+        cwd: Path = Path("/"),
+        memory: int | None = None,
+        swap: int = 0,
+        shm: str | None = None,
+        tmpfs: Sequence[str] = (),
+        options: Sequence[str] = (),
+    ) -> list[str]:
+        """The command in the container, with this environment.
+
+        Everything that docker restricts by default is restricted: a PID namespace, read-only cgroups, no mounts,
+        no kernel log. ``tmpfs`` are "path:size=6m" as podman takes them.
+        """
+        run = [
+            "podman",
+            "run",
+            "--rm",
+            "--name",
+            self.name,
+            "--runtime",
+            "runc",
+            "--network=none",
+            "--env-host",
+        ]
+        # podman's own defaults are above what a machine without CAP_SYS_RESOURCE may give.
+        run += ["--ulimit", "nofile=4096:4096", "--ulimit", "nproc=10000:10000", "--workdir", str(cwd)]
+        if memory is not None:
+            run += [f"--memory={memory}b", f"--memory-swap={memory + swap}b"]
+        if shm is not None:
+            run += [f"--shm-size={shm}"]
+        for one in tmpfs:
+            run += ["--tmpfs", one]
+        # What may lie on another file system than the root.
+        mounted = {Path("/"), *(Path(one.partition(":")[0]) for one in tmpfs)}
+        for path in {Path(__file__).resolve().parents[1], Path(sys.prefix).resolve(), cwd} - mounted:
+            run += ["--volume", f"{path}:{path}"]
+        # Bound in a mount namespace of the command's own, the root needs no cleaning up.
+        script = f'mount --bind / {self.root} && exec "$@"'
+        private = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh"]
+        return [*private, *run, *options, "--rootfs", str(self.root), *command]
+
+
+@contextlib.contextmanager
+def container() -> Iterator[Container]:
+    """A real container for one command at a time."""
+    name = f"legroom-test-{os.getpid()}-{next(_serial)}"
+    with tempfile.TemporaryDirectory(prefix="legroom-root-", dir="/var/tmp") as root:
+        try:
+            yield Container(name, Path(root))
+        finally:
+            remove = ["podman", "rm", "--force", "--ignore", "--time=0", name]
+            subprocess.run(remove, check=True, capture_output=True)
+
+
 WHY_NOT = {
     "mount": why_not_mount,
     "cgroup": why_not_cgroup,
     "swap": why_not_swap,
     "user": why_not_user,
+    "container": why_not_container,
 }

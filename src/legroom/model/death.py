@@ -106,14 +106,41 @@ class LogFacts:
     skipped: int = 0  # bytes that were not
 
 
+Role = Literal["main", "worker"]  # a process that trains and has loader workers; such a worker
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A process of the job that was gone once an OOM counter had risen."""
+
+    pid: int
+    command: str  # or its name, where the command line was not read in time
+    rss: int | None = None  # at the last reading before
+    role: Role | None = None  # None: neither, or not known
+
+
 @dataclass(frozen=True, slots=True)
 class OomCount:
     """OOM kills counted during the run."""
 
     kills: int
-    own: bool  # the counter is of the job's own cgroup: nobody else's deaths are in it
+    own: bool  # the counter is of the job's own cgroup: no other process's deaths are in it
     source: str
-    before_end: float | None = None  # seconds from the last one to the end of the job
+    before_end: float | None = None  # seconds from the last one that may be the job's to the end of the job
+    ours: int = 0  # of a shared counter: kills that took a process of the job
+    others: int = 0  # and those that took another process
+    victims: tuple[Victim, ...] = ()  # of the job, the largest first
+    went_on: bool = False  # the job kept on writing after the last one
+
+    @property
+    def of_job(self) -> int:
+        """Kills that took a process of the job."""
+        return self.kills if self.own else self.ours
+
+    @property
+    def unattributed(self) -> int:
+        """Kills of which it is not known whose process they took."""
+        return 0 if self.own else max(0, self.kills - self.ours - self.others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +150,13 @@ class Evidence:
     ending: Ending | None = None  # None: there is only a log
     asked_to_stop: int | None = None  # the signal that told the supervisor to end it
     keyboard: bool = False  # Ctrl-C at the terminal that it was started from
-    stalled_on: str | None = None  # the pool that it stood still on when the supervisor ended it
+    stalled_on: str | None = None  # the pool that it hung on when the supervisor ended it
+    held_shm: int | None = None  # bytes of /dev/shm that the job itself held then
     log: LogFacts = LogFacts()
     oom: OomCount | None = None
-    kernel: tuple[str, ...] | None = None  # lines of the kernel's log that name a process of the job
+    kernel: tuple[str, ...] | None = (
+        None  # lines of the kernel's log that name a process of the job; None: unread
+    )
     killers: tuple[str, ...] = ()  # what systemd-oomd, earlyoom and the like left about it
     readings: tuple[Reading, ...] = ()
     peaks: Mapping[str, Level] = field(default_factory=dict)  # the fullest each pool was seen
@@ -156,6 +186,7 @@ class Verdict:
     evidence: tuple[str, ...] = ()
     fix: tuple[str, ...] = ()
     told: bool = True  # False: nothing that is known tells, and the cause is only what is left over
+    victim: Victim | None = None  # the process that the OOM killer took
 
     @property
     def memory(self) -> bool:
@@ -174,13 +205,18 @@ class Attempt:
     seconds: float
     changed: tuple[str, ...] = ()  # why it differs from the one before, line by line
     resumed_from: str | None = None
-    verdict: Verdict | None = None  # None: it ended well
+    verdict: Verdict | None = None  # None: it ended well, and no process of it was OOM-killed on the way
     readings: tuple[Reading, ...] = ()
     peaks: Mapping[str, Level] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     alarms: tuple[
         Alarm, ...
     ] = ()  # as they were raised; ``since`` counts from the start, as a reading's ``when``
+
+    @property
+    def finished(self) -> bool:
+        """Whether it ended with status 0 by itself, also where a process of it was OOM-killed on the way."""
+        return self.verdict is None or (self.ending.fine and self.verdict.cause == "ram-oom-kill")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,5 +237,5 @@ class Story:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The last attempt's; None where it ended well."""
+        """The last attempt's; None where it ended well and lost no process to the OOM killer."""
         return self.attempts[-1].verdict

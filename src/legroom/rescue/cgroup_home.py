@@ -15,7 +15,7 @@ import contextlib
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from legroom.probe.cgroup import Version, cgroup
@@ -34,17 +34,26 @@ class Home:
     own: bool
     reason: str | None = None  # why it is not the job's own
     stepped_into: str | None = None  # v2: the group that we moved into to make room
+    _inner: dict[str, int] = field(
+        default_factory=dict
+    )  # v1: kills in groups that the job made, gone ones too
 
     def counters(self, host: Host) -> tuple[int | None, str]:
-        """(OOM kills so far, where that is read)."""
+        """(OOM kills so far, those in groups that the job made below its own included; where that is read)."""
         if self.path is None:
             return None, "/proc/vmstat"
-        if self.version == "v1":
-            file = f"{self.path}/memory.oom_control"
-        else:
-            local = f"{self.path}/memory.events.local"
-            file = local if host.exists(local) else f"{self.path}/memory.events"
-        return host.table(file).get("oom_kill"), file
+        if self.version == "v2":  # counts for everything below
+            file = f"{self.path}/memory.events"
+            return host.table(file).get("oom_kill"), file
+        file = f"{self.path}/memory.oom_control"
+        kills = host.table(file).get("oom_kill")
+        if kills is None or not self.own:
+            return kills, file
+        for group in self._groups()[1:]:
+            inside = host.table(f"{group}/memory.oom_control").get("oom_kill")
+            if inside is not None:
+                self._inner[group] = max(inside, self._inner.get(group, 0))
+        return kills + sum(self._inner.values()), file
 
     def swapped_back(self, host: Host) -> int | None:
         """Pages that had been swapped out and had to come back, in all."""
@@ -69,14 +78,35 @@ class Home:
                     return say("systemd-oomd killed in {path} ({name})", path=self.path, name=name)
         return None
 
+    def members(self) -> set[int] | None:
+        """The processes in the group, and below it where it is the job's own; None where that cannot be read."""
+        if self.path is None:
+            return None
+        found: set[int] = set()
+        for group in self._groups() if self.own else [self.path]:
+            try:
+                found.update(int(word) for word in Path(group, "cgroup.procs").read_text().split())
+            except OSError:
+                if group == self.path:
+                    return None  # an inner one may just have been removed
+        found.discard(0)  # of another PID namespace
+        return found
+
+    def _groups(self) -> list[str]:
+        """The job's own group and those that the job made below it, parents first."""
+        assert self.path is not None
+        found = [self.path]
+        for group in found:  # grows while it is walked
+            with contextlib.suppress(OSError):
+                if os.stat(group).st_nlink != 2:  # one link more for each directory in it
+                    found += [
+                        entry.path for entry in os.scandir(group) if entry.is_dir(follow_symlinks=False)
+                    ]
+        return found
+
     def pids(self) -> list[int]:
-        """Who lives in the job's own group."""
-        if not self.own or self.path is None:
-            return []
-        try:
-            return [int(word) for word in Path(self.path, "cgroup.procs").read_text().split()]
-        except OSError:
-            return []
+        """The job's processes, where the group is its own."""
+        return sorted(self.members() or ()) if self.own else []
 
     def kill(self) -> None:
         """End everybody in the job's own group."""
@@ -103,6 +133,8 @@ class Home:
                 with contextlib.suppress(OSError):
                     (parent / "cgroup.procs").write_text(str(pid))
             try:
+                for inner in reversed(self._groups()[1:]):
+                    os.rmdir(inner)
                 folder.rmdir()
                 break
             except FileNotFoundError:

@@ -22,6 +22,7 @@ from legroom.words import phrase, say
 LOG_ALONE = 0.85
 
 _RULES: tuple[Callable[[Evidence, Signs], Because | None], ...] = (
+    rules_counters.oom_behind_success,
     rules_counters.asked,
     rules_counters.stalled,
     rules_counters.oom_killed,
@@ -77,10 +78,16 @@ def classify(evidence: Evidence) -> Verdict:
     signs = Signs.of(evidence)
     because = next(found for rule in _RULES if (found := rule(evidence, signs)) is not None)
     confidence = because.confidence if evidence.live else min(LOG_ALONE, because.confidence)
+    lines, victim = because.lines, None
+    if because.cause != "ram-oom-kill":
+        lines = (*lines, *rules_counters.oom_lines(evidence))  # an OOM kill is always told
+    elif evidence.oom is not None and evidence.oom.victims:
+        victim = evidence.oom.victims[0]
     return Verdict(
         cause=because.cause,
         confidence=round(confidence, 2),
         summary=because.summary or say(_SUMMARIES[because.cause]),
-        evidence=tuple(dict.fromkeys(because.lines)),
+        evidence=tuple(dict.fromkeys(lines)),
         told=because.told,
+        victim=victim,
     )

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from legroom.model.death import Ending, Evidence, Level, LogFacts, OomCount
 from legroom.probe.host import Host
 from legroom.rescue.cgroup_home import Home
 from legroom.rescue.disk_levels import DiskLevels
-from legroom.rescue.kernel_log import KernelLog
-from legroom.rescue.readings import Readings, before_end, recent_rate, since_look, thinned, worst_stall
+from legroom.rescue.kernel_log import KernelLog, killed_in
+from legroom.rescue.readings import Readings, recent_rate, since_look, thinned, worst_stall
 
 
 @dataclass
@@ -57,11 +57,12 @@ class Witness:
         *,
         asked_to_stop: int | None = None,
         stalled_on: str | None = None,
+        held_shm: int | None = None,
         keyboard: bool = False,
     ) -> Evidence:
         """All of it, after the end."""
         seen = self.readings
-        pids = seen.seen_pids
+        pids = seen.victims.job_pids
         unknown = [reason for reason in (self.home.reason, self.log.reason) if reason]
         kernel = self.log.kills(pids, self._group())
         killers = list(self.log.killers(pids, self.since))
@@ -71,8 +72,9 @@ class Witness:
             ending=ending,
             asked_to_stop=asked_to_stop,
             stalled_on=stalled_on,
+            held_shm=held_shm,
             log=log,
-            oom=self._count(),
+            oom=self._count(kernel),
             kernel=kernel,
             killers=tuple(killers),
             readings=thinned(seen.history),
@@ -93,9 +95,27 @@ class Witness:
             return None
         return "/" + self.home.path.rpartition("/")[2]
 
-    def _count(self) -> OomCount | None:
-        kills = self.readings.kills()
-        if kills is None:
+    def _count(self, kernel: tuple[str, ...] | None) -> OomCount | None:
+        seen = self.readings.victims
+        if seen.kills is None:
             return None
-        source = self.home.counters(self.host)[1]
-        return OomCount(kills, self.home.own, source, before_end(self.readings.history))
+        ours, others = seen.taken()
+        victims = seen.victims()
+        if kernel:  # it names the process, and what that held
+            named = killed_in(kernel)
+            victims = tuple(replace(one, rss=named.get(one.pid) or one.rss) for one in victims)
+            victims = tuple(one for one in victims if one.pid in named) or victims
+            ours = len(named)
+        elif self.log.killed & seen.other_pids:
+            ours, others = 0, len(self.log.killed & seen.other_pids)
+        end = self.readings.age
+        return OomCount(
+            kills=seen.kills,
+            own=self.home.own,
+            source=self.home.counters(self.host)[1],
+            before_end=seen.before_end(end),
+            ours=ours,
+            others=others,
+            victims=victims,
+            went_on=seen.went_on(end),
+        )

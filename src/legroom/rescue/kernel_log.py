@@ -4,6 +4,7 @@ Covers: /dev/kmsg from a mark on, lines that name a process or a cgroup of the j
 kubelet's lines in the system's log files and the journal. Does not cover: what follows from them (rules_counters.py).
 
 All of it may be closed to us, and mostly is in a container: then the answer is None with a reason, not an empty list.
+In a PID namespace it may be open, but the ids in it are the machine's, and ours are not.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from legroom.words import say
 
 _KMSG = "/dev/kmsg"
 _LOGS = ("/var/log/syslog", "/var/log/messages", "/var/log/kern.log")
+_INITIAL = 0xEFFFFFFC  # the inode of the machine's first PID namespace, on every Linux since 3.8
+_RSS = re.compile(r"Kill(?:ed)? process (\d+)(?:.*?anon-rss:(\d+)kB)?")
 _KILLED = re.compile(r"Kill(?:ed)? process (\d+)|oom-kill:.*task_memcg=([^,]*),.*pid=(\d+)")
 _DAEMON = re.compile(
     r"(?:systemd-oomd|earlyoom|kubelet)\S*:?.*(?:[Kk]ill|SIGTERM|SIGKILL|[Ee]vict)|low on resource: memory"
@@ -37,11 +41,17 @@ class KernelLog:
     kmsg: int | None = None
     reason: str | None = None
     sizes: dict[str, int] = field(default_factory=dict)
+    killed: set[int] = field(
+        default_factory=set
+    )  # every process of the machine that was OOM-killed since the mark
 
     @classmethod
     def mark(cls, kmsg: str = _KMSG, logs: tuple[str, ...] = _LOGS) -> KernelLog:
         """Remember where every log ends now."""
         log = cls()
+        if not same_pids():
+            log.reason = say("the kernel's log: its process ids are those of another PID namespace")
+            return log
         try:
             log.kmsg = os.open(kmsg, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
             os.lseek(log.kmsg, 0, os.SEEK_END)
@@ -69,7 +79,8 @@ class KernelLog:
             if match is None:
                 continue
             pid = int(match[1] or match[3])
-            below = match[2] is not None and group is not None and match[2].endswith(group)
+            self.killed.add(pid)
+            below = match[2] is not None and group is not None and f"{group}/" in f"{match[2]}/"
             if pid in pids or below:
                 found.append(line)
         return tuple(found)
@@ -104,6 +115,25 @@ class KernelLog:
             if named & pids:
                 found.append(line.strip()[:200])
         return tuple(dict.fromkeys(found))
+
+
+def same_pids() -> bool:
+    """Whether the process ids in the machine's logs are those that we see."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino == _INITIAL
+    except OSError:  # no Linux, or no /proc: there is no such log either
+        return True
+
+
+def killed_in(lines: Iterable[str]) -> dict[int, int | None]:
+    """The processes that these lines say were killed, each with the memory it held, where a line has that."""
+    found: dict[int, int | None] = {}
+    for line in lines:
+        if match := _RSS.search(line):
+            found[int(match[1])] = int(match[2]) * 1024 if match[2] else found.get(int(match[1]))
+        elif match := _KILLED.search(line):
+            found.setdefault(int(match[3]), None)
+    return found
 
 
 def _appended(path: str, size: int) -> list[str]:

@@ -1,11 +1,11 @@
 """The pools of one job, looked at lightly while it lives.
 
-Covers: a slow look every second or two (RAM, swap, descriptors, cards, pressure, OOM counter) and a fast one at
-/dev/shm, which fills in the time a loader takes for a batch; a bounded history of both. Does not cover: watching for
-people (monitor).
+Covers: a slow look every second or two (RAM, swap, descriptors, cards, pressure) and a fast one at the OOM counter
+and /dev/shm, which fills in the time a loader takes for a batch; a bounded history of both. Does not cover: watching
+for people (monitor).
 
 This is the only place where a supervised run samples the pools; what alarms need besides is in
-alarm_watch.py. A look at /dev/shm is one system call. The history keeps every reading of the last minute and thins
+alarm_watch.py. A fast look is a few system calls. The history keeps every reading of the last minute and thins
 what is older, so that a run of days ends with a few thousand.
 """
 
@@ -19,6 +19,7 @@ from legroom.model.death import Level, Reading
 from legroom.probe.host import Host
 from legroom.probe.pressure import parse
 from legroom.rescue.cgroup_home import Home
+from legroom.rescue.oom_victims import OomVictims
 from legroom.rescue.ram_level import RamLevel
 
 # Seconds between looks at /dev/shm, by the run's age: a loader fills it in its first seconds or keeps it as it is.
@@ -47,31 +48,32 @@ class Readings:
     host: Host
     home: Home
     pids: Callable[[], list[int]]  # the job's processes
+    written: Callable[[], int] = int  # bytes that the job has written
     clock: Callable[[], float] = time.monotonic
     look_at_cards: Callable[[], Cards] | None = None
     history: list[Reading] = field(default_factory=list)
     peaks: dict[str, Level] = field(default_factory=dict)
-    seen_pids: set[int] = field(default_factory=set)
     present: list[int] = field(default_factory=list)  # the job's processes at the last slow look
     nearest: int | None = None  # the one of them whose descriptors are "fds"
     cards: Cards = field(default_factory=Cards)
+    victims: OomVictims = field(init=False)
     _ram: RamLevel = field(init=False)
     _began: float = 0.0
     _slow_at: float = 0.0
     _gpu_at: float = 0.0
-    _kills: int | None = None
     _refaults: int | None = None
     _held: int = 0  # the group's peak before the start: attempts share one group
     _kept_shm: Level | None = None
 
     def __post_init__(self) -> None:
         self._ram = RamLevel(self.host)
+        self.victims = OomVictims(self.host, self.home)
 
     def begin(self) -> None:
         """Take the counters before the job starts."""
         self._began = self.clock()
         self._slow_at = self._gpu_at = float("-inf")
-        self._kills = self.home.counters(self.host)[0]
+        self.victims.begin()
         self._refaults = self.home.swapped_back(self.host)
         self._held = self.home.peak(self.host) or 0
 
@@ -92,6 +94,7 @@ class Readings:
 
     def look(self) -> Reading | None:
         """The fast look, and the slow one when it is time for it, which is given back."""
+        self.victims.look(self.age, self.written())
         shm = self.shm()
         if shm is not None:
             self._peak("shm", shm)
@@ -106,6 +109,7 @@ class Readings:
 
     def last(self) -> Level | None:
         """The look at the moment of death: /dev/shm as it is, and the counters."""
+        self.victims.look(self.age, self.written())
         shm = self.shm()
         if shm is not None:
             self._peak("shm", shm)
@@ -119,9 +123,8 @@ class Readings:
         return None if room is None or not room.size else Level(room.used, room.size)
 
     def kills(self) -> int | None:
-        """OOM kills since the start."""
-        now = self.home.counters(self.host)[0]
-        return None if now is None or self._kills is None else max(0, now - self._kills)
+        """OOM kills since the start, by the last look."""
+        return self.victims.kills
 
     def ram_peak(self) -> Level | None:
         """RAM at its fullest by the kernel's own count; None where that says no more than was seen.
@@ -137,7 +140,7 @@ class Readings:
     def _slow(self, shm: Level | None) -> Reading:
         levels: dict[str, Level] = {} if shm is None else {"shm": shm}
         pids = self.present = self.pids()
-        self.seen_pids.update(pids)
+        self.victims.measure(pids)
         if (ram := self._ram.read(str(pids[0]) if pids else "self")) is not None:
             levels["ram"] = ram
         if (swap := self._swap()) is not None:
@@ -228,16 +231,6 @@ def since_look(history: list[Reading], pool: str) -> float | None:
     """Seconds from the last look at a pool to the end; None where it was never looked at."""
     looks = [one.when for one in history if pool in one.levels]
     return history[-1].when - looks[-1] if looks else None
-
-
-def before_end(history: list[Reading]) -> float | None:
-    """Seconds from the last OOM kill to the end; None where none was counted."""
-    known = [reading for reading in history if reading.oom_kills is not None]
-    if not known or not known[-1].oom_kills:
-        return None
-    last = known[-1]
-    earlier = [one for one in known if one.oom_kills == last.oom_kills]
-    return last.when - earlier[0].when
 
 
 def thinned(history: list[Reading], most: int = 600) -> tuple[Reading, ...]:

@@ -17,7 +17,7 @@ from legroom.monitor.record import alarm_object
 
 
 def as_object(story: Story) -> dict[str, Any]:
-    """The run as other programs read it; ``verdict`` is the last attempt's, null where it ended well."""
+    """The run as other programs read it; ``verdict`` is the last attempt's, null where nothing was wrong."""
     last = story.verdict
     return {
         "schema": "legroom.run/1",
@@ -46,6 +46,7 @@ def verdict_object(verdict: Verdict | None) -> dict[str, Any]:
 
 
 def _attempt(attempt: Attempt) -> dict[str, Any]:
+    victim = attempt.verdict.victim if attempt.verdict is not None else None
     return {
         "number": attempt.number,
         "command": list(attempt.command),
@@ -57,6 +58,8 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
         "ending": dataclasses.asdict(attempt.ending),
         "exit": attempt.ending.exit_status,
         **verdict_object(attempt.verdict),
+        "finished": attempt.finished,
+        "victim": None if victim is None else dataclasses.asdict(victim),
         "peaks": {name: dataclasses.asdict(level) for name, level in attempt.peaks.items()},
         "alarms": [alarm_object(alarm) for alarm in attempt.alarms],
         "readings": [

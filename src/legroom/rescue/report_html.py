@@ -47,7 +47,7 @@ def page(story: Story) -> str:
 
 def _title(story: Story) -> str:
     count = len(story.attempts)
-    if story.verdict is None:
+    if story.verdict is None or story.attempts[-1].finished:
         return say("Finished after {count} attempts", count=count) if count > 1 else say("Finished")
     return say("Ended by {cause} after {count} attempts", cause=story.verdict.cause, count=count)
 
@@ -68,9 +68,9 @@ def _attempt(attempt: Attempt) -> list[str]:
         told.append(say("resumed from {path}", path=attempt.resumed_from))
     parts += [_list([*told, *attempt.notes]), f"<pre>{escape(shlex.join(attempt.command))}</pre>"]
     verdict = attempt.verdict
-    if verdict is None:
+    if attempt.finished:
         parts.append(f'<p class="verdict fine">{escape(say("It finished."))}</p>')
-    else:
+    if verdict is not None:
         sure = say("{cause}, {sure:.0%} sure", cause=verdict.cause, sure=verdict.confidence)
         parts.append(f'<p class="verdict"><b>{escape(sure)}</b><br>{escape(verdict.summary)}</p>')
         parts.append(_list(verdict.evidence or (ended(attempt.ending),)))

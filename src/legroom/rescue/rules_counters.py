@@ -6,7 +6,7 @@ Does not cover: what programs write about themselves (rules_texts.py), bare sign
 
 from __future__ import annotations
 
-from legroom.model.death import Evidence
+from legroom.model.death import Evidence, OomCount, Victim
 from legroom.rescue.because import Because, by_keyboard, ended, level_line, quoted, signal_name
 from legroom.rescue.log_signs import Signs
 from legroom.rescue.signatures import CONSEQUENCE
@@ -14,7 +14,7 @@ from legroom.units import format_duration, format_size
 from legroom.words import say
 
 _KILL, _TERM = 9, 15
-_RECENT = 30.0  # seconds: an OOM kill longer before the end was survived
+_AT_THE_END = 5.0  # seconds: an OOM kill and a SIGKILL as near as this are one
 _THRASH = 1 << 20  # bytes a second fetched back from swap, when everything stalls as well
 _THRASH_ALONE = 8 << 20  # when nobody can say whether it stalls
 _STALLED = 10.0  # percent of the time in which nothing ran for want of memory
@@ -32,41 +32,112 @@ def asked(evidence: Evidence, signs: Signs) -> Because | None:
 
 
 def stalled(evidence: Evidence, signs: Signs) -> Because | None:
-    """It stood still on a full pool until the supervisor ended it."""
+    """It hung on a full pool until the supervisor ended it."""
     if evidence.stalled_on != "shm":
         return None
+    lines = [say("no CPU time was used and nothing was written after /dev/shm was refused: the loader hung")]
+    if sign := signs.first("shm"):
+        lines.append(quoted(sign))
+    if evidence.held_shm is not None:
+        lines.append(say("the job itself held {size} of /dev/shm", size=format_size(evidence.held_shm)))
     peak = evidence.peaks.get("shm")
-    lines = [say("no CPU time was used and nothing was written while /dev/shm was full: the loader hung")]
     if peak is not None:
         lines.append(level_line(say("/dev/shm at its fullest"), peak))
     return Because("shm-full", 0.95, tuple(lines))
 
 
+def oom_behind_success(evidence: Evidence, signs: Signs) -> Because | None:
+    """It ended with 0, and one of its processes was OOM-killed: a pipe, a `wait` or a handler hid it."""
+    if evidence.ending is None or not evidence.ending.fine or evidence.stalled_on is not None:
+        return None
+    if not (kills := _of_job(evidence)):
+        return None
+    summary = say(
+        "the command exited with 0, but the OOM killer killed a process of it. A pipe (`| tee`) or `wait` hides "
+        "that: with `set -o pipefail` the exit status tells."
+    )
+    return Because(
+        "ram-oom-kill", 0.9, (*kills, *_fullest(evidence), ended(evidence.ending)), summary=summary
+    )
+
+
 def oom_killed(evidence: Evidence, signs: Signs) -> Because | None:
-    """The kernel's OOM killer, by its counter or its log."""
-    count, kernel = evidence.oom, evidence.kernel or ()
-    lines: list[str] = []
-    if count is not None and count.kills and (count.own or kernel):
-        lines.append(
-            say("oom_kill rose by {kills} during the run ({source})", kills=count.kills, source=count.source)
-        )
-    lines += [say("kernel log: {line}", line=line) for line in kernel[:3]]
+    """The kernel's OOM killer took a process of the job, and that ended the job.
+
+    How long before does not matter: a rank waits for a dead one until its timeout, which is 10 to 30 minutes. What
+    matters is whether the job went on.
+    """
+    lines = _of_job(evidence)
     if not lines:
         return None
-    if count is not None and count.before_end is not None and count.before_end > _RECENT:
-        return None
+    count = evidence.oom
+    gap = (count.before_end if count is not None else None) or 0.0
+    ending = evidence.ending
     if _killed(evidence):
-        sure = 0.99
+        sure = 0.99 if gap <= _AT_THE_END else 0.6  # later, SIGKILL came from elsewhere
     elif sign := signs.first("worker-killed", "worker-gone", "child-killed", "killed"):
         sure = 0.97
         lines.append(quoted(sign))
-    elif _echo(evidence):
+    elif _echo(evidence) or _waited(evidence):
         sure = 0.95
     elif signs.text("gpu-oom", "shm", "fds", "disk", "pinned"):
         return None  # it died of what it says; the kill was another process's, and survived
+    elif count is not None and count.went_on:
+        return None
+    elif ending is not None and ending.signal in _ENDS_A_STALL and gap > _AT_THE_END:
+        sure = 0.6  # a time limit ends a job that waits for the dead process, and any other job
     else:
         sure = 0.85
-    return Because("ram-oom-kill", sure, (*lines, *_fullest(evidence), ended(evidence.ending)))
+    if count is not None and not count.own and not evidence.kernel:
+        sure = min(sure, 0.9)
+    return Because("ram-oom-kill", sure, (*lines, *_fullest(evidence), ended(ending)))
+
+
+def oom_lines(evidence: Evidence) -> list[str]:
+    """What is known about OOM kills during the run, for any verdict."""
+    count = evidence.oom
+    lines = _of_job(evidence)
+    if lines and count is not None and count.before_end is not None:
+        lines.append(say("that was {ago} before the end", ago=format_duration(count.before_end)))
+    if count is not None and count.unattributed:
+        lines.append(_unattributed(count))
+    return lines
+
+
+def _of_job(evidence: Evidence) -> list[str]:
+    """The lines on OOM kills of the job's own processes; empty where there was none, or none that is known to be."""
+    count, kernel = evidence.oom, evidence.kernel or ()
+    lines: list[str] = []
+    if count is not None and count.of_job:
+        if count.own or kernel:
+            rose = say(
+                "oom_kill rose by {kills} during the run ({source})", kills=count.kills, source=count.source
+            )
+        else:
+            rose = say(
+                "oom_kill of the whole container rose by {kills} while the job lost a process ({source})",
+                kills=count.of_job, source=count.source,
+            )  # fmt: skip
+        lines.append(rose)
+        lines += [_victim(victim) for victim in count.victims[:3]]
+    return [*lines, *(say("kernel log: {line}", line=line) for line in kernel[:3])]
+
+
+def _victim(victim: Victim) -> str:
+    if victim.rss is None:
+        return say("gone with it: pid {pid} ({command})", pid=victim.pid, command=victim.command)
+    return say(
+        "gone with it: pid {pid} ({command}), which held {size}",
+        pid=victim.pid, command=victim.command, size=format_size(victim.rss),
+    )  # fmt: skip
+
+
+def _unattributed(count: OomCount) -> str:
+    return say(
+        "oom_kill rose by {kills} ({source}), a counter that other processes share: it is not known whose process "
+        "was killed",
+        kills=count.unattributed, source=count.source,
+    )  # fmt: skip
 
 
 def _fullest(evidence: Evidence) -> list[str]:
@@ -95,23 +166,20 @@ def oom_daemon(evidence: Evidence, signs: Signs) -> Because | None:
 
 
 def oom_shared(evidence: Evidence, signs: Signs) -> Because | None:
-    """A counter that others share rose, or the limit was nearly reached, when SIGKILL came."""
-    if not (_killed(evidence) or signs.first("worker-killed")):
+    """A counter that others share rose for a process that is not known, or RAM was nearly full, when SIGKILL came."""
+    lost = signs.first("worker-killed", "worker-gone", "child-killed", "killed")
+    if not (_killed(evidence) or lost):
         return None
     count = evidence.oom
-    if count is not None and not count.own and count.kills and evidence.kernel is None:
-        if count.before_end is not None and count.before_end > _RECENT:
+    lines = (quoted(lost),) if lost else ()
+    if count is not None and count.unattributed:
+        if (count.before_end or 0.0) > _AT_THE_END and _killed(evidence):
             return None
-        rose = say(
-            "oom_kill rose by {kills} ({source}), a counter that others share",
-            kills=count.kills,
-            source=count.source,
-        )
-        return Because("ram-oom-kill", 0.75, (rose, ended(evidence.ending)))
+        return Because("ram-oom-kill", 0.65, (_unattributed(count), *lines, ended(evidence.ending)))
     peak = evidence.peaks.get("ram")
     if count is None and peak is not None and peak.share >= _FULL:
-        lines = (level_line(say("RAM just before the end"), peak), ended(evidence.ending))
-        return Because("ram-oom-kill", 0.7, lines)
+        full = level_line(say("RAM just before the end"), peak)
+        return Because("ram-oom-kill", 0.65, (full, *lines, ended(evidence.ending)))
     return None
 
 
@@ -155,6 +223,12 @@ def _killed(evidence: Evidence) -> bool:
     """Whether SIGKILL ended it, as its parent or a shell between sees it."""
     ending = evidence.ending
     return ending is not None and (ending.signal == _KILL or ending.status == 128 + _KILL)
+
+
+def _waited(evidence: Evidence) -> bool:
+    """Whether its last exception is that it waited for too long."""
+    last = evidence.log.last_error
+    return last is not None and last.code == "timeout"
 
 
 def _echo(evidence: Evidence) -> bool:

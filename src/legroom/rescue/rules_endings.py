@@ -111,9 +111,9 @@ def _silence() -> str:
 
 
 def _counted_none(evidence: Evidence) -> bool:
-    """Whether it is known that no OOM kill happened."""
+    """Whether it is known that no OOM kill took a process of the job."""
     count = evidence.oom
-    return count is not None and (count.kills == 0 or (not count.own and evidence.kernel == ()))
+    return count is not None and not count.of_job and not count.unattributed
 
 
 def _counter_line(evidence: Evidence) -> str:
@@ -122,6 +122,9 @@ def _counter_line(evidence: Evidence) -> str:
         return say("no OOM counter could be read: SIGKILL alone proves nothing")
     if count.kills == 0:
         return say("oom_kill did not rise ({source}): not the OOM killer", source=count.source)
-    return say(
-        "oom_kill rose by {kills} ({source}), for somebody else", kills=count.kills, source=count.source
-    )
+    if _counted_none(evidence):
+        return say(
+            "oom_kill rose by {kills} ({source}), for processes that are not of this job",
+            kills=count.others, source=count.source,
+        )  # fmt: skip
+    return say("oom_kill rose by {kills} ({source})", kills=count.kills, source=count.source)

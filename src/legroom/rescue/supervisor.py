@@ -77,15 +77,23 @@ class Supervisor:
                 self._environment(),
                 raise_descriptors=self.raise_descriptors,
             )
-            attempt = replace(attempt, changed=tuple(changed), resumed_from=self.resumed, notes=tuple(notes))
+            attempt = replace(
+                attempt,
+                changed=tuple(changed),
+                resumed_from=self.resumed,
+                notes=(*notes, *attempt.notes),
+            )
             attempts.append(attempt)
-            if attempt.verdict is None:
+            if attempt.verdict is not None:
+                self._tell_death(attempt.verdict)
+            if attempt.finished:
+                if attempt.verdict is not None:
+                    return attempts, None  # no settings to keep: a process of it was OOM-killed with these
                 if self.lowered:
                     last_good.keep(state, key, self.lowered, self.box)
                 else:
                     last_good.forget(state, key)
                 return attempts, None
-            self._tell_death(attempt.verdict)
             step = self._step(attempts, asked=watched.asked is not None)
             if step.stop:
                 if order.retries:

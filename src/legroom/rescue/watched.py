@@ -27,13 +27,14 @@ from legroom.rescue.log_reader import facts_of
 from legroom.rescue.order import Order
 from legroom.rescue.output import Output
 from legroom.rescue.readings import Cards, Readings
-from legroom.rescue.stall import StallWatch, cpu_seconds
+from legroom.rescue.rules_counters import oom_lines
+from legroom.rescue.stall import StallWatch, cpu_seconds, hangs_on_shm, held_shm
+from legroom.units import format_size
 from legroom.words import say
 
 _DRAIN = 2.0  # seconds for the last output after the end
 _STALL_EVERY = 2.0
 _STALL_GRACE = 5.0
-_SHM_FULL = 0.9
 _PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGWINCH")
 _ENDS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
 
@@ -49,6 +50,7 @@ class Watched:
     tell: Callable[[str], None]
     asked: int | None = None  # the signal that told us to stop
     stalled_on: str | None = None
+    held_shm: int | None = None  # by the job, when it was last seen to do nothing
     _child: Child | None = None
     _output: Output = field(default_factory=Output)
     _deadline: float | None = None
@@ -73,13 +75,22 @@ class Watched:
                 self._had_terminal = child.foreground is not None
                 self._output.start()
                 readings.pids = lambda: child.pids(self.host)
+                readings.victims.root = child.process.pid
+                readings.written = lambda: self._output.count
                 ending, shm_at_end = self._wait(child, readings, alarms)
                 fine = ending.fine and self.stalled_on is None
                 if not fine:
                     child.end_all()  # what is left of it would hold memory, ports and files of the next attempt
                 self._output.finish(_DRAIN)
                 child.close()
-            verdict = None if fine else self._verdict(witness, ending, shm_at_end)
+            verdict: Verdict | None = None
+            notes: list[str] = []
+            if not fine or readings.kills():
+                verdict, evidence = self._verdict(witness, ending, shm_at_end)
+                if fine and verdict.cause != "ram-oom-kill":
+                    verdict, notes = None, oom_lines(evidence)  # a kill that may have been the job's
+                    for line in notes:
+                        self.tell(line)
         except OSError:
             if self._child is None:
                 self._output.abandon()
@@ -94,6 +105,7 @@ class Watched:
             ending=ending,
             seconds=readings.age,
             verdict=verdict,
+            notes=tuple(notes),
             readings=tuple(readings.history),
             peaks=dict(readings.peaks),
             alarms=tuple(alarms.raised),
@@ -117,26 +129,30 @@ class Watched:
             if now >= stall_at and self.stalled_on is None and self.asked is None:
                 stall_at = now + _STALL_EVERY
                 cpu = cpu_seconds(self.host, child.pids(self.host))
-                if stall.stalled(now, cpu, self._output.count) and self._stands_on_shm(readings):
+                if stall.stalled(now, cpu, self._output.count) and self._hangs(child, readings):
                     self._end_stall(child, stall)
 
-    def _stands_on_shm(self, readings: Readings) -> bool:
-        peak = readings.peaks.get("shm")
-        if peak is not None and peak.share >= _SHM_FULL:
-            return True
-        return any(sign.code == "shm" for sign in facts_of(self._output.tail.bytes()).signs)
+    def _hangs(self, child: Child, readings: Readings) -> bool:
+        self.held_shm = held_shm(self.host, child.pids(self.host))
+        log = facts_of(self._output.tail.bytes())
+        return hangs_on_shm(readings.shm(), self.held_shm, log, loader=readings.victims.loader)
 
     def _end_stall(self, child: Child, stall: StallWatch) -> None:
+        held = format_size(self.held_shm or 0)
         if not self.order.retries:
             stall.patience = 0.0  # said once
-            self.tell(say("it stands still on a full /dev/shm; with --retries it would be ended and go on"))
+            self.tell(
+                say("it hangs on a full /dev/shm, of which it holds {held}; --retries ends and restarts it", held=held)
+            )  # fmt: skip
             return
-        self.tell(say("it stands still on a full /dev/shm: it is ended"))
+        self.tell(say("it hangs on a full /dev/shm, of which it holds {held}: it is ended", held=held))
         self.stalled_on = "shm"
         child.signal(signal.SIGTERM)
         self._deadline = time.monotonic() + min(self.order.grace, _STALL_GRACE)
 
-    def _verdict(self, witness: Witness, ending: Ending, shm_at_end: Level | None) -> Verdict:
+    def _verdict(
+        self, witness: Witness, ending: Ending, shm_at_end: Level | None
+    ) -> tuple[Verdict, Evidence]:
         log = facts_of(self._output.tail.bytes(), self._output.tail.passed)
         evidence = witness.evidence(
             ending,
@@ -144,9 +160,10 @@ class Watched:
             shm_at_end,
             asked_to_stop=self.asked,
             stalled_on=self.stalled_on,
+            held_shm=self.held_shm,
             keyboard=self._by_keyboard(ending, log),
         )
-        return with_fixes(classify(evidence), evidence, self.box)
+        return with_fixes(classify(evidence), evidence, self.box), evidence
 
     def _by_keyboard(self, ending: Ending, log: LogFacts) -> bool:
         """Whether Ctrl-C ended it: typed to us, or to it where the terminal was its own."""

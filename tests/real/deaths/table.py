@@ -1,7 +1,8 @@
-"""Every death of the corpus, its true cause, and what was said of it: live, and from the log alone.
+"""Every death of the corpus, its true cause, and the verdict on it: live in four places, and from the log alone.
 
     python tests/real/deaths/table.py            # print the table
     python tests/real/deaths/table.py --write    # and put it into docs/deaths.md
+    python tests/real/deaths/table.py --only oom_tee,podman   # some cases, some places
 
 Needs root for the rigs. Covers: running the corpus and printing. Does not cover: the cases (corpus.py).
 """
@@ -12,6 +13,7 @@ import platform
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -19,42 +21,75 @@ import corpus
 
 PAGE = Path(__file__).parents[3] / "docs" / "deaths.md"
 BEGIN, END = "<!-- result:begin -->", "<!-- result:end -->"
+Said = dict[str, Any]
 
 
-def table(judged: list[corpus.Judged]) -> str:
+def table(judged: list[tuple[corpus.Case, dict[str, Said], Said]], places: list[str]) -> str:
     """The table and its sums, as Markdown."""
-    lines = ["| death | truth | live | from the log alone |", "| --- | --- | --- | --- |"]
-    for one in judged:
-        live = "(only a log)" if one.live is None else _cell(one.live, one.case.truth)
-        lines.append(f"| {one.case.what} | `{one.case.truth}` | {live} | {_cell(one.log, one.case.truth)} |")
-    lived = [one for one in judged if one.live is not None]
-    right_live = sum(one.live["verdict"] == one.case.truth for one in lived if one.live)
-    right_log = sum(one.log["verdict"] == one.case.truth for one in judged)
-    real = [one for one in judged if not one.case.written]
-    right_real = sum(one.log["verdict"] == one.case.truth for one in real)
-    where = f"Linux {platform.release()}, Python {platform.python_version()}"
-    lines += [
-        "",
-        f"Live: **{right_live} of {len(lived)}** right. From the log alone: **{right_log} of {len(judged)}** "
-        f"({right_log / len(judged):.0%}); without the written logs {right_real} of {len(real)} "
-        f"({right_real / len(real):.0%}). Run {time.strftime('%Y-%m-%d')} on {where}.",
+    lines = [
+        f"| death | truth | {' | '.join(corpus.PLACES[place] for place in places)} | from the log alone |",
+        "| --- " * (len(places) + 3) + "|",
     ]
+    for case, live, log in judged:
+        cells = [_cell(case, live[place]) if place in live else "" for place in places]
+        alone = "" if case.exit == 0 else _cell(case, log)
+        lines.append(f"| {case.what} | `{case.truth}` | {' | '.join(cells)} | {alone} |")
+    lines.append("")
+    for place in places:
+        said = [(case, live[place]) for case, live, _ in judged if place in live]
+        if said:
+            lines.append(f"- {corpus.PLACES[place]}: {_score(said)}")
+    logs = [(case, log) for case, _, log in judged if case.exit != 0]
+    told = [(case, log) for case, log in logs if not case.silent]
+    lines.append(f"- from the log alone: {_score(logs)}; of those whose log tells the cause: {_score(told)}")
+    where = f"Linux {platform.release()}, Python {platform.python_version()}"
+    lines += ["", f"Run {time.strftime('%Y-%m-%d')} on {where}."]
     return "\n".join(lines)
 
 
-def _cell(said: dict[str, object], truth: str) -> str:
-    text = f"`{said['verdict']}` {said['confidence']:.2f}"
-    return text if said["verdict"] == truth else f"**{text}**"
+def _score(said: list[tuple[corpus.Case, Said]]) -> str:
+    right = sum(case.right(one) for case, one in said)
+    unsure = sum(not case.right(one) and _unsure(one) for case, one in said)
+    wrong = len(said) - right - unsure
+    return f"**{right} of {len(said)}** right, {unsure} unsure, {wrong} wrong"
+
+
+def _cell(case: corpus.Case, said: Said) -> str:
+    text = f"`{said['verdict']}` {said['confidence']:.2f}" if said["verdict"] else "`none`"
+    if case.right(said):
+        return text
+    return f"*{text}*" if _unsure(said) else f"**{text}**"
+
+
+def _unsure(said: Said) -> bool:
+    return said["verdict"] is not None and said["confidence"] < corpus.SURE
 
 
 def main() -> None:
+    arguments = sys.argv[1:]
+    only = arguments[arguments.index("--only") + 1].split(",") if "--only" in arguments else []
+    places = [place for place in corpus.PLACES if place in only] or list(corpus.PLACES)
+    wanted = set(only) - set(places)
     judged = []
     for case in corpus.cases():
-        print(f"{case.name} …", file=sys.stderr, flush=True)
-        judged.append(corpus.judge(case))
-    text = table(judged)
+        if wanted and case.name not in wanted:
+            continue
+        live: dict[str, Said] = {}
+        log: Said = {}
+        for place in [] if case.log else [place for place in places if place in case.places]:
+            began = time.monotonic()
+            one = corpus.judge(case, place)
+            assert one.live is not None
+            live[place], log = one.live, log or one.log
+            said = f"{one.live['verdict']} {one.live['confidence']} exit {one.live['exit']}"
+            mark = "" if case.right(one.live) else f"   <-- {case.truth}: {one.live['evidence']}"
+            took = time.monotonic() - began
+            print(f"{case.name} {place} {took:.0f} s: {said}{mark}", file=sys.stderr, flush=True)
+        if live or case.log:
+            judged.append((case, live, log or corpus.judge(case).log))
+    text = table(judged, places)
     print(text)
-    if "--write" in sys.argv[1:]:
+    if "--write" in arguments:
         before, _, rest = PAGE.read_text().partition(BEGIN)
         PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
 

@@ -17,6 +17,7 @@ from legroom.model.death import (
     OomCount,
     Reading,
     Sign,
+    Victim,
 )
 from legroom.rescue.classify import LOG_ALONE, classify
 from legroom.rescue.log_reader import facts_of
@@ -24,6 +25,7 @@ from legroom.rescue.log_reader import facts_of
 KILLED = Ending(signal=9)
 MB = 1 << 20
 NONE = OomCount(0, True, "own")
+BUG = "Traceback (most recent call last):\n  File 'a'\nKeyError: 'x'\n"
 CUDA = "Traceback (most recent call last):\n  File 'a'\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate\n"
 
 
@@ -42,18 +44,59 @@ def test_sigkill_is_judged_by_the_counter() -> None:
     assert _verdict(ending=KILLED)[1] < _verdict(ending=KILLED, oom=NONE)[1]  # not knowing is less sure
 
 
-def test_a_shared_counter_is_less_sure_and_the_kernel_log_settles_it() -> None:
-    shared = OomCount(1, False, "shared", 0.5)
-    assert _verdict(ending=KILLED, oom=shared) == ("ram-oom-kill", 0.75)
-    assert _verdict(ending=KILLED, oom=shared, kernel=()) == ("killed", 0.93)  # it was somebody else
+def test_a_shared_counter_counts_for_the_job_when_the_job_lost_a_process() -> None:
+    lost = OomCount(1, False, "shared", 0.5, ours=1, victims=(Victim(7, "python train.py", 900 * MB),))
+    assert _verdict(ending=KILLED, oom=lost) == ("ram-oom-kill", 0.9)
+    assert _verdict(ending=Ending(1), oom=lost, text=BUG) == ("ram-oom-kill", 0.85)
     line = "Memory cgroup out of memory: Killed process 7 (python)"
-    assert _verdict(ending=KILLED, oom=shared, kernel=(line,)) == ("ram-oom-kill", 0.99)
+    assert _verdict(ending=KILLED, oom=lost, kernel=(line,)) == ("ram-oom-kill", 0.99)
+    another = OomCount(1, False, "shared", None, others=1)
+    assert _verdict(ending=KILLED, oom=another) == ("killed", 0.93)
+    assert _verdict(ending=Ending(1), oom=another, text=BUG) == ("not-memory", 0.93)
 
 
-def test_an_oom_kill_that_was_survived_is_not_the_cause() -> None:
-    long_ago = OomCount(1, True, "own", 600.0)
-    text = "Traceback (most recent call last):\n  File 'a'\nKeyError: 'x'\n"
-    assert _verdict(ending=Ending(1), oom=long_ago, text=text)[0] == "not-memory"
+def test_a_kill_that_cannot_be_attributed_is_unsure_and_told() -> None:
+    shared = OomCount(1, False, "shared", 0.5)
+    cause, sure = _verdict(ending=KILLED, oom=shared)
+    assert cause == "ram-oom-kill" and sure < 0.7
+    said = classify(Evidence(ending=Ending(1), oom=shared, log=facts_of(BUG.encode())))
+    assert said.cause == "not-memory" and any("not known whose process" in line for line in said.evidence)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch.distributed.DistBackendError: NCCL watchdog: collective operation timeout",
+        "RuntimeError: [rank0]: Gloo: Timed out waiting 1800000ms for recv operation to complete",
+        "TimeoutError: rank 1 did not answer",
+        "RuntimeError: worker 3 is gone",
+    ],
+)
+def test_a_kill_long_before_the_end_ended_a_job_that_waited_for_it(text: str) -> None:
+    """Collective timeouts take 10 to 30 minutes."""
+    long_ago = OomCount(1, True, "own", 1800.0)
+    text = f"Traceback (most recent call last):\n  File 'a'\n{text}\n"
+    cause, sure = _verdict(ending=Ending(1), oom=long_ago, text=text)
+    assert cause == "ram-oom-kill" and sure >= 0.85
+
+
+def test_an_oom_kill_that_was_survived_is_not_the_cause_and_is_told() -> None:
+    survived = OomCount(1, True, "own", 600.0, went_on=True)
+    said = classify(Evidence(ending=Ending(1), oom=survived, log=facts_of(BUG.encode())))
+    assert said.cause == "not-memory" and any("oom_kill rose by 1" in line for line in said.evidence)
+
+
+def test_sigkill_or_a_time_limit_long_after_an_oom_kill_is_unsure() -> None:
+    long_ago = OomCount(1, True, "own", 1800.0)
+    for number in (9, 15):
+        assert _verdict(ending=Ending(signal=number), oom=long_ago)[1] < 0.7
+
+
+def test_an_oom_kill_behind_exit_0_is_told() -> None:
+    victim = Victim(7, "python train.py", 900 * MB, "worker")
+    said = classify(Evidence(ending=Ending(0), oom=OomCount(1, True, "own", 0.5, victims=(victim,))))
+    assert said.cause == "ram-oom-kill" and "exited with 0" in said.summary
+    assert said.victim == victim and any("pid 7 (python train.py)" in line for line in said.evidence)
 
 
 def test_137_without_a_signal_is_the_program_s_own() -> None:

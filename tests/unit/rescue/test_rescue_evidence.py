@@ -13,8 +13,9 @@ from legroom.model.death import Level, Reading
 from legroom.probe.host import Host
 from legroom.rescue.cgroup_home import Home, make_home
 from legroom.rescue.kernel_log import KernelLog
-from legroom.rescue.readings import Readings, before_end, recent_rate, since_look, thinned, worst_stall
-from legroom.rescue.stall import StallWatch, cpu_seconds
+from legroom.rescue.log_reader import facts_of
+from legroom.rescue.readings import Readings, recent_rate, since_look, thinned, worst_stall
+from legroom.rescue.stall import StallWatch, cpu_seconds, hangs_on_shm, held_shm
 from legroom.rescue.sweep import names_there, sweep
 
 MB = 1 << 20
@@ -30,13 +31,6 @@ def test_the_rate_of_swap_is_of_the_last_seconds() -> None:
     assert recent_rate(history) == pytest.approx(4 * MB)
     assert recent_rate(history[:1]) is None and recent_rate([]) is None
     assert recent_rate([_reading(1), _reading(2)]) is None  # unknown is not zero
-
-
-def test_when_the_last_oom_kill_was() -> None:
-    history = [_reading(0, oom_kills=0), _reading(5, oom_kills=1), _reading(65, oom_kills=1)]
-    assert before_end(history) == 60
-    assert before_end([*history, _reading(66, oom_kills=2)]) == 0
-    assert before_end(history[:1]) is None and before_end([]) is None
 
 
 def test_the_worst_stall_is_of_the_last_seconds() -> None:
@@ -117,6 +111,45 @@ def test_a_job_that_works_or_writes_does_not_stall() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_only_a_job_whose_own_bytes_fill_dev_shm_now_and_whose_loader_waits_hangs() -> None:
+    level = Level(60 * MB, 64 * MB)
+    refused = facts_of(
+        b"RuntimeError: unable to allocate shared memory(shm) for file </torch_1>: No space left\n"
+    )
+    assert hangs_on_shm(level, 48 * MB, refused, loader=True)
+    assert not hangs_on_shm(level, 48 * MB, refused, loader=False)
+    assert not hangs_on_shm(level, 1 * MB, refused, loader=True)  # another process filled it
+    assert not hangs_on_shm(Level(0, 64 * MB), 0, refused, loader=True)  # it was full, and is not now
+    assert not hangs_on_shm(
+        level, 48 * MB, facts_of(b"step 1\n"), loader=True
+    )  # batches that wait their turn
+    assert not hangs_on_shm(level, None, refused, loader=True)
+    long_ago = facts_of(b"unable to allocate shared memory(shm)\n" + b"step\n" * 500)
+    assert not hangs_on_shm(level, 48 * MB, long_ago, loader=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm is Linux's")
+def test_bytes_of_dev_shm_are_the_job_s_own() -> None:
+    code = (
+        "import mmap, os, sys, tempfile\nf = tempfile.TemporaryFile(dir='/dev/shm')\n"
+        "os.ftruncate(f.fileno(), 1 << 20)\nm = mmap.mmap(f.fileno(), 1 << 20)\nm[:] = bytes(1 << 20)\n"
+        "print(flush=True)\nsys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code]
+    one, another = (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)
+    )
+    try:
+        for process in (one, another):
+            assert process.stdout is not None and process.stdout.readline() == b"\n"
+        assert held_shm(Host(), [one.pid]) == 1 << 20
+        assert held_shm(Host(), [one.pid, another.pid]) == 2 << 20
+        assert held_shm(Host(), []) == 0
+    finally:
+        for process in (one, another):
+            process.communicate()
+
+
 def test_cpu_time_of_processes() -> None:
     assert cpu_seconds(Host(), [os.getpid()]) > 0
     assert cpu_seconds(Host(), [2**22 + 1]) == 0

@@ -1,0 +1,12 @@
+"""np.memmap on a full disk: the file has its length, the disk has no block for it, bus error."""
+
+import os
+
+import numpy as np
+
+features = np.memmap(
+    os.path.join(os.environ["DEATH_DISK"], "features.dat"), np.float32, "w+", shape=(100, 1 << 20)
+)
+for step in range(100):
+    print(f"step {step}", flush=True)
+    features[step] = step

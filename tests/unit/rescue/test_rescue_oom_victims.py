@@ -1,0 +1,166 @@
+"""An OOM counter that others share: whose process a kill took is told by who is gone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from legroom.probe.host import Host
+from legroom.rescue.cgroup_home import Home
+from legroom.rescue.kernel_log import killed_in
+from legroom.rescue.oom_victims import OomVictims
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
+
+
+class Group:
+    """A shared group with real processes, and a counter and a listing that are written by hand."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.kills = folder, 0
+        self.running: dict[int, subprocess.Popen[bytes]] = {}
+        self.write()
+
+    def start(self, *, group: int = 0) -> int:
+        process = subprocess.Popen(["sleep", "60"], process_group=group)
+        self.running[process.pid] = process
+        self.write()
+        return process.pid
+
+    def end(self, *pids: int) -> None:
+        for pid in pids:
+            process = self.running.pop(pid)
+            process.kill()
+            process.wait()
+        self.write()
+
+    def write(self) -> None:
+        (self.folder / "memory.oom_control").write_text(f"oom_kill_disable 0\noom_kill {self.kills}\n")
+        (self.folder / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in self.running))
+
+    def watched(self, *, own: bool = False) -> OomVictims:
+        return OomVictims(Host(), Home(str(self.folder), "v1", own))
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Group]:
+    found = Group(tmp_path)
+    yield found
+    found.end(*found.running)
+
+
+def _job(group: Group) -> tuple[OomVictims, int, int, int]:
+    """A job of two processes beside another process."""
+    another = group.start()
+    watched = group.watched()
+    watched.begin()
+    main = group.start()
+    watched.root = main
+    worker = group.start(group=main)
+    watched.look(1.0, 0)
+    watched.measure([main, worker])
+    return watched, main, worker, another
+
+
+def test_the_job_lost_a_process(group: Group) -> None:
+    watched, _, worker, _ = _job(group)
+    group.kills += 1
+    group.end(worker)
+    watched.look(2.0, 0)
+    assert watched.kills == 1 and watched.taken() == (1, 0)
+    (victim,) = watched.victims()
+    assert victim.pid == worker and victim.command == "sleep 60" and victim.rss
+    assert watched.before_end(10.0) == 8.0
+
+
+def test_another_lost_a_process(group: Group) -> None:
+    watched, _, _, another = _job(group)
+    group.kills += 1
+    group.end(another)
+    watched.look(2.0, 0)
+    assert watched.taken() == (0, 1) and watched.victims() == () and watched.before_end(9.0) is None
+
+
+def test_both_or_neither_is_not_known(group: Group) -> None:
+    watched, _, worker, another = _job(group)
+    group.kills += 2
+    group.end(worker, another)
+    watched.look(2.0, 0)
+    group.kills += 1
+    group.write()
+    watched.look(5.0, 0)
+    assert watched.kills == 3 and watched.taken() == (0, 0)
+
+
+def test_a_process_that_takes_its_time_to_go_is_the_victim_and_a_later_one_is_not(group: Group) -> None:
+    watched, main, worker, _ = _job(group)
+    group.kills += 1
+    group.write()
+    watched.look(2.0, 0)
+    assert watched.taken() == (0, 0)
+    group.end(worker)
+    watched.look(2.3, 0)
+    group.end(main)
+    watched.look(2.4, 0)
+    assert watched.taken() == (1, 0) and [one.pid for one in watched.victims()] == [worker]
+
+
+def test_processes_that_end_while_nothing_is_killed_are_no_victims(group: Group) -> None:
+    watched, _, worker, _ = _job(group)
+    group.end(worker)
+    watched.look(2.0, 0)
+    group.kills += 1
+    group.write()
+    watched.look(5.0, 0)
+    assert watched.taken() == (0, 0) and watched.victims() == ()
+
+
+def test_a_job_that_keeps_on_writing_went_on(group: Group) -> None:
+    watched, _, worker, _ = _job(group)
+    group.kills += 1
+    group.end(worker)
+    watched.look(2.0, 10)
+    for step, when in enumerate((3.0, 4.0, 5.0)):
+        watched.look(when, 20 + step)
+    assert watched.went_on(10.0)
+    assert not watched.went_on(5.5)  # what it writes at its end is about its end
+    watched.look(20.0, 30)
+    assert watched.went_on(30.0)
+
+
+def test_a_group_that_cannot_be_listed_attributes_nothing(group: Group) -> None:
+    watched, _, worker, _ = _job(group)
+    group.kills += 1
+    group.end(worker)
+    (group.folder / "cgroup.procs").unlink()
+    watched.look(2.0, 0)
+    assert watched.kills == 1 and watched.taken() == (0, 0)
+
+
+def test_a_group_that_the_job_made_below_its_own_counts_also_when_it_is_removed(tmp_path: Path) -> None:
+    group = Group(tmp_path)
+    watched = group.watched(own=True)
+    watched.begin()
+    inner = tmp_path / "trial"
+    inner.mkdir()
+    (inner / "cgroup.procs").write_text("")
+    (inner / "memory.oom_control").write_text("oom_kill 1\n")
+    watched.look(1.0, 0)
+    (inner / "memory.oom_control").unlink()
+    (inner / "cgroup.procs").unlink()
+    inner.rmdir()
+    watched.look(2.0, 0)
+    assert watched.kills == 1 and watched.taken() == (1, 0)
+
+
+def test_what_the_kernel_s_log_says_of_each_victim() -> None:
+    lines = (
+        "oom-kill:constraint=CONSTRAINT_MEMCG,task_memcg=/a,task=python,pid=9,uid=0",
+        "Memory cgroup out of memory: Killed process 9 (python) total-vm:9kB, anon-rss:2048kB, file-rss:1kB",
+        "oom-kill:constraint=CONSTRAINT_MEMCG,task_memcg=/a,task=python,pid=11,uid=0",
+    )
+    assert killed_in(lines) == {9: 2 << 20, 11: None}
