@@ -13,18 +13,21 @@ import contextlib
 import logging
 import multiprocessing
 import pickle
+import threading
+import types
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from legroom.budget.crew import Each
+from legroom.errors import Unpicklable
 from legroom.loader import deaths, resume
 from legroom.loader.arena import inbox as arena_inbox
 from legroom.loader.arena.door import Door, careful
 from legroom.loader.arena.inbox import Pinner, unopened
 from legroom.loader.arena.pin import cuda_pinner
 from legroom.loader.arena.queues import direct
-from legroom.loader.arguments import check_arguments
+from legroom.loader.arguments import explained
 from legroom.loader.collate import Carried, read_budget, why_not, wrapped
 from legroom.loader.epoch import Epoch
 from legroom.loader.measure.private import start_method
@@ -32,6 +35,7 @@ from legroom.loader.progress import STOP, Note, Progress, Scattered
 from legroom.loader.rejoin import Rejoined, TurnKept, bring
 from legroom.loader.rest import Rest
 from legroom.loader.socket_room import make_room
+from legroom.loader.torch_internals import batches_ordered, workers
 from legroom.loader.unpicklable import unpicklable
 from legroom.packages import require
 from legroom.words import say
@@ -41,6 +45,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("legroom")
 _told: set[str] = set()
+_Batch = TypeVar("_Batch", covariant=True)
+_DECIDING = {"collate_fn", "num_workers", "memory_budget"}  # attributes that the transport depends on
 
 
 class Loader:
@@ -61,6 +67,9 @@ class Loader:
 
     transport: str
     why: str
+    memory_budget: int | str
+    _torch: type[Any]  # torch's class
+    _starting = False  # torch is making an iterator, for us
 
     def __init__(
         self,
@@ -82,13 +91,17 @@ class Loader:
         **options: Any,
     ) -> None:
         read_budget(memory_budget)
-        check_arguments(batch_size, num_workers, shuffle, sampler, options)
-        super().__init__(  # type: ignore[call-arg]
-            dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last,
-            timeout, worker_init_fn, multiprocessing_context, generator, **options,
-        )  # fmt: skip
-        loader: Any = self
-        self.memory_budget = memory_budget
+        try:
+            super().__init__(  # type: ignore[call-arg]
+                dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last,
+                timeout, worker_init_fn, multiprocessing_context, generator, **options,
+            )  # fmt: skip
+        except ValueError as problem:
+            given = {"batch_size": batch_size, "num_workers": num_workers, "sampler": sampler, **options}
+            if (clearer := explained(problem, given)) is not None:
+                raise clearer from None
+            raise
+        self._start_lock = threading.RLock()
         self._progress: Progress | None = None
         self._stood: dict[str, Any] | None = None  # where the next pass begins, if not at the start
         self._seeded = (
@@ -98,23 +111,57 @@ class Loader:
         self._crew: deaths.Crew | None = None
         self._each: Each | None = None  # what a worker was seen to take
         self._last_door: Door | None = None
-        self.transport, self.why = "arena", say("workers hand over batches in memory of their own")
-        if num_workers == 0:
+        vars(self)["memory_budget"] = memory_budget
+        self._decide()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "memory_budget":
+            read_budget(value)
+        super().__setattr__(name, value)
+        if name in _DECIDING and "memory_budget" in vars(self):
+            self._decide(anew=name == "memory_budget")
+
+    def _decide(self, anew: bool = False) -> None:
+        """Which way batches take, and the collate function for it; ``anew``: also where it has its own budget."""
+        loader: Any = self
+        if loader.num_workers == 0:
             self.transport, self.why = "none", say("num_workers=0: batches are made in this process")
         elif (reason := why_not()) is not None:
             self._by_torch(reason)
-        elif not (isinstance(loader.collate_fn, Carried) and memory_budget == "auto"):
-            loader.collate_fn = wrapped(loader.collate_fn, memory_budget)
+        else:
+            self.transport, self.why = "arena", say("workers hand over batches in memory of their own")
+            if anew or not (isinstance(loader.collate_fn, Carried) and self.memory_budget == "auto"):
+                super().__setattr__("collate_fn", wrapped(loader.collate_fn, self.memory_budget))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the settings and the position, and starts workers of its own."""
+        self._learn()
+        here = {"_start_lock": None, "_last_door": None, "_crew": None, "_heir": None, "_iterator": None}
+        return {**vars(self), **here}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _start_lock=threading.RLock())
 
     def __iter__(self) -> Epoch:
-        stood, self._stood = self._stood, None
-        if stood is not None:
-            return self._go_on(stood)
-        living = self._lasting and self._crew is not None
-        notes = resume.later(self._progress) if living else {}
-        start = super().__iter__ if self._heir is None else self._heir.__iter__  # type: ignore[misc]
-        with self._seeds_apart(self._seeded and not living):
-            return self._pass(self._begun(resume.remember(self), self._seeded, workers=notes), start)
+        with self._start_lock:
+            stood, self._stood = self._stood, None
+            if stood is not None:
+                return self._go_on(stood)
+            living = self._lasting and self._crew is not None
+            notes = resume.later(self._progress) if living else {}
+            start = super().__iter__ if self._heir is None else self._heir.__iter__  # type: ignore[misc]
+            with self._seeds_apart(self._seeded and not living):
+                progress = self._begun(resume.remember(self), self._seeded, workers=notes)
+                return self._pass(progress, start, self._lasting)
+
+    def _get_iterator(self) -> Any:
+        """What torch calls for an iterator, and loaders of others that keep one for themselves."""
+        with self._start_lock:
+            start = super()._get_iterator  # type: ignore[misc]
+            if self._starting:
+                return start()
+            progress = self._begun(resume.remember(self), self._seeded)
+            return self._pass(progress, start, lasting=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the current pass stands; what comes next follows the last batch given out."""
@@ -178,19 +225,20 @@ class Loader:
             arena_inbox.close(crew.pids)  # one that waits for room must not wait for us
         self._heir = loader._iterator = None
 
-    def _pass(self, progress: Progress, start: Any) -> Epoch:
-        """A pass over what ``start`` gives."""
+    def _pass(self, progress: Progress, start: Any, lasting: bool) -> Epoch:
+        """A pass over what ``start`` gives; ``lasting``: by workers that this loader keeps."""
         loader: Any = self
-        lasting = self._lasting
         self._progress = progress
         if loader.num_workers == 0:
-            return Epoch(start(), None, progress, None, self._by_torch, lasting=False)
+            with _lent(loader, {"_starting": True}):
+                inner = start()
+            return Epoch(inner, None, progress, None, self._by_torch, lasting=False)
         by_server = start_method(loader.multiprocessing_context) == "forkserver"
         make_room(needed=by_server or self.transport == "torch")
         pinner = self._pinner()
         door = self._door(lasting)
-        before = set(multiprocessing.active_children())
-        others: dict[str, Any] = {}
+        before = multiprocessing.active_children()
+        others: dict[str, Any] = {"_starting": True}
         if pinner is not None:
             others["pin_memory"] = False  # torch would start a thread for what is pinned already
         if door is not None:
@@ -202,14 +250,21 @@ class Loader:
         try:
             with unopened(), _lent(loader, others):
                 inner = start()
-        except (TypeError, AttributeError, pickle.PicklingError, UserWarning) as problem:
-            clearer = unpicklable(loader.dataset, loader.collate_fn, loader.worker_init_fn)
-            if clearer is None:
+        except BaseException as problem:
+            if door is not None:
+                door.close()  # torch ends those that have started, and they must not wait
+            if (clearer := self._unpicklable(problem)) is None:
                 raise
             raise clearer from problem
-        started = [process for process in multiprocessing.active_children() if process not in before]
+        if door is not None and batches_ordered(inner) == 0:
+            door.open()  # no batch will be made that others could wait for
+        every = workers(inner)
+        if every is None:
+            every = [process for process in multiprocessing.active_children() if process not in before]
+        started = [process for process in every if self._crew is None or process.pid not in self._crew.pids]
         crew = self._crew if lasting and self._crew is not None and not started else deaths.Crew(started)
-        self._crew = crew if lasting else None
+        if lasting:
+            self._crew = crew
         self._seeded = self._seeded or lasting
         deaths.listen()
         scattered = None
@@ -220,26 +275,34 @@ class Loader:
             inner, crew, progress, pinner, self._by_torch, lasting=lasting, door=door, scattered=scattered
         )
 
+    def _unpicklable(self, problem: BaseException) -> Unpicklable | None:
+        """What could not be sent to a worker, where that is why none was started."""
+        loader: Any = self
+        if not isinstance(problem, (TypeError, AttributeError, pickle.PicklingError, UserWarning)):
+            return None
+        if start_method(loader.multiprocessing_context) == "fork":  # nothing is sent
+            return None
+        return unpicklable(loader.dataset, loader.collate_fn, loader.worker_init_fn)
+
     def _door(self, lasting: bool) -> Door | None:
         """How carefully the workers of a pass must start; an error where they are known not to fit."""
         loader: Any = self
         if self.transport != "arena" or (lasting and self._crew is not None):
             return None
-        if self._last_door is not None:
-            self._each = self._last_door.seen or self._each
-        with contextlib.suppress(TypeError):  # how long it is may not be known
-            if len(loader) == 0:
-                return None
+        self._learn()
         self._last_door = careful(
             loader.num_workers, start_method(loader.multiprocessing_context), loader.worker_init_fn, self._each,
             loader.batch_size, iterable=self._iterable, drop_last=loader.drop_last,
         )  # fmt: skip
         return self._last_door
 
+    def _learn(self) -> None:
+        """Keep what the last careful start has measured."""
+        if self._last_door is not None:
+            self._each = self._last_door.seen or self._each
+
     def _go_on(self, stood: dict[str, Any]) -> Epoch:
         """The rest of an interrupted pass, by a loader of torch's over what is left."""
-        from torch.utils.data import DataLoader
-
         loader: Any = self
         resume.fitting(self, stood, self._iterable)  # the workers may be others since it was loaded
         notes = {int(worker): note for worker, note in stood["workers"].items()}
@@ -274,7 +337,7 @@ class Loader:
                 init = Rejoined(init, notes, keep_turn, loader.batch_size)
             elif notes and not bring(loader.dataset, notes[0]):
                 return iter(())
-            heir = DataLoader(
+            heir = self._torch(
                 loader.dataset,
                 pin_memory=loader.pin_memory,
                 generator=loader.generator,
@@ -282,14 +345,14 @@ class Loader:
                 multiprocessing_context=loader.multiprocessing_context,
                 **given,
             )
-            inner = iter(heir)
+            inner: Iterator[Any] = iter(heir)
             if rest is not None:
                 rest.begin()
             self._heir = heir if self._lasting else None
             return inner
 
         with resume.replayed(self, stood["generators"]), self._seeds_apart(stood["seeded"]):
-            going = self._pass(progress, start)
+            going = self._pass(progress, start, self._lasting)
             if self._iterable and not notes:
                 going.skip(yielded)
         return going
@@ -329,8 +392,8 @@ def _over(note: Mapping[str, Any] | None) -> bool:
 def _loader_class() -> type[Any]:
     """Ours and torch's in one class, made when torch is needed and not before."""
     Torch = require("torch.utils.data", "torch", "legroom.DataLoader").DataLoader  # noqa: N806
-    names = {"__module__": __name__, "__qualname__": "DataLoader", "__doc__": _DOC}
-    return type("DataLoader", (Loader, Torch), names)
+    names = {"__module__": __name__, "__qualname__": "DataLoader", "__doc__": _DOC, "_torch": Torch}
+    return types.new_class("DataLoader", (Loader, Torch[_Batch]), exec_body=lambda body: body.update(names))
 
 
 _DOC = """torch's DataLoader, with batches carried from the workers past /dev/shm.

@@ -52,8 +52,7 @@ class Crew:
             return None
         pid, code = dead[0]
         why, fix = explain(code, self._before, memory(Host()), len(self.processes))
-        which = say("DataLoader worker (pid {pid}) {end}", pid=pid, end=_end(code))
-        return WorkerDied(which, why=why, fix=fix)
+        return WorkerDied(_died(pid, code), why=why, fix=fix)
 
 
 # Without callbacks: torch's error may be raised between any two steps, and one in a callback would be lost.
@@ -112,10 +111,13 @@ def _name(number: int) -> str:
         return say("signal {number}", number=number)
 
 
-def _end(code: int) -> str:
+def _died(pid: int | None, code: int) -> str:
+    """In torch's words, which people and programs look for."""
     if code < 0:
-        return say("was killed by {name}", name=_name(-code))
-    return say("exited with status {code}", code=code)
+        text = signal.strsignal(-code) if -code in signal.valid_signals() else None
+        return say("DataLoader worker (pid {pid}) is killed by signal: {text} ({name})", pid=pid, text=text or -code,
+                   name=_name(-code))  # fmt: skip
+    return say("DataLoader worker (pid {pid}) exited unexpectedly with exit code {code}", pid=pid, code=code)
 
 
 def listen() -> None:

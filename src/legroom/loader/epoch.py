@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from legroom.errors import BudgetTooSmall
@@ -22,10 +23,15 @@ from legroom.loader.arena.pin import pinned
 from legroom.loader.deaths import Crew
 from legroom.loader.progress import Progress, Scattered
 from legroom.loader.rejoin import NOTHING
+from legroom.loader.torch_internals import dataset_ended, release_frames
 
 
 class Epoch:
-    """An iterator over batches."""
+    """An iterator over batches.
+
+    What it does not do itself is done by torch's iterator inside: to other code it is one of torch's, with
+    ``_workers`` and all, also for ``isinstance``.
+    """
 
     def __init__(
         self,
@@ -51,11 +57,37 @@ class Epoch:
     def __len__(self) -> int:
         return len(self._inner)  # type: ignore[arg-type]
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":  # it is not there yet, or no longer
+            raise AttributeError(name)
+        found = getattr(self._inner, name)
+        return partial(self._shut_down, found) if name == "_shutdown_workers" else found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._inner.__reduce_ex__(protocol)  # torch's error
+
+    def _shut_down(self, workers: Callable[[], None]) -> None:
+        self._let_go()
+        workers()
+        arena_inbox.sweep()
+
+    def _let_go(self) -> None:
+        """Hold up no worker: one that waits for room, or to start, must not wait for us."""
+        if self._crew is None:
+            return
+        if self._door is not None:
+            self._door.close()
+        arena_inbox.close(self._crew.pids)
+
     def __next__(self) -> Any:
         item = self._take()
         self._progress.gave(None if self._scattered is None else self._scattered.gone())
         if self._crew is None:
-            self._progress.ended = getattr(getattr(self._inner, "_dataset_fetcher", None), "ended", False)
+            self._progress.ended = dataset_ended(self._inner)
         if not isinstance(item, Parcel):
             return item if self._pinner is None else pinned(item)
         if item.note is not None:
@@ -87,15 +119,13 @@ class Epoch:
         except Exception as problem:
             if self._scattered is not None:
                 self._scattered.gone()  # it failed, and was not given out
-            # torch's frames keep what they raised in a variable, and by it the iterator and its workers, until somebody
-            # collects garbage; then each worker is waited for in vain. What was wrong in a worker is in the message.
-            problem.__traceback__ = None
+            release_frames(
+                problem
+            )  # else the workers live until garbage is collected, and are waited for in vain
             better = self._better(problem, door)
-            if isinstance(better, BudgetTooSmall):
-                problem.__cause__ = problem.__context__ = None  # so do those of what was raised on the way
+            if better is None:
+                raise
             try:
-                if better is None:
-                    raise problem
                 raise better from (None if isinstance(better, BudgetTooSmall) else problem)
             finally:
                 del better  # for the same reason
@@ -118,8 +148,6 @@ class Epoch:
         crew = getattr(self, "_crew", None)
         if crew is None or self._lasting or os.getpid() != self._pid:
             return
-        if self._door is not None:
-            self._door.close()
-        arena_inbox.close(crew.pids)  # a worker that waits for room must not wait for us
+        self._let_go()
         del self._inner  # ends the workers
         arena_inbox.sweep()

@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator
 from itertools import count
 from typing import Any
 
+from legroom.loader.torch_internals import batches_ordered, batches_under_way
+
 # What a worker has to do with its dataset, once it has the saved state, before it draws anything.
 END = "end"  # the pass that the state was taken in ended by itself: iterate to its end
 LEAVE = "leave"  # that pass was left: ask for an iterator and leave it
@@ -103,14 +105,15 @@ class Scattered:
     @staticmethod
     def possible(inner: Any) -> bool:
         """Whether this torch keeps them where they are looked for."""
-        return hasattr(inner, "_task_info") and hasattr(inner, "_send_idx")
+        return batches_ordered(inner) is not None and batches_under_way(inner) is not None
 
     def gone(self) -> list[int]:
         """The numbers of the batches that left since this was last asked."""
-        while self._sent < self._inner._send_idx:
+        while self._sent < (batches_ordered(self._inner) or 0):
             self._on_their_way[self._sent] = next(self._left)
             self._sent += 1
-        left_now = [number for number in self._on_their_way if number not in self._inner._task_info]
+        waiting = batches_under_way(self._inner) or ()
+        left_now = [number for number in self._on_their_way if number not in waiting]
         return [self._on_their_way.pop(number) for number in left_now]
 
 

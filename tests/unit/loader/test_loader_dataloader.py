@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import gc
 import itertools
 import logging
@@ -14,6 +15,8 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,9 +27,11 @@ import legroom
 from legroom.cache.room import Bound
 from legroom.errors import BadArgument, BadSize, BudgetTooSmall, RaggedBatch, Unpicklable, UsageError
 from legroom.loader import dataloader
+from legroom.loader.arena import door as arena_door
 from legroom.loader.arena import inbox as arena_inbox
 from legroom.loader.arena import pool as arena_pool
 from legroom.loader.arena import slot as arena_slot
+from legroom.loader.arena.refusal import Left
 from legroom.loader.collate import Carried
 
 torch = pytest.importorskip("torch")
@@ -255,20 +260,23 @@ def test_what_cannot_be_sent_is_named() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"batch_size": 0}, "batch_size=0 makes no batches"),
-        ({"batch_size": -4}, "batch_size=-4 makes no batches"),
-        ({"num_workers": -1}, "num_workers=-1 cannot be"),
-        ({"prefetch_factor": 2}, "prefetch_factor means nothing without workers"),
-        ({"persistent_workers": True}, "persistent_workers means nothing without workers"),
-        ({"sampler": [1, 2], "shuffle": True}, "sampler and shuffle=True exclude each other"),
+        ({"batch_size": 0}, "batch_size=0.*at least one sample"),
+        ({"batch_size": -4}, "batch_size=-4.*at least one sample"),
+        ({"num_workers": -1}, "num_workers option should be non-negative.*num_workers=-1"),
+        ({"prefetch_factor": 2}, "prefetch_factor option could only.*prefetch_factor=2 with num_workers=0"),
+        ({"persistent_workers": True}, "persistent_workers option needs.*with num_workers=0"),
+        (
+            {"sampler": [1, 2], "shuffle": True},
+            "sampler option is mutually exclusive with shuffle.*list was given",
+        ),
     ],
 )
 def test_what_torch_refuses_in_one_line_says_what_to_do(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError):  # whatever torch says, it is of this kind
+    with pytest.raises(ValueError) as torchs:
         torch.utils.data.DataLoader(samples.Rows(), **options)
-    with pytest.raises(BadArgument, match=said) as caught:
+    with pytest.raises(BadArgument, match=f"(?s){said}") as caught:
         legroom.DataLoader(samples.Rows(), **options)
-    assert isinstance(caught.value, ValueError) and caught.value.why and caught.value.fix
+    assert caught.value.what == str(torchs.value) and caught.value.why and caught.value.fix
 
 
 # Nothing is left.
@@ -333,6 +341,256 @@ def test_live_iterators_and_loaders_side_by_side() -> None:
     for a, b, c in zip(one, two, two, strict=True):
         assert int(a) == int(b) == int(c)
     del one, two
+
+
+# To other code it is torch's loader, and its iterator torch's.
+
+
+class Failing:
+    """The user's own code: a dataset, a sampler and functions that raise."""
+
+    def __init__(self, count: int = 8) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> Any:
+        return self.of_the_user(i)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.of_the_user(0)
+
+    def of_the_user(self, i: int) -> Any:
+        raise LookupError(f"nothing at {i}")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sampler": Failing(), "num_workers": 0},
+        {"sampler": Failing(), "num_workers": 2},
+        {"batch_size": None},
+    ],
+    ids=["batches", "sampler", "sampler, workers", "samples"],
+)
+def test_an_exception_keeps_the_users_frames(options: dict[str, Any]) -> None:
+    with pytest.raises(LookupError, match="nothing at 0") as caught:
+        list(legroom.DataLoader(Failing(), **options))
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[-1] == "of_the_user"
+
+
+def test_an_exception_of_the_sampler_in_the_middle_keeps_its_frames_too() -> None:
+    def sampler() -> Iterator[int]:
+        yield from range(6)
+        raise LookupError("the sampler's own")
+
+    loader = legroom.DataLoader(samples.Rows(), 1, sampler=sampler(), num_workers=1, prefetch_factor=2)
+    with pytest.raises(LookupError) as caught:
+        list(loader)
+    assert "sampler" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+
+def test_an_exception_from_a_worker_leaves_no_process_behind() -> None:
+    gc.collect()  # what other tests have left
+    gc.disable()  # from here on nobody need collect anything
+    try:
+        with contextlib.suppress(KeyError):
+            list(legroom.DataLoader(samples.Raises(), 2, num_workers=2))
+        assert not multiprocessing.active_children()
+    finally:
+        gc.enable()
+
+
+class Unsized(samples.Stream):
+    """An IterableDataset that does not want to be asked for its length, or answers wrongly."""
+
+    def __init__(self, length: int | None) -> None:
+        super().__init__(8)
+        self.length = length
+
+    def __len__(self) -> int:
+        if self.length is None:
+            raise RuntimeError("the length is not known before the end")
+        return self.length
+
+
+@pytest.mark.parametrize("length", [None, 1])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_length_is_not_asked_for(length: int | None, workers: int) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Length of IterableDataset")
+        got = numbers(legroom.DataLoader(Unsized(length), 2, num_workers=workers))
+    assert list(itertools.chain(*got)) == [int(row[0]) for row in samples.Stream(8) for _ in range(3)]
+
+
+def test_the_length_of_a_sampler_is_not_asked_for() -> None:
+    class Endless:
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[0, 1], [2]])
+
+        def __len__(self) -> int:
+            raise NotImplementedError("how long it is is not known")
+
+    loader = legroom.DataLoader(samples.Rows("int"), batch_sampler=Endless(), num_workers=1)
+    assert numbers(loader) == [[0, 1], [2]]
+
+
+def test_the_class_takes_the_type_of_its_batches() -> None:
+    assert legroom.DataLoader[int].__origin__ is legroom.DataLoader
+    assert numbers(legroom.DataLoader[Any](samples.Rows("int", 3), 3)) == [[0, 1, 2]]
+
+    class Own(legroom.DataLoader[int]):  # type: ignore[misc]
+        pass
+
+    assert isinstance(Own(samples.Rows("int")), torch.utils.data.DataLoader)
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_an_iterator_is_one_of_torchs(lasting: bool) -> None:
+    from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
+
+    iterator = iter(legroom.DataLoader(samples.Rows("int"), 2, num_workers=2, persistent_workers=lasting))
+    assert isinstance(iterator, _BaseDataLoaderIter) and isinstance(iterator, _MultiProcessingDataLoaderIter)
+    processes = iterator._workers
+    assert len(processes) == 2 and all(one.is_alive() for one in processes)
+    assert int(next(iterator)[1]) == 1 and iterator._num_yielded == 1
+    with pytest.raises(NotImplementedError, match="cannot be pickled"):
+        pickle.dumps(iterator)
+    iterator._shutdown_workers()
+    assert not any(one.is_alive() for one in processes)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        iterator.no_such_name  # noqa: B018
+    plain = iter(legroom.DataLoader(samples.Rows("int"), 2))
+    assert isinstance(plain, _BaseDataLoaderIter) and not hasattr(plain, "_workers")
+    assert not hasattr(plain, "_shutdown_workers")
+
+
+def test_shutting_down_does_not_wait_for_a_worker_without_room() -> None:
+    started = time.monotonic()
+    for _ in range(3):
+        loader = legroom.DataLoader(samples.Rows(), 2, num_workers=1, prefetch_factor=6, memory_budget=4096)
+        iterator = iter(loader)
+        kept = next(iterator)
+        time.sleep(0.2)  # the worker has filled its one slot and waits
+        iterator._shutdown_workers()
+    assert kept.sum() == 12
+    assert time.monotonic() - started < 14  # torch waits 5 s for a worker that does not answer
+
+
+def test_a_loader_that_keeps_its_iterator_as_others_do() -> None:
+    class Kept(legroom.DataLoader):  # type: ignore[misc]
+        """As in loaders for detection: one iterator, made again when asked."""
+
+        def again(self) -> None:
+            self.iterator = self._get_iterator()
+
+    loader = Kept(samples.Rows("int", 4), 2, num_workers=1)
+    for _ in range(2):
+        loader.again()
+        assert numbers(loader.iterator) == [[0, 1], [2, 3]]
+    assert loader._crew is None and loader.state_dict()["yielded"] == 0
+
+
+def test_in_place_of_torchs_class_it_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.data, "DataLoader", legroom.DataLoader)
+    loader = shuffled(generator=torch.Generator().manual_seed(4))
+    first = numbers(itertools.islice(loader, 2))
+    again = shuffled(generator=torch.Generator())
+    again.load_state_dict(loader.state_dict())
+    assert first + numbers(again) == numbers(shuffled(generator=torch.Generator().manual_seed(4)))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("lasting", [True, False])
+def test_a_copy_after_a_careful_start(monkeypatch: pytest.MonkeyPatch, copied: Any, lasting: bool) -> None:
+    monkeypatch.setattr(arena_door, "left", lambda: Left(900 << 20, "here"))
+    loader = legroom.DataLoader(samples.Rows("int"), 8, num_workers=2, persistent_workers=lasting)
+    expected = numbers(loader)
+    assert loader._last_door is not None
+    other = copied(loader)
+    assert other._each == loader._last_door.seen is not None
+    assert numbers(other) == expected == numbers(loader)
+    assert numbers(copied(other)) == expected
+
+
+def test_a_sampler_that_raises_holds_up_no_careful_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_door, "left", lambda: Left(900 << 20, "here"))
+    loader = legroom.DataLoader(samples.Rows(), sampler=Failing(), num_workers=2)
+    started = time.monotonic()
+    with pytest.raises(LookupError):
+        iter(loader)
+    assert time.monotonic() - started < 9  # torch waits 5 s for each worker that does not answer
+
+
+def test_no_batches_hold_up_no_careful_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_door, "left", lambda: Left(900 << 20, "here"))
+    started = time.monotonic()
+    assert list(legroom.DataLoader(samples.Rows("int", 0), 4, num_workers=2)) == []
+    assert time.monotonic() - started < 9
+
+
+class Together:
+    """A sampler that begins when two threads have come so far."""
+
+    def __init__(self, barrier: threading.Barrier) -> None:
+        self.barrier = barrier
+
+    def __iter__(self) -> Iterator[int]:
+        self.barrier.wait(60)
+        return iter(range(8))
+
+
+def test_loaders_that_start_in_two_threads_have_their_own_workers() -> None:
+    barrier, made, got = threading.Barrier(2), {}, {}
+
+    def one(name: str) -> None:
+        loader = legroom.DataLoader(samples.Rows("int"), 2, sampler=Together(barrier), num_workers=1)
+        made[name] = iter(loader)
+        got[name] = numbers(made[name])
+
+    threads = [threading.Thread(target=one, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert got["a"] == got["b"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    pids = {name: iterator._crew.pids for name, iterator in made.items()}
+    assert len(pids["a"]) == len(pids["b"]) == 1 and not pids["a"] & pids["b"]
+
+
+def test_one_loader_started_in_two_threads() -> None:
+    loader, got = shuffled(samples.Rows("int"), shuffle=False), []
+    threads = [threading.Thread(target=lambda: got.append(numbers(loader))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert got == 4 * [numbers(legroom.DataLoader(samples.Rows("int"), 3))]
+    assert loader.worker_init_fn is None and loader.multiprocessing_context is None
+
+
+def test_what_is_set_later_decides_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = legroom.DataLoader(samples.Rows(), 4, num_workers=1)
+    loader.collate_fn = samples.custom
+    assert loader.transport == "arena" and isinstance(loader.collate_fn, Carried)
+    assert loader.collate_fn.fn is samples.custom
+    loader.memory_budget = "2MB"
+    assert loader.collate_fn.budget == 2 << 20 and loader.collate_fn.fn is samples.custom
+    with pytest.raises(BadSize):
+        loader.memory_budget = "much"
+    assert loader.memory_budget == "2MB"
+    loader.num_workers = 0
+    assert loader.transport == "none" and len(list(loader)) == 6
+    late = legroom.DataLoader(samples.Rows(), 4)
+    assert late.transport == "none" and late.collate_fn is torch.utils.data.default_collate
+    late.num_workers, late.prefetch_factor = 1, 2
+    assert late.transport == "arena" and isinstance(late.collate_fn, Carried) and len(list(late)) == 6
+    monkeypatch.setenv("LEGROOM_DISABLE", "1")
+    late.collate_fn = samples.custom
+    assert late.transport == "torch" and late.collate_fn is samples.custom
 
 
 # The end of the program.

@@ -51,8 +51,10 @@ def test_only_deaths_of_its_own_workers_are_explained() -> None:
     assert crew(None, 0).died(said) is None
     assert crew(None, -9).died(RuntimeError("Caught RuntimeError in DataLoader worker process 0.")) is None
     died = crew(None, -9).died(said)
-    assert isinstance(died, WorkerDied) and "DataLoader worker (pid 101) was killed by SIGKILL" in str(died)
-    assert "exited with status 4" in str(crew(4).died(BatchLost("gone")))
+    assert isinstance(
+        died, WorkerDied
+    ) and "DataLoader worker (pid 101) is killed by signal: Killed (SIGKILL)" in str(died)
+    assert "exited unexpectedly with exit code 4" in str(crew(4).died(BatchLost("gone")))
 
 
 def test_torchs_signal_handler_is_kept_and_its_error_explained(monkeypatch: pytest.MonkeyPatch) -> None:
