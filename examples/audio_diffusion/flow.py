@@ -29,12 +29,6 @@ class Flow(nn.Module):
         tokens = self.blocks(tokens + places + condition[:, None])
         return self.mel_out(tokens[:, words.shape[1] :]).reshape(batch, frames, self.bands).transpose(1, 2)
 
-    def loss(self, mels: Tensor, words: Tensor, text: Tensor) -> Tensor:
-        """How far off the clean spectrogram is, at random times."""
-        time = torch.rand(len(mels), device=mels.device)
-        noisy = torch.lerp(torch.randn_like(mels), mels, time[:, None, None])
-        return nn.functional.mse_loss(self(noisy, time, words, text), mels)
-
     @torch.no_grad()
     def generate(self, words: Tensor, text: Tensor, frames: int, steps: int = 16) -> Tensor:
         """Spectrograms for these captions: from noise, a little of what is left of the way at every step."""
@@ -43,6 +37,13 @@ class Flow(nn.Module):
             time = torch.full((len(text),), step / steps, device=text.device)
             mels = torch.lerp(mels, self(mels, time, words, text), 1 / (steps - step))
         return mels
+
+
+def flow_loss(model: nn.Module, mels: Tensor, words: Tensor, text: Tensor) -> Tensor:
+    """How far off the clean spectrogram is, at random times; of a Flow, or of one that DDP wraps."""
+    time = torch.rand(len(mels), device=mels.device)
+    noisy = torch.lerp(torch.randn_like(mels), mels, time[:, None, None])
+    return nn.functional.mse_loss(model(noisy, time, words, text), mels)
 
 
 def waves(places: Tensor, width: int) -> Tensor:

@@ -16,6 +16,7 @@ import h5py
 import numpy as np
 
 from legroom.units import format_size
+from legroom.words import either
 
 RATE, HOP, WINDOW = 8000, 64, 256  # samples a second, from frame to frame, in a frame
 BANDS, FRAMES = 64, 960  # of a mel spectrogram: 7.7 seconds
@@ -85,18 +86,32 @@ def make(path: Path, clips: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default="clips.h5", help="the file to write (default clips.h5)")
-    parser.add_argument("--clips", type=int, default=384, help="how many (default 384: 45 MB)")
+    parser = argparse.ArgumentParser(
+        description=either("Make short clips of synthetic instruments.", "生成合成乐器的短片段。")
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default="clips.h5",
+        help=either("file to write (clips.h5)", "输出文件（clips.h5）"),
+    )
+    parser.add_argument(
+        "--clips", type=int, default=384, help=either("how many (384: 45 MB)", "片段数（384 个约 45 MB）")
+    )
     args = parser.parse_args(argv)
     if args.clips < 1:
-        parser.error("--clips must be at least 1")
+        parser.error(either("--clips must be at least 1", "--clips 不能小于 1"))
     try:
         make(args.out, args.clips)
     except OSError as problem:
-        parser.error(f"cannot write {args.out}: {problem}")
-    size = format_size(args.out.stat().st_size)
-    print(f"{args.out}: {args.clips} clips of {FRAMES * HOP / RATE:.1f} s, {size}")
+        parser.error(either(f"cannot write {args.out}: {problem}", f"无法写入 {args.out}：{problem}"))
+    size, seconds = format_size(args.out.stat().st_size), FRAMES * HOP / RATE
+    print(
+        either(
+            f"{args.out}: {args.clips} clips of {seconds:.1f} s, {size}",
+            f"{args.out}：{args.clips} 个片段，每个 {seconds:.1f} 秒，共 {size}",
+        )
+    )
 
 
 if __name__ == "__main__":

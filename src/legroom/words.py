@@ -87,6 +87,11 @@ def phrase(template: str) -> str:
     return template
 
 
+def either(english: str, chinese: str) -> str:
+    """One of two texts, by the language of this process: for scripts that have no catalogue, as the examples."""
+    return chinese if language() == "zh" else english
+
+
 def counted(count: int, one: str, many: str) -> str:
     """A number with its noun: ``1 GPU``, ``2 GPUs``. Both are templates of ``count``, marked by ``phrase``."""
     return say(one if count == 1 else many, count=count)
