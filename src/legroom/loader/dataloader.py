@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import os
 import pickle
 import threading
 import types
@@ -101,7 +102,7 @@ class Loader:
             if (clearer := explained(problem, given)) is not None:
                 raise clearer from None
             raise
-        self._start_lock = threading.RLock()
+        self._start_lock = _Alone()
         self._progress: Progress | None = None
         self._stood: dict[str, Any] | None = None  # where the next pass begins, if not at the start
         self._seeded = (
@@ -136,11 +137,8 @@ class Loader:
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the settings and the position, and starts workers of its own."""
         self._learn()
-        here = {"_start_lock": None, "_last_door": None, "_crew": None, "_heir": None, "_iterator": None}
+        here = {"_last_door": None, "_crew": None, "_heir": None, "_iterator": None}
         return {**vars(self), **here}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _start_lock=threading.RLock())
 
     def __iter__(self) -> Epoch:
         with self._start_lock:
@@ -368,6 +366,24 @@ class Loader:
         if reason not in _told:
             _told.add(reason)
             _log.warning(say("batches travel torch's way, through /dev/shm: {reason}", reason=reason))
+
+
+class _Alone:
+    """A lock for the threads of one process: a forked child, and a copy, has its own."""
+
+    def __init__(self) -> None:
+        self._pid, self._lock = os.getpid(), threading.RLock()
+
+    def __enter__(self) -> None:
+        if self._pid != os.getpid():
+            self.__init__()  # type: ignore[misc]
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Alone, ()
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ import pytest
 import legroom
 from legroom.cache.room import Bound
 from legroom.errors import BadArgument, BadSize, BudgetTooSmall, RaggedBatch, Unpicklable, UsageError
-from legroom.loader import dataloader
+from legroom.loader import dataloader, progress, torch_internals
 from legroom.loader.arena import door as arena_door
 from legroom.loader.arena import inbox as arena_inbox
 from legroom.loader.arena import pool as arena_pool
@@ -591,6 +591,48 @@ def test_what_is_set_later_decides_the_transport(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("LEGROOM_DISABLE", "1")
     late.collate_fn = samples.custom
     assert late.transport == "torch" and late.collate_fn is samples.custom
+
+
+def test_a_child_forked_while_the_loader_starts_can_use_it() -> None:
+    loader = legroom.DataLoader(samples.Rows("int", 4), 2)
+    entered, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with loader._start_lock:
+            entered.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    entered.wait(60)
+    child = multiprocessing.get_context("fork").Process(target=numbers, args=(loader,))
+    child.start()
+    child.join(60)
+    done.set()
+    thread.join()
+    assert child.exitcode == 0
+
+
+def test_a_torch_without_these_private_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for read in (
+        torch_internals.workers,
+        torch_internals.batches_ordered,
+        torch_internals.batches_under_way,
+    ):
+        assert read(object()) is None
+        monkeypatch.setattr(torch_internals, read.__name__, lambda _: None)
+        for module in (dataloader, progress):
+            if hasattr(module, read.__name__):
+                monkeypatch.setattr(module, read.__name__, lambda _: None)
+    assert torch_internals.dataset_ended(object()) is False
+    gc.collect()
+    loader = shuffled(samples.Rows("int"), shuffle=False, in_order=False)
+    iterator = iter(loader)
+    first = next(iterator)
+    assert iterator._crew.pids == {one.pid for one in iterator._workers}
+    with pytest.raises(UsageError, match="no state that can be"):
+        loader.state_dict()
+    assert sorted(itertools.chain(*numbers([first, *iterator]))) == list(range(23))
 
 
 # The end of the program.
