@@ -32,7 +32,7 @@ from legroom.cache.place import Store, Stores, stores
 from legroom.cache.plan import plan
 from legroom.cache.steps import log, step
 from legroom.cache.work import Work
-from legroom.errors import EntryDamaged, NoRoom, NoStore, SourceChanged, StoreError, UsageError
+from legroom.errors import EntryDamaged, NoRoom, NoStore, SourceChanged, SourceError, StoreError, UsageError
 from legroom.formats.detect import open_source
 from legroom.model import Finding
 from legroom.version import VERSION
@@ -57,8 +57,9 @@ def build(request: Request, *, wait: bool = True, progress: Progress | None = No
                         finding.why,
                     )
                 return _elected(asked, places)
-        except SourceChanged:
-            if last:
+        except SourceError as problem:
+            # What looks like damage may be two versions, one half each.
+            if last or (not isinstance(problem, SourceChanged) and identity.unchanged(asked.source)):
                 raise
         except FileNotFoundError as problem:
             # The store was removed under us (logind does so at logout): it is made anew once.

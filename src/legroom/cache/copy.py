@@ -25,7 +25,7 @@ import numpy as np
 from legroom.cache import checksum
 from legroom.cache.checksum import Part
 from legroom.cache.fileio import MOST_PARTS, read_at, write_all, write_parts
-from legroom.cache.identity import changed
+from legroom.cache.identity import changed, gone
 from legroom.cache.plan import ArrayTarget, Piece, TableTarget
 from legroom.formats.protocol import Extent, Reader, Slab
 from legroom.formats.source import wrong_checksum
@@ -205,7 +205,10 @@ class Filler:
     def _source(self, extent: Extent) -> int:
         path = os.fspath(extent.path)
         if path not in self._sources:
-            self._sources[path] = fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._sources[path] = fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as problem:
+                raise gone(extent.path, problem) from problem
             if not any(os.path.samestat(os.fstat(fd), own) for own in self._own):
                 raise changed(extent.path)  # its name has come to lead elsewhere
         return self._sources[path]

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from legroom.errors import DamagedSource, LegroomError, SourceBeingWritten, UnreadableSource
+from legroom.errors import DamagedSource, LegroomError, SourceBeingWritten, SourceChanged, UnreadableSource
 from legroom.formats.source import SourceFile, damaged, unreadable
 from legroom.words import say
 
@@ -128,7 +128,12 @@ def _being_written(path: Path, why: str) -> SourceBeingWritten:
     )
 
 
-def _cannot_open(path: Path, problem: Exception) -> UnreadableSource | DamagedSource:
+def _cannot_open(path: Path, problem: Exception) -> UnreadableSource | DamagedSource | SourceChanged:
+    if "st_ino or st_dev fields changed" in str(problem):  # between two system calls of HDF5's own
+        return SourceChanged(
+            say("{path} was replaced while it was being opened", path=path),
+            fix=(say("try again once nobody replaces it"),),
+        )
     number = getattr(problem, "errno", None)
     if number is not None and number not in (0, errno.EINVAL):
         return UnreadableSource(

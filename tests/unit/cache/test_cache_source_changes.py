@@ -536,6 +536,30 @@ def test_a_file_that_is_rewritten_through_a_map_is_noticed(shm: Path, on_a_disk:
         assert os.stat(path).st_ino == before.st_ino
 
 
+@pytest.mark.usefixtures("old_files")
+def test_damage_of_a_file_that_is_being_replaced_is_looked_at_once_more(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from legroom.cache import build
+
+    path = tmp_path / "a.h5"
+    write_hdf5(path, 1)
+    whole, opens, times = path.read_bytes(), build.open_source, []
+
+    def halves(*arguments: Any, **more: Any) -> Any:
+        times.append(1)
+        path.write_bytes(whole if len(times) > 1 else whole[:300])
+        return opens(*arguments, **more)
+
+    monkeypatch.setattr(build, "open_source", halves)
+    with pytest.raises(SourceChanged):  # the second time it was still being written
+        legroom.open(path)
+    monkeypatch.setattr(build, "open_source", opens)
+    with legroom.open(path) as data:
+        assert value(data) == {1}
+    assert len(times) == 2
+
+
 def test_errors_of_a_search_are_words(shm: Path, tmp_path: Path) -> None:
     write_linked(tmp_path / "x", 1)
     (tmp_path / "x" / "far.h5").unlink()
