@@ -17,21 +17,54 @@ from images import Images
 from networks import STRIDE, Classifier
 
 import legroom
+from legroom.words import either
 
 PARTS = ("train", "held_out")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data_dir", type=Path, required=True, help="as for train_classifier.py")
-    parser.add_argument("--model", default="classifier.pt", help="what it wrote (default classifier.pt)")
-    parser.add_argument("--image_size", type=int, default=224, help="pixels across and down (default 224)")
-    parser.add_argument("--batch_size", type=int, default=32, help="images at a time (default 32)")
-    parser.add_argument("--num_workers", type=int, default=2, help="worker processes (default 2)")
-    parser.add_argument("--out", type=Path, help="a folder (default features_SIZE)")
+    parser = argparse.ArgumentParser(
+        description=either("Write a classifier's features of every image.", "写出分类器对每张图像的特征。")
+    )
+    add = parser.add_argument
+    add(
+        "--data_dir",
+        type=Path,
+        required=True,
+        help=either("as for train_classifier.py", "同 train_classifier.py"),
+    )
+    add(
+        "--model",
+        default="classifier.pt",
+        help=either("what it wrote (default classifier.pt)", "分类器（默认 classifier.pt）"),
+    )
+    add(
+        "--image_size",
+        type=int,
+        default=224,
+        help=either("pixels across and down (default 224)", "图像边长（默认 224）"),
+    )
+    add(
+        "--batch_size",
+        type=int,
+        default=32,
+        help=either("images per batch (default 32)", "批大小（默认 32）"),
+    )
+    add(
+        "--num_workers",
+        type=int,
+        default=2,
+        help=either("worker processes (default 2)", "worker 进程数（默认 2）"),
+    )
+    add("--out", type=Path, help=either("a folder (default features_SIZE)", "输出目录（默认 features_边长）"))
     args = parser.parse_args(argv)
     if args.image_size < STRIDE or args.batch_size < 1 or args.num_workers < 0:
-        parser.error(f"--image_size must be at least {STRIDE}, --batch_size 1, --num_workers 0")
+        parser.error(
+            either(
+                f"--image_size must be at least {STRIDE}, --batch_size 1, --num_workers 0",
+                f"--image_size 至少为 {STRIDE}，--batch_size 至少为 1，--num_workers 至少为 0",
+            )
+        )
     out = args.out or Path(f"features_{args.image_size}")
     try:
         parts = {name: Images(args.data_dir, args.image_size, held_out=name == "held_out") for name in PARTS}
@@ -45,7 +78,12 @@ def main(argv: list[str] | None = None) -> None:
     except OSError as problem:
         parser.error(f"--model {args.model}: {problem.strerror}")
     except Exception as problem:  # torn, another model's: torch has an error for each
-        parser.error(f"--model {args.model}: it is no whole classifier ({type(problem).__name__})")
+        parser.error(
+            either(
+                f"--model {args.model}: not a whole classifier ({type(problem).__name__})",
+                f"--model {args.model}：不是完整的分类器（{type(problem).__name__}）",
+            )
+        )
     for name, images in parts.items():
         extract(model.eval(), images, out / f"{name}.h5", args)
 
@@ -64,7 +102,13 @@ def extract(model: Classifier, images: Images, path: Path, args: argparse.Namesp
             features[at : at + len(found)], numbers[at : at + len(found)] = found, labels.numpy()
             at += len(found)
         file.attrs["classes"] = images.classes
-        print(f"{path}: {features.shape[0]} images, {features.shape[1]} places, {features.shape[2]} numbers")
+        images_count, places, numbers_each = features.shape
+        print(
+            either(
+                f"{path}: {images_count} images, {places} places, {numbers_each} numbers",
+                f"{path}：{images_count} 张图像，每张 {places} 个位置，每个位置 {numbers_each} 个数",
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Makes the data: coloured shapes on noise, one folder a class, one .npy file (height, width, 3; uint8) an image.
+"""Makes the data: coloured shapes on noise, one folder per class, one file per image.
 
-python make_images.py --out datas [--per_class 80] [--size 224]
+    python make_images.py --out datas [--per_class 80] [--size 224] [--format npy]
+
+npy files hold (height, width, 3) of uint8; jpg and png need Pillow.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ import argparse
 from pathlib import Path
 
 import numpy as np
+
+from legroom.words import either
 
 # By distance from the middle across (x) and down (y), in units of the shape's own size.
 SHAPES = {
@@ -31,22 +35,67 @@ def image(shape: str, size: int, random: np.random.Generator) -> np.ndarray:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default="datas", help="the folder to make (default datas)")
-    parser.add_argument("--per_class", type=int, default=80, help="images of each shape (default 80)")
-    parser.add_argument("--size", type=int, default=224, help="pixels across and down (default 224)")
+    parser = argparse.ArgumentParser(
+        description=either("Make images of coloured shapes on noise.", "生成噪声背景上的彩色图形。")
+    )
+    add = parser.add_argument
+    add(
+        "--out",
+        type=Path,
+        default="datas",
+        help=either("folder to make (default datas)", "输出目录（默认 datas）"),
+    )
+    add(
+        "--per_class",
+        type=int,
+        default=80,
+        help=either("images per class (default 80)", "每类图像数（默认 80）"),
+    )
+    add(
+        "--size",
+        type=int,
+        default=224,
+        help=either("pixels across and down (default 224)", "边长像素（默认 224）"),
+    )
+    add("--format", choices=("npy", "jpg", "png"), default="npy", help=either("default npy", "默认 npy"))
     args = parser.parse_args(argv)
     if args.per_class < 2 or args.size < 16:
-        parser.error("there must be 2 images of a class at least, of 16 pixels at least")
+        parser.error(
+            either(
+                "--per_class must be at least 2, and --size at least 16",
+                "--per_class 至少为 2，--size 至少为 16",
+            )
+        )
     random = np.random.default_rng(0)
     try:
         for shape in SHAPES:
             (args.out / shape).mkdir(parents=True, exist_ok=True)
             for number in range(args.per_class):
-                np.save(args.out / shape / f"{number:04}.npy", image(shape, args.size, random))
+                write(args.out / shape / f"{number:04}.{args.format}", image(shape, args.size, random))
     except OSError as problem:
-        parser.error(f"cannot write to {args.out}: {problem}")
-    print(f"{args.out}: {len(SHAPES)} classes of {args.per_class} images, {args.size} × {args.size}")
+        parser.error(either(f"cannot write to {args.out}: {problem}", f"无法写入 {args.out}：{problem}"))
+    except ImportError:
+        parser.error(
+            either(
+                "--format jpg and png need Pillow: pip install pillow",
+                "jpg 和 png 需要 Pillow：pip install pillow",
+            )
+        )
+    print(
+        either(
+            f"{args.out}: {len(SHAPES)} classes of {args.per_class} images, {args.size} × {args.size}",
+            f"{args.out}：{len(SHAPES)} 类，每类 {args.per_class} 张，{args.size} × {args.size}",
+        )
+    )
+
+
+def write(path: Path, pixels: np.ndarray) -> None:
+    if path.suffix == ".npy":
+        np.save(path, pixels)
+        return
+    from PIL import Image
+
+    Image.fromarray(pixels).save(path)
 
 
 if __name__ == "__main__":

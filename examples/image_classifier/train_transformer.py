@@ -10,28 +10,41 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import card
+import gpu_options
 import torch
 from networks import FEATURES, FeatureTransformer
 from torch.nn.functional import cross_entropy
+from train_classifier import check_out, score
 
 import legroom
+from legroom.words import either
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--features_224_dir", type=Path, required=True, help="from extract_features.py")
-    parser.add_argument("--batch_size", type=int, default=32, help="rows at a time (default 32)")
-    parser.add_argument("--epochs", type=int, default=10, help="(default 10)")
-    parser.add_argument("--out", type=Path, help="write the model there")
-    card.add_flags(parser)
+    parser = argparse.ArgumentParser(
+        description=either("Train a transformer on extracted features.", "用提取的特征训练 Transformer。")
+    )
+    add = parser.add_argument
+    add(
+        "--features_224_dir",
+        type=Path,
+        required=True,
+        help=either("from extract_features.py", "extract_features.py 的输出目录"),
+    )
+    add("--batch_size", type=int, default=32, help=either("rows per batch (default 32)", "批大小（默认 32）"))
+    add("--epochs", type=int, default=10, help=either("default 10", "轮数（默认 10）"))
+    add("--out", type=Path, help=either("write the model there", "模型输出文件"))
+    gpu_options.add_flags(parser)
     args = parser.parse_args(argv)
-    if args.batch_size < 1 or args.epochs < 1:
-        parser.error("--batch_size and --epochs must be at least 1")
-    if args.out and args.out.is_dir():
-        parser.error(f"--out: {args.out} is a folder: name a file")
-    if args.out and not args.out.absolute().parent.is_dir():
-        parser.error(f"--out: there is no folder {args.out.absolute().parent}")
+    if min(args.batch_size, args.epochs, args.accumulation) < 1:
+        parser.error(
+            either(
+                "--batch_size, --epochs and --accumulation must be at least 1",
+                "--batch_size、--epochs、--accumulation 至少为 1",
+            )
+        )
+    if args.out:
+        check_out(parser, args.out)
     training, held_out = (args.features_224_dir / name for name in ("train.h5", "held_out.h5"))
     try:
         with (
@@ -39,32 +52,38 @@ def main(argv: list[str] | None = None) -> None:
             legroom.open(held_out, backing="inplace") as tests,
         ):
             if "classes" not in rows.attributes or rows["features"].shape[2:] != (FEATURES,):
-                parser.error(f"{training} does not hold features of classes: is it from extract_features.py?")
-            with card.within(parser):
+                parser.error(
+                    either(
+                        f"{training} does not hold features of classes: is it from extract_features.py?",
+                        f"{training} 中没有类别特征：是 extract_features.py 生成的吗？",
+                    )
+                )
+            with gpu_options.within(parser):
                 train(rows, tests, args)
     except legroom.LegroomError as problem:
         parser.exit(problem.exit_status, f"{parser.prog}: {problem}\n")
 
 
 def train(rows, tests, args: argparse.Namespace) -> None:
-    device = card.choose(args)
+    device = gpu_options.choose(args)
     torch.manual_seed(0)
     places, classes = rows["features"].shape[1], len(rows.attributes["classes"])
     model = FeatureTransformer(places, classes).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    steps = gpu_options.Steps(optimizer, device, args)
     for epoch in range(args.epochs):
-        for batch in rows.batches(args.batch_size, shuffle=True, device=device):
-            loss = cross_entropy(model(batch["features"]), batch["labels"])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        with torch.no_grad():
+        batches = rows.batches(args.batch_size, shuffle=True, device=device)
+        for number, batch in enumerate(batches, 1):
+            with steps.autocast():
+                loss = cross_entropy(model(batch["features"]), batch["labels"])
+            steps.take(loss, number, len(batches))
+        with torch.no_grad(), steps.autocast():
             right = sum(
                 (model(batch["features"]).argmax(1) == batch["labels"]).sum().item()
                 for batch in tests.batches(args.batch_size, device=device)
             )
-        print(f"epoch {epoch + 1}: {right} of {len(tests['labels'])} held-out images right", flush=True)
-    card.account(device)
+        print(score(epoch, right, len(tests["labels"])), flush=True)
+    gpu_options.account(device)
     if args.out:
         torch.save(model.state_dict(), args.out)
 

@@ -1,4 +1,4 @@
-"""The image classifier keeps to its share of a real card, and ends in a sentence when a step does not fit in it."""
+"""The image classifier keeps to its share of a real GPU, and ends in a sentence when a step does not fit in it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _run(folder: Path, script: str, *flags: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=folder)
 
 
-def test_both_trainings_on_a_card(tmp_path: Path) -> None:
+def test_both_trainings_on_a_gpu(tmp_path: Path) -> None:
     runs = [
         ("make_images.py", "--out", "datas", "--per_class", "20", "--size", "64"),
         ("train_classifier.py", "--data_dir", "datas", "--image_size", "64", "--epochs", "2", "--memory_fraction", "0.5", "--allow_tf32"),
@@ -33,11 +33,11 @@ def test_both_trainings_on_a_card(tmp_path: Path) -> None:
         assert done.returncode == 0, (run, done.stdout, done.stderr)
         if run[0].startswith("train"):
             assert "limited to " in done.stdout and "held-out images right" in done.stdout
-            assert "our tensors' peak was" in done.stdout
+            assert "the peak of our tensors was" in done.stdout
 
 
 def test_a_step_that_does_not_fit_its_share(tmp_path: Path) -> None:
-    """A share of 2 GB, whatever the card's size, and a batch of images that need more."""
+    """A share of 2 GB, whatever the GPU's size, and a batch of images that need more."""
     share = (2 << 30) / torch.cuda.get_device_properties(0).total_memory
     assert (
         _run(tmp_path, "make_images.py", "--out", "datas", "--per_class", "20", "--size", "64").returncode

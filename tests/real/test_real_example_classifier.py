@@ -13,6 +13,8 @@ from types import ModuleType
 import pytest
 from example_modules import EXAMPLES, modules
 
+from legroom import words
+
 torch = pytest.importorskip("torch")
 HERE = EXAMPLES / "image_classifier"
 NO_CARD = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -51,7 +53,7 @@ def scripts() -> Iterator[dict[str, ModuleType]]:
         yield found
 
 
-def test_the_classifier_learns_and_says_what_it_does_without_a_card(made: Path) -> None:
+def test_the_classifier_learns_and_says_what_it_does_without_a_gpu(made: Path) -> None:
     said = (made / "trained.txt").read_text()
     assert _share_right(said) > 0.5  # a quarter would be guessing
     assert said.startswith("training on the CPU\n--memory_fraction 0.8 is not applied: ")
@@ -78,6 +80,53 @@ def test_the_transformer_learns_from_the_features(made: Path, tmp_path: Path) ->
     assert os.listdir(tmp_path) == []  # read in place: nothing was put where shared memory would be
 
 
+@pytest.mark.parametrize("kind", ["jpg", "png"])
+def test_folders_of_jpeg_and_png_with_mixed_precision_and_accumulation(tmp_path: Path, kind: str) -> None:
+    _run(tmp_path, "make_images.py", "--out", "datas", "--per_class", "40", "--size", "48", "--format", kind)
+    files = sorted((tmp_path / "datas" / "disc").iterdir())
+    files[0].rename(files[0].with_suffix(f".{kind.upper()}"))  # as cameras write them
+    said = _run(
+        tmp_path, "train_classifier.py", "--data_dir", "datas", "--image_size", "32", "--batch_size", "4",
+        "--accumulation", "3", "--amp", "--epochs", "4", "--num_workers", "1",
+    )  # fmt: skip
+    assert "effective batch 4 × 3 = 12" in said and "of 32 held-out images right" in said
+    assert _share_right(said) > 0.3
+
+
+def test_accumulated_batches_take_the_step_of_one(scripts: dict[str, ModuleType]) -> None:
+    import argparse
+
+    def trained(batch: int, accumulation: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        rows, model = torch.randn(11, 4), torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        args = argparse.Namespace(amp=False, accumulation=accumulation)
+        steps = scripts["gpu_options"].Steps(optimizer, torch.device("cpu"), args)
+        batches = rows[:8].split(batch)
+        for number, part in enumerate(batches, 1):
+            steps.take(model(part).square().mean(), number, len(batches))
+        return model.weight.detach()
+
+    assert torch.allclose(trained(8, 1), trained(2, 4)) and torch.allclose(trained(8, 1), trained(2, 100))
+    assert not torch.allclose(trained(8, 1), trained(4, 1))
+
+
+def test_it_speaks_chinese(
+    made: Path,
+    scripts: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words.speak("zh")
+    monkeypatch.chdir(made)
+    for script in ("make_images", "train_classifier", "extract_features", "train_transformer"):
+        with pytest.raises(SystemExit):
+            scripts[script].main(["--help"])
+        assert "默认" in capsys.readouterr().out
+    scripts["train_transformer"].main([*FEATURES, "--epochs", "1"])
+    assert "验证集" in capsys.readouterr().out
+
+
 IMAGES = ["--data_dir", "datas"]
 FEATURES = ["--features_224_dir", "features_48"]
 BAD = [
@@ -96,7 +145,7 @@ BAD = [
     ("train_transformer", ["--features_224_dir", "nowhere"], "unreadable-source"),
     ("train_transformer", [*FEATURES, "--epochs", "0"], "must be at least 1"),
     ("train_transformer", [*FEATURES, "--memory_fraction", "0"], "0.0 is not above 0 and at most 1"),
-    ("make_images", ["--per_class", "1"], "2 images of a class at least"),
+    ("make_images", ["--per_class", "1"], "--per_class must be at least 2"),
     ("make_images", ["--out", "trained.txt"], "cannot write to trained.txt"),
 ]  # fmt: skip
 
@@ -129,16 +178,16 @@ def test_features_of_something_else(
     assert "is it from extract_features.py?" in capsys.readouterr().err
 
 
-def test_a_card_that_is_full_ends_in_a_sentence(
+def test_a_gpu_that_is_full_ends_in_a_sentence(
     scripts: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The error is torch's own type; that a card raises it is for the tests with one."""
+    """The error is torch's own type; that a GPU raises it is for the tests with one."""
     import argparse
 
-    card = scripts["card"]
-    with pytest.raises(SystemExit) as ending, card.within(argparse.ArgumentParser(prog="train")):
+    options = scripts["gpu_options"]
+    with pytest.raises(SystemExit) as ending, options.within(argparse.ArgumentParser(prog="train")):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
     assert ending.value.code == 1
     assert capsys.readouterr().err.startswith("train: CUDA out of memory")
-    with pytest.raises(RuntimeError, match="shapes"), card.within(argparse.ArgumentParser()):
+    with pytest.raises(RuntimeError, match="shapes"), options.within(argparse.ArgumentParser()):
         raise RuntimeError("shapes do not match")
