@@ -149,7 +149,7 @@ def in_words(store: Store, key: str) -> Iterator[None]:
 
 def _attach(store: Store, key: str) -> Attached | None:
     while True:
-        lock = lease(store, key) or (lease(store, key, create=True) if _is_there(store, key) else None)
+        lock = lease(store, key) or (lease(store, key, create=True) if is_there(store, key) else None)
         if lock is None:
             return None
         try:
@@ -296,7 +296,7 @@ def _ours(stats: os.stat_result, name: str) -> None:
         raise Damaged(say("{name} may be written by others", name=name))
 
 
-def _is_there(store: Store, key: str) -> bool:
+def is_there(store: Store, key: str) -> bool:
     """Whether there is an entry; its lock file may have been removed by hand."""
     try:
         os.stat(key, dir_fd=store.fd, follow_symlinks=False)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from legroom.cache import locks, room
+from legroom.cache import room, trash
 from legroom.cache.attach import lock_name, open_entry, read_manifest
 from legroom.cache.describe import entry_of, unusable_entry
 from legroom.cache.evict import by_age, last_used
@@ -22,7 +22,7 @@ from legroom.cache.present import Present
 from legroom.cache.users import users
 from legroom.errors import NotLoaded, UsageError
 from legroom.model import Entry, EntryUser, Finding, StoreRoom
-from legroom.words import listed, say
+from legroom.words import joined, listed, say
 
 Where = str | os.PathLike[str]
 _SHORTEST = 6  # digits of a key that may stand for it
@@ -30,6 +30,13 @@ _SHORTEST = 6  # digits of a key that may stand for it
 
 def entries(what: Where | None = None, *, with_users: bool = False) -> tuple[Entry, ...]:
     """Every entry of every store, newest use last; or those of one key or file (none, where it is not loaded)."""
+    return listing(what, with_users=with_users)[0]
+
+
+def listing(
+    what: Where | None = None, *, with_users: bool = False
+) -> tuple[tuple[Entry, ...], tuple[StoreRoom, ...], tuple[Finding, ...]]:
+    """The entries, the stores that are there with their room, and which stores could not be looked into."""
     found: list[Entry] = []
     with stores() as places:
         present = Present(places.found)
@@ -40,39 +47,47 @@ def entries(what: Where | None = None, *, with_users: bool = False) -> tuple[Ent
                 entry = entry_in(store, key, people.get(key, ()) if people is not None else None)
                 if entry is not None:
                     found.append(entry)
-    return tuple(found)
+        return tuple(found), tuple(map(_room, places.distinct)), places.findings
 
 
 def info(what: Where, *, with_users: bool = True) -> Entry:
     """The entry of a key (or its first digits) or of a file; NotLoaded where there is none."""
-    found = entries(what, with_users=with_users)
+    found, _, findings = listing(what, with_users=with_users)
     if not found:
-        raise not_loaded(what)
+        raise not_loaded(what, findings)
     return found[0]
 
 
 def store_rooms() -> tuple[tuple[StoreRoom, ...], tuple[Finding, ...]]:
     """The stores that are there with their room, and which candidates were passed over."""
     with stores() as places:
-        found = []
-        for store in places.distinct:
-            stats = os.statvfs(store.fd)
-            bound = room.tightest(room.bounds(store))
-            free = max(0, bound.free - room.outstanding(store))
-            size = stats.f_blocks * stats.f_frsize
-            used = sum(old.nbytes for old in by_age(store))  # not what locks and records take
-            found.append(StoreRoom(os.fspath(store.root), store.backing, size, used, free, bound.what))
-        return tuple(found), places.findings
+        return tuple(map(_room, places.distinct)), places.findings
 
 
-def not_loaded(what: Where, *, wanted: bool = True) -> NotLoaded:
-    """The error for something the cache does not hold; not ``wanted`` there by whoever would remove it."""
+def _room(store: Store) -> StoreRoom:
+    stats = os.statvfs(store.fd)
+    bound = room.tightest(room.bounds(store))
+    with trash.store_lock(store):
+        free = max(0, bound.free - room.outstanding(store))
+    size = stats.f_blocks * stats.f_frsize
+    used = sum(old.nbytes for old in by_age(store))  # not what locks and records take
+    return StoreRoom(os.fspath(store.root), store.backing, size, used, free, bound.what)
+
+
+def not_loaded(what: Where, findings: Sequence[Finding] = (), *, wanted: bool = True) -> NotLoaded:
+    """The error for something the cache does not hold; not ``wanted`` there by whoever would remove it.
+
+    A store that could not be looked into may hold it: its finding is part of the error.
+    """
     there = os.path.lexists(os.path.expanduser(os.fspath(what)))
+    nowhere = (
+        say("no store holds an entry of that file as it is now")
+        if there
+        else say("no store holds an entry of that key, and there is no such file")
+    )
     return NotLoaded(
         say("{what} is not loaded", what=os.fspath(what)),
-        why=say("no store holds an entry of that file as it is now")
-        if there
-        else say("no store holds an entry of that key, and there is no such file"),
+        why=joined([nowhere, *(one.why for one in findings if one.severity != "info")]),
         fix=(
             *((say("legroom cache load {what}", what=os.fspath(what)),) if there and wanted else ()),
             say("see what there is:\nlegroom cache list"),
@@ -155,7 +170,7 @@ def entry_in(store: Store, key: str, people: tuple[EntryUser, ...] | None = None
         manifest,
         store.backing,
         store=root,
-        in_use=locks.held(store.locks, lock_name(key)),
+        in_use=trash.in_use(store, lock_name(key)),
         users=people,
         last_used=last_used(store, key),
     )

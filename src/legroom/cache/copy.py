@@ -116,9 +116,9 @@ class Filler:
         The descriptor is taken over, and closed when the file is filled.
         """
         parts = self._parts.setdefault(target.spec.name, [])
-        waiting = deque(self._work(target, fd))
         started: list[Future[Any]] = []
-        self._opened.append((fd, started))
+        self._opened.append((fd, started))  # first: whatever fails from here on, it is closed
+        waiting = deque(self._work(target, fd))
         for end, there in allocated:
             if self._meter.stopped:
                 raise Stopped

@@ -47,7 +47,7 @@ def turn(asked: Asked, store: Store) -> Lock | Attached:
 def _report_other(store: Store, name: str, progress: Progress) -> None:
     """Pass on what the builder, whose work the lock file names, has noted."""
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=store.locks)
+        fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=store.locks)
     except OSError:
         return
     try:

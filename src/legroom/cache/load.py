@@ -129,8 +129,8 @@ def _allocate(job: Job, work: Work, filler: Filler) -> None:
     """Take the room of every array, starting to fill what has been taken."""
     with interleaved():  # pages in memory lie where the thread is that takes them
         for target in job.plan.arrays:
-            fd = work.create(target.file)
             later = in_memory(work.store) and filler.written(target)
+            fd = work.create(target.file)  # the filler's from here on, which closes it
             filler.array(target, fd, work.allocate(fd, target.header, target.size, later=later))
 
 

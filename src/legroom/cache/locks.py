@@ -15,6 +15,7 @@ The traps, and what is done about each:
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -44,7 +45,10 @@ class Lock:
 
     def touch(self) -> None:
         """Note the moment in the lock file's mtime: that is when the entry was last used."""
-        os.utime(self.fd)
+        try:
+            os.utime(self.fd)
+        except OSError:
+            pass  # a read-only store: the data are as good, eviction takes the entry for older than it is
 
     def release(self) -> None:
         """Give it back; a second time does nothing."""
@@ -104,7 +108,11 @@ def acquire(
 
 
 def held(folder: int, name: str) -> bool:
-    """Whether somebody alive holds that lock (shared or not); False where the file is not there."""
+    """Whether a process holds that lock (shared or not); False where the file is not there.
+
+    It is taken for a moment to find out. Who calls this holds the store's lock, and so does whoever takes an exclusive
+    lock without waiting: none of them sees the other's moment as a use.
+    """
     try:
         lock = acquire(folder, name, create=False)
     except FileNotFoundError:
@@ -117,12 +125,25 @@ def held(folder: int, name: str) -> bool:
 
 def _open(folder: int, name: str, flags: int, lease: bool) -> Lock:
     if lease:
-        return Lock(os.open(name, flags, 0o600, dir_fd=folder), name, lease)
+        return Lock(_descriptor(folder, name, flags), name, lease)
     _hook()
     with _guard:
-        fd = os.open(name, flags, 0o600, dir_fd=folder)
+        fd = _descriptor(folder, name, flags)
         _work.add(fd)
     return Lock(fd, name, lease)
+
+
+def _descriptor(folder: int, name: str, flags: int) -> int:
+    try:
+        return os.open(name, flags, 0o600, dir_fd=folder)
+    except OSError as problem:
+        if problem.errno != errno.EROFS:
+            raise
+        # A lock that is there can be taken on a read-only file system too.
+        try:
+            return os.open(name, flags & ~(os.O_RDWR | os.O_CREAT) | os.O_RDONLY, dir_fd=folder)
+        except FileNotFoundError:
+            raise problem from None
 
 
 def _hook() -> None:

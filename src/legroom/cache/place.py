@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -171,7 +171,7 @@ def stores(env: Mapping[str, str] | None = None, *, make: bool = False) -> Itera
         yield Stores(tuple(opened), tuple(findings))
     except OSError as problem:
         # A store that vanished is the builder's to make anew.
-        if isinstance(problem, (LegroomError, FileNotFoundError)):
+        if isinstance(problem, LegroomError) or (make and isinstance(problem, FileNotFoundError)):
             raise
         raise store_trouble(problem) from problem
     finally:
@@ -192,7 +192,8 @@ def _open_one(candidate: Candidate, make: bool, opened: list[Store], findings: l
         if is_shortage(problem):
             raise
         why = say("{path}: {problem}", path=candidate.root, problem=problem.strerror or problem)
-        findings.append(_passed_over(candidate, Unfit(why)))
+        # Where a store is there, what it holds is not known: nobody may take that for an empty one.
+        findings.append(_passed_over(candidate, Unfit(why), there=not make))
 
 
 def is_shortage(problem: OSError) -> bool:
@@ -240,6 +241,8 @@ def open_store(candidate: Candidate, *, make: bool) -> Store:
             if make:
                 _make(name, opened[0])
             opened.append(_folder(name, opened[0]))
+        if make:
+            _check_writable(root, opened)
     except BaseException:
         for number in opened:
             os.close(number)
@@ -247,14 +250,22 @@ def open_store(candidate: Candidate, *, make: bool) -> Store:
     return Store(root, candidate.backing, *opened)
 
 
+def _check_writable(root: Path, opened: Sequence[int]) -> None:
+    """A store on a read-only file system, or with an immutable directory, can be read and not built in."""
+    for folder in opened:
+        if not os.access(f"/proc/self/fd/{folder}", os.W_OK | os.X_OK) and os.path.isdir("/proc/self/fd"):
+            raise Unfit(say("{path} cannot be written to: read-only or immutable", path=root))
+
+
 def _make_all(folder: Path) -> None:
     """Make a directory and those above it, none of them for others whatever the umask is."""
-    missing = []
-    while not os.path.lexists(folder):
-        missing.append(folder)
-        folder = folder.parent
-    for one in reversed(missing):
-        _make(one)
+    try:
+        _make(folder)
+    except FileNotFoundError:
+        if folder == folder.parent:
+            raise
+        _make_all(folder.parent)
+        _make(folder)
 
 
 def _make(path: Path | str, folder: int | None = None) -> None:
@@ -275,27 +286,36 @@ def _folder(path: Path | str, folder: int | None) -> int:
         if problem.errno in (40, 62):  # ELOOP on Linux and macOS
             raise Unfit(say("{path} is a symbolic link", path=path), "store-symlink") from None
         raise
-    stats = os.fstat(fd)
-    mode = stat.S_IMODE(stats.st_mode)
-    unfit = None
-    if stats.st_uid != os.geteuid():
-        why = say(
-            "{path} belongs to uid {owner}, not to {uid}", path=path, owner=stats.st_uid, uid=os.geteuid()
-        )
-        unfit = Unfit(why, "store-squatted")
-    elif mode & 0o022:
-        why = say("{path} may be written by others (mode {mode})", path=path, mode=oct(mode)[2:])
-        unfit = Unfit(why, "store-writable-by-others")
-    elif stats.st_uid == _overflow_uid() and not _proven(fd, mode):
-        why = say(
-            "{path} belongs to uid {owner}, which here stands for every user that this user namespace does not map",
-            path=path, owner=stats.st_uid,
-        )  # fmt: skip
-        unfit = Unfit(why, "store-squatted")
+    try:
+        unfit = _distrust(path, fd)
+    except BaseException:
+        os.close(fd)
+        raise
     if unfit is not None:
         os.close(fd)
         raise unfit
     return fd
+
+
+def _distrust(path: Path | str, fd: int) -> Unfit | None:
+    """Why an open directory cannot be trusted; None where it can."""
+    stats = os.fstat(fd)
+    mode = stat.S_IMODE(stats.st_mode)
+    if stats.st_uid != os.geteuid():
+        why = say(
+            "{path} belongs to uid {owner}, not to {uid}", path=path, owner=stats.st_uid, uid=os.geteuid()
+        )
+        return Unfit(why, "store-squatted")
+    if mode & 0o022:
+        why = say("{path} may be written by others (mode {mode})", path=path, mode=oct(mode)[2:])
+        return Unfit(why, "store-writable-by-others")
+    if stats.st_uid == _overflow_uid() and not _proven(fd, mode):
+        why = say(
+            "{path} belongs to uid {owner}, which here stands for every user that this user namespace does not map",
+            path=path, owner=stats.st_uid,
+        )  # fmt: skip
+        return Unfit(why, "store-squatted")
+    return None
 
 
 @cache
@@ -346,8 +366,8 @@ def _check_parent(parent: Path) -> None:
         raise Unfit(why, "store-squatted")
 
 
-def _passed_over(candidate: Candidate, unfit: Unfit) -> Finding:
-    usual = unfit.code == "store-unusable" and not candidate.named
+def _passed_over(candidate: Candidate, unfit: Unfit, *, there: bool = False) -> Finding:
+    usual = unfit.code == "store-unusable" and not candidate.named and not there
     return Finding(
         code=unfit.code,
         severity="info" if usual else "warning",

@@ -24,6 +24,7 @@ from legroom.errors import UnsupportedData
 from legroom.formats.detect import open_source
 from legroom.formats.fill import bytes_of
 from legroom.formats.protocol import ArraySpec, Extent, Reader
+from legroom.formats.source import unreadable
 from legroom.model import Entry, EntryArray, EntryTable
 from legroom.words import say
 
@@ -85,7 +86,10 @@ def _mapped(spec: ArraySpec, extent: Extent) -> NDArray:
                   offset=extent.offset, alignment=spec.dtype.alignment)  # fmt: skip
         raise _cannot(spec.name, why)
     start = extent.offset - extent.offset % _PAGE
-    fd = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fd = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as problem:
+        raise unreadable(extent.path, problem) from problem
     try:
         length = extent.offset - start + extent.nbytes
         if os.fstat(fd).st_size < start + length:
@@ -97,6 +101,8 @@ def _mapped(spec: ArraySpec, extent: Extent) -> NDArray:
         ):  # read through once: numpy refuses what does not agree, and so does this
             compare(extent, spec.name, [(checksum.crc32()(bytes_of(array)), extent.nbytes)])
         return array
+    except OSError as problem:
+        raise unreadable(extent.path, problem) from problem
     finally:
         os.close(fd)
 

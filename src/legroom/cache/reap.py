@@ -8,10 +8,13 @@ keep their pages until they end.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import time
 
 from legroom.cache import locks, records, room, trash
+from legroom.cache.attach import is_there
 from legroom.cache.catalog import entry_in, manifest_of, matching, not_loaded
 from legroom.cache.evict import Helpful, Old, by_age, take_away
 from legroom.cache.manifest import Manifest, is_key
@@ -47,7 +50,7 @@ def drop(what: Where | None = None, *, force: bool = False) -> Reaped:
                 else:
                     raise in_use(store, key)
     if what is not None and not removed:
-        raise not_loaded(what, wanted=False)
+        raise not_loaded(what, places.findings, wanted=False)
     return Reaped(tuple(removed), freed, 0, tuple(kept))
 
 
@@ -159,7 +162,8 @@ def _make_room(
     freed = 0
 
     def missing() -> int:
-        have = room.tightest(room.bounds(store)).free - room.outstanding(store)
+        with trash.store_lock(store):
+            have = room.tightest(room.bounds(store)).free - room.outstanding(store)
         return free - have - (hoped + freed if dry_run else 0)
 
     helps = Helpful(store)
@@ -177,6 +181,8 @@ def _make_room(
 def _clear_records(store: Store) -> None:
     present = {name.partition("-")[0] for name in os.listdir(store.fd) if is_key(name)}
     for name in os.listdir(store.sources):
+        if _is_folder(store.sources, name):
+            continue
         try:
             record = None if name.startswith(records.TEMPORARY) else records.read_named(store, name)
         except OSError:
@@ -185,15 +191,28 @@ def _clear_records(store: Store) -> None:
             os.unlink(name, dir_fd=store.sources)
 
 
+def _is_folder(folder: int, name: str) -> bool:
+    """A directory where files belong was made by somebody else: it is left alone."""
+    try:
+        return stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False
+
+
 def _clear_locks(store: Store) -> None:
     """Lock files of no entry that nobody holds; whoever waits for one sees that its name has gone."""
     for name in os.listdir(store.locks):
         key = name.removesuffix(".lock")
-        if name == STORE_LOCK or (is_key(key) and entry_in(store, key) is not None):
+        if name == STORE_LOCK or (is_key(key) and is_there(store, key)) or _is_folder(store.locks, name):
             continue
         try:
             lock = locks.acquire(store.locks, name, create=False)
         except FileNotFoundError:
+            continue
+        except OSError as problem:
+            if problem.errno not in (errno.ELOOP, errno.ENXIO):  # a link or a socket: no lock of ours
+                raise
+            os.unlink(name, dir_fd=store.locks)
             continue
         if lock is None:
             continue

@@ -191,7 +191,7 @@ def outstanding(store: Store, mine: str | None = None) -> int:
 def read_note(store: Store, name: str) -> tuple[int, int, int]:
     """(reserved, done, total) as a builder wrote them; zeros where it has written nothing."""
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=store.locks)
+        fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=store.locks)
         try:
             numbers = [int(word) for word in os.read(fd, 200).split()]
         finally:

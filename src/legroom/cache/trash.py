@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,6 +34,12 @@ def store_lock(store: Store) -> Iterator[None]:
         yield
 
 
+def in_use(store: Store, lock_file: str) -> bool:
+    """Whether a process holds that lock: asked under the store's lock, so that no other takes the asking for a use."""
+    with store_lock(store):
+        return locks.held(store.locks, lock_file)
+
+
 def move(store: Store, name: str) -> str | None:
     """Rename to trash, under the store's lock; the new name, None where there was nothing."""
     target = TRASH + secrets.token_hex(8)
@@ -50,8 +57,10 @@ def delete(store: Store, name: str) -> None:
     if not name.startswith(TRASH):
         raise ValueError(name)
     try:
-        shutil.rmtree(name, dir_fd=store.fd, ignore_errors=True)
-        os.unlink(name, dir_fd=store.fd)  # a plain file, which rmtree leaves alone
+        if stat.S_ISDIR(os.stat(name, dir_fd=store.fd, follow_symlinks=False).st_mode):
+            shutil.rmtree(name, dir_fd=store.fd, ignore_errors=True)
+        else:
+            os.unlink(name, dir_fd=store.fd)  # rmtree would open it, and for a FIFO wait for ever
     except OSError:
         pass  # gone, or still filled by somebody else's file: the next sweep sees it again
 

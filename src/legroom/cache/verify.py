@@ -18,7 +18,7 @@ from legroom.cache.manifest import Array, Damaged, Manifest, OtherFormat, Table
 from legroom.cache.open import source_paths
 from legroom.cache.place import Store, stores
 from legroom.cache.present import Present, source_now
-from legroom.errors import SourceError
+from legroom.errors import SourceError, UnreadableSource
 from legroom.model import Verification
 from legroom.words import say
 
@@ -42,7 +42,7 @@ def verify(what: Where | None = None, *, source: bool = True) -> tuple[Verificat
                 if result is not None:
                     found.append(result)
     if what is not None and not found:
-        raise not_loaded(what)
+        raise not_loaded(what, places.findings)
     return tuple(found)
 
 
@@ -90,13 +90,27 @@ def _whole(folder: int, item: Array | Table) -> bool:
         os.close(fd)
 
 
-def _source(present: Present, manifest: Manifest) -> tuple[Literal["same", "changed", "missing"], str]:
+def _gone(path: str) -> bool:
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False  # it is not known
+    return False
+
+
+def _source(
+    present: Present, manifest: Manifest
+) -> tuple[Literal["same", "changed", "missing", "not-checked"], str]:
     try:
         source = source_now([Path(path) for path in manifest.paths], manifest)
         now = present.digest(source, manifest.hash)
     except SourceError as problem:
-        missing = not all(os.path.exists(path) for path in manifest.paths)
-        return ("missing" if missing else "changed"), problem.why
+        if any(_gone(path) for path in manifest.paths):
+            return "missing", problem.why
+        # What cannot be read may be the same or not.
+        return ("not-checked" if isinstance(problem, UnreadableSource) else "changed"), problem.why
     if now == manifest.digest:
         return "same", ""
     return "changed", say("its {hash} is {now} now", hash=manifest.hash, now=now)

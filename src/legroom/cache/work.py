@@ -60,7 +60,12 @@ class Work:
                 flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
                 self.fd = os.open(self.folder, flags, dir_fd=store.fd)
             except BaseException:
-                self._clear()
+                try:
+                    self._clear()
+                except OSError:
+                    pass  # as in close
+                finally:
+                    self._let_go()
                 raise
 
     def _reserve(self, evict: bool) -> None:
@@ -175,19 +180,28 @@ class Work:
             self._lock.fd < 0 or self._lock.pid != os.getpid()
         ):  # a forked child's way out is not the builder's
             return
-        with trash.store_lock(self.store):
-            self._clear()
+        try:
+            with trash.store_lock(self.store):
+                self._clear()
+        except OSError:
+            pass  # what is left has no lock that is held: the next sweep clears it
+        finally:
+            self._let_go()
 
-    def _clear(self) -> None:
+    def _let_go(self) -> None:
+        """Close what is open; what it stood for is then a dead builder's."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+        self._lock.release()
+
+    def _clear(self) -> None:
         moved = trash.move(self.store, self.folder)
         try:
             os.unlink(self.lock_file, dir_fd=self.store.locks)
         except FileNotFoundError:
             pass
-        self._lock.release()
+        self._let_go()
         if moved is not None:
             trash.delete(self.store, moved)
 

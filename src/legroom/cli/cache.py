@@ -81,10 +81,9 @@ def load(
 @_json
 def list_(what: str | None, as_json: bool) -> None:
     """What is in the cache: files, digests, arrays, users, room."""
-    from legroom.cache.catalog import entries, store_rooms
+    from legroom.cache.catalog import listing
 
-    found = entries(what, with_users=True)
-    rooms, passed_over = store_rooms()
+    found, rooms, passed_over = listing(what, with_users=True)
     if as_json:
         view.print_json("cache.list", view.listing_object(found, rooms, passed_over))
     else:

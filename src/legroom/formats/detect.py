@@ -136,7 +136,7 @@ def _is_stream(head: bytes) -> bool:
 
 def _zip_kind(file: SourceFile, head: bytes) -> str:
     try:
-        with zipfile.ZipFile(file.alias) as archive:
+        with file.as_stream() as stream, zipfile.ZipFile(stream) as archive:
             names = archive.namelist()
     except (
         zipfile.BadZipFile,

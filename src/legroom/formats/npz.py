@@ -174,7 +174,7 @@ class _Checksum:
 def member_infos(file: SourceFile) -> list[zipfile.ZipInfo]:
     """The archive's directory."""
     try:
-        with zipfile.ZipFile(file.alias) as archive:
+        with file.as_stream() as stream, zipfile.ZipFile(stream) as archive:
             return archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OverflowError, EOFError) as problem:
         raise damaged(file.path, say("as a zip archive: {problem}", problem=problem)) from problem

@@ -9,11 +9,15 @@ from one SourceFile at the same time.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import stat
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, BinaryIO, Self
 
 from legroom.errors import DamagedSource, UnreadableSource
 from legroom.units import format_size
@@ -30,9 +34,13 @@ class SourceFile:
         require_regular(path)
         try:
             self._file = path.open("rb", buffering=0)
+            try:
+                self.size = os.fstat(self._file.fileno()).st_size
+            except BaseException:
+                self._file.close()
+                raise
         except OSError as problem:
             raise unreadable(path, problem) from problem
-        self.size = os.fstat(self._file.fileno()).st_size
         self._lock = threading.Lock()
 
     def fileno(self) -> int:
@@ -78,6 +86,20 @@ class SourceFile:
             self._file.seek(offset)
             return self._file.readinto(view) or 0
 
+    @contextmanager
+    def as_stream(self) -> Iterator[BinaryIO]:
+        """The file from its beginning, for libraries that want to read it themselves; closing it closes nothing.
+
+        What cannot be read is raised as such, whatever the library makes of it.
+        """
+        stream = _Stream(self)
+        try:
+            yield io.BufferedReader(stream)  # type: ignore[misc]
+        except Exception:
+            if stream.problem is not None:
+                raise stream.problem from None
+            raise
+
     def require(self, offset: int, count: int) -> None:
         """Refuse a range that the file does not have, before memory is taken for it."""
         if offset < 0 or count < 0 or offset + count > self.size:
@@ -109,6 +131,42 @@ def alias(descriptor: int) -> str | None:
     """A path to what a descriptor is open on; None where the system has none."""
     path = f"/proc/self/fd/{descriptor}"
     return path if os.path.exists(path) else None
+
+
+class _Stream(io.RawIOBase):
+    """A position of its own in a SourceFile."""
+
+    def __init__(self, file: SourceFile) -> None:
+        super().__init__()
+        self._file, self._at = file, 0
+        self.problem: UnreadableSource | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size}[whence]
+        if start + offset < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # as a file's own
+        self._at = start + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._file.size - self._at))
+        try:
+            self._file.read_into(self._at, view[:count])
+        except UnreadableSource as problem:
+            self.problem = problem
+            raise
+        self._at += count
+        return count
 
 
 def require_regular(path: Path) -> os.stat_result:

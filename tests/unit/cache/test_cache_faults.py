@@ -1,0 +1,167 @@
+"""Every system call of the cache failing with every errno: the right answer or an error with a code, nothing lost."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cache_faults import OPERATIONS, Faults, Sweep, cases
+
+import legroom
+from legroom.cache import catalog, locks, reap, trash
+from legroom.cache.attach import lock_name
+from legroom.cache.place import stores
+from legroom.errors import LegroomError, NotLoaded
+
+MOST = {"open": 300}  # of each operation; `make soak` takes more, by a seed of its own
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Iterator[Sweep]:
+    logging.disable(logging.CRITICAL)
+    with Sweep(tmp_path).alone() as made:
+        yield made
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_call_that_fails_gives_the_right_answer_or_a_code(sweep: Sweep, operation: str) -> None:
+    chance = random.Random(operation)
+    calls = sweep.calls(operation)
+    outcomes = set()
+    for faults in cases(calls, chance, MOST.get(operation, 100)):
+        try:
+            outcomes.add(sweep.attempt(operation, faults))
+        except Exception as problem:
+            case = (operation, faults.name, faults.at, errno.errorcode[faults.number], faults.lasting)
+            raise AssertionError(case) from problem
+    assert len(outcomes) > 1 or operation in ("disabled", "inplace"), outcomes  # some of them did fail
+
+
+def test_the_injector_lets_calls_fail(sweep: Sweep) -> None:
+    sweep.prepare("warm")
+    faults = Faults("flock", 0, errno.EIO)
+    assert sweep.attempt("warm", faults) == "entry-unreadable" and faults.hit
+
+
+def test_a_store_that_cannot_be_looked_into_is_not_called_empty(sweep: Sweep) -> None:
+    legroom.open(sweep.path).close()
+    os.rename(sweep.store / "locks", sweep.folder / "kept")
+    (sweep.store / "locks").symlink_to(sweep.folder / "kept")
+    found, _, findings = catalog.listing()
+    assert not found and [one.severity for one in findings] == ["warning"]
+    for ask in (catalog.info, reap.drop):
+        with pytest.raises(NotLoaded) as caught:
+            ask(sweep.path)
+        assert "symbolic link" in caught.value.why
+
+
+def test_a_store_that_vanishes_while_it_is_listed_is_an_error_in_words(sweep: Sweep) -> None:
+    legroom.open(sweep.path).close()
+    with pytest.raises(LegroomError), stores():
+        raise FileNotFoundError(errno.ENOENT, "No such file", "locks")
+
+
+def test_asking_who_uses_an_entry_is_not_a_use(sweep: Sweep) -> None:
+    """The moment in which a lock is taken to find out is seen by nobody: whoever would misread it waits."""
+    with legroom.open(sweep.path) as data:
+        key = data.info.key
+    assert key is not None
+    child = subprocess.Popen(
+        [sys.executable, "-c",
+         "import sys\nfrom legroom.cache import trash, place, locks\n"
+         f"store = place.open_store(place.Candidate(place.Path({str(sweep.folder / 'shm')!r}), 'shm', True), make=False)\n"
+         "print('ready', flush=True)\n"
+         f"while True: trash.in_use(store, {lock_name(key)!r})\n"],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        with stores() as places:
+            store = places.found[0]
+            for _ in range(2000):
+                with trash.store_lock(store):  # as whoever drops an entry does
+                    lock = locks.acquire(store.locks, lock_name(key))
+                    assert lock is not None
+                    lock.release()
+    finally:
+        child.kill()
+        child.communicate()
+
+
+ODD = ("fifo", "link", "directory", "socket")
+EACH = """
+import sys, numpy, legroom
+from legroom.cache import catalog, reap, verify
+from legroom.errors import LegroomError
+what = {"open": lambda: legroom.open(sys.argv[2]), "list": catalog.listing, "info": lambda: catalog.info(sys.argv[2]),
+        "verify": verify.verify, "drop": lambda: reap.drop(sys.argv[2]), "gc": reap.gc}
+for name in sys.argv[1].split(","):
+    try:
+        result = what[name]()
+        if name == "open":
+            assert result["array"].sum() == numpy.load(sys.argv[2]).sum()
+            result.close()
+        print(name, "fine")
+    except LegroomError as problem:
+        print(name, problem.code)
+"""
+
+
+def _put(path: Path, odd: str) -> None:
+    import socket
+
+    if path.is_dir() and not path.is_symlink():
+        path.rename(path.with_name("away"))
+    else:
+        path.unlink()
+    if odd == "fifo":
+        os.mkfifo(path)
+    elif odd == "link":
+        path.symlink_to("/etc/passwd")
+    elif odd == "directory":
+        path.mkdir()
+    else:
+        with socket.socket(socket.AF_UNIX) as made:
+            os.chdir(path.parent)
+            made.bind(path.name)
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("place", ["locks/store.lock", "locks/KEY.lock", "locks/SRC", "sources/RECORD", "KEY",
+                                   "KEY/manifest.json", "KEY/array.npy", "locks/building-0.lock"])  # fmt: skip
+def test_something_else_where_a_file_belongs_is_an_error_or_built_anew(
+    shm: Path, npy, old_files: None, place: str, odd: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = npy()
+    with legroom.open(path) as data:
+        key = data.info.key
+    (record,) = os.listdir(shm / "sources")
+    name = place.replace("KEY", str(key)).replace("RECORD", record).replace("SRC", f"src-{record}.lock")
+    target = shm / name
+    if not target.exists():
+        target.touch()
+    monkeypatch.chdir(tmp_path)
+    _put(target, odd)
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-c", EACH, "list,info,verify,open,gc,drop", str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, (ended.stdout, ended.stderr)
+
+
+def test_what_was_put_into_the_store_by_hand_does_not_stop_gc(shm: Path, npy) -> None:
+    legroom.open(npy()).close()
+    (shm / "locks" / "stranger").mkdir()
+    (shm / "sources" / "stranger").mkdir()
+    os.mkfifo(shm / "fifo")
+    reap.gc()
+    with legroom.open(npy("b.npy", np.arange(7))) as data:
+        assert data["array"].tolist() == list(range(7))
