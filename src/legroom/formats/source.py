@@ -94,7 +94,7 @@ class SourceFile:
         """
         stream = _Stream(self)
         try:
-            yield io.BufferedReader(stream)  # type: ignore[misc]
+            yield io.BufferedReader(stream)
         except Exception:
             if stream.problem is not None:
                 raise stream.problem from None
