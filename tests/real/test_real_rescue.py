@@ -130,3 +130,34 @@ def test_a_training_in_a_1_gb_cgroup(tmp_path: Path) -> None:
     last = report["attempts"][-1]
     assert last["settings"]["batch"] < 32 and last["resumed_from"] is not None
     assert "resumed at epoch" in done.stdout
+
+
+# Holds what its batch needs itself; its workers hold nothing.
+HOLDS_BATCH = """
+import argparse, os, signal, time
+p = argparse.ArgumentParser()
+for name in ("--batch", "--num_workers", "--accum_iter"): p.add_argument(name, type=int)
+a = p.parse_args()
+workers = [os.fork() for _ in range(a.num_workers)] if a.num_workers else []
+if 0 in workers:
+    while os.getppid() > 1: time.sleep(0.2)
+    os._exit(0)
+time.sleep(2.5)
+held = bytearray(b"x") * (a.batch * 40 << 20)
+print("done", flush=True)
+for pid in workers: os.kill(pid, signal.SIGKILL)
+"""
+
+
+@pytest.mark.real("cgroup")
+def test_the_batch_is_lowered_first_where_the_process_that_trains_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HOLDS_BATCH)
+    words = [sys.executable, "train.py", "--batch", "8", "--num_workers", "2", "--accum_iter", "1"]
+    command = [sys.executable, "-m", "legroom", "run", "--retries", "2", "--fresh", "--json", "--", *words]
+    with rigs.memory_cgroup(256 * MB) as group:
+        done = subprocess.run(
+            group.command(command), capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False
+        )
+    first, second = json.loads(done.stdout.splitlines()[-1])["attempts"]
+    assert first["verdict"] == "ram-oom-kill" and first["victim"]["role"] == "main", first
+    assert second["settings"] == {"batch": 4, "accumulation": 2, "workers": 2} and second["verdict"] is None

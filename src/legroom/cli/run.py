@@ -21,6 +21,7 @@ from legroom.words import listed, say
 @click.option("--flag", "flags", multiple=True, metavar="NAME=FLAG", help="Name a flag: batch=--my-batch.")
 @click.option("--checkpoint", metavar="PATTERN", help="Where checkpoints are: 'ckpt/*.pt'.")
 @click.option("--resume-flag", metavar="FLAG", help="How the script is told to resume: --resume.")
+@click.option("--resume-existing", is_flag=True, help="Resume also from checkpoints older than this run.")
 @click.option("--grace", default="30s", type=DURATION, help="From a passed-on SIGTERM to SIGKILL.")
 @click.option("--stall", default="60s", type=DURATION, help="Standing still on a full /dev/shm; 0: never.")
 @click.option("--loader", type=click.Choice(["torch", "legroom"]), help="legroom: our DataLoader under it.")
@@ -65,12 +66,15 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
             raise BadLimit(refused.what, why=refused.why, fix=(fix,)) from refused
     if options["resume_flag"] and not options["checkpoint"]:
         raise click.UsageError(say("--resume-flag needs --checkpoint: resume from what?"))
+    if options["resume_existing"] and not options["checkpoint"]:
+        raise click.UsageError(say("--resume-existing needs --checkpoint: resume from what?"))
     order = Order(
         command=words,
         retries=options["retries"],
         named=tuple(parse_named(text) for text in options["flags"]),
         checkpoint=options["checkpoint"],
         resume_flag=options["resume_flag"],
+        resume_existing=options["resume_existing"],
         grace=options["grace"],
         stall=options["stall"],
         environment=environment,

@@ -1,11 +1,14 @@
 """The newest checkpoint that is whole.
 
 Covers: torch's files (zip and the older pickles), safetensors, npz, HDF5, and directories of them as transformers,
-DeepSpeed and torch.distributed.checkpoint write them; why each newer one was passed over.
+DeepSpeed and torch.distributed.checkpoint write them; why each newer one was passed over; which were there before.
 Does not cover: whether a whole checkpoint is a good one, or what is in it.
 
 A training that dies while it writes leaves half a file behind, newest of all. A zip has its directory at the end and a
 safetensors file says how long it must be, so half a file is known without reading it all. No tensor is loaded.
+
+A file of an earlier run matches the pattern as well. What was there before the start is known by its inode, size and
+time: clocks of file servers differ, and a file that is renamed or linked is still the same file.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import os
 import re
 import struct
 import zipfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -29,23 +33,56 @@ _SHORTEST = 64  # bytes: no checkpoint of any kind is shorter
 _WEIGHTS = re.compile(r"\.(?:safetensors|pt|pth|bin|ckpt|npz|h5|distcp)$")
 
 
+Stamp = frozenset[tuple[int, int, int, int]]  # of its files: device, inode, size, time of the last write
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """The newest whole checkpoint, and the newer ones that are not whole, each with the reason."""
 
     path: str | None
     passed_over: tuple[str, ...] = ()
+    older: str | None = None  # the newest that would have been taken, had it not been there before
 
 
-def newest_whole(pattern: str) -> Found:
-    """Of what the pattern matches, the newest that is whole."""
+def newest_whole(pattern: str, before: Collection[Stamp] = ()) -> Found:
+    """Of what the pattern matches, the newest that is whole and is not one of ``before``."""
     passed: list[str] = []
-    for path in sorted(glob.glob(os.path.expanduser(pattern), recursive=True), key=_age, reverse=True):
+    older: str | None = None
+    for path in _matches(pattern):
         problem = why_torn(Path(path))
-        if problem is None:
+        if stamp(Path(path)) in before:
+            older = older or (path if problem is None else None)
+        elif problem is None:
             return Found(path, tuple(passed))
-        passed.append(say("{path}: {why}", path=path, why=problem))
-    return Found(None, tuple(passed))
+        else:
+            passed.append(say("{path}: {why}", path=path, why=problem))
+    return Found(None, tuple(passed), older)
+
+
+def stamps(pattern: str) -> frozenset[Stamp]:
+    """What the pattern matches now."""
+    return frozenset(stamp(Path(path)) for path in _matches(pattern)) - {frozenset()}
+
+
+def stamp(path: Path) -> Stamp:
+    """What tells whether a checkpoint was written again: of a directory, its files with weights."""
+    files = [path]
+    if path.is_dir():
+        files = [entry for entry in path.rglob("*") if entry.is_file()]
+        files = [entry for entry in files if _WEIGHTS.search(entry.name)] or files
+    found = set()
+    for file in files:
+        try:
+            stat = file.stat()
+        except OSError:  # it is just being replaced
+            continue
+        found.add((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return frozenset(found)
+
+
+def _matches(pattern: str) -> list[str]:
+    return sorted(glob.glob(os.path.expanduser(pattern), recursive=True), key=_age, reverse=True)
 
 
 def _age(path: str) -> tuple[int, list[tuple[int, str]]]:

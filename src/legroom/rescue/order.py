@@ -18,6 +18,7 @@ class Order:
     named: tuple[Named, ...] = ()
     checkpoint: str | None = None  # a pattern
     resume_flag: str | None = None
+    resume_existing: bool = False  # also from checkpoints that were there before the start
     grace: float = 30.0  # seconds between a passed-on SIGTERM and SIGKILL
     stall: float = 60.0  # seconds of standing still on a full /dev/shm; 0: never ended for that
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))

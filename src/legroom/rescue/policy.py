@@ -7,7 +7,8 @@ command (flags.py), restarting (supervisor.py).
 
 The order is by what a step costs: prefetch and workers cost speed at most, low-memory data costs disk reads, a smaller
 micro-batch costs speed on the GPU. Each step changes one thing, so that the report says which one it was. What
-cannot help against a cause is not touched: workers do not use the GPU's memory.
+cannot help against a cause is not touched: workers do not use the GPU's memory. Where the OOM killer took the process
+that trains, that one held most: prefetch and workers come last then.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _LEVERS: dict[Cause, tuple[str, ...]] = {
     "gpu-oom": ("batch",),
     "fds-exhausted": ("descriptors", "prefetch", "workers"),
 }
+_TRAINER_KILLED = ("low_memory", "batch", "prefetch", "workers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,17 @@ def next_step(
         return Step(knobs, {}, say("nothing shows that memory was short: once more with the same settings"))
     if verdict.cause not in _LEVERS:
         return _stop(knobs, _why_no_lever(verdict.cause))
-    for lever in _LEVERS[verdict.cause]:
+    trainer = verdict.cause == "ram-oom-kill" and verdict.victim is not None and verdict.victim.role == "main"
+    for lever in _TRAINER_KILLED if trainer else _LEVERS[verdict.cause]:
         if lever == "descriptors":
             if not descriptors_raised:
                 why = say("open files: the soft limit is raised to the hard one")
                 return Step(knobs, {}, why, raise_descriptors=True)
             continue
         step = _pull(lever, knobs)
+        if step is not None and trainer:
+            why = say("{why} (the process that trains was killed, not a worker)", why=step.why)
+            return replace(step, why=why)
         if step is not None:
             return step
     return _stop(knobs, _nothing_left(verdict.cause, knobs))

@@ -21,7 +21,7 @@ from legroom.model.settings_env import VARIABLE, from_environment, to_environmen
 from legroom.probe.host import Host
 from legroom.rescue import last_good
 from legroom.rescue.cgroup_home import Home, make_home
-from legroom.rescue.checkpoints import newest_whole
+from legroom.rescue.checkpoints import Stamp, newest_whole, stamps
 from legroom.rescue.child import find_command
 from legroom.rescue.flags import Knobs, knobs, rewrite, with_resume
 from legroom.rescue.order import Order
@@ -46,11 +46,14 @@ class Supervisor:
     lowered: dict[str, int | bool] = field(default_factory=dict)  # against the command as it was written
     resumed: str | None = None
     raise_descriptors: bool = False
+    existing: frozenset[Stamp] = frozenset()  # checkpoints that were there before the start
 
     def run(self) -> Story:
         """Run the command until it ends well or nothing more can be done."""
         find_command(self.order.command[0])
         began, cpu = time.time(), time.process_time()
+        if self.order.checkpoint is not None and not self.order.resume_existing:
+            self.existing = stamps(self.order.checkpoint)
         home = make_home(self.host, f"legroom-run-{os.getpid()}")
         isolation = _isolation(home)
         try:
@@ -154,10 +157,19 @@ class Supervisor:
     def _find_checkpoint(self) -> list[str]:
         if self.order.checkpoint is None:
             return []
-        found = newest_whole(self.order.checkpoint)
+        found = newest_whole(self.order.checkpoint, self.existing)
         self.resumed = found.path
         notes = [say("passed over: {why}", why=why) for why in found.passed_over]
-        if found.path is None:
+        if found.path is not None:
+            return notes
+        if found.older is not None:
+            notes.append(
+                say(
+                    "{path} was there before this run started and is not resumed from; --resume-existing allows it",
+                    path=found.older,
+                )
+            )
+        else:
             notes.append(say("no whole checkpoint matches {pattern}", pattern=self.order.checkpoint))
         return notes
 

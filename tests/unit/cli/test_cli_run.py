@@ -124,18 +124,37 @@ def test_what_memory_did_not_do_is_not_started_again(tmp_path: Path) -> None:
     assert len(_report(done)["attempts"]) == 1
 
 
-def test_resumes_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
-    import zipfile
+SAVES = """
+import os, zipfile
+if not os.path.exists("step2.pt"):
+    with zipfile.ZipFile("step1.pt", "w") as archive: archive.writestr("data", b"x" * 100)
+    open("step2.pt", "wb").write(open("step1.pt", "rb").read()[:90])
+    os.utime("step1.pt", (1, 1))
+"""
+ASKED = ("--retries", "2", "--checkpoint", "step*.pt", "--resume-flag", "--resume")
 
-    with zipfile.ZipFile(tmp_path / "step1.pt", "w") as archive:
-        archive.writestr("data", b"x" * 100)
-    (tmp_path / "step2.pt").write_bytes((tmp_path / "step1.pt").read_bytes()[:90])
-    os.utime(tmp_path / "step1.pt", (1, 1))
-    asked = ["--retries", "2", "--checkpoint", "step*.pt", "--resume-flag", "--resume"]
-    done = _run(*asked, "--", sys.executable, _script(tmp_path), "--num_workers", "2", folder=tmp_path)
+
+def test_resumes_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    script = _script(tmp_path, SAVES + STUBBORN)
+    done = _run(*ASKED, "--", sys.executable, script, "--num_workers", "2", folder=tmp_path)
     assert done.returncode == 0
     assert done.stdout.decode().splitlines()[-2].endswith("from step1.pt")
     assert b"step2.pt" in done.stderr
+
+
+def test_a_checkpoint_of_an_earlier_run_is_resumed_only_when_asked_for(tmp_path: Path) -> None:
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "step9.pt", "w") as archive:
+        archive.writestr("data", b"x" * 100)
+    words = ["--", sys.executable, _script(tmp_path), "--num_workers", "2"]
+    done = _run(*ASKED, "--fresh", *words, folder=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.decode().splitlines()[-2].endswith("from nothing")
+    assert b"step9.pt was there before" in done.stderr and b"--resume-existing" in done.stderr
+    done = _run(*ASKED, "--fresh", "--resume-existing", *words, folder=tmp_path)
+    assert done.stdout.decode().splitlines()[-2].endswith("from step9.pt")
+    assert _run("--resume-existing", "--", "true", folder=tmp_path).returncode == 2
 
 
 def test_settings_reach_a_script_without_flags_through_the_environment(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from legroom.rescue.checkpoints import newest_whole, why_torn
+from legroom.rescue.checkpoints import newest_whole, stamps, why_torn
 
 
 def _zip(path: Path, size: int = 5000) -> bytes:
@@ -77,6 +77,37 @@ def test_the_newest_whole_one_is_taken_and_the_torn_ones_are_named(tmp_path: Pat
     assert found.path == str(tmp_path / "step10.pt")
     assert len(found.passed_over) == 2 and "step12.pt: empty" in found.passed_over[0]
     assert newest_whole(f"{tmp_path}/*.ckpt").path is None
+
+
+def test_what_was_there_before_is_left_out_however_it_is_named_now(tmp_path: Path) -> None:
+    pattern = f"{tmp_path}/*.pt"
+    for name in ("old.pt", "older.pt"):
+        _zip(tmp_path / name)
+    os.utime(tmp_path / "older.pt", (1, 1))
+    before = stamps(pattern)
+    assert newest_whole(pattern).path == str(tmp_path / "old.pt")  # unless asked to leave them out
+    (tmp_path / "old.pt").rename(tmp_path / "previous.pt")
+    (tmp_path / "last.pt").symlink_to(tmp_path / "older.pt")
+    found = newest_whole(pattern, before)
+    assert found.path is None and found.older == str(tmp_path / "previous.pt")
+    _zip(tmp_path / "step1.pt")
+    os.utime(tmp_path / "step1.pt", (2, 2))  # a file server's clock is behind
+    assert newest_whole(pattern, before).path == str(tmp_path / "step1.pt")
+    (tmp_path / "step1.pt").unlink()
+    _zip(tmp_path / "older.pt")  # written again under the same name
+    assert newest_whole(pattern, before).path in (str(tmp_path / "older.pt"), str(tmp_path / "last.pt"))
+
+
+def test_a_directory_that_is_written_into_again_is_new(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-last"
+    folder.mkdir()
+    _zip(folder / "model.pt")
+    before = stamps(f"{tmp_path}/checkpoint-*")
+    (folder / "notes.txt").write_text("resumed")
+    assert newest_whole(f"{tmp_path}/checkpoint-*", before).path is None
+    _zip(folder / "model.pt")
+    os.utime(folder / "model.pt", (5, 5))
+    assert newest_whole(f"{tmp_path}/checkpoint-*", before).path == str(folder)
 
 
 def test_files_of_one_moment_are_ordered_by_their_numbers(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom.errors import UsageError
-from legroom.model.death import Cause, Verdict
+from legroom.model.death import Cause, Verdict, Victim
 from legroom.rescue.flags import Knobs, Named, knobs, parse_named, rewrite, with_resume
 from legroom.rescue.policy import next_step
 
@@ -93,6 +93,31 @@ def test_the_order_is_prefetch_workers_then_batch() -> None:
         "python t.py --batch 2 --num_workers 0 --prefetch_factor 1 --accum_iter 2",
         "python t.py --batch 1 --num_workers 0 --prefetch_factor 1 --accum_iter 4",
     ]
+
+
+def test_the_ladder_begins_with_what_the_killed_process_held() -> None:
+    found = knobs(
+        [
+            "python",
+            "t.py",
+            "--batch",
+            "32",
+            "--num_workers",
+            "4",
+            "--prefetch_factor",
+            "2",
+            "--accum_iter",
+            "1",
+        ]
+    )
+    for role, wanted in (("main", "batch"), ("worker", "prefetch"), (None, "prefetch")):
+        victim = Victim(7, "python t.py", 1 << 30, role)  # type: ignore[arg-type]
+        step = next_step(Verdict("ram-oom-kill", 0.9, "", victim=victim), found)
+        assert wanted in step.values, role
+    # Without a flag that keeps the effective batch, what is left to try is tried.
+    bare = knobs(["python", "t.py", "--batch", "32", "--num_workers", "4"])
+    step = next_step(Verdict("ram-oom-kill", 0.9, "", victim=Victim(7, "python t.py", None, "main")), bare)
+    assert step.values == {"workers": 2}
 
 
 def test_the_gpu_s_memory_is_only_helped_by_the_batch() -> None:
