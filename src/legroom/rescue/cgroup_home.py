@@ -34,6 +34,8 @@ class Home:
     own: bool
     reason: str | None = None  # why it is not the job's own
     stepped_into: str | None = None  # v2: the group that we moved into to make room
+    _listed: list[bytes] = field(default_factory=list)
+    _members: set[int] = field(default_factory=set)
     _inner: dict[str, int] = field(
         default_factory=dict
     )  # v1: kills in groups that the job made, gone ones too
@@ -82,15 +84,18 @@ class Home:
         """The processes in the group, and below it where it is the job's own; None where that cannot be read."""
         if self.path is None:
             return None
-        found: set[int] = set()
+        listed = []
         for group in self._groups() if self.own else [self.path]:
             try:
-                found.update(int(word) for word in Path(group, "cgroup.procs").read_text().split())
+                with open(f"{group}/cgroup.procs", "rb", buffering=0) as file:
+                    listed.append(file.readall() or b"")
             except OSError:
                 if group == self.path:
                     return None  # an inner one may just have been removed
-        found.discard(0)  # of another PID namespace
-        return found
+        if listed != self._listed:  # mostly nobody came or went: this is read many times a second
+            self._listed = listed
+            self._members = {int(word) for text in listed for word in text.split()} - {0}
+        return self._members  # 0 would be one of another PID namespace
 
     def _groups(self) -> list[str]:
         """The job's own group and those that the job made below it, parents first."""

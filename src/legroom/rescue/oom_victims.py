@@ -18,7 +18,7 @@ from legroom.probe.host import Host
 from legroom.probe.process import arguments, command_text
 from legroom.rescue.cgroup_home import Home
 
-_DYING = 0.5  # seconds: a process with gigabytes to free is not gone at once
+_DYING = 3.0  # seconds: a process with gigabytes to free is not gone at once, on a busy machine least of all
 _MOST = 1000  # processes of a shared group; of a larger one only the job's own are followed
 _MOST_KEPT = 100_000  # ids of processes that are gone
 _ANSWER = 0.3  # seconds after a kill in which output is about the kill
@@ -160,6 +160,8 @@ class OomVictims:
         if len(members) > _MOST and not self.home.own:
             self._listed = False
             members = {pid for pid in members if pid in self.job_pids}
+        if members == self._known.keys():
+            return []
         gone = [seen for pid, seen in self._known.items() if pid not in members]
         for seen in gone:
             del self._known[seen.pid]
