@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ DIGITS = {"md5": 32, "blake3": 64, "xxh3": 32}
 _CHUNKS = {"md5": 256 << 10, "xxh3": 256 << 10, "blake3": 8 << 20}
 
 _SAMPLES = 16
+_TICK_NS = 20_000_000  # no clock of a file system is coarser; 10 ms at 100 Hz
 _MOST_LINKS = 40  # the kernel follows as many
 _MOST_AGAIN = 10_000  # n directories with two links each to the next have 2^n names
 
@@ -262,7 +264,14 @@ def settle(source: Source) -> None:
 
     A page that is dirty already can be changed once more without a trace: the file's times move only when a clean page
     becomes dirty. Once written, pages are clean. File systems in memory write nothing, so there it does not help.
+
+    Clocks of file systems are coarse: a file that was written a moment ago could be written once more and keep its
+    times. Reading begins when that moment is over.
     """
+    changed_ns = max((file.stamp.ctime_ns for file in (*source.every, *source.folders)), default=0)
+    wait_ns = changed_ns + _TICK_NS - time.time_ns()
+    if 0 < wait_ns <= _TICK_NS:
+        time.sleep(wait_ns / 1e9)
     for file in source.every:
         try:
             fd = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))

@@ -18,6 +18,7 @@ from legroom.cache import checksum
 from legroom.cache.attach import view
 from legroom.cache.copy import compare
 from legroom.cache.dataset import Contents, ragged_of
+from legroom.cache.identity import changed, gone
 from legroom.cache.maps import Map
 from legroom.cache.plan import ArrayTarget, Plan, plan
 from legroom.errors import UnsupportedData
@@ -73,12 +74,12 @@ def in_place(paths: Sequence[Path], keys: tuple[str, ...] | None) -> Contents:
             extent = reader.extent(target.spec.name)
             if extent is None:
                 raise _cannot(target.spec.name, say("it is compressed, chunked, or in another byte order"))
-            arrays[target.spec.name] = _mapped(target.spec, extent)
+            arrays[target.spec.name] = _mapped(target.spec, extent, reader)
             extents[target.spec.name] = extent
     return Contents(_entry(paths, planned, "inplace"), arrays, {}, ragged_of(specs(planned)), extents.get)
 
 
-def _mapped(spec: ArraySpec, extent: Extent) -> NDArray:
+def _mapped(spec: ArraySpec, extent: Extent, reader: Reader) -> NDArray:
     if extent.nbytes == 0:
         return np.empty(spec.shape, spec.dtype)
     if extent.offset % max(1, spec.dtype.alignment):
@@ -89,8 +90,10 @@ def _mapped(spec: ArraySpec, extent: Extent) -> NDArray:
     try:
         fd = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as problem:
-        raise unreadable(extent.path, problem) from problem
+        raise gone(extent.path, problem) from problem
     try:
+        if not any(os.path.samestat(os.fstat(fd), os.fstat(own)) for own in reader.descriptors()):
+            raise changed(extent.path)  # its name has come to lead elsewhere since its header was read
         length = extent.offset - start + extent.nbytes
         if os.fstat(fd).st_size < start + length:
             raise _cannot(spec.name, say("the file ends before its data do"))

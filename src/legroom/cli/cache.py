@@ -128,9 +128,7 @@ def drop(what: str | None, everything: bool, force: bool, as_json: bool) -> int:
     "--free", type=SIZE, metavar="SIZE", help="Remove least recently used entries until this much is free."
 )
 @click.option("--older", type=DURATION, metavar="TIME", help="Remove entries not used for this long, as 7d.")
-@click.option(
-    "--stale", is_flag=True, help="Remove entries whose file has since been replaced by another version."
-)
+@click.option("--stale", is_flag=True, help="Remove entries whose file holds other bytes now.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @_json
 def gc(free: int | None, older: float | None, stale: bool, dry_run: bool, as_json: bool) -> int:

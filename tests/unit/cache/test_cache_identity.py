@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -211,3 +212,12 @@ def test_an_absolute_path_is_the_file_that_the_kernel_finds(
     assert os.path.samefile(absolute(name), name)
     assert os.path.samefile(source_paths(name)[0], name)
     assert ".." not in absolute(name).parts
+
+
+def test_a_file_written_a_moment_ago_is_read_when_its_clock_has_moved_on(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"1")
+    source = identity.look([tmp_path / "a"])
+    identity.settle(source)
+    assert time.time_ns() - source.files[0].stamp.ctime_ns >= 20_000_000
+    (tmp_path / "a").write_bytes(b"2")  # from now on no write goes unseen
+    assert not identity.unchanged(source)

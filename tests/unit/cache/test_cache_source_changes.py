@@ -536,6 +536,26 @@ def test_a_file_that_is_rewritten_through_a_map_is_noticed(shm: Path, on_a_disk:
         assert os.stat(path).st_ino == before.st_ino
 
 
+@pytest.mark.parametrize("kind", ["npy", "hdf5", "safetensors"])
+def test_a_map_in_place_is_of_the_file_whose_header_was_read(
+    shm: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from legroom.cache import plain
+
+    flip = Flip(tmp_path, kind)
+    plans = plain.plan
+
+    def flipped(*arguments: Any) -> Any:
+        flip.to(1)
+        return plans(*arguments)
+
+    with legroom.open(flip.path, backing="inplace") as data:
+        assert value(data) == {1}
+    monkeypatch.setattr(plain, "plan", flipped)
+    with pytest.raises(SourceChanged):
+        legroom.open(flip.path, backing="inplace")
+
+
 @pytest.mark.usefixtures("old_files")
 def test_damage_of_a_file_that_is_being_replaced_is_looked_at_once_more(
     shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

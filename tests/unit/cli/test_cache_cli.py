@@ -159,6 +159,20 @@ def test_a_new_version_makes_the_old_one_stale(home: Path, capsys: pytest.Captur
     assert entry["key"]
 
 
+def test_the_same_bytes_are_loaded_after_touch_mv_and_cp(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = _json(capsys, "load", "train.npy")["entries"]
+    for command in ("touch train.npy", "mv train.npy moved.npy", "cp moved.npy train.npy"):
+        subprocess.run(command.split(), check=True)
+        path = command.split()[-1]
+        (entry,) = _json(capsys, "list", path)["entries"]
+        assert entry["key"] == loaded[0]["key"] == _json(capsys, "info", path)["entry"]["key"], command
+        assert _json(capsys, "gc", "--stale")["removed"] == [], command
+        assert _json(capsys, "load", path)["entries"][0]["built"] is False
+    assert len(_json(capsys, "drop", "moved.npy")["removed"]) == 1
+
+
 def test_a_damaged_copy_is_found(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _json(capsys, "load", "train.npy")
     (entry,) = _json(capsys, "list")["entries"]
