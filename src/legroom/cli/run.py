@@ -23,7 +23,12 @@ from legroom.words import listed, say
 @click.option("--resume-flag", metavar="FLAG", help="How the script is told to resume: --resume.")
 @click.option("--resume-existing", is_flag=True, help="Resume also from checkpoints older than this run.")
 @click.option("--grace", default="30s", type=DURATION, help="From a passed-on SIGTERM to SIGKILL.")
-@click.option("--stall", default="60s", type=DURATION, help="Standing still on a full /dev/shm; 0: never.")
+@click.option(
+    "--stall",
+    default="60s",
+    type=DURATION,
+    help="End a job that hangs on a full /dev/shm for so long; 0: never.",
+)
 @click.option("--loader", type=click.Choice(["torch", "legroom"]), help="legroom: our DataLoader under it.")
 @click.option("--gpu-limit", metavar="SHARE|SIZE", help="Of the card, for each process: 0.8, 1/6, 8GB.")
 @click.option("--fresh", is_flag=True, help="Not with the settings that worked last.")

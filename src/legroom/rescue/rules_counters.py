@@ -125,9 +125,9 @@ def _of_job(evidence: Evidence) -> list[str]:
 
 def _victim(victim: Victim) -> str:
     if victim.rss is None:
-        return say("gone with it: pid {pid} ({command})", pid=victim.pid, command=victim.command)
+        return say("the job lost pid {pid} ({command})", pid=victim.pid, command=victim.command)
     return say(
-        "gone with it: pid {pid} ({command}), which held {size}",
+        "the job lost pid {pid} ({command}), which held {size}",
         pid=victim.pid, command=victim.command, size=format_size(victim.rss),
     )  # fmt: skip
 
@@ -185,11 +185,16 @@ def oom_shared(evidence: Evidence, signs: Signs) -> Because | None:
 
 def oom_in_log(evidence: Evidence, signs: Signs) -> Because | None:
     """A kernel, a scheduler or a daemon says so in the log itself."""
-    if sign := signs.first("oom-kill"):
-        return Because("ram-oom-kill", 0.95, (quoted(sign), ended(evidence.ending)))
-    if sign := signs.first("oom-daemon"):
-        return Because("ram-oom-kill", 0.9, (quoted(sign), ended(evidence.ending)))
-    return None
+    sign = signs.first("oom-kill", "oom-daemon")
+    if sign is None:
+        return None
+    lines, sure = [quoted(sign)], 0.95 if sign.code == "oom-kill" else 0.9
+    count = evidence.oom
+    if sign.code == "oom-kill" and count is not None and not count.of_job and not count.unattributed:
+        # Of another job or an earlier one; unless the job ran elsewhere, below a scheduler's launcher.
+        lines.append(say("oom_kill counts no kill of a process of this job ({source})", source=count.source))
+        sure = 0.6
+    return Because("ram-oom-kill", sure, (*lines, ended(evidence.ending)))
 
 
 def swapping(evidence: Evidence, signs: Signs) -> Because | None:

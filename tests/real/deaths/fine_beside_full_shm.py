@@ -3,5 +3,5 @@
 import time
 
 print("waiting for the queue", flush=True)
-time.sleep(14)
+time.sleep(10)
 print("finished")

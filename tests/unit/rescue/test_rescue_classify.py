@@ -92,6 +92,13 @@ def test_sigkill_or_a_time_limit_long_after_an_oom_kill_is_unsure() -> None:
         assert _verdict(ending=Ending(signal=number), oom=long_ago)[1] < 0.7
 
 
+def test_a_kernel_line_in_the_output_is_unsure_where_the_counter_counts_none() -> None:
+    """A prolog prints the end of dmesg; the kill in it was another job's."""
+    text = "Memory cgroup out of memory: Killed process 7 (python)\n"
+    assert _verdict(ending=Ending(1), oom=NONE, text=text)[1] < 0.7
+    assert _verdict(ending=Ending(1), text=text) == ("ram-oom-kill", 0.95)  # no counter to hold against it
+
+
 def test_an_oom_kill_behind_exit_0_is_told() -> None:
     victim = Victim(7, "python train.py", 900 * MB, "worker")
     said = classify(Evidence(ending=Ending(0), oom=OomCount(1, True, "own", 0.5, victims=(victim,))))
