@@ -15,10 +15,11 @@ from legroom.words import say
 @click.argument("log", metavar="LOGFILE|-")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def command(log: str, as_json: bool) -> int:
-    """Which memory killed a training, from its log alone.
+    """Which memory pool ran out, if one did, from a log alone.
 
-    Reads the end of LOGFILE, or of what comes in on -. A log says less than
-    the kernel's counters do: legroom run sees those too, and is surer.
+    Reads the end of LOGFILE, or of what comes in on -. Where the log does not
+    tell, the verdict is unknown, with the likely causes in order. legroom run
+    reads the kernel's counters too, and is surer.
     """
     from legroom.model.death import Evidence
     from legroom.probe.box import snapshot
@@ -41,10 +42,12 @@ def command(log: str, as_json: bool) -> int:
 
 def as_text(verdict: Verdict) -> str:
     """The verdict as people read it."""
-    head = say("{cause}, {sure:.0%} sure", cause=verdict.cause, sure=verdict.confidence)
+    from legroom.rescue.because import headline
+
     lines = [
-        paint(head, "critical" if verdict.memory else "info", bold=True),
+        paint(headline(verdict), "critical" if verdict.memory else "info", bold=True),
         paragraph(verdict.summary, "  ", "  "),
     ]
     lines += [labelled(say("  by:  "), line) for line in verdict.evidence]
+    lines += [labelled(say("  or:  "), f"{one.cause}: {one.why}") for one in verdict.likely]
     return "\n".join([*lines, *steps(verdict.fix)])

@@ -20,14 +20,17 @@ Cause = Literal[
     "gpu-oom",
     "pinned-exhausted",
     "fds-exhausted",
+    "processes-exhausted",
+    "map-count",
     "disk-full",
     "tmpdir-too-long",
     "worker-killed",
     "killed",
     "not-memory",
+    "unknown",
 ]
 
-# Causes that say memory (or what a loader needs like memory) ran out; the other four do not.
+# Causes that say memory (or what a loader needs like memory) ran out; the other five do not.
 MEMORY_CAUSES: frozenset[Cause] = frozenset(
     {
         "shm-full",
@@ -37,6 +40,8 @@ MEMORY_CAUSES: frozenset[Cause] = frozenset(
         "gpu-oom",
         "pinned-exhausted",
         "fds-exhausted",
+        "processes-exhausted",
+        "map-count",
         "disk-full",
     }
 )
@@ -93,6 +98,7 @@ class Sign:
     code: str
     line: str
     number: int  # counted from the end of the log: 1 is the last line
+    at: int = 0  # where in the line the words begin that make it a sign
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +108,8 @@ class LogFacts:
     signs: tuple[Sign, ...] = ()
     last_error: Sign | None = None  # the last exception that ended a program
     chain_from: int | None = None  # how far back the tracebacks that belong to it begin
+    errors: tuple[Sign, ...] = ()  # every exception, the last one included
+    progress: tuple[int, ...] = ()  # lines in which the program reports a step; the last ones only
     lines: int = 0  # that were looked at
     skipped: int = 0  # bytes that were not
 
@@ -177,6 +185,14 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True)
+class Likely:
+    """A cause that could be it, and what would tell."""
+
+    cause: Cause
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What ended it, how sure that is, and the lines it rests on."""
 
@@ -185,7 +201,7 @@ class Verdict:
     summary: str
     evidence: tuple[str, ...] = ()
     fix: tuple[str, ...] = ()
-    told: bool = True  # False: nothing that is known tells, and the cause is only what is left over
+    likely: tuple[Likely, ...] = ()  # where the cause is unknown, or a guess: what it could be, in order
     victim: Victim | None = None  # the process that the OOM killer took
 
     @property

@@ -8,9 +8,12 @@ from __future__ import annotations
 import signal
 from typing import NamedTuple
 
-from legroom.model.death import Cause, Ending, Evidence, Level, Sign
+from legroom.model.death import Cause, Ending, Evidence, Level, Sign, Verdict
 from legroom.units import format_size
 from legroom.words import say
+
+UNKNOWN = 0.1  # the confidence of `unknown`: no cause is established
+_SHOWN = 200  # characters of a log's line
 
 
 class Because(NamedTuple):
@@ -20,12 +23,27 @@ class Because(NamedTuple):
     confidence: float
     lines: tuple[str, ...]
     summary: str = ""  # where what is usually said of the cause would not be right
-    told: bool = True  # False: nothing tells
+    likely: tuple[Cause, ...] = ()  # what it could be, in order; always given for `unknown`
+
+
+def unknown(lines: tuple[str, ...], *likely: Cause, summary: str = "") -> Because:
+    """No cause is established; it could be one of these, the most likely first."""
+    return Because("unknown", UNKNOWN, lines, summary, likely)
+
+
+def headline(verdict: Verdict) -> str:
+    """The verdict's code and how sure it is."""
+    if verdict.cause == "unknown":
+        return verdict.cause
+    return say("{cause}, {sure:.0%} sure", cause=verdict.cause, sure=verdict.confidence)
 
 
 def quoted(sign: Sign) -> str:
-    """A line of the log as evidence."""
-    return say("log, line {number} from the end: {line}", number=sign.number, line=sign.line[:200])
+    """A line of the log as evidence: its beginning, or the part with the words that count."""
+    line = sign.line
+    if sign.at > _SHOWN // 2 and len(line) > _SHOWN:
+        line = "…" + line[sign.at - _SHOWN // 4 :]
+    return say("log, line {number} from the end: {line}", number=sign.number, line=line[:_SHOWN])
 
 
 def ended(ending: Ending | None) -> str:

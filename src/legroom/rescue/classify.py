@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from legroom.model.death import Cause, Evidence, Verdict
+from legroom.model.death import Cause, Evidence, Likely, Verdict
 from legroom.rescue import rules_counters, rules_endings, rules_texts
 from legroom.rescue.because import Because
 from legroom.rescue.log_signs import Signs
@@ -29,15 +29,21 @@ _RULES: tuple[Callable[[Evidence, Signs], Because | None], ...] = (
     rules_counters.oom_daemon,
     rules_counters.oom_shared,
     rules_counters.oom_in_log,
+    rules_texts.faults,
     rules_texts.pinned,
     rules_texts.gpu,
     rules_texts.descriptors,
+    rules_texts.processes,
     rules_texts.sockets,
+    rules_texts.maps,
     rules_texts.shm,
     rules_texts.disk,
     rules_texts.ram,
+    rules_texts.device,
+    rules_texts.gpu_library,
     rules_texts.bus,
     rules_counters.swapping,
+    rules_endings.ended_by,
     rules_endings.worker,
     rules_endings.interrupted,
     rules_endings.outside,
@@ -69,7 +75,42 @@ _SUMMARIES: dict[Cause, str] = {
     ),
     "worker-killed": phrase("a data loader's worker was killed, and nothing shows that it was for memory."),
     "killed": phrase("somebody ended it with a signal; nothing shows that memory was at fault."),
-    "not-memory": phrase("it ended by itself, and not for want of memory."),
+    "processes-exhausted": phrase(
+        "no further process or thread could be started: a limit on their number was reached."
+    ),
+    "map-count": phrase(
+        "a process has as many mappings as the kernel allows (vm.max_map_count): shared tensors take one or two each."
+    ),
+    "not-memory": phrase("an error of another kind ended it: it names no pool that ran out."),
+    "unknown": phrase(
+        "what is known does not show what ended it. The likely causes follow in order. A process that is killed for "
+        "memory writes nothing itself."
+    ),
+}
+
+# What would tell that it was this cause.
+_TELLS: dict[Cause, str] = {
+    "shm-full": phrase("`df -h /dev/shm` while it runs: it fills up"),
+    "ram-oom-kill": phrase(
+        'most often RAM: `dmesg -T` has a line "Killed process", or the scheduler\'s accounting names memory'
+    ),
+    "ram-allocation": phrase(
+        "the size that was asked for against `free -h`, `ulimit -v` and vm.overcommit_memory"
+    ),
+    "swap-thrash": phrase("`vmstat 1` while it runs: the column si does not rest"),
+    "gpu-oom": phrase("`nvidia-smi` while it runs: the memory is full just before the error"),
+    "pinned-exhausted": phrase("the same run with pin_memory=False ends in another way or not at all"),
+    "fds-exhausted": phrase("`ls /proc/PID/fd | wc -l` against `ulimit -n`"),
+    "processes-exhausted": phrase("`ps -eLf | wc -l` against `ulimit -u` and pids.max of the cgroup"),
+    "map-count": phrase("`wc -l /proc/PID/maps` against `sysctl vm.max_map_count`"),
+    "disk-full": phrase("`df -h` and `df -i` of every directory that it writes to, and the quota there"),
+    "tmpdir-too-long": phrase("the length of $TMPDIR"),
+    "worker-killed": phrase("another process sent the worker SIGKILL: the system's log may name it"),
+    "killed": phrase(
+        "a time limit, a scheduler or a person: its accounting (sacct, bhist, qstat, kubectl describe)"
+    ),
+    "not-memory": phrase("an error further up in the log, of this process or of another rank"),
+    "unknown": phrase("a run under `legroom run`"),
 }
 
 
@@ -88,6 +129,6 @@ def classify(evidence: Evidence) -> Verdict:
         confidence=round(confidence, 2),
         summary=because.summary or say(_SUMMARIES[because.cause]),
         evidence=tuple(dict.fromkeys(lines)),
-        told=because.told,
+        likely=tuple(Likely(cause, say(_TELLS[cause])) for cause in because.likely),
         victim=victim,
     )

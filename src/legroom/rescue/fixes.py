@@ -24,12 +24,10 @@ def fixes(
     nofile: int | None,
     here: int | None = None,
     keyboard: bool = False,
-    told: bool = True,
 ) -> tuple[str, ...]:
     """The lines for that cause at that place.
 
-    ``ram`` is what RAM's pool allows, ``here`` the size of /dev/shm now; ``keyboard``: Ctrl-C at this terminal;
-    ``told``: whether anything at all points to the cause.
+    ``ram`` is what RAM's pool allows, ``here`` the size of /dev/shm now; ``keyboard``: Ctrl-C at this terminal.
     """
     if cause == "shm-full":
         wanted = remedy.advised_shm(ram)
@@ -54,6 +52,10 @@ def fixes(
         return (less, *remedy.raise_ram_limit(place, ram))
     if cause == "fds-exhausted":
         return remedy.raise_nofile(place, nofile or 1024, None)
+    if cause == "processes-exhausted":
+        return _more_processes(place)
+    if cause == "map-count":
+        return _more_maps(place)
     if cause == "disk-full":
         return remedy.free_disk(".")
     if cause == "tmpdir-too-long":
@@ -65,9 +67,27 @@ def fixes(
         return ()
     if cause == "killed":
         return (say("ask who sent it: a scheduler's time limit, a colleague, a daemon such as earlyoom"),)
-    if not told:
+    if cause == "unknown":
         return (say("have the next run watched, with the kernel's counters:\nlegroom run -- COMMAND …"),)
-    return (say("read the program's own last lines: memory has no part in this"),)
+    return (
+        say("read the lines above and the program's own last lines: no pool that ran out is named there"),
+    )
+
+
+def _more_processes(place: Place) -> tuple[str, ...]:
+    lines = [say("fewer threads for each process, fewer workers:\nexport OMP_NUM_THREADS=1")]
+    if place.kind in ("docker", "podman"):
+        lines.append(say("start the container again with:\n{tool} run --pids-limit -1 …", tool=place.kind))
+    lines.append(say("in the shell that starts the training:\nulimit -u $(ulimit -Hu)"))
+    return (*lines, say("check:\nulimit -u; ps -eLf | wc -l"))
+
+
+def _more_maps(place: Place) -> tuple[str, ...]:
+    fewer = say(
+        "fewer tensors in a sample and in a batch, fewer batches in flight: each shared tensor is a mapping"
+    )
+    more = say("as root on the machine (also for its containers):\nsysctl -w vm.max_map_count=1048576")
+    return (fewer, more, say("check:\nsysctl vm.max_map_count"))
 
 
 def _large_already(size: int) -> str:

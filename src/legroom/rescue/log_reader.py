@@ -1,10 +1,11 @@
 """The end of a log, read in bounded memory.
 
-Covers: a file, a pipe or the bytes a supervisor kept; which lines are signs, which exception ended the program and
-how far back the tracebacks that belong to it reach. Does not cover: what follows from the signs (classify.py).
+Covers: a file, a pipe or the bytes a supervisor kept; which lines are signs, which exceptions there are, how far back
+the tracebacks of the last one reach, and where the program still made progress. Does not cover: what follows
+from the signs (classify.py).
 
-What kills a program stands at the end of its log. So the end is read and the rest is not, however long it is; what
-was passed over is counted.
+What ended a program stands at the end of its log, so the end is read first. Where nothing in it names an ending (ranks
+that print for a long time after the first has failed), more is read, up to a bound; what was passed over is counted.
 """
 
 from __future__ import annotations
@@ -14,27 +15,50 @@ import re
 from collections import deque
 from contextlib import nullcontext
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from legroom.errors import UnreadableSource
 from legroom.model.death import LogFacts, Sign
-from legroom.rescue.signatures import code_of
+from legroom.rescue.signatures import NUMBERS, code_of, start_of
 from legroom.words import say
 
 KEEP = 4 << 20  # bytes of a log's end: 64 ranks that each print a long traceback fit
-LONGEST = 400  # characters of a line that are looked at and shown; progress bars run to megabytes
+MOST = 16 << 20  # bytes of a log's end that are read where the last KEEP name no ending
+LONGEST = 8 << 10  # bytes from each end of a line that are examined; progress bars run to megabytes
 _CHUNK = 1 << 20
-_MOST_SIGNS = 200
+_MOST_SIGNS = 2000
+_HELD, _BEFORE = 2000, 500  # characters that are kept of a sign's line, and how many before its words
+_MOST_ERRORS = 200
+_LONGEST_TRACEBACK = 2000  # lines
+NEAR = 450  # lines from the end, and around an exception, in which signs are looked for
+_NUMBER = re.compile(r"\d+")
+_MOST_PROGRESS, _PROGRESS_WITHIN = (
+    200,
+    5000,
+)  # lines with a step that are kept, and lines in which they are sought
 
-_PREFIX = r"(?:\[[\w.:/ -]+\]:? ?|(?:[EWI]\d{4} [\d:.]+ .*?\] ))*"
-_TRACEBACK = re.compile(
-    rf"^{_PREFIX}\s*(?:[+| ]*)?(?:Exception Group |Original )?Traceback \(most recent call last\)"
-)
-_KIND = r"(?:Error|Exception|Interrupt|Exit|Expired|Warning|Died|OutOfMemory\w*)"
-_ERROR = re.compile(rf"^{_PREFIX}((?:[A-Za-z_]\w*\.)*[A-Z]\w*{_KIND}|[\w.]+\.[A-Z]\w+)(?::|$)")
-# What Python could not raise, mostly while it was ending already: the traceback below it ended nothing.
-_IGNORED = re.compile(rf"^{_PREFIX}\s*Exception ignored in")
+_HEADER = re.compile(r"(?:Exception Group |Original )?Traceback \(most recent call last\)")
+_KIND = r"(?:Error|Exception|Interrupt|Exit|Expired|Warning|Died|OutOfMemory\w*|Group)"
+_SEE = r"(?: \(see above for traceback\))?"
+_NAME = rf"(?:(?:[A-Za-z_]\w*\.)*_?[A-Z]\w*{_KIND}|[A-Za-z_][\w.]*\.[A-Z]\w+)"
+_ERROR = re.compile(rf"^\+?[ |]{{0,1}}({_NAME}){_SEE}(?::|$)")
+# Without a traceback's header above it: only names that are surely exceptions, at the start or after a prefix.
+_BARE_NAME = r"(?:[A-Za-z_]\w*\.)*_?[A-Z]\w*(?:Error|Exception|Interrupt)"
+_BARE = re.compile(rf"^(?:\S.{{0,120}}?[\])|:>-] +)?({_BARE_NAME}){_SEE}(?:: |:?$)")
+_ANY_NAME = re.compile(r"^[A-Za-z_][\w.]*(?:: |:?$)")
 _LINK = re.compile(r"During handling of the above exception|The above exception was the direct cause")
+_ESCAPE = re.compile(rb"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+_PROGRESS = re.compile(
+    r"\d%\||\bit/s\b|\bs/it\b|(?i:\b(?:epochs?|steps?|iter(?:ation)?s?|batch(?:es)?|loss)\b\W{0,12}\d)"
+)
+_NO_PROGRESS = re.compile(r"(?i:error|exception|traceback|fail|kill|abort|wandb:|^\s+\S)")
+# What another process, or native code below Python, writes just before the exception that it leads to.
+_LAST_WORDS = frozenset({
+    "fault", "assertion", "oom-kill", "oom-daemon", "worker-bus", "bus", "killed", "child-killed", "crash", "abort",
+    "shm", "shm-other", "ended-by", "gpu-hint", "pinned",
+})  # fmt: skip
+_FRAME = re.compile(r'^\s+\S|^\s*File "|^\s*\^+$|^$')
+_INSIDE = re.compile(r' {2}|File "|\^\^')
 
 
 class Tail:
@@ -71,8 +95,7 @@ def read_log(path: str, standard_input: BinaryIO | None = None) -> LogFacts:
         with Path(path).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if file.seekable() and size:
-                file.seek(max(0, size - KEEP))
-                return facts_of(file.read(KEEP), max(0, size - KEEP))
+                return _of_file(file, size)
             return _to_its_end(file)  # a FIFO, or a file of /proc that gives no size
     except (OSError, ValueError) as problem:
         why = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
@@ -83,68 +106,221 @@ def read_log(path: str, standard_input: BinaryIO | None = None) -> LogFacts:
         ) from problem
 
 
+def _of_file(file: BinaryIO, size: int) -> LogFacts:
+    for length in (KEEP, MOST):
+        file.seek(max(0, size - length))
+        facts = facts_of(file.read(length), max(0, size - length))
+        if facts.signs or facts.errors or length >= size:
+            break
+    return facts
+
+
 def _to_its_end(stream: BinaryIO) -> LogFacts:
-    tail = Tail()
+    tail = Tail(MOST)
     while data := stream.read(_CHUNK):
         tail.feed(data)
-    return facts_of(tail.bytes(), tail.passed)
+    held = tail.bytes()
+    skipped = tail.passed
+    facts = facts_of(held[-KEEP:], skipped + max(0, len(held) - KEEP))
+    return facts if facts.signs or facts.errors or len(held) <= KEEP else facts_of(held, skipped)
+
+
+class _Traceback(NamedTuple):
+    start: int  # of the line with its header
+    prefix: re.Pattern[str]  # what stands before each of its lines: a rank, a time, a file
+    ignored: bool
+
+
+class _Fault(NamedTuple):
+    name: str
+    at: int
+    start: int  # the first line that belongs to it
 
 
 def facts_of(data: bytes, skipped: int = 0) -> LogFacts:
     """What these bytes, the end of a log, say."""
     lines = _lines(data, skipped)
     count = len(lines)
-    signs: list[Sign] = []
-    last_error: Sign | None = None
-    error_at = None
-    in_traceback = ignored = False
-    for at, line in enumerate(lines):
-        code = code_of(line)
-        if code is not None:
-            signs.append(Sign(code, line.strip(), count - at))
-        if _IGNORED.match(line):
-            ignored = True
-        elif _TRACEBACK.match(line):
-            in_traceback, ignored = not ignored, False
-        elif in_traceback and (match := _ERROR.match(line)) and not line[:1].isspace():
-            last_error, error_at = Sign(code or match[1], line.strip(), count - at), at
-            in_traceback = False
-    chain = None if error_at is None else _chain_start(lines, error_at)
+    faults = _faults(lines)
+    signs = _signs(lines, faults)
+    by_number = {sign.number: sign for sign in signs}
+    errors = tuple(
+        by_number.get(count - fault.at) or _sign(fault.name, lines[fault.at], count - fault.at, 0)
+        for fault in faults
+    )
+    chain = None
+    if faults:
+        told = {sign.number for sign in signs if sign.code in _LAST_WORDS}
+        chain = count - _chain_start(lines, faults[-1].start, told)
     return LogFacts(
-        signs=tuple(signs[-_MOST_SIGNS:]),
-        last_error=last_error,
-        chain_from=None if chain is None else count - chain,
+        signs=signs,
+        last_error=errors[-1] if errors else None,
+        chain_from=chain,
+        errors=errors,
+        progress=_progress(lines, by_number),
         lines=count,
         skipped=skipped,
     )
 
 
+def _faults(lines: list[str]) -> list[_Fault]:
+    """The exceptions, each with the line where its traceback begins."""
+    faults: deque[_Fault] = deque(maxlen=_MOST_ERRORS)
+    open_tracebacks: list[_Traceback] = []
+    ignored = False
+    for at, line in enumerate(lines):
+        if "Traceback" in line and (header := _HEADER.search(line, 0, 400)):
+            shape = _shape(line[: header.start()])
+            open_tracebacks = [
+                one
+                for one in open_tracebacks
+                if one.prefix.pattern != shape.pattern and at - one.start < _LONGEST_TRACEBACK
+            ][-63:]
+            open_tracebacks.append(_Traceback(at, shape, ignored))
+            ignored = False
+            continue
+        if "Exception ignored in" in line:
+            ignored = (
+                True  # it could not be raised, mostly while Python was ending: its traceback ended nothing
+            )
+            continue
+        if not open_tracebacks and not ("Err" in line or "Exc" in line or "Interrupt" in line):
+            continue
+        name, owner = _exception(lines, at, open_tracebacks)
+        if owner is not None:
+            open_tracebacks.remove(owner)
+        if name is not None and (owner is None or not owner.ignored):
+            faults.append(_Fault(name, at, _frames_start(lines, at) if owner is None else owner.start))
+    return list(faults)
+
+
+def _signs(lines: list[str], faults: list[_Fault]) -> tuple[Sign, ...]:
+    """The signs near the end and near exceptions; what stands elsewhere was survived, whatever it is."""
+    count = len(lines)
+    signs: deque[Sign] = deque(maxlen=_MOST_SIGNS)
+    known: dict[str, str | None] = {}  # ranks print the same lines but for their numbers
+    done = 0
+    for begin, end in [*((fault.start - NEAR, fault.at + NEAR) for fault in faults), (count - NEAR, count)]:
+        for at in range(max(done, begin), min(end, count)):
+            line = lines[at]
+            key = _NUMBER.sub(_same, line)
+            if key not in known:
+                known[key] = code_of(line)
+            if (code := known[key]) is not None:
+                signs.append(_sign(code, line, count - at, start_of(code, line)))
+        done = max(done, min(end, count))
+    return tuple(signs)
+
+
+def _same(number: re.Match[str]) -> str:
+    return number[0] if number[0] in NUMBERS else "0"
+
+
+def _progress(lines: list[str], signs: dict[int, Sign]) -> tuple[int, ...]:
+    """The last lines in which the program reports a step."""
+    found: list[int] = []
+    for number, line in enumerate(reversed(lines[-_PROGRESS_WITHIN:]), start=1):
+        if number not in signs and _PROGRESS.search(line) and not _NO_PROGRESS.search(line):
+            found.append(number)
+            if len(found) == _MOST_PROGRESS:
+                break
+    return tuple(reversed(found))
+
+
+def _sign(code: str, line: str, number: int, at: int) -> Sign:
+    begin = max(0, at - _BEFORE) if len(line) > _HELD else 0
+    return Sign(code, line[begin : begin + _HELD].strip(), number, at - begin)
+
+
 def _lines(data: bytes, skipped: int) -> list[str]:
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):  # what PowerShell redirects to
+        data = data.decode("utf-16", "replace").encode()
+    data = _ESCAPE.sub(b"", data) if b"\x1b" in data else data
+    # A log of JSON objects has a traceback in one line, with its line feeds escaped.
+    data = data.replace(rb"\r\n", b"\n").replace(rb"\n", b"\n") if rb"recent call last):\n" in data else data
     # A progress bar rewrites its line with carriage returns: each state is a line here.
     parts = re.split(rb"[\r\n]+", data)
     if skipped and len(parts) > 1:
         parts = parts[1:]  # the first is half a line
-    return [part[:LONGEST].decode("utf-8", "replace") for part in parts if part]
+    return [_text(part) for part in parts if part]
 
 
-def _chain_start(lines: list[str], error_at: int) -> int:
-    """Where the first of the tracebacks begins that end in the error at that line.
+def _text(part: bytes) -> str:
+    if len(part) > 2 * LONGEST:
+        part = part[:LONGEST] + b" ... " + part[-LONGEST:]
+    try:
+        return part.decode()
+    except UnicodeDecodeError:
+        # A Chinese Windows writes in its own code page; a character that was cut in half is no sign of one.
+        text = part.decode("utf-8", "replace")
+        if text.count("\ufffd") <= 2:
+            return text
+        return part.decode("gb18030", "replace")
+
+
+def _shape(prefix: str) -> re.Pattern[str]:
+    """What stands before each line of a traceback whose header has that prefix; its numbers may change."""
+    prefix = re.sub(
+        rf"(?:{_BARE_NAME}|Process \S+|Exception)\s*:?\s*$", "", prefix
+    )  # an error that quotes a traceback
+    if len(prefix) > 200 or not prefix.strip(" +|"):
+        return re.compile("")
+    return re.compile(
+        "[0-9a-fA-F]*".join(re.escape(part) for part in re.split(r"\d+", prefix.rstrip())) + " ?"
+    )
+
+
+def _exception(
+    lines: list[str], at: int, open_tracebacks: list[_Traceback]
+) -> tuple[str | None, _Traceback | None]:
+    """The name of the exception in that line and the traceback that it ends; (None, None) where it is none."""
+    line = lines[at]
+    for one in reversed(open_tracebacks):
+        inside = one.prefix.match(line)
+        if inside is None:
+            continue
+        rest = line[inside.end() :]
+        if match := _ERROR.match(rest):
+            return match[1], one
+        above = one.prefix.match(lines[at - 1])
+        frame = above is not None and lines[at - 1][above.end() :][:4] == "    "
+        if frame and (match := _ANY_NAME.match(rest)):
+            return match[0].rstrip(": "), one
+        if one.prefix.pattern:
+            return None, None  # a line of this traceback
+    if match := _BARE.match(line):
+        return match[1], None
+    return None, None
+
+
+def _frames_start(lines: list[str], at: int) -> int:
+    """Where the frames above an exception begin whose header is not in the log."""
+    start = at
+    while start > 0 and at - start < 200 and _FRAME.match(lines[start - 1]):
+        start -= 1
+    return start
+
+
+def _chain_start(lines: list[str], start: int, told: set[int]) -> int:
+    """Where the first of the tracebacks begins that lead to the one that starts at that line.
 
     Tracebacks belong together when a linking sentence says so, or when nothing ordinary was written between them.
     """
-    start, inside, linked = error_at, True, False
-    for at in range(error_at - 1, -1, -1):
+    count = len(lines)
+    inside = linked = False
+    for at in range(start - 1, -1, -1):
         line = lines[at]
-        if _TRACEBACK.match(line):
+        if _HEADER.search(line, 0, 400):
             start, inside, linked = at, False, False
         elif inside:
-            continue
+            if not _INSIDE.search(line):
+                break
         elif _LINK.search(line):
             linked = True  # what stands above may be the end of a message of several lines
-        elif _ERROR.match(line):
+        elif _ERROR.match(line) or _BARE.match(line):
             inside = True
-        elif code_of(line) is not None:
-            start = at  # a worker's own last words, right above
+        elif count - at in told:
+            start = at  # another process's last words, right above
         elif not (linked or line.startswith("[rank")):
             break
     return start

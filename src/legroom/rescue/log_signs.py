@@ -3,25 +3,32 @@
 Covers: telling the trouble that ended a program from one it survived. Does not cover: finding the lines
 (log_reader.py), what they mean (the rules).
 
-A training that skips a batch after "CUDA out of memory" and dies of a ValueError an hour later did not die of memory.
-So when an exception ended it, only what stands in the tracebacks that lead to that exception counts; unless the
-exception is the echo of another process's death, whose own words stand further up. A program that a signal
-ended has no last word: texts count for those signals only that a failed allocation leads to.
+A job that skips a batch after "CUDA out of memory" and fails with a ValueError an hour later did not fail for want of
+memory. So when an exception ended it, only what stands in the tracebacks that lead to that exception counts; unless the
+exception is the echo of another process's death or of a time-out, whose cause stands further up. There, what the
+program survived does not count either: it went on for many steps after it. A program that a signal ended has no
+last word: texts count for those signals only that a failed allocation leads to.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from legroom.model.death import Evidence, Sign
-from legroom.rescue.signatures import CONSEQUENCE
+from legroom.model.death import Evidence, LogFacts, Sign
+from legroom.rescue.signatures import CONSEQUENCE, SHORTAGES
 
-WINDOW = 400  # lines from the end in which anything can count
-_LAST_WORDS = 60  # an exception further from the end was not the end
+WINDOW = 400  # lines from the end in which a sign counts that no exception leads to
+_WENT_ON = 10  # steps reported after a sign: it was survived
+_BEFORE_A_DEATH = 3  # the same, where a later line reports a death of another kind
+_DEATHS = frozenset(
+    {"killed", "child-killed", "crash", "bus", "worker-bus", "ended-by", "oom-kill", "oom-daemon"}
+)
+_RIGHT_ABOVE = 30  # lines between a shortage that was handled and the exception that it may have led to
 _MUTE = frozenset(
     {2, 4, 8, 9, 11, 15}
 )  # INT, ILL, FPE, KILL, SEGV, TERM: no failed allocation ends like that
-_SHELL = 128
+_PATIENCE = re.compile(r"[Tt]ime(?:d )?-?out|TimeoutE|Pin memory thread exited")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +38,33 @@ class Signs:
     counting: tuple[Sign, ...]
     decisive: Sign | None  # the exception that ended it, when that is no echo
     mute: bool  # ended by a signal that says nothing about texts
+    origin: Sign | None = None  # the exception before the echo, where an echo ended it
+    handled: Sign | None = None  # a shortage right above the decisive exception, which may have led to it
 
     @classmethod
     def of(cls, evidence: Evidence) -> Signs:
         """Those of that evidence."""
         log, ending = evidence.log, evidence.ending
-        near = [sign for sign in log.signs if sign.number <= WINDOW]
+        near = tuple(sign for sign in log.signs if sign.number <= WINDOW)
         if ending is not None and ending.signal in _MUTE:
-            return cls(tuple(near), None, mute=True)
+            return cls(near, None, mute=True)
         last = log.last_error
-        if last is None or (ending is None and last.number > _LAST_WORDS) or CONSEQUENCE.search(last.line):
-            return cls(tuple(near), None, mute=False)
-        if ending is not None and ending.signal is not None:
-            return cls(tuple(near), None, mute=False)
+        if last is None or _echo(last) or (ending is not None and ending.signal is not None):
+            return cls._of_echo(log)
+        if _died_later(log, last) or (
+            not evidence.live and last.code not in SHORTAGES and _survived(log, last)
+        ):
+            return cls._of_echo(log)  # it was printed, and the program went on
         reach = log.chain_from or last.number
-        return cls(tuple(sign for sign in near if sign.number <= reach), last, mute=False)
+        counting = tuple(sign for sign in log.signs if sign.number <= reach)
+        return cls(counting, last, mute=False, handled=_right_above(log, reach))
+
+    @classmethod
+    def _of_echo(cls, log: LogFacts) -> Signs:
+        own = [error for error in log.errors if not _echo(error) and not _survived(log, error)]
+        reach = max([WINDOW, *(error.number + WINDOW for error in own)])
+        counting = tuple(sign for sign in log.signs if sign.number <= reach and not _survived(log, sign))
+        return cls(counting, None, mute=False, origin=own[-1] if own else None)
 
     def first(self, *codes: str) -> Sign | None:
         """The first counting line with one of these codes; what a program wrote first is nearest to the cause."""
@@ -54,3 +73,36 @@ class Signs:
     def text(self, *codes: str) -> Sign | None:
         """The same, where texts say anything about this ending."""
         return None if self.mute else self.first(*codes)
+
+
+def _echo(error: Sign) -> bool:
+    return bool(CONSEQUENCE.search(error.line) or _PATIENCE.search(error.line))
+
+
+def _steps_after(log: LogFacts, sign: Sign) -> int:
+    return sum(number < sign.number for number in log.progress)
+
+
+def _survived(log: LogFacts, sign: Sign) -> bool:
+    """Whether the program went on after that line."""
+    return _died_later(log, sign) or _steps_after(log, sign) >= _WENT_ON
+
+
+def _died_later(log: LogFacts, sign: Sign) -> bool:
+    """Whether the program went on and a later line reports a death of another kind; then few steps show it."""
+    if sign.code in _DEATHS:
+        return False
+    death = next((one.number for one in reversed(log.signs) if one.code in _DEATHS), None)
+    return (
+        death is not None and sum(death < number < sign.number for number in log.progress) >= _BEFORE_A_DEATH
+    )
+
+
+def _right_above(log: LogFacts, reach: int) -> Sign | None:
+    above = [
+        sign
+        for sign in log.signs
+        if reach < sign.number <= reach + _RIGHT_ABOVE and sign.code in SHORTAGES
+        if not any(reach <= number < sign.number for number in log.progress)
+    ]
+    return above[-1] if above else None

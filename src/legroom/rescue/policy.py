@@ -29,6 +29,8 @@ _LEVERS: dict[Cause, tuple[str, ...]] = {
     "pinned-exhausted": ("pin_memory", "prefetch", "workers", "batch"),
     "gpu-oom": ("batch",),
     "fds-exhausted": ("descriptors", "prefetch", "workers"),
+    "processes-exhausted": ("workers",),
+    "map-count": ("prefetch", "workers", "batch"),
 }
 _TRAINER_KILLED = ("low_memory", "batch", "prefetch", "workers")
 
@@ -50,10 +52,22 @@ def next_step(
     """What to change after that death. ``repeated``: it was already started once again unchanged."""
     if verdict.cause == "worker-killed" and not repeated:
         return Step(knobs, {}, say("nothing shows that memory was short: once more with the same settings"))
-    if verdict.cause not in _LEVERS:
+    cause = verdict.cause
+    if cause == "unknown" and verdict.likely:
+        cause = verdict.likely[0].cause
+    if cause not in _LEVERS:
         return _stop(knobs, _why_no_lever(verdict.cause))
-    trainer = verdict.cause == "ram-oom-kill" and verdict.victim is not None and verdict.victim.role == "main"
-    for lever in _TRAINER_KILLED if trainer else _LEVERS[verdict.cause]:
+    trainer = cause == "ram-oom-kill" and verdict.victim is not None and verdict.victim.role == "main"
+    step = _first_that_works(cause, knobs, descriptors_raised, trainer=trainer)
+    if verdict.cause == "unknown" and not step.stop:
+        return replace(
+            step, why=say("the cause is not known, most likely {cause}; {why}", cause=cause, why=step.why)
+        )
+    return step
+
+
+def _first_that_works(cause: Cause, knobs: Knobs, descriptors_raised: bool, *, trainer: bool) -> Step:
+    for lever in _TRAINER_KILLED if trainer else _LEVERS[cause]:
         if lever == "descriptors":
             if not descriptors_raised:
                 why = say("open files: the soft limit is raised to the hard one")
@@ -65,7 +79,7 @@ def next_step(
             return replace(step, why=why)
         if step is not None:
             return step
-    return _stop(knobs, _nothing_left(verdict.cause, knobs))
+    return _stop(knobs, _nothing_left(cause, knobs))
 
 
 def _pull(lever: str, knobs: Knobs) -> Step | None:
@@ -151,6 +165,8 @@ def _why_no_lever(cause: Cause) -> str:
         return say("no setting shortens the path for temporary files")
     if cause == "worker-killed":
         return say("a worker was killed again, and nothing shows that memory was short")
+    if cause == "unknown":
+        return say("the cause is not known, and the most likely one is not a pool that ran out")
     return say("memory was not at fault: other settings would not help")
 
 

@@ -35,11 +35,12 @@ def as_object(story: Story) -> dict[str, Any]:
 def verdict_object(verdict: Verdict | None) -> dict[str, Any]:
     """A verdict's fields as `explain` and `run` share them."""
     if verdict is None:
-        return {"verdict": None, "confidence": None, "summary": None, "evidence": [], "fix": []}
+        return {"verdict": None, "confidence": None, "summary": None, "likely": [], "evidence": [], "fix": []}
     return {
         "verdict": verdict.cause,
         "confidence": verdict.confidence,
         "summary": verdict.summary,
+        "likely": [{"verdict": one.cause, "why": one.why} for one in verdict.likely],
         "evidence": list(verdict.evidence),
         "fix": list(verdict.fix),
     }

@@ -10,7 +10,7 @@ import time
 from html import escape
 
 from legroom.model.death import Attempt, Story
-from legroom.rescue.because import ended
+from legroom.rescue.because import ended, headline
 from legroom.rescue.report_plot import plot
 from legroom.units import format_duration, format_size
 from legroom.words import language, say
@@ -71,9 +71,11 @@ def _attempt(attempt: Attempt) -> list[str]:
     if attempt.finished:
         parts.append(f'<p class="verdict fine">{escape(say("It finished."))}</p>')
     if verdict is not None:
-        sure = say("{cause}, {sure:.0%} sure", cause=verdict.cause, sure=verdict.confidence)
-        parts.append(f'<p class="verdict"><b>{escape(sure)}</b><br>{escape(verdict.summary)}</p>')
+        parts.append(
+            f'<p class="verdict"><b>{escape(headline(verdict))}</b><br>{escape(verdict.summary)}</p>'
+        )
         parts.append(_list(verdict.evidence or (ended(attempt.ending),)))
+        parts.append(_list(tuple(f"{one.cause}: {one.why}" for one in verdict.likely)))
     parts.append(plot(attempt.readings, [alarm.since for alarm in attempt.alarms]))
     parts.append(_alarms(attempt))
     parts.append(_peaks(attempt))

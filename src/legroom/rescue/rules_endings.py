@@ -6,14 +6,30 @@ Does not cover: anything that points to memory; those rules came before.
 
 from __future__ import annotations
 
-from legroom.model.death import Evidence
-from legroom.rescue.because import Because, by_keyboard, ended, quoted, signal_name
+import re
+
+from legroom.model.death import Cause, Evidence, Sign
+from legroom.rescue.because import Because, by_keyboard, ended, quoted, signal_name, unknown
 from legroom.rescue.log_signs import Signs
 from legroom.words import say
 
 _KILL = 9
 _FROM_OUTSIDE = frozenset({1, 2, 3, 9, 15, 24, 25})  # HUP, INT, QUIT, KILL, TERM, XCPU, XFSZ
 _SHELL = 128
+# Exceptions that only the program's own code leads to.
+_OF_THE_PROGRAM = re.compile(
+    r"\b(?:Key|Index|Name|UnboundLocal|Import|ModuleNotFound|Syntax|Indentation|ZeroDivision|NotImplemented|Recursion)Error\b"
+)
+_OF_MEMORY = re.compile(r"(?i:\bmemory|\ballocat|\boom\b|\bshm\b|no space|resources?\b)")
+_SHORT_OF: dict[str, Cause] = {
+    "gpu-oom": "gpu-oom", "gpu-likely": "gpu-oom", "cuda-oom-bare": "gpu-oom", "device-oom": "gpu-oom",
+    "oom-handled": "gpu-oom", "pinned": "pinned-exhausted", "fds": "fds-exhausted", "fds-likely": "fds-exhausted",
+    "shm": "shm-full",
+    "shm-likely": "shm-full", "worker-bus": "shm-full", "disk": "disk-full", "disk-quota": "disk-full",
+    "disk-write": "disk-full", "map-count": "map-count", "mmap-refused": "map-count",
+    "processes": "processes-exhausted",
+    "oom-kill": "ram-oom-kill", "oom-daemon": "ram-oom-kill",
+}  # fmt: skip
 
 
 def worker(evidence: Evidence, signs: Signs) -> Because | None:
@@ -21,29 +37,54 @@ def worker(evidence: Evidence, signs: Signs) -> Because | None:
     sign = signs.text("worker-killed")
     if sign is None:
         return None
-    lines = [quoted(sign), _counter_line(evidence)]
-    sure = 0.93 if _counted_none(evidence) else 0.6
-    return Because("worker-killed", sure, (*lines, ended(evidence.ending)))
+    lines = (quoted(sign), _counter_line(evidence), ended(evidence.ending))
+    if not _counted_none(evidence):
+        return unknown(lines, "ram-oom-kill", "worker-killed", "killed")
+    return Because("worker-killed", 0.93, lines)
 
 
 def crashed_worker(evidence: Evidence, signs: Signs) -> Because | None:
-    """A worker crashed by itself."""
-    sign = signs.text("worker-crash", "crash")
+    """A process crashed by itself, as another or a shell saw it."""
+    sign = signs.text("worker-crash", "crash", "abort")
+    if sign is None or _before(signs.text("child-killed"), sign):
+        return None
+    lines = (quoted(sign), ended(evidence.ending))
+    summary = say("a process crashed in native code; nothing shows that a pool ran out.")
+    # A watchdog's abort may have been right about something that a log does not show, such as swap.
+    if not evidence.live and signs.first("timeout"):
+        return unknown(lines, "not-memory", "ram-oom-kill", "swap-thrash")
+    if sign.code == "abort":
+        if not evidence.live and not signs.origin and not signs.decisive:
+            return unknown(lines, "not-memory", "ram-allocation")
+        return Because("not-memory", 0.7, lines, summary)
+    return Because("not-memory", 0.85 if evidence.live else 0.75, lines, summary)
+
+
+def ended_by(evidence: Evidence, signs: Signs) -> Because | None:
+    """A scheduler, a closed terminal or another user ended it, and the log says so."""
+    sign = signs.text("ended-by")
     if sign is None:
         return None
-    # A watchdog's abort may have been right about something that a log does not show, such as swap.
-    sure = 0.5 if not evidence.live and signs.first("timeout") else 0.85
-    return Because("not-memory", sure, (quoted(sign), ended(evidence.ending)))
+    return Because("killed", 0.85, (quoted(sign), ended(evidence.ending)))
 
 
 def child(evidence: Evidence, signs: Signs) -> Because | None:
-    """A shell, a launcher or the program itself says that a child was killed."""
-    codes = ("child-killed",) if signs.decisive else ("child-killed", "killed", "terminated")
-    sign = signs.text(*codes)
-    if sign is None:
+    """A shell, a launcher or the program itself reports that a process was killed."""
+    sign = signs.text("child-killed", "killed", "worker-gone", "terminated") or signs.text("oom-guess")
+    if sign is None or (signs.decisive and not _leads_to(sign, signs.decisive)):
         return None
-    sure = 0.9 if _counted_none(evidence) else 0.5
-    return Because("killed", sure, (quoted(sign), _counter_line(evidence), ended(evidence.ending)))
+    lines = (quoted(sign), _counter_line(evidence), ended(evidence.ending))
+    if sign.code in ("worker-gone", "oom-guess"):
+        if signs.origin is not None:
+            return None  # what that process said itself
+        return unknown(
+            lines, "ram-oom-kill", "worker-killed" if "oader" in sign.line else "killed", "not-memory"
+        )
+    if _counted_none(evidence):
+        return Because("killed", 0.9, lines)
+    if sign.code == "terminated":
+        return Because("killed", 0.6, lines, likely=("killed", "ram-oom-kill"))
+    return unknown(lines, "ram-oom-kill", "killed")
 
 
 def outside(evidence: Evidence, signs: Signs) -> Because | None:
@@ -55,7 +96,9 @@ def outside(evidence: Evidence, signs: Signs) -> Because | None:
     sure = 0.9
     if ending.signal == _KILL:
         lines.append(_counter_line(evidence))
-        sure = 0.93 if _counted_none(evidence) else 0.5
+        if not _counted_none(evidence):
+            return unknown(tuple(lines), "ram-oom-kill", "killed")
+        sure = 0.93
     return Because("killed", sure, tuple(lines), summary=by_keyboard(evidence))
 
 
@@ -77,15 +120,26 @@ def crashed(evidence: Evidence, signs: Signs) -> Because | None:
 
 
 def exception(evidence: Evidence, signs: Signs) -> Because | None:
-    """An exception that says nothing of memory."""
-    last = signs.decisive or evidence.log.last_error
+    """An exception of another kind."""
+    last = signs.decisive or signs.origin
     if last is None:
         return None
-    return Because("not-memory", 0.93, (quoted(last), ended(evidence.ending)))
+    lines = (quoted(last), ended(evidence.ending))
+    if signs.handled is not None:
+        cause = _SHORT_OF.get(signs.handled.code, "ram-allocation")
+        summary = say("memory ran out, the program handled it, and another error came right after.")
+        return unknown((quoted(signs.handled), *lines), cause, "not-memory", summary=summary)
+    if last.code in ("oom-words", "oom-guess", "oom-handled", "gone") or _OF_MEMORY.search(last.line):
+        return unknown(lines, "gpu-oom", "ram-allocation", "not-memory")
+    if signs.decisive is None:
+        return Because("not-memory", 0.7, lines)
+    if evidence.live:
+        return Because("not-memory", 0.93, lines)
+    return Because("not-memory", 0.85 if _OF_THE_PROGRAM.search(last.line) else 0.75, lines)
 
 
 def unexplained(evidence: Evidence, signs: Signs) -> Because:
-    """Nothing points to memory."""
+    """Nothing names a cause."""
     lines = [ended(evidence.ending)]
     status = evidence.ending.status if evidence.ending else None
     if status is not None and status > _SHELL:
@@ -95,19 +149,39 @@ def unexplained(evidence: Evidence, signs: Signs) -> Because:
     if evidence.live:
         lines.append(_counter_line(evidence))
     if evidence.log.lines:
-        lines.append(say("no line of the last {count} of the log speaks of memory", count=evidence.log.lines))
-    if evidence.live:
-        return Because("not-memory", 0.75, tuple(lines))
-    # Who is killed for memory writes nothing: a log without a word about it is no sign of anything.
-    if not evidence.log.lines:
-        return Because("not-memory", 0.1, (say("the log is empty"), *lines), summary=_silence(), told=False)
-    return Because("not-memory", 0.4, tuple(lines), summary=_silence(), told=False)
+        lines.append(say("no line of the last {count} of the log names a cause", count=evidence.log.lines))
+    if evidence.live and _counted_none(evidence):
+        summary = say(
+            "it ended with a status of its own; no counter rose and no line names a pool that ran out."
+        )
+        return Because("not-memory", 0.75, tuple(lines), summary)
+    if evidence.log.last_error is not None:
+        lines.insert(0, quoted(evidence.log.last_error))
+    if "timeout" in {sign.code for sign in signs.counting} or _waited(evidence):
+        return unknown(tuple(lines), "not-memory", "ram-oom-kill", "swap-thrash")
+    if pin := signs.first("pin-thread", "gone"):
+        if "in memory" in pin.line or pin.code == "pin-thread":
+            return unknown((quoted(pin), *lines), "not-memory", "pinned-exhausted")
+        return unknown((quoted(pin), *lines), "ram-oom-kill", "not-memory", "killed")
+    if words := signs.first("oom-words", "oom-handled"):
+        return unknown((quoted(words), *lines), "gpu-oom", "ram-allocation", "ram-oom-kill")
+    if not evidence.log.lines and not evidence.live:
+        lines.insert(0, say("the log is empty"))
+    return unknown(tuple(lines), "ram-oom-kill", "killed", "not-memory")
 
 
-def _silence() -> str:
-    return say(
-        "nothing in the log tells what ended it. Who is killed for memory writes nothing: it is not ruled out."
-    )
+def _leads_to(sign: Sign, error: Sign) -> bool:
+    """Whether the exception itself, or what stands above it in its tracebacks, reports the child's death."""
+    return sign.number == error.number or (sign.code == "child-killed" and sign.number > error.number)
+
+
+def _waited(evidence: Evidence) -> bool:
+    last = evidence.log.last_error
+    return last is not None and "imed out" in last.line
+
+
+def _before(first: Sign | None, second: Sign) -> bool:
+    return first is not None and first.number > second.number
 
 
 def _counted_none(evidence: Evidence) -> bool:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 
-from legroom.model.death import Evidence, Level
-from legroom.rescue.because import Because, ended, level_line, quoted
+from legroom.model.death import Cause, Evidence, Level, Sign
+from legroom.rescue.because import Because, ended, level_line, quoted, unknown
 from legroom.rescue.log_signs import WINDOW, Signs
+from legroom.rescue.signatures import SHORTAGES
 from legroom.words import say
 
 _BUS = 7
@@ -18,34 +19,116 @@ FULL = 0.9  # a pool as full as this has no room for the next batch
 GREW = 0.5  # seen half full between two looks, and a bus error right after
 DISK_FULL = 0.98
 _NEAR = 10.0  # seconds before the end in which a level has to do with it
-_GUESS = re.compile(r"\bbus error\b", re.I)  # torch names shared memory below every bus error of a worker
-_PIN_NEAR = 40  # lines between the pin thread's name and the error that ended it
+_BUS_CAUSES: tuple[Cause, ...] = ("shm-full", "disk-full", "not-memory")
+_VAGUE = frozenset({"cuda-oom-bare", "gpu-likely", "device-oom", "oom-handled", "fds-likely", "shm-likely"})
+_ON_CPU = re.compile(r"device:CPU|allocator (?:mkl_?)?cpu|cpu_allocator|DefaultCPU")
+_BYTES = re.compile(r"allocat\w* (\d+) bytes")
+_LARGE = 1 << 20  # bytes: whoever refuses less was not asked for much
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMGT]i?B)")
+_FREE = re.compile(r"of which ([\d.]+) ([KMGT]i?B) is free|([\d.]+) ([KMGT]i?B) free")
+_UNITS = {
+    unit: 1 << (10 * power)
+    for power, letter in enumerate("KMGT", 1)
+    for unit in (f"{letter}iB", f"{letter}B")
+}
+_EAGAIN = re.compile(r"temporarily unavailable|EAGAIN|Errno 11|pids controller|资源暂时不可用")
+_SLACK = 256 << 20
+_MAPPED = re.compile(r"</?torch_\d+_\d+_(\d+)>")
+_MANY_MAPS = 30_000  # objects that one process shares: each may take two mappings
+_PATH = re.compile(
+    r"WinError 112|on the disk|磁盘|on device: b?['\"]|[:'\" ](?:/(?!dev/shm|torch_|psm_|mp-|sem\.)[\w.@+-]+/|[A-Z]:\\)"
+)
+_CONTEXT = 40  # lines between a frame, or a line that names a device, and the error that it belongs to
+
+
+def faults(evidence: Evidence, signs: Signs) -> Because | None:
+    """A fault of a GPU's kernel, of a driver or of a library, or a size that is garbage after one."""
+    sign = signs.text("fault", "absurd-size", "shm-other", "assertion")
+    if sign is None:
+        return None
+    before = signs.text(*SHORTAGES)
+    if before is not None and before.number > sign.number and before.code not in _VAGUE:
+        return None  # it had run out of something before
+    if sign.code == "absurd-size":
+        summary = say(
+            "the size in the message is garbage, left by another failure: see what was written before it."
+        )
+        return Because("not-memory", 0.7, (quoted(sign), ended(evidence.ending)), summary=summary)
+    if sign.code == "shm-other":
+        summary = say("a file of shared memory could not be opened; the error is not one of missing room.")
+        return Because("not-memory", 0.78, (quoted(sign), ended(evidence.ending)), summary=summary)
+    sure = 0.9 if sign.code == "fault" else 0.75
+    return Because("not-memory", sure, (quoted(sign), ended(evidence.ending)))
 
 
 def pinned(evidence: Evidence, signs: Signs) -> Because | None:
     """Page-locked host memory: CUDA's words for it are those for GPU memory, so it counts who said them."""
     if sign := signs.text("pinned"):
         return Because("pinned-exhausted", 0.92, (quoted(sign), ended(evidence.ending)))
-    thread, bare = signs.text("pin-thread"), signs.text("cuda-oom-bare")
-    if thread and bare and abs(thread.number - bare.number) <= _PIN_NEAR and not signs.text("gpu-oom"):
+    bare = signs.text("cuda-oom-bare")
+    if bare and (thread := _context(evidence, bare, "pin-thread")) and not signs.text("gpu-oom"):
         return Because("pinned-exhausted", 0.88, (quoted(thread), quoted(bare), ended(evidence.ending)))
     return None
 
 
 def gpu(evidence: Evidence, signs: Signs) -> Because | None:
     """The GPU's memory."""
-    sign = signs.text("gpu-oom", "cuda-oom-bare")
+    sign = signs.text("gpu-oom", "gpu-likely", "cuda-oom-bare")
     if sign is None:
         return None
-    lines = [quoted(sign)]
-    lines += [level_line(name, level) for name, level in _cards(evidence) if level.share >= FULL]
-    sure = 0.95 if sign.code == "gpu-oom" else 0.85
-    return Because("gpu-oom", sure, (*lines, ended(evidence.ending)))
+    full = [level_line(name, level) for name, level in _gpus(evidence) if level.share >= FULL]
+    lines = (quoted(sign), *full, ended(evidence.ending))
+    if sign.code == "gpu-oom":
+        if _room_for_it(sign.line) and not full:
+            note = say(
+                "the message itself reports more free memory than was asked for: a limit, a driver or another process"
+            )
+            return Because("gpu-oom", 0.6, (*lines, note), likely=("gpu-oom", "map-count", "not-memory"))
+        return Because("gpu-oom", 0.95, lines)
+    if full or evidence.live:
+        return Because("gpu-oom", 0.9 if full else 0.85, lines)
+    if sign.code == "gpu-likely":
+        return Because("gpu-oom", 0.75, lines)
+    if _in_traceback(evidence, sign):
+        return Because("gpu-oom", 0.7, lines)
+    return unknown(lines, "gpu-oom", "pinned-exhausted")
+
+
+def device(evidence: Evidence, signs: Signs) -> Because | None:
+    """Out of memory on a device that the message does not name."""
+    sign = signs.text("device-oom")
+    if sign is None:
+        return None
+    lines = (quoted(sign), ended(evidence.ending))
+    if _ON_CPU.search(sign.line):
+        return Because("ram-allocation", 0.85, lines)
+    if hint := _context(evidence, sign, "gpu-hint"):
+        return Because("gpu-oom", 0.85, (lines[0], quoted(hint), lines[1]))
+    asked = _BYTES.search(sign.line)
+    if asked and int(asked[1]) >= _LARGE:
+        return Because("gpu-oom", 0.7, lines, likely=("gpu-oom", "ram-allocation"))
+    if asked:
+        return unknown(lines, "gpu-oom", "ram-allocation", "not-memory")
+    return unknown(lines, "gpu-oom", "ram-allocation")
+
+
+def gpu_library(evidence: Evidence, signs: Signs) -> Because | None:
+    """cuDNN, cuBLAS and the like could not start or run: a full GPU, or a mismatch of versions, or an earlier fault."""
+    sign = signs.text("gpu-library")
+    if sign is None:
+        return None
+    lines = (quoted(sign), ended(evidence.ending))
+    if hint := _context(evidence, sign, "gpu-hint"):
+        return Because("gpu-oom", 0.7, (lines[0], quoted(hint), lines[1]), likely=("gpu-oom", "not-memory"))
+    full = [level_line(name, level) for name, level in _gpus(evidence) if level.share >= FULL]
+    if full:
+        return Because("gpu-oom", 0.85, (lines[0], *full, lines[1]))
+    return unknown(lines, "gpu-oom", "not-memory")
 
 
 def descriptors(evidence: Evidence, signs: Signs) -> Because | None:
     """File descriptors."""
-    sign = signs.text("fds")
+    sign = signs.text("fds", "fds-likely")
     if sign is None:
         return None
     lines = [quoted(sign)]
@@ -56,7 +139,42 @@ def descriptors(evidence: Evidence, signs: Signs) -> Because | None:
                 "descriptors open in one process: {used} of {size}", used=peak.used, size=peak.size
             )
         )  # fmt: skip
-    return Because("fds-exhausted", 0.95, (*lines, ended(evidence.ending)))
+    sure = 0.95 if sign.code == "fds" else 0.7
+    likely: tuple[Cause, ...] = () if sign.code == "fds" else ("fds-exhausted", "shm-full", "not-memory")
+    return Because("fds-exhausted", sure, (*lines, ended(evidence.ending)), likely=likely)
+
+
+def processes(evidence: Evidence, signs: Signs) -> Because | None:
+    """The number of processes and threads."""
+    if sign := signs.text("processes"):
+        # Without an error number it may be memory that a stack could not have.
+        sure = 0.85 if _EAGAIN.search(sign.line) else 0.78
+        return Because("processes-exhausted", sure, (quoted(sign), ended(evidence.ending)))
+    sign = signs.text("try-again")
+    if sign is None:
+        return None
+    lines = (quoted(sign), ended(evidence.ending))
+    if fork := _context(evidence, sign, "frame-fork"):
+        return Because("processes-exhausted", 0.85, (lines[0], quoted(fork), lines[1]))
+    return unknown(lines, "processes-exhausted", "not-memory")
+
+
+def maps(evidence: Evidence, signs: Signs) -> Because | None:
+    """The number of mappings of a process (vm.max_map_count)."""
+    if sign := signs.text("map-count"):
+        return Because("map-count", 0.78, (quoted(sign), ended(evidence.ending)))
+    sign = signs.text("mmap-refused")
+    if sign is None:
+        return None
+    lines = (quoted(sign), ended(evidence.ending))
+    count = _MAPPED.search(sign.line)
+    if count and int(count[1]) >= _MANY_MAPS:
+        note = say(
+            "it is object {count} that the process shares; the kernel allows 65530 mappings by default",
+            count=count[1],
+        )
+        return Because("map-count", 0.75, (lines[0], note, lines[1]), likely=("map-count", "ram-allocation"))
+    return unknown(lines, "map-count", "ram-allocation")
 
 
 def sockets(evidence: Evidence, signs: Signs) -> Because | None:
@@ -76,22 +194,31 @@ def sockets(evidence: Evidence, signs: Signs) -> Because | None:
 
 def shm(evidence: Evidence, signs: Signs) -> Because | None:
     """/dev/shm was refused; what torch only supposes below a bus error is judged as a bus error."""
-    sign = next((one for one in signs.counting if one.code == "shm" and not _GUESS.search(one.line)), None)
-    if sign is None or signs.mute:
-        return None
+    sign = signs.text("shm") or _space_in_shm(evidence, signs) or signs.text("shm-likely")
+    if sign is None:
+        vague = signs.text("shm-vague")
+        return unknown((quoted(vague), ended(evidence.ending)), "shm-full", "not-memory") if vague else None
     level = fullest_shm(evidence)
     lines = [quoted(sign)]
     if level is not None:
         lines.append(level_line(say("/dev/shm at its fullest"), level))
-    sure = 0.97 if level is not None and level.share >= GREW else 0.93
+    sure = 0.97 if level is not None and level.share >= GREW else 0.93 if sign.code != "shm-likely" else 0.7
     return Because("shm-full", sure, (*lines, ended(evidence.ending)))
+
+
+def _space_in_shm(evidence: Evidence, signs: Signs) -> Sign | None:
+    """A "No space left on device" of a semaphore, a queue or a tensor that is shared: these lie in /dev/shm."""
+    sign = signs.text("disk")
+    if sign is None or _PATH.search(sign.line):
+        return None
+    return sign if _context(evidence, sign, "frame-shm") or signs.text("worker-bus") else None
 
 
 def bus(evidence: Evidence, signs: Signs) -> Because | None:
     """SIGBUS: a page that a full tmpfs or a full disk could not give, or a mapped file that was truncated."""
     ending = evidence.ending
     hit = ending is not None and (ending.signal == _BUS or ending.status == 128 + _BUS)
-    sign = signs.text("worker-bus", "bus") or signs.text("shm")
+    sign = signs.text("worker-bus", "bus")
     if not hit and sign is None:
         return None
     lines = [quoted(sign)] if sign else []
@@ -101,8 +228,9 @@ def bus(evidence: Evidence, signs: Signs) -> Because | None:
             say("how full /dev/shm was is not known; a truncated file behind a map ends the same way")
         )
         # Of a loader's worker it mostly is /dev/shm.
-        sure = 0.7 if sign is not None and sign.code != "bus" else 0.65
-        return Because("shm-full", sure, (*lines, ended(evidence.ending)))
+        if signs.text("worker-bus"):
+            return Because("shm-full", 0.7, (*lines, ended(evidence.ending)), likely=_BUS_CAUSES)
+        return unknown((*lines, ended(evidence.ending)), *_BUS_CAUSES)
     lines.append(level_line(say("/dev/shm at its fullest"), level))
     disks = _full_disks(evidence)
     lines += [level_line(path, one) for path, one in disks.items()]
@@ -123,26 +251,44 @@ def bus(evidence: Evidence, signs: Signs) -> Because | None:
 
 def disk(evidence: Evidence, signs: Signs) -> Because | None:
     """No space left, and not in /dev/shm."""
-    sign = signs.text("disk", "disk-write")
+    sign = signs.text("disk-quota", "disk", "disk-write", "disk-io")
     if sign is None:
         return None
     full = _full_disks(evidence)
     level = fullest_shm(evidence)
     lines = [quoted(sign), *(level_line(path, one) for path, one in full.items())]
-    if not full and level is not None and level.share >= FULL:
+    if not full and level is not None and level.share >= FULL and sign.code == "disk":
         lines.append(level_line(say("/dev/shm at its fullest"), level))
         return Because("shm-full", 0.85, (*lines, ended(evidence.ending)))
-    if sign.code == "disk-write" and not full and evidence.live:
+    if sign.code in ("disk-write", "disk-io") and not full and evidence.live:
         return None  # torch says the same of a file system that went away
-    return Because("disk-full", 0.97 if full else 0.85, (*lines, ended(evidence.ending)))
+    lines.append(ended(evidence.ending))
+    if full or sign.code == "disk-quota":
+        return Because("disk-full", 0.97 if full else 0.93, tuple(lines))
+    if sign.code == "disk-io":
+        return unknown(tuple(lines), "disk-full", "not-memory")
+    if sign.code == "disk-write":
+        return Because("disk-full", 0.7, tuple(lines), likely=("disk-full", "not-memory"))
+    if evidence.live or _PATH.search(sign.line):
+        return Because("disk-full", 0.85, tuple(lines))
+    if _in_traceback(evidence, sign):
+        return Because("disk-full", 0.75, tuple(lines), likely=("disk-full", "shm-full"))
+    return unknown(tuple(lines), "disk-full", "shm-full")
 
 
 def ram(evidence: Evidence, signs: Signs) -> Because | None:
     """Host memory that was refused: an exception, not a kill."""
-    sign = signs.text("ram")
+    sign = signs.text("ram", "ram-likely", "ram-thread")
     if sign is None:
         return None
-    return Because("ram-allocation", 0.95, (quoted(sign), ended(evidence.ending)))
+    lines = (quoted(sign), ended(evidence.ending))
+    if sign.code == "ram":
+        return Because("ram-allocation", 0.95, lines)
+    if sign.code == "ram-thread":
+        return unknown(lines, "ram-allocation", "map-count", "processes-exhausted")
+    if "bad_alloc" in sign.line and _context(evidence, sign, "frame-data"):
+        return unknown(lines, "ram-allocation", "not-memory")
+    return Because("ram-allocation", 0.78, lines)
 
 
 def fullest_shm(evidence: Evidence) -> Level | None:
@@ -166,5 +312,28 @@ def _full_disks(evidence: Evidence) -> dict[str, Level]:
     return {path: level for path, level in evidence.disks.items() if level.share >= DISK_FULL}
 
 
-def _cards(evidence: Evidence) -> list[tuple[str, Level]]:
+def _context(evidence: Evidence, sign: Sign, code: str) -> Sign | None:
+    """A line near that sign, above or below, with that code: it is no cause, but tells whose words they are."""
+    near = (one for one in evidence.log.signs if one.code == code)
+    return next((one for one in near if abs(one.number - sign.number) <= _CONTEXT), None)
+
+
+def _in_traceback(evidence: Evidence, sign: Sign) -> bool:
+    """Whether frames above the line show what the program was doing."""
+    return any(error.number == sign.number for error in evidence.log.errors) and (
+        evidence.log.chain_from is not None and evidence.log.chain_from > sign.number
+    )
+
+
+def _room_for_it(line: str) -> bool:
+    """Whether a GPU's own message reports far more free memory than was asked for."""
+    asked, free = _ASKED.search(line), _FREE.search(line)
+    if asked is None or free is None:
+        return False
+    wanted = float(asked[1]) * _UNITS[asked[2]]
+    left = float(free[1] or free[3]) * _UNITS[free[2] or free[4]]
+    return left > max(2 * wanted, wanted + _SLACK)
+
+
+def _gpus(evidence: Evidence) -> list[tuple[str, Level]]:
     return [(name, level) for name, level in evidence.peaks.items() if name.startswith("gpu")]

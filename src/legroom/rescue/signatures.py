@@ -1,7 +1,8 @@
-"""What programs write when memory fails them: one table.
+"""What programs, schedulers and kernels write when something fails: one table.
 
-Covers: the texts of Python, numpy, torch (1.x to 2.13), CUDA, HIP, NCCL, shells, schedulers and the kernel, each with
-the code that the rules reason with. Does not cover: what follows from them (classify.py), finding them (log_reader.py).
+Covers: the texts of Python, numpy, torch, CUDA, HIP, NCCL, TensorFlow, JAX, Ray, vLLM, shells, Slurm, LSF, PBS, SGE,
+Kubernetes and Windows, each with the code that the rules reason with. Does not cover: what follows from them
+(classify.py), finding them (log_reader.py).
 
 Patterns are tried on one line, in this order, and the first that fits names the line: what is specific comes first.
 """
@@ -10,137 +11,346 @@ from __future__ import annotations
 
 import re
 
-# Files that only ever lie in /dev/shm: torch's, Python's SharedMemory and its heaps, semaphores, NCCL's.
-_SHM_FILE = r"(?:/dev/shm|/torch_\d|/psm_|/wnsm_|pym-\d|/mp-|/sem\.|nccl-\w{6})"
-_NO_SPACE = r"(?:No space left on device|\bENOSPC\b)"
-_PINNED_CALL = (
-    r"(?:cudaHostAlloc|cudaHostRegister|cudaMallocHost|hipHostMalloc|CachingHostAllocator|cuMemHostAlloc)"
+# Errors that name a thing in shared memory and are not about room: permissions, a file that is gone or already there.
+_NOT_ROOM = (
+    r"(?:No such file or directory|Permission denied|Operation not permitted|File exists|Invalid argument"
+    r"|Function not implemented|Read-only file system|\((?:1|2|13|17|22|30|38)\)\s*$)"
 )
+# Files that only ever lie in /dev/shm: torch's, Python's SharedMemory and its heaps, semaphores, NCCL's.
+_SHM_FILE = (
+    r"(?:/dev/shm|</?torch_\d|/torch_\d|/psm_|/wnsm_|pym-\d|/mp-|/sem\.|nccl-\w{6}|SemLock|sem_open|shm_open)"
+)
+_NO_SPACE = (
+    r"(?:[Nn]o space left on device|\bENOSPC\b|\[Errno 28\]|errno ?[=:] ?28\b|\(os error 28\)|\[WinError 112\]"
+    r"|设备上没有空间|设备空间不足|磁盘空间不足|not enough space on the disk)"
+)
+_NO_MEMORY = (
+    r"(?:(?i:(?:cannot|can't|unable to|could not|failed to) allocate memory)|\[Errno 12\]|\bENOMEM\b"
+    r"|errno ?[=:] ?12\b|\(os error 12\)|无法分配内存)"
+)
+_TRY_AGAIN = r"(?:Resource temporarily unavailable|资源暂时不可用|\bEAGAIN\b|\[Errno 11\])"
+_PINNED_CALL = (
+    r"(?:cudaHostAlloc|cudaHostRegister|cudaMallocHost|hipHostMalloc|hipHostAlloc|CachingHostAllocator"
+    r"|cuMemHostAlloc|cuMemAllocHost|cuMemHostRegister|HostMalloc)"
+)
+_CUDA_OOM = r"(?i:out of memory|out_of_memory|OutOfMemory|MemoryAllocation|memory allocation)"
 _WORKER = r"worker \(pid\(?s?\)? ?[\d, ]+\) (?:is|was) killed by signal: "
 _SHELL = r"^(?:\S+: (?:line )?\d+:? +\d+ )?"  # what bash puts before its word on a signal
+_EXIT = r"(?i:exit(?:ed)?|terminated|returned?)[ -]*(?:with )?(?:non-zero )?(?:exit )?(?:code|status)?s?\s*[=:]?\s*\(?"
+
+
+def _exit(status: str) -> str:
+    """`exit code 137`, `exited with status: -9`, `exitcode  : -9`, `return code = -9`, `Exit Status = 137`."""
+    return rf"\b{_EXIT}(?:{status})\b(?![.\d])"
+
 
 # (code, patterns). A code may come twice where another has to be tried between.
 _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
+    # What a launcher does to the ranks that are left, or a program to itself: no cause of anything.
+    ("cleanup", (
+        r"forcefully exit+ing via|[Ss]ending process \d+ closing signal SIG(?:TERM|INT|KILL)|sigkill_handler"
+        r"|Killing subprocess|Bypassing signal|Terminating process \d+|Waiting up to \d+ seconds for job step",
+    )),
+    # Faults of a kernel, a driver or a device, and limits that are not memory although their words sound like it.
+    ("fault", (
+        r"illegal memory access|illegal instruction was encountered|misaligned address|device-side assert(?!ion)"
+        r"|unspecified launch failure|uncorrectable (?:NVLink|ECC)|ECC error|\bNVRM: Xid|fallen off the bus",
+        r"Driver/library version mismatch|no kernel image is available|invalid device (?:ordinal|function)"
+        r"|driver version is insufficient|(?i:all CUDA-capable devices are busy)|no CUDA-capable device"
+        r"|CUDA driver initialization failed|Memory access fault by GPU|HSA_STATUS_ERROR_(?!OUT_OF_RES)",
+        r"(?:CUDA_ERROR|cudaError|hipError)_?(?:Illegal|ILLEGAL|Launch|LAUNCH|Assert|ASSERT|ECC|Misaligned"
+        r"|MISALIGNED)",
+        # On-chip memory of a GPU's kernel: a matter of block sizes.
+        r"out of resource: (?:shared memory|threads|registers|tensor memory)|OutOfResources:"
+        r"|too many resources requested"
+        r"|uses too much shared (?:data|memory)",
+        r"in static TLS block|write\+execute memory|MDB_MAP_FULL|inotify (?:instance|watch)|inotify_\w+",
+        r"double free or corruption|corrupted (?:size vs|double-linked|unsorted)|free\(\): invalid"
+        r"|malloc\(\): (?!fail)"
+        r"|munmap_chunk|stack smashing detected|symbol lookup error|undefined symbol"
+        r"|cannot open shared object file(?!: (?:Too many|Cannot alloc))"
+        r"|version `?GLIBC",
+    )),
+    ("assertion", (r"\bAssertion .{1,200}\bfailed\b",)),
+    # A size that no program asked for: garbage read after another failure.
+    ("absurd-size", (r"[Tt]ried to allocate (?:more than )?[\d.]+ ?[EZY]i?B",)),
     # The kernel's own words, or a scheduler's or a daemon's about them.
     ("oom-kill", (
         r"(?:Memory cgroup out of memory|Out of memory(?: \(\w+\))?): Kill(?:ed)? process \d+",
-        r"oom-kill:constraint=CONSTRAINT_",
-        r"invoked oom-killer:",
-        r"[Dd]etected \d+ oom[-_]kill event",
-        r"\bOOMKilled\b|OOM Killed",
-        r"Exceeded (?:job|step) memory limit",
+        r"oom-kill:constraint=CONSTRAINT_|invoked oom-killer:|oom_reaper: reaped process",
+        r"[Dd]etected \d+ oom[-_ ]kill event|\bOOMKilled\b(?!\"?\s*[:=]\s*\"?(?:[Ff]alse|0))|OOM Killed"
+        r"|[Kk]illed by the OOM killer|result 'oom-kill'",
+        r"(?i:exceed(?:ed|s|ing) (?:(?:its|the|job|step|virtual|physical|requested|allocated|container|cgroup) )*"
+        r"memory (?:limit|request|allocation))",
+        r"task \d+(?:[-,]\d+)*: Out Of Memory|\bOUT_OF_ME\+"
+        r"|(?i:\bstate|reason)[:= ]+\"?(?:OUT_OF_ME|OutOfMemory)|\bOUT_OF_MEMORY\b.*\b0:125\b",
+        r"TERM_(?:MEM|SWAP)LIMIT|TERM_SWAP\b|reaching LSF (?:memory|swap) usage limit",
+        r"job killed: (?:p?v?mem|memsw)\b|\b(?:p?v?mem|memsw) \d+\S* exceeded limit|[Cc]group mem(?:sw"
+        r"|ory)? limit exceeded",
+        r"(?:enforced|exceed(?:s|ed)?)\b.{0,60}\b[hs]_(?:vmem|rss|data)\b|\b[hs]_(?:vmem|rss|data)\b.{0,60}exceed",
+        r"(?i:(?:memory usage|gone over|over) (?:exceeded )?(?:its |the )?(?:cgroup |requested )?memory limit)"
+        r"|(?<!GPU )(?<!CUDA )(?i:memory usage exceeded)|running beyond .{0,20}memory limits",
+        r"(?i:killed (?:due to|because of|for) (?:its |high |excessive )?memory (?:usage|use|limit))",
+        r"(?i:using all available (?:RAM|memory)|tried to allocate more memory than is available)",
+        r"ran out[ -]of[ -]memory and exited|(?i:terminated because it ran out of memory)",
     )),
     ("oom-daemon", (
-        r"systemd-oomd.*Killed|Killed \S+ due to memory (?:pressure|used)",
+        r"systemd-oomd.*[Kk]illed|Killed \S+ due to memory (?:pressure|used)",
         r"earlyoom.*sending SIG(?:TERM|KILL)|sending SIG(?:TERM|KILL) to process \d+ .*badness",
-        r"The node (?:was|had) low on resource: memory",
-        r"ray\.exceptions\.OutOfMemoryError|killed due to (?:the node running low on memory|memory pressure)",
+        r"low on resource: memory|MemoryPressure.*[Ee]vict|\b(?:Evicted|was evicted)\b.*\bmemory\b",
+        r"ray\.exceptions\.OutOfMemoryError|RayOutOfMemoryError|More than \d+% of the memory on node"
+        r"|killed due to (?:the node running low on memory|memory pressure)|exceeds the memory usage threshold",
+        r"Worker .{0,40}exceeded \d+% memory budget",
     )),
     # Pinned memory, before CUDA's own: the same words, in other hands.
     ("pinned", (
-        rf"(?i:{_PINNED_CALL}.*(?:out of memory|OutOfMemory|failed|memory allocation))",
-        r"(?i:(?:failed to|cannot|could not|unable to) (?:allocate|pin).{0,40}pinned)",
+        rf"{_PINNED_CALL}.*(?:{_CUDA_OOM}|failed(?!.*(?:invalid|not supported|denied|illegal|already)))",
+        rf"{_CUDA_OOM}.*{_PINNED_CALL}",
+        r"(?i:(?:failed to|cannot|could not|unable to) (?:alloc(?:ate)?|pin|register|page-lock).{0,60}"
+        r"(?:pinned|page-locked|host memory|bytes on host))",
     )),
     # The thread's name, or a traceback's line that asks for pinned memory.
-    ("pin-thread", (r"[Cc]aught \w+ in pin memory thread|_pin_memory_loop|^(?:\[rank\d+\]:)? {2,}.*pin_memory",)),
-    ("gpu-oom", (
-        r"(?:CUDA|HIP|XPU|MPS backend) out of memory",
-        r"torch\.(?:cuda\.)?OutOfMemoryError",
-        r"cuda ?[Rr]untime.*out of memory",
-        # torch names the error once more, to be looked up, below whatever met it: that is no second witness.
-        r"(?<!Search for `)cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory",
-        r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED",
-        r"RESOURCE_EXHAUSTED: Out of memory|NCCL.*Cuda failure.*out of memory",
+    ("pin-thread", (
+        r"[Cc]aught \w+ in pin memory thread|_pin_memory_loop|_utils/pin_memory\.py"
+        r"|^(?:\[rank\d+\]:)? {2,}.*pin_memory",
     )),
-    ("cuda-oom-bare", (r"(?:CUDA|HIP) error: out of memory",)),
+    # TensorFlow goes on after these, with another algorithm or a smaller block.
+    ("gpu-hint", (
+        r"caller indicates that this is not a failure|^(?!.*OOM when allocating).*GPU_\d+_bfc"
+        r"|Created (?:TensorFlow )?device .*GPU"
+        r"|failed to allocate .* from device: CUDA_ERROR_OUT_OF_MEMORY",
+    )),
+    ("disk-quota", (
+        r"(?i:(?:disk )?quota exceeded|exceeded (?:the |your )?(?:disk |storage )?quota)|\[Errno 122\]"
+        r"|\bEDQUOT\b|超出磁盘限额",
+        r"low on resource: ephemeral-storage|ephemeral (?:local )?storage usage exceeds",
+        r"database or disk is full",
+    )),
+    ("disk", (r"(?:Resource exhausted|RESOURCE_EXHAUSTED|ResourceExhaustedError): /(?!job)\S",)),
+    ("gpu-oom", (
+        r"\b(?:CUDA|HIP|XPU|NPU|HPU|MUSA|MLU|MPS backend) out of memory",
+        r"torch\.(?:cuda\.)?OutOfMemoryError|OutOfMemoryError: (?:Allocation on device|CUDA)|bad_alloc.*(?:CUDA"
+        r"|cuda)|cupy.*OutOfMemoryError|kIOGPUCommandBufferCallbackErrorOutOfMemory",
+        r"(?i:out of memory).{0,40}\b(?:GPU|gpu|HBM|hbm|VRAM)\b|\b(?:GPU|gpu|HBM|hbm|VRAM)\b.{0,60}(?i:out of memory)"
+        r"|Ran out of memory in memory space|[Cc]annot allocate .{0,40} on GPU|not enough GPU (?:video )?memory"
+        r"|显存不足",
+        r"OOM when allocating .*(?:GPU|gpu)|RESOURCE_EXHAUSTED.*(?:GPU|gpu|HBM|hbm|device ordinal)",
+        r"No available memory for the cache blocks|KV cache is ?needed, which is larger than the available"
+        r"|larger than the maximum number of tokens that can be stored in (?:the )?KV cache"
+        r"|less than desired GPU memory utilization|[Nn]ot enough (?:GPU )?memory.{0,40}(?:KV|kv)[ _]cache",
+        r"(?:Cuda failure|NCCL).*'?out of memory|[Ff]ailed to CUDA (?:calloc|malloc)",
+        r"(?:cudaMalloc|cuMemAlloc|cuMemCreate|hipMalloc)\w*(?:\(\))?.*(?:failed|retry failed|results? in|error).*"
+        + _CUDA_OOM,
+        r"[Ee]rror:? out of memory at line \d+ in file .*\.(?:cu|hip)|THCStorage\.\w+.*out of memory"
+        r"|cuda ?[Rr]untime error \(2\)",
+    )),
+    ("gpu-likely", (
+        # torch names the error once more, to be looked up, below whatever met it: that is no second witness.
+        r"(?<!Search for `)(?:cudaErrorMemoryAllocation|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY)",
+        r"cudaSuccess.*out of memory|[Cc]uda ?[Rr]untime.*out of memory|error=2 : out of memory",
+        r"No executable batch size found|Dst tensor is not initialized|OutOfMemory \(no further information\)",
+    )),
+    ("cuda-oom-bare", (r"(?:CUDA|HIP|[Cc]uda) [Ee]rror: out of memory",)),
+    ("gpu-library", (
+        r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE|CUFFT|CURAND|HIPBLAS|MIOPEN|cublas|cudnn|rocblas|miopen|hipblas)_?"
+        r"(?:STATUS|status)?_?\w*(?:ALLOC_FAILED|NOT_INITIALIZED|INTERNAL_ERROR|EXECUTION_FAILED|MAPPING_ERROR"
+        r"|not_initialized|internal_error|StatusUnknownError)"
+        r"|CUFFT_(?:ALLOC|INTERNAL)|[Cc]ould not create cu(?:dnn|blas) handle|Failed to get convolution algorithm",
+    )),
+    # Out of memory on a device that is not named.
+    ("device-oom", (
+        r"(?:RESOURCE_EXHAUSTED|Resource exhausted|ResourceExhausted\w*).*(?i:out of memory|OOM|allocat)"
+        r"|OOM when allocating tensor|BFCArena|BFCAllocator.*(?i:out of memory|failed)",
+    )),
     # Descriptors, before shared memory: "unable to open shared memory object …: Too many open files".
     ("fds", (
-        r"Too many open files|\[Errno 24\]|\bEMFILE\b|\bENFILE\b",
-        r"received \d+ items of ancdata|unable to open shared memory object .*\(24\)",
+        r"(?i:too many open files)|打开的文件过多|\[Errno 2[34]\]|\bEMFILE\b|\bENFILE\b|\(os error 2[34]\)",
+        r"received \d+ items of ancdata|unable to open shared memory object .*\(24\)"
+        r"|(?i:too many (?:open )?file descriptors|ran out of file descriptors|file descriptor limit (?:reached"
+        r"|exceeded))",
     )),
     ("socket-path", (r"AF_UNIX path too long",)),
+    ("shm-other", (
+        rf"(?:shared memory (?:segment|object|file)|shm_open|/dev/shm/|shmutils|</?torch_\d).*{_NOT_ROOM}",
+        r"Couldn't open shared (?:file mapping|event).*error code: <(?:0|2|5|6|87|183)>",
+    )),
+    # Before torch 1.12 the error was not named; it is the number of descriptors as a rule.
+    ("fds-likely", (r"unable to open shared memory object <[^>]*> in read-write mode(?!:)",)),
+    # A map of a file that exists needs no memory: the number of maps, or of addresses, ran out.
+    ("mmap-refused", (rf"unable to mmap \d+ bytes from file <.*{_NO_MEMORY}",)),
+    ("map-count", (r"max_map_count|[Mm]ap count (?:limit|exceeded)|[Tt]oo many (?:memory )?mappings",)),
+    ("worker-bus", (
+        rf"{_WORKER}Bus error", r"(?i:bus error encountered in (?:\w+ )?worker)",
+        r"(?:possible that|(?:might|may|could) be caused by).*shared memory",
+    )),
     ("shm", (
-        r"unable to allocate shared memory ?\(shm\)|insufficient shared memory ?\(shm\)",
-        r"workers are out of shared memory|[Oo]ut of shared memory",
+        r"unable to (?:write to|resize) file </?torch_|unable to allocate shared memory",
+        r"insufficient shared memory ?\(shm\)|workers are out of shared memory|[Oo]ut of shared memory",
         rf"{_NO_SPACE}.*{_SHM_FILE}",
         rf"{_SHM_FILE}.*(?:{_NO_SPACE}|\(28\))",
-        r"[Ee]rror while (?:creating|attaching to) shared memory segment",
+        r"shmutils.*(?:No space left|posix_fallocate)|posix_fallocate failed.*No space left",
+        r"[Ff]ailed to (?:allocate|create) (?:\w+ )?(?:shared memory|shm)\b(?!.*(?:denied|exists|such file))"
+        r"|[Nn]ot enough (?:shared memory|space in /dev/shm)|EmptyDir volume \"\w*shm\w*\" exceeds",
     )),
-    ("worker-bus", (rf"{_WORKER}Bus error", r"[Uu]nexpected bus error encountered in worker")),
+    ("shm-likely", (
+        r"[Ee]rror while creating shared memory segment|ObjectStoreFullError|object store is full|[Pp]lasma.*is full",
+    )),
+    ("shm-vague", (r"[Ee]rror while attaching to shared memory segment",)),
+    # Frames of a traceback: whose "No space left on device" it was, who asked for a child.
+    ("frame-shm", (
+        r"_multiprocessing\.SemLock|multiprocessing/(?:synchronize|shared_memory|sharedctypes|heap|queues)\.py"
+        r"|multiprocessing\\(?:synchronize|shared_memory|sharedctypes|heap|queues)\.py|_posixshmem|joblib/_memmapping"
+        r"|_memmapping_reducer|_share_f(?:d|ilename)_|_new_shared|_new_using_f|torch/multiprocessing/reductions\.py"
+        r"|\bctx\.R?Lock\(\)|joblib will operate in serial mode",
+    )),
+    ("frame-fork", (r"os\.fork\(\)|_fork_exec\(|_posixsubprocess|popen_fork\.py|start_new_thread\(",)),
+    ("frame-data", (r"@ +0x[0-9a-f]+ .*(?:basic_string|LMDB|leveldb|Cursor|[Dd]eserialize|Parse|[Rr]ead)",)),
+    ("processes", (
+        r"(?i:can(?:'t|not) start new thread|thread creation failed|pthread_create(?:\(\))?:? (?:failed|error)"
+        r"|unable to create (?:a )?(?:new )?(?:native )?thread|failed to create (?:a )?(?:new )?(?:os "
+        r"|worker )?thread"
+        r"|blas_thread_init|fork rejected by pids controller|max user processes)",
+        rf"(?i:\bfork|thread|clone\b).{{0,60}}{_TRY_AGAIN}|{_TRY_AGAIN}.{{0,40}}(?i:thread|fork)"
+        r"|what\(\): +Resource temporarily unavailable|TERM_(?:PROCESS|THREAD)LIMIT",
+    )),
+    ("try-again", (rf"BlockingIOError.*{_TRY_AGAIN}",)),
     ("bus", (
-        r"\b[Bb]us error\b|Signal 7 \(SIGBUS\)|exitcode *: -7\b|<Signals\.SIGBUS|\(SIGBUS\)|died with signal 7",
+        r"\b[Bb]us error\b|Signal 7 \(SIGBUS\)|<Signals\.SIGBUS|\bSIGBUS\b|died with signal 7|总线错误|バスエラー"
+        r"|Bus-Zugriffsfehler|Erreur du bus",
+        _exit("135|-7"),
     )),
-    ("disk", (rf"{_NO_SPACE}|\[Errno 28\]|Disk quota exceeded|\[Errno 122\]|database or disk is full",)),
+    ("disk", (rf"{_NO_SPACE}|(?i:disk (?:is )?full\b)|No usable temporary directory",)),
     ("disk-write", (
         r"PytorchStreamWriter failed writing",
         r"inline_container\.cc:\d+\] \. (?:unexpected pos|write)",
         r"basic_ios::clear: iostream error",
     )),
+    ("disk-io", (r"Input/output error|\[Errno 5\]|\bEIO\b",)),
     # Host memory that was refused.
     ("ram", (
         r"DefaultCPUAllocator: (?:can't|not enough|failed to) allocate|not enough memory: you tried to allocate",
-        r"std::bad_alloc|ArrowMemoryError|ArrayMemoryError|Unable to allocate [\d.]+ [KMGTP]?i?B for an array",
-        r"^(?:\[\w+\]:? ?)*(?:\w+\.)*MemoryError\b",
-        r"(?:[Cc]annot|unable to|could not) allocate memory|\[Errno 12\]|\bENOMEM\b",
-        r"memory allocation of \d+ bytes failed",
+        r"ArrowMemoryError|ArrayMemoryError|[Uu]nable to allocate (?:array|[\d.]+ [KMGTP]?i?B) ",
+        r"^(?:\[\w+\]:? ?)*(?:\w+\.)*_?(?:Array)?MemoryError\b|\bMemoryError:? *(?:$|Unable)",
+        r"WinError (?:8|1450|1455)\b|(?:os error |error code: <)1455\b|页面文件太小|(?i:(?:paging"
+        r"|page) file is too small)"
+        r"|Not enough memory resources|pagination est insuffisant|Auslagerungsdatei ist zu klein"
+        r"|paginación es demasiado"
+        r"|файл подкачки слишком мал|ページング ファイルが小さすぎ|内存资源不足",
+        r"memory allocation of \d+ bytes failed|[Ii]nsufficient memory|malloc of size \d+ failed"
+        r"|virtual memory exhausted|LLVM ERROR: out of memory|C error: out of memory|libgomp: Out of memory",
         r"\bBudgetTooSmall\b|\[budget-too-small\]",  # our own loader's, before anybody is killed
+    )),
+    ("ram-thread", (rf"{_NO_MEMORY} for thread-local data",)),
+    ("ram-likely", (
+        rf"{_NO_MEMORY}|std::bad_alloc|heap out of memory|java\.lang\.OutOfMemoryError",
+    )),
+    # What may have happened, in the words of one who does not know.
+    ("oom-guess", (
+        r"(?i:\b(?:may|might|could|perhaps|possib\w*|potential\w*|probably|likely|maybe)\b.{0,120}"
+        r"(?:out of memory|out-of-memory|\bOOM\b|memory))",
     )),
     # Workers and children that a signal ended.
     ("worker-killed", (rf"{_WORKER}(?:Killed|Terminated)",)),
     ("worker-crash", (_WORKER,)),
     ("worker-gone", (
         r"worker \(pid\(s\) [\d, ]+\) exited unexpectedly",
-        r"A process in the process pool was terminated abruptly|BrokenProcessPool",
+        r"A process in the process pool was terminated abruptly|BrokenProcessPool|KilledWorker",
         r"process \d+ terminated with signal SIGKILL",
         r"A worker process managed by the executor was unexpectedly terminated",
     )),
-    ("child-killed", (
-        r"<Signals\.SIGKILL|died with signal 9|Signal 9 \(SIGKILL\)|exitcode *: -9\b",
-        r"exit(?:ed)?[ -]?(?:code|status):? ?(?:137|-9)\b|return code(?: =|:)? ?(?:-9|137)\b",
+    # Who ended it, and that it was no lack of memory: limits of time, preemption, a closed terminal.
+    ("ended-by", (
+        r"DUE TO (?:TIME LIMIT|PREEMPTION|JOB REQUEUE|NODE FAILURE)|CANCELLED BY|[Cc]ancelled by (?:user|uid)",
+        r"TERM_(?:RUNLIMIT|OWNER|ADMIN|CPULIMIT|DEADLINE|PREEMPT|REQUEUE|FORCE|WINDOW|BUCKET_KILL|RMS)",
+        r"job killed: (?:walltime|cput|ncpus|cpupercent)|(?:walltime|cput) \d+\S* exceeded limit"
+        r"|Exceeded .{0,12}walltime"
+        r"|(?:exceed|enforced).{0,60}\b[hs]_(?:rt|cpu)\b|\b[hs]_(?:rt|cpu)\b.{0,60}exceed",
+        r"DeadlineExceeded|active longer than specified deadline|(?i:this job is preempted|job (?:was "
+        r"|has been )?preempted"
+        r"|preemption notice|spot (?:instance )?interruption)|job (?:was )?deleted by|MaxRuntimeExceeded"
+        r"|(?i:max(?:imum)?[ -]?(?:run|wall)[ -]?time (?:was )?(?:exceeded|reached))",
+        r"got signal: (?:1|2)\b|(?:closing signal|death signal|[Rr]eceived) (?:Signals\.)?SIG(?:HUP|INT|USR)\b"
+        r"|Received (?:1|2) death signal|Received Signals\.SIG(?:HUP|INT) death|^Hangup\b|挂起$",
     )),
-    ("killed", (rf"{_SHELL}Killed(?:\s|$)", r"^\[\d+\]\s*[+-]?\s*\d* *[Kk]illed\b|zsh: killed")),
+    ("child-killed", (
+        r"\bSIGKILL\b|died with signal 9|[Ss]ignal:? 9\b|Killed: 9|Signal\s*= KILL|task \d+(?:[-,]\d+)*: Killed",
+        _exit("137|-9"),
+    )),
+    ("killed", (
+        rf"{_SHELL}Killed(?:\s|$)", r"^\[\d+\]\s*[+-]?\s*\d* *[Kk]illed\b|zsh: killed|^已杀死|^Getötet|^Tué\b"
+        r"|已杀死\s",
+    )),
     ("terminated", (
-        rf"{_SHELL}Terminated(?:\s|$)",
-        r"SignalException: .*got signal: 15|Received (?:signal )?SIGTERM",
-        r"CANCELLED AT .* DUE TO (?:TIME LIMIT|PREEMPTION)",
+        rf"{_SHELL}Terminated(?:\s|$)|^已终止",
+        r"SignalException: .*got signal: 15|Received (?:signal )?SIGTERM|Received (?:15"
+        r"|Signals\.SIGTERM) death signal"
+        r"|task \d+(?:[-,]\d+)*: Terminated",
+        _exit("143|-15"),
+        r"CANCELLED AT",
     )),
     ("crash", (
-        rf"{_SHELL}(?:Segmentation fault|Aborted|Illegal instruction|Floating point exception)",
-        r"Fatal Python error: (?:Segmentation fault|Aborted)",
-        r"Signal (?:11|6) \(SIG(?:SEGV|ABRT)\)|exitcode *: -(?:11|6)\b",
+        rf"{_SHELL}(?:Segmentation fault|Illegal instruction|Floating point exception)|[Ss]egmentation fault|段错误"
+        r"|Speicherzugriffsfehler|Erreur de segmentation|Violación de segmento",
+        r"Fatal Python error: Segmentation fault|\bSIGSEGV\b|\bSIGILL\b|died with signal 11|\(0xC0000005\)"
+        r"|access violation",
+        _exit("139|-11|3221225477|-1073741819"),
+    )),
+    ("abort", (
+        rf"{_SHELL}Aborted|Fatal Python error: Aborted|\bSIGABRT\b|died with signal 6|已放弃",
+        _exit("134|-6"),
     )),
     # Progress that stopped: what slow swap looks like from inside.
     ("timeout", (
-        r"[Ww]atchdog.*time?d?[ -]?out|collective operation timeout|DataLoader timed out",
-        r"TimeoutError|TimeoutExpired|timed out after",
+        r"[Ww]atchdog.*time?d?[ -]?out|collective operation timeout|DataLoader timed out|checkTimeout"
+        r"|ncclCommWatchdog",
+        r"TimeoutError|TimeoutExpired|[Tt]imed out (?:after|initializing|waiting)",
         r"no progress for \d|stalled for \d|[Ss]tep took (?:longer|\d+)",
     )),
     ("swap-hint", (r"(?i:swapping|swap (?:is )?(?:thrash|storm|full)|thrashing)",)),
+    ("oom-handled", (r"(?i:ran out of memory|OOM detected|skipping (?:this )?batch)",)),
+    ("oom-words", (r"(?i:out of memory|out-of-memory|OutOfMemoryError|not enough memory|insufficient memory"
+        r"|memory exhausted)|内存不足|内存溢出",)),
+    # A death whose cause stands elsewhere, or nowhere.
+    ("gone", (
+        r"[Kk]ernel (?:appears to have )?died|[Kk]ernel crashed|The actor is dead|worker died or was killed"
+        r"|Pin memory thread exited unexpectedly|Worker unexpectedly exit|did not become healthy",
+    )),
 )  # fmt: skip
 
 SIGNATURES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
-    (code, re.compile("|".join(patterns))) for code, patterns in _TABLE
+    (code, re.compile("|".join(f"(?:{pattern})" for pattern in patterns))) for code, patterns in _TABLE
 )
+
+# Codes that say which pool ran out.
+SHORTAGES: tuple[str, ...] = (
+    "oom-kill", "oom-daemon", "pinned", "gpu-oom", "gpu-likely", "cuda-oom-bare", "device-oom", "fds", "fds-likely",
+    "mmap-refused", "map-count", "worker-bus", "shm", "shm-likely", "processes", "disk", "disk-quota", "disk-write",
+    "ram", "ram-likely", "ram-thread", "oom-handled",
+)  # fmt: skip
 
 # Errors that are mostly the echo of somebody else's death.
 CONSEQUENCE = re.compile(
     r"BrokenPipeError|ConnectionResetError|ConnectionRefusedError|EOFError|ChildFailedError|CalledProcessError"
     r"|ProcessExitedException|ProcessRaisedException|exited unexpectedly|BrokenProcessPool|terminated abruptly"
-    r"|DistBackendError|DistNetworkError|NCCL|Gloo|Connection (?:closed|reset) by peer|died (?:with|of)"
+    r"|DistBackendError|DistNetworkError|DistStoreError|NCCL|Gloo|Connection (?:closed|reset) by peer"
+    r"|died (?:with|of)"
+    r"|RayActorError|RayTaskError|ActorDiedError|WorkerCrashedError|KilledWorker|TerminatedWorkerError|See root cause"
+    r"|Engine (?:process )?(?:failed|is dead)|EngineDeadError|can only test a child process|^(?:\S* )?Exception:?\s*$"
 )
 
-# One cheap test for the many lines that say nothing, before the table is tried. Every pattern above has one of these.
-_INTERESTING = re.compile(
-    r"emory|MEMORY|shm|us error|SIG|oom|OOM|ALLOC|alloc|space left|quota|Errno|E[MN]FILE|ENO|ancdata|open files"
-    r"|worker|illed|erminated|Segmentation|Aborted|Illegal instr|Floating point|Fatal Python|xit|return code"
-    r"|out|progress|stalled|tep took|[Ss]wap|hrash|Stream|inline_container|stream|RESOURCE|CANCELLED|Signal"
-    r"|pin_memory|pool|segment|Memory|Host|\(28\)|nccl|torch_|psm_|/mp-|/sem|signal 7|disk is full|too-small|TooSmall"
-    r"|AF_UNIX"
-)
+# Every number that a pattern asks for: lines that differ in others have the same code.
+NUMBERS = frozenset(re.findall(r"\d+", " ".join(pattern.pattern for _, pattern in SIGNATURES)))
+
+_PATTERNS: dict[str, list[re.Pattern[str]]] = {}
+for _code, _pattern in SIGNATURES:
+    _PATTERNS.setdefault(_code, []).append(_pattern)
 
 
 def code_of(line: str) -> str | None:
     """What that line is a sign of, or None."""
-    if _INTERESTING.search(line) is None:
-        return None
     return next((code for code, pattern in SIGNATURES if pattern.search(line)), None)
+
+
+def start_of(code: str, line: str) -> int:
+    """Where in the line the words begin that give it that code."""
+    return min((found.start() for one in _PATTERNS[code] if (found := one.search(line))), default=0)

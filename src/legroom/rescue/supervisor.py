@@ -20,6 +20,7 @@ from legroom.model.death import Attempt, Story, Verdict
 from legroom.model.settings_env import VARIABLE, from_environment, to_environment
 from legroom.probe.host import Host
 from legroom.rescue import last_good
+from legroom.rescue.because import headline
 from legroom.rescue.cgroup_home import Home, make_home
 from legroom.rescue.checkpoints import Stamp, newest_whole, stamps
 from legroom.rescue.child import find_command
@@ -183,8 +184,7 @@ class Supervisor:
         return [line]
 
     def _tell_death(self, verdict: Verdict) -> None:
-        head = say("{cause} ({sure:.0%} sure)", cause=verdict.cause, sure=verdict.confidence)
-        self.tell(say("{name}: {why}", name=head, why=verdict.summary))
+        self.tell(say("{name}: {why}", name=headline(verdict), why=verdict.summary))
         for line in verdict.evidence:
             self.tell(say("  by: {line}", line=line))
         for step in verdict.fix:

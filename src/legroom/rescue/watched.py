@@ -211,7 +211,6 @@ def with_fixes(verdict: Verdict, evidence: Evidence, box: Box) -> Verdict:
         nofile=box.limits.nofile_soft,
         here=box.shm.size if box.shm.mounted else None,
         keyboard=evidence.keyboard,
-        told=verdict.told,
     )
     return replace(verdict, fix=lines)
 

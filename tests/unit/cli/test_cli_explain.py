@@ -44,11 +44,12 @@ def test_a_log_that_says_nothing_is_told_so(
     log.write_bytes(content)
     assert run(["explain", "--json", str(log)]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["verdict"] == "not-memory" and report["confidence"] <= (0.4 if content else 0.1)
-    assert "nothing in the log tells" in report["summary"] and "not ruled out" in report["summary"]
+    assert report["verdict"] == "unknown" and report["confidence"] <= 0.1
+    assert [one["verdict"] for one in report["likely"]] == ["ram-oom-kill", "killed", "not-memory"]
+    assert all(one["why"] for one in report["likely"])
     assert [step.splitlines()[-1] for step in report["fix"]] == ["legroom run -- COMMAND …"]
     told = " ".join([report["summary"], *report["evidence"], *report["fix"]])
-    assert "not for want of memory" not in told and "no part in this" not in told
+    assert "not for want of memory" not in told and "no part in this" not in told and "not memory" not in told
     assert ("the log is empty" in report["evidence"]) is not bool(content)
 
 
@@ -57,7 +58,19 @@ def test_a_bug_is_still_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFix
     log.write_text("Traceback (most recent call last):\n  File 'a'\nKeyError: 'x'\n")
     assert run(["explain", "--json", str(log)]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["verdict"] == "not-memory" and "not for want of memory" in report["summary"]
+    assert report["verdict"] == "not-memory" and "names no pool that ran out" in report["summary"]
+    assert report["likely"] == []
+
+
+def test_unknown_as_text_names_the_likely_causes_in_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "killed.log"
+    log.write_text("step 1\nKilled\n")
+    assert run(["explain", str(log)]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("unknown\n") and "% sure" not in told
+    assert 0 < told.index("or:  ram-oom-kill: ") < told.index("or:  killed: ")
 
 
 def test_an_unreadable_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from legroom.model.death import (
     Sign,
     Victim,
 )
+from legroom.rescue.because import UNKNOWN
 from legroom.rescue.classify import LOG_ALONE, classify
 from legroom.rescue.log_reader import facts_of
 
@@ -40,8 +41,8 @@ def _verdict(**known: Any) -> tuple[str, float]:
 def test_sigkill_is_judged_by_the_counter() -> None:
     assert _verdict(ending=KILLED, oom=OomCount(1, True, "own", 0.2)) == ("ram-oom-kill", 0.99)
     assert _verdict(ending=KILLED, oom=NONE)[0] == "killed"
-    assert _verdict(ending=KILLED)[0] == "killed"
-    assert _verdict(ending=KILLED)[1] < _verdict(ending=KILLED, oom=NONE)[1]  # not knowing is less sure
+    assert _verdict(ending=KILLED) == ("unknown", UNKNOWN)  # no counter could be read
+    assert [one.cause for one in classify(Evidence(ending=KILLED)).likely] == ["ram-oom-kill", "killed"]
 
 
 def test_a_shared_counter_counts_for_the_job_when_the_job_lost_a_process() -> None:
@@ -118,7 +119,8 @@ def test_a_bus_error_is_judged_by_the_level_of_dev_shm() -> None:
     assert _verdict(ending=bus, peaks={"shm": Level(40 * MB, 64 * MB)}) == ("shm-full", 0.8)
     assert _verdict(ending=bus, peaks={"shm": Level(1 * MB, 64 * MB)})[0] == "not-memory"
     assert _verdict(ending=bus, shm_at_end=Level(64 * MB, 64 * MB))[0] == "shm-full"
-    assert _verdict(ending=bus) == ("shm-full", 0.65)  # the level could not be read: likely, not sure
+    unread = classify(Evidence(ending=bus))  # the level could not be read
+    assert unread.cause == "unknown" and unread.likely[0].cause == "shm-full"
 
 
 def test_texts_do_not_count_for_deaths_they_do_not_lead_to() -> None:

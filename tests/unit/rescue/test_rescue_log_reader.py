@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from legroom.errors import UnreadableSource
-from legroom.rescue.log_reader import KEEP, Tail, facts_of, read_log
+from legroom.rescue.log_reader import KEEP, MOST, Tail, facts_of, read_log
 from legroom.rescue.signatures import code_of
 
 TEXTS = {
     "RuntimeError: unable to allocate shared memory(shm) for file </torch_12_99_0>: Resource temporarily unavailable (11)": "shm",
-    "RuntimeError: DataLoader worker (pid 12902) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory.": "shm",
-    "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).": "shm",
+    "RuntimeError: DataLoader worker (pid 12902) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory.": "worker-bus",
+    "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).": "worker-bus",
     "OSError: [Errno 28] No space left on device: '/psm_0a1b2c3d'": "shm",
-    "misc/shmutils.cc:72 NCCL WARN Error while creating shared memory segment /dev/shm/nccl-aB12Cd (size 9637888)": "shm",
+    "misc/shmutils.cc:72 NCCL WARN Error while creating shared memory segment /dev/shm/nccl-aB12Cd (size 9637888)": "shm-likely",
     "RuntimeError: unable to open shared memory object </torch_1_2_3> in read-write mode: Too many open files (24)": "fds",
     "RuntimeError: received 0 items of ancdata": "fds",
     "OSError: [Errno 24] Too many open files: 'a.jpg'": "fds",
@@ -25,18 +25,18 @@ TEXTS = {
     "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB": "gpu-oom",
     "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 1.00 GiB": "gpu-oom",
     "RuntimeError: cuda runtime error (2) : out of memory at THCStorage.cu:58": "gpu-oom",
-    "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`": "gpu-oom",
-    "RuntimeError: cuDNN error: CUDNN_STATUS_ALLOC_FAILED": "gpu-oom",
+    "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`": "gpu-library",
+    "RuntimeError: cuDNN error: CUDNN_STATUS_ALLOC_FAILED": "gpu-library",
     "RuntimeError: CUDA error: out of memory": "cuda-oom-bare",
     "cudaHostAlloc failed: out of memory": "pinned",
     "OSError: [Errno 28] No space left on device": "disk",
-    "OSError: [Errno 122] Disk quota exceeded": "disk",
-    "sqlite3.OperationalError: database or disk is full": "disk",
-    "OSError: [Errno 12] Cannot allocate memory": "ram",
+    "OSError: [Errno 122] Disk quota exceeded": "disk-quota",
+    "sqlite3.OperationalError: database or disk is full": "disk-quota",
+    "OSError: [Errno 12] Cannot allocate memory": "ram-likely",
     "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.": "ram",
     "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 2.00 PiB for an array with shape (1,)": "ram",
     "MemoryError": "ram",
-    "terminate called after throwing an instance of 'std::bad_alloc'": "ram",
+    "terminate called after throwing an instance of 'std::bad_alloc'": "ram-likely",
     "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ": "worker-killed",
     "RuntimeError: DataLoader worker (pid 7) is killed by signal: Segmentation fault. ": "worker-crash",
     "RuntimeError: DataLoader worker (pid(s) 7, 9) exited unexpectedly": "worker-gone",
@@ -44,7 +44,7 @@ TEXTS = {
     "  exitcode  : -9 (pid: 816)": "child-killed",
     "train.sh: line 3: 12345 Killed                  python train.py": "killed",
     "Killed": "killed",
-    "slurmstepd: error: *** JOB 8 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***": "terminated",
+    "slurmstepd: error: *** JOB 8 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***": "ended-by",
     "slurmstepd: error: Detected 1 oom_kill event in StepId=812.batch.": "oom-kill",
     "Memory cgroup out of memory: Killed process 12902 (python) total-vm:22010212kB": "oom-kill",
     "Out of memory: Kill process 12902 (python) score 123 or sacrifice child": "oom-kill",
@@ -150,7 +150,7 @@ def test_standard_input_is_read_in_bounded_memory() -> None:
             return len(data)
 
     facts = read_log("-", Endless())  # type: ignore[arg-type]
-    assert facts.skipped > 0 and facts.lines <= KEEP // 80 + 2 * (1 << 20) // 80
+    assert facts.skipped > 0 and facts.lines <= MOST // 80 + 2 * (1 << 20) // 80
 
 
 @pytest.mark.parametrize("make", ["missing", "directory", "nul"])

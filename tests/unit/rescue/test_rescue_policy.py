@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom.errors import UsageError
-from legroom.model.death import Cause, Verdict, Victim
+from legroom.model.death import Cause, Likely, Verdict, Victim
 from legroom.rescue.flags import Knobs, Named, knobs, parse_named, rewrite, with_resume
 from legroom.rescue.policy import next_step
 
@@ -145,6 +147,21 @@ def test_the_batch_of_all_ranks_stays_divisible() -> None:
 @pytest.mark.parametrize("cause", ["killed", "not-memory", "disk-full"])
 def test_what_no_setting_helps_is_not_started_again(cause: Cause) -> None:
     assert next_step(_v(cause), knobs(["t", "--workers", "4"])).stop
+
+
+def test_an_unknown_cause_is_treated_as_the_most_likely_one_and_said_to_be_unknown() -> None:
+    found = knobs(["t", "--workers", "4"])
+    ram, bug = Likely("ram-oom-kill", ""), Likely("not-memory", "")
+    step = next_step(replace(_v("unknown"), likely=(ram, bug)), found)
+    assert step.values == {"workers": 2} and "not known" in step.why and "ram-oom-kill" in step.why
+    assert next_step(replace(_v("unknown"), likely=(bug, ram)), found).stop
+    assert next_step(_v("unknown"), found).stop
+
+
+def test_processes_and_mappings_are_saved_with_fewer_workers() -> None:
+    found = knobs(["t", "--workers", "4"])
+    assert next_step(_v("processes-exhausted"), found).values == {"workers": 2}
+    assert next_step(_v("map-count"), found).values == {"workers": 2}
 
 
 def test_a_killed_worker_is_tried_once_more_unchanged_and_descriptors_are_raised_first() -> None:
