@@ -41,6 +41,7 @@ _RULES: tuple[Callable[[Evidence, Signs], Because | None], ...] = (
     rules_texts.ram,
     rules_texts.device,
     rules_texts.gpu_library,
+    rules_texts.gpu_refused,
     rules_texts.bus,
     rules_counters.swapping,
     rules_endings.ended_by,

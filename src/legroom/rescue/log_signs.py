@@ -24,6 +24,7 @@ _BEFORE_A_DEATH = 3  # the same, where a later line reports a death of another k
 _DEATHS = frozenset(
     {"killed", "child-killed", "crash", "bus", "worker-bus", "ended-by", "oom-kill", "oom-daemon"}
 )
+_CONTEXT = 40  # lines between a frame, or a line that names a device, and the error that it belongs to
 _RIGHT_ABOVE = 30  # lines between a shortage that was handled and the exception that it may have led to
 _MUTE = frozenset(
     {2, 4, 8, 9, 11, 15}
@@ -73,6 +74,12 @@ class Signs:
     def text(self, *codes: str) -> Sign | None:
         """The same, where texts say anything about this ending."""
         return None if self.mute else self.first(*codes)
+
+
+def context(evidence: Evidence, sign: Sign, *codes: str) -> Sign | None:
+    """A line near that sign with one of these codes: it is no cause, but tells whose words they are."""
+    near = (one for one in evidence.log.signs if one.code in codes)
+    return next((one for one in near if abs(one.number - sign.number) <= _CONTEXT), None)
 
 
 def _echo(error: Sign) -> bool:

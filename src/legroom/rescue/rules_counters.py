@@ -80,7 +80,7 @@ def oom_killed(evidence: Evidence, signs: Signs) -> Because | None:
         lines.append(quoted(sign))
     elif _echo(evidence) or _waited(evidence):
         sure = 0.95
-    elif signs.text("gpu-oom", "shm", "fds", "disk", "pinned"):
+    elif signs.text("gpu-oom", "gpu-likely", "cuda-oom-bare", "shm", "fds", "disk", "disk-quota", "pinned"):
         return None  # it died of what it says; the kill was another process's, and survived
     elif count is not None and count.went_on:
         return None

@@ -10,7 +10,7 @@ import re
 
 from legroom.model.death import Cause, Evidence, Sign
 from legroom.rescue.because import Because, by_keyboard, ended, quoted, signal_name, unknown
-from legroom.rescue.log_signs import Signs
+from legroom.rescue.log_signs import Signs, context
 from legroom.words import say
 
 _KILL = 9
@@ -20,6 +20,8 @@ _SHELL = 128
 _OF_THE_PROGRAM = re.compile(
     r"\b(?:Key|Index|Name|UnboundLocal|Import|ModuleNotFound|Syntax|Indentation|ZeroDivision|NotImplemented|Recursion)Error\b"
 )
+# A socket whose process has gone away, when the line names no file.
+_PEER_GONE = re.compile(r"FileNotFoundError: \[Errno 2\] [^:]*$|Connection\w*Error|OSError: handle is closed")
 _OF_MEMORY = re.compile(r"(?i:\bmemory|\ballocat|\boom\b|\bshm\b|no space|resources?\b)")
 _SHORT_OF: dict[str, Cause] = {
     "gpu-oom": "gpu-oom", "gpu-likely": "gpu-oom", "cuda-oom-bare": "gpu-oom", "device-oom": "gpu-oom",
@@ -39,6 +41,8 @@ def worker(evidence: Evidence, signs: Signs) -> Because | None:
         return None
     lines = (quoted(sign), _counter_line(evidence), ended(evidence.ending))
     if not _counted_none(evidence):
+        if "Terminated" in sign.line:  # the OOM killer sends SIGKILL
+            return unknown(lines, "worker-killed", "killed", "ram-oom-kill")
         return unknown(lines, "ram-oom-kill", "worker-killed", "killed")
     return Because("worker-killed", 0.93, lines)
 
@@ -131,6 +135,11 @@ def exception(evidence: Evidence, signs: Signs) -> Because | None:
         return unknown((quoted(signs.handled), *lines), cause, "not-memory", summary=summary)
     if last.code in ("oom-words", "oom-guess", "oom-handled", "gone") or _OF_MEMORY.search(last.line):
         return unknown(lines, "gpu-oom", "ram-allocation", "not-memory")
+    if _PEER_GONE.search(last.line) and context(evidence, last, "frame-peer"):
+        summary = say(
+            "the process at the other end of a connection was gone: why it ended does not show here."
+        )
+        return unknown(lines, "ram-oom-kill", "worker-killed", "not-memory", summary=summary)
     if signs.decisive is None:
         return Because("not-memory", 0.7, lines)
     if evidence.live:

@@ -10,7 +10,7 @@ import re
 
 from legroom.model.death import Cause, Evidence, Level, Sign
 from legroom.rescue.because import Because, ended, level_line, quoted, unknown
-from legroom.rescue.log_signs import WINDOW, Signs
+from legroom.rescue.log_signs import WINDOW, Signs, context
 from legroom.rescue.signatures import SHORTAGES
 from legroom.words import say
 
@@ -38,7 +38,7 @@ _MANY_MAPS = 30_000  # objects that one process shares: each may take two mappin
 _PATH = re.compile(
     r"WinError 112|on the disk|磁盘|on device: b?['\"]|[:'\" ](?:/(?!dev/shm|torch_|psm_|mp-|sem\.)[\w.@+-]+/|[A-Z]:\\)"
 )
-_CONTEXT = 40  # lines between a frame, or a line that names a device, and the error that it belongs to
+_ALONE = re.compile(r"^\W*(?:OS|IO)?(?:Error)?:? ?\[?(?:Errno 28\]?)?:? ?[Nn]o space left on device\W*$")
 
 
 def faults(evidence: Evidence, signs: Signs) -> Because | None:
@@ -66,7 +66,7 @@ def pinned(evidence: Evidence, signs: Signs) -> Because | None:
     if sign := signs.text("pinned"):
         return Because("pinned-exhausted", 0.92, (quoted(sign), ended(evidence.ending)))
     bare = signs.text("cuda-oom-bare")
-    if bare and (thread := _context(evidence, bare, "pin-thread")) and not signs.text("gpu-oom"):
+    if bare and (thread := context(evidence, bare, "pin-thread")) and not signs.text("gpu-oom"):
         return Because("pinned-exhausted", 0.88, (quoted(thread), quoted(bare), ended(evidence.ending)))
     return None
 
@@ -94,6 +94,14 @@ def gpu(evidence: Evidence, signs: Signs) -> Because | None:
     return unknown(lines, "gpu-oom", "pinned-exhausted")
 
 
+def gpu_refused(evidence: Evidence, signs: Signs) -> Because | None:
+    """TensorFlow asked a GPU for less and less; where nothing else is said, that was the end."""
+    sign = signs.text("gpu-refused")
+    if sign is None or signs.decisive:
+        return None
+    return Because("gpu-oom", 0.7, (quoted(sign), ended(evidence.ending)), likely=("gpu-oom", "not-memory"))
+
+
 def device(evidence: Evidence, signs: Signs) -> Because | None:
     """Out of memory on a device that the message does not name."""
     sign = signs.text("device-oom")
@@ -102,7 +110,7 @@ def device(evidence: Evidence, signs: Signs) -> Because | None:
     lines = (quoted(sign), ended(evidence.ending))
     if _ON_CPU.search(sign.line):
         return Because("ram-allocation", 0.85, lines)
-    if hint := _context(evidence, sign, "gpu-hint"):
+    if hint := context(evidence, sign, "gpu-hint", "gpu-refused"):
         return Because("gpu-oom", 0.85, (lines[0], quoted(hint), lines[1]))
     asked = _BYTES.search(sign.line)
     if asked and int(asked[1]) >= _LARGE:
@@ -118,7 +126,7 @@ def gpu_library(evidence: Evidence, signs: Signs) -> Because | None:
     if sign is None:
         return None
     lines = (quoted(sign), ended(evidence.ending))
-    if hint := _context(evidence, sign, "gpu-hint"):
+    if hint := context(evidence, sign, "gpu-hint", "gpu-refused"):
         return Because("gpu-oom", 0.7, (lines[0], quoted(hint), lines[1]), likely=("gpu-oom", "not-memory"))
     full = [level_line(name, level) for name, level in _gpus(evidence) if level.share >= FULL]
     if full:
@@ -154,7 +162,7 @@ def processes(evidence: Evidence, signs: Signs) -> Because | None:
     if sign is None:
         return None
     lines = (quoted(sign), ended(evidence.ending))
-    if fork := _context(evidence, sign, "frame-fork"):
+    if fork := context(evidence, sign, "frame-fork"):
         return Because("processes-exhausted", 0.85, (lines[0], quoted(fork), lines[1]))
     return unknown(lines, "processes-exhausted", "not-memory")
 
@@ -211,7 +219,7 @@ def _space_in_shm(evidence: Evidence, signs: Signs) -> Sign | None:
     sign = signs.text("disk")
     if sign is None or _PATH.search(sign.line):
         return None
-    return sign if _context(evidence, sign, "frame-shm") or signs.text("worker-bus") else None
+    return sign if context(evidence, sign, "frame-shm") or signs.text("worker-bus") else None
 
 
 def bus(evidence: Evidence, signs: Signs) -> Because | None:
@@ -271,7 +279,8 @@ def disk(evidence: Evidence, signs: Signs) -> Because | None:
         return Because("disk-full", 0.7, tuple(lines), likely=("disk-full", "not-memory"))
     if evidence.live or _PATH.search(sign.line):
         return Because("disk-full", 0.85, tuple(lines))
-    if _in_traceback(evidence, sign):
+    # A command names itself before the error; an exception without its traceback could be anything's.
+    if _in_traceback(evidence, sign) or not _ALONE.search(sign.line):
         return Because("disk-full", 0.75, tuple(lines), likely=("disk-full", "shm-full"))
     return unknown(tuple(lines), "disk-full", "shm-full")
 
@@ -286,7 +295,7 @@ def ram(evidence: Evidence, signs: Signs) -> Because | None:
         return Because("ram-allocation", 0.95, lines)
     if sign.code == "ram-thread":
         return unknown(lines, "ram-allocation", "map-count", "processes-exhausted")
-    if "bad_alloc" in sign.line and _context(evidence, sign, "frame-data"):
+    if "bad_alloc" in sign.line and context(evidence, sign, "frame-data"):
         return unknown(lines, "ram-allocation", "not-memory")
     return Because("ram-allocation", 0.78, lines)
 
@@ -310,12 +319,6 @@ def _shm_near_end(evidence: Evidence) -> Level | None:
 
 def _full_disks(evidence: Evidence) -> dict[str, Level]:
     return {path: level for path, level in evidence.disks.items() if level.share >= DISK_FULL}
-
-
-def _context(evidence: Evidence, sign: Sign, code: str) -> Sign | None:
-    """A line near that sign, above or below, with that code: it is no cause, but tells whose words they are."""
-    near = (one for one in evidence.log.signs if one.code == code)
-    return next((one for one in near if abs(one.number - sign.number) <= _CONTEXT), None)
 
 
 def _in_traceback(evidence: Evidence, sign: Sign) -> bool:

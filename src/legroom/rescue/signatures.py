@@ -54,7 +54,8 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
     # Faults of a kernel, a driver or a device, and limits that are not memory although their words sound like it.
     ("fault", (
         r"illegal memory access|illegal instruction was encountered|misaligned address|device-side assert(?!ion)"
-        r"|unspecified launch failure|uncorrectable (?:NVLink|ECC)|ECC error|\bNVRM: Xid|fallen off the bus",
+        r"|unspecified launch failure|the launch timed out|uncorrectable (?:NVLink|ECC)|ECC error|\bNVRM: Xid"
+        r"|fallen off the bus",
         r"Driver/library version mismatch|no kernel image is available|invalid device (?:ordinal|function)"
         r"|driver version is insufficient|(?i:all CUDA-capable devices are busy)|no CUDA-capable device"
         r"|CUDA driver initialization failed|Memory access fault by GPU|HSA_STATUS_ERROR_(?!OUT_OF_RES)",
@@ -92,7 +93,8 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"|(?<!GPU )(?<!CUDA )(?i:memory usage exceeded)|running beyond .{0,20}memory limits",
         r"(?i:killed (?:due to|because of|for) (?:its |high |excessive )?memory (?:usage|use|limit))",
         r"(?i:using all available (?:RAM|memory)|tried to allocate more memory than is available)",
-        r"ran out[ -]of[ -]memory and exited|(?i:terminated because it ran out of memory)",
+        r"instance type with more memory|ran out[ -]of[ -]memory and exited"
+        r"|(?i:terminated because it ran out of memory)",
     )),
     ("oom-daemon", (
         r"systemd-oomd.*[Kk]illed|Killed \S+ due to memory (?:pressure|used)",
@@ -117,9 +119,9 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
     # TensorFlow goes on after these, with another algorithm or a smaller block.
     ("gpu-hint", (
         r"caller indicates that this is not a failure|^(?!.*OOM when allocating).*GPU_\d+_bfc"
-        r"|Created (?:TensorFlow )?device .*GPU"
-        r"|failed to allocate .* from device: CUDA_ERROR_OUT_OF_MEMORY",
+        r"|Created (?:TensorFlow )?device .*GPU",
     )),
+    ("gpu-refused", (r"failed to alloc(?:ate)? .{1,60} from device: .*CUDA_ERROR_OUT_OF_MEMORY",)),
     ("disk-quota", (
         r"(?i:(?:disk )?quota exceeded|exceeded (?:the |your )?(?:disk |storage )?quota)|\[Errno 122\]"
         r"|\bEDQUOT\b|超出磁盘限额",
@@ -148,14 +150,17 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         # torch names the error once more, to be looked up, below whatever met it: that is no second witness.
         r"(?<!Search for `)(?:cudaErrorMemoryAllocation|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY)",
         r"cudaSuccess.*out of memory|[Cc]uda ?[Rr]untime.*out of memory|error=2 : out of memory",
-        r"No executable batch size found|Dst tensor is not initialized|OutOfMemory \(no further information\)",
+        r"Attempting to (?:allocate|reserve) [\d.]+[KMGT]i?B?\b.*not possible|No executable batch size found"
+        r"|Dst tensor is not initialized|OutOfMemory \(no further information\)",
     )),
-    ("cuda-oom-bare", (r"(?:CUDA|HIP|[Cc]uda) [Ee]rror: out of memory",)),
+    ("cuda-oom-bare", (r"(?:CUDA|HIP|[Cc]uda)(?: driver)? [Ee]rror: out of memory|CUDA.{0,30}out of memory",)),
     ("gpu-library", (
         r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE|CUFFT|CURAND|HIPBLAS|MIOPEN|cublas|cudnn|rocblas|miopen|hipblas)_?"
         r"(?:STATUS|status)?_?\w*(?:ALLOC_FAILED|NOT_INITIALIZED|INTERNAL_ERROR|EXECUTION_FAILED|MAPPING_ERROR"
         r"|not_initialized|internal_error|StatusUnknownError)"
-        r"|CUFFT_(?:ALLOC|INTERNAL)|[Cc]ould not create cu(?:dnn|blas) handle|Failed to get convolution algorithm",
+        r"|CUFFT_(?:ALLOC|INTERNAL)|[Cc]ould not create cu(?:dnn|blas) handle|Failed to get convolution algorithm"
+        r"|[Uu]nable to find (?:a valid cuDNN algorithm|an engine to execute)|HSA_STATUS_ERROR_OUT_OF_RESOURCES"
+        r"|(?:CUDA|cuda runtime).{0,16}unknown error",
     )),
     # Out of memory on a device that is not named.
     ("device-oom", (
@@ -166,6 +171,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fds", (
         r"(?i:too many open files)|打开的文件过多|\[Errno 2[34]\]|\bEMFILE\b|\bENFILE\b|\(os error 2[34]\)",
         r"received \d+ items of ancdata|unable to open shared memory object .*\(24\)"
+        r"|accept\(\) out of system resource"
         r"|(?i:too many (?:open )?file descriptors|ran out of file descriptors|file descriptor limit (?:reached"
         r"|exceeded))",
     )),
@@ -177,7 +183,8 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
     # Before torch 1.12 the error was not named; it is the number of descriptors as a rule.
     ("fds-likely", (r"unable to open shared memory object <[^>]*> in read-write mode(?!:)",)),
     # A map of a file that exists needs no memory: the number of maps, or of addresses, ran out.
-    ("mmap-refused", (rf"unable to mmap \d+ bytes from file <.*{_NO_MEMORY}",)),
+    ("mmap-refused", (rf"unable to mmap \d+ bytes from file <.*{_NO_MEMORY}"
+        rf"|[Mm]emory mapping file failed.*{_NO_MEMORY}",)),
     ("map-count", (r"max_map_count|[Mm]ap count (?:limit|exceeded)|[Tt]oo many (?:memory )?mappings",)),
     ("worker-bus", (
         rf"{_WORKER}Bus error", r"(?i:bus error encountered in (?:\w+ )?worker)",
@@ -195,7 +202,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("shm-likely", (
         r"[Ee]rror while creating shared memory segment|ObjectStoreFullError|object store is full|[Pp]lasma.*is full",
     )),
-    ("shm-vague", (r"[Ee]rror while attaching to shared memory segment",)),
+    ("shm-vague", (r"[Ee]rror while attaching to shared memory segment|torch_shm_manager",)),
     # Frames of a traceback: whose "No space left on device" it was, who asked for a child.
     ("frame-shm", (
         r"_multiprocessing\.SemLock|multiprocessing/(?:synchronize|shared_memory|sharedctypes|heap|queues)\.py"
@@ -204,6 +211,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"|\bctx\.R?Lock\(\)|joblib will operate in serial mode",
     )),
     ("frame-fork", (r"os\.fork\(\)|_fork_exec\(|_posixsubprocess|popen_fork\.py|start_new_thread\(",)),
+    ("frame-peer", (r"multiprocessing[/\\](?:connection|resource_sharer|managers)\.py|SocketClient\(address\)",)),
     ("frame-data", (r"@ +0x[0-9a-f]+ .*(?:basic_string|LMDB|leveldb|Cursor|[Dd]eserialize|Parse|[Rr]ead)",)),
     ("processes", (
         r"(?i:can(?:'t|not) start new thread|thread creation failed|pthread_create(?:\(\))?:? (?:failed|error)"
@@ -221,7 +229,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
     )),
     ("disk", (rf"{_NO_SPACE}|(?i:disk (?:is )?full\b)|No usable temporary directory",)),
     ("disk-write", (
-        r"PytorchStreamWriter failed writing",
+        r"PytorchStreamWriter failed writing|\d+ requested and \d+ written",
         r"inline_container\.cc:\d+\] \. (?:unexpected pos|write)",
         r"basic_ios::clear: iostream error",
     )),
@@ -264,6 +272,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"TERM_(?:RUNLIMIT|OWNER|ADMIN|CPULIMIT|DEADLINE|PREEMPT|REQUEUE|FORCE|WINDOW|BUCKET_KILL|RMS)",
         r"job killed: (?:walltime|cput|ncpus|cpupercent)|(?:walltime|cput) \d+\S* exceeded limit"
         r"|Exceeded .{0,12}walltime"
+        r"|exceeded (?:hard|soft) (?:wallclock|cpu) time"
         r"|(?:exceed|enforced).{0,60}\b[hs]_(?:rt|cpu)\b|\b[hs]_(?:rt|cpu)\b.{0,60}exceed",
         r"DeadlineExceeded|active longer than specified deadline|(?i:this job is preempted|job (?:was "
         r"|has been )?preempted"
@@ -297,7 +306,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
     )),
     ("abort", (
         rf"{_SHELL}Aborted|Fatal Python error: Aborted|\bSIGABRT\b|died with signal 6|已放弃",
-        _exit("134|-6"),
+        _exit("134|-6|3221226505|-1073740791"),
     )),
     # Progress that stopped: what slow swap looks like from inside.
     ("timeout", (
@@ -309,7 +318,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("swap-hint", (r"(?i:swapping|swap (?:is )?(?:thrash|storm|full)|thrashing)",)),
     ("oom-handled", (r"(?i:ran out of memory|OOM detected|skipping (?:this )?batch)",)),
     ("oom-words", (r"(?i:out of memory|out-of-memory|OutOfMemoryError|not enough memory|insufficient memory"
-        r"|memory exhausted)|内存不足|内存溢出",)),
+        r"|memory exhausted|invalid buffer size)|内存不足|内存溢出",)),
     # A death whose cause stands elsewhere, or nowhere.
     ("gone", (
         r"[Kk]ernel (?:appears to have )?died|[Kk]ernel crashed|The actor is dead|worker died or was killed"
