@@ -25,6 +25,7 @@ from legroom.errors import EntryUnreadable, LegroomError, UnreadableSource, Usag
 from legroom.formats.protocol import Extent
 from legroom.formats.selection import Selection
 from legroom.formats.source import absolute
+from legroom.lazy_import import lazily
 from legroom.words import listed, say
 
 BACKINGS = ("auto", "shm", "disk", "inplace")
@@ -48,13 +49,9 @@ def open_as(
     request = Request(source_paths(path), Selection(keys).keys, backing, hash, evict)
     again = (_reopen, (kind, request, None, None, None))
     if disabled(os.environ) or not locks.SUPPORTED:
-        from legroom.cache.plain import in_process
-
-        return kind(in_process(request.paths, request.keys, progress), request.keys, again)
+        return kind(_plain().in_process(request.paths, request.keys, progress), request.keys, again)
     if backing == "inplace":
-        from legroom.cache.plain import in_place
-
-        return kind(in_place(request.paths, request.keys), request.keys, again)
+        return kind(_plain().in_place(request.paths, request.keys), request.keys, again)
     return _data(kind, _attached(request, wait, progress), request)
 
 
@@ -122,9 +119,12 @@ def _attached(request: Request, wait: bool, progress: Callable[[int, int], None]
         raise place.store_trouble(problem) from problem
     if found is not None:
         return found
-    from legroom.cache.build import build
+    attached: Attached = lazily("legroom.cache.build").build(request, wait=wait, progress=progress)
+    return attached
 
-    return build(request, wait=wait, progress=progress)
+
+def _plain() -> Any:
+    return lazily("legroom.cache.plain")
 
 
 def _data(kind: type[D], attached: Attached, request: Request) -> D:

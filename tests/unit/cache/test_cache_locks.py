@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import h5py
 import pytest
 
 from legroom.cache import locks
@@ -127,3 +128,47 @@ def test_a_symlink_is_no_lock(folder: int, tmp_path: Path) -> None:
     (tmp_path / "a.lock").symlink_to(tmp_path / "target")
     with pytest.raises(OSError):
         locks.acquire(folder, "a.lock")
+
+
+IMPORTED_SLOWLY = """
+import os, signal, sys, threading, time
+import legroom
+
+class Slow:
+    # Imports of that module take a second, with its lock held.
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            begun.set()
+            sys.meta_path.remove(self)
+            time.sleep(1)
+        return None
+
+begun = threading.Event()
+legroom.open  # the door itself; the rest is imported at first use
+sys.meta_path.insert(0, Slow())
+thread = threading.Thread(target=lambda: legroom.open(sys.argv[2]))
+thread.start()
+assert begun.wait(30)
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    legroom.open(sys.argv[2])
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+thread.join()
+sys.exit(os.waitstatus_to_exitcode(status) != 0)
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["legroom.cache.build", "legroom.formats.hdf5", "h5py", "legroom.cache.plain"]
+)
+def test_a_fork_during_the_first_import_of_what_builds_leaves_the_child_able_to(
+    shm: Path, tmp_path: Path, module: str
+) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = [1, 2, 3]
+    env = {**os.environ, "LEGROOM_DISABLE": "1" if module.endswith("plain") else ""}
+    command = [sys.executable, "-W", "ignore", "-c", IMPORTED_SLOWLY, module, str(tmp_path / "a.h5")]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr

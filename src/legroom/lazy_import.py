@@ -1,0 +1,28 @@
+"""Modules that are imported at first use: whole before any fork.
+
+A thread that imports holds the module's lock. A child forked in that moment has the lock too, held by a thread it does
+not have: its own import of the module would wait for ever. Forks wait for these imports instead.
+
+For Legroom's own modules only. Packages such as h5py take locks of their own before a fork; a fork that holds those and
+waits for their import would never end.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from importlib import import_module
+from types import ModuleType
+
+_importing = threading.RLock()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_importing.release
+    )
+
+
+def lazily(name: str) -> ModuleType:
+    """The module of that name, imported now where it has not been."""
+    with _importing:
+        return import_module(name)
