@@ -124,15 +124,17 @@ def with_behind(source: Source, lookups: Iterable[Lookup]) -> Source:
     named = {file.path: file.name if len(source.files) > 1 else "" for file in source.files}
     names = {file.stamp: [named[file.path]] for file in source.files}
     called = dict(named)  # by path, the name of each file that names others
+    given = {file.stamp for file in source.files}
+    founds = {one.found: stamp_file(one.found) for one in searches if one.found is not None}
     behind: dict[Stamp, File] = {}
     for lookup in searches:
         if lookup.found is None:
             continue
-        file = stamp_file(lookup.found)
+        file = founds[lookup.found]
         name = f"{lookup.kind} {lookup.name} of {called.get(lookup.holder, lookup.holder.name)}"
         called.setdefault(lookup.found, name)
         names.setdefault(file.stamp, []).append(name)
-        if file.path not in named and file.stamp not in {one.stamp for one in source.files}:
+        if file.path not in named and file.stamp not in given:
             behind.setdefault(file.stamp, file)
     links = {link.path: link for file in behind.values() for link in _links_to(file.path)}
 
@@ -231,10 +233,14 @@ def _links_to(path: Path) -> Iterator[File]:
     """The symbolic links on the way to a file, stamped each by itself."""
     for _ in range(_MOST_LINKS):
         for step in (*reversed(path.parents), path):
-            stats = os.lstat(step)
-            if stat.S_ISLNK(stats.st_mode):
+            try:
+                stats = os.lstat(step)
+                target = os.readlink(step) if stat.S_ISLNK(stats.st_mode) else None
+            except OSError as problem:
+                raise gone(path, problem) from problem
+            if target is not None:
                 yield File(step.name, step, Stamp.of(stats))
-                target = os.path.join(step.parent, os.readlink(step))
+                target = os.path.join(step.parent, target)
                 path = Path(target, path.relative_to(step))
                 break
         else:

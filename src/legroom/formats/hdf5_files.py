@@ -87,6 +87,23 @@ def _loaded_prefixes() -> tuple[str, str]:
     return virtual.replace(_NOWHERE + "/", _ORIGIN, 1), storage.replace(_NOWHERE + "/", _ORIGIN, 1)
 
 
+def link_of(group: Any, key: str | bytes) -> Any:
+    """The link of a name, as h5py describes it; also where the name is not UTF-8. TypeError for a user-defined one."""
+    import h5py
+
+    name = key.encode("utf-8", "surrogateescape") if isinstance(key, str) else key
+    links = group.id.links
+    kind = links.get_info(name).type
+    if kind == h5py.h5l.TYPE_HARD:
+        return h5py.HardLink()
+    if kind == h5py.h5l.TYPE_SOFT:
+        return h5py.SoftLink(links.get_val(name).decode("utf-8", "surrogateescape"))
+    if kind != h5py.h5l.TYPE_EXTERNAL:
+        raise TypeError(kind)
+    file, path = links.get_val(name)
+    return h5py.ExternalLink(os.fsdecode(file), path.decode("utf-8", "surrogateescape"))
+
+
 class Trail:
     """Follows links and virtual datasets through files, noting each search; used as a context, it closes them."""
 
@@ -137,12 +154,12 @@ class Trail:
         while waiting and isinstance(node, h5py.Group):
             part = waiting.pop()
             try:
-                link = node.get(part, getlink=True)
+                link = link_of(node, part)
                 if isinstance(link, h5py.SoftLink):
                     waiting += [step for step in link.path.split("/") if step not in ("", ".")][::-1]
                     node = node.file["/"] if link.path.startswith("/") else node
                 elif not isinstance(link, h5py.ExternalLink):
-                    node = node[part] if waiting else None
+                    node = node[part.encode("utf-8", "surrogateescape")] if waiting else None
             except Exception:
                 return  # leads nowhere: following the link for its data says so
             steps += 1

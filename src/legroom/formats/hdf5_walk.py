@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import SourceChanged, UnreadableSource, UnsupportedData
-from legroom.formats.hdf5_files import Trail
+from legroom.formats.hdf5_files import Trail, link_of
 from legroom.formats.hdf5_open import descriptor, hdf5_trouble
 from legroom.formats.protocol import Lookup
 from legroom.formats.selection import Selection
@@ -99,8 +99,7 @@ class Walk:
         holder = absolute(group.node.file.filename)
         with hdf5_trouble(self._path, say("the link {name!r}", name=name)):
             try:
-                # h5py cannot tell what kind of link a name that is not UTF-8 is; it follows it all the same.
-                link = group.node.get(key, getlink=True) if isinstance(key, str) else None
+                link = link_of(group.node, key)
             except TypeError:  # user-defined
                 raise _unknown_link(name, self._path) from None
         searches = self._trail.behind_link(group.node, link, name, holder)

@@ -185,3 +185,15 @@ def test_external_storage_names_its_files(folder: Path, monkeypatch: pytest.Monk
     os.remove(folder / "a.raw")
     with pytest.raises(UnreadableSource, match=r"a\.raw"):
         files(path)
+
+
+def test_a_link_whose_name_is_not_utf8_names_its_file(folder: Path) -> None:
+    path = folder / "x.h5"
+    with h5py.File(path, "w") as file:
+        file.id.links.create_external(b"l\xff", b"part0.h5", b"data")
+        file.id.links.create_soft(b"s\xff", b"/l\xff")
+        file["hard"] = np.arange(3)
+        file.id.links.create_hard(b"h\xff", file.id, b"hard")
+    assert files(path) == {"part0.h5"}
+    assert read(path, "l\\xff") == [0, 1, 2, 3, 4]
+    assert read(path, "h\\xff") == [0, 1, 2]
