@@ -24,7 +24,7 @@ from legroom.cache.attach import Attached, Lease, attach, lease, map_entry, open
 from legroom.cache.elect import name_work, turn
 from legroom.cache.evict import by_age
 from legroom.cache.find import Request, find, find_digest, own_options, put_aside
-from legroom.cache.load import Asked, Job, Progress, Written, load
+from legroom.cache.load import Asked, Job, Progress, Written, load, need
 from legroom.cache.locks import Lock
 from legroom.cache.manifest import FORMAT, Damaged, Manifest, Options, OtherFormat
 from legroom.cache.manifest_json import to_json
@@ -34,6 +34,7 @@ from legroom.cache.steps import log, step
 from legroom.cache.work import Work
 from legroom.errors import EntryDamaged, NoRoom, NoStore, SourceChanged, SourceError, StoreError, UsageError
 from legroom.formats.detect import open_source
+from legroom.formats.memory import give_back
 from legroom.model import Finding
 from legroom.version import VERSION
 from legroom.words import joined, say
@@ -126,9 +127,12 @@ def _turn(asked: Asked, places: Stores) -> tuple[Lock | Attached, Stores]:
 
 def _build(asked: Asked, places: Stores) -> Attached:
     with ExitStack() as stack:
-        readers = [stack.enter_context(open_source(path, asked.request.keys)) for path in asked.source.paths]
+        memory = room.decoding_memory()
+        readers = [
+            stack.enter_context(open_source(path, asked.request.keys, memory)) for path in asked.source.paths
+        ]
         descriptions = [reader.describe() for reader in readers]
-        job = Job(asked, identity.described(asked.source, descriptions), readers, plan(descriptions))
+        job = Job(asked, identity.described(asked.source, descriptions), readers, plan(descriptions), memory)
         identity.require_own(job.source, readers)
         identity.settle(job.source)
         job.sample = identity.sample(job.source)
@@ -142,7 +146,8 @@ def _build(asked: Asked, places: Stores) -> Attached:
             except NoRoom as problem:
                 # Memory may fill up in the middle of the load, too. Its traceback would keep what was read.
                 refused.append(problem.with_traceback(None))
-                problem.__context__ = None
+                problem.__context__ = problem.__cause__ = None
+                give_back()
                 log.info("%s", problem)
         raise _refused(job, refused)
 
@@ -151,7 +156,7 @@ def _build_in(store: Store, job: Job, places: Stores) -> Attached:
     """Reserve, load and publish in one store; NoRoom at any moment leaves nothing in it."""
     asked = job.asked
     with ExitStack() as stack:
-        work = stack.enter_context(Work(store, job.plan.need, evict=asked.request.evict))
+        work = stack.enter_context(Work(store, need(job, store), evict=asked.request.evict))
         if store.directory != places.home.directory:
             # Processes that share this store and not the home store (other containers) are elected here.
             try:

@@ -9,6 +9,7 @@ filled, so a map that is written to cannot meet a full file system.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import threading
@@ -27,6 +28,7 @@ from legroom.cache.checksum import Part
 from legroom.cache.fileio import MOST_PARTS, read_at, write_all, write_parts
 from legroom.cache.identity import changed, gone
 from legroom.cache.plan import ArrayTarget, Piece, TableTarget
+from legroom.formats.memory import DecodingMemory
 from legroom.formats.protocol import Extent, Reader, Slab
 from legroom.formats.source import wrong_checksum
 
@@ -78,11 +80,12 @@ class Filler:
         meter: Meter,
         pool: ThreadPoolExecutor,
         again: Callable[[int], None],  # raises where that many more bytes do not fit any more
+        memory: DecodingMemory,
         *,
         by_map: bool,
     ) -> None:
         self._readers, self._meter, self._pool, self._by_map = readers, meter, pool, by_map
-        self._again = again
+        self._again, self._memory = again, memory
         self._extents: dict[tuple[int, str], Extent | None] = {}
         self._slabs: dict[tuple[int, str], Sequence[Slab] | None] = {}
         self._decoding = threading.Lock()  # readers are not asked from two threads at once
@@ -250,10 +253,11 @@ class Filler:
             plain = piece.shift == 0 and piece.skip == 0
             if self._by_map and plain:
                 return self._decode_into_map(target, piece, fd)
-            whole = np.empty(piece.shape, target.spec.dtype)
+            whole = self._memory.array(piece.shape, target.spec.dtype, repr(piece.name))
             self._readers[piece.source].read_into(piece.name, whole, self._meter.add)
-            kept = whole[piece.skip :] + piece.shift if not plain else whole
-            data = np.ascontiguousarray(kept, target.spec.dtype).reshape(-1).view(np.uint8).data
+            if piece.shift:
+                whole += piece.shift
+            data = whole[piece.skip :].reshape(-1).view(np.uint8).data
         write_all(fd, data, len(target.header) + piece.offset)
         return [(checksum.crc32()(data), len(data))]
 
@@ -278,12 +282,8 @@ class Filler:
             if self._meter.stopped:
                 raise Stopped
             path = Path(folder, target.file)
-            # Its file is not ours to allocate: memory is looked at as it grows.
-            return self._readers[target.source].write_table(target.name, path, self._grow)
-
-    def _grow(self, count: int) -> None:
-        self._again(count)
-        self._meter.add(count)
+            # Its file is not ours to allocate: memory is measured before it grows.
+            return self._readers[target.source].write_table(target.name, path, self._meter.add, self._again)
 
 
 def compare(extent: Extent, name: str, parts: Iterable[Part]) -> None:
@@ -293,6 +293,26 @@ def compare(extent: Extent, name: str, parts: Iterable[Part]) -> None:
         has = checksum.joined([header, *parts])
         if has != extent.checksum.whole:
             raise wrong_checksum(extent.path, name, has, extent.checksum.whole)
+
+
+def decoding(readers: Sequence[Reader], targets: Sequence[ArrayTarget | TableTarget], *, by_map: bool) -> int:
+    """Bytes of memory that filling the files takes beside them, with one thread at work."""
+    most = 0
+    for target in targets:
+        if isinstance(target, TableTarget):
+            most = max(most, readers[target.source].decoding(target.name))
+            continue
+        for piece in target.pieces:
+            reader, plain = readers[piece.source], piece.shift == 0 and piece.skip == 0
+            if (plain or not piece.shift) and reader.extent(piece.name) is not None:
+                continue
+            slabs = reader.slabs(piece.name) if plain else None
+            if slabs is not None:
+                most = max(most, max((slab.decoding for slab in slabs), default=0))
+            else:
+                beside = 0 if by_map and plain else math.prod(piece.shape) * target.spec.dtype.itemsize
+                most = max(most, reader.decoding(piece.name) + beside)
+    return most
 
 
 def _together(parts: Iterable[memoryview]) -> Iterator[list[memoryview]]:

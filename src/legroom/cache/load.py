@@ -12,20 +12,22 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from legroom.cache import checksum, identity
-from legroom.cache.copy import Filler, Meter, Stopped
+from legroom.cache.copy import Filler, Meter, Stopped, decoding
 from legroom.cache.find import Request
 from legroom.cache.identity import Source
 from legroom.cache.manifest import Array, Table, stamp_of
 from legroom.cache.numa import interleaved
-from legroom.cache.place import filesystem, in_memory
+from legroom.cache.place import Store, filesystem, in_memory
 from legroom.cache.plan import Plan
+from legroom.cache.room import Need
 from legroom.cache.steps import step
 from legroom.cache.work import Work
 from legroom.cpus import usable_cpus
+from legroom.formats.memory import DecodingMemory, give_back
 from legroom.formats.protocol import Reader
 
 Progress = Callable[[int, int], None]  # (done, total) in bytes
@@ -57,6 +59,7 @@ class Job:
     source: Source  # with every file behind it
     readers: Sequence[Reader]
     plan: Plan
+    memory: DecodingMemory
     digests: dict[str, str] = field(default_factory=dict)
     hashed_ns: int = 0  # when hashing began
     sample: str = ""
@@ -83,8 +86,8 @@ def load(job: Job, work: Work) -> Written:
         ThreadPoolExecutor(1, "legroom-allocate", humble) as allocating,
         ThreadPoolExecutor(min(_MOST_COPIERS, copiers), "legroom-copy", humble) as copying,
     ):
-        by_map = filesystem(work.store) in _SURE
-        filler = Filler(job.readers, meter, copying, work.again, by_map=by_map)
+        job.memory.measure = work.decodable
+        filler = Filler(job.readers, meter, copying, work.again, job.memory, by_map=_by_map(work.store))
         first: list[Future[Any]] = []
         try:
             step("read")
@@ -120,9 +123,20 @@ def load(job: Job, work: Work) -> Written:
             meter.stopped = True
             wait(first)
             filler.close()
+    if _decodes(job):
+        give_back()  # whoever loads goes on to train
     # Closed by everybody: nothing changes the files' times from here on.
     step("seal")
     return _sealed(job, work, crcs, sizes)
+
+
+def need(job: Job, store: Store) -> Need:
+    """What loading into that store takes."""
+    return replace(job.plan.need, decoding=decoding(job.readers, job.plan.targets, by_map=_by_map(store)))
+
+
+def _by_map(store: Store) -> bool:
+    return filesystem(store) in _SURE
 
 
 def _allocate(job: Job, work: Work, filler: Filler) -> None:

@@ -21,6 +21,7 @@ from legroom.cache.dataset import Contents, ragged_of
 from legroom.cache.identity import changed, gone
 from legroom.cache.maps import Map
 from legroom.cache.plan import ArrayTarget, Plan, plan
+from legroom.cache.room import decoding_memory
 from legroom.errors import UnsupportedData
 from legroom.formats.detect import open_source
 from legroom.formats.fill import bytes_of
@@ -38,7 +39,8 @@ def in_process(
 ) -> Contents:
     """Read everything into arrays of this process."""
     with ExitStack() as stack:
-        readers = [stack.enter_context(open_source(path, keys)) for path in paths]
+        memory = decoding_memory()
+        readers = [stack.enter_context(open_source(path, keys, memory)) for path in paths]
         planned = plan([reader.describe() for reader in readers])
         done = 0
 

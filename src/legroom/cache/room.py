@@ -19,6 +19,7 @@ from legroom.cache import locks
 from legroom.cache.place import Store, in_memory
 from legroom.cache.trash import BUILDING
 from legroom.errors import NoRoom
+from legroom.formats.memory import Allowed, DecodingMemory
 from legroom.probe.cgroup import cgroup
 from legroom.probe.host import Host
 from legroom.probe.memory import memory
@@ -104,6 +105,23 @@ def _inode(path: str) -> int | None:
         return None
 
 
+def decoding_memory() -> DecodingMemory:
+    """The memory that one load may decode in: what the machine and the cgroups allow, measured as it goes."""
+    return DecodingMemory(decodable)
+
+
+def decodable(promised: int = 0) -> Allowed:
+    """What decoding may take now, beside ``promised`` bytes that the load's own data will take of memory."""
+    found = memory_bounds()
+    if not found:
+        return Allowed(1 << 62, say("no limit could be read"))
+    bound = tightest(found)
+    why = bound.what
+    if promised:
+        why = joined([why, say("{bytes} promised to the data themselves", bytes=format_size(promised))])
+    return Allowed(bound.free - promised, why, (raise_ram_limit(place(Host()), None)[0],))
+
+
 def tightest(found: list[Bound]) -> Bound:
     """The bound that bites first."""
     return min(found, key=lambda bound: bound.free)
@@ -142,9 +160,23 @@ def no_room(store: Store, need: Need, missing: int, bound: Bound, promised: int 
         why.append(say("{bytes} promised to others who load now", bytes=format_size(promised)))
     if need.decoding and bound.memory:
         why.append(say("decoding needs {size} of memory at once", size=format_size(need.decoding)))
-    wanted = format_size(need.nbytes)
+    if bound.memory and not in_memory(store):
+        return NoRoom(
+            say(
+                "{missing} of memory missing to decode into {root}",
+                missing=format_size(missing),
+                root=store.root,
+            ),
+            why=joined(why),
+            fix=(
+                _larger(store, missing, bound),
+                say("write the file with smaller chunks, batches or pages"),
+                say("keys=[…] loads fewer arrays"),
+            ),
+        )
     return NoRoom(
-        say("{missing} missing to hold {need} in {root}", missing=format_size(missing), need=wanted, root=store.root),
+        say("{missing} missing to hold {need} in {root}",
+            missing=format_size(missing), need=format_size(need.nbytes), root=store.root),
         why=joined(why),
         fix=(
             "legroom cache gc --free " + exact_size(need.nbytes),

@@ -21,6 +21,7 @@ from legroom.cache.locks import Lock
 from legroom.cache.place import Store, in_memory
 from legroom.cache.steps import step
 from legroom.errors import NoRoom
+from legroom.formats.memory import Allowed
 
 _CREDIT = 16 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT)  # no room, or no inode
@@ -121,6 +122,11 @@ class Work:
                 raise room.no_room(self.store, self.need, count - bound.free, bound)
             # Thousands of small arrays need not each ask the cgroup: one look is good for some megabytes.
             self._credit = min(_CREDIT, (bound.free - count) // 8)
+
+    def decodable(self) -> Allowed:
+        """What decoding may take of memory now, beside what is still to be written to a store in memory."""
+        taken = room.blocks(self.store, self.folder)
+        return room.decodable(max(0, self.need.nbytes - taken) if in_memory(self.store) else 0)
 
     def write(self, name: str, data: bytes) -> None:
         """A small file, whole; one of that name is replaced."""

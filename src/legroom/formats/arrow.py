@@ -4,7 +4,7 @@ Covers: plain and compressed batches, dictionaries, streams without an end mark.
 replace a dictionary on the way, which an IPC file cannot hold; they are refused.
 
 ``nbytes`` comes from the headers of the messages (arrow_messages.py), no values are read for it. Memory while
-writing is that of the largest batch in the file.
+writing is that of all dictionaries and the largest batch in the file, compressed and not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from legroom.errors import UnsupportedData
 from legroom.formats.arrow_messages import Layout, read_layout
 from legroom.formats.arrow_types import FILE_OVERHEAD, batch_overhead, buffer_count, schema_bytes
-from legroom.formats.protocol import Description
+from legroom.formats.protocol import ArraySpec, Description, TableSpec
 from legroom.formats.selection import Selection
 from legroom.formats.table import TableReader, arrow_trouble
 from legroom.packages import require
@@ -30,6 +30,7 @@ class ArrowReader(TableReader):
         super().__init__(path, selection)
         self._is_file = self._file.size >= 8 and self._file.read_at(0, 6) == b"ARROW1"
         self._names: list[str] = []
+        self._memory_needed = 0
         try:
             self._arrow = require("pyarrow", "parquet", say("Arrow IPC"))
             with self._source() as source:
@@ -54,6 +55,8 @@ class ArrowReader(TableReader):
                 why=say("an IPC file, which can be mapped, holds one dictionary for a column"),
                 fix=(say("rewrite it with unified dictionaries: pyarrow.Table.unify_dictionaries()"),),
             )
+        largest = max((batch.decoding for batch in layout.batches), default=0)
+        self._memory_needed = largest + sum(batch.decoding for batch in layout.dictionaries)
         with arrow_trouble(self.path, say("its schema")):
             spec = self._spec(self._schema(), layout.rows, self._bound(layout))
         name = "arrow" if self._is_file else "arrow-stream"
@@ -82,6 +85,9 @@ class ArrowReader(TableReader):
         overhead = batch_overhead(self._whole_schema)
         return total + messages * overhead + schema_bytes(self._whole_schema) + FILE_OVERHEAD
 
+    def _decoding(self, spec: ArraySpec | TableSpec) -> int:
+        return self._memory_needed
+
     def _batches(self) -> Iterator[Any]:
         with self._source() as source:
             for index in range(source.num_record_batches) if self._is_file else iter(int, 1):
@@ -97,3 +103,4 @@ class ArrowReader(TableReader):
                     batch.validate(full=True)
                     batch = batch.select(self._names)
                 yield batch
+                del batch  # before the next is read

@@ -29,7 +29,13 @@ class Batch:
     rows: int
     buffers: tuple[int, ...]  # plain bytes of each
     header: int  # bytes of its metadata
+    stored: int = 0  # bytes of its body in the file
     compressed: bool = False
+
+    @property
+    def decoding(self) -> int:
+        """Bytes of memory that reading it takes: the body, and beside it what it decompresses to."""
+        return self.stored + (sum(self.buffers) if self.compressed else 0)
 
 
 @dataclass(slots=True)
@@ -150,15 +156,16 @@ def _batch(file: SourceFile, header: int, table: _Table, body: int) -> Batch:
     if rows < 0:
         raise ValueError(say("{rows} rows", rows=rows))
     compressed = table.has(3)
-    sizes = []
+    sizes, stored = [], 0
     for offset, length in table.pairs(2):
         if offset < 0 or length < 0:
             raise ValueError(say("a buffer before the beginning"))
         file.require(body + offset, length)
+        stored = max(stored, offset + length)
         if compressed and length:
             plain = int.from_bytes(file.read_at(body + offset, 8), "little", signed=True)
             length = length - 8 if plain == -1 else plain
             if length < 0:
                 raise ValueError(say("a buffer of {length} bytes", length=length))
         sizes.append(length)
-    return Batch(rows, tuple(sizes), header, compressed)
+    return Batch(rows, tuple(sizes), header, stored, compressed)

@@ -7,6 +7,7 @@ subclass says what is in the file (``_look``) and brings arrays (``_read``) or t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,8 @@ from typing import Any, Self
 import numpy as np
 
 from legroom.errors import UnsupportedData, UsageError
-from legroom.formats.fill import check_out
+from legroom.formats.fill import PIECE, check_out
+from legroom.formats.memory import UNLIMITED, DecodingMemory
 from legroom.formats.protocol import (
     ArraySpec,
     Description,
@@ -35,10 +37,14 @@ _MOST_AXES = 32  # of numpy 1
 class BaseReader:
     """An opened file; what it holds is looked up once."""
 
+    memory: DecodingMemory = UNLIMITED  # what decoding may take; set by whoever opens the source
+    _counts_itself = False  # takes memory piece by piece where it decodes, not here for the whole read
+
     def __init__(self, path: Path, selection: Selection) -> None:
         self.path = path
         self.selection = selection
         self._description: Description | None = None
+        self._by_name: dict[str, ArraySpec | TableSpec] | None = None
         self._closed = False
 
     # What a format brings.
@@ -55,7 +61,11 @@ class BaseReader:
     def _slabs(self, spec: ArraySpec) -> Sequence[Slab] | None:
         return None
 
-    def _write(self, spec: TableSpec, path: Path, progress: Progress) -> int:
+    def _decoding(self, spec: ArraySpec | TableSpec) -> int:
+        """Two pieces: one as it comes from the file, one converted (fill.py)."""
+        return 2 * PIECE if isinstance(spec, TableSpec) or self._extent(spec) is None else 0
+
+    def _write(self, spec: TableSpec, path: Path, progress: Progress, ask: Progress) -> int:
         raise NotImplementedError
 
     def _close(self) -> None:
@@ -78,7 +88,8 @@ class BaseReader:
         """Read one whole array into ``out``, which has the spec's shape and dtype and is C-contiguous."""
         spec = self._array(name)
         check_out(spec, out)
-        self._read(spec, out, progress)
+        with self._taken(spec):
+            self._read(spec, out, progress)
 
     def extent(self, name: str) -> Extent | None:
         """Where the array lies raw, or None where it must be decoded."""
@@ -88,15 +99,30 @@ class BaseReader:
         """The array as slabs, one after the other from its first byte to its last; None where it comes whole."""
         return self._slabs(self._array(name))
 
-    def write_table(self, name: str, path: Path, progress: Progress = no_progress) -> int:
-        """Write one table as an Arrow IPC file; returns its bytes."""
+    def write_table(
+        self, name: str, path: Path, progress: Progress = no_progress, ask: Progress = no_progress
+    ) -> int:
+        """Write one table as an Arrow IPC file; returns its bytes. ``ask`` may refuse bytes before they are written."""
         spec = self._item(name)
         if not isinstance(spec, TableSpec):
             raise UsageError(
                 say("{name!r} of {path} is an array, not a table", name=name, path=self.path),
                 fix=(say("use read_into for arrays"),),
             )
-        return self._write(spec, path, progress)
+        with self._taken(spec):
+            return self._write(spec, path, progress, ask)
+
+    def decoding(self, name: str) -> int:
+        """Bytes of memory that reading it takes beside the result, with one thread at work."""
+        return self._decoding(self._item(name))
+
+    def _taken(self, spec: ArraySpec | TableSpec) -> AbstractContextManager[None]:
+        if self._counts_itself:
+            return nullcontext()
+        return self.memory.take(self._decoding(spec), self._called(spec))
+
+    def _called(self, spec: ArraySpec | TableSpec) -> str:
+        return say("{name!r} of {path}", name=spec.name, path=self.path)
 
     def descriptors(self) -> Sequence[int]:
         """Of the files, or the directory, that it reads from: they tell whether these are the ones that were meant."""
@@ -127,10 +153,11 @@ class BaseReader:
 
     def _item(self, name: str) -> ArraySpec | TableSpec:
         items = self.describe().items
-        for item in items:
-            if item.name == name:
-                return item
-        raise missing_key(name, (item.name for item in items), self.path)
+        if self._by_name is None:
+            self._by_name = {item.name: item for item in items}
+        if name not in self._by_name:
+            raise missing_key(name, self._by_name, self.path)
+        return self._by_name[name]
 
     def _require_possible(self, spec: ArraySpec) -> None:
         """Refuse a shape that numpy has no array for; one without elements may still have impossible lengths."""

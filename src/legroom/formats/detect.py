@@ -16,6 +16,7 @@ from legroom.errors import UnknownFormat
 from legroom.formats.base import BaseReader
 from legroom.formats.folder import MARKS, require_store
 from legroom.formats.hdf5_open import signature_at
+from legroom.formats.memory import UNLIMITED, DecodingMemory
 from legroom.formats.npy_header import MAGIC as NPY
 from legroom.formats.protocol import Reader
 from legroom.formats.selection import Selection
@@ -74,9 +75,21 @@ _HINTS = {
 }
 
 
-def open_source(path: str | os.PathLike[str], keys: str | Iterable[str] | None = None) -> Reader:
-    """Open a data file; ``keys`` names the items, or groups of items, that are wanted (None: all)."""
-    place, selection = Path(path), Selection(keys)
+def open_source(
+    path: str | os.PathLike[str],
+    keys: str | Iterable[str] | None = None,
+    memory: DecodingMemory = UNLIMITED,
+) -> Reader:
+    """Open a data file; ``keys`` names the items, or groups of items, that are wanted (None: all).
+
+    ``memory`` is what describing and decoding may take.
+    """
+    reader = _reader(Path(path), Selection(keys))
+    reader.memory = memory
+    return reader
+
+
+def _reader(place: Path, selection: Selection) -> BaseReader:
     if _is_folder(place):
         return _open_folder(place, selection)
     with SourceFile(place) as file:
@@ -173,12 +186,12 @@ def _unknown(path: Path, head: bytes, why: str = "", fix: str = "") -> UnknownFo
     )
 
 
-def _open_folder(path: Path, selection: Selection) -> Reader:
+def _open_folder(path: Path, selection: Selection) -> BaseReader:
     require_store(path)
     return _open("zarr", path, selection)
 
 
-def _open(kind: str, path: Path, selection: Selection) -> Reader:
+def _open(kind: str, path: Path, selection: Selection) -> BaseReader:
     """Each format is imported only when a file of it is opened."""
     reader: BaseReader = getattr(import_module("legroom.formats." + kind), _READERS[kind])(path, selection)
     return reader

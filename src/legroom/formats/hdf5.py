@@ -19,16 +19,16 @@ from legroom.errors import SourceChanged
 from legroom.formats.attributes import as_json
 from legroom.formats.base import BaseReader
 from legroom.formats.fill import PIECE, Array, copy_raw
-from legroom.formats.hdf5_chunks import chunked, read_chunks
+from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks
 from legroom.formats.hdf5_files import Trail
-from legroom.formats.hdf5_filters import filters_of, require_filters
+from legroom.formats.hdf5_filters import DEFLATE, filters_of, require_filters
 from legroom.formats.hdf5_heap import Heaps
 from legroom.formats.hdf5_open import descriptor, hdf5_trouble, open_hdf5
 from legroom.formats.hdf5_rows import Rows
 from legroom.formats.hdf5_slabs import slabs_of
 from legroom.formats.hdf5_types import Stored, stored_as
 from legroom.formats.hdf5_walk import Found, Walk, dataset_names, readable
-from legroom.formats.protocol import ArraySpec, Description, Extent, Lookup, Progress, Slab
+from legroom.formats.protocol import ArraySpec, Description, Extent, Lookup, Progress, Slab, TableSpec
 from legroom.formats.selection import Selection
 from legroom.formats.source import SourceFile, absolute
 from legroom.words import say
@@ -48,6 +48,8 @@ class _Entry:
 class Hdf5Reader(BaseReader):
     """An HDF5 file."""
 
+    _counts_itself = True
+
     def __init__(self, path: Path, selection: Selection) -> None:
         super().__init__(path, selection)
         # Absolute, so that changing the working directory while it is open does no harm.
@@ -55,6 +57,7 @@ class Hdf5Reader(BaseReader):
         self._linked: dict[int, Any] = {}  # an object of each file that a link led into
         self._raw_files: dict[Path, SourceFile] = {}
         self._entries: dict[str, _Entry] = {}
+        self._chunks: dict[str, ChunkedDataset | None] = {}
 
     # What there is.
 
@@ -106,7 +109,7 @@ class Hdf5Reader(BaseReader):
         if not stored.variable:
             self._entries[name] = _Entry(dataset, stored)
             return [ArraySpec(name, shape + stored.inner, stored.dtype, notes)] if wanted else []
-        rows = Rows(dataset, stored, self._raw_file(dataset), name)
+        rows = Rows(dataset, stored, self._raw_file(dataset), name, self.memory)
         if len(shape) != 1:
             notes["ragged_shape"] = list(shape)
         entry = _Entry(dataset, stored, rows)
@@ -152,12 +155,36 @@ class Hdf5Reader(BaseReader):
         entry = self._entries[spec.name]
         if entry.rows is not None or entry.stored.file_dtype is None or entry.dataset.shape in (None, ()):
             return None
-        file = self._raw_file(entry.dataset)
-        with hdf5_trouble(self.path, say("{name!r}", name=spec.name)):
-            chunks = chunked(entry.dataset)
+        file, chunks = self._raw_file(entry.dataset), self._chunked(spec.name)
         if chunks is None or file is None:
             return None
-        return slabs_of(chunks, file, entry.stored.file_dtype, spec)
+        return slabs_of(chunks, file, entry.stored.file_dtype, spec, self.memory)
+
+    def _chunked(self, name: str) -> ChunkedDataset | None:
+        if name not in self._chunks:
+            with hdf5_trouble(self.path, say("{name!r}", name=name)):
+                self._chunks[name] = chunked(self._entries[name].dataset)
+        return self._chunks[name]
+
+    def _decoding(self, spec: ArraySpec | TableSpec) -> int:
+        entry = self._entries[spec.name]
+        if entry.rows is not None:
+            return 0 if spec.name.endswith("/offsets") else entry.rows.decoding
+        assert isinstance(spec, ArraySpec)
+        if spec.nbytes == 0 or self._extent(spec) is not None:
+            return 0
+        inner = prod(spec.shape[len(entry.dataset.shape or ()) :]) * spec.dtype.itemsize
+        chunk = prod(entry.dataset.chunks or ()) * inner if entry.dataset.chunks else 0
+        chunks = self._chunked(spec.name)
+        if (
+            chunks is not None
+            and self._raw_file(entry.dataset) is not None
+            and entry.stored.file_dtype is not None
+        ):
+            return chunks.decoding(chunk)
+        # HDF5's own pipeline: each filter has what it is given and what it makes; deflate makes up to twice too much.
+        filters = filters_of(entry.dataset.id.get_create_plist())
+        return 2 * PIECE + chunk * (3 if any(one.code == DEFLATE for one in filters) else 2)
 
     def _read(self, spec: ArraySpec, out: Array, progress: Progress) -> None:
         entry = self._entries[spec.name]
@@ -176,12 +203,12 @@ class Hdf5Reader(BaseReader):
         if extent is not None and file is not None:
             copy_raw(file, extent.offset, out, progress)
             return
-        with hdf5_trouble(self.path, say("{name!r}", name=spec.name)):
-            chunks = chunked(entry.dataset)
+        chunks = self._chunked(spec.name)
         if chunks is not None and file is not None and entry.stored.file_dtype is not None:
-            read_chunks(chunks, file, entry.stored.file_dtype, out, progress)
+            read_chunks(chunks, file, entry.stored.file_dtype, out, progress, self.memory)
         else:
-            self._read_slabs(entry, spec.name, out, progress)
+            with self.memory.take(self._decoding(spec), self._called(spec)):
+                self._read_slabs(entry, spec.name, out, progress)
 
     def _read_slabs(self, entry: _Entry, name: str, out: Array, progress: Progress) -> None:
         """Through HDF5, some megabytes at a time, cut between chunks so that none is decoded twice."""
@@ -231,6 +258,7 @@ class Hdf5Reader(BaseReader):
             file.close()
         self._entries.clear()
         self._linked.clear()
+        self._chunks.clear()
         self._file.close()
 
 

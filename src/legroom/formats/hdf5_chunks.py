@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,14 @@ import numpy as np
 
 from legroom.formats.dtypes import DType
 from legroom.formats.fill import Array, bytes_of, in_parallel
-from legroom.formats.hdf5_filters import SHUFFLE, Filter, can_undo, filters_of, undo
+from legroom.formats.hdf5_filters import SHUFFLE, Filter, can_undo, filters_of, memory_to_undo, undo
 from legroom.formats.hdf5_open import hdf5_trouble
+from legroom.formats.memory import UNLIMITED, DecodingMemory
 from legroom.formats.protocol import Progress
 from legroom.formats.source import SourceFile, damaged
 from legroom.words import say
 
 _TASK = 2 << 20  # bytes out of one task: small enough to share out, large enough to be worth a thread's while
-_Fetch = Callable[[], bytes]  # gets a chunk's bytes, in any thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Chunk:
     mask: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChunkedDataset:
     """A chunked dataset that can be read here."""
 
@@ -64,6 +64,16 @@ class ChunkedDataset:
         """Let HDF5 read one chunk."""
         with hdf5_trouble(self.path, say("the chunk at {first}", first=chunk.first)):
             return np.asarray(self.dataset[self.region(chunk)])
+
+    @cached_property
+    def table(self) -> list[Chunk]:
+        """Every chunk that exists, each once, in the order of the file."""
+        return _chunk_table(self)
+
+    def decoding(self, size: int, *, convert: bool = False) -> int:
+        """Bytes of memory that decoding one chunk, of ``size`` plain bytes, takes at most."""
+        stored = max((chunk.size for chunk in self.table), default=0)
+        return memory_to_undo(self.filters, stored, size, convert=convert)
 
     @property
     def count(self) -> int:
@@ -89,16 +99,21 @@ def chunked(dataset: Any) -> ChunkedDataset | None:
 
 
 def read_chunks(
-    source: ChunkedDataset, file: SourceFile, file_dtype: DType, out: Array, progress: Progress
+    source: ChunkedDataset,
+    file: SourceFile,
+    file_dtype: DType,
+    out: Array,
+    progress: Progress,
+    memory: DecodingMemory = UNLIMITED,
 ) -> None:
     """Decode every chunk into ``out``, whose leading axes are the dataset's."""
     if out.nbytes == 0:
         progress(0)
         return
-    table = chunk_table(source)
+    table = source.table
     if len(table) < source.count:
         out[...] = _fill_value(source, out)  # what was never written
-    decoder = _Decoder(source, file, file_dtype, out)
+    decoder = _Decoder(source, file, file_dtype, out, memory)
     arrived = 0
 
     def count(done: int) -> None:
@@ -109,8 +124,7 @@ def read_chunks(
     def tasks() -> Iterator[Callable[[], int]]:
         step = max(1, _TASK // max(1, decoder.chunk_bytes))
         for start in range(0, len(table), step):
-            batch = [(chunk, decoder.fetch(chunk)) for chunk in table[start : start + step]]
-            yield partial(decoder.place_all, batch)
+            yield partial(decoder.place_all, table[start : start + step])
 
     in_parallel(tasks(), count)
     for chunk in decoder.left_to_hdf5:
@@ -121,8 +135,10 @@ def read_chunks(
 class _Decoder:
     """Puts chunks where they belong in ``out``; threads share it, each chunk has a region of its own."""
 
-    def __init__(self, source: ChunkedDataset, file: SourceFile, file_dtype: DType, out: Array) -> None:
-        self.source = source
+    def __init__(
+        self, source: ChunkedDataset, file: SourceFile, file_dtype: DType, out: Array, memory: DecodingMemory
+    ) -> None:
+        self.source, self.memory = source, memory
         self.file = file
         self.out = out
         self.file_dtype = file_dtype
@@ -131,29 +147,25 @@ class _Decoder:
         self.as_is = source.direct and not source.filters and file_dtype == out.dtype
         self.left_to_hdf5: list[Chunk] = []
 
-    def fetch(self, chunk: Chunk) -> _Fetch:
-        """The means to get a chunk's bytes in any thread."""
-        if self.source.direct:
-            return partial(self.file.read_at, chunk.offset, chunk.size)
-        with hdf5_trouble(self.source.path, say("reading a chunk")):
-            _, stored = self.source.dataset.id.read_direct_chunk(chunk.first)
-        return lambda: stored
+    def place_all(self, batch: list[Chunk]) -> int:
+        return sum(self.place(chunk) for chunk in batch)
 
-    def place_all(self, batch: list[tuple[Chunk, _Fetch]]) -> int:
-        return sum(self.place(chunk, fetch) for chunk, fetch in batch)
-
-    def place(self, chunk: Chunk, fetch: _Fetch) -> int:
+    def place(self, chunk: Chunk) -> int:
         """Undo the filters of one chunk and put it into ``out``; returns the bytes that are there now."""
         target = self.out[self.source.region(chunk)]
         whole = target.shape == self.chunk_shape and target.flags.c_contiguous
         if self.as_is and whole and chunk.size == self.chunk_bytes:
             self.file.read_into(chunk.offset, bytes_of(target))
             return chunk.size
-        stored = fetch()
+        needed = memory_to_undo(self.source.filters, chunk.size, self.chunk_bytes)
+        with self.memory.take(needed, called(self.source.path, chunk)):
+            return self._decode(chunk, target)
+
+    def _decode(self, chunk: Chunk, target: Array) -> int:
         try:
-            plain = undo(self.source.filters, stored, chunk.mask, self.chunk_bytes)
+            plain = undo(self.source.filters, self._stored(chunk), chunk.mask, self.chunk_bytes)
         except ValueError as problem:
-            if len(stored) == self.chunk_bytes and self.source.at_edge(chunk):
+            if chunk.size == self.chunk_bytes and self.source.at_edge(chunk):
                 self.left_to_hdf5.append(chunk)  # left unfiltered, or damaged: HDF5 knows which
                 return 0
             raise damaged(
@@ -163,6 +175,13 @@ class _Decoder:
         target[...] = values[tuple(slice(length) for length in target.shape)]
         return int(target.nbytes)
 
+    def _stored(self, chunk: Chunk) -> bytes:
+        if self.source.direct:
+            return self.file.read_at(chunk.offset, chunk.size)
+        with hdf5_trouble(self.source.path, say("reading a chunk")):
+            stored: bytes = self.source.dataset.id.read_direct_chunk(chunk.first)[1]
+        return stored
+
     def ask_hdf5(self, chunk: Chunk) -> int:
         """Let HDF5 read one chunk."""
         region = self.source.region(chunk)
@@ -170,8 +189,12 @@ class _Decoder:
         return int(self.out[region].nbytes)
 
 
-def chunk_table(source: ChunkedDataset) -> list[Chunk]:
-    """Every chunk that exists, each once, in the order of the file."""
+def called(path: Path, chunk: Chunk) -> str:
+    """A chunk in an error."""
+    return say("the chunk at {first} of {path}", first=list(chunk.first), path=path)
+
+
+def _chunk_table(source: ChunkedDataset) -> list[Chunk]:
     found: dict[tuple[int, ...], Chunk] = {}
 
     def note(info: Any) -> None:

@@ -80,11 +80,29 @@ def can_undo(filters: tuple[Filter, ...]) -> bool:
     return all(one.code in (DEFLATE, SHUFFLE, FLETCHER32) for one in filters)
 
 
+def memory_to_undo(filters: tuple[Filter, ...], stored: int, size: int, *, convert: bool = False) -> int:
+    """Bytes that a chunk of ``stored`` bytes takes until its ``size`` plain ones are there, at the worst moment.
+
+    Each step holds what it is given and what it makes; ``convert`` is one more step.
+    """
+    steps = sum(one.code in (DEFLATE, SHUFFLE) for one in filters) + convert
+    steps += size % 2 and any(
+        one.code == FLETCHER32 for one in filters
+    )  # an odd length is copied for its checksum
+    if steps == 0:
+        return stored
+    return stored + size if steps == 1 else max(stored + size, 2 * size)
+
+
 def undo(filters: tuple[Filter, ...], stored: bytes, mask: int, size: int) -> np.ndarray[Any, Any]:
-    """One chunk's plain bytes, exactly ``size`` of them; ValueError where that cannot be."""
+    """One chunk's plain bytes, exactly ``size`` of them; ValueError where that cannot be.
+
+    Callers keep no reference to ``stored``: it is freed as soon as the first filter is undone.
+    """
     applied = [one for bit, one in enumerate(filters) if not mask >> bit & 1]
     sizes = _sizes_before(applied, size)
     data: Bytes = stored
+    del stored
     for one in reversed(applied):
         before = sizes.pop()
         if one.code == DEFLATE:

@@ -25,19 +25,30 @@ from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks
 from legroom.formats.hdf5_heap import Heaps, Places
 from legroom.formats.hdf5_open import hdf5_trouble
 from legroom.formats.hdf5_types import Stored
+from legroom.formats.memory import UNLIMITED, DecodingMemory
 from legroom.formats.protocol import Progress, no_progress
 from legroom.formats.source import SourceFile, damaged
 from legroom.units import format_size
 from legroom.words import say
 
 _REFERENCE = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])
+_LENGTHS = 16  # bytes a row: its length and its offset
+_ORDER = 56  # bytes a row: which are filled, their addresses, sorted, summed up
 
 
 class Rows:
     """The rows of one dataset of variable length."""
 
-    def __init__(self, dataset: Any, stored: Stored, file: SourceFile | None, name: str) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        stored: Stored,
+        file: SourceFile | None,
+        name: str,
+        memory: DecodingMemory = UNLIMITED,
+    ) -> None:
         self._dataset = dataset
+        self._memory = memory
         self._stored = stored
         self._file = file
         self._name = name
@@ -53,15 +64,30 @@ class Rows:
                 why=say("they are in another byte order, behind a layout that only h5py can read"),
                 fix=(say("rewrite it in native byte order, or leave it out with keys=[…]"),),
             )
-        lengths = references["length"].astype(np.int64) if references is not None else self._measured()
-        self._raw = references is not None
-        self.offsets = np.zeros(len(lengths) + 1, np.int64)
-        np.cumsum(lengths, out=self.offsets[1:])
+        with memory.take(_LENGTHS * prod(self._shape), self._called()):
+            lengths = references["length"].astype(np.int64) if references is not None else self._measured()
+            self._raw = references is not None
+            self._longest = int(lengths.max(initial=0)) * stored.dtype.itemsize
+            self.offsets = np.zeros(len(lengths) + 1, np.int64)
+            np.cumsum(lengths, out=self.offsets[1:])
 
     @property
     def total(self) -> int:
         """How many values all rows have together."""
         return int(self.offsets[-1])
+
+    @property
+    def decoding(self) -> int:
+        """Bytes of memory that reading the values takes: references, their order, the largest heap."""
+        count = prod(self._shape) if self._raw else 0
+        return (_REFERENCE.itemsize + _ORDER) * count + self._heap
+
+    @property
+    def _heap(self) -> int:
+        return self._longest + PIECE  # a heap is as large as its largest row, and some
+
+    def _called(self) -> str:
+        return say("{name!r} of {path}", name=self._name, path=self._path)
 
     def read_values(self, out: Array, progress: Progress) -> None:
         """All rows, one after the other."""
@@ -80,13 +106,15 @@ class Rows:
             return None
         with hdf5_trouble(self._path, say("{name!r}", name=self._name)):
             offset, chunks = self._storage()
+            if offset is None and chunks is None:
+                return None
             table = self._room_for_references()
             if offset is not None and self._dataset.id.get_storage_size() != table.nbytes:
                 offset = None
         if offset is not None:
             copy_raw(file, offset, table, no_progress)
         elif chunks is not None:
-            read_chunks(chunks, file, _REFERENCE, table, no_progress)
+            read_chunks(chunks, file, _REFERENCE, table, no_progress, self._memory)
         else:
             return None
         table = table.reshape(-1)
@@ -95,8 +123,11 @@ class Rows:
         return table
 
     def _room_for_references(self) -> np.ndarray[Any, Any]:
+        self._memory.require((_REFERENCE.itemsize + _LENGTHS) * prod(self._shape), self._called())
         try:
-            return np.zeros(self._shape, _REFERENCE)
+            table = self._memory.array(self._shape, _REFERENCE, self._called())
+            table[...] = np.zeros((), _REFERENCE)
+            return table
         except (MemoryError, ValueError) as problem:
             raise UnsupportedData(
                 say("{name!r} of {path} has too many rows", name=self._name, path=self._path),
@@ -118,6 +149,7 @@ class Rows:
 
     def _read_heap(self, references: np.ndarray[Any, Any], out: Array, progress: Progress) -> None:
         width = self._stored.dtype.itemsize
+        self._memory.require(_ORDER * len(references) + self._heap, self._called())
         target = bytes_of(out)
         filled = np.flatnonzero(references["length"])
         order = filled[np.argsort(references["address"][filled], kind="stable")]
@@ -150,6 +182,10 @@ class Rows:
     def _copy_rows(
         self, references: np.ndarray[Any, Any], rows: Array, target: memoryview, width: int
     ) -> int:
+        with self._memory.take(self._heap, self._called()):
+            return self._copy(references, rows, target, width)
+
+    def _copy(self, references: np.ndarray[Any, Any], rows: Array, target: memoryview, width: int) -> int:
         heaps = self._heaps
         assert heaps is not None  # there are no references without a file to read
         here, done = None, 0

@@ -84,6 +84,7 @@ class Slab:
     start: int  # in the array's bytes
     nbytes: int
     decode: Callable[[], Iterator[memoryview]]  # the bytes, in order; parts stay as they are while held
+    decoding: int = 0  # bytes of memory that decoding it takes at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +132,17 @@ class Reader(Protocol):
         """The array as slabs, one after the other from its first byte to its last; None where it comes whole."""
         ...
 
-    def write_table(self, name: str, path: Path, progress: Progress = no_progress) -> int:
-        """Write one table as an Arrow IPC file; returns its bytes."""
+    def decoding(self, name: str) -> int:
+        """Bytes of memory that reading an array, or writing a table, takes beside the result, with one thread at work.
+
+        What is free for it is what the source was opened with (memory.py): more threads where there is more.
+        """
+        ...
+
+    def write_table(
+        self, name: str, path: Path, progress: Progress = no_progress, ask: Progress = no_progress
+    ) -> int:
+        """Write one table as an Arrow IPC file; returns its bytes. ``ask`` may refuse bytes before they are written."""
         ...
 
     def descriptors(self) -> Sequence[int]:

@@ -14,7 +14,7 @@ from typing import Any
 from legroom.errors import LegroomError, UnsupportedData
 from legroom.formats.attributes import as_json
 from legroom.formats.base import BaseReader
-from legroom.formats.protocol import ArraySpec, Extent, Progress, TableSpec
+from legroom.formats.protocol import ArraySpec, Extent, Progress, TableSpec, no_progress
 from legroom.formats.selection import Selection, column_names
 from legroom.formats.source import SourceFile, damaged
 from legroom.packages import require
@@ -61,8 +61,8 @@ class TableReader(BaseReader):
     def _extent(self, spec: ArraySpec) -> Extent | None:
         raise NotImplementedError
 
-    def _write(self, spec: TableSpec, path: Path, progress: Progress) -> int:
-        rows, taken = write_ipc(self._schema(), self._batches(), path, spec.nbytes, progress, self.path)
+    def _write(self, spec: TableSpec, path: Path, progress: Progress, ask: Progress) -> int:
+        rows, taken = write_ipc(self._schema(), self._batches(), path, spec.nbytes, progress, self.path, ask)
         if rows != spec.rows:
             raise damaged(
                 self.path, say("{rows} rows where {promised} were promised", rows=rows, promised=spec.rows)
@@ -77,11 +77,19 @@ class TableReader(BaseReader):
         return [self._file.fileno()]
 
     def _close(self) -> None:
+        # What decoding freed stays with Arrow's allocator otherwise, and whoever builds an entry goes on to train.
+        require("pyarrow", "parquet", say("tables")).default_memory_pool().release_unused()
         self._file.close()
 
 
 def write_ipc(
-    schema: Any, batches: Iterable[Any], path: Path, most: int, progress: Progress, source: Path
+    schema: Any,
+    batches: Iterable[Any],
+    path: Path,
+    most: int,
+    progress: Progress,
+    source: Path,
+    ask: Progress = no_progress,
 ) -> tuple[int, int]:
     """Write batches as an uncompressed Arrow IPC file; returns its rows and bytes.
 
@@ -93,8 +101,10 @@ def write_ipc(
     with arrow.OSFile(str(path), "wb") as sink:
         with arrow.ipc.new_file(sink, schema, options=options) as writer:
             for batch in batches:
+                ask(batch.nbytes)
                 writer.write_batch(batch)
                 rows += batch.num_rows
+                del batch  # before the next is read: one at a time is what was counted
                 if sink.tell() > most:
                     raise damaged(
                         source, say("it holds more than the {most} bytes its metadata promise", most=most)

@@ -13,6 +13,8 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from legroom.formats.attributes import as_json
 from legroom.formats.base import BaseReader
 from legroom.formats.dtypes import in_memory
 from legroom.formats.fill import PIECE, Array
-from legroom.formats.protocol import ArraySpec, Description, Extent, Progress
+from legroom.formats.protocol import ArraySpec, Description, Extent, Progress, TableSpec
 from legroom.formats.selection import Selection
 from legroom.formats.source import alias, damaged, unreadable
 from legroom.packages import require
@@ -31,10 +33,13 @@ from legroom.words import say
 
 NAME = "array"  # a store that is one array has no name for it
 _SLAB = 4 * PIECE  # enough chunks at once for zarr to work on several
+_AT_ONCE = 10  # chunks that zarr reads and decodes at once, unless it is told otherwise
 
 
 class ZarrReader(BaseReader):
     """A Zarr store."""
+
+    _counts_itself = True
 
     def __init__(self, path: Path, selection: Selection) -> None:
         super().__init__(path, selection)
@@ -108,18 +113,49 @@ class ZarrReader(BaseReader):
         step = -(-max(1, _SLAB // max(1, out.nbytes // len(out))) // rows) * rows
         for start in range(0, len(out), step):
             part = out[start : start + step]
-            with _trouble(self.path, say("{name!r}", name=spec.name)):
-                part[...] = node[start : start + step]
+            with (
+                self.memory.take_some(self._decoding(spec), _AT_ONCE, self._called(spec)) as count,
+                _trouble(self.path, say("{name!r}", name=spec.name)),
+                self._zarr.config.set({"async.concurrency": count}),
+            ):
+                self._fill(node, start, part)
             progress(part.nbytes)
 
     def descriptors(self) -> list[int]:
         """Of the directory, or of the zip file."""
         return [self._fd]
 
+    def _fill(self, node: Any, start: int, part: Array) -> None:
+        """Decode some rows into ``part``, without a second copy of them where their bytes need no conversion."""
+        rows = slice(start, start + len(part))
+        if _in_place(node, part.dtype):
+            from zarr.buffer.cpu import NDBuffer
+
+            buffer: Any = part
+            node.get_basic_selection(rows, out=NDBuffer.from_ndarray_like(buffer))
+        else:
+            part[...] = node[rows]
+
+    def _decoding(self, spec: ArraySpec | TableSpec) -> int:
+        """One chunk or shard as it is stored, at most as large as decoded, and decoded; twice where zarr copies it."""
+        assert isinstance(spec, ArraySpec)
+        node = self._arrays[spec.name]
+        shards = getattr(node, "shards", None)
+        chunk: int = prod(shards or node.chunks) * spec.dtype.itemsize
+        rows = (shards or node.chunks)[0] if spec.shape else 1
+        slab = max(_SLAB, spec.nbytes // max(1, spec.shape[0] if spec.shape else 1) * rows)
+        converted = 0 if _in_place(node, spec.dtype) else min(spec.nbytes, slab)
+        return (3 if shards else 2) * chunk + converted
+
     def _close(self) -> None:
         self._arrays.clear()
         self._store.close()
         os.close(self._fd)
+
+
+def _in_place(node: Any, dtype: Any) -> bool:
+    """Whether zarr can decode straight into memory of that type."""
+    return bool(node.dtype == dtype and dtype.kind in "biufc" and find_spec("zarr.buffer") is not None)
 
 
 @contextmanager

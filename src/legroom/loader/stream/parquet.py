@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from legroom.formats.arrow_types import children, plain
-from legroom.formats.parquet_footer import ColumnChunk, row_groups
+from legroom.formats.parquet_footer import ColumnChunk, Pages, from_footer, from_headers, row_groups
 from legroom.formats.source import SourceFile, damaged
 from legroom.formats.table import arrow_trouble
-from legroom.loader.stream.pages import Pages, from_footer, from_headers
 from legroom.loader.stream.room import Room, undecodable
 from legroom.loader.stream.step import Steps
 from legroom.packages import require

@@ -1,0 +1,151 @@
+"""Memory for decoding: counted before it is taken, shared by the threads of one load.
+
+Covers: how much decoders may take at once, waiting for other threads, refusing what does not fit even alone.
+Does not cover: how much a decoder needs (each format states it), what is free (whoever opens a source says so).
+
+Inside a memory cgroup the kernel does not refuse pages, it kills. So a decoder says how many bytes it is about to take.
+Where they do not fit beside what other threads have taken it waits, which leaves fewer threads at work; where nothing
+is left to wait for, the load is refused with the figures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from legroom.errors import NoRoom
+from legroom.units import format_size
+from legroom.words import say
+
+_LARGE = 16 << 20  # what is free is measured before that much is taken, and at least every so many seconds
+_STALE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """How many bytes of memory may be taken now, what limits them, and how to get more."""
+
+    nbytes: int
+    why: str
+    fix: tuple[str, ...] = ()
+
+
+class DecodingMemory:
+    """The memory of one load; ``measure`` says what is free now (None: there is no limit)."""
+
+    def __init__(self, measure: Callable[[], Allowed] | None = None) -> None:
+        self.measure = measure
+        self._changed = threading.Condition()
+        self._in_use = 0  # taken by threads that give it back without waiting for anybody
+        self._limit: Allowed | None = None  # for everything that is in use together
+        self._measured = 0.0
+
+    @contextmanager
+    def take(self, nbytes: int, what: str) -> Iterator[None]:
+        """That many bytes until the block ends; NoRoom where they never fit. Not within another ``take``."""
+        with self.take_some(nbytes, 1, what):
+            yield
+
+    @contextmanager
+    def take_some(self, each: int, most: int, what: str) -> Iterator[int]:
+        """As many times ``each`` bytes as fit, at least once and at most ``most`` times, until the block ends."""
+        if self.measure is None or each <= 0:
+            yield most
+            return
+        count = self._wait(each, most, what)
+        try:
+            yield count
+        finally:
+            with self._changed:
+                self._in_use -= count * each
+                self._changed.notify_all()
+
+    def require(self, nbytes: int, what: str) -> None:
+        """NoRoom where so many bytes do not fit now."""
+        with self.take(nbytes, what):
+            pass
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> np.ndarray[Any, Any]:
+        """A new array that is kept for a while in which others ``take``; its pages are there when it is given."""
+        nbytes = prod(shape) * dtype.itemsize
+        with self.take(nbytes, what):
+            made: np.ndarray[Any, Any] = np.empty(shape, dtype)
+            made.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE] = 0
+            with self._changed:
+                if self._limit is not None:
+                    self._limit = replace(self._limit, nbytes=self._limit.nbytes - nbytes)
+        return made
+
+    def _wait(self, each: int, most: int, what: str) -> int:
+        with self._changed:
+            while True:
+                count = min(most, self._room(each) // each)
+                if count < 1 and not self._in_use:
+                    give_back()
+                    self._limit = None
+                    count = min(most, self._room(each) // each)
+                    if count < 1:
+                        raise self._refused(each, what)
+                if count >= 1:
+                    self._in_use += count * each
+                    return count
+                self._changed.wait()
+
+    def _room(self, wanted: int) -> int:
+        """Bytes that may be taken beside what is in use; below zero where there is less than nothing."""
+        assert self.measure is not None
+        now = time.monotonic()
+        if self._limit is None or wanted >= _LARGE or now - self._measured > _STALE:
+            found = self.measure()
+            self._measured = now
+            if self._limit is None or not self._in_use:
+                self._limit = found
+            # Others may have taken what was free a moment ago.
+            return min(found.nbytes, self._limit.nbytes - self._in_use)
+        return self._limit.nbytes - self._in_use
+
+    def _refused(self, nbytes: int, what: str) -> NoRoom:
+        limit = self._limit
+        assert limit is not None
+        return NoRoom(
+            say(
+                "{missing} of memory missing to decode {what}",
+                missing=format_size(max(1, nbytes - max(0, limit.nbytes))),
+                what=what,
+            ),
+            why=say("it takes {need} at once; {why}", need=format_size(nbytes), why=limit.why),
+            fix=(
+                *limit.fix,
+                say("write the file with smaller chunks, batches or pages"),
+                say("keys=[…] loads fewer arrays"),
+            ),
+        )
+
+
+UNLIMITED = DecodingMemory()
+
+
+@cache
+def _trim() -> Any:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+
+
+def give_back() -> None:
+    """Give freed memory back to the system: allocators keep what was freed, and it counts as used."""
+    trim = _trim()
+    if trim is not None:
+        trim(0)
+    arrow = sys.modules.get("pyarrow")
+    if arrow is not None:
+        arrow.default_memory_pool().release_unused()
