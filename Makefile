@@ -6,6 +6,7 @@ READY := $(VENV)/.ready
 PEERS := .venv-peers
 PYTEST := $(BIN)/python -m pytest -m "not soak"
 RIGS := $(BIN)/python -m pytest tests/real -m
+SOAK := $(BIN)/python -m pytest -m soak
 # What failed beside others on a busy machine is tried once more by itself; what fails again has failed.
 ALONE := --last-failed --last-failed-no-failures none
 
@@ -42,6 +43,7 @@ unit: $(READY) chromium podman ## every test, with coverage
 	    || $(PYTEST) $(ALONE) tests/unit tests/contract
 	$(RIGS) "not soak and not alone" -n 3 --dist loadfile --no-loadscope-reorder || $(RIGS) "not soak and not alone" $(ALONE)
 	$(RIGS) "not soak and alone" || $(RIGS) "not soak and alone" $(ALONE)
+	LEGROOM_SOAK_SECONDS=60 $(SOAK) tests/soak/test_soak_random.py
 
 # Never fails: without a browser the tests that need one are skipped with a reason, and CI as root fails there.
 chromium: ## Debian's browser, for the tests of the web page; installed where that is allowed
@@ -114,8 +116,10 @@ messages: $(READY) ## bring the translations up to date with the sentences in th
 evidence: $(READY) ## run the experiments behind the claims
 	$(BIN)/python docs/evidence/run.py
 
-soak: $(READY) ## what takes long
-	$(BIN)/python -m pytest -m soak
+# Ten minutes of random kills, damage, changing sources, damaged files and failing calls; then what else takes long.
+# Each part prints its seed: LEGROOM_SOAK_SEED=N repeats it, LEGROOM_SOAK_SECONDS=N gives all parts together more time.
+soak: $(READY) ## random kills, damage and faults for ten minutes, and what else takes long
+	LEGROOM_SOAK_SECONDS=$${LEGROOM_SOAK_SECONDS:-600} $(SOAK)
 
 clean: ## remove what was built
 	rm -rf $(VENV) $(PEERS) site build dist .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -253,8 +253,13 @@ def unchanged(source: Source) -> bool:
         now = look(source.paths)
         links = all(Stamp.of(os.lstat(link.path)) == link.stamp for link in source.links)
         behind = all(Stamp.of(os.stat(file.path)) == file.stamp for file in source.behind)
-    except OSError:
-        return False
+    except OSError as problem:
+        cause = problem.__cause__ if isinstance(problem, UnreadableSource) else problem
+        if isinstance(cause, (FileNotFoundError, NotADirectoryError)):
+            return False
+        if isinstance(problem, UnreadableSource):
+            raise  # it may be the same: that is not known
+        raise unreadable(source.paths[0], problem) from problem
     return now.name == source.name and links and behind and all(map(repeats, source.lookups))
 
 
