@@ -20,9 +20,8 @@ from dataclasses import replace
 from logging import DEBUG, WARNING
 
 from legroom.cache import identity, manifest, records, room
-from legroom.cache.attach import Attached, Lease, attach, lease, map_entry, open_entry, read_manifest
+from legroom.cache.attach import Attached, Lease, attach, lease, map_entry
 from legroom.cache.elect import name_work, turn
-from legroom.cache.evict import by_age
 from legroom.cache.find import Request, find, find_digest, own_options, put_aside
 from legroom.cache.load import Asked, Job, Progress, Written, load, need
 from legroom.cache.locks import Lock
@@ -198,27 +197,15 @@ def _there_already(job: Job, places: Stores) -> Attached | None:
         if found is not None:
             if not identity.unchanged(job.source):
                 raise identity.changed(asked.source.paths[0])
-            _record(job, store)
+            _record(job, store, found.manifest.key)
             return found
     return None
 
 
 def _may_be_there(job: Job, places: Stores) -> bool:
     """Whether some entry was built from as many bytes as this source has, and a few of them are the same."""
-    for store in places.found:
-        for old in by_age(store):
-            try:
-                folder = open_entry(store, old.key)
-                try:
-                    found = read_manifest(folder, old.key)
-                    same = (found.source_bytes, found.hash) == (job.source.size, job.asked.request.hash)
-                    if same and found.sample == job.sample:
-                        return True
-                finally:
-                    os.close(folder)
-            except (Damaged, OtherFormat, OSError):
-                continue
-    return False
+    wanted = job.asked.request.hash, job.source.size, job.sample
+    return any(records.may_hold(store, *wanted) for store in places.found)
 
 
 def _wanted(request: Request, places: Stores) -> list[Store]:
@@ -266,7 +253,7 @@ def _publish(job: Job, work: Work, written: Written) -> Attached:
             if not identity.unchanged(job.source):
                 raise identity.changed(job.source.paths[0])
             if work.publish(found.key):
-                _record(job, work.store)
+                _record(job, work.store, found.key)
                 lock.touch()
                 step("done")
                 return attached
@@ -289,14 +276,15 @@ def _publish(job: Job, work: Work, written: Written) -> Attached:
             put_aside(work.store, found.key)
         else:
             if there is not None:
-                _record(job, work.store)
+                _record(job, work.store, found.key)
                 return there
 
 
-def _record(job: Job, store: Store) -> None:
+def _record(job: Job, store: Store, key: str) -> None:
     """Remember the source's digest. The entry is in use without it: where that fails, the next open hashes again."""
     step("record")
     try:
+        records.note_sample(store, job.asked.request.hash, job.source.size, job.sample, key)
         records.write(store, job.source, job.digests, job.hashed_ns)
     except OSError as problem:
         log.warning(

@@ -41,7 +41,7 @@ def joined(parts: Iterable[Part]) -> int:
     """The CRC of all parts one after the other."""
     total = 0
     for crc, length in parts:
-        total = _multiply(_shift(length), total) ^ crc
+        total = (_multiply(_shift(length), total) if total else 0) ^ crc
     return total
 
 

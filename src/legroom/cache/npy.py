@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -46,6 +47,7 @@ def dtype_to_json(dtype: Dtype) -> Any:
     return np.lib.format.dtype_to_descr(dtype)
 
 
+@lru_cache(maxsize=1024)
 def can_be_stored(dtype: Dtype) -> bool:
     """Whether a .npy header and a manifest say exactly this dtype."""
     try:
@@ -56,8 +58,19 @@ def can_be_stored(dtype: Dtype) -> bool:
 
 def dtype_from_json(value: Any) -> Dtype:
     """The dtype again; ValueError for anything that is not a plain dtype in native byte order."""
+    if isinstance(value, str):
+        return _simple(value)
+    return _checked(value, _record)
+
+
+@lru_cache(maxsize=1024)
+def _simple(value: str) -> Dtype:
+    return _checked(value, lambda text: np.dtype(_plain(text)))
+
+
+def _checked(value: Any, make: Callable[[Any], Dtype]) -> Dtype:
     try:
-        dtype = np.dtype(_plain(value)) if isinstance(value, str) else _record(value)
+        dtype = make(value)
     except (TypeError, ValueError, SyntaxError, OverflowError, MemoryError) as problem:
         raise ValueError(say("{value!r} is no dtype", value=value)) from problem
     if dtype.hasobject or not dtype.isnative:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from legroom.cache import manifest, npy
@@ -62,7 +63,7 @@ class TableTarget:
         return self.spec.nbytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """Everything a build will write."""
 
@@ -76,7 +77,7 @@ class Plan:
         """Arrays, then tables."""
         return [*self.arrays, *self.tables]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Data bytes: what progress counts to."""
         return sum(target.spec.nbytes for target in self.targets)

@@ -94,6 +94,7 @@ def clear_strays(store: Store, *, dry_run: bool = False) -> int:
         if not dry_run:
             trash.sweep(store)
             _clear_records(store)
+            records.clear_samples(store)
             _clear_locks(store)
         return left
 

@@ -19,12 +19,14 @@ import secrets
 import stat
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from legroom.cache.fileio import write_all
 from legroom.cache.identity import DIGITS, File, Source, Stamp, repeats
+from legroom.cache.manifest import is_key
 from legroom.cache.place import Store, is_shortage
 from legroom.cache.trash import store_lock
 from legroom.formats.protocol import Lookup
@@ -32,6 +34,7 @@ from legroom.formats.protocol import Lookup
 FORMAT = 2  # a record of another format counts as none: the source is hashed again
 QUIET_NS = 2_000_000_000
 TEMPORARY = ".tmp-"
+SAMPLES = "samples"
 _MOST = 64 << 20
 _NO_RECORD = (errno.ENOENT, errno.ELOOP, errno.ENXIO)
 # A record's own checksum is its first line, over every byte that follows it.
@@ -177,3 +180,53 @@ def _behind(file: File) -> list[str]:
 
 def _lookup(one: Lookup) -> list[str | None]:
     return [one.kind, one.name, os.fspath(one.holder), None if one.found is None else os.fspath(one.found)]
+
+
+# Which entry was built from so many bytes with that sample: a symbolic link each, so that a cold open learns by its
+# name, however many entries there are, whether hashing the source first may save the load. It is a hint: where it is
+# missing the source is loaded and its entry found when it is to be published; where it is wrong a hash is wasted.
+# A link is made in one step and takes no page of a file system that has none left.
+
+
+def note_sample(store: Store, algorithm: str, size: int, sample: str, key: str) -> None:
+    """Remember the entry of a source."""
+    name = _sample_name(algorithm, size, sample)
+    try:
+        os.mkdir(SAMPLES, 0o700, dir_fd=store.fd)
+    except FileExistsError:
+        if _sampled(store, name):
+            return
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=store.fd)
+    with suppress(FileExistsError):  # another process was faster
+        os.symlink(key, name, dir_fd=store.fd)
+
+
+def may_hold(store: Store, algorithm: str, size: int, sample: str) -> bool:
+    """Whether an entry is there that was built from so many bytes with that sample."""
+    return _sampled(store, _sample_name(algorithm, size, sample))
+
+
+def clear_samples(store: Store) -> None:
+    """Remove what is remembered of entries that are gone."""
+    try:
+        names = os.listdir(store.root / SAMPLES)
+    except OSError:
+        return
+    for name in names:
+        if not _sampled(store, f"{SAMPLES}/{name}"):
+            with suppress(FileNotFoundError):
+                os.unlink(f"{SAMPLES}/{name}", dir_fd=store.fd)
+
+
+def _sampled(store: Store, name: str) -> bool:
+    try:
+        key = os.readlink(name, dir_fd=store.fd)
+        os.stat(key, dir_fd=store.fd, follow_symlinks=False)
+    except (OSError, ValueError):
+        return False
+    return is_key(key)
+
+
+def _sample_name(algorithm: str, size: int, sample: str) -> str:
+    return f"{SAMPLES}/{algorithm}-{size}-{sample}"

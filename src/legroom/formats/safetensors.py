@@ -10,6 +10,7 @@ in ``attributes["safetensors_dtype"]``.
 from __future__ import annotations
 
 import json
+import sys
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ class SafetensorsReader(BaseReader):
         return spec.dtype.newbyteorder("<")
 
     def _extent(self, spec: ArraySpec) -> Extent | None:
-        if self._file_dtype(spec) != spec.dtype:  # a big-endian machine
+        if sys.byteorder != "little" and self._file_dtype(spec) != spec.dtype:
             return None
         return Extent(self.path, self._start + self._ranges[spec.name][0], spec.nbytes)
 

@@ -512,3 +512,41 @@ def test_attaching_imports_no_reader(shm: Path, h5: Path, tmp_path: Path) -> Non
     )
     done = subprocess.run([sys.executable, "-c", script, str(h5)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_a_cold_open_reads_no_manifest_of_other_entries(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many entries there are: a link named for size and sample says whether one may be the same."""
+    from legroom.cache import attach
+
+    for number in range(5):
+        np.save(tmp_path / f"{number}.npy", np.full(1000, number))
+        legroom.open(tmp_path / f"{number}.npy").close()
+    keys: list[str] = []
+    read = attach.read_manifest
+
+    def noted(folder: int, key: str) -> object:
+        keys.append(key)
+        return read(folder, key)
+
+    monkeypatch.setattr(attach, "read_manifest", noted)
+    np.save(tmp_path / "new.npy", np.full(1000, 99))
+    data = legroom.open(tmp_path / "new.npy")
+    assert set(keys) == {data.info.key}
+
+
+def test_hints_of_entries_that_are_gone_go_too(shm: Path, tmp_path: Path) -> None:
+    from legroom.cache import reap
+
+    np.save(tmp_path / "a.npy", np.arange(1000))
+    with legroom.open(tmp_path / "a.npy") as data:
+        key = data.info.key
+    assert [os.readlink(link) for link in (shm / "samples").iterdir()] == [key]
+    reap.drop(key)
+    np.save(tmp_path / "b.npy", np.arange(1000))  # the same size and sample, with no entry any more
+    with legroom.open(tmp_path / "b.npy") as data:
+        assert [os.readlink(link) for link in (shm / "samples").iterdir()] == [data.info.key]
+    reap.drop(key)
+    reap.gc()
+    assert list((shm / "samples").iterdir()) == []
