@@ -1,0 +1,293 @@
+"""Random settings of both loaders, held against what ``legroom check`` says of them.
+
+For each setting the loop of `check_player` runs once with room, which gives its peaks. Then a memory cgroup, a
+``/dev/shm`` and a descriptor limit are drawn near those peaks, check is asked in there, and the loop runs in there. The truth is
+whether that loop survives. As a script: ``check_rig.py --seed N --count N [--out FILE]``. The settings were drawn up without
+regard to how check predicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from rigs import memory_cgroup, small_shm
+
+PLAYER = Path(__file__).with_name("check_player.py")
+ROOM = 3 << 30  # of the run with room
+FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+_PATIENCE = 60.0
+_MOST = 700 << 20  # bytes of samples that a setting may have about at once
+_EPOCH = 2 << 30  # bytes of samples in an epoch
+KB, MB = 1 << 10, 1 << 20
+
+
+def draw(rng: random.Random) -> dict[str, Any]:
+    """One setting, of a size this machine can run."""
+    while True:
+        setting = _draw(rng)
+        if _affordable(setting):
+            return setting
+
+
+def _draw(rng: random.Random) -> dict[str, Any]:
+    workers = rng.choice([0, 0, 1, 1, 2, 2, 3, 4, 4, 5, 6])
+    batch = round(2 ** rng.uniform(0, 9))
+    prefetch = rng.choice([1, 2, 2, 2, 3, 4, 8])
+    sample = round(2 ** rng.uniform(10, 25))
+    source = rng.choice(["made", "made", "made", "records", "memory", "stream"])
+    kind = rng.choice(["numpy", "torch"]) if source == "memory" else rng.choice(
+        ["numpy", "torch", "bytes", "image", "parts"]
+    )
+    ragged = source != "memory" and kind in ("numpy", "torch", "image") and rng.random() < 0.25
+    if ragged and kind != "image":
+        collate = rng.choice(["padded", "list"])
+    elif kind == "image":
+        collate = rng.choice(["pictures", "list"])
+    else:
+        collate = rng.choice(["default", "default", "default", "list"])
+    batches = rng.randint(1, 2 * workers * prefetch + 8)
+    return {
+        "loader": rng.choice(["torch", "legroom"]),
+        "workers": workers,
+        "batch": batch,
+        "prefetch": prefetch,
+        "persistent": rng.random() < 0.4,
+        "start_method": rng.choice(["fork", "fork", "fork", "spawn"]),
+        "sample_bytes": sample,
+        "samples": max(1, batch * batches - rng.choice([0, 0, batch // 2])),
+        "source": source,
+        "kind": kind,
+        "tensors": rng.choice([2, 3, 8, 40]) if kind == "parts" else 1,
+        "temporaries": rng.choice([0, 1, 1, 3]),
+        "ragged": ragged,
+        "records": round(2 ** rng.uniform(10, 18)) if source == "records" else 0,
+        "collate": collate,
+        "shuffle": rng.random() < 0.6,
+        "nofile": rng.choice([256, 1024, 1024, 4096, FILES]),
+    }
+
+
+def _affordable(setting: dict[str, Any]) -> bool:
+    one = setting["sample_bytes"] * min(setting["batch"], setting["samples"])
+    held = one * (setting["workers"] * setting["prefetch"] + 2) + one * 3 * max(1, setting["workers"])
+    if setting["source"] == "memory":
+        stored = setting["sample_bytes"] * setting["samples"]
+        held += stored * (1 + (setting["workers"] * 2 if setting["start_method"] == "spawn" else 0))
+    if setting["workers"] > 3 and setting["start_method"] == "spawn":
+        return False  # half a minute of importing torch
+    return held <= _MOST and setting["sample_bytes"] * setting["samples"] <= _EPOCH
+
+
+@dataclass
+class Ran:
+    """One run of a command in its rig."""
+
+    status: int | None  # None: it hung, and was ended
+    output: str
+    errors: str
+    peak_ram: int
+    peak_shm: int
+    peak_files: int
+    oom_kills: int
+    seconds: float
+
+
+def run(command: Sequence[str], setting: dict[str, Any], ram: int, shm: int, nofile: int) -> Ran:
+    """The command in a memory cgroup, with a /dev/shm and a descriptor limit of its own."""
+    environment = {**os.environ, "LEGROOM_SETTING": json.dumps(setting), "PYTHONPATH": str(PLAYER.parent), "LANG": "C"}
+    began = time.monotonic()
+    with memory_cgroup(ram) as group:
+        process = subprocess.Popen(
+            group.command(small_shm(command, str(shm))),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+            cwd=PLAYER.parent,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (nofile, nofile)),
+        )
+        watch = _Watch(process.pid)
+        try:
+            output, errors = process.communicate(timeout=_PATIENCE)
+            status: int | None = process.returncode
+        except subprocess.TimeoutExpired:
+            _end_group(group.path)
+            output, errors = process.communicate()
+            status = None
+        watch.end()
+        name = "memory.max_usage_in_bytes" if group.version == "v1" else "memory.peak"
+        peak = int((group.path / name).read_text())
+        kills = group.oom_kills()
+    return Ran(status, output, errors, peak, watch.shm, watch.files, kills, time.monotonic() - began)
+
+
+def _end_group(path: Path) -> None:
+    for pid in (path / "cgroup.procs").read_text().split():
+        try:
+            os.kill(int(pid), 9)
+        except ProcessLookupError:
+            continue
+
+
+class _Watch:
+    """The most that a process held in its /dev/shm, and of descriptors."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.shm, self.files, self._stop = pid, 0, 0, False
+        self._own = os.stat("/dev/shm").st_dev
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._stop:
+            try:
+                if os.stat(f"/proc/{self.pid}/root/dev/shm").st_dev != self._own:
+                    room = os.statvfs(f"/proc/{self.pid}/root/dev/shm")
+                    self.shm = max(self.shm, (room.f_blocks - room.f_bfree) * room.f_frsize)
+                self.files = max(self.files, len(os.listdir(f"/proc/{self.pid}/fd")))
+            except OSError:
+                pass
+            time.sleep(0.004)
+
+    def end(self) -> None:
+        self._stop = True
+        self._thread.join()
+
+
+def check_command(setting: dict[str, Any]) -> list[str]:
+    """The question, as a user puts it."""
+    command = [sys.executable, "-m", "legroom", "check", "--json", "--dataset", "check_player:dataset"]
+    command += ["--batch", str(setting["batch"]), "--workers", str(setting["workers"])]
+    command += ["--prefetch", str(setting["prefetch"]), "--loader", setting["loader"]]
+    command += ["--start-method", setting["start_method"]]
+    if setting["collate"] != "default":
+        command += ["--collate", "check_player:collate"]
+    if setting["persistent"] and setting["workers"]:
+        command += ["--persistent-workers"]
+    return command
+
+
+@dataclass
+class Case:
+    """A setting in its limits: what check said and what happened."""
+
+    setting: dict[str, Any]
+    peaks: dict[str, int]
+    limits: dict[str, int]
+    verdict: str
+    survived: bool
+    off: float = 0.0  # of a wrong no: how far above the true peak the prediction lies
+    detail: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def outcome(self) -> str:
+        if self.verdict == "unknown":
+            return "not covered"
+        if self.verdict == "fits":
+            return "right yes" if self.survived else "WRONG YES"
+        if self.verdict == "too-big":
+            return "wrong no" if self.survived else "right no"
+        return "CHECK FAILED"
+
+
+def limits(rng: random.Random, setting: dict[str, Any], peaks: dict[str, int]) -> dict[str, int]:
+    """Limits between 0.7 and 1.5 times the true peak, in RAM, in /dev/shm, or in both."""
+    pool = rng.choice(["ram", "ram", "shm", "both"]) if setting["workers"] else "ram"
+    ram, shm = ROOM, ROOM
+    if pool in ("ram", "both"):
+        ram = int(peaks["ram"] * rng.uniform(0.7, 1.5))
+    if pool in ("shm", "both"):
+        shm = max(64 * KB, int(peaks["shm"] * rng.uniform(0.7, 1.5)))
+    return {"ram": ram, "shm": shm, "files": setting["nofile"]}
+
+
+def one(rng: random.Random) -> Case:
+    """Draw one setting and put it to the test."""
+    while True:
+        setting = draw(rng)
+        loop = [sys.executable, str(PLAYER)]
+        roomy = run(loop, setting, ROOM, ROOM, FILES)
+        if roomy.status == 0:
+            break
+        print(f"  dies with room too, drawn again: {setting} {roomy.errors[-300:]}", file=sys.stderr)
+    peaks = {"ram": roomy.peak_ram, "shm": roomy.peak_shm, "files": roomy.peak_files}
+    bound = limits(rng, setting, peaks)
+    asked = run(check_command(setting), setting, bound["ram"], bound["shm"], bound["files"])
+    truth = run(loop, setting, bound["ram"], bound["shm"], bound["files"])
+    try:
+        said = json.loads(asked.output)
+    except ValueError:
+        said = {"verdict": f"failed: status {asked.status}, {asked.oom_kills} OOM kills: {asked.errors[-500:]}"}
+    case = Case(setting, peaks, bound, said["verdict"], truth.status == 0)
+    case.detail = {
+        "problems": [{key: problem[key] for key in ("pool", "need", "free", "missing")} for problem in said.get("problems", [])],
+        "need": said.get("need"),
+        "check_oom_kills": asked.oom_kills,
+        "died": truth.errors[-300:] if truth.status else "",
+        "oom_kills": truth.oom_kills,
+        "seconds": [round(part.seconds, 1) for part in (roomy, asked, truth)],
+        "notes": said.get("notes"),
+    }
+    if case.outcome == "wrong no":
+        above = [
+            (bound[problem["pool"]] + problem["missing"]) / max(1, peaks[problem["pool"]]) - 1
+            for problem in said["problems"]
+            if problem["pool"] in bound
+        ]
+        case.off = max(above, default=1.0)
+    return case
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    print(f"seed {given.seed}", flush=True)
+    cases = []
+    for number in range(given.count):
+        case = one(random.Random(f"{given.seed}-{number}"))
+        cases.append(case)
+        print(number, describe(case), flush=True)
+        if given.out:
+            with given.out.open("a") as file:
+                file.write(json.dumps({**case.__dict__, "outcome": case.outcome, "number": number, "seed": given.seed}) + "\n")
+    print(summary(cases))
+    return int(any(case.outcome in ("WRONG YES", "CHECK FAILED") for case in cases))
+
+
+def describe(case: Case) -> str:
+    of = case.setting
+    return (
+        f"{case.outcome:11s} {of['loader']:7s} w{of['workers']} b{of['batch']} p{of['prefetch']} {of['sample_bytes']/KB:.0f}kB "
+        f"n{of['samples']} {of['source']}/{of['kind']}x{of['tensors']}/{of['collate']} t{of['temporaries']} {of['start_method']} "
+        f"{'pers ' if of['persistent'] else ''}{'ragged ' if of['ragged'] else ''}| peak ram {case.peaks['ram']/MB:.0f} shm {case.peaks['shm']/MB:.1f} fd {case.peaks['files']} "
+        f"| limits {case.limits['ram']/MB:.0f} {case.limits['shm']/MB:.1f} {case.limits['files']} | {case.verdict[:300]} "
+        f"{'survived' if case.survived else 'died'} off {case.off:.0%} {case.detail['problems']} kills {case.detail['check_oom_kills']} {case.detail['seconds']}"
+    )
+
+
+def summary(cases: list[Case]) -> str:
+    counts = Counter(case.outcome for case in cases)
+    worst = max((case.off for case in cases), default=0.0)
+    return f"{len(cases)} cases: {dict(counts)}; largest wrong no is {worst:.1%} off"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
