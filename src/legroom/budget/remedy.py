@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from legroom.model import Place
 from legroom.units import exact_size, format_size
-from legroom.words import say
+from legroom.words import phrase, say
 
 # Above a quarter of the memory the data in /dev/shm would crowd out the processes that use them.
 SHM_SHARE = 4
@@ -75,7 +75,7 @@ def enlarge_shm(place: Place, size: int) -> tuple[str, ...]:
             ),
             say("or in compose, under the service:\nshm_size: {size}", size=wanted.lower() + "b"),
         ]
-        if remount is not None:
+        if place.may_mount:  # sudo in a container does not bring the right to mount
             lines.insert(
                 0, say("now, without a restart:\nmount -o remount,size={size} /dev/shm", size=wanted)
             )
@@ -107,13 +107,53 @@ def enlarge_shm(place: Place, size: int) -> tuple[str, ...]:
     return (*_without_rights(place, wanted), check_room(_SHM))
 
 
-def _without_rights(place: Place, wanted: str) -> list[str]:
-    """What is left to somebody who may not mount: other settings, another way for the batches, a letter."""
-    lines = [
+def use_less_shm() -> tuple[str, ...]:
+    """Other settings, and another way for the batches, where /dev/shm stays as it is."""
+    return (
         say("without rights: num_workers=0 uses no shared memory; smaller batches, fewer workers use less"),
         say("or legroom.DataLoader instead of torch's: its batches do not lie in /dev/shm"),
         say('datasets shared by legroom.open may lie on disk:\nlegroom.open(…, backing="disk")'),
-    ]
+    )
+
+
+def bound_shm(place: Place, size: int, *, own: bool, shared: bool) -> tuple[str, ...]:
+    """What to do where /dev/shm may grow beyond the memory behind it; ``size`` leaves half of that to processes.
+
+    ``own``: the limit is one cgroup's. ``shared``: that cgroup uses the machine's /dev/shm, which others use too: it is
+    not made smaller for the sake of one of them.
+    """
+    wanted = exact_size(size)
+    if place.kind in ("docker", "podman"):
+        start = phrase("start the container again with:\n{tool} run --shm-size={size} …")
+        if shared:
+            start = phrase(
+                "start the container again with a /dev/shm of its own:\n{tool} run --ipc=private --shm-size={size} …"
+            )
+        return (say(start, tool=place.kind, size=wanted), check_room(_SHM))
+    if place.kind == "kubernetes":
+        return enlarge_shm(place, size)
+    keep = say(
+        "keep what the job has in /dev/shm below {size}: legroom check tells what a loader takes", size=wanted
+    )
+    if own:
+        return (keep, *raise_ram_limit(place, None))
+    remount = _privilege(place)
+    if remount is None:
+        return (keep, check_room(_SHM))
+    return (
+        keep,
+        say(
+            "or have an error in place of an OOM kill: bound it now, and by size={size} in /etc/fstab:\n"
+            "{sudo}mount -o remount,size={size} /dev/shm",
+            sudo=remount, size=wanted,
+        ),
+        check_room(_SHM),
+    )  # fmt: skip
+
+
+def _without_rights(place: Place, wanted: str) -> list[str]:
+    """What is left to somebody who may not mount: other settings, another way for the batches, a letter."""
+    lines = [*use_less_shm()]
     if place.kind == "slurm":
         lines.append(
             say(
@@ -131,10 +171,36 @@ def _without_rights(place: Place, wanted: str) -> list[str]:
     return lines
 
 
-def raise_ram_limit(place: Place, limit: int | None) -> tuple[str, ...]:
-    """How to get more memory, or use less, where the ram pool runs short."""
+def raise_ram_limit(place: Place, limit: int | None, machine: int | None = None) -> tuple[str, ...]:
+    """How to get more memory, or use less, where the ram pool runs short.
+
+    ``limit`` is the cgroup's. ``machine`` is all the RAM of the machine: no limit is raised beyond it, and where there
+    is no limit below it there is nothing to raise. Where neither is known no figure is given.
+    """
     use_less = say("or use less: fewer workers, smaller batches, one shared copy of the data")
-    more = exact_size(2 * limit) if limit else "16G"
+    most = None if machine is None else machine // (1 << 30) * (1 << 30)  # as it is written: whole gigabytes
+    if limit and most is not None and 2 * limit > most:
+        more = exact_size(most) if most > limit else None
+    else:
+        more = exact_size(2 * limit) if limit else "SIZE" if machine is None else None
+    if (
+        place.kind == "wsl"
+    ):  # what Windows has is not known here; half of it is what Linux gets where nothing is set
+        larger = (
+            exact_size(2 * limit)
+            if limit
+            else "16G"
+            if machine is None
+            else exact_size(machine // (1 << 30) * 3 // 2 << 30)
+        )
+        return (
+            say("in Windows, under [wsl2] in %UserProfile%\\.wslconfig:\nmemory={size}B", size=larger),
+            say("then, in Windows:\nwsl --shutdown"),
+            use_less,
+            say("check:\nfree -h"),
+        )
+    if more is None:
+        return (*_see_who(place), use_less, say("check:\nlegroom doctor"))
     if place.kind in ("docker", "podman"):
         return (
             say("start the container again with:\n{tool} run --memory={size} …", tool=place.kind, size=more),
@@ -143,7 +209,9 @@ def raise_ram_limit(place: Place, limit: int | None) -> tuple[str, ...]:
         )
     if place.kind == "kubernetes":
         return (
-            say("raise resources.limits.memory of the container, to {size}i say", size=more),
+            say("raise resources.limits.memory of the container, to {size}i say", size=more)
+            if more != "SIZE"
+            else say("raise resources.limits.memory of the container"),
             use_less,
             say("check:\nlegroom doctor"),
         )
@@ -153,18 +221,12 @@ def raise_ram_limit(place: Place, limit: int | None) -> tuple[str, ...]:
             use_less,
             say("check:\nlegroom doctor"),
         )
-    if place.kind == "wsl":
-        return (
-            say("in Windows, under [wsl2] in %UserProfile%\\.wslconfig:\nmemory={size}B", size=more),
-            say("then, in Windows:\nwsl --shutdown"),
-            use_less,
-            say("check:\nfree -h"),
-        )
-    return (
-        say("see who holds it:\nps -eo pid,user,rss,args --sort=-rss | head"),
-        use_less,
-        say("check:\nlegroom doctor"),
-    )
+    return (*_see_who(place), use_less, say("check:\nlegroom doctor"))
+
+
+def _see_who(place: Place) -> tuple[str, ...]:
+    """How to find out who holds memory: in a container its own processes are all that show."""
+    return (say("see who holds it:\nps -eo pid,user,rss,args --sort=-rss | head"),)
 
 
 def settle_swap(
@@ -230,6 +292,14 @@ def raise_nofile(place: Place, soft: int, hard: int | None) -> tuple[str, ...]:
                     tool=place.kind,
                 )
             )
+        elif place.kind == "kubernetes":
+            lines.append(
+                say(
+                    "for more than {hard}: LimitNOFILE of the container runtime on the node, by the cluster's "
+                    "administrator",
+                    hard=hard,
+                )
+            )
         else:
             lines.append(
                 say(
@@ -244,6 +314,22 @@ def raise_nofile(place: Place, soft: int, hard: int | None) -> tuple[str, ...]:
         )
     )
     return (*lines, say("check:\nulimit -n"))
+
+
+def ask_above(place: Place) -> tuple[str, ...]:
+    """How to learn of limits above the container, which cannot be seen from inside it."""
+    if place.kind in ("docker", "podman"):
+        return (
+            say(
+                "on the machine itself, 0 means no limit:\n{tool} inspect --format '{form}' CONTAINER",
+                tool=place.kind, form="{{.HostConfig.Memory}}",
+            ),
+        )  # fmt: skip
+    if place.kind == "kubernetes":
+        return (say("the limits of the pod and its containers:\nkubectl describe pod POD"),)
+    if place.kind == "slurm":
+        return (say("what the job was given:\nscontrol show job $SLURM_JOB_ID"),)
+    return (say("ask from outside: read memory.max of the parent cgroups on the machine itself"),)
 
 
 def free_disk(path: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from legroom.budget.remedy import raise_ram_limit, settle_swap
+from legroom.budget.remedy import ask_above, raise_ram_limit, settle_swap
 from legroom.model import Box, Finding, Pressure
 from legroom.model.advice import scope_name
 from legroom.units import format_size
@@ -21,12 +21,18 @@ STALL = 10.0  # per cent of time in which some task waited for memory
 HARD_STALL = 10.0  # per cent of time in which every task did
 
 
+def _bounded(box: Box) -> bool:
+    """Whether a cgroup leaves less than the machine has: only then is there a limit to raise."""
+    ram, total = box.pool("ram"), box.memory.total
+    return ram is not None and ram.size is not None and (total is None or ram.size < total)
+
+
 def near_limit(box: Box) -> Iterator[Finding]:
     """Little RAM left before the limit that binds."""
     ram = box.pool("ram")
     if ram is None or ram.size is None or ram.free is None or ram.free >= NEAR * ram.size:
         return
-    bounded = box.memory.total is not None and ram.size < box.memory.total
+    bounded = _bounded(box)
     yield Finding(
         "ram-near-limit",
         "critical" if ram.free < AT_THE_EDGE * ram.size else "warning",
@@ -40,7 +46,7 @@ def near_limit(box: Box) -> Iterator[Finding]:
             used=say("an unknown amount") if ram.used is None else format_size(ram.used),
             source=ram.source,
         ),
-        raise_ram_limit(box.place, ram.size if bounded else None),
+        raise_ram_limit(box.place, ram.size if bounded else None, box.memory.total),
     )
 
 
@@ -63,7 +69,7 @@ def throttled(box: Box) -> Iterator[Finding]:
                 else box.memory.events.throttled,
             ),
             (
-                *raise_ram_limit(box.place, level.high)[:-1],
+                *raise_ram_limit(box.place, level.high, box.memory.total)[:-1],
                 say("or have memory.high raised by whoever set it (systemd: MemoryHigh=)"),
                 say("check:\ncat {path}", path=f"{level.path}/memory.events"),
             ),
@@ -93,7 +99,7 @@ def oom_kills(box: Box) -> Iterator[Finding]:
             source=events.source,
             count=events.at_limit,
         ),
-        raise_ram_limit(box.place, ram.size if ram and ours else None),
+        raise_ram_limit(box.place, ram.size if ram and ours and _bounded(box) else None, box.memory.total),
     )
 
 
@@ -186,11 +192,7 @@ def above_unknown(box: Box) -> Iterator[Finding]:
             "the topmost cgroup visible here is not the machine's root; a pod's or a slice's limit above it would "
             "kill without showing in any number here"
         ),
-        (
-            say(
-                "ask from outside, or read memory.max of the parents on the machine itself:\nkubectl describe pod POD"
-            ),
-        ),
+        ask_above(box.place),
     )
 
 

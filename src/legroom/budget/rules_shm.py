@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from legroom.budget.remedy import advised_shm, check_room, doubled_shm, enlarge_shm, remove_leftovers
+from legroom.budget.remedy import (
+    advised_shm,
+    bound_shm,
+    check_room,
+    doubled_shm,
+    enlarge_shm,
+    remove_leftovers,
+    use_less_shm,
+)
 from legroom.budget.settings import batches_in_flight
 from legroom.model import Box, Finding
 from legroom.units import format_size
@@ -25,7 +33,8 @@ def too_small(box: Box) -> Iterator[Finding]:
         return
     ram = box.pool("ram")
     wanted = advised_shm(ram.size if ram else None)
-    fix = enlarge_shm(box.place, wanted)
+    # Where the memory behind it allows no more, a larger one would only turn an error into an OOM kill.
+    fix = enlarge_shm(box.place, wanted) if wanted > size else (*use_less_shm(), check_room("/dev/shm"))
     flights = batches_in_flight(4, 2, again=True)
     numbers = {
         "size": format_size(size),
@@ -132,8 +141,16 @@ def above_limit(box: Box) -> Iterator[Finding]:
             "pages in /dev/shm count as memory, so filling it does not give an error: the OOM killer ends a process "
             "first, and not always the guilty one"
         ),
-        enlarge_shm(box.place, half),
+        bound_shm(box.place, half, own=by_cgroup, shared=by_cgroup and _is_machines(box)),
     )
+
+
+def _is_machines(box: Box) -> bool:
+    """Whether /dev/shm is the machine's own, seen from a cgroup: a container that was given one has a smaller one."""
+    size, total = box.shm.size, box.memory.total
+    return (
+        size is not None and total is not None and size >= total * 2 // 5
+    )  # half of RAM, where nothing is set
 
 
 def leftovers(box: Box) -> Iterator[Finding]:
@@ -174,7 +191,15 @@ def leftovers(box: Box) -> Iterator[Finding]:
 def permissions(box: Box) -> Iterator[Finding]:
     """A /dev/shm that cannot be written, or that anybody may delete from."""
     shm = box.shm
-    if shm.writable is False:
+    if shm.writable is False and shm.mode is not None and shm.mode & 0o7777 == 0o1777:
+        yield Finding(
+            "shm-permissions",
+            "critical",
+            say("/dev/shm is mounted read-only"),
+            say("its mode is 1777, as it should be; the mount itself does not allow writing"),
+            (say("as root:\nmount -o remount,rw /dev/shm"), say("check:\ngrep /dev/shm /proc/mounts")),
+        )
+    elif shm.writable is False:
         mode = say("unknown") if shm.mode is None else format(shm.mode, "04o")
         yield Finding(
             "shm-permissions",

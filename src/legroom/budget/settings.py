@@ -44,7 +44,8 @@ def largest_batch(room: int, workers: int, prefetch: int, *, making: int = 0) ->
     """The largest single-tensor batch for which all in flight, and so many in the making, fit into ``room``."""
     left = int(room * _HEADROOM) - semaphores(workers) * PAGE
     pages = left // (batches_in_flight(workers, prefetch, again=True) + making) // PAGE
-    return max(0, pages * PAGE - _HEADER)
+    # Less what printing it with three digits may round up: a byte more would be another page for every batch.
+    return max(0, pages * PAGE - _HEADER - pages * PAGE // 128)
 
 
 def safe_settings(box: Box) -> tuple[LoaderSettings, ...]:
@@ -56,7 +57,7 @@ def safe_settings(box: Box) -> tuple[LoaderSettings, ...]:
         if cores is not None and workers > max(1, cores):
             continue
         largest, bound_by, why = _bound(box, workers, prefetch)
-        if largest is not None and largest < PAGE - _HEADER:
+        if largest is not None and not largest:
             continue
         rows.append(
             LoaderSettings(

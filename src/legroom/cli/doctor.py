@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -26,8 +27,8 @@ _MOST_HOLDERS = 5
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @click.option("--plain", is_flag=True, help="No bars: text that reads well aloud.")
-@click.option("--job", type=int, metavar="PID", help="Tell of one running training and its children too.")
-@click.option("--match", metavar="REGEX", help="The same, found by its command line.")
+@click.option("--job", type=int, metavar="PID", help="Report one running job and its children too.")
+@click.option("--match", metavar="REGEX", help="Report every job whose command line matches.")
 @click.option("--root", default="/", metavar="DIR", help="Read the machine below DIR: /host, or a recording.")
 def command(as_json: bool, plain: bool, job: int | None, match: str | None, root: str) -> int:
     """What is short on this box, why, and what to type about it.
@@ -37,15 +38,9 @@ def command(as_json: bool, plain: bool, job: int | None, match: str | None, root
     if job is not None and match is not None:
         raise click.UsageError(say("--job and --match name the same thing: give one of them"))
     host = Host.at(root)
-    found = None
-    wanted = match if job is None else job
-    if wanted is not None:
-        from legroom.probe.job import job as look_up
-
-        found = look_up(host, wanted)
-    box = snapshot(host, pid="self" if found is None else str(found.pid))
-    if found is not None:
-        found = bind(box, found)
+    found = _jobs(host, job, match)
+    box = snapshot(host, pid=str(found[0].pid) if found else "self")
+    found = [bind(box, one) for one in found]
     said, settings = findings(box), safe_settings(box)
     if as_json:
         click.echo(json.dumps(as_object(box, said, settings, found), ensure_ascii=False))
@@ -54,8 +49,18 @@ def command(as_json: bool, plain: bool, job: int | None, match: str | None, root
     return 1 if any(finding.severity == "critical" for finding in said) else 0
 
 
+def _jobs(host: Host, pid: int | None, pattern: str | None) -> list[Job]:
+    """The job asked about, or every one that matches, the largest first: the ranks of a job are often several."""
+    if pid is None and pattern is None:
+        return []
+    from legroom.probe.job import job, jobs
+
+    found = [job(host, pid)] if pid is not None else jobs(host, pattern or "")
+    return sorted(found, key=lambda one: -(one.held.get("ram") or 0))
+
+
 def as_object(
-    box: Box, said: tuple[Finding, ...], settings: tuple[LoaderSettings, ...], job: Job | None
+    box: Box, said: tuple[Finding, ...], settings: tuple[LoaderSettings, ...], jobs: Sequence[Job]
 ) -> dict[str, Any]:
     """The report as other programs read it."""
     report: dict[str, Any] = {
@@ -67,8 +72,9 @@ def as_object(
         "settings": [dataclasses.asdict(row) for row in settings],
         "findings": [dataclasses.asdict(finding) for finding in said],
     }
-    if job is not None:
-        report["job"] = dataclasses.asdict(job)
+    if jobs:
+        report["job"] = dataclasses.asdict(jobs[0])
+        report["jobs"] = [dataclasses.asdict(one) for one in jobs]
     return report
 
 
@@ -76,7 +82,7 @@ def as_text(
     box: Box,
     said: tuple[Finding, ...],
     settings: tuple[LoaderSettings, ...],
-    job: Job | None,
+    jobs: Sequence[Job],
     plain: bool,
 ) -> str:
     """The report as people read it."""
@@ -89,7 +95,7 @@ def as_text(
         *(pool_line(pool, plain) for pool in box.pools),
         "",
         *_holder_lines(box),
-        *_job_lines(job),
+        *_jobs_lines(jobs),
         *_settings_lines(settings),
         "",
     ]
@@ -157,9 +163,28 @@ def _finding_lines(finding: Finding) -> list[str]:
     return [*lines, *steps(finding.fix), ""]
 
 
-def _job_lines(job: Job | None) -> list[str]:
-    if job is None:
-        return []
+def _jobs_lines(jobs: Sequence[Job]) -> list[str]:
+    lines = []
+    if len(jobs) > 1:
+        ram = [one.held.get("ram") for one in jobs]
+        known = [amount for amount in ram if amount is not None]
+        total = format_size(sum(known)) if len(known) == len(ram) else say("an unknown amount")
+        lines = [
+            paragraph(
+                say(
+                    "{count} jobs match, {total} of RAM together, the largest first",
+                    count=len(jobs),
+                    total=total,
+                ),
+                "",
+                "  ",
+            ),
+            "",
+        ]
+    return [*lines, *(line for one in jobs for line in _job_lines(one))]
+
+
+def _job_lines(job: Job) -> list[str]:
     count = len(job.processes)
     held = listed(f"{name} {_amount(name, amount)}" for name, amount in job.held.items())
     flags = listed(f"{name} {value}" for name, value in job.flags.items())

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from legroom.errors import UsageError
 from legroom.model import Job, Process
 from legroom.probe.files import files_below
 from legroom.probe.flags import Flag, flags
@@ -21,27 +20,14 @@ from legroom.probe.leftovers import makers_alive, on_its_way
 from legroom.probe.process import arguments, holdings, matching, our_pid, processes, tree
 from legroom.probe.segments import Segments
 from legroom.units import format_size
-from legroom.words import listed, say
+from legroom.words import say
 
 __all__ = ["flags", "job", "jobs"]
 
-_MOST_NAMED = 5
 
-
-def job(host: Host, which: int | str) -> Job:
-    """The training that is process ``which``, or whose command line the pattern ``which`` finds."""
-    everybody = processes(host)
-    if isinstance(which, int):
-        return _job(host, everybody, which)
-    roots = _roots(host, everybody, which)
-    if len(roots) > 1:
-        shown = [say("{pid} ({command})", pid=p.pid, command=p.command[:80]) for p in roots[:_MOST_NAMED]]
-        raise UsageError(
-            say("{count} trainings match {pattern!r}", count=len(roots), pattern=which),
-            why=say("they do not descend from one another: {shown}", shown=listed(shown)),
-            fix=(say("give one's process id"), say("or a pattern that only one of them has")),
-        )
-    return _job(host, everybody, roots[0].pid)
+def job(host: Host, pid: int) -> Job:
+    """The training that is process ``pid``."""
+    return _job(host, processes(host), pid)
 
 
 def jobs(host: Host, pattern: str) -> list[Job]:

@@ -158,9 +158,56 @@ def test_the_longest_folder_for_sockets_is_said() -> None:
     assert "90 bytes" in finding.message and "122 bytes of 107" in finding.why and "75" in finding.fix[-1]
 
 
-def test_a_shm_above_the_limit_is_brought_to_half_of_it() -> None:
-    finding = _by_code(with_pool(_shm(16 * GB), "ram", 8 * GB, GB, 7 * GB))["shm-above-cgroup-limit"]
-    assert "size=4G" in finding.fix[0]
+def test_the_machines_shm_is_not_made_smaller_for_one_cgroup() -> None:
+    box = with_pool(_shm(252 * GB), "ram", 8 * GB, GB, 7 * GB)
+    for place in (box.place, replace(box.place, kind="slurm", root=False, may_mount=False)):
+        fix = "\n".join(_by_code(replace(box, place=place))["shm-above-cgroup-limit"].fix)
+        assert "below 4G" in fix and "remount" not in fix and "too small" not in fix, fix
+
+
+def test_a_containers_own_shm_is_brought_to_half_of_its_limit() -> None:
+    box = with_pool(_shm(16 * GB), "ram", 8 * GB, GB, 7 * GB)
+    box = replace(box, place=replace(box.place, kind="docker", may_mount=False))
+    assert "docker run --shm-size=4G" in _by_code(box)["shm-above-cgroup-limit"].fix[0]
+    shared = replace(box, shm=_shm(32 * GB).shm)  # half of the machine's RAM: --ipc=host
+    assert "--ipc=private --shm-size=4G" in _by_code(shared)["shm-above-cgroup-limit"].fix[0]
+
+
+def test_a_shm_above_the_machines_ram_may_be_bounded_by_root() -> None:
+    finding = _by_code(_shm(252 * GB))["shm-above-cgroup-limit"]
+    assert finding.severity == "info" and any("remount,size=32G" in step for step in finding.fix)
+    assert not any("too small" in step for step in finding.fix)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tool"),
+    [("docker", "docker inspect"), ("podman", "podman inspect"), ("kubernetes", "kubectl"), ("slurm", "scontrol"),
+     ("bare", "memory.max")],
+)  # fmt: skip
+def test_limits_above_are_asked_for_with_the_tool_of_the_place(kind: str, tool: str) -> None:
+    box = healthy()
+    box = replace(box, place=replace(box.place, kind=kind), memory=replace(box.memory, above_hidden=True))
+    text = "\n".join(_by_code(box)["above-cgroup-root-unknown"].fix)
+    assert tool in text and (kind == "kubernetes" or "kubectl" not in text)
+
+
+def test_no_limit_is_raised_beyond_the_machine() -> None:
+    box = with_pool(healthy(), "ram", 48 * GB, 47 * GB, GB // 2)
+    box = replace(box, place=replace(box.place, kind="docker"))
+    assert "--memory=64G" in _by_code(box)["ram-near-limit"].fix[0]  # not 96G: the machine has 64
+    unlimited = replace(with_pool(box, "ram", 64 * GB, 63 * GB, GB // 2))
+    assert not any("--memory" in step for step in _by_code(unlimited)["ram-near-limit"].fix)
+
+
+def test_a_small_shm_is_not_enlarged_to_what_it_has() -> None:
+    box = with_pool(_shm(64 * MB), "ram", 128 * MB, 10 * MB, 118 * MB)
+    assert not any("64M" in step for step in _by_code(box)["shm-default-64mb"].fix)
+
+
+def test_a_read_only_shm_is_not_a_matter_of_its_mode() -> None:
+    box = healthy()
+    fix = _by_code(replace(box, shm=replace(box.shm, writable=False)))["shm-permissions"].fix
+    assert "remount,rw" in fix[0] and not any("chmod" in step for step in fix)
 
 
 def test_most_dangerous_first() -> None:

@@ -152,3 +152,19 @@ def test_a_full_shm_is_enlarged_only_as_far_as_the_memory_behind_it_goes(size: i
 def test_a_full_shm_of_half_the_ram_is_not_to_grow() -> None:
     assert remedy.doubled_shm(32 * GB, 64 * GB) is None and remedy.doubled_shm(8 * GB, 64 * GB) == 16 * GB
     assert remedy.doubled_shm(64 * MB, 64 * GB) == 8 * GB
+
+
+def test_a_shm_beyond_the_memory_behind_it_is_never_advised() -> None:
+    box = healthy()  # 64 GB of RAM
+    assert not any("remount" in step for step in relieve(box, "shm", 100 * GB))
+    assert any("remount,size=64G" in step for step in relieve(box, "shm", 40 * GB))
+
+
+def test_sudo_in_a_container_does_not_remount() -> None:
+    place = _at("docker", root=False, may_mount=False, sudo=True)
+    assert "remount" not in _text(remedy.enlarge_shm(place, 8 * GB))
+
+
+def test_descriptors_of_a_pod_are_the_runtimes() -> None:
+    text = _text(remedy.raise_nofile(_at("kubernetes"), 1024, 4096))
+    assert "container runtime" in text and "limits.conf" not in text

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,23 @@ def test_job_and_match_together_make_no_sense(capsys: pytest.CaptureFixture[str]
 def test_an_unknown_verb_gets_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["docter"]) == 2
     assert "Did you mean 'doctor'?" in capsys.readouterr().err
+
+
+def test_every_process_that_matches_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    mark = f"rank-of-a-job-{time.time_ns()}"
+    line = [sys.executable, "-c", "import sys; print(1, flush=True); sys.stdin.read()", mark]
+    ranks = [subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(8)]
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None and rank.stdout.readline()
+        report = json.loads(_run(capsys, "--json", "--match", mark)[1])
+        assert {one["pid"] for one in report["jobs"]} == {rank.pid for rank in ranks}
+        assert report["job"] == report["jobs"][0]
+        text = _run(capsys, "--match", mark)[1]
+        assert "8 jobs match" in text and all(f"Job {rank.pid} " in text for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.communicate()
 
 
 def test_a_job_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from scripted import TREES
 from staged import MB, Staged, area
 
-from legroom.errors import NoSuchProcess, NothingMatches, UsageError
+from legroom.errors import NoSuchProcess, NothingMatches
 from legroom.probe.host import Host
 from legroom.probe.job import job, jobs
 
@@ -96,22 +96,17 @@ def test_pinned_memory_is_said_to_be_a_part(machine: Staged) -> None:
 
 
 def test_found_by_its_command_line_with_its_workers(machine: Staged) -> None:
-    found = job(machine.host, r"train\.py")
+    (found,) = jobs(machine.host, r"train\.py")
     assert (found.pid, len(found.processes)) == (10, 3)
 
 
-def test_several_trainings_need_a_choice(machine: Staged) -> None:
-    with pytest.raises(UsageError) as caught:
-        job(machine.host, r"\.py")
-    assert "2 trainings" in caught.value.what
-    assert "10 (" in caught.value.why
-    assert "50 (" in caught.value.why
+def test_every_training_that_matches_is_a_job(machine: Staged) -> None:
     assert [found.pid for found in jobs(machine.host, r"\.py")] == [10, 50]
 
 
 def test_nobody(machine: Staged) -> None:
     with pytest.raises(NothingMatches):
-        job(machine.host, "nobody")
+        jobs(machine.host, "nobody")
     with pytest.raises(NoSuchProcess):
         job(machine.host, 4711)
 
@@ -134,7 +129,7 @@ def test_one_that_is_gone_before_it_is_looked_at(machine: Staged, monkeypatch: p
 
 
 def test_a_recorded_training() -> None:
-    found = job(Host.at(TREES / "bare-v2"), "train.py")
+    (found,) = jobs(Host.at(TREES / "bare-v2"), "train.py")
     assert [process.pid for process in found.processes] == [8100, 8101, 8102]
     assert found.flags == {"batch": "64", "workers": "2", "epochs": "90"}
     assert found.held["ram"] == (6041600 + 2 * 1843200) << 10
