@@ -45,7 +45,10 @@ def make(index: int, record: Any = None) -> Any:
         return values.tobytes(), index
     if kind == "image":
         picture = Picture(values.tobytes(), (len(values), 1))
-        return {"image": picture, "about": {"name": f"{index:08d}.png", "boxes": [0.0, 1.0, 2.0], "of": record}}
+        return {
+            "image": picture,
+            "about": {"name": f"{index:08d}.png", "boxes": [0.0, 1.0, 2.0], "of": record},
+        }
     parts = np.array_split(values, SETTING["tensors"])
     return {f"field{number}": torch.from_numpy(part.copy()) for number, part in enumerate(parts)}
 
@@ -65,7 +68,11 @@ class Records(Dataset[Any]):
 
     def __init__(self) -> None:
         self.records = [
-            {"name": f"picture-{number:09d}", "label": float(number), "tags": [str(number), "x" * 20 + str(number)]}
+            {
+                "name": f"picture-{number:09d}",
+                "label": float(number),
+                "tags": [str(number), "x" * 20 + str(number)],
+            }
             for number in range(SETTING["records"])
         ]
 
@@ -128,7 +135,9 @@ def collate_pictures(samples: list[Any]) -> Any:
     return batch, [sample["about"] for sample in samples]
 
 
-collate = {"padded": collate_padded, "list": collate_list, "pictures": collate_pictures}.get(SETTING["collate"])
+collate = {"padded": collate_padded, "list": collate_list, "pictures": collate_pictures}.get(
+    SETTING["collate"]
+)
 if __name__ != "__mp_main__":
     dataset = _made_dataset()
 
@@ -183,12 +192,11 @@ def main() -> None:
     )
     for _ in range(2):
         done = 0
-        for batch in loader:  # the batch of the step before lives until the new one is there
+        for _batch in loader:  # the batch of the step before lives until the new one is there
             done += 1
             if SETTING["workers"] and done in (1, 2, 5):
                 _pause()
         assert done
-        del batch
     print("survived", done)
 
 

@@ -9,16 +9,19 @@ regard to how check predicts.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import random
 import resource
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,7 @@ from rigs import memory_cgroup, small_shm
 PLAYER = Path(__file__).with_name("check_player.py")
 ROOM = 3 << 30  # of the run with room
 FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-_PATIENCE = 60.0
+_PATIENCE = 45.0
 _MOST = 700 << 20  # bytes of samples that a setting may have about at once
 _EPOCH = 2 << 30  # bytes of samples in an epoch
 KB, MB = 1 << 10, 1 << 20
@@ -49,8 +52,10 @@ def _draw(rng: random.Random) -> dict[str, Any]:
     prefetch = rng.choice([1, 2, 2, 2, 3, 4, 8])
     sample = round(2 ** rng.uniform(10, 25))
     source = rng.choice(["made", "made", "made", "records", "memory", "stream"])
-    kind = rng.choice(["numpy", "torch"]) if source == "memory" else rng.choice(
-        ["numpy", "torch", "bytes", "image", "parts"]
+    kind = (
+        rng.choice(["numpy", "torch"])
+        if source == "memory"
+        else rng.choice(["numpy", "torch", "bytes", "image", "parts"])
     )
     ragged = source != "memory" and kind in ("numpy", "torch", "image") and rng.random() < 0.25
     if ragged and kind != "image":
@@ -106,9 +111,26 @@ class Ran:
     seconds: float
 
 
-def run(command: Sequence[str], setting: dict[str, Any], ram: int, shm: int, nofile: int) -> Ran:
-    """The command in a memory cgroup, with a /dev/shm and a descriptor limit of its own."""
-    environment = {**os.environ, "LEGROOM_SETTING": json.dumps(setting), "PYTHONPATH": str(PLAYER.parent), "LANG": "C"}
+def run(
+    command: Sequence[str],
+    setting: dict[str, Any],
+    ram: int,
+    shm: int,
+    nofile: int,
+    patience: float = _PATIENCE,
+    *,
+    to_the_first_kill: bool = False,
+) -> Ran:
+    """The command in a memory cgroup, with a /dev/shm and a descriptor limit of its own.
+
+    ``to_the_first_kill``: an OOM kill is the end; torch may take minutes to notice that a worker is gone.
+    """
+    environment = {
+        **os.environ,
+        "LEGROOM_SETTING": json.dumps(setting),
+        "PYTHONPATH": str(PLAYER.parent),
+        "LANG": "C",
+    }
     began = time.monotonic()
     with memory_cgroup(ram) as group:
         process = subprocess.Popen(
@@ -122,13 +144,18 @@ def run(command: Sequence[str], setting: dict[str, Any], ram: int, shm: int, nof
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (nofile, nofile)),
         )
         watch = _Watch(process.pid)
-        try:
-            output, errors = process.communicate(timeout=_PATIENCE)
-            status: int | None = process.returncode
-        except subprocess.TimeoutExpired:
-            _end_group(group.path)
-            output, errors = process.communicate()
-            status = None
+        status: int | None = None
+        while True:
+            try:
+                output, errors = process.communicate(timeout=0.5)
+                status = process.returncode
+                break
+            except subprocess.TimeoutExpired:
+                killed = to_the_first_kill and group.oom_kills()
+                if killed or time.monotonic() > began + patience:
+                    _end_group(group.path)
+                    output, errors = process.communicate()
+                    break
         watch.end()
         name = "memory.max_usage_in_bytes" if group.version == "v1" else "memory.peak"
         peak = int((group.path / name).read_text())
@@ -213,7 +240,7 @@ def limits(rng: random.Random, setting: dict[str, Any], peaks: dict[str, int]) -
         ram = int(peaks["ram"] * rng.uniform(0.7, 1.5))
     if pool in ("shm", "both"):
         shm = max(64 * KB, int(peaks["shm"] * rng.uniform(0.7, 1.5)))
-    return {"ram": ram, "shm": shm, "files": setting["nofile"]}
+    return {"ram": ram, "shm": shm, "fds": setting["nofile"]}
 
 
 def one(rng: random.Random) -> Case:
@@ -225,17 +252,24 @@ def one(rng: random.Random) -> Case:
         if roomy.status == 0:
             break
         print(f"  dies with room too, drawn again: {setting} {roomy.errors[-300:]}", file=sys.stderr)
-    peaks = {"ram": roomy.peak_ram, "shm": roomy.peak_shm, "files": roomy.peak_files}
+    peaks = {"ram": roomy.peak_ram, "shm": roomy.peak_shm, "fds": roomy.peak_files}
     bound = limits(rng, setting, peaks)
-    asked = run(check_command(setting), setting, bound["ram"], bound["shm"], bound["files"])
-    truth = run(loop, setting, bound["ram"], bound["shm"], bound["files"])
+    asked = run(check_command(setting), setting, bound["ram"], bound["shm"], bound["fds"])
+    patience = 15 + 3 * roomy.seconds
+    truth = run(loop, setting, bound["ram"], bound["shm"], bound["fds"], patience, to_the_first_kill=True)
     try:
         said = json.loads(asked.output)
-    except ValueError:
-        said = {"verdict": f"failed: status {asked.status}, {asked.oom_kills} OOM kills: {asked.errors[-500:]}"}
+        assert "verdict" in said
+    except (ValueError, AssertionError):
+        said = {
+            "verdict": f"failed: status {asked.status}, {asked.oom_kills} OOM kills: {asked.output[-300:]} {asked.errors[-500:]}"
+        }
     case = Case(setting, peaks, bound, said["verdict"], truth.status == 0)
     case.detail = {
-        "problems": [{key: problem[key] for key in ("pool", "need", "free", "missing")} for problem in said.get("problems", [])],
+        "problems": [
+            {key: problem[key] for key in ("pool", "need", "free", "missing")}
+            for problem in said.get("problems", [])
+        ],
         "need": said.get("need"),
         "check_oom_kills": asked.oom_kills,
         "died": truth.errors[-300:] if truth.status else "",
@@ -244,41 +278,75 @@ def one(rng: random.Random) -> Case:
         "notes": said.get("notes"),
     }
     if case.outcome == "wrong no":
-        above = [
-            (bound[problem["pool"]] + problem["missing"]) / max(1, peaks[problem["pool"]]) - 1
-            for problem in said["problems"]
-            if problem["pool"] in bound
-        ]
-        case.off = max(above, default=1.0)
+        case.off = max((_off(case, problem, loop, patience) for problem in said["problems"]), default=1.0)
     return case
+
+
+def _off(case: Case, problem: dict[str, Any], loop: Sequence[str], patience: float) -> float:
+    """How far what check asks for lies above the least that the loop survives in.
+
+    The peak is not that least: the kernel takes back what it can, and legroom's loader adapts to what there is, or refuses.
+    """
+    pool = problem["pool"]
+    step = 0.98 if pool == "ram" else 0.95
+    least = case.limits[pool]
+    for _ in range(12):
+        lower = {**case.limits, pool: int(least * step)}
+        ran = run(
+            loop, case.setting, lower["ram"], lower["shm"], lower["fds"], patience, to_the_first_kill=True
+        )
+        if ran.status != 0:
+            break
+        least = lower[pool]
+    case.detail["least"] = least
+    return float((case.limits[pool] + problem["missing"]) / least - 1)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
     parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--lock", type=Path, help="a file to hold locked while a case runs")
     given = parser.parse_args()
     print(f"seed {given.seed}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the rigs are cleaned up on the way out
     cases = []
-    for number in range(given.count):
-        case = one(random.Random(f"{given.seed}-{number}"))
+    for number in range(given.first, given.first + given.count):
+        with _locked(given.lock):
+            case = one(random.Random(f"{given.seed}-{number}"))
         cases.append(case)
         print(number, describe(case), flush=True)
         if given.out:
             with given.out.open("a") as file:
-                file.write(json.dumps({**case.__dict__, "outcome": case.outcome, "number": number, "seed": given.seed}) + "\n")
+                file.write(
+                    json.dumps(
+                        {**case.__dict__, "outcome": case.outcome, "number": number, "seed": given.seed}
+                    )
+                    + "\n"
+                )
     print(summary(cases))
     return int(any(case.outcome in ("WRONG YES", "CHECK FAILED") for case in cases))
+
+
+@contextlib.contextmanager
+def _locked(path: Path | None) -> Iterator[None]:
+    if path is None:
+        yield
+        return
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def describe(case: Case) -> str:
     of = case.setting
     return (
-        f"{case.outcome:11s} {of['loader']:7s} w{of['workers']} b{of['batch']} p{of['prefetch']} {of['sample_bytes']/KB:.0f}kB "
+        f"{case.outcome:11s} {of['loader']:7s} w{of['workers']} b{of['batch']} p{of['prefetch']} {of['sample_bytes'] / KB:.0f}kB "
         f"n{of['samples']} {of['source']}/{of['kind']}x{of['tensors']}/{of['collate']} t{of['temporaries']} {of['start_method']} "
-        f"{'pers ' if of['persistent'] else ''}{'ragged ' if of['ragged'] else ''}| peak ram {case.peaks['ram']/MB:.0f} shm {case.peaks['shm']/MB:.1f} fd {case.peaks['files']} "
-        f"| limits {case.limits['ram']/MB:.0f} {case.limits['shm']/MB:.1f} {case.limits['files']} | {case.verdict[:300]} "
+        f"{'pers ' if of['persistent'] else ''}{'ragged ' if of['ragged'] else ''}| peak ram {case.peaks['ram'] / MB:.0f} shm {case.peaks['shm'] / MB:.1f} fd {case.peaks['fds']} "
+        f"| limits {case.limits['ram'] / MB:.0f} {case.limits['shm'] / MB:.1f} {case.limits['fds']} | {case.verdict[:300]} "
         f"{'survived' if case.survived else 'died'} off {case.off:.0%} {case.detail['problems']} kills {case.detail['check_oom_kills']} {case.detail['seconds']}"
     )
 

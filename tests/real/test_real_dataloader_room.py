@@ -69,4 +69,4 @@ def test_check_of_a_named_dataset_counts_the_process_that_is_yet_to_come() -> No
         assert group.oom_kills() == 0, done.stderr[-2000:]
     said = json.loads(done.stdout)
     assert done.returncode == 1 and said["verdict"] == "too-big", (done.stdout, done.stderr[-2000:])
-    assert any("a process" in term["what"] for term in said["terms"])
+    assert any("stopped when it had taken" in term["what"] for term in said["terms"]), said["terms"]

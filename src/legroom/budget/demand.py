@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from typing import Literal
 
 from legroom.errors import UsageError
@@ -19,6 +20,7 @@ from legroom.words import listed, phrase, say
 
 # Copies of the parameters that live beside them in training: gradients, and what each optimizer remembers.
 OPTIMIZERS = {"none": 0, "sgd": 1, "adafactor": 1, "momentum": 2, "adam": 3, "adamw": 3}
+_MOST_TENSORS = 1 << 20
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
@@ -31,12 +33,25 @@ class Batch:
     source: str
     rows: int | None = None  # samples in the dataset
     making: int | None = None  # private bytes while it is made; None: as many as its own
+    each: bool = (
+        False  # every sample brings tensors of its own: a larger batch has more of them, not larger ones
+    )
 
     def of(self, samples: int) -> Batch:
-        """The batch of another number of samples: every tensor in proportion, rounded up."""
-        scaled = tuple(-(-nbytes * samples // self.samples) for nbytes in self.tensors)
+        """The batch of another number of samples: every tensor in proportion, rounded up, or more tensors."""
+        if self.each:
+            count = -(-len(self.tensors) * samples // self.samples)
+            scaled = (
+                tuple(islice(cycle(self.tensors), count)) if count <= _MOST_TENSORS else self._as_one(samples)
+            )
+        else:
+            scaled = tuple(-(-nbytes * samples // self.samples) for nbytes in self.tensors)
         making = None if self.making is None else -(-self.making * samples // self.samples)
-        return Batch(scaled, samples, self.source, self.rows, making)
+        return Batch(scaled, samples, self.source, self.rows, making, self.each)
+
+    def _as_one(self, samples: int) -> tuple[int, ...]:
+        """So many tensors that no limit on descriptors allows them: their bytes decide nothing any more."""
+        return (-(-sum(self.tensors) * samples // self.samples), *(0,) * _MOST_TENSORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +77,7 @@ class Demand:
     dtype: str = "float32"
     gpu: int | None = None
     checkpoint: int = 0
+    start_method: str | None = None  # of workers; None: as this Python starts them
     squeezed: bool = False  # our loader with as few batches on their way as it can do with
 
     def __post_init__(self) -> None:
@@ -78,6 +94,8 @@ class Demand:
         _one_of(phrase("kind of loader"), self.kind, ("torch", "legroom"))
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("dtype", self.dtype, DTYPES)
+        if self.start_method is not None:
+            _one_of(phrase("start method"), self.start_method, ("fork", "spawn", "forkserver"))
 
 
 def batch_of(sample_bytes: int, samples: int, source: str = "") -> Batch:

@@ -41,9 +41,16 @@ def judged(demand: Demand, batch: Batch, box: Box) -> Plan:
     return replace(least, notes=(*least.notes, note))
 
 
-def largest_settings(demand: Demand, batch: Batch, box: Box) -> Settings | None:
-    """What was asked for where it fits, else the nearest that does; None where no setting helps."""
-    for workers, prefetch in _down(demand):
+def largest_settings(
+    demand: Demand, batch: Batch, box: Box, *, fitting: bool | None = None
+) -> Settings | None:
+    """What was asked for where it fits, else the nearest that does; None where no setting helps.
+
+    ``fitting``: whether what was asked for fits, where a trial run has told.
+    """
+    if fitting:
+        return _settings(demand, demand, batch.samples, 1)
+    for workers, prefetch in _down(demand)[0 if fitting is None else 1 :]:
         lower = _with(demand, workers, prefetch)
         if fits(lower, batch, box):
             return _settings(demand, lower, batch.samples, 1)

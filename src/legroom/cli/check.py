@@ -15,10 +15,21 @@ from legroom.words import say
 
 @click.command()
 @click.option("--batch", type=int, required=True, metavar="N", help="Samples in a batch.")
-@click.option("--dataset", metavar="MODULE:OBJECT", help="Draw one real batch from it, in a child process.")
+@click.option("--dataset", metavar="MODULE:OBJECT", help="Try the loader on it, in a child process.")
 @click.option("--collate", metavar="MODULE:OBJECT", help="Its collate function, where it has one of its own.")
-@click.option("--timeout", type=DURATION, default=120.0, metavar="TIME", help="For drawing.  [default: 2m]")
+@click.option(
+    "--timeout",
+    type=DURATION,
+    default=120.0,
+    metavar="TIME",
+    help="For drawing, and again for the trial run.  [default: 2m]",
+)
 @training_options
+@click.option(
+    "--start-method",
+    type=click.Choice(["fork", "spawn", "forkserver"]),
+    help="How the loader's workers start.  [default: as this Python starts them]",
+)
 @click.option("--checkpoint-dir", metavar="DIR", help="Where checkpoints go: that disk counts too.")
 @click.option(
     "--checkpoint-bytes", type=SIZE, default=0, metavar="SIZE", help="All that are kept, of one process."
@@ -30,6 +41,7 @@ def command(
     dataset: str | None,
     collate: str | None,
     timeout: float,
+    start_method: Any,
     checkpoint_dir: str | None,
     checkpoint_bytes: int,
     root: str,
@@ -42,6 +54,7 @@ def command(
     0 when it fits, and when nothing that is known speaks against it.
     """
     from legroom.cli import check_view as view
+    from legroom.cli import main
     from legroom.loader.preflight import check
     from legroom.probe.host import Host
 
@@ -55,6 +68,8 @@ def command(
         batch_size=batch,
         collate_fn=collate,
         timeout=timeout,
+        start_method=start_method,
+        leaving=main.is_program,
         checkpoint_dir=checkpoint_dir,
         checkpoint_bytes=checkpoint_bytes,
         host=Host.at(root),

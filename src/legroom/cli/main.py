@@ -35,6 +35,9 @@ VERBS = {
 _HELP = "help"  # no verb: it is not among them in what it shows
 
 
+is_program = False  # whether this process is the command line and nothing else
+
+
 class Verbs(click.Group):
     """A group whose commands are imported when they are called."""
 
@@ -79,6 +82,8 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
+    global is_program
+    is_program = True
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     streams.hold()
     sys.exit(run(arguments))

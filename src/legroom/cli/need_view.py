@@ -34,6 +34,7 @@ def plan_object(plan: Plan) -> dict[str, Any]:
         "verdict": plan.verdict,
         "problems": [{**dataclasses.asdict(one), "missing": one.missing} for one in plan.problems],
         "unknown": dict(plan.unknown),
+        "codes": dict(plan.codes),
         "settings": settings_object(plan.settings),
         "notes": list(plan.notes),
     }

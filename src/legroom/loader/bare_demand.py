@@ -19,7 +19,7 @@ from legroom.words import say
 
 def with_bare_processes(demand: Demand, timeout: float) -> Demand:
     """The demand with what was measured; as it is where nothing could be."""
-    method = start_method()
+    method = demand.start_method or start_method()
     if "torch" in sys.modules:  # this process is the training, and counted in what is used already
         worker = idle_worker() if method == "fork" else bare(timeout).worker(method)
         source = say("measured: a worker that this process started by {method}", method=method)

@@ -7,25 +7,31 @@ largest settings that fit. Does not cover: the arithmetic (budget), drawing itse
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from legroom.budget.demand import Batch, Demand, batch_of
+from legroom.budget.fit import fit
 from legroom.budget.largest import fits, judged, largest_batch, largest_settings
 from legroom.budget.rows import data_rows
+from legroom.budget.tried import calibrated, may_grow, tried_need
 from legroom.errors import UsageError
 from legroom.loader.bare_demand import with_bare_processes
-from legroom.loader.measure.private import give_back
-from legroom.model import Box, Measured, Plan, Pool
+from legroom.loader.measure.apart import OutOfRoom
+from legroom.loader.measure.guarded import RESERVE
+from legroom.loader.measure.private import give_back, private_bytes, start_method
+from legroom.model import Box, Measured, Need, Plan, Pool, Term, Trial
 from legroom.probe.box import snapshot
 from legroom.probe.disk import disk_at
 from legroom.probe.host import Host
-from legroom.units import parse_size
+from legroom.units import format_size, parse_size
 from legroom.words import say
 
 _TIMEOUT = 120.0
+_TRIAL_S = 8.0  # for the batches of a trial run, beyond the few that it needs
 
 
 def check(
@@ -51,13 +57,16 @@ def check(
     dtype: str = "float32",
     checkpoint_dir: str | os.PathLike[str] | None = None,
     checkpoint_bytes: int | str = 0,
+    start_method: Literal["fork", "spawn", "forkserver"] | None = None,
     timeout: float = _TIMEOUT,
     host: Host | None = None,
+    leaving: bool = False,
 ) -> Plan:
-    """Whether a training with these settings fits this box now; ``verdict`` is fits, too-big or unknown.
+    """Whether a training with these settings fits this machine now; ``verdict`` is fits, too-big or unknown.
 
     The bytes of a batch come from ``dataset`` (an object, drawn from here, or ``"module:object"``, drawn from in a
-    child process), from a ``data`` file's description, or from ``sample_bytes``. Sizes are bytes or texts.
+    child process), from a ``data`` file's description, or from ``sample_bytes``. Sizes are bytes or texts. A named
+    dataset also goes through a trial run of the loader in a child process, which is stopped while memory is left.
 
     Args:
         dataset: A dataset, or the name of one: the surest source.
@@ -81,8 +90,10 @@ def check(
         dtype: Of those parameters.
         checkpoint_dir: Where checkpoints go: that disk is held against ``checkpoint_bytes``.
         checkpoint_bytes: Of all checkpoints that are kept, of one process.
-        timeout: Seconds for drawing in a child process.
+        start_method: How the loader's workers start; None: as this Python starts them.
+        timeout: Seconds for drawing in a child process, and again for the trial run.
         host: Where to read; None is this machine.
+        leaving: This process ends before the training starts, so what it holds counts as free.
     """
     host = host or Host()
     checkpoint = parse_size(checkpoint_bytes)
@@ -91,34 +102,176 @@ def check(
             say("checkpoints of {size} bytes, and no place for them", size=checkpoint),
             fix=(say("give the directory they go to"),),
         )
+    _require_directory(host, checkpoint_dir)
     demand = Demand(
         workers=num_workers, prefetch=prefetch_factor, persistent=persistent_workers, pin_memory=pin_memory,
         kind=loader, val_batch=val_batch,
         val_workers=val_workers, ranks=ranks, per_process=None if per_process is None else parse_size(per_process),
         process_ram=None if process_ram is None else parse_size(process_ram), params=params,
-        optimizer=optimizer, dtype=dtype, checkpoint=checkpoint,
+        optimizer=optimizer, dtype=dtype, checkpoint=checkpoint, start_method=start_method,
     )  # fmt: skip
-    measured = None
+    measured: Measured | None = None
+    trial: Trial | None = None
+    # Below another root other processes would run, and elsewhere memory cannot be watched.
+    here = host.live and host.root == Path("/") and host.platform == "linux"
     if dataset is not None:
         _only(data, sample_bytes)
-        measured = _drawn(dataset, batch_size, collate_fn, demand, timeout)
+        try:
+            if before := (_tried_before(dataset, timeout) if leaving else None):
+                measured, trial = before
+            else:
+                measured = _drawn(dataset, batch_size, collate_fn, demand, timeout)
+        except OutOfRoom as problem:  # measuring takes more than the loop itself: that one decides
+            if not here:
+                return _nothing_fits(_room_here(host, leaving=False), problem)
         give_back()  # what was drawn is not needed any more, and must not be in the figures
+        batch = _measured_batch(measured, batch_size)
         demand = _with_processes(demand, measured, named=isinstance(dataset, str))
-        batch = Batch(measured.tensors, batch_size, measured.source, measured.rows, measured.making)
     else:
         batch = _stated(data, keys, sample_bytes, batch_size)
-        if demand.workers and host.live and host.root == Path("/"):  # elsewhere other processes would run
+        if here:
+            if before := (_tried_before("", timeout) if leaving else None):
+                _, trial = before
             demand = with_bare_processes(demand, timeout)
-    box = _with_checkpoints(snapshot(host), host, checkpoint_dir)
-    verdict = judged(demand, batch, box)
+    box = _with_checkpoints(_room_here(host, leaving=leaving and here), host, checkpoint_dir)
+    if trial is None and here and _worth_trying(demand, batch, box):
+        trial = _tried(dataset, collate_fn, demand, batch, measured, timeout, leaving=leaving)
+    if trial is None:
+        verdict = judged(demand, batch, box)
+    else:
+        verdict, batch = _judged_by_trial(demand, batch, trial, box)
+    fitting = None if trial is None else verdict.verdict == "fits"
+    known = dataset is None or measured is not None  # what other settings would take
     return replace(
         verdict,
         fix=(*_another_way(demand, batch, box, verdict), *verdict.fix),
-        settings=largest_settings(demand, batch, box),
-        largest_batch=largest_batch(demand, batch, box),
-        notes=(*verdict.notes, *_notes(demand, measured, data)),
+        settings=largest_settings(demand, batch, box, fitting=fitting) if known or fitting else None,
+        largest_batch=largest_batch(demand, batch, box) if known else batch_size if fitting else 0,
+        notes=(*verdict.notes, *_notes(demand, measured, data, trial)),
         box=box,
     )
+
+
+def _measured_batch(measured: Measured | None, batch_size: int) -> Batch:
+    if measured is None:
+        return Batch((0,), batch_size, say("not measured: there was too little memory to"))
+    drawn = Batch(
+        measured.tensors, measured.batch_size, measured.source, measured.rows, measured.making, measured.each
+    )
+    return drawn.of(_samples_in(batch_size, measured.rows))
+
+
+def _nothing_fits(box: Box, problem: OutOfRoom) -> Plan:
+    """The verdict where not even the dataset and a few samples of it fit."""
+    free = next((pool.free for pool in box.pools if pool.name == problem.pool), None) or 0
+    term = Term(
+        problem.pool, max(problem.taken, free + RESERVE), problem.why or str(problem), say("measured")
+    )
+    amounts = {"shm": 0, "ram": 0, "pinned": 0, "fds": 0, "disk": 0, problem.pool: term.bytes}
+    return replace(fit(Need((term,), **amounts), box), largest_batch=0, box=box)
+
+
+def _samples_in(batch_size: int, rows: int | None) -> int:
+    """Of the largest batch that the data give."""
+    return batch_size if not rows else min(batch_size, rows)
+
+
+def _room_here(host: Host, *, leaving: bool) -> Box:
+    """The machine as a training will find it: without this process, where that ends before."""
+    box = snapshot(host)
+    own = private_bytes() if leaving else None
+    if not own:
+        return box
+    pools = tuple(
+        replace(pool, free=min(pool.free + own, pool.size or pool.free))
+        if pool.name == "ram" and pool.free is not None
+        else pool
+        for pool in box.pools
+    )
+    return replace(box, pools=pools)
+
+
+def _worth_trying(demand: Demand, batch: Batch, box: Box) -> bool:
+    """Whether the process and one batch fit at all: what cannot fit is not drawn."""
+    ram = box.pool("ram")
+    least = sum(batch.tensors) + (demand.process_ram or 0 if demand.process_ram_source else 0)
+    return ram is None or ram.free is None or least < ram.free
+
+
+def _tried_before(dataset: Any, timeout: float) -> tuple[Measured | None, Trial] | None:
+    from legroom.loader.measure.trial_guard import tried_before
+
+    return tried_before(dataset, timeout) if isinstance(dataset, str) else None
+
+
+def _tried(
+    dataset: Any,
+    collate: Any,
+    demand: Demand,
+    batch: Batch,
+    measured: Measured | None,
+    timeout: float,
+    *,
+    leaving: bool,
+) -> Trial | None:
+    """A trial run of the named dataset, or of tensors of the stated sizes; None where neither can be had."""
+    from legroom.loader.measure.trial_guard import try_named, why_not
+
+    if (dataset is not None and not isinstance(dataset, str)) or why_not() is not None:
+        return None
+    least = demand.workers * (demand.prefetch + 4) + 4  # batches, where the number of samples is not known
+    sizes = [-(-size // batch.samples) for size in batch.tensors]
+    stated = (
+        {"sizes": sizes, "samples": min(batch.rows or 1 << 62, batch.samples * least)}
+        if dataset is None
+        else {}
+    )
+    return try_named(
+        dataset or "", collate, timeout=timeout, leaving=leaving, measured=measured, kind=demand.kind,
+        batch_size=batch.samples, workers=demand.workers, prefetch=demand.prefetch, persistent=demand.persistent,
+        start_method=demand.start_method, seconds=min(_TRIAL_S, timeout / 4), batch_seconds=_seconds(measured, batch),
+        **stated,
+    )  # fmt: skip
+
+
+def _seconds(measured: Measured | None, batch: Batch) -> float:
+    """Until a worker has made a batch, where that is known."""
+    if measured is None:
+        return 0.0
+    return (
+        measured.sample_seconds * batch.samples
+        + measured.collate_seconds * batch.samples / measured.batch_size
+    )
+
+
+def _judged_by_trial(demand: Demand, batch: Batch, trial: Trial, box: Box) -> tuple[Plan, Batch]:
+    """The verdict by what a trial run took, and the batch with what its making takes, for other settings."""
+    taken = tried_need(demand, batch, trial, box)
+    verdict = fit(taken, box)
+    batch = calibrated(demand, batch, taken)
+    if verdict.verdict == "too-big":
+        return verdict, batch
+    if trial.unfinished is not None:
+        why = say(
+            "{why}; it had taken {taken} by then, and can take more", why=trial.unfinished,
+            taken=format_size(trial.ram),
+        )  # fmt: skip
+        return _not_covered(verdict, "trial-unfinished", why), batch
+    more = may_grow(demand, batch, trial, forked=(demand.start_method or start_method()) == "fork")
+    ram = box.pool("ram")
+    if more is None or (ram is not None and ram.free is not None and taken.ram + more > ram.free):
+        why = say(
+            "it grew by {grown} over the last {count} batches of the trial run, and did not stop growing: the need of "
+            "{need} can be too low by {more}",
+            grown=format_size(trial.growth), count=trial.growth_batches, need=format_size(taken.ram),
+            more=say("any amount") if more is None else format_size(more),
+        )  # fmt: skip
+        return _not_covered(verdict, "still-growing", why), batch
+    return verdict, batch
+
+
+def _not_covered(verdict: Plan, code: str, why: str) -> Plan:
+    return replace(verdict, verdict="unknown", unknown={**verdict.unknown, "ram": why}, codes={"ram": code})
 
 
 def _only(data: object, sample_bytes: object) -> None:
@@ -149,7 +302,7 @@ def _drawn(
             batch_size=batch_size,
             collate=collate_fn,
             timeout=timeout,
-            transport=demand.kind if demand.workers else None,
+            method=demand.start_method,
         )
     from legroom.loader.measure.measuring import measure
 
@@ -158,11 +311,13 @@ def _drawn(
             say("the dataset is an object: its collate function must be an object too, not a name"),
             fix=(say("give the function itself"),),
         )
-    return measure(dataset, batch_size=batch_size, collate_fn=collate_fn)
+    return measure(dataset, batch_size=batch_size, collate_fn=collate_fn, method=demand.start_method)
 
 
-def _with_processes(demand: Demand, measured: Measured, *, named: bool) -> Demand:
+def _with_processes(demand: Demand, measured: Measured | None, *, named: bool) -> Demand:
     """The demand with what was measured of the processes: each worker, and the training where it is not this one."""
+    if measured is None:
+        return demand
     way = measured.transport
     worker = measured.idle_worker if way is None or way.worker_ram is None else way.worker_ram
     if demand.workers and worker is not None:
@@ -189,7 +344,24 @@ def _stated(
     if sample_bytes is not None:
         return batch_of(parse_size(sample_bytes), batch_size)
     assert data is not None
-    return data_rows(data, keys).batch(batch_size)
+    rows = data_rows(data, keys)
+    return rows.batch(_samples_in(batch_size, rows.rows))
+
+
+def _require_directory(host: Host, folder: str | os.PathLike[str] | None) -> None:
+    """Checkpoints that go nowhere do not fit anywhere."""
+    if folder is None or not host.live:
+        return
+    path = Path(folder) if host.root == Path("/") else host.path(os.fspath(folder))
+    if not path.is_dir():
+        raise UsageError(
+            say("there is no directory {folder} for checkpoints", folder=os.fspath(folder)),
+            why=say("which disk they would go to, and whether they may be written there, cannot be told"),
+            fix=(
+                say("make it first:\nmkdir -p {folder}", folder=shlex.quote(os.fspath(folder))),
+                say("or give the directory that they will go to"),
+            ),
+        )
 
 
 def _with_checkpoints(box: Box, host: Host, folder: str | os.PathLike[str] | None) -> Box:
@@ -216,14 +388,21 @@ def _another_way(demand: Demand, batch: Batch, box: Box, verdict: Plan) -> tuple
     return (say("legroom.DataLoader with these settings fits: its batches do not lie in /dev/shm"),)
 
 
-def _notes(demand: Demand, measured: Measured | None, data: object) -> tuple[str, ...]:
+def _notes(demand: Demand, measured: Measured | None, data: object, trial: Trial | None) -> tuple[str, ...]:
     notes = []
-    if demand.process_ram is None and not demand.params:
+    if trial is None and demand.process_ram is None and not demand.params:
         notes.append(say("RAM of the training process itself was not stated: it is not counted"))
-    if demand.workers and not demand.worker_ram:
+    if trial is None and demand.workers and not demand.worker_ram:
         notes.append(say("the memory of a worker itself was not measured: it is not counted"))
     if demand.worker_ram_source:
         notes.append(say("what the dataset itself holds in memory is not known: it is not counted"))
+    if trial is None and demand.workers:
+        notes.append(
+            say(
+                "predicted, not tried: torch's workers can hold many times as much where samples are 1 to 32 MB, or "
+                "where the dataset is a Python list; check --dataset MODULE:OBJECT tries it"
+            )
+        )
     if data is not None:
         notes.append(say("batches are counted as the rows lie in the file, before any transform"))
     if measured is not None and measured.unsendable and demand.workers:

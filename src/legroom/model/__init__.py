@@ -46,7 +46,7 @@ from legroom.model.entry import (
     StoreRoom,
     Verification,
 )
-from legroom.model.measured import Measured, Transport
+from legroom.model.measured import Measured, Transport, Trial
 from legroom.model.sample import (
     Alarm,
     AlarmLevel,
@@ -123,6 +123,7 @@ __all__ = [
     "Temporary",
     "Term",
     "Transport",
+    "Trial",
     "Verification",
     "Workload",
 ]

@@ -5,7 +5,7 @@ Covers: the figures that check and tune rest on. Does not cover: taking them (lo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ class Measured:
         None  # private bytes while one batch is made: its samples, and what a collate of its own makes
     )
 
+    each: bool = False  # every sample brings tensors of its own: a larger batch has more of them
+
     @property
     def batch_bytes(self) -> int:
         """The tensors of one batch."""
@@ -54,3 +56,26 @@ class Measured:
     def worker_seconds(self) -> float:
         """One sample in a worker, where torch leaves one thread to what used several here."""
         return max(self.sample_seconds, self.cpu_seconds + self.wait_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A loop that was run for real, without its model: what it took at its peak, or what it ran out of."""
+
+    ram: int  # bytes above what was used before: its processes and their batches, in /dev/shm too
+    shm: int
+    fds: int  # of its main process
+    batches: int  # the most it loaded in an epoch
+    process: int  # anonymous bytes of the main process before the first batch
+    whole: bool  # two epochs to their ends; else as much as the time allowed
+    growth: int = 0  # by which the peak rose in the last ``growth_batches`` of the first epoch
+    growth_batches: int = 0
+    short: str | None = None  # the pool that it ran out of: "ram", "shm" or "fds"
+    unfinished: str | None = None  # why it says neither yes nor no
+    said: str = ""  # the error it ended with
+
+    def short_of(self, pool: str | None, why: str) -> Trial:
+        """The same, ended early: for a pool, or for want of time."""
+        if pool is None:
+            return replace(self, unfinished=why)
+        return replace(self, short=pool, said=why)

@@ -154,6 +154,7 @@ class Plan:
     verdict: Fit
     problems: tuple[Problem, ...]
     unknown: Mapping[str, str] = field(default_factory=dict)  # pool: why it could not be judged
+    codes: Mapping[str, str] = field(default_factory=dict)  # pool: the reason of an unknown, for programs
     sizes: ShmSizes | None = None
     table: tuple[PlanRow, ...] = ()
     fits_now: int | None = None  # jobs a GPU that fit what is free now; None: unknown, or nothing bounds them

@@ -81,13 +81,31 @@ def test_every_recorded_machine_gets_an_answer(
 
 
 def test_the_disk_of_checkpoints_is_a_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--batch", "8", "--sample-bytes", "1KB", "--checkpoint-dir", str(tmp_path / "new" / "runs"))
+    options = ("--batch", "8", "--sample-bytes", "1KB", "--checkpoint-dir", str(tmp_path))
     report = _json(capsys, *options, "--checkpoint-bytes", "1E")
     assert [one["pool"] for one in report["problems"]] == ["disk"] and report["settings"] == {}
     assert any("df -h" in step for step in report["problems"][0]["fix"])
     status, text, _ = _run(capsys, *options, "--checkpoint-bytes", "1E")
     assert status == 1 and "no loader setting" in text
     assert _run(capsys, *options, "--checkpoint-bytes", "1KB")[0] == 0
+
+
+def test_checkpoints_that_go_nowhere_are_refused_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "no such runs"
+    status, out, err = _run(capsys, "--batch", "8", "--sample-bytes", "1KB", "--checkpoint-dir", str(folder))
+    assert status == 2 and out == "" and f"mkdir -p '{folder}'" in err
+
+
+def test_a_data_file_has_no_larger_batch_than_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.npy"
+    np.save(path, np.zeros((10, 1 << 18), np.float32))
+    few = _json(capsys, "--batch", "10", "--workers", "2", "--data", str(path), *DOCKER)
+    many = _json(capsys, "--batch", "100000", "--workers", "2", "--data", str(path), *DOCKER)
+    assert many["need"] == few["need"] and few["need"]["shm"] < 3 * 10 * MB
 
 
 def test_a_data_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +123,11 @@ class Data(torch.utils.data.Dataset):
     def __getitem__(self, index): return torch.zeros(1 << 18), index
 class Broken(Data):
     def __getitem__(self, index): raise KeyError("lost sample")
-data, broken = Data(), Broken()
+class Endless(Data):
+    def __len__(self): return 1 << 30
+data, broken, endless = Data(), Broken(), Endless()
+def listed(samples):
+    return samples
 def double(samples):
     images = torch.stack([sample[0] for sample in samples])
     return images, images.clone()
@@ -135,6 +157,43 @@ def test_a_dataset_is_drawn_from(dataset: str, capsys: pytest.CaptureFixture[str
     process, making, batches = [term["bytes"] for term in twice["terms"] if term["pool"] == "ram"]
     assert batches == 2 * 16 * MB
     assert 24 * MB <= making < 25 * MB  # its samples, and beside them what its own collate makes of them
+
+
+def test_a_batch_that_cannot_fit_is_not_drawn(dataset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    report = _json(capsys, "--batch", str(1 << 20), "--dataset", f"{dataset}:endless")
+    assert report["verdict"] == "too-big" and report["problems"][0]["pool"] == "ram"
+    assert report["need"]["ram"] > 1 << 40  # 1 MB a sample
+    assert 0 < report["largest_batch"] < 1 << 20
+
+
+def test_every_tensor_of_a_batch_that_is_a_list_counts(
+    dataset: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = (
+        "--batch",
+        "200",
+        "--workers",
+        "2",
+        "--dataset",
+        f"{dataset}:data",
+        "--collate",
+        f"{dataset}:listed",
+    )
+    report = _json(capsys, *options, *DOCKER)
+    assert report["need"]["fds"] > 2 * 40  # 40 samples in the dataset, of which 32 were drawn
+    assert report["need"]["shm"] > 2 * 40 * MB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is watched on Linux")
+def test_a_trial_run_counts_the_process_and_what_workers_keep(
+    dataset: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = _json(capsys, "--batch", "8", "--dataset", f"{dataset}:data")
+    (term,) = [term for term in alone["terms"] if term["pool"] == "ram"]
+    assert "trial run" in term["source"] and alone["need"]["ram"] > 60 * MB  # torch itself
+    assert alone["verdict"] == "fits" and alone["settings"]["num_workers"] == 0 and alone["codes"] == {}
+    with_workers = _json(capsys, "--batch", "8", "--workers", "2", "--dataset", f"{dataset}:data")
+    assert with_workers["need"]["shm"] >= 4 * 8 * MB and with_workers["need"]["fds"] > 10
 
 
 def test_a_dataset_that_raises_is_exit_2(dataset: str, capsys: pytest.CaptureFixture[str]) -> None:

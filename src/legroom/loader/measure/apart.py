@@ -19,17 +19,24 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import DatasetFailed, LegroomError, MissingKey, MissingPackage
+from legroom.loader.measure.guarded import Watched, environment, guarded
 from legroom.loader.measure.named import split
 from legroom.model import Measured, Transport
-from legroom.probe.host import Host
-from legroom.probe.memory import memory
-from legroom.units import format_duration
+from legroom.units import format_duration, format_size
 from legroom.words import say
 
-__all__ = ["in_child", "measure_dataset"]
+__all__ = ["OutOfRoom", "in_child", "measure_dataset"]
 
 _TAIL_BYTES = 16384
 _TAIL_LINES = 6
+
+
+class OutOfRoom(DatasetFailed):
+    """The child took all that was left of a pool, before it had an answer."""
+
+    def __init__(self, message: str, pool: str, taken: int, *, why: str, fix: tuple[str, ...]) -> None:
+        super().__init__(message, why=why, fix=fix)
+        self.pool, self.taken = pool, taken
 
 
 def measure_dataset(
@@ -41,6 +48,7 @@ def measure_dataset(
     timeout: float = 60,
     seconds: float = 2.0,
     transport: str | None = None,
+    method: str | None = None,
 ) -> Measured:
     """Draw from the dataset that ``module:object`` names, in a child; DatasetFailed says how it went wrong.
 
@@ -51,7 +59,7 @@ def measure_dataset(
         split(name)
     told = in_child(
         spec, timeout, work="measure", spec=spec, collate=collate, batch_size=batch_size, samples=samples,
-        seconds=seconds, transport=transport,
+        seconds=seconds, transport=transport, method=method,
     )  # fmt: skip
     way = told.pop("transport")
     return Measured(
@@ -61,38 +69,39 @@ def measure_dataset(
 
 def in_child(name: str, timeout: float, **request: Any) -> dict[str, Any]:
     """The child's answer to a request about the dataset called ``name``."""
-    kills = _oom_kills()
-    with tempfile.TemporaryDirectory(prefix="legroom-") as folder:
-        asked, answer, output = (Path(folder) / one for one in ("request", "answer", "output"))
+    with tempfile.TemporaryDirectory(prefix="legroom-") as place:
+        folder = Path(place)
+        asked, answer = folder / "request", folder / "answer"
         asked.write_text(json.dumps(request), encoding="utf-8")
-        with output.open("wb") as sink:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "legroom.loader.measure.child", str(asked), str(answer)],
-                stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=_environment(),
-                start_new_session=hasattr(os, "setsid"),
-            )  # fmt: skip
-            try:
-                status: int | None = child.wait(timeout)
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:
-                _end(child)
-        last_words = _last_words(output)
+        line = [sys.executable, "-m", "legroom.loader.measure.child", str(asked), str(answer)]
+        ran = guarded(line, folder, timeout) if sys.platform == "linux" else _unguarded(line, folder, timeout)
+        words = last_words(folder / "output")
         try:
             told: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         except OSError:
-            raise _died(name, status, timeout, last_words, _oom_kills(), kills) from None
+            if ran.stopped in ("ram", "shm") or ran.killed:
+                raise _out_of_room(name, ran) from None
+            raise _died(name, ran.status, timeout, words) from None
     if "error" in told:
         raise _raised(name, told)
     result: dict[str, Any] = told["result"]
     return result
 
 
-def _environment() -> dict[str, str]:
-    """Ours, with this very Legroom importable whatever the child's own search path."""
-    home = str(Path(__file__).resolve().parents[2])
-    path = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{home}" if path else home}
+def _unguarded(line: list[str], folder: Path, timeout: float) -> Watched:
+    """Where memory cannot be watched: macOS, Windows."""
+    with (folder / "output").open("wb") as sink:
+        child = subprocess.Popen(
+            line, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment(),
+            start_new_session=hasattr(os, "setsid"),
+        )  # fmt: skip
+        try:
+            status: int | None = child.wait(timeout)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _end(child)
+    return Watched(status, None if status is not None else "time", 0, 0, (), killed=False)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -107,7 +116,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _last_words(output: Path) -> list[str]:
+def last_words(output: Path) -> list[str]:
     with output.open("rb") as file:
         file.seek(max(0, output.stat().st_size - _TAIL_BYTES))
         text = file.read().decode("utf-8", "replace")
@@ -117,8 +126,20 @@ def _last_words(output: Path) -> list[str]:
     return lines[-_TAIL_LINES:] if crash is None else lines[crash : crash + _TAIL_LINES]
 
 
-def _oom_kills() -> int | None:
-    return memory(Host()).events.oom_kills
+def _out_of_room(name: str, ran: Watched) -> OutOfRoom:
+    pool = "shm" if ran.stopped == "shm" else "ram"
+    taken = format_size(ran.shm if pool == "shm" else ran.ram)
+    why = (
+        say("the kernel killed it for memory when it had taken {taken}", taken=taken)
+        if ran.killed
+        else say(
+            "it was stopped when it had taken {taken} of {pool}: almost nothing was left",
+            taken=taken,
+            pool=pool,
+        )
+    )
+    fix = say("load less in the dataset's constructor; legroom.open maps a file instead of reading it")
+    return OutOfRoom(say("drawing a batch from {name} failed", name=name), pool, ran.ram, why=why, fix=(fix,))
 
 
 def _raised(name: str, told: dict[str, Any]) -> LegroomError:
@@ -135,21 +156,10 @@ def _raised(name: str, told: dict[str, Any]) -> LegroomError:
     )
 
 
-def _died(
-    name: str, status: int | None, timeout: float, words: list[str], kills: int | None, before: int | None
-) -> DatasetFailed:
+def _died(name: str, status: int | None, timeout: float, words: list[str]) -> DatasetFailed:
     if status is None:
         how = say("it did not give a batch within {limit}", limit=format_duration(timeout))
         fix = say("give it more time, or find what it waits for: a lock, a network file system, a prompt")
-    elif (
-        status == -getattr(signal, "SIGKILL", 9)
-        and kills is not None
-        and before is not None
-        and kills > before
-    ):
-        how = say("the kernel killed it for memory: its count of OOM kills rose from {old} to {new}",
-                  old=before, new=kills)  # fmt: skip
-        fix = say("load less in the dataset's constructor; legroom.open maps a file instead of reading it")
     elif status < 0:
         how = say("it died of {signal}", signal=_signal(-status))
         fix = say("run it alone: native code in the dataset or its libraries crashed")

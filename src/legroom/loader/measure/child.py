@@ -23,6 +23,7 @@ from legroom.budget.choose import Rung
 from legroom.errors import DatasetFailed, LegroomError
 from legroom.loader.measure.measuring import FIX, measure
 from legroom.loader.measure.named import resolve
+from legroom.loader.measure.trial import first_to_go
 from legroom.loader.tune.attempt import attempt
 from legroom.words import say
 
@@ -32,6 +33,7 @@ _TAIL = 5  # lines of a traceback that say where it came from
 def main(request: str, answer: str) -> None:
     """Do what the request asks and write the answer, whatever happens."""
     faulthandler.enable()
+    first_to_go()
     if os.getcwd() not in sys.path:  # absent under PYTHONSAFEPATH
         sys.path.insert(0, os.getcwd())
     asked = json.loads(Path(request).read_text(encoding="utf-8"))

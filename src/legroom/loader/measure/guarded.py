@@ -1,0 +1,154 @@
+"""A child process that may take more than there is, run below a guard (meter.py) and told of afterwards.
+
+Covers: where the guard reads this machine's figures, running it beside this process, or in this process's place where
+the program has nothing else to do. Does not cover: what runs in the child (child.py, trial.py).
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from legroom.loader.measure import meter
+from legroom.probe.host import Host
+from legroom.probe.memory import memory
+
+RESERVE = 4 << 20  # bytes that must stay free: less, and the child is stopped
+_WITH_GROUP = 64 << 20  # where an OOM kill takes every process of the container
+_SHM_RESERVE = 64 << 10
+# What torch prints in a worker that cannot hand over a batch.
+_MARKS = (
+    ("shm", b"unable to allocate shared memory"),
+    ("shm", b"unable to write to file </torch_"),
+    ("shm", b"unable to mmap"),
+    ("shm", b"bus error encountered in worker"),
+    ("shm", b"[Errno 28] No space left on device"),
+    ("fds", b"[Errno 24] Too many open files"),
+    ("fds", b"received 0 items of ancdata"),
+    ("fds", b"Too many open files. Communication"),
+)
+_FOLDER = "LEGROOM_CHECK_FOLDER"  # in the environment of a program that the guard turned into again
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """How a child ended and what it took at its peak."""
+
+    status: int | None  # None: it was stopped
+    stopped: str | None  # for "ram", "shm" or "time"
+    ram: int
+    shm: int
+    history: tuple[tuple[float, int], ...]  # peaks of RAM, by the monotonic clock
+    killed: bool  # the kernel killed for memory meanwhile
+
+    def peak_at(self, moment: float) -> int:
+        """The peak of RAM until then."""
+        return max((peak for at, peak in self.history if at <= moment), default=0)
+
+
+def guarded(command: Sequence[str], folder: Path, timeout: float) -> Watched:
+    """Run the command, its output in ``folder``; it and all it started are gone when this returns."""
+    plan = _plan(command, folder, timeout)
+    try:
+        subprocess.run([*_GUARD, str(plan)], check=False, stdin=subprocess.DEVNULL)
+    finally:
+        plan.unlink(missing_ok=True)
+    return finished(folder)
+
+
+def become_guard(command: Sequence[str], folder: Path, timeout: float, again: Sequence[str]) -> None:
+    """Turn this process into the guard, and the guard into ``again``: until then it holds next to nothing."""
+    plan = _plan(command, folder, timeout, again)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.execv(_GUARD[0], [*_GUARD, str(plan)])
+
+
+def earlier_folder() -> Path | None:
+    """The folder of the trial run that this program did before it became itself again."""
+    name = os.environ.pop(_FOLDER, None)
+    return Path(name) if name else None
+
+
+def finished(folder: Path) -> Watched:
+    """What the guard wrote down."""
+    with (folder / "kills").open("rb") as file:
+        before = marshal.load(file)
+    try:
+        with (folder / "result").open("rb") as file:
+            found: dict[str, Any] = marshal.load(file)
+    except (OSError, ValueError, EOFError):  # the guard itself was killed
+        found = {"status": None, "stopped": "time", "ram": 0, "shm": 0, "history": []}
+    now = memory(Host()).events.oom_kills
+    killed = before is not None and now is not None and now > before
+    return Watched(**{**found, "history": tuple(found["history"])}, killed=killed)
+
+
+_GUARD = (sys.executable, "-S", "-E", "-B", str(Path(meter.__file__).resolve()))
+
+
+def _plan(command: Sequence[str], folder: Path, timeout: float, again: Sequence[str] = ()) -> Path:
+    host = Host()
+    with (folder / "kills").open("wb") as file:
+        marshal.dump(memory(host).events.oom_kills, file)
+    path = folder / "plan"
+    with path.open("wb") as file:
+        marshal.dump(
+            {
+                "where": _where(host),
+                "command": [*command],
+                "environment": environment(),
+                "output": str(folder / "output"),
+                "result": str(folder / "result"),
+                "timeout": timeout,
+                "marks": [*_MARKS],
+                "then": [*again],
+                "then_environment": {**os.environ, _FOLDER: str(folder)},
+            },
+            file,
+        )
+    return path
+
+
+def _where(host: Host) -> dict[str, Any]:
+    """The files that tell what is used and what is left here."""
+    now = memory(host)
+    old = now.cgroup == "v1"
+    usage, peak = (
+        ("memory.usage_in_bytes", "memory.max_usage_in_bytes") if old else ("memory.current", "memory.peak")
+    )
+    levels = [
+        {"usage": f"{path}/{usage}", "stat": f"{path}/memory.stat", "limit": level.limit, "path": path}
+        for level in now.levels
+        if level.usage is not None
+        for path in (level.path.removesuffix("/.."),)
+    ]
+    together = any((host.text(f"{level['path']}/memory.oom.group") or "").strip() == "1" for level in levels)
+    names = (
+        ("total_inactive_file", "total_active_file")
+        if old
+        else ("inactive_file", "active_file", "slab_reclaimable")
+    )
+    return {
+        "own": levels[0] if levels else None,
+        "limited": [level for level in levels if level["limit"] is not None],
+        "peak": f"{levels[0]['path']}/{peak}" if levels else None,
+        "reclaimable": [*names],
+        "total": now.total or 0,
+        "reserve": _WITH_GROUP if together else RESERVE,
+        "shm": "/dev/shm",
+        "shm_reserve": _SHM_RESERVE,
+    }
+
+
+def environment() -> dict[str, str]:
+    """Ours, with this very Legroom importable whatever the child's own search path."""
+    home = str(Path(__file__).resolve().parents[3])
+    path = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{home}" if path else home}

@@ -1,0 +1,234 @@
+"""Run a command, watch what it takes of RAM and /dev/shm, and stop it while some memory is left.
+
+Run as a script of its own, ``python -S meter.py PLAN``, with nothing of Legroom imported: next to a job that may or may
+not fit, the memory of whoever watches decides. Figures are taken every millisecond or so, above what they were at the
+start: by the cgroup's own counters, which include every process in it, else by the machine's. Where to read them, what
+to run and what to become afterwards stands in the plan (guarded.py).
+
+Does not cover: what the figures mean.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import sys
+import time
+
+TYPE_CHECKING = False  # the typing module takes a megabyte
+if TYPE_CHECKING:
+    from typing import Any
+
+TICK_S, STAT_S, OUTPUT_S = 0.001, 0.02, 0.25
+GRACE_S = 1.5  # for a command that has said that it failed
+_STEP = 256 << 10  # a rise worth remembering
+
+
+class Meter:
+    """RAM and /dev/shm, above what they were at the start."""
+
+    def __init__(self, where: dict[str, Any]) -> None:
+        self._where = where
+        self._caches: dict[str, int] = {}
+        self._most_cache = 0
+        self._available: int | None = None
+        self._shm_free: int | None = None
+        self._read_caches()
+        self._stat_at = time.monotonic()
+        self._kernel_peak = _count(where["peak"])
+        self._base_shm = self._shm_used()
+        self._base = self._used()
+        self.ram = self.shm = 0
+        self.history: list[tuple[float, int]] = []
+
+    def look(self) -> str | None:
+        """Take the figures; the pool of which too little is left."""
+        now = time.monotonic()
+        if now > self._stat_at + STAT_S:
+            self._read_caches()
+            self._stat_at = now
+        if self._used() - self._base > self.ram + _STEP:  # a new peak, or page cache that is not known yet
+            self._read_caches()
+            grown = self._used() - self._base
+            if grown > self.ram:
+                self.ram = grown
+                self.history.append((now, grown))
+        self.shm = max(self.shm, self._shm_used() - self._base_shm)
+        if self._free() < self._where["reserve"]:
+            self._read_caches()
+            if self._free() < self._where["reserve"]:
+                return "ram"
+        # Where others hold something in /dev/shm that may grow, they are not driven to the end of it.
+        if self._base_shm and self._shm_free is not None and self._shm_free < self._where["shm_reserve"]:
+            return "shm" if self.shm else None
+        return None
+
+    def finish(self) -> None:
+        """Take in the kernel's own peak, where it has risen: exact to the page."""
+        after = _count(self._where["peak"])
+        if self._kernel_peak is not None and after is not None and after > self._kernel_peak:
+            self.ram = max(self.ram, after - self._most_cache - self._base)
+
+    def _used(self) -> int:
+        own = self._where["own"]
+        if own is None:
+            return int(self._where["total"]) - (self._available or 0)
+        return (_count(own["usage"]) or 0) - self._caches.get(own["stat"], 0)
+
+    def _free(self) -> int:
+        rooms = [
+            level["limit"] - (_count(level["usage"]) or 0) + self._caches.get(level["stat"], 0)
+            for level in self._where["limited"]
+        ]
+        if self._available is not None:
+            rooms.append(self._available)
+        return min(rooms, default=1 << 62)
+
+    def _read_caches(self) -> None:
+        """What the kernel would give back, and what the machine has left: dearer to read than a counter."""
+        self._available = _fields("/proc/meminfo", {"MemAvailable:"}, self._available) * 1024 or None
+        own = self._where["own"]
+        for level in (*self._where["limited"], *((own,) if own else ())):
+            self._caches[level["stat"]] = _fields(level["stat"], self._where["reclaimable"], 0)
+        if own:
+            self._most_cache = max(self._most_cache, self._caches[own["stat"]])
+
+    def _shm_used(self) -> int:
+        try:
+            room = os.statvfs(self._where["shm"])
+        except OSError:
+            return 0
+        self._shm_free = room.f_bavail * room.f_frsize if room.f_blocks else None
+        return (room.f_blocks - room.f_bfree) * room.f_frsize
+
+
+def _count(path: str | None) -> int | None:
+    if path is None:
+        return None
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return int(file.read(64))
+    except (OSError, ValueError):
+        return None
+
+
+def _fields(path: str, names: set[str] | list[str], otherwise: int | None) -> int:
+    """The sum of those lines of a table."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            lines = file.read(1 << 16).decode("ascii", "replace").splitlines()
+    except OSError:
+        return otherwise or 0
+    total = 0
+    for line in lines:
+        words = line.split()
+        if len(words) > 1 and words[0] in names:
+            total += int(words[1])
+    return total
+
+
+def _start(plan: dict[str, Any]) -> int:
+    """The command in a session of its own, its output in a file."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.setsid()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        output = os.open(plan["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        for target, source in ((0, nothing), (1, output), (2, output)):
+            os.dup2(source, target)
+        os.execve(plan["command"][0], plan["command"], plan["environment"])
+    finally:
+        os._exit(127)
+
+
+class _Output:
+    """The command's output, read for signs that it will wait for ever.
+
+    torch loses a batch whose memory a worker's queue could not get: a thread there prints an error and goes on, and the
+    loop waits for that batch.
+    """
+
+    def __init__(self, path: str, marks: list[tuple[str, bytes]]) -> None:
+        self._path, self._marks = path, marks
+        self._size, self._next = 0, 0.0
+        self._pool: str | None = None
+        self._since = 0.0
+
+    def look(self, now: float) -> str | None:
+        """The pool that ran out, once the command has had time to end by itself."""
+        if self._pool is not None:
+            return self._pool if now > self._since + GRACE_S else None
+        if now < self._next:
+            return None
+        self._next = now + OUTPUT_S
+        try:
+            with open(self._path, "rb", buffering=0) as file:
+                file.seek(max(0, self._size - 256))  # a sign may lie across two reads
+                text = file.read(1 << 20)
+                self._size = file.tell()
+        except OSError:
+            return None
+        for pool, mark in self._marks:
+            if mark in text:
+                self._pool, self._since = pool, now
+        return None
+
+
+def _watch(pid: int, meter: Meter, output: _Output, timeout: float) -> tuple[int | None, str | None]:
+    """The exit status, or what it was stopped for."""
+    parent, deadline = os.getppid(), time.monotonic() + timeout
+    while True:
+        gone, status = os.waitpid(pid, os.WNOHANG)
+        if gone:
+            return os.waitstatus_to_exitcode(status), None
+        if pool := meter.look() or output.look(time.monotonic()):
+            return None, pool
+        if time.monotonic() > deadline or os.getppid() != parent:
+            return None, "time"
+        time.sleep(TICK_S)
+
+
+def _end(pid: int) -> None:
+    """Everything that was started."""
+    try:
+        os.killpg(pid, 9)
+    except (ProcessLookupError, PermissionError):
+        pass
+    try:
+        os.waitpid(pid, 0)
+    except ChildProcessError:
+        pass
+
+
+def main(path: str) -> None:
+    """Do what the plan says."""
+    with open(path, "rb") as file:
+        plan = marshal.load(file)
+    meter = Meter(plan["where"])
+    pid = _start(plan)
+    status = stopped = None
+    try:
+        status, stopped = _watch(pid, meter, _Output(plan["output"], plan["marks"]), plan["timeout"])
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        _end(pid)
+    meter.finish()
+    found = {
+        "status": status,
+        "stopped": stopped,
+        "ram": meter.ram,
+        "shm": meter.shm,
+        "history": meter.history,
+    }
+    with open(plan["result"] + ".part", "wb") as file:
+        marshal.dump(found, file)
+    os.replace(plan["result"] + ".part", plan["result"])
+    if plan["then"]:
+        os.execve(plan["then"][0], plan["then"], plan["then_environment"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

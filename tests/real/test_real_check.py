@@ -1,0 +1,74 @@
+"""`legroom check` against what really happens: random settings in memory cgroups and small /dev/shm."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).parent))
+import check_rig
+
+pytestmark = [pytest.mark.real("mount", "cgroup"), pytest.mark.timeout(900)]
+SEED = int(os.environ.get("LEGROOM_SEED") or random.SystemRandom().randrange(1 << 30))
+PLAIN: dict[str, Any] = {
+    "loader": "torch", "workers": 0, "batch": 4, "prefetch": 2, "persistent": False, "start_method": "fork",
+    "sample_bytes": 1 << 20, "samples": 64, "source": "made", "kind": "numpy", "tensors": 1, "temporaries": 1,
+    "ragged": False, "records": 0, "collate": "default", "shuffle": True, "nofile": 1024,
+}  # fmt: skip
+
+
+def _judge(cases: list[check_rig.Case]) -> None:
+    told = "\n".join(map(check_rig.describe, cases))
+    counts = {name: sum(case.outcome == name for case in cases) for name in ("wrong no", "not covered")}
+    assert not any(case.outcome in ("WRONG YES", "CHECK FAILED") for case in cases), told
+    assert all(case.off <= 0.10 for case in cases), told
+    assert all(count <= max(1, 0.05 * len(cases)) for count in counts.values()), (counts, told)
+
+
+def test_a_few_random_settings() -> None:
+    print(f"LEGROOM_SEED={SEED}")
+    cases, began = [], time.monotonic()
+    while not cases or (len(cases) < 4 and time.monotonic() < began + 25):
+        cases.append(check_rig.one(random.Random(f"{SEED}-{len(cases)}")))
+    _judge(cases)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(4 * 3600)
+def test_two_hundred_random_settings() -> None:
+    print(f"LEGROOM_SEED={SEED}")
+    cases = []
+    for number in range(200):
+        cases.append(check_rig.one(random.Random(f"{SEED}-{number}")))
+        print(number, check_rig.describe(cases[-1]), flush=True)
+    print(check_rig.summary(cases))
+    _judge(cases)
+
+
+@pytest.mark.parametrize("setting", [{}, {"batch": 4096, "samples": 8192}, {"workers": 2, "batch": 64}])
+def test_check_says_no_in_little_memory_and_is_not_killed(setting: dict[str, Any]) -> None:
+    asked = {**PLAIN, **setting}
+    ran = check_rig.run(check_rig.check_command(asked), asked, 120 << 20, 1 << 30, 1024)
+    assert ran.status == 1 and '"too-big"' in ran.output and ran.oom_kills == 0, ran
+
+
+def test_a_loop_that_hangs_for_want_of_shared_memory_is_a_no() -> None:
+    asked = {**PLAIN, "workers": 2, "collate": "padded", "persistent": True}
+    ran = check_rig.run(check_rig.check_command(asked), asked, 2 << 30, 6 << 20, 1024)
+    assert ran.status == 1 and '"pool": "shm"' in ran.output and ran.seconds < 40, ran
+
+
+def test_what_runs_beside_it_is_not_killed(tmp_path: Path) -> None:
+    """A process of the user in the same cgroup outlives the check."""
+    asked = {**PLAIN, "batch": 4096, "samples": 8192}
+    line = 'sleep 600 & sleeper=$!; "$@" > /dev/null 2>&1; kill $sleeper && echo alive'
+    command = ["sh", "-c", line, "sh", *check_rig.check_command(asked)]
+    ran = check_rig.run(command, asked, 220 << 20, 1 << 30, 1024)
+    assert "alive" in ran.output, ran
