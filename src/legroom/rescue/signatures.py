@@ -237,6 +237,8 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
     # Host memory that was refused.
     ("ram", (
         r"DefaultCPUAllocator: (?:can't|not enough|failed to) allocate|not enough memory: you tried to allocate",
+        # A library that could not be mapped: for want of address space, unless it says that it may not be executed.
+        r"failed to map segment from shared object(?!: [Oo]peration not permitted)",
         r"ArrowMemoryError|ArrayMemoryError|[Uu]nable to allocate (?:array|[\d.]+ [KMGTP]?i?B) ",
         r"^(?:\[\w+\]:? ?)*(?:\w+\.)*_?(?:Array)?MemoryError\b|\bMemoryError:? *(?:$|Unable)",
         r"WinError (?:8|1450|1455)\b|(?:os error |error code: <)1455\b|页面文件太小|(?i:(?:paging"

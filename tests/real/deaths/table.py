@@ -66,7 +66,7 @@ def _cell(case: corpus.Case, said: Said) -> str:
 
 
 def _unsure(said: Said) -> bool:
-    return said["verdict"] is not None and said["confidence"] < corpus.SURE
+    return said["verdict"] == "unknown" or (said["verdict"] is not None and said["confidence"] < corpus.SURE)
 
 
 def main() -> None:

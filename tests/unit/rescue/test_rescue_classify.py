@@ -278,3 +278,11 @@ def test_a_refusal_is_no_supposition() -> None:
         "RuntimeError: unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)\n"
     )
     assert _verdict(ending=Ending(1), text=text, peaks={"shm": Level(0, 64 * MB)})[0] == "shm-full"
+
+
+def test_a_library_that_cannot_be_mapped_is_address_space_unless_it_may_not_be_executed() -> None:
+    text = "Traceback (most recent call last):\n  File 'a'\nImportError: libtorch_cpu.so: failed to map segment from shared object{}\n"
+    assert _verdict(ending=Ending(1), oom=NONE, text=text.format(""))[0] == "ram-allocation"
+    assert (
+        _verdict(ending=Ending(1), oom=NONE, text=text.format(": Operation not permitted"))[0] == "not-memory"
+    )
