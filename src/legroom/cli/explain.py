@@ -49,5 +49,9 @@ def as_text(verdict: Verdict) -> str:
         paragraph(verdict.summary, "  ", "  "),
     ]
     lines += [labelled(say("  by:  "), line) for line in verdict.evidence]
-    lines += [labelled(say("  or:  "), f"{one.cause}: {one.why}") for one in verdict.likely]
+    lines += [
+        labelled(say("  or:  "), f"{one.cause}: {one.why}")
+        for one in verdict.likely
+        if one.cause != verdict.cause
+    ]
     return "\n".join([*lines, *steps(verdict.fix)])

@@ -29,7 +29,7 @@ _RIGHT_ABOVE = 30  # lines between a shortage that was handled and the exception
 _MUTE = frozenset(
     {2, 4, 8, 9, 11, 15}
 )  # INT, ILL, FPE, KILL, SEGV, TERM: no failed allocation ends like that
-_PATIENCE = re.compile(r"[Tt]ime(?:d )?-?out|TimeoutE|Pin memory thread exited")
+_PATIENCE = re.compile(r"[Tt]ime(?:d )?-?out|TimeoutE|Pin memory thread exited|KeyboardInterrupt")
 
 
 @dataclass(frozen=True, slots=True)

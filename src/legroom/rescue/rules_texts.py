@@ -38,12 +38,13 @@ _MANY_MAPS = 30_000  # objects that one process shares: each may take two mappin
 _PATH = re.compile(
     r"WinError 112|on the disk|磁盘|on device: b?['\"]|[:'\" ](?:/(?!dev/shm|torch_|psm_|mp-|sem\.)[\w.@+-]+/|[A-Z]:\\)"
 )
+_FRAME_LINES = 5  # of one frame: its place, its code, what marks the place in the code, and one call more
 _ALONE = re.compile(r"^\W*(?:OS|IO)?(?:Error)?:? ?\[?(?:Errno 28\]?)?:? ?[Nn]o space left on device\W*$")
 
 
 def faults(evidence: Evidence, signs: Signs) -> Because | None:
     """A fault of a GPU's kernel, of a driver or of a library, or a size that is garbage after one."""
-    sign = signs.text("fault", "absurd-size", "shm-other", "assertion")
+    sign = signs.text("fault", "absurd-size", "shm-other", "assertion") or _library(signs)
     if sign is None:
         return None
     before = signs.text(*SHORTAGES)
@@ -59,6 +60,15 @@ def faults(evidence: Evidence, signs: Signs) -> Because | None:
         return Because("not-memory", 0.78, (quoted(sign), ended(evidence.ending)), summary=summary)
     sure = 0.9 if sign.code == "fault" else 0.75
     return Because("not-memory", sure, (quoted(sign), ended(evidence.ending)))
+
+
+def _library(signs: Signs) -> Sign | None:
+    """A library or a kernel limit, unless that was a warning and something else was reported later."""
+    sign = signs.text("library")
+    if sign is None or signs.decisive is not None:
+        return sign
+    later = (one for one in signs.counting if one.number < sign.number and not one.code.startswith("frame-"))
+    return None if any(one.code not in ("library", "cleanup", "advice") for one in later) else sign
 
 
 def pinned(evidence: Evidence, signs: Signs) -> Because | None:
@@ -111,7 +121,9 @@ def device(evidence: Evidence, signs: Signs) -> Because | None:
     if _ON_CPU.search(sign.line):
         return Because("ram-allocation", 0.85, lines)
     if hint := context(evidence, sign, "gpu-hint", "gpu-refused"):
-        return Because("gpu-oom", 0.85, (lines[0], quoted(hint), lines[1]))
+        return Because(
+            "gpu-oom", 0.78, (lines[0], quoted(hint), lines[1]), likely=("gpu-oom", "ram-allocation")
+        )
     asked = _BYTES.search(sign.line)
     if asked and int(asked[1]) >= _LARGE:
         return Because("gpu-oom", 0.7, lines, likely=("gpu-oom", "ram-allocation"))
@@ -202,7 +214,11 @@ def sockets(evidence: Evidence, signs: Signs) -> Because | None:
 
 def shm(evidence: Evidence, signs: Signs) -> Because | None:
     """/dev/shm was refused; what torch only supposes below a bus error is judged as a bus error."""
-    sign = signs.text("shm") or _space_in_shm(evidence, signs) or signs.text("shm-likely")
+    sign, sure = signs.text("shm"), 0.93
+    if sign is None:
+        sign, sure = _space_in_shm(evidence, signs)
+    if sign is None:
+        sign, sure = signs.text("shm-likely"), 0.7
     if sign is None:
         vague = signs.text("shm-vague")
         return unknown((quoted(vague), ended(evidence.ending)), "shm-full", "not-memory") if vague else None
@@ -210,16 +226,26 @@ def shm(evidence: Evidence, signs: Signs) -> Because | None:
     lines = [quoted(sign)]
     if level is not None:
         lines.append(level_line(say("/dev/shm at its fullest"), level))
-    sure = 0.97 if level is not None and level.share >= GREW else 0.93 if sign.code != "shm-likely" else 0.7
+        sure = 0.97 if level.share >= GREW else sure
     return Because("shm-full", sure, (*lines, ended(evidence.ending)))
 
 
-def _space_in_shm(evidence: Evidence, signs: Signs) -> Sign | None:
+def _space_in_shm(evidence: Evidence, signs: Signs) -> tuple[Sign | None, float]:
     """A "No space left on device" of a semaphore, a queue or a tensor that is shared: these lie in /dev/shm."""
     sign = signs.text("disk")
-    if sign is None or _PATH.search(sign.line):
-        return None
-    return sign if context(evidence, sign, "frame-shm") or signs.text("worker-bus") else None
+    if sign is None or _PATH.search(sign.line) or _full_disks(evidence):
+        return None, 0.0
+    if _innermost(evidence, sign) or signs.text("worker-bus"):
+        return sign, 0.93
+    return (sign, 0.7) if context(evidence, sign, "frame-joblib") else (None, 0.0)
+
+
+def _innermost(evidence: Evidence, sign: Sign) -> bool:
+    """Whether the frame right above the error is one that only uses /dev/shm."""
+    return any(
+        one.code == "frame-shm" and sign.number < one.number <= sign.number + _FRAME_LINES
+        for one in evidence.log.signs
+    )
 
 
 def bus(evidence: Evidence, signs: Signs) -> Because | None:

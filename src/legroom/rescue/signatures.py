@@ -51,6 +51,13 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"forcefully exit+ing via|[Ss]ending process \d+ closing signal SIG(?:TERM|INT|KILL)|sigkill_handler"
         r"|Killing subprocess|Bypassing signal|Terminating process \d+|Waiting up to \d+ seconds for job step",
     )),
+    # What to do against it, or TensorFlow's word that a library is not needed: nothing has happened.
+    ("advice", (
+        r"(?i:\b(?:avoid|prevent|protect against|risk of|in case of|(?:if|when) you (?:run|get|hit|see"
+        r"|encounter|face)"
+        r"|(?:may|might|could|can) (?:cause|lead to|result in|run))\b.{0,80}(?:out[ -]of[ -]memory|\bOOM\b))",
+        r"Could not load dynamic library|dlerror:|nodes are available: .*Insufficient memory",
+    )),
     # Faults of a kernel, a driver or a device, and limits that are not memory although their words sound like it.
     ("fault", (
         r"illegal memory access|illegal instruction was encountered|misaligned address|device-side assert(?!ion)"
@@ -65,12 +72,16 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"out of resource: (?:shared memory|threads|registers|tensor memory)|OutOfResources:"
         r"|too many resources requested"
         r"|uses too much shared (?:data|memory)",
-        r"in static TLS block|write\+execute memory|MDB_MAP_FULL|inotify (?:instance|watch)|inotify_\w+",
         r"double free or corruption|corrupted (?:size vs|double-linked|unsorted)|free\(\): invalid"
         r"|malloc\(\): (?!fail)"
-        r"|munmap_chunk|stack smashing detected|symbol lookup error|undefined symbol"
-        r"|cannot open shared object file(?!: (?:Too many|Cannot alloc))"
-        r"|version `?GLIBC",
+        r"|munmap_chunk|stack smashing detected",
+    )),
+    # Limits and libraries whose words are those of memory or of a disk; often only a warning.
+    ("library", (
+        r"in static TLS block|write\+execute memory|MDB_MAP_FULL|inotify (?:instance|watch)|inotify_\w+",
+        r"symbol lookup error|undefined symbol|version `?GLIBC"
+        r"|cannot open shared object file(?!: (?:Too many|Cannot alloc))",
+        r"(?i:/sys/fs/cgroup\S*.*no space left|session key.*quota exceeded)",
     )),
     ("assertion", (r"\bAssertion .{1,200}\bfailed\b",)),
     # A size that no program asked for: garbage read after another failure.
@@ -178,6 +189,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("socket-path", (r"AF_UNIX path too long",)),
     ("shm-other", (
         rf"(?:shared memory (?:segment|object|file)|shm_open|/dev/shm/|shmutils|</?torch_\d).*{_NOT_ROOM}",
+        rf"{_NOT_ROOM}.*(?:/dev/shm/|/torch_\d|/psm_)",
         r"Couldn't open shared (?:file mapping|event).*error code: <(?:0|2|5|6|87|183)>",
     )),
     # Before torch 1.12 the error was not named; it is the number of descriptors as a rule.
@@ -200,16 +212,18 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"|[Nn]ot enough (?:shared memory|space in /dev/shm)|EmptyDir volume \"\w*shm\w*\" exceeds",
     )),
     ("shm-likely", (
-        r"[Ee]rror while creating shared memory segment|ObjectStoreFullError|object store is full|[Pp]lasma.*is full",
+        r"[Ee]rror while creating shared memory segment|ObjectStoreFullError|(?:shmget|semget).*No space left"
+        r"|object store is full|[Pp]lasma.*is full",
     )),
     ("shm-vague", (r"[Ee]rror while attaching to shared memory segment|torch_shm_manager",)),
     # Frames of a traceback: whose "No space left on device" it was, who asked for a child.
     ("frame-shm", (
         r"_multiprocessing\.SemLock|multiprocessing/(?:synchronize|shared_memory|sharedctypes|heap|queues)\.py"
-        r"|multiprocessing\\(?:synchronize|shared_memory|sharedctypes|heap|queues)\.py|_posixshmem|joblib/_memmapping"
-        r"|_memmapping_reducer|_share_f(?:d|ilename)_|_new_shared|_new_using_f|torch/multiprocessing/reductions\.py"
+        r"|multiprocessing\\(?:synchronize|shared_memory|sharedctypes|heap|queues)\.py|_posixshmem|_share_f(?:d"
+        r"|ilename)_|_new_shared|_new_using_f|torch/multiprocessing/reductions\.py"
         r"|\bctx\.R?Lock\(\)|joblib will operate in serial mode",
     )),
+    ("frame-joblib", (r"joblib[/\\]\w*memmapping|_memmapping_reducer|joblib_memmapping",)),
     ("frame-fork", (r"os\.fork\(\)|_fork_exec\(|_posixsubprocess|popen_fork\.py|start_new_thread\(",)),
     ("frame-peer", (r"multiprocessing[/\\](?:connection|resource_sharer|managers)\.py|SocketClient\(address\)",)),
     ("frame-data", (r"@ +0x[0-9a-f]+ .*(?:basic_string|LMDB|leveldb|Cursor|[Dd]eserialize|Parse|[Rr]ead)",)),
@@ -240,8 +254,8 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         # A library that could not be mapped: for want of address space, unless it says that it may not be executed.
         r"failed to map segment from shared object(?!: [Oo]peration not permitted)",
         r"ArrowMemoryError|ArrayMemoryError|[Uu]nable to allocate (?:array|[\d.]+ [KMGTP]?i?B) ",
-        r"^(?:\[\w+\]:? ?)*(?:\w+\.)*_?(?:Array)?MemoryError\b|\bMemoryError:? *(?:$|Unable)",
-        r"WinError (?:8|1450|1455)\b|(?:os error |error code: <)1455\b|页面文件太小|(?i:(?:paging"
+        r"^(?:\[\w+\]:? ?)*(?:\w+\.)*_?(?:Array)?MemoryError\b|(?<!\w)MemoryError\b",
+        r"WinError (?:8|1455)\b|(?:os error |error code: <)1455\b|页面文件太小|(?i:(?:paging"
         r"|page) file is too small)"
         r"|Not enough memory resources|pagination est insuffisant|Auslagerungsdatei ist zu klein"
         r"|paginación es demasiado"
@@ -252,7 +266,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
     )),
     ("ram-thread", (rf"{_NO_MEMORY} for thread-local data",)),
     ("ram-likely", (
-        rf"{_NO_MEMORY}|std::bad_alloc|heap out of memory|java\.lang\.OutOfMemoryError",
+        rf"{_NO_MEMORY}|std::bad_alloc|WinError 1450|heap out of memory|java\.lang\.OutOfMemoryError",
     )),
     # What may have happened, in the words of one who does not know.
     ("oom-guess", (
@@ -270,7 +284,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
     )),
     # Who ended it, and that it was no lack of memory: limits of time, preemption, a closed terminal.
     ("ended-by", (
-        r"DUE TO (?:TIME LIMIT|PREEMPTION|JOB REQUEUE|NODE FAILURE)|CANCELLED BY|[Cc]ancelled by (?:user|uid)",
+        r"DUE TO (?:TIME LIMIT|PREEMPTION|JOB REQUEUE)|CANCELLED BY|[Cc]ancelled by (?:user|uid)",
         r"TERM_(?:RUNLIMIT|OWNER|ADMIN|CPULIMIT|DEADLINE|PREEMPT|REQUEUE|FORCE|WINDOW|BUCKET_KILL|RMS)",
         r"job killed: (?:walltime|cput|ncpus|cpupercent)|(?:walltime|cput) \d+\S* exceeded limit"
         r"|Exceeded .{0,12}walltime"
@@ -280,7 +294,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"|has been )?preempted"
         r"|preemption notice|spot (?:instance )?interruption)|job (?:was )?deleted by|MaxRuntimeExceeded"
         r"|(?i:max(?:imum)?[ -]?(?:run|wall)[ -]?time (?:was )?(?:exceeded|reached))",
-        r"got signal: (?:1|2)\b|(?:closing signal|death signal|[Rr]eceived) (?:Signals\.)?SIG(?:HUP|INT|USR)\b"
+        r"got signal: (?:1|2)\b|(?:closing signal|death signal|[Rr]eceived) (?:Signals\.)?SIG(?:HUP|INT)\b"
         r"|Received (?:1|2) death signal|Received Signals\.SIG(?:HUP|INT) death|^Hangup\b|挂起$",
     )),
     ("child-killed", (
