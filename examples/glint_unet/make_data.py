@@ -16,6 +16,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from legroom.words import either
+
 AT_A_TIME = 64  # images in memory while the file is written
 
 
@@ -70,23 +72,48 @@ def write(path: Path, count: int, size: int, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("path", type=Path, nargs="?", default="train_256.h5", help="default: train_256.h5")
-    parser.add_argument("--images", type=int, default=512, help="how many (default 512: 64 MB)")
-    parser.add_argument("--size", type=int, default=256, help="pixels of a side (default 256)")
+    parser = argparse.ArgumentParser(
+        description=either("Make synthetic eye images with glints.", "生成带角膜反光点的合成眼部图像。")
+    )
+    parser.add_argument(
+        "path",
+        type=Path,
+        nargs="?",
+        default="train_256.h5",
+        help=either("default: train_256.h5", "默认 train_256.h5"),
+    )
+    parser.add_argument(
+        "--images",
+        type=int,
+        default=512,
+        help=either("how many (default 512: 64 MB)", "图像数（默认 512，约 64 MB）"),
+    )
+    parser.add_argument(
+        "--size", type=int, default=256, help=either("pixels of a side (default 256)", "边长像素（默认 256）")
+    )
     parser.add_argument("--seed", type=int, default=0)
     wanted = parser.parse_args()
     if wanted.images < 2:
-        parser.error("--images must be at least 2: one to learn from, one to test on")
+        parser.error(
+            either(
+                "--images must be at least 2: one to learn from, one to test on",
+                "--images 至少为 2：一张训练，一张测试",
+            )
+        )
     if wanted.size < 32 or wanted.size % 4:
-        parser.error("--size must be at least 32 and divide by 4")
+        parser.error(either("--size must be at least 32 and divide by 4", "--size 至少为 32，且能被 4 整除"))
     if wanted.seed < 0:
-        parser.error("--seed must be 0 or more")
+        parser.error(either("--seed must be 0 or more", "--seed 至少为 0"))
     try:
         write(wanted.path, wanted.images, wanted.size, wanted.seed)
     except OSError as problem:
-        parser.error(f"cannot write {wanted.path}: {problem}")
-    print(f"{wanted.path}: {wanted.images} images of {wanted.size} x {wanted.size}")
+        parser.error(either(f"cannot write {wanted.path}: {problem}", f"无法写入 {wanted.path}：{problem}"))
+    print(
+        either(
+            f"{wanted.path}: {wanted.images} images of {wanted.size} x {wanted.size}",
+            f"{wanted.path}：{wanted.images} 张图像，{wanted.size} x {wanted.size}",
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train a small U-Net that finds glints, on one copy of the data that any number of trainings share.
+"""Train a small U-Net that finds glints, on one copy of the data that any number of runs share.
 
     python train_glint_unet.py --h5 train_256.h5 --shared_memory --num_workers 6 --batch 16 --epochs 10
 
@@ -22,6 +22,7 @@ from glints import DOWNSCALED_BY, LOSSES, GlintUNet, pixel_errors
 from shm_manager import legroom_cache
 
 import legroom
+from legroom.words import either
 
 
 def train(data: Mapping[str, np.ndarray], flags: argparse.Namespace) -> None:
@@ -46,9 +47,13 @@ def train(data: Mapping[str, np.ndarray], flags: argparse.Namespace) -> None:
         loss = train_epoch(model, loader, optimizer, LOSSES[flags.loss], device)
         errors = test(model, held_out, device)
         save(model, flags.model_path)
+        near, seconds = (errors < 2).float().mean(), time.perf_counter() - started
         tell(
-            f"{flags.loss:<7} epoch {epoch}/{flags.epochs}  loss {loss:.4f}  error {errors.mean():.2f} px, "
-            f"{(errors < 2).float().mean():.0%} within 2 px  {time.perf_counter() - started:.1f} s"
+            f"{flags.loss:<7} epoch {epoch}/{flags.epochs}  loss {loss:.4f}  "
+            + either(
+                f"error {errors.mean():.2f} px, {near:.0%} within 2 px  {seconds:.1f} s",
+                f"误差 {errors.mean():.2f} px，{near:.0%} 在 2 px 以内  {seconds:.1f} s",
+            )
         )
 
 
@@ -88,31 +93,78 @@ def save(model: torch.nn.Module, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--h5", type=Path, required=True, help="the data, as make_data.py writes them")
-    parser.add_argument("--shared_memory", action="store_true", help="one copy for every training")
-    parser.add_argument(
-        "--preload", default=True, action=argparse.BooleanOptionalAction,
-        help="all data in memory before the first epoch (the default)",
-    )  # fmt: skip
-    parser.add_argument("--cleanup_shm", action="store_true", help="remove the shared copy, and no more")
-    parser.add_argument("--num_workers", type=int, default=4, help="loader processes (default 4)")
-    parser.add_argument("--batch", type=int, default=16, help="images a step (default 16)")
-    parser.add_argument("--epochs", type=int, default=10, help="passes over the data (default 10)")
-    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (default 0.003)")
-    parser.add_argument("--loss", choices=LOSSES, default="focal", help="default: focal")
-    parser.add_argument("--model_path", type=Path, help="where the model goes (default model_<loss>.pt)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(
+        description=either(
+            "Train a small U-Net that finds glints, on one shared copy of the data.",
+            "训练一个寻找角膜反光点的小型 U-Net，多个训练任务共用一份数据。",
+        )
+    )
+    add = parser.add_argument
+    add(
+        "--h5",
+        type=Path,
+        required=True,
+        help=either("data written by make_data.py", "make_data.py 生成的数据"),
+    )
+    add(
+        "--shared_memory",
+        action="store_true",
+        help=either("one copy for every run", "所有训练任务共用一份数据"),
+    )
+    add(
+        "--preload",
+        default=True,
+        action=argparse.BooleanOptionalAction,
+        help=either("load all data before the first epoch (default)", "第一轮之前加载全部数据（默认）"),
+    )
+    add(
+        "--cleanup_shm",
+        action="store_true",
+        help=either("remove the shared copy and exit", "删除共享副本后退出"),
+    )
+    add(
+        "--num_workers",
+        type=int,
+        default=4,
+        help=either("worker processes (default 4)", "worker 进程数（默认 4）"),
+    )
+    add("--batch", type=int, default=16, help=either("images per step (default 16)", "批大小（默认 16）"))
+    add("--epochs", type=int, default=10, help=either("passes over the data (default 10)", "轮数（默认 10）"))
+    add(
+        "--lr", type=float, default=3e-3, help=either("learning rate (default 0.003)", "学习率（默认 0.003）")
+    )
+    add("--loss", choices=LOSSES, default="focal", help=either("default: focal", "损失函数（默认 focal）"))
+    add(
+        "--model_path",
+        type=Path,
+        help=either("output (default model_<loss>.pt)", "模型文件（默认 model_<loss>.pt）"),
+    )
+    add("--seed", type=int, default=0)
     flags = parser.parse_args()
     flags.model_path = flags.model_path or Path(f"model_{flags.loss}.pt")
     if flags.num_workers < 0 or min(flags.batch, flags.epochs) < 1 or not flags.lr > 0:
-        parser.error("--num_workers must be 0 or more, --batch and --epochs 1 or more, --lr above 0")
+        parser.error(
+            either(
+                "--num_workers must be 0 or more, --batch and --epochs 1 or more, --lr above 0",
+                "--num_workers 至少为 0，--batch 和 --epochs 至少为 1，--lr 大于 0",
+            )
+        )
     if not 0 <= flags.seed < 2**63:
-        parser.error("--seed must be 0 or more, and below 2**63")
+        parser.error(either("--seed must be 0 or more, and below 2**63", "--seed 应在 0 与 2**63 之间"))
     if flags.model_path.is_dir():
-        parser.error(f"--model_path {flags.model_path} is a directory: name a file")
+        parser.error(
+            either(
+                f"--model_path {flags.model_path} is a directory: name a file",
+                f"--model_path {flags.model_path} 是目录，请给出文件名",
+            )
+        )
     if not flags.model_path.parent.is_dir():
-        parser.error(f"there is no directory {flags.model_path.parent} for --model_path")
+        parser.error(
+            either(
+                f"there is no directory {flags.model_path.parent} for --model_path",
+                f"--model_path 的目录 {flags.model_path.parent} 不存在",
+            )
+        )
     if flags.cleanup_shm:
         sys.exit(legroom_cache("drop", str(flags.h5)))
 
@@ -125,9 +177,16 @@ def main() -> None:
     if unfit:
         parser.error(f"{flags.h5}: {unfit}")
     seconds = time.perf_counter() - started
-    tell(f"{flags.loss:<7} {len(data['images'])} images from {where}, there after {seconds:.2f} s")
+    count = len(data["images"])
+    tell(
+        f"{flags.loss:<7} "
+        + either(
+            f"{count} images from {where}, loaded after {seconds:.2f} s",
+            f"{count} 张图像，来自 {where}，{seconds:.2f} s 后可用",
+        )
+    )
     train(data, flags)
-    tell(f"{flags.loss:<7} model: {flags.model_path}")
+    tell(f"{flags.loss:<7} " + either(f"model: {flags.model_path}", f"模型：{flags.model_path}"))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import legroom
+from legroom.words import either
 
 KEYS = ("images", "labels")
 SMALLEST = 13  # pixels of a side: below that nothing is left after the two convolutions
@@ -77,16 +78,29 @@ def gpu_bytes() -> int | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--h5", required=True, help="the data")
-    parser.add_argument("--lr", type=float, required=True, help="learning rate")
+    parser = argparse.ArgumentParser(
+        description=either("Run one experiment on the shared data.", "在共享数据上运行一个实验。")
+    )
+    parser.add_argument("--h5", required=True, help=either("the data", "数据文件"))
+    parser.add_argument("--lr", type=float, required=True, help=either("learning rate", "学习率"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=100, help="default 100")
-    parser.add_argument("--batch", type=int, default=64, help="images a step (default 64)")
-    parser.add_argument("--wait", action="store_true", help="stop for a line on stdin before the second step")
+    parser.add_argument("--steps", type=int, default=100, help=either("default 100", "步数（默认 100）"))
+    parser.add_argument(
+        "--batch", type=int, default=64, help=either("images a step (default 64)", "批大小（默认 64）")
+    )
+    parser.add_argument(
+        "--wait",
+        action="store_true",
+        help=either("stop for a line on stdin before the second step", "第二步之前等待标准输入的一行"),
+    )
     flags = parser.parse_args()
     if flags.steps < 2 or flags.batch < 1 or not flags.lr > 0:
-        parser.error("--steps must be 2 or more, --batch 1 or more, --lr above 0")
+        parser.error(
+            either(
+                "--steps must be 2 or more, --batch 1 or more, --lr above 0",
+                "--steps 至少为 2，--batch 至少为 1，--lr 大于 0",
+            )
+        )
 
     open_data = legroom.open  # imported now, not while the clock runs
     started = time.perf_counter()

@@ -27,6 +27,7 @@ import summary
 import legroom
 from legroom.model import Plan
 from legroom.units import format_size, parse_size
+from legroom.words import either
 
 EXPERIMENT = Path(__file__).with_name("experiment.py")
 # Each experiment has its own; after the last, the first again with another seed.
@@ -145,28 +146,78 @@ def size(text: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gpus", type=int, help="default: counted; 1 where there is none")
-    parser.add_argument("--jobs_per_gpu", type=int, default=6, help="at most so many on each (default 6)")
-    parser.add_argument("--data", type=Path, help="an HDF5 file of images and labels; its copy stays")
-    parser.add_argument("--size", type=size, default="200MB", help="of data made here (default 200MB)")
-    parser.add_argument("--steps", type=int, default=100, help="of each experiment (default 100)")
-    parser.add_argument("--separate", action="store_true", help="then measure all with a copy each, too")
+    parser = argparse.ArgumentParser(
+        description=either(
+            "Run GPUs × jobs experiments at once on one copy of the data.",
+            "在一份数据上同时运行 显卡数 × 任务数 个实验。",
+        )
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        help=either("default: counted; 1 where there is none", "默认自动检测；没有显卡时为 1"),
+    )
+    parser.add_argument(
+        "--jobs_per_gpu",
+        type=int,
+        default=6,
+        help=either("at most so many on each (default 6)", "每张显卡最多的任务数（默认 6）"),
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help=either(
+            "an HDF5 file of images and labels; its copy stays",
+            "含 images 和 labels 的 HDF5 文件；共享副本会保留",
+        ),
+    )
+    parser.add_argument(
+        "--size",
+        type=size,
+        default="200MB",
+        help=either("of data made here (default 200MB)", "自动生成的数据大小（默认 200MB）"),
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=100,
+        help=either("of each experiment (default 100)", "每个实验的步数（默认 100）"),
+    )
+    parser.add_argument(
+        "--separate",
+        action="store_true",
+        help=either("then measure all with a copy each, too", "再测量每个实验各用一份数据的情况"),
+    )
     flags = parser.parse_args()
     if min(flags.jobs_per_gpu, flags.gpus or 1) < 1 or flags.gpus == 0 or flags.steps < 2:
-        parser.error("--gpus and --jobs_per_gpu must be 1 or more, --steps 2 or more")
+        parser.error(
+            either(
+                "--gpus and --jobs_per_gpu must be 1 or more, --steps 2 or more",
+                "--gpus 和 --jobs_per_gpu 至少为 1，--steps 至少为 2",
+            )
+        )
     if sys.platform != "linux":
-        parser.error("this reads what processes hold from /proc: it needs Linux")
+        parser.error(
+            either(
+                "this reads what processes hold from /proc: it needs Linux",
+                "需要 Linux：从 /proc 读取进程占用",
+            )
+        )
     free = shutil.disk_usage(DISK).free
     if not flags.data and flags.size >= free:
-        parser.error(f"--size is {format_size(flags.size)}, and {DISK} has {format_size(free)} free")
+        parser.error(
+            either(
+                f"--size is {format_size(flags.size)}, and {DISK} has {format_size(free)} free",
+                f"--size 为 {format_size(flags.size)}，而 {DISK} 只剩 {format_size(free)}",
+            )
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or experiments and data would stay behind
     with ExitStack() as stack:
         path = flags.data or stack.enter_context(own_data(flags.size))
         try:
             print(summary.outcome_text(run(path, flags)))
             if flags.separate:
-                print("\nThe same with a copy each:")
+                print(either("\nThe same with a copy each:", "\n每个实验各用一份数据："))
                 print(summary.outcome_text(run(path, flags, shared=False)))
         except legroom.LegroomError as error:
             print(error, file=sys.stderr)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from legroom.model import Plan
 from legroom.units import format_duration, format_size
+from legroom.words import either
 
 
 @dataclass(frozen=True)
@@ -42,21 +43,40 @@ def plan_text(plan: Plan, jobs: int) -> str:
     asked = plan.jobs_per_gpu
     advice = [*(problem.message for problem in plan.problems), *plan.fix] if plan.problems else []
     size = plan.sizes.recommended
-    enough = f"{format_size(size)} recommended" if size >= plan.need.shm else "more than memory allows"
-    lines = [
-        f"plan: {plan.gpus} GPUs x {asked} jobs, from one experiment that runs",
-        f"  /dev/shm  {format_size(plan.need.shm)} needed, {enough}",
-        f"  RAM       {format_size(plan.need.ram)} needed, all of that included",
-        *(f"  {sentence}" for sentence in advice),
-    ]
-    fit = "as many as are asked for" if plan.fits_now is None else f"{plan.fits_now} jobs a GPU"
-    verb = "run" if jobs == asked else "are all that run"
-    return "\n".join([*lines, f"  here fit {fit}: {plan.gpus} x {jobs} {verb}"])
+    shm, ram, best = (format_size(part) for part in (plan.need.shm, plan.need.ram, size))
+    if size >= plan.need.shm:
+        enough = either(f"{best} recommended", f"建议 {best}")
+    else:
+        enough = either("more than memory allows", "超过内存允许的大小")
+    fits = plan.fits_now
+    return "\n".join(
+        [
+            either(
+                f"plan: {plan.gpus} GPUs x {asked} jobs, from one experiment that runs",
+                f"计划：{plan.gpus} 张显卡 x {asked} 个任务，根据一个正在运行的实验",
+            ),
+            either(f"  /dev/shm  {shm} needed, {enough}", f"  /dev/shm  需要 {shm}，{enough}"),
+            either(f"  RAM       {ram} needed, all of that included", f"  内存      共需要 {ram}"),
+            *(f"  {sentence}" for sentence in advice),
+            either(
+                f"  fits here: {'all jobs' if fits is None else f'{fits} jobs per GPU'}; "
+                f"running {plan.gpus} x {jobs}",
+                f"  本机可容纳：{'全部任务' if fits is None else f'每张显卡 {fits} 个任务'}；"
+                f"运行 {plan.gpus} x {jobs}",
+            ),
+        ]
+    )
 
 
 def outcome_text(outcome: Outcome) -> str:
     """A line for each experiment, then all of them together."""
-    lines = ["", "  #  GPU      lr  seed   has data after  RAM (PSS)  accuracy"]
+    lines = [
+        "",
+        either(
+            "  #  GPU      lr  seed   has data after  RAM (PSS)  accuracy",
+            "  #  GPU      lr  seed     数据可用时间  RAM (PSS)    准确率",
+        ),
+    ]
     for row in outcome.rows:
         lines.append(
             f"{row.number:>3}  {row.card:>3}  {row.rate:>6g}  {row.seed:>4}  {format_duration(row.opened):>15}  "
@@ -64,12 +84,21 @@ def outcome_text(outcome: Outcome) -> str:
         )
     count, data = len(outcome.rows), format_size(outcome.data_bytes)
     where = {
-        "shm": f"one copy of {data} of data in /dev/shm",
-        "disk": f"one copy of {data} of data on disk, in the page cache",
-        "memory": f"{count} copies of {data} of data",
-    }
-    lines += ["", f"together {format_size(outcome.held)} of RAM, with {where[outcome.backing]}"]
+        "shm": either(f"one copy of {data} of data in /dev/shm", f"/dev/shm 中一份 {data} 的数据"),
+        "disk": either(
+            f"one copy of {data} of data on disk, in the page cache",
+            f"磁盘上一份 {data} 的数据，经页缓存共享",
+        ),
+        "memory": either(f"{count} copies of {data} of data", f"{count} 份 {data} 的数据"),
+    }[outcome.backing]
+    held = format_size(outcome.held)
+    lines += ["", either(f"together {held} of RAM, with {where}", f"合计内存 {held}，其中有{where}")]
     if outcome.backing != "memory":
         apart = format_size(outcome.held + (count - 1) * outcome.data_bytes)
-        lines.append(f"with a copy each it would be {count - 1} x {data} more: {apart}")
+        lines.append(
+            either(
+                f"with a copy each it would be {count - 1} x {data} more: {apart}",
+                f"各用一份时还要多 {count - 1} x {data}：共 {apart}",
+            )
+        )
     return "\n".join(lines)

@@ -90,3 +90,24 @@ def test_bad_data_are_refused_by_the_first_experiment(tmp_path: Path, name: str,
     done = run(command("--data", tmp_path / f"{name}.h5", "--jobs_per_gpu", 1), **places)
     assert done.returncode == 2
     assert said in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("folder", ["glint_unet", "many_experiments", "audio_diffusion", "image_classifier"])
+def test_examples_speak_chinese(folder: str) -> None:
+    """Every script that has flags explains them in Chinese too, and has a README in it."""
+    home = Path(__file__).parents[3] / "examples" / folder
+    assert (home / "README.zh-CN.md").is_file()
+    scripts = [
+        path
+        for path in home.glob("*.py")
+        if "ArgumentParser(" in path.read_text() and "def main" in path.read_text()
+    ]
+    assert scripts
+    for script in scripts:
+        done = subprocess.run(
+            [sys.executable, str(script), "--help"],
+            env={**os.environ, "LEGROOM_LANG": "zh"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0 and re.search("[一-龥]{4}", done.stdout), script
