@@ -367,3 +367,52 @@ def _addresses(tensor: Any) -> set[int]:
         + tensor.element_size() * sum(i * s for i, s in zip(at, tensor.stride(), strict=True))
         for at in steps
     }
+
+
+def on_meta(worker: int) -> None:
+    torch.set_default_device("meta")
+
+
+class OnTheCpu(torch.utils.data.Dataset):  # type: ignore[misc, name-defined]
+    """Samples that name their device, and some that are put together by a constructor."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        number = torch.full((300,), float(index), device="cpu")
+        grad = torch.full((70,), 1.0, device="cpu")
+        return {"tensor": number, "empty": torch.empty(0, 3, device="cpu"), "array": np.full(300, index), "int": index,
+                "float": index / 2, "small": grad[:2]}  # fmt: skip
+
+
+def odd(samples: list[Any]) -> Any:
+    batch = torch.utils.data.default_collate(samples)
+    tensor = batch["tensor"]
+    return [
+        batch,
+        tensor.clone().requires_grad_(),
+        tensor[:1].expand(9, 300),
+        tensor[:, 3],
+        tensor.numpy(),
+        tensor[:, :0],
+    ]
+
+
+@pytest.mark.parametrize("where", ["in the workers", "in this process"])
+@pytest.mark.parametrize("fn", [None, odd], ids=["default", "odd"])
+def test_a_default_device_changes_nothing_that_torch_keeps(where: str, fn: Any) -> None:
+    given = []
+    init = on_meta if where == "in the workers" else None
+    for kind in (legroom.DataLoader, torch.utils.data.DataLoader):
+        loader = kind(
+            OnTheCpu(), 4, num_workers=1, collate_fn=fn, worker_init_fn=init, multiprocessing_context="fork"
+        )
+        iterator = iter(loader)
+        if init is None:
+            torch.set_default_device("meta")
+        try:
+            given.append([shown(batch, compact=True) for batch in list(iterator)])
+        finally:
+            torch.set_default_device(None)
+    assert given[0] == given[1]

@@ -66,7 +66,7 @@ class SharedDataset:
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         import torch
 
-        chosen = torch.as_tensor(np.asarray(indices, np.int64))
+        chosen = torch.from_numpy(np.array(indices, np.int64))  # on the CPU, whatever the default device
         if len(chosen) and not (-self._length <= int(chosen.min()) and int(chosen.max()) < self._length):
             raise IndexError(indices)
         chosen = torch.where(chosen < 0, chosen + self._length, chosen)

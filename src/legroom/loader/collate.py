@@ -4,14 +4,16 @@ Covers: what runs in a worker for every batch. Does not cover: its parts (arena/
 
 Everything happens in the collate function and in how its result is pickled, so any loader that calls one in worker
 processes and sends the result through a multiprocessing queue is served: torch's own, and what other libraries make
-of it. In the main process it is the plain function.
+of it. In the main process it is the plain function, and so it is where other code in the worker gets the result.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from typing import Any
 
 from legroom.cache.open import disabled
@@ -22,11 +24,15 @@ from legroom.loader.arena.pack import Span, Writer, needed, pickled, regions, st
 from legroom.loader.arena.pool import Pool
 from legroom.loader.arena.sent import Sent
 from legroom.loader.arena.slot import SENT, Slot, supported
+from legroom.loader.progress import position_of
+from legroom.loader.torch_internals import result_is_sent
 from legroom.packages import require
 from legroom.units import parse_size
 from legroom.words import say
 
 Collate = Callable[[Any], Any]
+
+_log = logging.getLogger("legroom")
 
 
 def collate(fn: Collate | None = None, *, memory_budget: int | str = "auto") -> Collate:
@@ -74,6 +80,7 @@ class Carried:
         self._pool: Pool | None = None
         self._pid = 0
         self._state_of: Callable[[], Any] | None = None
+        self._told = False  # that it was called by another function
 
     def __call__(self, samples: Any) -> Any:
         from torch.utils.data import get_worker_info
@@ -81,10 +88,25 @@ class Carried:
         info = get_worker_info()
         if info is None:
             return self.fn(samples)
+        if not result_is_sent():
+            return self._within(samples)
         pool = self._pool
         if pool is None or self._pid != os.getpid():
             return self._first(samples, info)
         return self._made(samples, info, pool, pool.take(pool.want) if pool.want else None)
+
+    def _within(self, samples: Any) -> Any:
+        """The batch itself, for a function or a loader in this worker that does more with it."""
+        if not self._told:
+            self._told = True
+            _log.warning(
+                say(
+                    "legroom.collate() was called by another function, which gets a plain batch: "
+                    "it travels torch's way, through /dev/shm. "
+                    "Put legroom.collate() around the outermost function to change that"
+                )
+            )
+        return self.fn(samples)
 
     def _first(self, samples: Any, info: Any) -> Any:
         """This worker's first batch, by which others may learn what one takes."""
@@ -104,6 +126,8 @@ class Carried:
         shows = info.id == 0 and came.waited_for
         if shows:
             came.drawn()
+        else:
+            came.hold()
         want = self._expected(samples, pool)
         count = len(samples) if isinstance(samples, (list, tuple)) else None
         slot = pool.take(want) if want else None
@@ -139,11 +163,9 @@ class Carried:
         arena_stack.install()
         self._pid = os.getpid()
         self._pool = Pool(self.budget, info.num_workers)
-        state_of = getattr(info.dataset, "state_dict", None)
         # Of a dataset that is iterated over, only this process knows how far it has come.
-        self._state_of = (
-            state_of if callable(state_of) and isinstance(info.dataset, IterableDataset) else None
-        )
+        self._state_of = position_of(info.dataset) if isinstance(info.dataset, IterableDataset) else None
+        Finalize(None, self._pool.end, exitpriority=0)  # runs when a process of multiprocessing's ends
         return self._pool
 
     def _state(self, worker: int, samples: Any) -> tuple[int, bytes, int | None] | None:
@@ -160,7 +182,14 @@ class Carried:
             return None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"fn": self.fn, "budget": self.budget, "_pool": None, "_pid": 0, "_state_of": None}
+        return {
+            "fn": self.fn,
+            "budget": self.budget,
+            "_pool": None,
+            "_pid": 0,
+            "_state_of": None,
+            "_told": False,
+        }
 
     def __repr__(self) -> str:
         return f"legroom.collate({self.fn!r})"

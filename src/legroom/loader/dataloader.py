@@ -27,6 +27,7 @@ from legroom.loader.arena import inbox as arena_inbox
 from legroom.loader.arena.door import Door, careful
 from legroom.loader.arena.inbox import Pinner, unopened
 from legroom.loader.arena.pin import cuda_pinner
+from legroom.loader.arena.processes import Guarded
 from legroom.loader.arena.queues import direct
 from legroom.loader.arguments import explained
 from legroom.loader.collate import Carried, read_budget, why_not, wrapped
@@ -239,8 +240,7 @@ class Loader:
         others: dict[str, Any] = {"_starting": True}
         if pinner is not None:
             others["pin_memory"] = False  # torch would start a thread for what is pinned already
-        if door is not None:
-            others["worker_init_fn"] = door
+        others["worker_init_fn"] = Guarded(loader.worker_init_fn) if door is None else door
         if self.transport == "arena":
             others["multiprocessing_context"] = direct(
                 loader.multiprocessing_context or multiprocessing.get_context(start_method())
@@ -291,6 +291,7 @@ class Loader:
         self._last_door = careful(
             loader.num_workers, start_method(loader.multiprocessing_context), loader.worker_init_fn, self._each,
             loader.batch_size, iterable=self._iterable, drop_last=loader.drop_last,
+            in_order=resume.ordered(self),
         )  # fmt: skip
         return self._last_door
 

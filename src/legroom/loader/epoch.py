@@ -50,6 +50,8 @@ class Epoch:
         self._scattered = scattered  # who knows which batch came, where they come out of order
         self._lasting = lasting  # the workers outlive this pass
         self._pid = os.getpid()
+        if crew is not None:
+            arena_inbox.lives_with(inner, crew.pids)
 
     def __iter__(self) -> Epoch:
         return self
@@ -150,4 +152,3 @@ class Epoch:
             return
         self._let_go()
         del self._inner  # ends the workers
-        arena_inbox.sweep()

@@ -6,7 +6,7 @@ cover: the state that is saved of it (resume.py), going on from one (rest.py, re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import count
 from typing import Any
 
@@ -16,6 +16,19 @@ from legroom.loader.torch_internals import batches_ordered, batches_under_way
 END = "end"  # the pass that the state was taken in ended by itself: iterate to its end
 LEAVE = "leave"  # that pass was left: ask for an iterator and leave it
 STOP = "stop"  # its share of this pass is over, and the state was taken after that: give nothing
+
+
+def position_of(dataset: Any) -> Callable[[], Any] | None:
+    """The ``state_dict`` by which a dataset tells how far it has come; None where it has none.
+
+    That of a torch.nn.Module holds weights, not a position.
+    """
+    from torch.nn import Module
+
+    found, back = (getattr(dataset, name, None) for name in ("state_dict", "load_state_dict"))
+    if not callable(found) or not callable(back):
+        return None
+    return None if getattr(found, "__func__", None) is Module.state_dict else found
 
 
 class Note:

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from legroom.errors import UsageError
-from legroom.loader.progress import STOP, Note, Progress
+from legroom.loader.progress import STOP, Note, Progress, position_of
 from legroom.words import say
 
 if TYPE_CHECKING:
@@ -97,9 +97,9 @@ def state_of(loader: Any, progress: Progress | None, iterable: bool, seeded: boo
             "turn": progress.turn if ordered(loader) else 0,
         }
     if iterable and loader.num_workers == 0:
-        if callable(getattr(loader.dataset, "state_dict", None)):
+        if (position := position_of(loader.dataset)) is not None:
             then = [STOP] if progress is not None and begun and progress.ended else []
-            state["workers"] = {0: {"state": loader.dataset.state_dict(), "then": then}}
+            state["workers"] = {0: {"state": position(), "then": then}}
     elif progress is not None and not progress.silent and (begun or loader.persistent_workers):
         notes = progress.workers if begun else later(progress)
         state["workers"] = {

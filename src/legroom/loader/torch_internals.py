@@ -5,10 +5,13 @@ A torch that has a name no longer is torch's loader with less: each function say
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import dis
+import sys
+from collections.abc import Callable, Collection
+from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any
 
 
@@ -42,6 +45,46 @@ def dataset_ended(iterator: Any) -> bool:
     Without it, resuming asks the dataset once more, which has nothing to give.
     """
     return bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))
+
+
+def watch_parent(lives: Callable[[], bool]) -> None:
+    """In a worker: end its loop also when ``lives`` says no.
+
+    torch takes the parent process that a worker has after ``worker_init_fn`` for its program. Without this, a worker
+    whose program was killed before that moment lives for ever.
+    """
+    from torch.utils.data import _utils
+
+    worker: Any = getattr(_utils, "worker", None)
+    kind: Any = getattr(worker, "ManagerWatchdog", None)
+    if not isinstance(kind, type) or not hasattr(kind, "is_alive"):
+        return
+
+    def is_alive(self: Any) -> bool:
+        return lives() and bool(kind.is_alive(self))
+
+    worker.ManagerWatchdog = type("ManagerWatchdog", (kind,), {"is_alive": is_alive})
+
+
+def result_is_sent() -> bool:
+    """Whether what the calling function returns goes into a worker's queue, and through no other code before that.
+
+    So it is where torch's worker loop fetches a batch, and all between it and the caller hand on the result as it is.
+    False where that cannot be told: then the batch travels torch's way.
+    """
+    frame = sys._getframe(2) if hasattr(sys, "_getframe") else None
+    while frame is not None and _hands_on(frame.f_code, frame.f_lasti):
+        name, frame = frame.f_code.co_name, frame.f_back
+        if name == "fetch" and frame is not None and frame.f_code.co_name == "_worker_loop":
+            return True
+    return False
+
+
+@cache
+def _hands_on(code: CodeType, at: int) -> bool:
+    """Whether a function returns the result of the call at this place of its code without a look at it."""
+    following = (code.co_code[place] for place in range(at + 2, len(code.co_code), 2))
+    return next((dis.opname[op] for op in following if dis.opname[op] != "CACHE"), "") == "RETURN_VALUE"
 
 
 def release_frames(problem: BaseException) -> None:

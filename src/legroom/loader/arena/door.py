@@ -11,6 +11,10 @@ number of workers, with what is left. Too little is an error in place of the fir
 that there will be too little, they are not drawn to the end. A later pass of the same loader knows the figures, and
 waits for nobody.
 
+Workers may wait for each other: at a barrier, for a file that another one writes. So a first worker that is blocked for
+a second, neither computing nor growing, is not waited for any longer. Those who come in by that are watched while they
+draw, as it is. Whoever waits here ends when the program that started it has ended.
+
 The door is a ``worker_init_fn`` around the user's: the only place that a worker passes before its first sample. The
 numbers lie in memory shared with all workers, however those are started.
 """
@@ -19,7 +23,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +32,7 @@ from legroom.budget.crew import SPARE, Each, fits, least
 from legroom.cache.maps import libc
 from legroom.errors import BudgetTooSmall, LoaderClosed
 from legroom.loader.arena.ending import watch_end
+from legroom.loader.arena.processes import Blocked, Guarded, end_with_parent
 from legroom.loader.arena.refusal import Left, left, refused
 from legroom.loader.arena.watch import May, Watch
 from legroom.loader.measure.bare import bare
@@ -39,13 +44,11 @@ Init = Callable[[int], None]
 
 ENOUGH = 1 << 30  # bytes for each worker: with so much no care is needed, unless a batch takes a third of it
 _SHUT, _OPEN, _REFUSED = range(3)
-_VERDICT, _OWN, _MAKING, _BATCH, _FREE, _SAMPLES, _HERE = range(
-    7
-)  # from _HERE on: which workers stand at the door
-_PATIENCE_S = {
-    False: 60.0,
-    True: 5.0,
-}  # by whether the dataset is iterable: the first worker's share may be empty, and its class not say so
+_VERDICT, _OWN, _MAKING, _BATCH, _FREE, _SAMPLES, _FIRST, _HERE = range(8)
+# _FIRST: the first worker's process id, when it has begun; from _HERE on: which workers stand at the door
+# By whether another worker's batch may be the first: the first one's share of an iterable dataset may be empty, and its
+# class not say so; with in_order=False batches are given out as they come.
+_PATIENCE_S = {False: 60.0, True: 5.0}
 _BARELY = {
     True: 64 << 20,
     False: ENOUGH,
@@ -70,11 +73,14 @@ class Door:
         *,
         iterable: bool,
         drop_last: bool = False,
+        in_order: bool = True,
     ) -> None:
         from multiprocessing.sharedctypes import RawArray  # loads a library of the platform
 
-        self.workers, self._before, self._iterable, self._drop_last = workers, before, iterable, drop_last
+        self.workers, self._iterable, self._drop_last = workers, iterable, drop_last
+        self._before = Guarded(before)
         self._shared: Any = RawArray(ctypes.c_longlong, _HERE + workers)
+        self._patience = iterable or not in_order
         self._height = 0
         self._watch: Watch | None = None
         if known is not None:
@@ -90,13 +96,13 @@ class Door:
         if shows:
             self._assemble()
             self._shared[_OWN] = private_bytes() or 0
+            self._shared[_FIRST] = os.getpid()
         else:
             self._wait()
-        if self._before is not None:
-            self._before(worker)
-        if shows:
+        self._before(worker)
+        if self.waited_for:
             self._watch = Watch(lambda: self._shared[_VERDICT] != _OPEN, self._may)
-            if self._iterable:
+            if shows and self._iterable:
                 self._tell_end()
 
     @property
@@ -124,13 +130,17 @@ class Door:
         """In the first worker, when its samples are there."""
         self._height = _beyond_now()
 
+    def hold(self) -> None:
+        """In a worker that was let in before the first one's batch, when its own samples are there: they are enough."""
+        if self._watch is not None:
+            self._watch.hold()
+
     def shown(self, batch: int, samples: int | None, *, sent: bool = True) -> None:
         """In the first worker, when its batch is in a slot of ``batch`` bytes, or none could be had: the verdict.
 
         It is raised where it is no.
         """
-        if self._watch is not None:
-            self._watch.hold()
+        self.hold()
         own, now, here = self._shared[_OWN], private_bytes(), left()
         if now is None or here is None:
             self.open()
@@ -201,12 +211,17 @@ class Door:
         self._stand(lambda: sum(self._shared[_HERE:]) < self.workers and self.waited_for, _ASSEMBLY_S)
 
     def _wait(self) -> None:
-        self._stand(lambda: self.waited_for, _PATIENCE_S[self._iterable])
+        blocked = Blocked()
+        self._stand(
+            lambda: self.waited_for and not (self._shared[_FIRST] and blocked.now(self._shared[_FIRST])),
+            _PATIENCE_S[self._patience],
+        )
         self.check()
 
     def _stand(self, still: Callable[[], bool], patience: float) -> None:
-        parent, until = multiprocessing.parent_process(), time.monotonic() + patience
-        while still() and time.monotonic() < until and (parent is None or parent.is_alive()):
+        until = time.monotonic() + patience
+        while still() and time.monotonic() < until:
+            end_with_parent()
             time.sleep(_LOOK_S)
 
 
@@ -224,6 +239,7 @@ def careful(
     *,
     iterable: bool,
     drop_last: bool = False,
+    in_order: bool = True,
 ) -> Door | None:
     """The door for a pass that is about to start; None where there is plenty, an error where it would be in vain."""
     now = left()
@@ -237,7 +253,7 @@ def careful(
             raise refused(known, workers, now.free, now.source, samples)
     else:
         _check_processes(workers, method, now)
-    return Door(workers, before, known, iterable=iterable, drop_last=drop_last)
+    return Door(workers, before, known, iterable=iterable, drop_last=drop_last, in_order=in_order)
 
 
 def _check_processes(workers: int, method: str, now: Left) -> None:

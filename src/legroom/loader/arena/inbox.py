@@ -21,12 +21,16 @@ import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from legroom.errors import BatchLost
+from legroom.loader.arena.descriptors import Descriptors
 from legroom.loader.arena.pack import ALIGN, NDArray, Span
 from legroom.loader.arena.slot import FREE, HELD, RETIRED, Slot, window
 from legroom.words import say
@@ -35,8 +39,10 @@ if TYPE_CHECKING:
     import torch
 
 MAY_HOLD = 2  # slots a worker
+_GPU_S = 1.0  # for a GPU to finish with the last batches of a loader that is gone
 _slots: dict[int, Arrival] = {}  # by the slot's number
 _thread = threading.local()
+_owners: weakref.WeakSet[Any] = weakref.WeakSet()  # iterators of torch's that have slots here
 _NOTHING: NDArray = np.empty(0, np.uint8)
 
 
@@ -82,10 +88,11 @@ class Arrival:
 class Worker:
     """What this process has of one worker."""
 
-    __slots__ = ("held", "pending", "pid")
+    __slots__ = ("ended", "held", "pending", "pid")
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
+        self.ended = False  # its loader is gone
         self.held: set[int] = (
             set()
         )  # numbers of slots: sets change in one step, whatever thread a finalizer runs in
@@ -104,12 +111,14 @@ class Worker:
 
     @property
     def gone(self) -> bool:
+        if self.ended:
+            return True
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return True
-        except PermissionError:  # somebody else's process has that number now
-            return True
+        except PermissionError:  # it is there, and another user's: this program may have changed its own
+            return False
         return False
 
 
@@ -241,6 +250,16 @@ class unopened:  # noqa: N801 - reads as a word: ``with unopened():``
         _thread.unopened = False
 
 
+@contextmanager
+def arriving(descriptors: Descriptors) -> Iterator[None]:
+    """Within it, slots that this thread does not know yet are looked for among these."""
+    _thread.descriptors = descriptors
+    try:
+        yield
+    finally:
+        _thread.descriptors = None
+
+
 def receive(
     pid: int,
     fd: int,
@@ -267,7 +286,7 @@ def _arrival(pid: int, fd: int, number: int) -> Arrival:
     if arrival is None:
         sweep()
         try:
-            slot = Slot.find(pid, fd, number)
+            slot = _slot(pid, fd, number)
         except OSError as problem:
             raise BatchLost(
                 say("a batch of worker {pid} cannot be reached", pid=pid),
@@ -284,6 +303,12 @@ def _arrival(pid: int, fd: int, number: int) -> Arrival:
     return arrival
 
 
+def _slot(pid: int, fd: int, number: int) -> Slot:
+    descriptors: Descriptors | None = getattr(_thread, "descriptors", None)
+    came = None if descriptors is None else descriptors.take(number)
+    return Slot.find(pid, fd, number) if came is None else Slot.at(came, number)
+
+
 def sweep() -> None:
     """Forget the slots of workers that are gone; they are unmapped when nothing lies on them."""
     for worker in [worker for worker in list(_workers.values()) if worker.gone]:
@@ -295,11 +320,33 @@ def sweep() -> None:
             _slots.pop(arrival.slot.id, None)
 
 
-def close(pids: set[int]) -> None:
+def close(pids: Collection[int]) -> None:
     """Tell these workers that nothing will be given back any more."""
     for arrival in list(_slots.values()):
         if arrival.worker.pid in pids:
             arrival.slot.close()
+
+
+def lives_with(iterator: Any, pids: Collection[int]) -> None:
+    """Forget the slots of these workers when torch's iterator, which owns them, is gone."""
+    if iterator not in _owners:  # one that lasts begins many passes
+        _owners.add(iterator)
+        weakref.finalize(iterator, _forget, frozenset(pids), os.getpid()).atexit = False
+
+
+def _forget(pids: Collection[int], owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    close(pids)
+    workers = [worker for pid, worker in list(_workers.items()) if pid in pids]
+    for worker in workers:
+        worker.ended = True
+    until = time.monotonic() + _GPU_S
+    while any(worker.pending for worker in workers) and time.monotonic() < until:
+        time.sleep(0.001)
+        for worker in workers:
+            worker.settle()
+    sweep()
 
 
 def mapped() -> int:
@@ -316,6 +363,7 @@ def _before_children_look() -> None:
 def _in_a_child() -> None:
     _slots.clear()
     _workers.clear()
+    _owners.clear()
 
 
 if hasattr(os, "register_at_fork"):

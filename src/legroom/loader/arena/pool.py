@@ -17,13 +17,13 @@ comes down to one batch on its way, and gives the pages of its other slots back.
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections import deque
 
 from legroom.budget.crew import Each, fits
 from legroom.cache.room import memory_bounds, tightest
 from legroom.errors import BudgetTooSmall, LoaderClosed
+from legroom.loader.arena.processes import parent_lives
 from legroom.loader.arena.refusal import left, refused
 from legroom.loader.arena.slot import FREE, HEADER, HELD, RETIRED, SENT, NoSlot, Slot
 from legroom.units import exact_size, format_size
@@ -99,6 +99,11 @@ class Pool:
         slot.give_up()
         self.slots.remove(slot)
 
+    def end(self) -> None:
+        """This process ends: pages that nobody reads go back, though the other process may keep them mapped."""
+        for slot in list(self.slots):
+            self.forget(slot)
+
     def check_room(self, need: int) -> None:
         """Raise where a batch of ``need`` bytes, one from each worker, would be somebody's death."""
         now = left()
@@ -167,8 +172,7 @@ class Pool:
         )  # fmt: skip
 
     def _somebody_there(self) -> None:
-        parent = multiprocessing.parent_process()
-        if any(slot.closing for slot in self.slots) or (parent is not None and not parent.is_alive()):
+        if any(slot.closing for slot in self.slots) or not parent_lives():
             raise LoaderClosed(
                 say("the loader was closed while a worker waited for room"),
                 why=say("nobody will take its batches any more"),

@@ -15,6 +15,7 @@ descriptor waits for somebody to fetch it.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import select
 from functools import cache
@@ -22,6 +23,8 @@ from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+from legroom.loader.arena.descriptors import Descriptors
+from legroom.loader.arena.inbox import arriving
 from legroom.loader.arena.sent import Sent
 
 _HEADER = 4  # bytes that a connection writes before a small message
@@ -30,9 +33,31 @@ _HEADER = 4  # bytes that a connection writes before a small message
 class _Direct:
     """What a queue of multiprocessing is mixed with: it writes by itself what a pipe takes without delay."""
 
+    descriptors: Descriptors | None = None  # of slots whose batches come through this queue
+
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
+        if (
+            self.descriptors is not None
+            and isinstance(obj, tuple)
+            and len(obj) == 2
+            and isinstance(obj[1], Sent)
+        ):
+            obj[1].hand_over(self.descriptors)
         if not self._put_now(obj):
             super().put(obj, block, timeout)  # type: ignore[misc]
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        if self.descriptors is None:
+            return super().get(block, timeout)  # type: ignore[misc]
+        with arriving(self.descriptors):
+            return super().get(block, timeout)  # type: ignore[misc]
+
+    def __getstate__(self) -> Any:
+        return super().__getstate__(), self.descriptors
+
+    def __setstate__(self, state: Any) -> None:
+        inner, self.descriptors = state
+        super().__setstate__(inner)  # type: ignore[misc]
 
     def _put_now(self, obj: Any) -> bool:
         inner: Any = self  # the names below are multiprocessing's own
@@ -84,9 +109,16 @@ def _kinds() -> list[type[BaseContext]]:
 
 
 class _Context:
+    _first = True  # no queue was made
+
     def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802 multiprocessing's name
         context: Any = self
-        return _queue_class()(maxsize, ctx=context.get_context())
+        queue = _queue_class()(maxsize, ctx=context.get_context())
+        if self._first:  # torch makes the one for batches before those for row numbers
+            self._first = False
+            with contextlib.suppress(OSError):
+                queue.descriptors = Descriptors()
+        return queue
 
 
 @cache

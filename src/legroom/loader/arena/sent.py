@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from legroom.loader.arena import door
+from legroom.loader.arena.descriptors import Descriptors
 from legroom.loader.arena.inbox import receive
 from legroom.loader.measure.private import give_back
 
@@ -19,6 +20,12 @@ class Sent:
 
     def __init__(self, *arguments: Any) -> None:
         self._arguments = arguments
+
+    def hand_over(self, descriptors: Descriptors) -> None:
+        """Send its slot's descriptor ahead, so that it is there when this arrives."""
+        _, fd, number, *_ = self._arguments
+        if fd >= 0:
+            descriptors.send(number, fd)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Right before it is written, when the samples are gone and the next ones are about to be drawn.

@@ -18,8 +18,9 @@ it under a map. Its first page says who it is and whose turn it is:
 
 At any moment only one side may change the state, so no lock is needed.
 
-Ownership: the worker that made a slot keeps its descriptor open for as long as it uses it; the other process maps it
-through /proc and keeps no descriptor. Each process unmaps its own map when nothing lies on it any more.
+Ownership: the worker that made a slot keeps its descriptor open for as long as it uses it; the other process gets the
+descriptor through a socket (arena/descriptors.py) or /proc, maps the slot and keeps no descriptor. Each process unmaps
+its own map when nothing lies on it any more.
 """
 
 from __future__ import annotations
@@ -115,11 +116,15 @@ class Slot:
     @classmethod
     def find(cls, pid: int, fd: int, number: int) -> Self:
         """The slot that the worker ``pid`` has open as ``fd``."""
-        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        return cls.at(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), number)
+
+    @classmethod
+    def at(cls, fd: int, number: int) -> Self:
+        """The slot behind a descriptor, which is closed."""
         try:
-            return cls(opened, os.fstat(opened).st_size - HEADER, number, keep=False)
+            return cls(fd, os.fstat(fd).st_size - HEADER, number, keep=False)
         finally:
-            os.close(opened)
+            os.close(fd)
 
     @property
     def state(self) -> int:

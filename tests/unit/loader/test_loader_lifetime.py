@@ -1,0 +1,156 @@
+"""What a loader leaves behind when it is gone: live tensors and nothing else. And what each batch costs its worker."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import legroom
+from legroom.loader.arena import inbox as arena_inbox
+
+torch = pytest.importorskip("torch")
+data = torch.utils.data
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="slots need memfd"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:.*multi-threaded, use of fork"),
+]
+MB = 1 << 20
+
+
+class Rows(data.Dataset):  # type: ignore[misc, name-defined]
+    """Each a megabyte."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((MB // 4,), float(index))
+
+
+def slots() -> tuple[int, int]:
+    """How many slots this process has mapped, and the bytes of them that are in memory."""
+    text, resident = Path("/proc/self/smaps").read_text(), 0
+    parts = re.findall(r"legroom-batch.*?\nRss: +(\d+) kB", text, re.S)
+    for part in parts:
+        resident += int(part) * 1024
+    return len(parts), resident
+
+
+@pytest.fixture(autouse=True)
+def _none_before() -> Iterator[None]:
+    gc.collect()
+    arena_inbox.sweep()
+    assert slots() == (0, 0)
+    yield
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+@pytest.mark.parametrize("left", ["at the end", "in the middle", "after two passes"])
+def test_a_loader_that_is_gone_has_no_slots(lasting: bool, left: str) -> None:
+    loader = legroom.DataLoader(Rows(), 4, num_workers=2, persistent_workers=lasting)
+    for _ in range(2 if left == "after two passes" else 1):
+        for number, _ in enumerate(loader):
+            if left == "in the middle" and number == 5:
+                break
+    del _
+    del loader
+    assert slots() == (0, 0)  # without collecting garbage
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_live_tensors_stay_as_they_are(lasting: bool) -> None:
+    loader = legroom.DataLoader(Rows(), 4, num_workers=1, persistent_workers=lasting)
+    kept = [batch for number, batch in zip(range(4), loader, strict=False)]
+    del loader
+    count, resident = slots()
+    assert count == arena_inbox.MAY_HOLD and resident < (count + 1) * 4 * MB
+    assert [int(batch[0, 0]) for batch in kept] == [0, 4, 8, 12]
+    del kept[0]
+    assert slots()[0] == count - 1
+    kept.clear()
+    assert slots() == (0, 0)
+
+
+def test_a_loader_in_a_cycle_is_collected_with_its_slots() -> None:
+    loader = legroom.DataLoader(Rows(), 4, num_workers=1, persistent_workers=True)
+    loader.itself = loader
+    next(iter(loader))
+    del loader
+    gc.collect()
+    assert slots() == (0, 0)
+
+
+def test_workers_that_were_replaced_have_no_slots() -> None:
+    loader = legroom.DataLoader(Rows(), 4, num_workers=1, persistent_workers=True)
+    next(iter(loader))
+    state = loader.state_dict()
+    loader.load_state_dict(state)  # ends the workers
+    assert slots() == (0, 0)
+
+
+def test_another_loader_with_our_collate_keeps_no_pages() -> None:
+    iterator = iter(data.DataLoader(Rows(), 4, num_workers=2, collate_fn=legroom.collate()))
+    assert [int(next(iterator)[0, 0]) for _ in range(6)] == list(range(0, 24, 4))
+    assert slots()[1] >= 4 * MB
+    assert [int(batch[0, 0]) for batch in iterator] == list(range(24, 64, 4))
+    del iterator
+    assert slots()[1] < MB  # mapped at most
+    arena_inbox.sweep()
+    assert slots() == (0, 0)
+
+
+class Weights(torch.nn.Module, data.IterableDataset):  # type: ignore[misc, name-defined]
+    """A dataset with a model in it: its state_dict is the model's, and says nothing about the place in the data."""
+
+    asked = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1000, 1000)
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(12):
+            yield torch.tensor([index, Weights.asked])
+
+    def state_dict(self, *given: Any, **options: Any) -> Any:
+        Weights.asked += 1
+        return super().state_dict(*given, **options)
+
+
+class OnlyWeights(Weights):
+    state_dict = torch.nn.Module.state_dict
+
+
+class NoWayBack(data.IterableDataset):  # type: ignore[misc, name-defined]
+    def __iter__(self) -> Iterator[Any]:
+        yield from torch.arange(12)
+
+    def state_dict(self) -> Any:
+        raise AssertionError("without load_state_dict it is of no use")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [OnlyWeights, NoWayBack])
+def test_a_state_without_a_position_is_not_asked_for(kind: Any, workers: int) -> None:
+    loader = legroom.DataLoader(kind(), 2, num_workers=workers)
+    iterator = iter(loader)
+    first = [next(iterator).reshape(2, -1)[:, 0].tolist() for _ in range(2)]
+    state = loader.state_dict()
+    assert not state["workers"] and (workers == 0 or not loader._progress.workers)
+    del iterator
+    again = legroom.DataLoader(kind(), 2, num_workers=workers)
+    again.load_state_dict(state)
+    rest = [batch.reshape(2, -1)[:, 0].tolist() for batch in again]
+    assert first + rest == [[at, at + 1] for at in range(0, 12, 2)]
+
+
+def test_a_state_of_its_own_is_asked_for_also_of_a_module() -> None:
+    loader = legroom.DataLoader(Weights(), 2, num_workers=1)
+    assert list(loader) and loader._progress.workers
+    assert Weights.asked == 0
