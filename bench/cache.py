@@ -1,10 +1,11 @@
 """The shared cache, side by side with what it replaces.
 
-Covers: attaching, cold loads (cache_cold.py), the first epoch, large pages (cache_pages.py), many processes at once.
+Covers: attaching, cold loads (cache_cold.py), the first epoch, large pages (cache_pages.py), many entries and
+many arrays, many processes at once.
 Does not cover: other libraries (peers.py), decoding alone (formats.py), cold disks, where the disk decides: sources are
 in the page cache.
 
-    python bench/cache.py [--rounds 7] [--only attach,cold,gzip,epoch,pages,storm] [--scale 1.0] [--results DIR]
+    python bench/cache.py [--rounds 7] [--only attach,cold,gzip,epoch,pages,many,storm] [--scale 1.0] [--results DIR]
 
 Nothing is asserted: a target that is missed is printed as missed. With --only the other parts' results are kept.
 """
@@ -12,11 +13,14 @@ Nothing is asserted: a target that is missed is printed as missed. With --only t
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 import legroom
 from cache_cold import cold, gzip, storm
@@ -120,7 +124,61 @@ def epoch(bench: Bench) -> Measured:
     return rows, {"gigabytes_per_second": runs}
 
 
-PARTS = {"attach": attach, "cold": cold, "gzip": gzip, "epoch": epoch, "pages": pages, "storm": storm}
+def many(bench: Bench) -> Measured:
+    """Many entries in the store, and many arrays in one file: what a cold open and an attach take then."""
+    rows, raw = [], {}
+    made, path = 0, bench.disk / "many.safetensors"
+    for count in (0, int(1000 * bench.scale), int(10_000 * bench.scale)):
+        for number in range(made, count):
+            np.save(bench.disk / "one.npy", np.full(100, number))
+            legroom.open(bench.disk / "one.npy").close()
+        made = count
+        found = []
+        for number in range(3 * bench.rounds):
+            np.save(bench.disk / "new.npy", np.full(5000, -count - number / 1000))
+            found.append(timed(lambda: legroom.open(bench.disk / "new.npy").close()))
+        raw[f"entries_{count}"] = found
+        note = f"median {1e3 * median(found):.1f} ms"
+        rows.append(Row(f"cold open of 40 kB beside {count} entries", 1e3 * min(found), "ms", note=note))
+    for count in (int(1000 * bench.scale), int(20_000 * bench.scale)):
+        cold, warm = [], []
+        for number in range(bench.rounds):
+            write_tensors(path, count, number)
+            cold.append(timed(lambda: legroom.open(path).close()))
+            warm.append(timed(lambda: legroom.open(path).close()))
+        raw[f"arrays_{count}"] = {"cold": cold, "warm": warm}
+        target = 2.0 if count == 20_000 else None
+        rows.append(Row(f"cold open of {count} tensors in one file", min(cold), "s", target))
+        rows.append(Row("  the second open", min(warm), "s"))
+    return rows, raw
+
+
+def write_tensors(path: Path, count: int, seed: int) -> None:
+    """A safetensors file of that many tensors of 64 numbers."""
+    size = 256
+    header = {
+        f"layer.{number}.weight": {
+            "dtype": "F32",
+            "shape": [64],
+            "data_offsets": [number * size, (number + 1) * size],
+        }
+        for number in range(count)
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    data = np.random.default_rng(seed).integers(0, 255, count * size, np.uint8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data.tobytes())
+
+
+PARTS = {
+    "attach": attach,
+    "cold": cold,
+    "gzip": gzip,
+    "epoch": epoch,
+    "pages": pages,
+    "many": many,
+    "storm": storm,
+}
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from logging import DEBUG, WARNING
 
 from legroom.cache import identity, manifest, records, room
 from legroom.cache.attach import Attached, Lease, attach, lease, map_entry
+from legroom.cache.copy import Layout
 from legroom.cache.elect import name_work, turn
 from legroom.cache.find import Request, find, find_digest, own_options, put_aside
 from legroom.cache.load import Asked, Job, Progress, Written, load, need
@@ -131,7 +132,9 @@ def _build(asked: Asked, places: Stores) -> Attached:
             stack.enter_context(open_source(path, asked.request.keys, memory)) for path in asked.source.paths
         ]
         descriptions = [reader.describe() for reader in readers]
-        job = Job(asked, identity.described(asked.source, descriptions), readers, plan(descriptions), memory)
+        planned = plan(descriptions)
+        layout = Layout(readers, planned.arrays)
+        job = Job(asked, identity.described(asked.source, descriptions), readers, planned, memory, layout)
         identity.require_own(job.source, readers)
         identity.settle(job.source)
         job.sample = identity.sample(job.source)

@@ -28,12 +28,14 @@ from legroom.cache.checksum import Part
 from legroom.cache.fileio import MOST_PARTS, read_at, write_all, write_parts
 from legroom.cache.identity import changed, gone
 from legroom.cache.plan import ArrayTarget, Piece, TableTarget
+from legroom.cache.work import Work
 from legroom.formats.memory import DecodingMemory
 from legroom.formats.protocol import Extent, Reader, Slab
 from legroom.formats.source import wrong_checksum
 
 PART = 8 << 20
 _BUFFER = 1 << 20
+_SMALL = 256 << 10  # arrays up to this size are copied together
 _MOST_OPEN = 128  # a file of thousands of small arrays must not run out of descriptors
 _local = threading.local()
 
@@ -71,6 +73,32 @@ class _Share(NamedTuple):
     arguments: tuple[Any, ...]
 
 
+class Layout:
+    """Where the pieces of all arrays lie in their sources: raw, in slabs, or neither.
+
+    Asked once, before any thread reads: a reader is used by one thread at a time.
+    """
+
+    def __init__(self, readers: Sequence[Reader], targets: Sequence[ArrayTarget]) -> None:
+        self.extents: dict[tuple[int, str], Extent | None] = {}
+        self.slabs: dict[tuple[int, str], Sequence[Slab] | None] = {}
+        for target in targets:
+            for piece in target.pieces:
+                reader, key = readers[piece.source], (piece.source, piece.name)
+                # A shifted piece has other numbers in the entry than in the file.
+                extent = None if piece.shift else reader.extent(piece.name)
+                whole = piece.shift == 0 and piece.skip == 0
+                if extent is not None and extent.checksum is not None and not whole:
+                    extent = None  # a part alone cannot be compared with it
+                self.extents[key] = extent
+                self.slabs[key] = reader.slabs(piece.name) if whole and extent is None else None
+
+    @property
+    def decodes(self) -> bool:
+        """Whether some array does not lie in its file as it will lie in memory."""
+        return any(extent is None for extent in self.extents.values())
+
+
 class Filler:
     """Fills allocated files from readers; ``jobs`` are what it has under way."""
 
@@ -81,33 +109,63 @@ class Filler:
         pool: ThreadPoolExecutor,
         again: Callable[[int], None],  # raises where that many more bytes do not fit any more
         memory: DecodingMemory,
+        layout: Layout,
         *,
         by_map: bool,
     ) -> None:
         self._readers, self._meter, self._pool, self._by_map = readers, meter, pool, by_map
         self._again, self._memory = again, memory
-        self._extents: dict[tuple[int, str], Extent | None] = {}
-        self._slabs: dict[tuple[int, str], Sequence[Slab] | None] = {}
+        self._extents, self._slabs = layout.extents, layout.slabs
+        self._together: list[tuple[str, Future[Any]]] = []
         self._decoding = threading.Lock()  # readers are not asked from two threads at once
         self._sources: dict[str, int] = {}
-        self._own: list[os.stat_result] = []  # the files that the readers have open
+        self._opening = threading.Lock()
+        # The files that the readers have open.
+        self._own = [os.fstat(fd) for reader in readers for fd in reader.descriptors()]
         self.jobs: list[Future[Any]] = []
         self._parts: dict[str, list[tuple[int, Future[list[Part]]]]] = {}
         self._opened: deque[tuple[int, list[Future[Any]]]] = deque()
 
-    def look(self, targets: Sequence[ArrayTarget]) -> None:
-        """Ask where the arrays lie, before any thread reads: a reader is used by one thread at a time."""
+    def is_small(self, target: ArrayTarget) -> bool:
+        """Whether the array is copied together with others: thousands of small ones would each cost a task."""
+        extents = (self._extents[piece.source, piece.name] for piece in target.pieces)
+        # What has a checksum of its own is compared with it where large arrays are.
+        return target.size <= _SMALL and all(one is not None and one.checksum is None for one in extents)
+
+    def small(self, targets: Sequence[ArrayTarget], work: Work) -> None:
+        """Start copying small arrays, each into a file of its own that is sealed at once."""
+        job = self._start(self._copy_small, targets, work)
+        self._together.extend((target.spec.name, job) for target in targets)
+
+    def sealed(self) -> dict[str, tuple[str, os.stat_result]]:
+        """Checksum and stat of every small array, by name."""
+        jobs = {id(job): job for _, job in self._together}
+        return {name: found for job in jobs.values() for name, found in job.result().items()}
+
+    def _copy_small(
+        self, targets: Sequence[ArrayTarget], work: Work
+    ) -> dict[str, tuple[str, os.stat_result]]:
+        crc32, found = checksum.crc32(), {}
+        work.again(sum(-(-target.size // mmap.PAGESIZE) * mmap.PAGESIZE for target in targets))
         for target in targets:
+            data = bytearray(target.size)
+            data[: len(target.header)] = target.header
+            view = memoryview(data)
             for piece in target.pieces:
-                reader, key = self._readers[piece.source], (piece.source, piece.name)
-                # A shifted piece has other numbers in the entry than in the file.
-                extent = None if piece.shift else reader.extent(piece.name)
-                whole = piece.shift == 0 and piece.skip == 0
-                if extent is not None and extent.checksum is not None and not whole:
-                    extent = None  # a part alone cannot be compared with it
-                self._extents[key] = extent
-                self._slabs[key] = reader.slabs(piece.name) if whole and extent is None else None
-        self._own = [os.fstat(fd) for reader in self._readers for fd in reader.descriptors()]
+                extent = self._extents[piece.source, piece.name]
+                assert extent is not None  # it is small
+                start = len(target.header) + piece.offset
+                begin = extent.offset + extent.nbytes - piece.nbytes
+                if (
+                    piece.nbytes
+                    and read_at(self._source(extent), view[start : start + piece.nbytes], begin)
+                    != piece.nbytes
+                ):
+                    raise changed(extent.path)
+            self._meter.add(target.spec.nbytes)
+            crc = checksum.as_text(crc32(view[len(target.header) :]))
+            found[target.spec.name] = crc, work.write_sealed(target.file, view)
+        return found
 
     def written(self, target: ArrayTarget) -> bool:
         """Whether the whole array comes in slabs, which are written and need no map."""
@@ -207,14 +265,15 @@ class Filler:
 
     def _source(self, extent: Extent) -> int:
         path = os.fspath(extent.path)
-        if path not in self._sources:
-            try:
-                self._sources[path] = fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as problem:
-                raise gone(extent.path, problem) from problem
-            if not any(os.path.samestat(os.fstat(fd), own) for own in self._own):
-                raise changed(extent.path)  # its name has come to lead elsewhere
-        return self._sources[path]
+        with self._opening:
+            if path not in self._sources:
+                try:
+                    self._sources[path] = fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as problem:
+                    raise gone(extent.path, problem) from problem
+                if not any(os.path.samestat(os.fstat(fd), own) for own in self._own):
+                    raise changed(extent.path)  # its name has come to lead elsewhere
+            return self._sources[path]
 
     def _copy(self, extent: Extent, source: int, start: int, fd: int, to: int, length: int) -> list[Part]:
         crc, total, done = checksum.crc32(), 0, 0
@@ -295,7 +354,9 @@ def compare(extent: Extent, name: str, parts: Iterable[Part]) -> None:
             raise wrong_checksum(extent.path, name, has, extent.checksum.whole)
 
 
-def decoding(readers: Sequence[Reader], targets: Sequence[ArrayTarget | TableTarget], *, by_map: bool) -> int:
+def decoding(
+    readers: Sequence[Reader], targets: Sequence[ArrayTarget | TableTarget], layout: Layout, *, by_map: bool
+) -> int:
     """Bytes of memory that filling the files takes beside them, with one thread at work."""
     most = 0
     for target in targets:
@@ -303,15 +364,14 @@ def decoding(readers: Sequence[Reader], targets: Sequence[ArrayTarget | TableTar
             most = max(most, readers[target.source].decoding(target.name))
             continue
         for piece in target.pieces:
-            reader, plain = readers[piece.source], piece.shift == 0 and piece.skip == 0
-            if (plain or not piece.shift) and reader.extent(piece.name) is not None:
-                continue
-            slabs = reader.slabs(piece.name) if plain else None
+            key = piece.source, piece.name
+            slabs = layout.slabs[key]
             if slabs is not None:
                 most = max(most, max((slab.decoding for slab in slabs), default=0))
-            else:
-                beside = 0 if by_map and plain else math.prod(piece.shape) * target.spec.dtype.itemsize
-                most = max(most, reader.decoding(piece.name) + beside)
+            elif layout.extents[key] is None:
+                plain = by_map and piece.shift == 0 and piece.skip == 0
+                beside = 0 if plain else math.prod(piece.shape) * target.spec.dtype.itemsize
+                most = max(most, readers[piece.source].decoding(piece.name) + beside)
     return most
 
 

@@ -6,9 +6,11 @@ Covers: from a manifest to model.Entry. Does not cover: looking for entries (cat
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, Literal
 
 from legroom.cache.manifest import Array, Manifest, Table
+from legroom.cache.npy import Dtype
 from legroom.model import Entry, EntryArray, EntryTable, EntryUser
 
 
@@ -42,9 +44,16 @@ def entry_of(
     )
 
 
+@lru_cache(maxsize=1024)
+def _text(dtype: Dtype) -> str:
+    return str(
+        dtype
+    )  # numpy takes longer for it than for anything else here, and thousands of arrays have the same
+
+
 def arrays_of(arrays: Iterable[Array]) -> dict[str, EntryArray]:
     """Arrays by name."""
-    return {a.name: EntryArray(a.shape, str(a.dtype), a.nbytes, a.attributes) for a in arrays}
+    return {a.name: EntryArray(a.shape, _text(a.dtype), a.nbytes, a.attributes) for a in arrays}
 
 
 def tables_of(tables: Iterable[Table]) -> dict[str, EntryTable]:

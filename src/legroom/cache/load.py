@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from legroom.cache import checksum, identity
-from legroom.cache.copy import Filler, Meter, Stopped, decoding
+from legroom.cache.copy import Filler, Layout, Meter, Stopped, decoding
 from legroom.cache.find import Request
 from legroom.cache.identity import Source
 from legroom.cache.manifest import Array, Table, stamp_of
 from legroom.cache.numa import interleaved
 from legroom.cache.place import Store, filesystem, in_memory
-from legroom.cache.plan import Plan
+from legroom.cache.plan import ArrayTarget, Plan
 from legroom.cache.room import Need
 from legroom.cache.steps import step
 from legroom.cache.work import Work
@@ -32,6 +32,7 @@ from legroom.formats.protocol import Reader
 
 Progress = Callable[[int, int], None]  # (done, total) in bytes
 _POLL = 0.05
+_TOGETHER = 256  # small arrays in one task
 _MOST_COPIERS = (
     8  # more get in each other's way: sixteen took a tenth to a quarter longer, measured on sixteen cores
 )
@@ -60,6 +61,7 @@ class Job:
     readers: Sequence[Reader]
     plan: Plan
     memory: DecodingMemory
+    layout: Layout
     digests: dict[str, str] = field(default_factory=dict)
     hashed_ns: int = 0  # when hashing began
     sample: str = ""
@@ -80,14 +82,16 @@ def load(job: Job, work: Work) -> Written:
     slow_hash = job.asked.request.hash == "md5" and "md5" not in job.digests
     humble = _humble if slow_hash else None
     # Copying is done long before md5 is, so one core is left to it; decoding takes all there are.
-    copiers = max(1, cpus - 1) if slow_hash and not _decodes(job) else max(2, cpus)
+    copiers = max(1, cpus - 1) if slow_hash and not job.layout.decodes else max(2, cpus)
     with (
         ThreadPoolExecutor(1, "legroom-hash") as hashing,
         ThreadPoolExecutor(1, "legroom-allocate", humble) as allocating,
         ThreadPoolExecutor(min(_MOST_COPIERS, copiers), "legroom-copy", humble) as copying,
     ):
         job.memory.measure = work.decodable
-        filler = Filler(job.readers, meter, copying, work.again, job.memory, by_map=_by_map(work.store))
+        filler = Filler(
+            job.readers, meter, copying, work.again, job.memory, job.layout, by_map=_by_map(work.store)
+        )
         first: list[Future[Any]] = []
         try:
             step("read")
@@ -98,7 +102,6 @@ def load(job: Job, work: Work) -> Written:
                 )
             else:
                 meter.hashed = job.source.size
-            filler.look(job.plan.arrays)
             step("allocate")
             first.append(allocating.submit(_allocate, job, work, filler))
             _watch(first[-1:], lambda: _report(job, work, meter))
@@ -109,7 +112,14 @@ def load(job: Job, work: Work) -> Written:
             step("written")
             if len(first) == 2:
                 job.digests = {**job.digests, job.asked.request.hash: first[0].result()}
-            crcs = {target.spec.name: filler.crc32(target) for target in job.plan.arrays}
+            sealed = filler.sealed()
+            crcs = {
+                target.spec.name: sealed[target.spec.name][0]
+                if target.spec.name in sealed
+                else filler.crc32(target)
+                for target in job.plan.arrays
+            }
+            stats = {name: stats for name, (_, stats) in sealed.items()}
             sizes = [table.result() for table in tables]
         except BaseException as problem:
             meter.stopped = True
@@ -123,16 +133,18 @@ def load(job: Job, work: Work) -> Written:
             meter.stopped = True
             wait(first)
             filler.close()
-    if _decodes(job):
+    if job.layout.decodes or job.plan.tables:
         give_back()  # whoever loads goes on to train
     # Closed by everybody: nothing changes the files' times from here on.
     step("seal")
-    return _sealed(job, work, crcs, sizes)
+    return _sealed(job, work, crcs, stats, sizes)
 
 
 def need(job: Job, store: Store) -> Need:
     """What loading into that store takes."""
-    return replace(job.plan.need, decoding=decoding(job.readers, job.plan.targets, by_map=_by_map(store)))
+    return replace(
+        job.plan.need, decoding=decoding(job.readers, job.plan.targets, job.layout, by_map=_by_map(store))
+    )
 
 
 def _by_map(store: Store) -> bool:
@@ -142,16 +154,16 @@ def _by_map(store: Store) -> bool:
 def _allocate(job: Job, work: Work, filler: Filler) -> None:
     """Take the room of every array, starting to fill what has been taken."""
     with interleaved():  # pages in memory lie where the thread is that takes them
+        small: list[ArrayTarget] = []
         for target in job.plan.arrays:
+            if filler.is_small(target):
+                small.append(target)
+                continue
             later = in_memory(work.store) and filler.written(target)
             fd = work.create(target.file)  # the filler's from here on, which closes it
             filler.array(target, fd, work.allocate(fd, target.header, target.size, later=later))
-
-
-def _decodes(job: Job) -> bool:
-    """Whether some array does not lie in its file as it will lie in memory."""
-    pieces = (piece for target in job.plan.arrays for piece in target.pieces)
-    return any(job.readers[piece.source].extent(piece.name) is None for piece in pieces)
+    for start in range(0, len(small), _TOGETHER):
+        filler.small(small[start : start + _TOGETHER], work)
 
 
 def _humble() -> None:
@@ -189,10 +201,17 @@ def _report(job: Job, work: Work, meter: Meter) -> None:
         job.asked.progress(done, total)
 
 
-def _sealed(job: Job, work: Work, crcs: Mapping[str, str], sizes: Sequence[int]) -> Written:
+def _sealed(
+    job: Job,
+    work: Work,
+    crcs: Mapping[str, str],
+    stats: Mapping[str, os.stat_result],
+    sizes: Sequence[int],
+) -> Written:
     arrays, tables = [], []
     for target in job.plan.arrays:
-        spec, stamp = target.spec, stamp_of(work.seal(target.file))
+        spec = target.spec
+        stamp = stamp_of(stats.get(spec.name) or work.seal(target.file))
         crc = crcs[spec.name]
         arrays.append(
             Array(

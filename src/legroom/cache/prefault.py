@@ -87,7 +87,8 @@ class Prefault:
                     length = min(_STEP, item.length - offset)
                     if self._in_memory:
                         _touch(item, offset, length, _AROUND)
-                        _touch(item, offset, length, _PAGE)
+                        if length > _PAGE:
+                            _touch(item, offset, length, _PAGE)
                     else:
                         _populate(item, offset, length)
                     self.filled += length

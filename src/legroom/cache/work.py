@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from legroom.cache import locks, room, trash
 from legroom.cache.evict import evict_for
+from legroom.cache.fileio import write_all
 from legroom.cache.large import LargePages
 from legroom.cache.locks import Lock
 from legroom.cache.place import Store, in_memory
@@ -141,14 +142,26 @@ class Work:
         finally:
             os.close(fd)
 
+    def write_sealed(self, name: str, data: memoryview) -> os.stat_result:
+        """A small file, whole, read-only and, on a disk, durable; what it looks like from now on."""
+        fd = self.create(name)
+        try:
+            write_all(fd, data, 0)
+            return self._seal(fd)
+        finally:
+            os.close(fd)
+
+    def _seal(self, fd: int) -> os.stat_result:
+        os.fchmod(fd, 0o400)
+        if self.store.backing == "disk":
+            os.fsync(fd)
+        return os.fstat(fd)
+
     def seal(self, name: str) -> os.stat_result:
         """Make a file read-only and, on a disk, durable; what it looks like from now on."""
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
         try:
-            os.fchmod(fd, 0o400)
-            if self.store.backing == "disk":
-                os.fsync(fd)
-            return os.fstat(fd)
+            return self._seal(fd)
         except OSError as problem:
             self.raise_full(problem)
             raise

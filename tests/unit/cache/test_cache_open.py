@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -550,3 +552,29 @@ def test_hints_of_entries_that_are_gone_go_too(shm: Path, tmp_path: Path) -> Non
     reap.drop(key)
     reap.gc()
     assert list((shm / "samples").iterdir()) == []
+
+
+@pytest.mark.parametrize("backing", ["shm", "disk"])
+def test_thousands_of_small_arrays(shm: Path, tmp_path: Path, backing: str) -> None:
+    """They are copied together; each has a file, a checksum and a stamp of its own all the same."""
+    from legroom.cache import verify
+
+    shapes = [(7,), (0,), (3, 5), ()] * 300
+    arrays = {f"layer.{n}": np.full(shape, n, np.float32) for n, shape in enumerate(shapes)}
+    arrays["large"] = np.arange(200_000, dtype=np.int64)
+    np.savez(tmp_path / "a.npz", **arrays)
+    header, data = {}, b""
+    for name, array in arrays.items():
+        kind = {"float32": "F32", "int64": "I64"}[str(array.dtype)]
+        end = len(data) + array.nbytes
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [len(data), end]}
+        data += array.tobytes()
+    text = json.dumps(header).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    for name in ("a.safetensors", "a.npz"):
+        for _ in range(2):
+            opened = legroom.open(tmp_path / name, backing=backing)
+            assert list(opened) == list(arrays)
+            assert all(np.array_equal(opened[key], array) for key, array in arrays.items())
+            assert stat.S_IMODE(opened.where("layer.0").path.stat().st_mode) == 0o400
+        assert verify.verify(opened.info.key)[0].whole
