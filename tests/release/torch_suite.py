@@ -9,6 +9,7 @@ in EXCEPTIONS.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import signal
@@ -16,19 +17,22 @@ import subprocess
 import sys
 import tempfile
 import unittest
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 SUITE = "test_dataloader"
-LIMIT_S = 600  # a test
+LIMIT_S = 1800  # a test; test_proper_exit takes minutes on an idle machine
+JOIN_S = 600.0  # how long the tests wait for a process: their 60 s fail on a busy machine, whatever the class
 FOLDER, WITH_TORCHS_CLASS = "LEGROOM_TORCH_TESTS", "LEGROOM_TORCH_SUITE_PLAIN"
-EXCEPTIONS: dict[str, str] = {}  # the end of a test's id -> why; docs/dataloader.md has the same list
+# The end of a test's id -> whether it is excused here; why: docs/dataloader.md
+EXCEPTIONS: dict[str, Callable[[], bool]] = {"test_partial_workers": lambda: torch.cuda.is_available()}
 
 # Also in the processes that the tests spawn: they import this file before they unpickle anything.
-if os.environ.get(WITH_TORCHS_CLASS) != "1":
-    import torch.utils.data
+import torch.utils.data  # noqa: E402
 
+if os.environ.get(WITH_TORCHS_CLASS) != "1":
     import legroom
 
     torch.utils.data.DataLoader = legroom.DataLoader  # type: ignore[misc]
@@ -62,6 +66,7 @@ def _too_long(number: int, frame: FrameType | None) -> None:
 def tests(wanted: list[str]) -> unittest.TestSuite:
     """Every test of the module, or those with these ids."""
     module = importlib.import_module(SUITE)
+    module.JOIN_TIMEOUT = JOIN_S  # type: ignore[attr-defined]
     kinds = [
         one for one in vars(module).values() if isinstance(one, type) and issubclass(one, unittest.TestCase)
     ]
@@ -90,7 +95,7 @@ def main(arguments: list[str]) -> int:
         return int(bool(bad))
     left = []
     for test in bad:
-        if any(test.endswith(name) for name in EXCEPTIONS):
+        if any(test.endswith(name) and excused() for name, excused in EXCEPTIONS.items()):
             print(f"{test}: a known exception")
         elif again(test):
             print(f"{test}: passes alone")
@@ -107,6 +112,9 @@ if __name__ == "__main__":
     if FOLDER not in os.environ:
         raise SystemExit(f"{FOLDER} is not set: run  make test-torch-suite TORCH_TESTS=path/to/pytorch/test")
     os.environ["PYTORCH_TEST_WITH_SLOW"] = "1"
+    faulthandler.register(
+        signal.SIGUSR1, all_threads=True
+    )  # where a test that does not end stands: kill -USR1
     with tempfile.TemporaryDirectory(prefix="legroom-torch-suite-") as site:
         Path(site, "sitecustomize.py").write_text(SITE)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH")]))

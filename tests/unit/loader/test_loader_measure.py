@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from legroom.errors import DatasetFailed, MissingKey, UsageError
 from legroom.loader.measure.contents import contents
 from legroom.loader.measure.measuring import measure, measure_dataset
+from legroom.loader.tune.remembered import key_of
 
 HERE = Path(__file__).parent
 IMAGE = 3 * 16 * 16 * 4
@@ -55,6 +56,24 @@ def test_batched_and_walked_datasets() -> None:
     assert max(measure(tune_data.Batched(), batch_size=4).tensors) == 4 * IMAGE
     walked = measure(tune_data.Walked(), batch_size=4)
     assert walked.iterable and walked.rows is None and walked.samples == 5 and walked.tensors == (64,)
+
+
+def test_an_iterable_dataset_that_raises_for_its_length_is_measured() -> None:
+    class Unsized(tune_data.Walked):
+        def __len__(self) -> int:
+            raise RuntimeError("not known before the end")
+
+    measured = measure(Unsized(), batch_size=4)
+    assert measured.rows is None and measured.samples == 5
+    assert key_of(Unsized()).endswith(" None")
+
+    class Broken(tune_data.Images):
+        def __len__(self) -> int:
+            raise RuntimeError("the list of files is gone")
+
+    assert key_of(Broken()).endswith(" None")
+    with pytest.raises(DatasetFailed, match="the list of files is gone"):
+        measure(Broken(), batch_size=4)
 
 
 def test_time_limits_the_drawing() -> None:

@@ -77,6 +77,10 @@ def length(dataset: Any) -> int | None:
         return len(dataset)
     except (TypeError, NotImplementedError):
         return None
+    except Exception:
+        if is_iterable(dataset):  # a loader never asks it
+            return None
+        raise
 
 
 def is_iterable(dataset: Any) -> bool:

@@ -6,6 +6,7 @@ Does not cover: deciding that settings worked (tuning.py).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import UsageError
+from legroom.loader.measure.draw import length
 from legroom.model import Settings
 from legroom.model.settings_env import checked
 from legroom.words import say
@@ -30,10 +32,9 @@ def key_of(dataset: Any, script: str | None = None) -> str:
         script = os.path.abspath(getattr(sys.modules.get("__main__"), "__file__", None) or os.getcwd())
     if isinstance(dataset, str):
         return f"{script} {dataset}"
-    try:
-        rows = len(dataset)
-    except (TypeError, NotImplementedError):
-        rows = None
+    rows = None
+    with contextlib.suppress(Exception):  # the measurement says what is wrong with it
+        rows = length(dataset)
     kind = type(dataset)
     return f"{script} {kind.__module__}.{kind.__qualname__} {rows}"
 
