@@ -117,7 +117,7 @@ def check(
     if dataset is not None:
         _only(data, sample_bytes)
         try:
-            if before := (_tried_before(dataset, timeout) if leaving else None):
+            if leaving and (before := _tried_before(dataset, timeout)):
                 measured, trial = before
             else:
                 measured = _drawn(dataset, batch_size, collate_fn, demand, timeout)
@@ -129,16 +129,17 @@ def check(
         demand = _with_processes(demand, measured, named=isinstance(dataset, str))
     else:
         batch = _stated(data, keys, sample_bytes, batch_size)
-        if here:
-            if before := (_tried_before("", timeout) if leaving else None):
-                _, trial = before
-            demand = with_bare_processes(demand, timeout)
+        if here and leaving and (before := _tried_before("", timeout)):
+            _, trial = before
     box = _with_checkpoints(_room_here(host, leaving=leaving and here), host, checkpoint_dir)
     if trial is None and here and _worth_trying(demand, batch, box):
         trial = _tried(dataset, collate_fn, demand, batch, measured, timeout, leaving=leaving)
     if trial is None:
+        if dataset is None and here:
+            demand = with_bare_processes(demand, timeout)
         verdict = judged(demand, batch, box)
     else:
+        demand = _with_tried_process(demand, trial)
         verdict, batch = _judged_by_trial(demand, batch, trial, box)
     fitting = None if trial is None else verdict.verdict == "fits"
     known = dataset is None or measured is not None  # what other settings would take
@@ -194,7 +195,7 @@ def _room_here(host: Host, *, leaving: bool) -> Box:
 def _worth_trying(demand: Demand, batch: Batch, box: Box) -> bool:
     """Whether the process and one batch fit at all: what cannot fit is not drawn."""
     ram = box.pool("ram")
-    least = sum(batch.tensors) + (demand.process_ram or 0 if demand.process_ram_source else 0)
+    least = sum(batch.tensors) + (demand.process_ram or 0)
     return ram is None or ram.free is None or least < ram.free
 
 
@@ -241,6 +242,15 @@ def _seconds(measured: Measured | None, batch: Batch) -> float:
     return (
         measured.sample_seconds * batch.samples
         + measured.collate_seconds * batch.samples / measured.batch_size
+    )
+
+
+def _with_tried_process(demand: Demand, trial: Trial) -> Demand:
+    """The demand with the process of the trial run, for settings that were not tried."""
+    if demand.process_ram is not None:
+        return demand
+    return replace(
+        demand, process_ram=trial.process, process_ram_source=say("measured: the process of a trial run")
     )
 
 

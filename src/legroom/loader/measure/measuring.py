@@ -27,6 +27,7 @@ from legroom.words import phrase, say
 __all__ = ["FIX", "measure", "measure_dataset"]
 
 FIX = phrase("make dataset[0] and one collated batch work on their own first")
+_ENOUGH = 256 << 20  # bytes of a collated batch: a larger one follows in proportion
 _AGAIN, _SECONDS = 5, 0.25  # a quick collate is timed again, because the first imports and warms up
 
 
@@ -137,7 +138,8 @@ def _collated(
             unlike = found
         elif unlike is not None:
             found = _as_if_unlike(found, unlike, size / len(samples), grows=grows)
-        if last or (room is not None and 4 * (sum(found.storages) + found.other) > room // 4):
+        so_far = sum(found.storages) + found.other
+        if last or so_far > _ENOUGH or (room is not None and 4 * so_far > room // 4):
             return members, found, seconds, grows
         # All that were drawn are collated together once: beyond that they repeat.
         size = min(2 * size, batch_size, len(samples)) if size < len(samples) else min(2 * size, batch_size)
