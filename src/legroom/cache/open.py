@@ -9,7 +9,8 @@ from __future__ import annotations
 import glob
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,12 +22,13 @@ from legroom.cache.describe import entry_of
 from legroom.cache.find import Request, find
 from legroom.cache.manifest import Manifest
 from legroom.cache.prefault import Prefault
-from legroom.errors import EntryUnreadable, LegroomError, UnreadableSource, UsageError
+from legroom.errors import EntryUnreadable, LegroomError, NoRoom, UnreadableSource, UsageError
 from legroom.formats.protocol import Extent
 from legroom.formats.selection import Selection
 from legroom.formats.source import absolute
 from legroom.lazy_import import lazily
-from legroom.words import listed, say
+from legroom.units import format_size
+from legroom.words import joined, listed, say
 
 BACKINGS = ("auto", "shm", "disk", "inplace")
 Where = str | bytes | os.PathLike[str] | os.PathLike[bytes]
@@ -48,11 +50,56 @@ def open_as(
     _check(backing, hash)
     request = Request(source_paths(path), Selection(keys).keys, backing, hash, evict)
     again = (_reopen, (kind, request, None, None, None))
-    if disabled(os.environ) or not locks.SUPPORTED:
-        return kind(_plain().in_process(request.paths, request.keys, progress), request.keys, again)
-    if backing == "inplace":
-        return kind(_plain().in_place(request.paths, request.keys), request.keys, again)
-    return _data(kind, _attached(request, wait, progress), request)
+    with _limits_in_words(request):
+        if disabled(os.environ) or not locks.SUPPORTED:
+            return kind(_plain().in_process(request.paths, request.keys, progress), request.keys, again)
+        if backing == "inplace":
+            return kind(_plain().in_place(request.paths, request.keys), request.keys, again)
+        return _data(kind, _attached(request, wait, progress), request)
+
+
+@contextmanager
+def _limits_in_words(request: Request) -> Iterator[None]:
+    """Turn memory or a thread that this process cannot have into NoRoom, and a failed call into StoreError."""
+    try:
+        yield
+    except MemoryError as problem:
+        raise _no_memory(request, str(problem)) from problem
+    except OSError as problem:
+        if isinstance(problem, LegroomError):
+            raise
+        raise place.store_trouble(problem) from problem  # a temporary file, where the cache is switched off
+    except RuntimeError as problem:
+        if isinstance(problem, LegroomError) or "can't start new thread" not in str(problem):
+            raise
+        raise _no_memory(request, str(problem)) from problem
+
+
+def _no_memory(request: Request, said: str) -> NoRoom:
+    why = say("this process can have no more memory or threads")
+    limit = _address_space()
+    if limit is not None:
+        why = say(
+            "{why}; its address space is limited to {limit} (ulimit -v)", why=why, limit=format_size(limit)
+        )
+    return NoRoom(
+        say("not enough memory to load {path}", path=request.paths[0]),
+        why=joined([why, said]) if said else why,
+        fix=(
+            say("raise the limits of this process:\nulimit -v unlimited; ulimit -u"),
+            say("keys=[…] loads fewer arrays"),
+        ),
+    )
+
+
+def _address_space() -> int | None:
+    """The most bytes of addresses this process may have; None where there is no such limit."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def disabled(env: Mapping[str, str]) -> bool:

@@ -215,6 +215,8 @@ def store_trouble(
         fix = say("raise the limit of open files of the machine:\nsysctl fs.file-max")
     elif problem.errno == errno.ENOMEM:
         fix = say("free memory, or raise the limit of maps:\nsysctl vm.max_map_count")
+    elif problem.errno == errno.EFBIG:
+        fix = say("raise the limit of file sizes:\nulimit -f unlimited")
     where = path or problem.filename
     return kind(
         say("{path} cannot be read", path=path) if path else say("the cache cannot be read or written"),

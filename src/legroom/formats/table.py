@@ -16,7 +16,7 @@ from legroom.formats.attributes import as_json
 from legroom.formats.base import BaseReader
 from legroom.formats.protocol import ArraySpec, Extent, Progress, TableSpec, no_progress
 from legroom.formats.selection import Selection, column_names
-from legroom.formats.source import SourceFile, damaged
+from legroom.formats.source import SourceFile, damaged, unreadable
 from legroom.packages import require
 from legroom.words import say
 
@@ -125,6 +125,10 @@ def arrow_trouble(path: Path, doing: str) -> Iterator[None]:
         raise
     except Exception as problem:
         text = (str(problem).splitlines() or [type(problem).__name__])[0]
+        if isinstance(problem, OSError) and problem.errno:  # of the system: it proves nothing about the file
+            raise unreadable(path, problem) from problem
+        if "launch worker thread" in text:
+            raise MemoryError(text) from problem
         arrow = require("pyarrow", "parquet", say("tables"))
         if isinstance(problem, arrow.ArrowNotImplementedError):
             raise UnsupportedData(

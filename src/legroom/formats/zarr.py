@@ -9,6 +9,7 @@ variable length, which are refused, and stores elsewhere than in files.
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from collections.abc import Iterator
@@ -173,5 +174,7 @@ def _trouble(path: Path, doing: str) -> Iterator[None]:
             raise damaged(path, say("{doing}: {text}", doing=doing, text=problem)) from problem
         raise unreadable(path, problem) from problem
     except Exception as problem:
+        if isinstance(problem, OSError) and problem.errno not in (None, errno.ENOENT):
+            raise unreadable(path, problem) from problem  # of the system: it proves nothing about the store
         text = (str(problem).splitlines() or [type(problem).__name__])[0]
         raise damaged(path, say("{doing}: {text}", doing=doing, text=text)) from problem

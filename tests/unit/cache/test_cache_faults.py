@@ -165,3 +165,57 @@ def test_what_was_put_into_the_store_by_hand_does_not_stop_gc(shm: Path, npy) ->
     reap.gc()
     with legroom.open(npy("b.npy", np.arange(7))) as data:
         assert data["array"].tolist() == list(range(7))
+
+
+LIMITED = """
+import resource, sys
+import h5py, numpy, pyarrow, pyarrow.parquet, legroom
+from legroom.cache import build, plain
+from legroom.formats import hdf5, npz, parquet
+which, at, path = sys.argv[1:]
+limit = int(at)
+if which == "RLIMIT_AS":  # what is taken already, and a little more
+    limit += int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(getattr(resource, which), (limit, limit))
+try:
+    data = legroom.open(path)
+    print("fine", sorted(data))
+except legroom.LegroomError as problem:
+    print(problem.code)
+"""
+
+
+@pytest.mark.parametrize("disabled", ["", "1"])
+@pytest.mark.parametrize("kind", ["npy", "npz", "h5", "parquet"])
+@pytest.mark.parametrize(
+    ("which", "at"),
+    [("RLIMIT_FSIZE", 8192), ("RLIMIT_AS", 1 << 20), ("RLIMIT_AS", 40 << 20)],
+)
+def test_limits_of_the_process_are_errors_in_words(
+    shm: Path, tmp_path: Path, which: str, at: int, kind: str, disabled: str
+) -> None:
+    import h5py
+    import pyarrow
+    import pyarrow.parquet
+
+    path, array = tmp_path / f"a.{kind}", np.arange(2_000_000)
+    if kind == "npy":
+        np.save(path, array)
+    elif kind == "npz":
+        np.savez_compressed(path, a=array)
+    elif kind == "h5":
+        with h5py.File(path, "w") as file:
+            file.create_dataset("x", data=array, chunks=(100_000,), compression="gzip", compression_opts=1)
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"a": array}), path)
+    env = {**os.environ, "LEGROOM_DISABLE": disabled}
+    ended = subprocess.run([sys.executable, "-c", LIMITED, which, str(at), str(path)], env=env, capture_output=True,
+                           text=True, timeout=120, check=False)  # fmt: skip
+    assert ended.returncode == 0 and ended.stdout, ended.stderr[-2000:]
+    assert ended.stdout.split()[0] in (
+        "fine",
+        "no-room",
+        "store-error",
+        "entry-unreadable",
+        "unreadable-source",
+    )
