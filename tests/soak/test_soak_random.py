@@ -88,7 +88,9 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         reap.drop()
         reap.gc()
         left = (
-            [name for name in os.listdir(root) if name not in ("locks", "sources")] if root.exists() else []
+            [name for name in os.listdir(root) if name not in ("locks", "samples", "sources")]
+            if root.exists()
+            else []
         )
         assert not left, left
     finally:

@@ -180,7 +180,7 @@ class TestGc:
         assert (shm / ".trash-1").exists()
         # A removal, a build (its directory and its lock are one), a record that was being written.
         assert looked.strays == reap.gc().strays == 3
-        assert sorted(os.listdir(shm)) == sorted([data.info.key, "locks", "sources"])
+        assert sorted(os.listdir(shm)) == sorted([data.info.key, "locks", "samples", "sources"])
         assert sorted(os.listdir(shm / "locks")) == sorted([f"{data.info.key}.lock", "store.lock"])
         assert len(os.listdir(shm / "sources")) == 1
 
