@@ -247,6 +247,9 @@ def write(pieces: list[torch.Tensor | NDArray], found: list[Region], writer: Wri
                 return None
             _copy(region, pieces[region.members[0]], room[lead:])
             offset = room.ctypes.data + lead - writer.slot.address - HEADER
+        if len(region.members) == 1:
+            spans[region.members[0]] = (offset, nbytes)
+            continue
         for number in region.members:
             piece = pieces[number]
             spans[number] = (offset + _address(piece) - region.address, piece.nbytes)
