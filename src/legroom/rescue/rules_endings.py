@@ -78,7 +78,10 @@ def child(evidence: Evidence, signs: Signs) -> Because | None:
     if sign is None or (signs.decisive and not _leads_to(sign, signs.decisive)):
         return None
     lines = (quoted(sign), _counter_line(evidence), ended(evidence.ending))
-    if sign.code in ("worker-gone", "oom-guess"):
+    named = "SIGKILL" in sign.line and _counted_none(
+        evidence
+    )  # the signal is named, and no OOM kill was counted
+    if sign.code in ("worker-gone", "oom-guess") and not named:
         if signs.origin is not None:
             return None  # what that process said itself
         return unknown(

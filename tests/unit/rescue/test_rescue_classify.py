@@ -286,3 +286,13 @@ def test_a_library_that_cannot_be_mapped_is_address_space_unless_it_may_not_be_e
     assert (
         _verdict(ending=Ending(1), oom=NONE, text=text.format(": Operation not permitted"))[0] == "not-memory"
     )
+
+
+def test_a_spawned_process_that_sigkill_ended_was_killed_where_no_oom_kill_was_counted() -> None:
+    text = (
+        "Traceback (most recent call last):\n  File 'a'\n"
+        "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with signal SIGKILL\n"
+    )
+    assert _verdict(ending=Ending(1), oom=NONE, text=text) == ("killed", 0.9)
+    assert _verdict(ending=Ending(1), text=text)[0] == "unknown"
+    assert _verdict(ending=Ending(1), oom=OomCount(1, True, "own", 0.1), text=text)[0] == "ram-oom-kill"
