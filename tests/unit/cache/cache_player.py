@@ -179,7 +179,7 @@ def left_behind() -> list[str]:
         for store in places.found:
             for folder, folders, names in os.walk(store.root):
                 found += [os.path.join(folder, name) for name in (*folders, *names)]
-            for name in ("locks", "sources", "locks/store.lock"):
+            for name in ("locks", "samples", "sources", "locks/store.lock"):
                 if f"{store.root}/{name}" in found:
                     found.remove(f"{store.root}/{name}")
     return found
