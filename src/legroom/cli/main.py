@@ -27,7 +27,7 @@ VERBS = {
     "tune": phrase("Loader and batch settings that keep up at the least memory."),
     "watch": phrase("Memory over time: what fills, how fast, by whom, when it is full."),
     "run": phrase("Run a training, say which memory kills it, go on with less."),
-    "explain": phrase("Which memory killed a training, from its log alone."),
+    "explain": phrase("Which memory pool ran out, if one did, from a log alone."),
     "cache": phrase("One copy of a dataset for every process: load, look, remove."),
     "report": phrase("One file for a bug report, with what is private taken out."),
     "demo": phrase("What it does, measured on this machine in a minute or so."),

@@ -24,7 +24,7 @@ from legroom.words import say
 
 KEEP = 4 << 20  # bytes of a log's end: 64 ranks that each print a long traceback fit
 MOST = 16 << 20  # bytes of a log's end that are read where the last KEEP name no ending
-LONGEST = 8 << 10  # bytes from each end of a line that are examined; progress bars run to megabytes
+LONGEST = 4 << 10  # bytes from each end of a line that are examined; progress bars run to megabytes
 _CHUNK = 1 << 20
 _MOST_SIGNS = 2000
 _HELD, _BEFORE = 2000, 500  # characters that are kept of a sign's line, and how many before its words

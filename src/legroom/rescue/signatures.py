@@ -343,7 +343,9 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 SIGNATURES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
-    (code, re.compile("|".join(f"(?:{pattern})" for pattern in patterns))) for code, patterns in _TABLE
+    # What belongs together stands near: without a bound, a long line of one word takes a second.
+    (code, re.compile("|".join(f"(?:{pattern})" for pattern in patterns).replace(".*", ".{0,300}")))
+    for code, patterns in _TABLE
 )
 
 # Codes that say which pool ran out.

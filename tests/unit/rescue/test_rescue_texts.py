@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from legroom.model.death import Evidence, Verdict
-from legroom.rescue.classify import classify
+from legroom.rescue.classify import LOG_ALONE, classify
 from legroom.rescue.log_reader import facts_of
+from legroom.rescue.signatures import SIGNATURES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "failure_texts"))
 
@@ -50,6 +53,21 @@ def test_every_text_of_the_corpus_has_its_source() -> None:
 @pytest.mark.parametrize("row", WORDINGS, ids=lambda row: row["text"].strip()[-60:])
 def test_other_wordings_of_the_same_kinds(row: dict[str, str]) -> None:
     assert _verdict(row["text"]).cause == row["verdict"]
+
+
+def test_no_pattern_takes_a_time_that_grows_with_the_square_of_a_line() -> None:
+    assert not any(".*" in pattern.pattern or ".+" in pattern.pattern for _, pattern in SIGNATURES)
+
+
+_LINES = [line for row in WORDINGS for line in row["text"].splitlines()]
+
+
+@settings(deadline=None, max_examples=200)  # a starved machine is no failure
+@given(st.lists(st.sampled_from(_LINES) | st.text(max_size=80), max_size=25))
+def test_any_mixture_of_lines_has_a_verdict_within_its_bounds(lines: list[str]) -> None:
+    verdict = _verdict("\n".join(lines).encode("utf-8", "replace"))
+    assert 0 < verdict.confidence <= LOG_ALONE and verdict.evidence and verdict.summary
+    assert verdict.likely or verdict.cause != "unknown"
 
 
 DRESSED = {
