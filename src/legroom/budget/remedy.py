@@ -171,13 +171,20 @@ def _without_rights(place: Place, wanted: str) -> list[str]:
     return lines
 
 
-def raise_ram_limit(place: Place, limit: int | None, machine: int | None = None) -> tuple[str, ...]:
+def raise_ram_limit(
+    place: Place, limit: int | None, machine: int | None = None, *, running: bool = True
+) -> tuple[str, ...]:
     """How to get more memory, or use less, where the ram pool runs short.
 
     ``limit`` is the cgroup's. ``machine`` is all the RAM of the machine: no limit is raised beyond it, and where there
-    is no limit below it there is nothing to raise. Where neither is known no figure is given.
+    is no limit below it there is nothing to raise. Where neither is known no figure is given. ``running``: what holds
+    the memory can still be looked at.
     """
-    use_less = say("or use less: fewer workers, smaller batches, one shared copy of the data")
+    see_who = _see_who(place) if running else ()
+    if running:
+        use_less = say("or use less: fewer workers, smaller batches, one shared copy of the data")
+    else:
+        use_less = say("use less: fewer workers, smaller batches, one shared copy of the data")
     most = None if machine is None else machine // (1 << 30) * (1 << 30)  # as it is written: whole gigabytes
     if limit and most is not None and 2 * limit > most:
         more = exact_size(most) if most > limit else None
@@ -200,7 +207,7 @@ def raise_ram_limit(place: Place, limit: int | None, machine: int | None = None)
             say("check:\nfree -h"),
         )
     if more is None:
-        return (*_see_who(place), use_less, say("check:\nlegroom doctor"))
+        return (*see_who, use_less, say("check:\nlegroom doctor"))
     if place.kind in ("docker", "podman"):
         return (
             say("start the container again with:\n{tool} run --memory={size} …", tool=place.kind, size=more),
@@ -221,7 +228,7 @@ def raise_ram_limit(place: Place, limit: int | None, machine: int | None = None)
             use_less,
             say("check:\nlegroom doctor"),
         )
-    return (*_see_who(place), use_less, say("check:\nlegroom doctor"))
+    return (*see_who, use_less, say("check:\nlegroom doctor"))
 
 
 def _see_who(place: Place) -> tuple[str, ...]:

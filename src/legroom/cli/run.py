@@ -85,6 +85,7 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
         environment=environment,
         stdout=2 if as_json else 1,
         fresh=options["fresh"],
+        quiet=quiet,
     )
     sys.stdout.flush()
     box = snapshot()

@@ -125,6 +125,7 @@ class Victim:
     command: str  # or its name, where the command line was not read in time
     rss: int | None = None  # at the last reading before
     role: Role | None = None  # None: neither, or not known
+    rank: int | None = None  # of a distributed job, where its environment says
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,7 @@ class OomCount:
     ours: int = 0  # of a shared counter: kills that took a process of the job
     others: int = 0  # and those that took another process
     victims: tuple[Victim, ...] = ()  # of the job, the largest first
+    beside: tuple[Victim, ...] = ()  # the job's largest other processes then
     went_on: bool = False  # the job kept on writing after the last one
 
     @property

@@ -14,6 +14,7 @@ from legroom.words import say
 
 UNKNOWN = 0.1  # the confidence of `unknown`: no cause is established
 _SHOWN = 200  # characters of a log's line
+_COMMAND = 60  # and of a command line
 
 
 class Because(NamedTuple):
@@ -44,6 +45,11 @@ def quoted(sign: Sign) -> str:
     if sign.at > _SHOWN // 2 and len(line) > _SHOWN:
         line = "…" + line[sign.at - _SHOWN // 4 :]
     return say("log, line {number} from the end: {line}", number=sign.number, line=line[:_SHOWN])
+
+
+def shortened(command: str) -> str:
+    """The beginning of a command line, which says what it is."""
+    return command if len(command) <= _COMMAND else command[: _COMMAND - 1].rstrip() + "…"
 
 
 def ended(ending: Ending | None) -> str:

@@ -117,5 +117,6 @@ class Witness:
             ours=ours,
             others=others,
             victims=victims,
+            beside=seen.beside(),
             went_on=seen.went_on(end),
         )

@@ -23,11 +23,13 @@ def fixes(
     shm: Level | None,
     nofile: int | None,
     here: int | None = None,
+    machine: int | None = None,
     keyboard: bool = False,
 ) -> tuple[str, ...]:
     """The lines for that cause at that place.
 
-    ``ram`` is what RAM's pool allows, ``here`` the size of /dev/shm now; ``keyboard``: Ctrl-C at this terminal.
+    ``ram`` is what RAM's pool allows, ``machine`` all the RAM there is, ``here`` the size of /dev/shm now;
+    ``keyboard``: Ctrl-C at this terminal.
     """
     if cause == "shm-full":
         wanted = remedy.advised_shm(ram)
@@ -42,14 +44,14 @@ def fixes(
             *larger,
         )  # fmt: skip
     if cause in ("ram-oom-kill", "ram-allocation"):
-        return remedy.raise_ram_limit(place, ram)
+        return _more_ram(place, ram, machine)
     if cause == "swap-thrash":
         return remedy.settle_swap(place, moving=True)
     if cause == "gpu-oom":
         return remedy.use_less_gpu(place)
     if cause == "pinned-exhausted":
         less = say("pin_memory=False, or fewer batches in flight: prefetch_factor=1, fewer workers")
-        return (less, *remedy.raise_ram_limit(place, ram))
+        return (less, *_more_ram(place, ram, machine))
     if cause == "fds-exhausted":
         return remedy.raise_nofile(place, nofile or 1024, None)
     if cause == "processes-exhausted":
@@ -72,6 +74,12 @@ def fixes(
     return (
         say("read the lines above and the program's own last lines: no pool that ran out is named there"),
     )
+
+
+def _more_ram(place: Place, ram: int | None, machine: int | None) -> tuple[str, ...]:
+    """A limit can be raised only where there is one below the machine's RAM; and the process is gone: no `ps`."""
+    limited = ram is not None and (machine is None or ram < machine)
+    return remedy.raise_ram_limit(place, ram if limited else None, machine, running=False)
 
 
 def _more_processes(place: Place) -> tuple[str, ...]:

@@ -24,6 +24,8 @@ _MOST_KEPT = 100_000  # ids of processes that are gone
 _ANSWER = 0.3  # seconds after a kill in which output is about the kill
 _LAST_WORDS = 1.0  # seconds before the end in which output is about the end
 _LONGEST = 160
+_MOST_BESIDE = 4
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # of torchrun, Slurm, MPI
 _PAGE = 4096
 _TORCH_WORKER = "pt_data_worker"  # what torch's loader names its workers
 _FORKSERVER = "multiprocessing.forkserver"
@@ -40,6 +42,10 @@ class _Seen:
     command: str = ""
     rss: int | None = None
     role: Role | None = None
+    rank: int | None = None
+
+    def as_victim(self) -> Victim:
+        return Victim(self.pid, (self.command or self.name)[:_LONGEST], self.rss, self.role, self.rank)
 
 
 @dataclass(slots=True)
@@ -50,6 +56,7 @@ class _Rise:
     count: int
     ours: list[_Seen] = field(default_factory=list)
     others: list[_Seen] = field(default_factory=list)
+    there: list[Victim] = field(default_factory=list)  # the job's largest processes when it rose
 
     def open(self, now: float) -> bool:
         """Whether a process that goes now may be the one that was killed."""
@@ -89,7 +96,9 @@ class OomVictims:
         gone = self._list(now)
         count = self.home.counters(self.host)[0]
         if count is not None and self._last is not None and count > self._last:
-            self._rises.append(_Rise(now, count - self._last))
+            ours = [seen.as_victim() for seen in (*self._known.values(), *gone) if seen.ours and seen.rss]
+            largest = sorted(ours, key=lambda one: -(one.rss or 0))[:_MOST_BESIDE]
+            self._rises.append(_Rise(now, count - self._last, there=largest))
             self._wrote.clear()
         if count is not None:
             self._last = count
@@ -113,7 +122,9 @@ class OomVictims:
             if len(words) > 1:
                 seen.rss = int(words[1]) * _PAGE
             seen.name = (self.host.text(f"/proc/{pid}/comm") or seen.name).strip()
-            seen.command = command_text(arguments(self.host, pid)) or seen.command
+            command = command_text(arguments(self.host, pid)) or seen.command
+            if command != seen.command:  # it is new, or has called exec
+                seen.command, seen.rank = command, _rank(self.host.text(f"/proc/{pid}/environ") or "")
         self._find_roles()
 
     @property
@@ -135,9 +146,12 @@ class OomVictims:
         """The job's processes that went when the counter rose, the largest first."""
         found = {seen.pid: seen for rise in self._rises for seen in rise.ours}
         ordered = sorted(found.values(), key=lambda seen: -(seen.rss or 0))
-        return tuple(
-            Victim(seen.pid, (seen.command or seen.name)[:_LONGEST], seen.rss, seen.role) for seen in ordered
-        )
+        return tuple(seen.as_victim() for seen in ordered)
+
+    def beside(self) -> tuple[Victim, ...]:
+        """The job's largest processes when the counter last rose, without those that went."""
+        gone = {seen.pid for rise in self._rises for seen in rise.ours}
+        return tuple(one for one in self._rises[-1].there if one.pid not in gone) if self._rises else ()
 
     def before_end(self, end: float) -> float | None:
         """Seconds from the last kill that may be the job's to the end."""
@@ -206,3 +220,10 @@ class OomVictims:
         for pid in trainers:
             if ours[pid].role is None:
                 ours[pid].role = "main"
+
+
+def _rank(environment: str) -> int | None:
+    """The rank that a launcher gave a process, from its environment."""
+    found = dict(entry.split("=", 1) for entry in environment.split("\0") if "=" in entry)
+    text = next((found[name] for name in _RANKS if name in found), "")
+    return int(text) if text.isdecimal() else None

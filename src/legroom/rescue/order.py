@@ -24,6 +24,7 @@ class Order:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     stdout: int = 1  # where the child's output goes
     fresh: bool = False  # do not begin with the settings that worked last
+    quiet: bool = False  # nothing is told on standard error
 
     @property
     def folders(self) -> list[str]:

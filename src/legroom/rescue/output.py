@@ -28,6 +28,7 @@ class _Channel:
     end: int  # the child writes here; closed in us once it has started
     target: int
     terminal: bool
+    within_line: bool = False  # what was passed on last did not end with a line feed: a progress bar
     thread: threading.Thread | None = None
 
 
@@ -69,6 +70,18 @@ class Output:
             if channel.thread is not None:
                 channel.thread.join(max(0.0, deadline - time.monotonic()))
 
+    def begin_line(self, target: int = 2) -> None:
+        """End the line that the child is in the middle of, where it and ``target`` go to one place.
+
+        Otherwise what we write there would stand behind a progress bar, or be drawn over by it.
+        """
+        with self._lock:
+            for channel in self._channels:
+                if channel.within_line and _one_place(channel.target, target):
+                    channel.within_line = False
+                    with contextlib.suppress(OSError):
+                        os.write(target, b"\n")
+
     def resize(self) -> None:
         """Tell the pseudo-terminals how large the terminal is now."""
         for channel in self._channels:
@@ -94,6 +107,7 @@ class Output:
                 view = memoryview(data)
                 while view:
                     view = view[os.write(channel.target, view) :]
+                channel.within_line = not data.endswith(b"\n")
         except OSError:
             pass  # whoever read us has gone
         finally:

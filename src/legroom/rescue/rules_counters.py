@@ -7,11 +7,12 @@ Does not cover: what programs write about themselves (rules_texts.py), bare sign
 from __future__ import annotations
 
 from legroom.model.death import Evidence, OomCount, Victim
-from legroom.rescue.because import Because, by_keyboard, ended, level_line, quoted, signal_name
+from legroom.rescue.because import Because, by_keyboard, ended, level_line, quoted, shortened, signal_name
+from legroom.rescue.kernel_log import killed_in
 from legroom.rescue.log_signs import Signs
 from legroom.rescue.signatures import CONSEQUENCE
 from legroom.units import format_duration, format_size
-from legroom.words import say
+from legroom.words import listed, say
 
 _KILL, _TERM = 9, 15
 _AT_THE_END = 5.0  # seconds: an OOM kill and a SIGKILL as near as this are one
@@ -19,6 +20,7 @@ _THRASH = 1 << 20  # bytes a second fetched back from swap, when everything stal
 _THRASH_ALONE = 8 << 20  # when nobody can say whether it stalls
 _STALLED = 10.0  # percent of the time in which nothing ran for want of memory
 _FULL = 0.97
+_MOST_VICTIMS, _MOST_BESIDE = 3, 3  # named in the evidence
 _ENDS_A_STALL = frozenset({1, 2, 6, 9, 14, 15})  # what watchdogs, schedulers and people send
 
 
@@ -119,17 +121,48 @@ def _of_job(evidence: Evidence) -> list[str]:
                 kills=count.of_job, source=count.source,
             )  # fmt: skip
         lines.append(rose)
-        lines += [_victim(victim) for victim in count.victims[:3]]
-    return [*lines, *(say("kernel log: {line}", line=line) for line in kernel[:3])]
+        size = _ram_size(evidence)
+        lines += [_victim(victim, size) for victim in count.victims[:_MOST_VICTIMS]]
+        if count.beside and count.victims:
+            others = listed(say("{name}: {size}", name=process_name(one), size=format_size(one.rss or 0))
+                            for one in count.beside[:_MOST_BESIDE])  # fmt: skip
+            lines.append(say("the job's other processes then: {others}", others=others))
+    named = {victim.pid for victim in count.victims} if count is not None and count.of_job else set()
+    # The kernel's own lines are long; who was killed and what it held is what they add.
+    told = {pid: rss for pid, rss in killed_in(kernel).items() if pid not in named}
+    for pid, rss in list(told.items())[:_MOST_VICTIMS]:
+        held = "" if rss is None else say(", which held {size}", size=format_size(rss))
+        lines.append(say("kernel log: killed process {pid}{held}", pid=pid, held=held))
+    if kernel and not told:
+        lines.append(say("the kernel's log names it too"))
+    return lines
 
 
-def _victim(victim: Victim) -> str:
+def process_name(victim: Victim) -> str:
+    """``rank 1, pid 7770 (python train.py)``."""
+    words = {
+        "pid": victim.pid,
+        "command": shortened(victim.command),
+        "rank": victim.rank,
+    }
+    if victim.rank is not None:
+        return say("rank {rank}, pid {pid} ({command})", **words)
+    return say("pid {pid} ({command})", **words)
+
+
+def _victim(victim: Victim, size: int | None) -> str:
+    who = process_name(victim)
     if victim.rss is None:
-        return say("the job lost pid {pid} ({command})", pid=victim.pid, command=victim.command)
-    return say(
-        "the job lost pid {pid} ({command}), which held {size}",
-        pid=victim.pid, command=victim.command, size=format_size(victim.rss),
-    )  # fmt: skip
+        return say("killed: {who}", who=who)
+    held = format_size(victim.rss)
+    if size is None:
+        return say("killed: {who}, which held {held}", who=who, held=held)
+    return say("killed: {who}, which held {held} of {size}", who=who, held=held, size=format_size(size))
+
+
+def _ram_size(evidence: Evidence) -> int | None:
+    level = evidence.ram_peak or evidence.peaks.get("ram")
+    return None if level is None else level.size
 
 
 def _unattributed(count: OomCount) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from legroom.model import Box
-from legroom.model.death import Attempt, Story, Verdict
+from legroom.model.death import Attempt, Story
 from legroom.model.settings_env import VARIABLE, from_environment, to_environment
 from legroom.probe.host import Host
 from legroom.rescue import last_good
@@ -27,10 +27,11 @@ from legroom.rescue.child import find_command
 from legroom.rescue.flags import Knobs, knobs, rewrite, with_resume
 from legroom.rescue.order import Order
 from legroom.rescue.policy import Step, next_step
+from legroom.rescue.rules_counters import process_name
 from legroom.rescue.sweep import names_there, sweep
 from legroom.rescue.watched import Watched
-from legroom.units import format_size
-from legroom.words import listed, say
+from legroom.units import format_duration, format_size
+from legroom.words import counted, listed, phrase, say
 
 _BELOW = " " * 8
 _BY_ENVIRONMENT = frozenset({"workers", "prefetch", "low_memory", "pin_memory"})
@@ -88,9 +89,12 @@ class Supervisor:
                 notes=(*notes, *attempt.notes),
             )
             attempts.append(attempt)
+            if attempt.verdict is not None or len(attempts) > 1:
+                watched.begin_line()
             if attempt.verdict is not None:
-                self._tell_death(attempt.verdict)
+                self._tell_death(attempts)
             if attempt.finished:
+                self._tell_rescue(attempts)
                 if attempt.verdict is not None:
                     return attempts, None  # no settings to keep: a process of it was OOM-killed with these
                 if self.lowered:
@@ -102,6 +106,7 @@ class Supervisor:
             if step.stop:
                 if order.retries:
                     self.tell(say("not started again: {why}", why=step.why))
+                    self._tell_failure(attempts)
                 return attempts, step.why
             changed = [step.why]
             notes = self._take(step, before)
@@ -183,13 +188,56 @@ class Supervisor:
         self.tell(line)
         return [line]
 
-    def _tell_death(self, verdict: Verdict) -> None:
+    def _tell_death(self, attempts: Sequence[Attempt]) -> None:
+        """The whole of it the first time; a death for the same cause as the one before is one line."""
+        verdict = attempts[-1].verdict
+        assert verdict is not None
+        before = attempts[-2].verdict if len(attempts) > 1 else None
+        if before is not None and before.cause == verdict.cause:
+            victim = verdict.victim
+            held = None if victim is None or victim.rss is None else format_size(victim.rss)
+            if victim is None or held is None:
+                self.tell(say("{name} again", name=headline(verdict)))
+            else:
+                who = process_name(victim)
+                self.tell(say("{name} again: {who} held {held}", name=headline(verdict), who=who, held=held))
+            return
         self.tell(say("{name}: {why}", name=headline(verdict), why=verdict.summary))
         for line in verdict.evidence:
             self.tell(say("  by: {line}", line=line))
         for step in verdict.fix:
             # A command stands alone on its line, without our name before it: it is there to be pasted.
             self.tell(say("  do: {line}", line=step.replace("\n", "\n" + _BELOW)))
+
+    def _tell_rescue(self, attempts: Sequence[Attempt]) -> None:
+        """After a rescue: which settings finished, and what the failed attempts cost."""
+        failed = len(attempts) - 1
+        if not failed:
+            return
+        lost = format_duration(sum(attempt.seconds for attempt in attempts[:-1]))
+        self.tell(
+            say(
+                "finished on attempt {number} with {settings}; {failures} took {lost}",
+                number=len(attempts),
+                settings=_settings(self.lowered, attempts[0]),
+                failures=counted(failed, phrase("{count} failed attempt"), phrase("{count} failed attempts")),
+                lost=lost,
+            )
+        )
+
+    def _tell_failure(self, attempts: Sequence[Attempt]) -> None:
+        """After the last failed attempt: how many there were, what was tried, what they cost."""
+        if len(attempts) < 2:
+            return
+        spent = format_duration(sum(attempt.seconds for attempt in attempts))
+        self.tell(
+            say(
+                "failed {count} times in {spent}, last with {settings}",
+                count=len(attempts),
+                spent=spent,
+                settings=_settings(self.lowered, attempts[0]),
+            )
+        )
 
     def _tell_retry(self, done: int, why: str, notes: Sequence[str]) -> None:
         everything = self.order.retries + 1
@@ -203,6 +251,22 @@ class Supervisor:
 def supervise(order: Order, box: Box, tell: Callable[[str], None], host: Host | None = None) -> Story:
     """Run an order to its end."""
     return Supervisor(order, box, tell, host or Host()).run()
+
+
+def _settings(lowered: Mapping[str, int | bool], first: Attempt) -> str:
+    """The settings that were changed, each with what it was: ``workers 1 (was 4)``."""
+    shown = []
+    for name, value in lowered.items():
+        before = first.settings.get(name)
+        text = f"{name} {_shown(value)}"
+        shown.append(
+            text if before is None else say("{setting} (was {before})", setting=text, before=_shown(before))
+        )
+    return listed(shown) or say("the settings as written")
+
+
+def _shown(value: object) -> object:
+    return (say("on") if value else say("off")) if isinstance(value, bool) else value
 
 
 def _isolation(home: Home) -> str:

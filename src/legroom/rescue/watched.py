@@ -90,7 +90,7 @@ class Watched:
                 if fine and verdict.cause != "ram-oom-kill":
                     verdict, notes = None, oom_lines(evidence)  # a kill that may have been the job's
                     for line in notes:
-                        self.tell(line)
+                        self._say(line)
         except OSError:
             if self._child is None:
                 self._output.abandon()
@@ -111,6 +111,15 @@ class Watched:
             alarms=tuple(alarms.raised),
         )
 
+    def begin_line(self) -> None:
+        """What is told next begins a line, also where the job's output ended in the middle of one."""
+        if not self.order.quiet:
+            self._output.begin_line()
+
+    def _say(self, line: str) -> None:
+        self.begin_line()
+        self.tell(line)
+
     def _wait(self, child: Child, readings: Readings, alarms: AlarmWatch) -> tuple[Ending, Level | None]:
         stall = StallWatch(self.order.stall)
         stall_at = 0.0
@@ -121,7 +130,7 @@ class Watched:
             reading = readings.look()
             if reading is not None:
                 for alarm in alarms.look(reading):
-                    self.tell(f"{alarm.level} {alarm.code}: {alarm.message}")
+                    self._say(f"{alarm.level} {alarm.code}: {alarm.message}")
             now = time.monotonic()
             if self._deadline is not None and now >= self._deadline:
                 child.end_all()
@@ -141,11 +150,11 @@ class Watched:
         held = format_size(self.held_shm or 0)
         if not self.order.retries:
             stall.patience = 0.0  # said once
-            self.tell(
+            self._say(
                 say("it hangs on a full /dev/shm, of which it holds {held}; --retries ends and restarts it", held=held)
             )  # fmt: skip
             return
-        self.tell(say("it hangs on a full /dev/shm, of which it holds {held}: it is ended", held=held))
+        self._say(say("it hangs on a full /dev/shm, of which it holds {held}: it is ended", held=held))
         self.stalled_on = "shm"
         child.signal(signal.SIGTERM)
         self._deadline = time.monotonic() + min(self.order.grace, _STALL_GRACE)
@@ -207,6 +216,7 @@ def with_fixes(verdict: Verdict, evidence: Evidence, box: Box) -> Verdict:
         verdict.cause,
         box.place,
         ram=None if ram is None else ram.size,
+        machine=box.memory.total,
         shm=evidence.peaks.get("shm"),
         nofile=box.limits.nofile_soft,
         here=box.shm.size if box.shm.mounted else None,

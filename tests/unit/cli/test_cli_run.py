@@ -99,6 +99,12 @@ def test_starts_again_with_less_and_remembers_what_worked(tmp_path: Path) -> Non
         "workers 0 batch 8 accumulation 1 from nothing",
     ]
     assert json.loads(lines[-1]) == {"num_workers": 0}
+    told = done.stderr.decode()
+    # One block for the first death, a line for the second of its kind, one closing line.
+    assert told.count("  by: ") and told.count("ram-allocation, 95% sure") == 2
+    assert told.count("ram-allocation, 95% sure again") == 1
+    (closing,) = (line for line in told.splitlines() if "finished on attempt" in line)
+    assert "finished on attempt 3 with workers 0 (was 4); 2 failed attempts took " in closing
     again = _run(*command, folder=tmp_path)
     assert again.stdout.decode().splitlines()[0].startswith("workers 0") and b"worked last" in again.stderr
     fresh = _run("--fresh", *command, folder=tmp_path)
@@ -346,3 +352,14 @@ def test_a_reader_that_goes_away_ends_it_like_any_pipe(tmp_path: Path) -> None:
         env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
     )  # fmt: skip
     assert done.stdout == "y\ny\n141\n"
+
+
+def test_what_is_told_begins_a_line_beside_a_progress_bar(tmp_path: Path) -> None:
+    code = "import sys; sys.stderr.write('\\r 45% |####'); sys.stderr.flush(); raise SystemExit(3)"
+    joined = subprocess.run(
+        [sys.executable, "-m", "legroom", "run", "--", sys.executable, "-c", code],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=tmp_path,
+    )  # fmt: skip
+    assert b"45% |####\nlegroom: " in joined.stdout
+    quiet = _run("--quiet", "--", sys.executable, "-c", code, folder=tmp_path)
+    assert quiet.stderr == b"\r 45% |####"

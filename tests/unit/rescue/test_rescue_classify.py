@@ -296,3 +296,24 @@ def test_a_spawned_process_that_sigkill_ended_was_killed_where_no_oom_kill_was_c
     assert _verdict(ending=Ending(1), oom=NONE, text=text) == ("killed", 0.9)
     assert _verdict(ending=Ending(1), text=text)[0] == "unknown"
     assert _verdict(ending=Ending(1), oom=OomCount(1, True, "own", 0.1), text=text)[0] == "ram-oom-kill"
+
+
+def test_an_oom_kill_names_who_held_how_much() -> None:
+    kernel = (
+        "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),oom_memcg=/a,task_memcg=/a/b,task=python,pid=7770,uid=0",
+        "Memory cgroup out of memory: Killed process 7770 (python) total-vm:999kB, anon-rss:909312kB, file-rss:0kB",
+        "Memory cgroup out of memory: Killed process 8888 (python) total-vm:999kB, anon-rss:1024kB, file-rss:0kB",
+    )
+    victim = Victim(7770, "python train.py " + "--flag " * 30, 888 * MB, "main", 1)
+    count = OomCount(
+        2, True, "own", 0.2, victims=(victim,), beside=(Victim(7769, "python train.py", 210 * MB, "main", 0),)
+    )
+    found = classify(Evidence(ending=KILLED, oom=count, kernel=kernel, ram_peak=Level(1200 * MB, 1200 * MB)))
+    lines = "\n".join(found.evidence)
+    assert (
+        "killed: rank 1, pid 7770 (python train.py --flag" in lines
+        and "which held 888 MB of 1.17 GB" in lines
+    )
+    assert "the job's other processes then: rank 0, pid 7769 (python train.py): 210 MB" in lines
+    assert "kernel log: killed process 8888, which held 1 MB" in lines  # the other is named already
+    assert max(map(len, found.evidence)) < 200

@@ -30,3 +30,15 @@ def test_a_large_one_is_never_made_smaller(peak: Level | None) -> None:
 def test_a_path_with_no_room_for_a_socket_is_to_be_shorter() -> None:
     told = "\n".join(fixes("tmpdir-too-long", ROOT, ram=None, shm=None, nofile=None))
     assert "export TMPDIR=/tmp" in told and "75 or less" in told
+
+
+def test_after_an_oom_kill_no_limit_is_raised_beyond_the_machine_and_the_dead_are_not_listed() -> None:
+    docker = Place("docker", "", "linux", root=True, may_mount=False, sudo=False, rights_how="")
+
+    def told(place: Place, ram: int, machine: int) -> str:
+        return "\n".join(fixes("ram-oom-kill", place, ram=ram, shm=None, nofile=None, machine=machine))
+
+    assert "--memory=8G" in told(docker, 4 * GB, 64 * GB)
+    assert "--memory" not in told(docker, 64 * GB, 64 * GB)  # there is no limit to raise
+    for text in (told(docker, 64 * GB, 64 * GB), told(ROOT, 4 * GB, 64 * GB)):
+        assert "ps -e" not in text and "use less: fewer workers" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,8 @@ class Group:
         self.write()
 
     def start(self, *, group: int = 0) -> int:
-        process = subprocess.Popen(["sleep", "60"], process_group=group)
+        environment = {**os.environ, "RANK": "1"} if group else dict(os.environ)
+        process = subprocess.Popen(["sleep", "60"], process_group=group, env=environment)
         self.running[process.pid] = process
         self.write()
         return process.pid
@@ -67,7 +69,7 @@ def _job(group: Group) -> tuple[OomVictims, int, int, int]:
 
 
 def test_the_job_lost_a_process(group: Group) -> None:
-    watched, _, worker, _ = _job(group)
+    watched, main, worker, _ = _job(group)
     group.kills += 1
     group.end(worker)
     watched.look(2.0, 0)
@@ -75,6 +77,9 @@ def test_the_job_lost_a_process(group: Group) -> None:
     (victim,) = watched.victims()
     assert victim.pid == worker and victim.command == "sleep 60" and victim.rss
     assert watched.before_end(10.0) == 8.0
+    assert victim.rank == 1
+    (survivor,) = watched.beside()
+    assert survivor.pid == main and survivor.rss and survivor.rank is None
 
 
 def test_another_lost_a_process(group: Group) -> None:
