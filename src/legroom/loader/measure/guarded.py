@@ -140,7 +140,6 @@ def _where(host: Host) -> dict[str, Any]:
         "limited": [level for level in levels if level["limit"] is not None],
         "peak": f"{levels[0]['path']}/{peak}" if levels else None,
         "reclaimable": [*names],
-        "total": now.total or 0,
         "reserve": _WITH_GROUP if together else RESERVE,
         "shm": "/dev/shm",
         "shm_reserve": _SHM_RESERVE,

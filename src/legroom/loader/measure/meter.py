@@ -2,8 +2,8 @@
 
 Run as a script of its own, ``python -S meter.py PLAN``, with nothing of Legroom imported: next to a job that may or may
 not fit, the memory of whoever watches decides. Figures are taken every millisecond or so, above what they were at the
-start: by the cgroup's own counters, which include every process in it, else by the machine's. Where to read them, what
-to run and what to become afterwards stands in the plan (guarded.py).
+start: by the cgroup's own counters, which include every process in it, else by summing over the processes. Where to
+read them, what to run and what to become afterwards stands in the plan (guarded.py).
 
 Does not cover: what the figures mean.
 """
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 TICK_S, STAT_S, OUTPUT_S = 0.001, 0.02, 0.25
+TREE_S, UNSEEN = 0.05, 8  # between two sums over processes, and the share that may come and go between them
 GRACE_S = 1.5  # for a command that has said that it failed
 _STEP = 256 << 10  # a rise worth remembering
 
@@ -33,6 +34,8 @@ class Meter:
         self._most_cache = 0
         self._available: int | None = None
         self._shm_free: int | None = None
+        self.pid: int | None = None
+        self._tree = 0  # what the processes hold by themselves, where no cgroup counts it
         self._read_caches()
         self._stat_at = time.monotonic()
         self._kernel_peak = _count(where["peak"])
@@ -44,9 +47,11 @@ class Meter:
     def look(self) -> str | None:
         """Take the figures; the pool of which too little is left."""
         now = time.monotonic()
-        if now > self._stat_at + STAT_S:
+        if now > self._stat_at + (TREE_S if self._where["own"] is None else STAT_S):
             self._read_caches()
-            self._stat_at = now
+            if self._where["own"] is None and self.pid is not None:
+                self._tree = _held(self.pid, self.shm)
+            self._stat_at = time.monotonic()
         if self._used() - self._base > self.ram + _STEP:  # a new peak, or page cache that is not known yet
             self._read_caches()
             grown = self._used() - self._base
@@ -64,7 +69,9 @@ class Meter:
         return None
 
     def finish(self) -> None:
-        """Take in the kernel's own peak, where it has risen: exact to the page."""
+        """Take in the kernel's own peak, where it has risen: exact to the page. Else allow for what was not seen."""
+        if self._where["own"] is None:
+            self.ram += self.ram // UNSEEN
         after = _count(self._where["peak"])
         if self._kernel_peak is not None and after is not None and after > self._kernel_peak:
             self.ram = max(self.ram, after - self._most_cache - self._base)
@@ -72,7 +79,7 @@ class Meter:
     def _used(self) -> int:
         own = self._where["own"]
         if own is None:
-            return int(self._where["total"]) - (self._available or 0)
+            return self._tree
         return (_count(own["usage"]) or 0) - self._caches.get(own["stat"], 0)
 
     def _free(self) -> int:
@@ -100,6 +107,23 @@ class Meter:
             return 0
         self._shm_free = room.f_bavail * room.f_frsize if room.f_blocks else None
         return (room.f_blocks - room.f_bfree) * room.f_frsize
+
+
+def _held(pid: int, shm: int) -> int:
+    """Memory of a process and all below it, what they share counted once."""
+    anonymous, shared, waiting = 0, shm, [str(pid)]
+    mapped = 0
+    while waiting:
+        one = waiting.pop()
+        anonymous += _fields(f"/proc/{one}/smaps_rollup", ["Pss_Anon:"], 0) * 1024
+        mapped += _fields(f"/proc/{one}/smaps_rollup", ["Pss_Shmem:"], 0) * 1024
+        try:
+            for task in os.listdir(f"/proc/{one}/task"):
+                with open(f"/proc/{one}/task/{task}/children", "rb", buffering=0) as file:
+                    waiting += file.read(1 << 16).decode("ascii").split()
+        except OSError:  # gone, or a kernel without the file
+            continue
+    return anonymous + max(shared, mapped)
 
 
 def _count(path: str | None) -> int | None:
@@ -207,7 +231,7 @@ def main(path: str) -> None:
     with open(path, "rb") as file:
         plan = marshal.load(file)
     meter = Meter(plan["where"])
-    pid = _start(plan)
+    pid = meter.pid = _start(plan)
     status = stopped = None
     try:
         status, stopped = _watch(pid, meter, _Output(plan["output"], plan["marks"]), plan["timeout"])

@@ -125,21 +125,25 @@ def _loop(
             **options,
         )  # fmt: skip
         note(step="start", process=_anonymous())
-        least = workers * (prefetch + 2) + 3
-        began = time.monotonic()
+        least = workers * (prefetch + 2) + 3  # by then every worker has made several batches
         whole = True
         batch = None  # stays bound from one epoch to the next, as in a training's for loop
-        for epoch, share in enumerate((0.6, 1.0)):
-            done = 0
+        for epoch, share in enumerate((0.6, 0.4)):
+            done, until = 0, 0.0
+            enough = least * (
+                2 - epoch
+            )  # twice in the first epoch: whether it still grows is seen in the second half
             for batch in loader:  # noqa: B007  bound is what it is for
                 done += 1
+                if done == 1:  # starting the workers is not in the time
+                    until = time.monotonic() + share * seconds
                 if (
-                    done & (done - 1) == 0
-                ):  # powers of two: early ones fill the queues, later ones show growth
+                    done == least or done & (done - 1) == 0
+                ):  # early ones fill the queues, later ones show growth
                     if workers:
                         _pause(max(_STILL_S, 2 * batch_seconds))
                     note(step="batch", epoch=epoch, batches=done, fds=_open_files())
-                if done >= least and time.monotonic() > began + share * seconds:
+                if done >= enough and time.monotonic() > until:
                     whole = False
                     break
             note(step="epoch", epoch=epoch, batches=done, fds=_open_files())
