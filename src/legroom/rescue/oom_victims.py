@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 
 from legroom.model.death import Role, Victim
 from legroom.probe.host import Host
-from legroom.probe.process import arguments, command_text
+from legroom.probe.process import arguments, command_text, is_ending
 from legroom.rescue.cgroup_home import Home
 
-_DYING = 3.0  # seconds: a process with gigabytes to free is not gone at once, on a busy machine least of all
+_DYING = 0.5  # seconds after the counter rose in which a process goes that was killed
+_SIGKILL = 1 << 8  # in a mask of pending signals
 _MOST = 1000  # processes of a shared group; of a larger one only the job's own are followed
 _MOST_KEPT = 100_000  # ids of processes that are gone
 _ANSWER = 0.3  # seconds after a kill in which output is about the kill
@@ -105,10 +106,13 @@ class OomVictims:
         if written != self._written:
             self._written = written
             self._wrote.append(now)
-        for seen in gone:
-            rise = next((rise for rise in self._rises if rise.open(now)), None)
-            if rise is not None:
-                (rise.ours if seen.ours else rise.others).append(seen)
+        rise = next((rise for rise in self._rises if rise.open(now)), None)
+        if rise is None:
+            return
+        # All that went or are going at once: which of several was the victim is not known then.
+        going = [seen for seen in self._known.values() if self._is_going(seen.pid)]
+        for seen in (*gone, *going):
+            (rise.ours if seen.ours else rise.others).append(seen)
 
     def measure(self, pids: list[int]) -> None:
         """The slower reading: what the job's processes hold, and what each of them is."""
@@ -164,6 +168,13 @@ class OomVictims:
             return False
         since, until = self._rises[-1].when + _ANSWER, end - _LAST_WORDS
         return sum(since < when < until for when in self._wrote) >= 3
+
+    def _is_going(self, pid: int) -> bool:
+        """Whether SIGKILL is on its way to a process, or it is ending: one with gigabytes to free takes seconds."""
+        for line in (self.host.text(f"/proc/{pid}/status") or "").splitlines():
+            if line.startswith(("SigPnd:", "ShdPnd:")) and int(line.split()[1], 16) & _SIGKILL:
+                return True
+        return is_ending(self.host, pid)
 
     def _list(self, now: float) -> list[_Seen]:
         """Take in who is new in the group; those that are gone."""
