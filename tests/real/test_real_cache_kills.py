@@ -43,9 +43,9 @@ def test_a_builder_killed_at_any_step_is_survived(stage: Stage, small: tuple[Pat
 @pytest.mark.real()
 def test_builders_killed_at_random_moments_are_survived(stage: Stage, small: tuple[Path, int]) -> None:
     path, crc = small
-    result = stage.play("kill_randomly", path=str(path), seed=7, rounds=60, waiters=4, longest=0.05)
+    result = stage.play("kill_randomly", path=str(path), seed=7, rounds=30, waiters=4, longest=0.05)
     assert result.get("crc") == crc, result
-    assert result["signals"].count(9) > 20  # or the kills came too late to mean anything
+    assert result["signals"].count(9) > 10  # or the kills came too late to mean anything
 
 
 @pytest.mark.real()
@@ -62,9 +62,9 @@ def test_a_killed_users_lease_goes_with_the_last_of_its_processes(
 @pytest.mark.real()
 def test_users_and_droppers_at_once(stage: Stage, small: tuple[Path, int]) -> None:
     path, crc = small
-    result = stage.play("churn", path=str(path), seed=3, seconds=4, users=4, droppers=2)
+    result = stage.play("churn", path=str(path), seed=3, seconds=4, users=4, droppers=2, least=10)
     for one in result["results"]:
         assert one.get("crcs") == [crc], one
-        assert one["count"] > 10
-    assert sum(one["dropped"] for one in result["removed"]) > 10, result["removed"]
+        assert one["count"] >= 10
+    assert all(one["dropped"] >= 10 for one in result["removed"]), result["removed"]
     assert result["clean_strays"] == [] and result["clean_left"] == []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,18 +36,19 @@ def as_user(uid: int, body: str, shared: Path, *arguments: object) -> str:
 
 
 @pytest.fixture
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory like /dev/shm that other users reach."""
-    folder = tmp_path_factory.mktemp("shared")
-    everybodys = Path(tempfile.gettempdir())
-    for above in (folder, *(one for one in folder.parents if everybodys in one.parents)):
-        above.chmod(above.stat().st_mode | 0o055)
+def shared() -> Iterator[Path]:
+    """A directory like /dev/shm that other users reach.
+
+    Not below pytest's own: each pytest that starts closes the directory above all of them to other users.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="legroom-test-"))
     for name in ("", "disk"):
         (folder / name).mkdir(exist_ok=True)
         (folder / name).chmod(0o1777)
     np.save(folder / "a.npy", np.arange(1000))
     (folder / "a.npy").chmod(0o644)
-    return folder
+    yield folder
+    shutil.rmtree(folder)
 
 
 OPEN = "data = legroom.open(sys.argv[2]); print(data.info.backing, data.info.store, int(data['array'].sum()))"

@@ -7,6 +7,7 @@ started for a whole series of scenes: its children are forks, which cost millise
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import random
 import select
@@ -281,34 +282,48 @@ def _try_drop(path: str) -> str:
     return "dropped"
 
 
-def scene_churn(path: str, seed: int, seconds: float, users: int, droppers: int, work: str) -> Result:
-    """Some open, check and close without end; others drop, by force or not, and collect: nobody sees wrong data."""
+def scene_churn(
+    path: str, seed: int, seconds: float, users: int, droppers: int, work: str, least: int = 0
+) -> Result:
+    """Some open, check and close without end; others drop, by force or not, and collect: nobody sees wrong data.
+
+    It takes so many seconds, and longer (a minute at most) until each has opened or dropped ``least`` times: on a busy
+    machine that is not a matter of seconds.
+    """
     log = f"{work}/log"
     for file in Path(work).iterdir():
         file.unlink()
     until = time.monotonic() + seconds
+    counts = np.frombuffer(mmap.mmap(-1, 8 * (users + droppers)), np.int64)  # shared with every child
 
-    def use() -> Result:
-        crcs, count = set(), 0
-        while time.monotonic() < until:
-            with legroom.open(path) as data:
-                crcs.add(checksum(data))
-            count += 1
-        return {"crcs": sorted(crcs), "count": count}
+    def more() -> bool:
+        now = time.monotonic()
+        return now < until or (now < until + 60 and int(counts.min()) < least)
 
-    def remove(number: int) -> Callable[[], Result]:
+    def use(number: int) -> Callable[[], Result]:
         def work() -> Result:
-            chance, count = random.Random(seed + number), 0
-            while time.monotonic() < until:
-                count += len(reap.drop(force=chance.random() < 0.5).entries)
-                if chance.random() < 0.3:
-                    reap.gc()
-                time.sleep(chance.random() * 0.01)
-            return {"dropped": count}
+            crcs = set()
+            while more():
+                with legroom.open(path) as data:
+                    crcs.add(checksum(data))
+                counts[number] += 1
+            return {"crcs": sorted(crcs), "count": int(counts[number])}
 
         return work
 
-    started = [child(use) for _ in range(users)]
+    def remove(number: int) -> Callable[[], Result]:
+        def work() -> Result:
+            chance = random.Random(seed + number)
+            while more():
+                counts[users + number] += len(reap.drop(force=chance.random() < 0.5).entries)
+                if chance.random() < 0.3:
+                    reap.gc()
+                time.sleep(chance.random() * 0.01)
+            return {"dropped": int(counts[users + number])}
+
+        return work
+
+    started = [child(use(number)) for number in range(users)]
     removing = [child(remove(number)) for number in range(droppers)]
     results = [finish(*one) for one in started]
     removed = [finish(*one) for one in removing]
