@@ -39,7 +39,9 @@ _PATH = re.compile(
     r"WinError 112|on the disk|磁盘|on device: b?['\"]|[:'\" ](?:/(?!dev/shm|torch_|psm_|mp-|sem\.)[\w.@+-]+/|[A-Z]:\\)"
 )
 _FRAME_LINES = 5  # of one frame: its place, its code, what marks the place in the code, and one call more
-_ALONE = re.compile(r"^\W*(?:OS|IO)?(?:Error)?:? ?\[?(?:Errno 28\]?)?:? ?[Nn]o space left on device\W*$")
+_ALONE = re.compile(
+    r"^\W*(?:OS|IO)?(?:Error)?:?\s?\[?(?:Errno 28\]?)?:?\s?[Nn]o\s+space\s+left\s+on\s+device\W*$"
+)
 
 
 def faults(evidence: Evidence, signs: Signs) -> Because | None:
