@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import tune_data
 from torch.utils.data import TensorDataset
 
 from legroom.errors import DatasetFailed, MissingKey, UsageError
+from legroom.loader.measure import meter
 from legroom.loader.measure.contents import contents
 from legroom.loader.measure.measuring import measure, measure_dataset
 from legroom.loader.tune.remembered import key_of
@@ -191,3 +193,24 @@ def test_a_child_that_hangs_is_ended() -> None:
 def test_names_without_meaning(spec: str) -> None:
     with pytest.raises(UsageError, match="as the name of a dataset"):
         measure_dataset(spec, batch_size=2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="semaphores lie in /dev/shm there")
+def test_a_group_that_is_ended_leaves_no_semaphores() -> None:
+    program = (
+        "import multiprocessing, time\n"
+        "context = multiprocessing.get_context('spawn')\n"
+        "lock = context.Lock()\n"
+        "print(lock._semlock.name, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert child.stdout is not None
+    with child.stdout:
+        name = child.stdout.readline().strip().lstrip("/")
+    assert Path("/dev/shm", f"sem.{name}").exists()
+    meter.end_group(child.pid)
+    child.wait()
+    assert not Path("/dev/shm", f"sem.{name}").exists() and meter._in_group(child.pid) == {}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import DatasetFailed, LegroomError, MissingKey, MissingPackage
+from legroom.loader.measure import meter
 from legroom.loader.measure.guarded import Watched, environment, guarded
 from legroom.loader.measure.named import split
 from legroom.model import Measured, Transport
@@ -107,10 +108,7 @@ def _unguarded(line: list[str], folder: Path, timeout: float) -> Watched:
 def _end(child: subprocess.Popen[bytes]) -> None:
     """The child and whatever it left running."""
     if hasattr(os, "killpg"):
-        try:
-            os.killpg(child.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # all gone; or only zombies left, which macOS refuses
-            pass
+        meter.end_group(child.pid)
     else:
         child.kill()
     child.wait()

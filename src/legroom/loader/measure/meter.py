@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 TICK_S, STAT_S, OUTPUT_S = 0.001, 0.02, 0.25
 TREE_S, UNSEEN = 0.05, 8  # between two sums over processes, and the share that may come and go between them
+TRACKER_S = 2.0  # for the resource tracker of a command that was killed
 GRACE_S = 1.5  # for a command that has said that it failed
 _STEP = 256 << 10  # a rise worth remembering
 
@@ -214,16 +215,52 @@ def _watch(pid: int, meter: Meter, output: _Output, timeout: float) -> tuple[int
         time.sleep(TICK_S)
 
 
-def _end(pid: int) -> None:
-    """Everything that was started."""
-    try:
-        os.killpg(pid, 9)
-    except (ProcessLookupError, PermissionError):
-        pass
+def end_group(pid: int) -> None:
+    """End a child that leads a process group, and everything in the group.
+
+    multiprocessing's resource tracker goes last and by itself: it unlinks the semaphores of those that were killed, which
+    would stay in /dev/shm.
+    """
+    deadline = time.monotonic() + TRACKER_S
+    while (others := _in_group(pid)) and time.monotonic() < deadline:
+        for one, tracks in others.items():
+            if not tracks:
+                _signal(os.kill, one)
+        try:
+            os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            pass
+        time.sleep(0.01)
+    _signal(os.killpg, pid)
     try:
         os.waitpid(pid, 0)
     except ChildProcessError:
         pass
+
+
+def _signal(send: Any, pid: int) -> None:
+    try:
+        send(pid, 9)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _in_group(leader: int) -> dict[int, bool]:
+    """The processes of a group that have not ended, each with whether it is a resource tracker."""
+    found = {}
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if not name.isdecimal():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb", buffering=0) as file:
+                state, _, group = file.read(1024).rpartition(b")")[2].split()[:3]
+            if int(group) != leader or state in (b"Z", b"X"):
+                continue
+            with open(f"/proc/{name}/cmdline", "rb", buffering=0) as file:
+                found[int(name)] = b"resource_tracker" in file.read(4096)
+        except (OSError, ValueError):
+            continue  # it has ended meanwhile
+    return found
 
 
 def main(path: str) -> None:
@@ -238,7 +275,7 @@ def main(path: str) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        _end(pid)
+        end_group(pid)
     meter.finish()
     found = {
         "status": status,
