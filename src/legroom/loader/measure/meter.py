@@ -218,8 +218,8 @@ def _watch(pid: int, meter: Meter, output: _Output, timeout: float) -> tuple[int
 def end_group(pid: int) -> None:
     """End a child that leads a process group, and everything in the group.
 
-    multiprocessing's resource tracker goes last and by itself: it unlinks the semaphores of those that were killed, which
-    would stay in /dev/shm.
+    multiprocessing's resource tracker goes last and by itself: it unlinks the semaphores of those that were killed,
+    which would stay in /dev/shm.
     """
     deadline = time.monotonic() + TRACKER_S
     while (others := _in_group(pid)) and time.monotonic() < deadline:
