@@ -1,7 +1,4 @@
-"""A small T5 from its configuration, and what it answers.
-
-Covers: the model, greedy answers, the score on held-out rows. Does not cover: training it (train_low_mem.py).
-"""
+"""A small T5 built from its configuration, its greedy answers, and their score on held-out rows."""
 
 from __future__ import annotations
 
@@ -19,13 +16,14 @@ from transformers.utils.logging import disable_progress_bar
 
 import legroom
 from legroom.errors import UnreadableSource
+from legroom.words import either
 
 AT_A_TIME = 64
 LONGEST_ANSWER = 64  # tokens
 
 
 def new_model(width: int, layers: int) -> T5ForConditionalGeneration:
-    """Nothing is downloaded: the weights are random."""
+    """A T5 with random weights; nothing is downloaded."""
     return T5ForConditionalGeneration(
         T5Config(
             vocab_size=VOCABULARY, d_model=width, d_kv=width // 4, d_ff=2 * width, num_layers=layers, num_heads=4,
@@ -36,7 +34,7 @@ def new_model(width: int, layers: int) -> T5ForConditionalGeneration:
 
 @torch.no_grad()
 def answers(model: T5ForConditionalGeneration, prompts: list[str], longest: int) -> list[str]:
-    """The likeliest token after the likeliest token."""
+    """Greedy answers: always the most likely token."""
     rows = Batch(longest)([{"prompt": prompt, "response": ""} for prompt in prompts])
     asked = {name: rows[name].to(model.device) for name in ("input_ids", "attention_mask")}
     made = model.generate(**asked, max_new_tokens=min(longest, LONGEST_ANSWER), do_sample=False, num_beams=1)
@@ -72,15 +70,17 @@ def evaluate(
 
 
 def ask(flags: argparse.Namespace) -> None:
-    """Answer each question, by the model that a training left."""
+    """Answer each question with the trained model."""
     disable_progress_bar()
     try:
         model = T5ForConditionalGeneration.from_pretrained(flags.model_dir, local_files_only=True)
     except (OSError, ValueError, RuntimeError) as problem:
         raise UnreadableSource(
-            f"there is no model in {flags.model_dir}",
+            either(f"there is no model in {flags.model_dir}", f"{flags.model_dir} 中没有模型"),
             why=str(problem).strip().partition("\n")[0],
-            fix=("train one: python train_low_mem.py train",),
+            fix=(
+                either("train one: python train_low_mem.py train", "先训练：python train_low_mem.py train"),
+            ),
         ) from problem
     model.eval()
     for answer in answers(model, flags.prompt, longest=256):

@@ -1,8 +1,7 @@
-"""The checkpoint: one file, from which a killed training goes on at the same row with the same weights.
+"""The checkpoint: one file, from which a killed run resumes at the same row with the same weights.
 
-Covers: model, optimizer, schedule, every rank's place in the data. Does not cover: when to save (training.py), how a
-file is made whole or not at all (legroom.integrations.checkpoint). Random numbers are drawn from the seed and the step,
-so their generators need not be kept.
+It holds model, optimizer, schedule and each rank's position in the data. Random numbers are drawn from the seed and the
+step, so the state of their generators is not saved.
 """
 
 from __future__ import annotations
@@ -19,23 +18,24 @@ from rows import Shared, Streamed
 
 from legroom.errors import UnreadableSource, UsageError
 from legroom.integrations import checkpoint
+from legroom.words import either
 
 NAME = "last.pt"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a training stands."""
+    """How far a run has come."""
 
     epoch: int = 0
     step: int = 0  # optimizer steps done of it
-    low_memory: bool | None = None  # how the epoch that is under way reads its rows
-    rows: list[dict[str, Any]] | None = None  # where each rank stands in them
+    low_memory: bool | None = None  # how the current epoch reads its rows
+    rows: list[dict[str, Any]] | None = None  # each rank's position in them
     step_seconds: float | None = None  # of the last whole epoch
 
 
 class Checkpoint:
-    """The parts of a training, and their file."""
+    """What is saved, and its file."""
 
     def __init__(
         self, accelerator: Accelerator, flags: argparse.Namespace, model: Any, optimizer: Any, schedule: Any
@@ -52,7 +52,7 @@ class Checkpoint:
         return self._folder / NAME
 
     def save(self, place: Place, rows: Streamed | Shared) -> None:
-        """All ranks together; the first writes."""
+        """Called by all ranks together; rank 0 writes."""
         amid = place.step > 0
         states = gather_object([rows.state()]) if amid else None
         name = f"zero-{place.epoch:04}-{place.step:08}"
@@ -64,7 +64,7 @@ class Checkpoint:
             zero.forget(self._folder, but=name)
 
     def restore(self) -> Place | None:
-        """Bring everything to where it was; None where there is no checkpoint."""
+        """Restore everything; None where there is no checkpoint."""
         try:
             kept = checkpoint.restore(self.path, **self._parts)
             if kept is None:
@@ -80,17 +80,32 @@ class Checkpoint:
             OSError,
         ) as problem:  # torch's, of another model
             raise UnreadableSource(
-                f"{self.path} is no checkpoint of this training",
+                either(f"{self.path} is not a checkpoint of this model", f"{self.path} 不是这个模型的检查点"),
                 why=str(problem).strip().partition("\n")[0],
-                fix=("give the flags it was made with", "or begin anew: --is_keep_training=False"),
+                fix=(
+                    either("pass the flags it was saved with", "使用保存它时的选项"),
+                    either(
+                        "or start from scratch: --is_keep_training=False",
+                        "或从头训练：--is_keep_training=False",
+                    ),
+                ),
             ) from problem
         if kept["made_with"] != self._made_with:
             raise UsageError(
-                f"{self.path} was made with other settings",
-                why=f"it has {kept['made_with']} and this is {self._made_with}",
+                either(f"{self.path} was saved with other settings", f"保存 {self.path} 时的设置不同"),
+                why=either(
+                    f"it has {kept['made_with']} and this is {self._made_with}",
+                    f"检查点为 {kept['made_with']}，现为 {self._made_with}",
+                ),
                 fix=(
-                    "keep batch × accumulation × ranks, and the seed",
-                    "or begin anew: --is_keep_training=False",
+                    either(
+                        "keep batch × accumulation × ranks, and the seed",
+                        "保持有效批大小（批大小 × 梯度累积 × rank 数）和随机种子不变",
+                    ),
+                    either(
+                        "or start from scratch: --is_keep_training=False",
+                        "或从头训练：--is_keep_training=False",
+                    ),
                 ),
             )
         return place

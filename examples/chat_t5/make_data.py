@@ -1,9 +1,9 @@
-"""Makes the data: questions and answers, as Parquet files of the columns `prompt` and `response`.
+"""Make the data: questions and answers, as Parquet files with the columns `prompt` and `response`.
 
     python make_data.py --out data [--rows 4096]
 
-Some two dozen facts, each asked for in 144 ways. The ways in valid.parquet do not occur in train.parquet: a model that
-scores there knows what is asked for, not only how the line went on.
+About two dozen facts, each with 144 ways to ask for it. The ways in valid.parquet do not occur in train.parquet: a
+model cannot score there by remembering whole lines.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from legroom.words import either
 
 HELD_OUT = 0.1  # of the ways to ask, for valid.parquet
 GREETINGS = (
@@ -84,19 +86,36 @@ def make(folder: Path, count: int, seed: int) -> list[Path]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default="data", help="the folder to write to (default data)")
-    parser.add_argument("--rows", type=int, default=4096, help="of train.parquet (default 4096)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(
+        description=either(
+            "Make questions and answers as Parquet files.", "生成问答数据，写成 Parquet 文件。"
+        )
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default="data",
+        help=either("folder to write to (default data)", "输出目录（默认 data）"),
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=4096,
+        help=either("rows of train.parquet (default 4096)", "train.parquet 的行数（默认 4096）"),
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help=either("random seed (default 0)", "随机种子（默认 0）")
+    )
     args = parser.parse_args(argv)
     if args.rows < 1:
-        parser.error("--rows must be at least 1")
+        parser.error(either("--rows must be at least 1", "--rows 不能小于 1"))
     try:
         paths = make(args.out, args.rows, args.seed)
     except OSError as problem:
-        parser.error(f"cannot write to {args.out}: {problem}")
+        parser.error(either(f"cannot write to {args.out}: {problem}", f"无法写入 {args.out}：{problem}"))
     for path in paths:
-        print(f"{path}: {pq.read_metadata(path).num_rows} rows, {path.stat().st_size / 1e3:.0f} kB")
+        count, kilobytes = pq.read_metadata(path).num_rows, path.stat().st_size / 1e3
+        print(either(f"{path}: {count} rows, {kilobytes:.0f} kB", f"{path}：{count} 行，{kilobytes:.0f} kB"))
 
 
 if __name__ == "__main__":

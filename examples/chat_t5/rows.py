@@ -1,11 +1,10 @@
-"""The rows of a training, read in one of two ways, step by step.
+"""The rows to train on, in one of two ways: a stream within a memory limit, or one shared copy for all ranks.
 
-Covers: a stream within a bound of memory (`--ultra_low_mem=True`), one shared copy for all ranks (`False`), which rank
-takes which rows, going on amid an epoch. Does not cover: which way is chosen (settings.py), text (text.py).
+Also which rank takes which rows, and resuming in the middle of an epoch.
 
-A *step* is an optimizer step. Both ways cut an epoch into steps first and a step into batches last, so that a training
-goes on at the same row though its batches have become smaller and its accumulation longer. What does not fill a step of
-all ranks is left out: ranks with different numbers of batches would wait for each other forever.
+A *step* is an optimizer step. Both ways cut an epoch into steps first and a step into batches last. So a run resumes at
+the same row also with smaller batches and more accumulation. Rows that do not fill a step of all ranks are left out:
+ranks with different numbers of batches would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 import legroom
 from legroom.errors import UnsupportedData, UsageError
 from legroom.model import Settings
+from legroom.words import either
 
 COLUMNS = ["prompt", "response"]
 SHUFFLED = 4096  # rows that a stream shuffles among themselves
@@ -29,9 +29,10 @@ Tensors = dict[str, Any]
 
 
 class Streamed:
-    """Rows that pass by: nothing is held but the bound. Files that are larger than memory."""
+    """Rows read as a stream, in at most ``memory`` bytes: for files larger than memory."""
 
     low_memory = True
+    entry = None  # no shared copy
 
     def __init__(self, path: Path, step_rows: int, seed: int, rank: int, world: int, memory: int) -> None:
         """``step_rows`` are this rank's rows of one step: each batch of the stream is a whole step."""
@@ -59,13 +60,14 @@ class Streamed:
 
 
 class Shared:
-    """Rows of one Arrow copy that all ranks, workers and trainings of this machine map."""
+    """Rows of one Arrow copy that all ranks, workers and jobs of this machine map."""
 
     low_memory = False
 
     def __init__(self, path: Path, step_rows: int, seed: int, rank: int, world: int) -> None:
         data = legroom.open(path)
         self._rows = TableRows(data)
+        self.entry = data.info
         self._digest = data.info.digest
         self._step_rows, self._seed, self._rank, self._world = step_rows, seed, rank, world
 
@@ -85,17 +87,25 @@ class Shared:
 
     def load(self, state: dict[str, Any]) -> None:
         if state != self.state():
-            raise other_data(f"their digest was {state.get('digest')} and is {self._digest}")
+            raise other_data(
+                either(
+                    f"their digest was {state.get('digest')} and is {self._digest}",
+                    f"校验值原为 {state.get('digest')}，现为 {self._digest}",
+                )
+            )
 
 
 def other_data(why: str) -> UsageError:
-    """Of a checkpoint whose epoch cannot be gone on with."""
+    """For a checkpoint whose epoch cannot be resumed."""
     return UsageError(
-        "the checkpoint lies amid an epoch over other rows",
+        either("the checkpoint is of an epoch over other rows", "检查点所在的一轮使用的是另外的数据"),
         why=why,
         fix=(
-            "go on with the file, the ranks and batch × accumulation it began with",
-            "or begin anew: --is_keep_training=False",
+            either(
+                "resume with the file, the ranks and batch × accumulation it began with",
+                "用开始时的文件、rank 数和 批大小 × 梯度累积 续训",
+            ),
+            either("or start from scratch: --is_keep_training=False", "或从头训练：--is_keep_training=False"),
         ),
     )
 
@@ -123,15 +133,19 @@ class TableRows(Dataset[dict[str, str]]):
 
 
 class FirstRows(Dataset[dict[str, str]]):
-    """As many rows as a file has, told from its first few: what settings are chosen by, at no cost of memory."""
+    """The length of a file and its first rows: what settings are chosen from, without loading the file."""
 
     def __init__(self, path: Path, read: int = 256) -> None:
         stream = legroom.stream(path, columns=COLUMNS, batch_size=1, format="python", rank=0, world_size=1)
         for field in stream.schema:
             if str(field.type) not in ("string", "large_string", "string_view"):
                 raise UnsupportedData(
-                    f"column {field.name} of {path} is no text", why=f"it is {field.type}", fix=("write strings",)
-                )  # fmt: skip
+                    either(
+                        f"column {field.name} of {path} is not text", f"{path} 的 {field.name} 列不是文本"
+                    ),
+                    why=either(f"it is {field.type}", f"类型为 {field.type}"),
+                    fix=(either("write strings", "请写成字符串"),),
+                )
         self._length = len(stream)
         self.first = [row for (row,), _ in zip(stream, range(read), strict=False)]
 
@@ -143,5 +157,5 @@ class FirstRows(Dataset[dict[str, str]]):
 
 
 def sample() -> DataLoader[Tensors]:
-    """For `legroom tune --dataset rows.py:sample`: the rows that make_data.py wrote, as this training takes them."""
+    """For `legroom tune --dataset rows.py:sample`: the rows that make_data.py wrote, as this script batches them."""
     return DataLoader(FirstRows(Path("data/train.parquet")), batch_size=32, collate_fn=Batch(256))

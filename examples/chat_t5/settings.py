@@ -1,7 +1,6 @@
-"""Batch, accumulation, workers, pinning and low-memory mode, chosen from memory at every epoch.
+"""Batch, accumulation, workers, pinning and low-memory mode, chosen from free memory at every epoch.
 
-Covers: what the flags fix and what is left to `legroom.tune`, one choice for all ranks. Does not cover: the choice
-itself (legroom.tune), carrying it out (rows.py, train_low_mem.py).
+Flags fix a setting, `legroom.tune` chooses the others, and all ranks get the same choice.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ CHOSEN = {"low_memory": "ultra_low_mem", "num_workers": "num_workers", "pin_memo
 
 
 def fixed(flags: argparse.Namespace) -> dict[str, Any]:
-    """The settings that were given by hand; a flag that is left out next time gives its choice back."""
+    """The settings given by flags; a flag that is left out next time lets the setting be chosen again."""
     given = {name: getattr(flags, flag) for name, flag in CHOSEN.items()}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -43,13 +42,13 @@ def choose(
     accelerator: Accelerator, flags: argparse.Namespace, rows: FirstRows, collate: Batch, *,
     previous: Settings | None, step: Callable[[Any], object] | None = None, step_seconds: float | None = None,
 ) -> Settings:  # fmt: skip
-    """Settings for the next epoch. ``step`` is run a few times to time it, ``step_seconds`` is what it took."""
+    """Settings for the next epoch. ``step`` is run a few times for timing; ``step_seconds`` is a known time."""
     chosen: list[Settings | legroom.LegroomError | None] = [None]
     if accelerator.is_main_process:  # the ranks must not decide differently
         batch, ranks = flags.batch_size_per_gpu, accelerator.num_processes
         by_hand = fixed(flags)
         nothing_left = len(by_hand) == len(CHOSEN)
-        if zero.in_use(accelerator):  # which was told both at its start
+        if zero.in_use(accelerator):  # DeepSpeed has got both at its start
             by_hand |= {"batch_size": batch, "accumulation": flags.gradient_accumulation_steps}
         try:
             if nothing_left:  # then nothing is measured

@@ -112,11 +112,7 @@ def test_the_glint_training_has_the_defaults_of_the_notes() -> None:
     tree = ast.parse((REPO / "examples" / "glint_unet" / "train_glint_unet.py").read_text(encoding="utf-8"))
     found = {}
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "add_argument"
-        ):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("add_argument", "add"):
             options = {one.arg: ast.unparse(one.value) for one in node.keywords}
             found[ast.literal_eval(node.args[0])] = options
     assert found["--num_workers"]["default"] == "4"

@@ -56,6 +56,7 @@ def play(asked: dict[str, Any]) -> None:
     said = os.open("said", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(said, 1), os.dup2(said, 2)
     die_at(asked.get("die", ""))
+    os.environ |= asked.get("environment", {})
     train_low_mem.main(asked["flags"])
 
 

@@ -92,7 +92,9 @@ def test_bad_data_are_refused_by_the_first_experiment(tmp_path: Path, name: str,
     assert said in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("folder", ["glint_unet", "many_experiments", "audio_diffusion", "image_classifier"])
+@pytest.mark.parametrize(
+    "folder", ["glint_unet", "many_experiments", "audio_diffusion", "image_classifier", "chat_t5"]
+)
 def test_examples_speak_chinese(folder: str) -> None:
     """Every script that has flags explains them in Chinese too, and has a README in it."""
     home = Path(__file__).parents[3] / "examples" / folder
