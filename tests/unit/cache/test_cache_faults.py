@@ -22,7 +22,7 @@ from legroom.cache.attach import lock_name
 from legroom.cache.place import stores
 from legroom.errors import LegroomError, NotLoaded
 
-MOST = {"open": 150}  # of each operation; `make soak` takes more, by a seed of its own
+MOST = {"open": 300}  # of each operation; `make soak` takes more, by a seed of its own
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_a_call_that_fails_gives_the_right_answer_or_a_code(sweep: Sweep, operat
     chance = random.Random(operation)
     calls = sweep.calls(operation)
     outcomes = set()
-    for faults in cases(calls, chance, MOST.get(operation, 50)):
+    for faults in cases(calls, chance, MOST.get(operation, 100)):
         try:
             outcomes.add(sweep.attempt(operation, faults))
         except Exception as problem:
