@@ -88,7 +88,7 @@ def test_text_says_how_it_came_about(capsys: pytest.CaptureFixture[str]) -> None
     ("language", "title", "workers"),
     [
         ("en", "Need: 1 GPU × 1 job = 1 process", "1 worker × 2 + 3"),
-        ("zh", "需求：1 块 GPU × 1 个任务 = 1 个进程", "1 个 worker 进程 × 2 + 3"),
+        ("zh", "需求：1 张显卡 × 1 个任务 = 1 个进程", "1 个 worker 进程 × 2 + 3"),
     ],
 )
 def test_one_is_no_plural(
