@@ -298,9 +298,12 @@ class Training:
     def _account(self) -> None:
         """The size of the optimizer's states beside the weights."""
         weights = sum(one.nbytes for one in self.model.parameters())
+        moments = (
+            2 * 4 * sum(one.numel() for one in self.model.parameters())
+        )  # in 32 bits, whatever the weights have
         states = (one for state in self.optimizer.state.values() for one in state.values())
         held = sum(one.nbytes for one in states if torch.is_tensor(one))
-        own, adam = format_size(held), format_size(2 * weights)
+        own, adam = format_size(held), format_size(moments)
         log.info(
             either(
                 f"weights {format_size(weights)}, Adafactor's states {own} (Adam's would be {adam})",

@@ -146,14 +146,14 @@ def _check_offload(
     host = zero_row(Shape(count, ranks), 2, offload=True).host
     raise UsageError(
         either(
-            f"{source} offloads the optimizer to {device}: Adafactor cannot be offloaded",
-            f"{source} 把优化器卸载到 {device}：Adafactor 不能卸载",
+            f"{source} offloads the optimizer to {device}, which would replace Adafactor with Adam",
+            f"{source} 把优化器卸载到 {device}，Adafactor 会被换成 Adam",
         ),
         why=either(
-            f"accelerate would replace it with DeepSpeed's CPU Adam. For {count:,} parameters and "
+            f"accelerate offloads only DeepSpeed's CPU Adam. For {count:,} parameters and "
             f"{ranks} {'rank' if ranks == 1 else 'ranks'} that takes about {format_size(host)} of host memory. "
             "Adafactor's states without ZeRO are about 3 % of the weights",
-            f"accelerate 会把它换成 DeepSpeed 的 CPU Adam：{count:,} 个参数、{ranks} 个 rank，约占 {format_size(host)} "
+            f"accelerate 卸载时只用 DeepSpeed 的 CPU Adam：{count:,} 个参数、{ranks} 个 rank，约占 {format_size(host)} "
             "内存。不用 ZeRO 时，Adafactor 的状态约为权重的 3 %",
         ),
         fix=(
@@ -162,6 +162,10 @@ def _check_offload(
                 "删除 offload_optimizer（JSON），或设置 offload_optimizer_device: none（YAML）",
             ),
             _rewrite(),
+            either(
+                'or keep Adafactor and step it on the CPU: add "zero_force_ds_cpu_optimizer": false to the JSON file',
+                '或保留 Adafactor，在 CPU 上更新：在 JSON 文件中加入 "zero_force_ds_cpu_optimizer": false',
+            ),
         ),
     )
 
