@@ -38,7 +38,6 @@ ALLOWED = {
     "loader/measure/trial.py: too many open files": "the system's words",
     "loader/measure/trial.py: no space left on device": "the system's words",
     "loader/measure/trial.py: unable to resize file": "torch's words",
-    "rescue/rules_texts.py: ^": "a pattern of the system's words",
     "cache/dataset.py: The given NumPy array": "torch's warning, to be silenced",
     "loader/cuda/resident.py: The given NumPy array": "torch's warning, to be silenced",
     "loader/dataloader.py: torch's DataLoader, with": "the docstring of a class that is made when it is asked for",
