@@ -87,7 +87,7 @@ def _more_processes(place: Place) -> tuple[str, ...]:
     if place.kind in ("docker", "podman"):
         lines.append(say("start the container again with:\n{tool} run --pids-limit -1 …", tool=place.kind))
     lines.append(say("in the shell that starts the training:\nulimit -u $(ulimit -Hu)"))
-    return (*lines, say("check:\nulimit -u; ps -eLf | wc -l"))
+    return (*lines, say("check:\nulimit -u\nps -eLf | wc -l"))
 
 
 def _more_maps(place: Place) -> tuple[str, ...]:

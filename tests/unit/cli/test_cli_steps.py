@@ -19,7 +19,7 @@ from legroom.budget.relief import relieve
 from legroom.cli.layout import steps
 from legroom.errors import LegroomError
 from legroom.model import Place
-from legroom.model.death import Level, Verdict
+from legroom.model.death import Attempt, Ending, Level, Verdict
 from legroom.probe.host import Host
 from legroom.rescue.fixes import fixes
 from legroom.rescue.order import Order
@@ -149,7 +149,8 @@ def test_translations_have_the_same_commands() -> None:
 def test_run_tells_a_command_on_a_line_without_its_own_name() -> None:
     told: list[str] = []
     supervisor = Supervisor(Order(("true",)), healthy(), told.append, Host())
-    supervisor._tell_death(Verdict("shm-full", 0.9, "full", fix=("now:\nmount -o remount,size=8G /dev/shm",)))
+    verdict = Verdict("shm-full", 0.9, "full", fix=("now:\nmount -o remount,size=8G /dev/shm",))
+    supervisor._tell_death([Attempt(1, ("true",), {}, Ending(status=1), 1.0, verdict=verdict)])
     lines = "\n".join(f"legroom: {line}" for line in told).splitlines()
     assert "mount -o remount,size=8G /dev/shm" in [line.strip() for line in lines]
 
