@@ -36,7 +36,8 @@ def paint(text: str, severity: Severity | None = None, *, bold: bool = False) ->
     """The text in its severity's colour, where colours are on."""
     if not coloured():
         return text
-    return click.style(text, fg=_COLOURS.get(severity or ""), bold=bold)
+    # Not False: click writes "bold off" for that, which the streams do not let through.
+    return click.style(text, fg=_COLOURS.get(severity or ""), bold=bold or None)
 
 
 def paragraph(text: str, first: str, rest: str) -> str:

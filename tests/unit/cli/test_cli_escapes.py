@@ -15,6 +15,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from rigs import TREES
 
 from legroom.cli.streams import Answers, Asides, for_drawing
 from legroom.errors import UnreadableSource
@@ -95,6 +96,26 @@ def test_nothing_in_names_drives_the_terminal(tmp_path: Path, env: dict[str, str
         assert not OBEYED.search(written) and "\r" not in written, (words, written)
         assert "\nlegroom: all is well" not in written, (words, written)
         assert "Traceback" not in written
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("doctor",),
+        ("plan", "--gpus", "1", "--jobs-per-gpu", "1", "--per-process", "5MB"),
+        ("check", "--sample-bytes", "1MB", "--batch", "1", "--root", str(TREES / "docker-v2")),
+        ("explain", "log"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_colours_of_our_own_are_not_shown_as_text(
+    words: tuple[str, ...], tmp_path: Path, env: dict[str, str]
+) -> None:
+    (tmp_path / "log").write_text("RuntimeError: CUDA out of memory.\n")
+    env.pop("NO_COLOR", None)
+    written = on_a_terminal(*words, cwd=tmp_path, env=env)
+    assert "\x1b[" in written, written
+    assert "u001b" not in written and not OBEYED.search(OURS.sub("", written)), written
 
 
 def test_json_with_hostile_names_is_json(tmp_path: Path, env: dict[str, str]) -> None:
