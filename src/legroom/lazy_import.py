@@ -14,15 +14,15 @@ import threading
 from importlib import import_module
 from types import ModuleType
 
-_importing = threading.RLock()
+importing = threading.RLock()  # held by every import at first use, and by a fork
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_importing.release
+        before=importing.acquire, after_in_parent=importing.release, after_in_child=importing.release
     )
 
 
 def lazily(name: str) -> ModuleType:
     """The module of that name, imported now where it has not been."""
-    with _importing:
+    with importing:
         return import_module(name)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from legroom.errors import LegroomError, NoStore, StoreError
+from legroom.lazy_import import importing
 from legroom.model import Finding
 from legroom.probe.host import Host
 from legroom.words import joined, say
@@ -130,7 +131,8 @@ def candidates(env: Mapping[str, str]) -> Iterator[Candidate]:
     """Every directory that could hold a store, best first."""
     memory = env.get("LEGROOM_SHM")
     yield Candidate(Path(memory or "/dev/shm").absolute(), "shm", bool(memory))
-    from legroom.probe.disk import store_candidates
+    with importing:
+        from legroom.probe.disk import store_candidates
 
     for place in store_candidates(Host(env=env)):
         if os.path.isabs(place.path):
@@ -394,7 +396,8 @@ def _check_local(candidate: Candidate) -> None:
 @cache
 def _network(parent: str, _device: int) -> str | None:
     """The kind of network file system the directory is on; None for a local one."""
-    from legroom.probe.disk import filesystem_of, is_network
+    with importing:
+        from legroom.probe.disk import filesystem_of, is_network
 
     mount = filesystem_of(Host(), parent)
     return mount.kind if mount is not None and is_network(mount.kind) else None
@@ -407,7 +410,8 @@ def filesystem(store: Store) -> str | None:
 
 @cache
 def _kind(root: str, _device: int) -> str | None:
-    from legroom.probe.disk import filesystem_of
+    with importing:
+        from legroom.probe.disk import filesystem_of
 
     mount = filesystem_of(Host(), root)
     return None if mount is None else mount.kind

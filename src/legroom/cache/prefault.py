@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from legroom.cache.maps import Map, libc
 from legroom.cpus import usable_cpus
+from legroom.lazy_import import importing
 
 _POPULATE_READ = 22
 _STEP = 64 << 20
@@ -117,7 +118,8 @@ def _populate(item: Map, offset: int, length: int) -> None:
 
 def _fits(size: int) -> bool:
     """Whether a disk entry is small enough that filling it evicts nothing that is needed."""
-    from legroom.cache.room import memory_bounds
+    with importing:
+        from legroom.cache.room import memory_bounds
 
     return all(bound.free >= size for bound in memory_bounds())
 

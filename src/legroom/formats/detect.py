@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Iterable
-from importlib import import_module
 from pathlib import Path
 
 from legroom.errors import UnknownFormat
@@ -21,6 +20,7 @@ from legroom.formats.npy_header import MAGIC as NPY
 from legroom.formats.protocol import Reader
 from legroom.formats.selection import Selection
 from legroom.formats.source import SourceFile, damaged, unreadable
+from legroom.lazy_import import lazily
 from legroom.words import phrase, say
 
 READABLE = phrase(
@@ -193,5 +193,5 @@ def _open_folder(path: Path, selection: Selection) -> BaseReader:
 
 def _open(kind: str, path: Path, selection: Selection) -> BaseReader:
     """Each format is imported only when a file of it is opened."""
-    reader: BaseReader = getattr(import_module("legroom.formats." + kind), _READERS[kind])(path, selection)
+    reader: BaseReader = getattr(lazily("legroom.formats." + kind), _READERS[kind])(path, selection)
     return reader

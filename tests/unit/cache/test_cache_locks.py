@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 
 from legroom.cache import locks
@@ -133,6 +134,7 @@ def test_a_symlink_is_no_lock(folder: int, tmp_path: Path) -> None:
 IMPORTED_SLOWLY = """
 import os, signal, sys, threading, time
 import legroom
+from legroom.cache import prefault
 
 class Slow:
     # Imports of that module take a second, with its lock held.
@@ -146,13 +148,15 @@ class Slow:
 begun = threading.Event()
 legroom.open  # the door itself; the rest is imported at first use
 sys.meta_path.insert(0, Slow())
-thread = threading.Thread(target=lambda: legroom.open(sys.argv[2]))
+uses = {"open": lambda: legroom.open(sys.argv[2]), "fits": lambda: prefault._fits(1)}
+use = uses[sys.argv[3]]
+thread = threading.Thread(target=use)
 thread.start()
 assert begun.wait(30)
 child = os.fork()
 if child == 0:
     signal.alarm(20)
-    legroom.open(sys.argv[2])
+    use()
     os._exit(0)
 _, status = os.waitpid(child, 0)
 thread.join()
@@ -161,14 +165,25 @@ sys.exit(os.waitstatus_to_exitcode(status) != 0)
 
 
 @pytest.mark.parametrize(
-    "module", ["legroom.cache.build", "legroom.formats.hdf5", "h5py", "legroom.cache.plain"]
+    ("module", "use", "disabled", "name"),
+    [
+        ("legroom.cache.build", "open", "", "a.h5"),
+        ("legroom.formats.hdf5", "open", "", "a.h5"),
+        ("h5py", "open", "", "a.h5"),  # the child waits for its parent's load, and need not import it
+        ("legroom.probe.disk", "open", "", "a.h5"),
+        # Without the cache the child imports as its parent does: no h5py here, whose import no fork waits for.
+        ("legroom.cache.plain", "open", "1", "a.npy"),
+        ("legroom.formats.npy", "open", "1", "a.npy"),
+        ("legroom.cache.room", "fits", "", "a.npy"),  # in the thread that fills the pages of a disk entry
+    ],
 )
 def test_a_fork_during_the_first_import_of_what_builds_leaves_the_child_able_to(
-    shm: Path, tmp_path: Path, module: str
+    shm: Path, tmp_path: Path, module: str, use: str, disabled: str, name: str
 ) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"] = [1, 2, 3]
-    env = {**os.environ, "LEGROOM_DISABLE": "1" if module.endswith("plain") else ""}
-    command = [sys.executable, "-W", "ignore", "-c", IMPORTED_SLOWLY, module, str(tmp_path / "a.h5")]
+    np.save(tmp_path / "a.npy", [1, 2, 3])
+    env = {**os.environ, "LEGROOM_DISABLE": disabled}
+    command = [sys.executable, "-W", "ignore", "-c", IMPORTED_SLOWLY, module, str(tmp_path / name), use]
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
