@@ -52,6 +52,6 @@ def test_the_glint_training_learns(stores: dict[str, str], tmp_path: Path) -> No
 def test_experiments_share_data_and_card(stores: dict[str, str], tmp_path: Path) -> None:
     flags = ["--gpus", 1, "--jobs_per_gpu", 2, "--size", "64MB", "--steps", 40]
     told = run("many_experiments/run_experiments.py", *flags, cwd=tmp_path, environment=stores)
-    assert "1 x 2 run" in told
+    assert "running 1 x 2" in told
     assert len(re.findall(r"\d+%$", told, re.M)) == 2
     assert "with one copy of" in told

@@ -22,6 +22,7 @@ import score
 
 WORDINGS: list[dict[str, str]] = json.loads((Path(__file__).parent / "wordings.json").read_text("utf-8"))
 LEAST_RIGHT = {"open": 0.9}  # of the decidable texts; a part that the rules were not written with: 0.85
+LEAST_UNKNOWN = {"open": 0.8, "aside": 0.75}  # of the others
 
 
 def _verdict(text: str | bytes) -> Verdict:
@@ -37,7 +38,8 @@ def test_the_corpus_holds_its_bars(path: Path) -> None:
     right = score.count(scored, decidable=True, result="right")
     assert right / len(decidable) >= LEAST_RIGHT.get(path.stem, 0.85)
     others = [one for one in scored if not one.decidable]
-    assert score.count(scored, decidable=False, result="right") / len(others) >= 0.8
+    # Of a text that does not tell, `unknown` is right; a verdict below 0.8 is a guess that says it is one.
+    assert score.count(scored, decidable=False, result="right") / len(others) >= LEAST_UNKNOWN[path.stem]
     for one in scored:
         assert bool(one.verdict.likely) or one.verdict.cause != "unknown", one.name
 
