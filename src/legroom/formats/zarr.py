@@ -9,11 +9,13 @@ variable length, which are refused, and stores elsewhere than in files.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -133,7 +135,11 @@ class ZarrReader(BaseReader):
             from zarr.buffer.cpu import NDBuffer
 
             buffer: Any = part
-            node.get_basic_selection(rows, out=NDBuffer.from_ndarray_like(buffer))
+            try:
+                node.get_basic_selection(rows, out=NDBuffer.from_ndarray_like(buffer))
+            except BaseException:
+                _wait_for_zarr()
+                raise
         else:
             part[...] = node[rows]
 
@@ -155,8 +161,32 @@ class ZarrReader(BaseReader):
 
 
 def _in_place(node: Any, dtype: Any) -> bool:
-    """Whether zarr can decode straight into memory of that type."""
-    return bool(node.dtype == dtype and dtype.kind in "biufc" and find_spec("zarr.buffer") is not None)
+    """Whether zarr can decode straight into memory of that type, and be waited for."""
+    return bool(node.dtype == dtype and dtype.kind in "biufc" and _has_parts())
+
+
+@cache
+def _has_parts() -> bool:
+    if find_spec("zarr.buffer") is None or find_spec("zarr.core.sync") is None:
+        return False
+    from zarr.core import sync
+
+    return callable(getattr(sync, "sync", None))
+
+
+def _wait_for_zarr() -> None:
+    """Wait until zarr writes nothing more into memory that it was given.
+
+    A chunk that cannot be read ends the call, and an interrupt does; zarr's thread goes on with the other chunks. What
+    it writes to may be unmapped by then.
+    """
+    from zarr.core.sync import sync
+
+    async def others() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    sync(others())
 
 
 @contextmanager
