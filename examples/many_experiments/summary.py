@@ -84,15 +84,15 @@ def outcome_text(outcome: Outcome) -> str:
         )
     count, data = len(outcome.rows), format_size(outcome.data_bytes)
     where = {
-        "shm": either(f"one copy of {data} of data in /dev/shm", f"/dev/shm 中一份 {data} 的数据"),
+        "shm": either(f"one copy of {data} of data in /dev/shm", f" /dev/shm 中有一份 {data} 的数据"),
         "disk": either(
             f"one copy of {data} of data on disk, in the page cache",
-            f"磁盘上一份 {data} 的数据，经页缓存共享",
+            f"磁盘上有一份 {data} 的数据，经页缓存共享",
         ),
-        "memory": either(f"{count} copies of {data} of data", f"{count} 份 {data} 的数据"),
+        "memory": either(f"{count} copies of {data} of data", f"有 {count} 份 {data} 的数据"),
     }[outcome.backing]
     held = format_size(outcome.held)
-    lines += ["", either(f"together {held} of RAM, with {where}", f"合计内存 {held}，其中有{where}")]
+    lines += ["", either(f"together {held} of RAM, with {where}", f"合计内存 {held}，其中{where}")]
     if outcome.backing != "memory":
         apart = format_size(outcome.held + (count - 1) * outcome.data_bytes)
         lines.append(

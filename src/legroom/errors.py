@@ -25,6 +25,7 @@
     │   ├── SourceBeingWritten         source-being-written
     │   ├── SourceChanged              source-changed
     │   └── DatasetFailed              dataset-failed
+    │       └── DatasetOutOfMemory     dataset-out-of-memory
     ├── StoreError            exit 1   the shared cache
     │   ├── NoRoom                     no-room
     │   ├── NoStore                    no-store
@@ -253,6 +254,14 @@ class DatasetFailed(SourceError):
     """A dataset that raises, hangs, crashes or is killed when a sample is drawn from it."""
 
     code = "dataset-failed"
+
+
+class DatasetOutOfMemory(DatasetFailed):
+    """A dataset that took all that was left of a pool before it gave a sample."""
+
+    code = "dataset-out-of-memory"
+    pool: str = "ram"
+    taken: int = 0  # bytes
 
 
 class StoreError(LegroomError):

@@ -9,7 +9,6 @@ variable length, which are refused, and stores elsewhere than in files.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import warnings
@@ -180,6 +179,8 @@ def _wait_for_zarr() -> None:
     A chunk that cannot be read ends the call, and an interrupt does; zarr's thread goes on with the other chunks. What
     it writes to may be unmapped by then.
     """
+    import asyncio  # zarr has imported it
+
     from zarr.core.sync import sync
 
     async def others() -> None:

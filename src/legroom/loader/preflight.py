@@ -18,9 +18,8 @@ from legroom.budget.fit import fit
 from legroom.budget.largest import fits, judged, largest_batch, largest_settings
 from legroom.budget.rows import data_rows
 from legroom.budget.tried import calibrated, may_grow, tried_need
-from legroom.errors import UsageError
+from legroom.errors import DatasetOutOfMemory, UsageError
 from legroom.loader.bare_demand import with_bare_processes
-from legroom.loader.measure.apart import OutOfRoom
 from legroom.loader.measure.guarded import RESERVE
 from legroom.loader.measure.private import give_back, private_bytes, start_method
 from legroom.model import Box, Measured, Need, Plan, Pool, Term, Trial
@@ -121,7 +120,7 @@ def check(
                 measured, trial = before
             else:
                 measured = _drawn(dataset, batch_size, collate_fn, demand, timeout)
-        except OutOfRoom as problem:  # measuring takes more than the loop itself: that one decides
+        except DatasetOutOfMemory as problem:  # measuring takes more than the loop itself: that one decides
             if not here:
                 return _nothing_fits(_room_here(host, leaving=False), problem)
         give_back()  # what was drawn is not needed any more, and must not be in the figures
@@ -162,7 +161,7 @@ def _measured_batch(measured: Measured | None, batch_size: int) -> Batch:
     return drawn.of(_samples_in(batch_size, measured.rows))
 
 
-def _nothing_fits(box: Box, problem: OutOfRoom) -> Plan:
+def _nothing_fits(box: Box, problem: DatasetOutOfMemory) -> Plan:
     """The verdict where not even the dataset and a few samples of it fit."""
     free = next((pool.free for pool in box.pools if pool.name == problem.pool), None) or 0
     term = Term(

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -68,7 +69,9 @@ class Descriptors:
                         self._came[int.from_bytes(name, "little")] = array("i", rights[0][2])[0]
             return self._came.pop(number, None)
 
-    def __del__(self) -> None:
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        if at_exit():
+            return  # the descriptors go with the process
         for fd in getattr(self, "_came", {}).values():
             with contextlib.suppress(OSError):
                 os.close(fd)

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from legroom.errors import DatasetFailed, LegroomError, MissingKey, MissingPackage
+from legroom.errors import DatasetFailed, DatasetOutOfMemory, LegroomError, MissingKey, MissingPackage
 from legroom.loader.measure import meter
 from legroom.loader.measure.guarded import Watched, environment, guarded
 from legroom.loader.measure.named import split
@@ -26,18 +26,10 @@ from legroom.model import Measured, Transport
 from legroom.units import format_duration, format_size
 from legroom.words import say
 
-__all__ = ["OutOfRoom", "in_child", "measure_dataset"]
+__all__ = ["in_child", "measure_dataset"]
 
 _TAIL_BYTES = 16384
 _TAIL_LINES = 6
-
-
-class OutOfRoom(DatasetFailed):
-    """The child took all that was left of a pool, before it had an answer."""
-
-    def __init__(self, message: str, pool: str, taken: int, *, why: str, fix: tuple[str, ...]) -> None:
-        super().__init__(message, why=why, fix=fix)
-        self.pool, self.taken = pool, taken
 
 
 def measure_dataset(
@@ -124,7 +116,7 @@ def last_words(output: Path) -> list[str]:
     return lines[-_TAIL_LINES:] if crash is None else lines[crash : crash + _TAIL_LINES]
 
 
-def _out_of_room(name: str, ran: Watched) -> OutOfRoom:
+def _out_of_room(name: str, ran: Watched) -> DatasetOutOfMemory:
     pool = "shm" if ran.stopped == "shm" else "ram"
     taken = format_size(ran.shm if pool == "shm" else ran.ram)
     why = (
@@ -137,7 +129,9 @@ def _out_of_room(name: str, ran: Watched) -> OutOfRoom:
         )
     )
     fix = say("load less in the dataset's constructor; legroom.open maps a file instead of reading it")
-    return OutOfRoom(say("drawing a batch from {name} failed", name=name), pool, ran.ram, why=why, fix=(fix,))
+    error = DatasetOutOfMemory(say("drawing a batch from {name} failed", name=name), why=why, fix=(fix,))
+    error.pool, error.taken = pool, ran.ram
+    return error
 
 
 def _raised(name: str, told: dict[str, Any]) -> LegroomError:
