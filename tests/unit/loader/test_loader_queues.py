@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import threading
 from collections.abc import Iterator
@@ -124,6 +125,25 @@ def test_a_closed_queue_says_so(queue: Any) -> None:
     queue.close()
     with pytest.raises(ValueError, match="closed"):
         queue.put(None)
+
+
+def test_a_reader_that_is_gone_is_no_error(queue: Any) -> None:
+    queue._reader.close()
+    queue.put((0, [1, 2]))
+    queue.put(None)
+
+
+def test_the_word_to_end_may_find_its_pipe_closed() -> None:
+    """A loader in a reference cycle is finalized together with its pipes, in any order."""
+    queue = direct(multiprocessing.get_context("fork")).Queue()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    kept, queue._writer._handle = queue._writer._handle, os.dup(nothing)
+    os.close(nothing)
+    os.close(queue._writer._handle)  # what Connection.__del__ does: the number stays
+    queue.put(None)
+    with pytest.raises(OSError):
+        queue.put((0, [1]))
+    queue._writer._handle = kept
 
 
 def test_contexts_of_others_stay_as_they_are() -> None:

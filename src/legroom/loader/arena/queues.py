@@ -16,6 +16,7 @@ descriptor waits for somebody to fetch it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import select
 from functools import cache
@@ -69,7 +70,14 @@ class _Direct:
         with inner._wlock:
             if not _has_room(inner._writer.fileno()) or not inner._sem.acquire(False):
                 return False
-            inner._writer.send_bytes(message)
+            try:
+                inner._writer.send_bytes(message)
+            except BrokenPipeError:
+                pass  # nothing reads it any more: multiprocessing's thread drops it as well
+            except OSError as problem:
+                # The word to end, from a loader that is collected together with its pipes: they may be closed first.
+                if obj is not None or problem.errno != errno.EBADF:
+                    raise
         return True
 
 
