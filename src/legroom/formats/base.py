@@ -71,13 +71,22 @@ class BaseReader:
     def _close(self) -> None:
         raise NotImplementedError
 
+    def _library_errors(self, doing: str) -> AbstractContextManager[None]:
+        """Turn what the format's library raises for a damaged file into one error.
+
+        Every call that reads no data runs in it: h5py converts types and pyarrow parses schemas in attributes
+        that look harmless, so a guard around single calls always misses one.
+        """
+        return nullcontext()
+
     # The protocol.
 
     def describe(self) -> Description:
         """What is in the file; reads no data (but the lengths of ragged rows)."""
         self._require_open()
         if self._description is None:
-            found = self._look()
+            with self._library_errors(say("its contents")):
+                found = self._look()
             for item in found.items:
                 if isinstance(item, ArraySpec):
                     self._require_possible(item)
@@ -93,11 +102,15 @@ class BaseReader:
 
     def extent(self, name: str) -> Extent | None:
         """Where the array lies raw, or None where it must be decoded."""
-        return self._extent(self._array(name))
+        spec = self._array(name)
+        with self._library_errors(say("{name!r}", name=name)):
+            return self._extent(spec)
 
     def slabs(self, name: str) -> Sequence[Slab] | None:
         """The array as slabs, one after the other from its first byte to its last; None where it comes whole."""
-        return self._slabs(self._array(name))
+        spec = self._array(name)
+        with self._library_errors(say("{name!r}", name=name)):
+            return self._slabs(spec)
 
     def write_table(
         self, name: str, path: Path, progress: Progress = no_progress, ask: Progress = no_progress
@@ -114,12 +127,14 @@ class BaseReader:
 
     def decoding(self, name: str) -> int:
         """Bytes of memory that reading it takes beside the result, with one thread at work."""
-        return self._decoding(self._item(name))
+        spec = self._item(name)
+        with self._library_errors(say("{name!r}", name=name)):
+            return self._decoding(spec)
 
     def _taken(self, spec: ArraySpec | TableSpec) -> AbstractContextManager[None]:
         if self._counts_itself:
             return nullcontext()
-        return self.memory.take(self._decoding(spec), self._called(spec))
+        return self.memory.take(self.decoding(spec.name), self._called(spec))
 
     def _called(self, spec: ArraySpec | TableSpec) -> str:
         return say("{name!r} of {path}", name=spec.name, path=self.path)

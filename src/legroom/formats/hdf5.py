@@ -8,6 +8,7 @@ Does not cover: writing, ever; what the parts refuse is in hdf5_types.py, hdf5_f
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -58,6 +59,9 @@ class Hdf5Reader(BaseReader):
         self._raw_files: dict[Path, SourceFile] = {}
         self._entries: dict[str, _Entry] = {}
         self._chunks: dict[str, ChunkedDataset | None] = {}
+
+    def _library_errors(self, doing: str) -> AbstractContextManager[None]:
+        return hdf5_trouble(self.path, doing)
 
     # What there is.
 
@@ -128,10 +132,11 @@ class Hdf5Reader(BaseReader):
             kinds = {name: node.attrs.get_id(name) for name in node.attrs}
             header = h5py.h5o.get_info(node.id).addr
             file = self._raw_file(node)
-        if file is not None and any(kind.dtype.hasobject for kind in kinds.values()):
+        dtypes = {name: _numpy_type(kind) for name, kind in kinds.items()}
+        if file is not None and any(dtype is not None and dtype.hasobject for dtype in dtypes.values()):
             Heaps(file, node.file.userblock_size, self.path).check_attributes(header)
         with hdf5_trouble(self.path, say("the attributes of {name!r}", name=node.name)):
-            return {readable(name): _attribute(node, name, kind) for name, kind in kinds.items()}
+            return {readable(name): _attribute(node, name, kind, dtypes[name]) for name, kind in kinds.items()}
 
     # Bringing it.
 
@@ -262,11 +267,21 @@ class Hdf5Reader(BaseReader):
         self._file.close()
 
 
-def _attribute(node: Any, name: str | bytes, kind: Any) -> Any:
-    large = prod(kind.shape or ()) * kind.dtype.itemsize > _MOST_ATTRIBUTE
+def _numpy_type(kind: Any) -> np.dtype[Any] | None:
+    """The attribute's type, None where numpy has none for it (times, floats of other machines)."""
+    try:
+        dtype: np.dtype[Any] = kind.dtype
+    except (TypeError, ValueError):
+        return None
+    return dtype
+
+
+def _attribute(node: Any, name: str | bytes, kind: Any, dtype: np.dtype[Any] | None) -> Any:
     # References, as netCDF and MATLAB keep in attributes, mean nothing outside the file.
-    if large or (kind.dtype.hasobject and not _strings(kind.dtype)):
-        return {"omitted": str(kind.dtype), "shape": list(kind.shape or ())}
+    if dtype is None or (dtype.hasobject and not _strings(dtype)):
+        return {"omitted": str(dtype or "unknown type"), "shape": list(kind.shape or ())}
+    if prod(kind.shape or ()) * dtype.itemsize > _MOST_ATTRIBUTE:
+        return {"omitted": str(dtype), "shape": list(kind.shape or ())}
     return as_json(node.attrs[name])
 
 

@@ -7,7 +7,7 @@ come from (parquet.py, arrow.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ class TableReader(BaseReader):
     def __init__(self, path: Path, selection: Selection) -> None:
         super().__init__(path, selection)
         self._file = SourceFile(path)
+
+    def _library_errors(self, doing: str) -> AbstractContextManager[None]:
+        return arrow_trouble(self.path, doing)
 
     def _batches(self) -> Iterator[Any]:
         """Record batches with the columns asked for, checked so that writing them is safe."""

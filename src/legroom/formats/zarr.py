@@ -9,11 +9,10 @@ variable length, which are refused, and stores elsewhere than in files.
 
 from __future__ import annotations
 
-import errno
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib.util import find_spec
 from math import prod
@@ -96,6 +95,9 @@ class ZarrReader(BaseReader):
                 ),
             )
         return ArraySpec(name, tuple(node.shape), in_memory(dtype), as_json(node.attrs.asdict()))
+
+    def _library_errors(self, doing: str) -> AbstractContextManager[None]:
+        return _trouble(self.path, doing)
 
     def _extent(self, spec: ArraySpec) -> Extent | None:
         return None
@@ -203,9 +205,7 @@ def _trouble(path: Path, doing: str) -> Iterator[None]:
     except OSError as problem:
         if problem.errno is None:
             raise damaged(path, say("{doing}: {text}", doing=doing, text=problem)) from problem
-        raise unreadable(path, problem) from problem
+        raise unreadable(path, problem) from problem  # of the system: it proves nothing about the store
     except Exception as problem:
-        if isinstance(problem, OSError) and problem.errno not in (None, errno.ENOENT):
-            raise unreadable(path, problem) from problem  # of the system: it proves nothing about the store
         text = (str(problem).splitlines() or [type(problem).__name__])[0]
         raise damaged(path, say("{doing}: {text}", doing=doing, text=text)) from problem

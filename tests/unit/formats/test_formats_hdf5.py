@@ -19,7 +19,7 @@ from legroom.errors import (
     UnreadableSource,
     UnsupportedData,
 )
-from legroom.formats import hdf5_walk
+from legroom.formats import hdf5, hdf5_walk
 from legroom.formats.detect import open_source
 from legroom.formats.hdf5_heap import Heaps
 from legroom.formats.hdf5_walk import Walk
@@ -534,3 +534,30 @@ def test_groups_too_deep_to_be_walked_are_refused(tmp_path: Path) -> None:
         group["x"] = [1]
     with pytest.raises(UnsupportedData, match="deep"):
         describe(tmp_path / "x")
+
+
+@pytest.mark.parametrize("holder", ["/", "group", "x"])
+def test_an_attribute_of_a_type_that_numpy_lacks_is_left_out(tmp_path: Path, holder: str) -> None:
+    kind = h5py.h5t.IEEE_F64LE.copy()
+    kind.set_ebias(200_000)  # no machine's float
+    with h5py.File(tmp_path / "x", "w") as file:
+        file["x"] = np.arange(3)
+        file.create_group("group")
+        h5py.h5a.create(file[holder].id, b"scale", kind, h5py.h5s.create(h5py.h5s.SCALAR))
+    description = describe(tmp_path / "x")
+    assert [item.name for item in description.items] == ["x"]
+    kept = [*description.attributes.values(), *description.items[0].attributes.values()]
+    assert kept == [{"omitted": "unknown type", "shape": []}]
+
+
+def test_any_error_of_the_library_while_the_contents_are_listed_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("Can't decode datatype")
+
+    with h5py.File(tmp_path / "x", "w") as file:
+        file["x"] = np.arange(3)
+    monkeypatch.setattr(hdf5, "dataset_names", broken)
+    with pytest.raises(DamagedSource, match="decode datatype"), open_source(tmp_path / "x", keys="x") as reader:
+        reader.describe()
