@@ -136,7 +136,9 @@ class Hdf5Reader(BaseReader):
         if file is not None and any(dtype is not None and dtype.hasobject for dtype in dtypes.values()):
             Heaps(file, node.file.userblock_size, self.path).check_attributes(header)
         with hdf5_trouble(self.path, say("the attributes of {name!r}", name=node.name)):
-            return {readable(name): _attribute(node, name, kind, dtypes[name]) for name, kind in kinds.items()}
+            return {
+                readable(name): _attribute(node, name, kind, dtypes[name]) for name, kind in kinds.items()
+            }
 
     # Bringing it.
 

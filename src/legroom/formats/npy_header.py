@@ -63,7 +63,7 @@ def read_header(read: Callable[[int, int], bytes], path: Path, name: str) -> Npy
                 ),
             ),
         ) from None
-    except (ValueError, TypeError, SyntaxError, KeyError, MemoryError, RecursionError) as problem:
+    except Exception as problem:  # literal_eval also raises MemoryError, RecursionError and SystemError
         raise damaged(path, say("the header of {name!r}: {problem}", name=name, problem=problem)) from problem
     return NpyHeader(shape, dtype, fortran, 8 + width + length)
 

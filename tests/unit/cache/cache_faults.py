@@ -152,6 +152,7 @@ class Sweep:
         if operation in ("open", "disabled", "inplace"):
             self.reset()
         elif not self.inodes():
+            self.reset()  # an entry that a fault before sent to the disk would be attached to there
             legroom.open(self.path).close()
         if operation == "gc":
             (self.store / ".building-0000000000000000").mkdir(exist_ok=True)

@@ -559,5 +559,8 @@ def test_any_error_of_the_library_while_the_contents_are_listed_is_damage(
     with h5py.File(tmp_path / "x", "w") as file:
         file["x"] = np.arange(3)
     monkeypatch.setattr(hdf5, "dataset_names", broken)
-    with pytest.raises(DamagedSource, match="decode datatype"), open_source(tmp_path / "x", keys="x") as reader:
+    with (
+        pytest.raises(DamagedSource, match="decode datatype"),
+        open_source(tmp_path / "x", keys="x") as reader,
+    ):
         reader.describe()

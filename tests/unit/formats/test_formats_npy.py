@@ -202,3 +202,16 @@ def test_a_shape_that_no_array_can_have_is_refused(tmp_path: Path, shape: str) -
     path = raw_npy(tmp_path / "x", f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}}}", b"")
     with pytest.raises(UnsupportedData, match="4611686018427387904"), open_source(path) as reader:
         reader.describe()
+
+
+@pytest.mark.parametrize("error", [SystemError("AST constructor recursion depth mismatch"), RecursionError()])
+def test_whatever_python_raises_for_a_header_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def broken(_: str) -> None:
+        raise error
+
+    np.save(tmp_path / "x.npy", np.arange(3))
+    monkeypatch.setattr("legroom.formats.npy_header.ast.literal_eval", broken)
+    with pytest.raises(DamagedSource), open_source(tmp_path / "x.npy") as reader:
+        reader.describe()
