@@ -35,8 +35,9 @@ def command(
     them and rescues it. Ends with a table and a picture, and leaves nothing
     else behind.
     """
+    from legroom.charts.chart_file import render, replace_file
     from legroom.cli.demo_view import table_lines
-    from legroom.demo.picture_file import draw, picture_path
+    from legroom.demo.picture import demo_chart, picture_path
     from legroom.demo.result import as_object
     from legroom.demo.show import Wish, show
     from legroom.demo.table import rows
@@ -44,7 +45,7 @@ def command(
     path = picture_path(out)
     wish = Wish(quick=quick, torch=not no_torch, keep=keep)
     result, kept = show(wish, lambda: _screen(as_json, plain, no_color))
-    draw(result, path)
+    replace_file(path, render(demo_chart(result), path.suffix.lower()))
     if as_json:
         kept_at = None if kept is None else str(kept)
         click.echo(json.dumps(as_object(result, str(path), kept_at), ensure_ascii=False))

@@ -17,10 +17,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from legroom.charts.batch_chart import plot
     from legroom.gpu.accounting import account
     from legroom.gpu.advising import advise
     from legroom.gpu.cap import limit
-    from legroom.gpu.drawing import plot
     from legroom.gpu.estimating import estimate
     from legroom.gpu.finder import find_batch_size
     from legroom.gpu.oom import is_oom
@@ -37,7 +37,7 @@ _HOMES = {
     "is_oom": "legroom.gpu.oom",
     "limit": "legroom.gpu.cap",
     "on_oom": "legroom.gpu.survive",
-    "plot": "legroom.gpu.drawing",
+    "plot": "legroom.charts.batch_chart",
     "tf32": "legroom.gpu.precision",
 }
 

@@ -50,9 +50,11 @@ from legroom.model.measured import Measured, Transport, Trial
 from legroom.model.sample import (
     Alarm,
     AlarmLevel,
+    AlarmSpan,
     EntryRow,
     Mark,
     Moment,
+    PoolPoint,
     ProcessRow,
     Said,
     Sample,
@@ -74,6 +76,7 @@ from legroom.model.workload import (
 __all__ = [
     "Alarm",
     "AlarmLevel",
+    "AlarmSpan",
     "Box",
     "CgroupLevel",
     "Cpu",
@@ -105,6 +108,7 @@ __all__ = [
     "Plan",
     "PlanRow",
     "Pool",
+    "PoolPoint",
     "Pressure",
     "Problem",
     "Process",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from legroom.model.box import MemoryEvents, Pool, Pressure
 
@@ -109,6 +109,31 @@ class Alarm:
     def key(self) -> tuple[str, str | None]:
         """What makes two alarms the same one at two moments."""
         return self.code, self.pool
+
+
+@dataclass(frozen=True, slots=True)
+class AlarmSpan:
+    """An alarm from its beginning to its end; ``until`` is None while it is active."""
+
+    code: str
+    pool: str | None
+    level: AlarmLevel
+    message: str
+    since: float
+    until: float | None = None
+
+
+class PoolPoint(NamedTuple):
+    """A pool at one moment; None is unknown."""
+
+    when: float
+    used: int | None
+    size: int | None
+
+    @property
+    def share(self) -> float | None:
+        """Used as a share of the size, where both are known and the size is not 0."""
+        return None if self.used is None or not self.size else self.used / self.size
 
 
 @dataclass(frozen=True, slots=True)

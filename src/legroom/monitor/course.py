@@ -9,33 +9,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple
+
+from legroom.model import PoolPoint
 
 RECENT = 900  # dots kept as they came: a quarter of an hour at one a second
 _OLDER = 1024  # dots kept of everything before, at most
-
-
-class Dot(NamedTuple):
-    """A pool at one moment; None is not known, and a gap in the line."""
-
-    when: float
-    used: int | None
-    size: int | None
-
-    @property
-    def share(self) -> float | None:
-        """Used as a share of the size, where both are known and there is a size."""
-        return None if self.used is None or not self.size else self.used / self.size
 
 
 class Course:
     """Dots in the order of time; never more than RECENT and 1024."""
 
     def __init__(self) -> None:
-        self._recent: deque[Dot] = deque()
-        self._older: list[Dot] = []
+        self._recent: deque[PoolPoint] = deque()
+        self._older: list[PoolPoint] = []
 
-    def add(self, dot: Dot) -> None:
+    def add(self, dot: PoolPoint) -> None:
         """The next one."""
         self._recent.append(dot)
         if len(self._recent) > RECENT:
@@ -43,20 +31,20 @@ class Course:
             if len(self._older) >= _OLDER:
                 self._older = thinned(self._older)
 
-    def dots(self) -> list[Dot]:
+    def dots(self) -> list[PoolPoint]:
         """All that is kept, oldest first."""
         return [*self._older, *self._recent]
 
-    def last(self, count: int) -> list[Dot]:
+    def last(self, count: int) -> list[PoolPoint]:
         """The newest few, oldest of them first."""
         found = list(islice(reversed(self._recent), count))
         found.reverse()
         return found
 
 
-def thinned(dots: Sequence[Dot]) -> list[Dot]:
+def thinned(dots: Sequence[PoolPoint]) -> list[PoolPoint]:
     """Half as many: of every four the highest and the lowest, or the highest and a gap where there is one."""
-    kept: list[Dot] = []
+    kept: list[PoolPoint] = []
     for start in range(0, len(dots), 4):
         four = dots[start : start + 4]
         known = [dot for dot in four if dot.used is not None]
@@ -70,7 +58,7 @@ def thinned(dots: Sequence[Dot]) -> list[Dot]:
     return kept
 
 
-def columns(dots: Sequence[Dot], count: int) -> list[float | None]:
+def columns(dots: Sequence[PoolPoint], count: int) -> list[float | None]:
     """The highest share in each of so many equal spans of time; None where nothing is known of a span."""
     if not dots or count < 1:
         return []
@@ -85,5 +73,5 @@ def columns(dots: Sequence[Dot], count: int) -> list[float | None]:
     return found
 
 
-def _height(dot: Dot) -> int:
+def _height(dot: PoolPoint) -> int:
     return dot.used if dot.used is not None else -1

@@ -1,84 +1,99 @@
-"""A finished watch drawn into a file: ``--plot out.png|svg|html``.
-
-Covers: gathering during the watch, writing at its end. Does not cover: the drawing (chart_svg.py, plot_html.py,
-plot_png.py).
-"""
+"""`legroom watch --plot FILE.png|svg|html`: the watch is collected while it runs and drawn when it ends."""
 
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
+import time
+from collections.abc import Callable, Sequence
 
-from legroom.errors import UsageError
-from legroom.model import Moment
-from legroom.monitor.chart_svg import chart
-from legroom.monitor.plot_html import page
-from legroom.monitor.plot_png import picture, ready
+from legroom.charts.chart_file import check_path, render, replace_file
+from legroom.charts.drawing import since
+from legroom.charts.page import element, figure, page, table
+from legroom.charts.pool_chart import amount, pool_chart
+from legroom.model import Moment, PoolPoint
 from legroom.monitor.story import Story
-from legroom.words import listed, say
+from legroom.units import format_duration
+from legroom.words import say
 
 KINDS = (".png", ".svg", ".html")
 
 
 class Plot:
-    """Draws what it was shown when it is closed; what cannot work is said before the watch begins."""
+    """Draws what it was shown when it is closed. A path that cannot work is refused before the watch begins."""
 
     def __init__(self, path: str | os.PathLike[str], tell: Callable[[str], object]) -> None:
-        self.path = Path(path)
+        self.path = check_path(path, KINDS)
         self._tell = tell
         self._story = Story()
-        kind = self.path.suffix.lower()
-        if kind not in KINDS:
-            raise UsageError(
-                say("cannot draw {path}", path=self.path),
-                why=say("the end of its name says which picture it is, and {kind!r} is none", kind=kind),
-                fix=(say("end it in {kinds}", kinds=listed(KINDS)),),
-            )
-        folder = self.path.parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK) or self.path.is_dir():
-            raise UsageError(
-                say("cannot write {path}", path=self.path),
-                why=say("it is a directory, or {folder} is not one that is yours to write in", folder=folder),
-                fix=(say("name a file in a directory that exists"),),
-            )
-        if kind == ".png":
-            ready()
 
     def show(self, moment: Moment) -> None:
         self._story.add(moment)
 
     def close(self) -> None:
         if self._story.moment is None:
-            self._tell(say("nothing was seen, so {path} is not drawn", path=self.path))
+            self._tell(say("no samples: {path} is not drawn", path=self.path))
             return
         try:
-            _replace(self.path, drawn(self._story, self.path.suffix.lower()))
+            replace_file(self.path, drawn(self._story, self.path.suffix.lower()))
         except OSError as problem:
             why = problem.strerror or problem
             self._tell(say("cannot write {path}: {why}", path=self.path, why=why))
         else:
-            self._tell(say("drawn: {path}", path=self.path))
+            self._tell(say("plot written to {path}", path=self.path))
 
 
 def drawn(story: Story, kind: str) -> bytes:
-    """The story as a picture of that kind."""
-    if kind == ".png":
-        return picture(story)
+    """The watch as the content of a file of that kind."""
     if kind == ".html":
-        return page(story).encode()
-    return chart(story.dots(), story.marks, story.spells()).encode()
+        return watch_page(story).encode()
+    title = story.sample.watched if story.sample else ""
+    return render(pool_chart(story.dots(), story.marks, story.spells(), title=title), kind)
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """All of it or none: whoever looks at the old picture meanwhile sees the old picture."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+def watch_page(story: Story) -> str:
+    """The watch as a page: the chart, and its peaks, alarms and marks as tables."""
+    sample, began = story.sample, story.began or 0.0
+    lasted = max(0.0, sample.when - began) if sample else 0.0
+    start = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(began))
+    pools, alarms = story.dots(), story.spells()
+    return page(
+        say("Memory of {what}", what=sample.watched if sample else ""),
+        (
+            element("p", say("Started {start}, ran for {time}.", start=start, time=format_duration(lasted)), "soft"),
+            figure(pool_chart(pools, story.marks, alarms)),
+            table(
+                say("Pools"),
+                (say("pool"), say("size"), say("peak"), say("share"), say("when")),
+                (_peak_row(name, points, began) for name, points in pools.items()),
+            ),
+            table(
+                say("Alarms"),
+                (say("when"), say("lasted"), say("level"), say("code"), say("message")),
+                (
+                    (
+                        since(alarm.since, began),
+                        say("until the end") if alarm.until is None else format_duration(alarm.until - alarm.since),
+                        alarm.level,
+                        alarm.code,
+                        alarm.message,
+                    )
+                    for alarm in alarms
+                ),
+            ),
+            table(say("Marks"), (say("when"), say("mark")), ((since(m.when, began), m.text) for m in story.marks)),
+        ),
+    )  # fmt: skip
+
+
+def _peak_row(name: str, points: Sequence[PoolPoint], began: float) -> tuple[str, ...]:
+    known = [point for point in points if point.used is not None]
+    if not known:
+        return name, say("unknown"), say("unknown"), "", ""
+    peak = max(known, key=lambda point: point.used or 0)
+    return (
+        name,
+        say("unknown") if peak.size is None else amount(name, peak.size),
+        amount(name, peak.used or 0),
+        say("unknown") if peak.share is None else f"{peak.share * 100:.0f} %",
+        since(peak.when, began),
+    )

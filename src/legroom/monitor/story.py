@@ -8,26 +8,14 @@ Not for several threads at once: an output that is read from another thread than
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from legroom.model import Alarm, AlarmLevel, Mark, Moment, Sample
-from legroom.monitor.course import Course, Dot
+from legroom.model import Alarm, AlarmSpan, Mark, Moment, PoolPoint, Sample
+from legroom.monitor.course import Course
 
 _MOST_MARKS = 400
 _MOST_SPELLS = 200
 _GAP = 5.0  # intervals without a sample: the watch was away, and the line is broken
-
-
-@dataclass(frozen=True, slots=True)
-class Spell:
-    """An alarm from its beginning to its end; ``until`` is None while it stands."""
-
-    code: str
-    pool: str | None
-    level: AlarmLevel
-    message: str
-    since: float
-    until: float | None = None
 
 
 class Story:
@@ -36,10 +24,10 @@ class Story:
     def __init__(self) -> None:
         self.courses: dict[str, Course] = {}
         self.marks: deque[Mark] = deque(maxlen=_MOST_MARKS)
-        self.over: deque[Spell] = deque(maxlen=_MOST_SPELLS)
+        self.over: deque[AlarmSpan] = deque(maxlen=_MOST_SPELLS)
         self.moment: Moment | None = None
         self.began: float | None = None
-        self._standing: dict[tuple[str, str | None], Spell] = {}
+        self._standing: dict[tuple[str, str | None], AlarmSpan] = {}
 
     @property
     def sample(self) -> Sample | None:
@@ -53,9 +41,9 @@ class Story:
             self.began = sample.when
         if before is not None and _away(before, sample):
             for course in self.courses.values():
-                course.add(Dot(sample.when, None, None))
+                course.add(PoolPoint(sample.when, None, None))
         for pool in sample.pools:
-            self.courses.setdefault(pool.name, Course()).add(Dot(sample.when, pool.used, pool.size))
+            self.courses.setdefault(pool.name, Course()).add(PoolPoint(sample.when, pool.used, pool.size))
         self.marks.extend(sample.said.marks)
         for alarm in moment.ended:
             spell = self._standing.pop(alarm.key, None) or _spell(alarm)
@@ -63,23 +51,23 @@ class Story:
         self._standing = {alarm.key: self._told(alarm) for alarm in moment.alarms}
         self.moment = moment
 
-    def spells(self) -> list[Spell]:
+    def spells(self) -> list[AlarmSpan]:
         """Every alarm that is kept, in the order of their beginnings."""
         return sorted((*self.over, *self._standing.values()), key=lambda spell: spell.since)
 
-    def dots(self) -> dict[str, list[Dot]]:
+    def dots(self) -> dict[str, list[PoolPoint]]:
         """Every pool's dots, oldest first; pools of no size, such as swap where there is none, are left out."""
         sizes = {pool.name: pool.size for pool in (self.sample.pools if self.sample else ())}
         return {name: course.dots() for name, course in self.courses.items() if sizes.get(name) != 0}
 
-    def _told(self, alarm: Alarm) -> Spell:
+    def _told(self, alarm: Alarm) -> AlarmSpan:
         """What it said when it began, which is when it was of use; its worst level."""
         before = self._standing.get(alarm.key)
         return _spell(alarm) if before is None else replace(before, level=alarm.level)
 
 
-def _spell(alarm: Alarm) -> Spell:
-    return Spell(alarm.code, alarm.pool, alarm.level, alarm.message, alarm.since)
+def _spell(alarm: Alarm) -> AlarmSpan:
+    return AlarmSpan(alarm.code, alarm.pool, alarm.level, alarm.message, alarm.since)
 
 
 def _away(before: Sample, now: Sample) -> bool:

@@ -17,8 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from legroom.errors import MissingPackage
-from legroom.model import Moment
-from legroom.monitor.course import Dot
+from legroom.model import Moment, PoolPoint
 from legroom.monitor.story import Story
 from legroom.monitor.stream import Output, drive
 from legroom.monitor.tiers import Tiers
@@ -34,7 +33,7 @@ class View:
     """What the screen shows: one moment, each pool's course up to it."""
 
     moment: Moment | None
-    dots: dict[str, list[Dot]]
+    dots: dict[str, list[PoolPoint]]
     ended: bool
     notes: tuple[str, ...]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from legroom.columns import cells, left, right
-from legroom.model import Alarm, EntryRow, Pool, ProcessRow, Sample
+from legroom.model import Alarm, EntryRow, Pool, PoolPoint, ProcessRow, Sample
 from legroom.model.advice import heading, scope_name
-from legroom.monitor.course import Dot, columns
+from legroom.monitor.course import columns
 from legroom.units import format_duration, format_size
 from legroom.words import phrase, say
 
@@ -69,7 +69,7 @@ def history_line(shares: Sequence[float | None]) -> str:
     )
 
 
-def pool_line(pool: Pool, dots: Sequence[Dot], level: str | None, width: int) -> Text:
+def pool_line(pool: Pool, dots: Sequence[PoolPoint], level: str | None, width: int) -> Text:
     """One pool: its bar, its figures, its history in what is left of the width."""
     line = _begun(f"{pool.name:<{_NAME}}")
     if pool.size == 0:

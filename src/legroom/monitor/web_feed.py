@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
-from legroom.model import Moment, ProcessRow
-from legroom.monitor.course import Dot, thinned
+from legroom.model import Moment, PoolPoint, ProcessRow
+from legroom.monitor.course import thinned
 from legroom.monitor.record import object_of
 from legroom.monitor.story import Story
 
@@ -125,7 +125,7 @@ def _now(story: Story) -> dict[str, Any]:
     }
 
 
-def _few(dots: list[Dot]) -> list[Dot]:
+def _few(dots: list[PoolPoint]) -> list[PoolPoint]:
     while len(dots) > _MOST_DOTS:
         dots = thinned(dots)
     return dots

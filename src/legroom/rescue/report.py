@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from legroom.charts.chart_file import replace_file
 from legroom.model.death import Attempt, Story, Verdict
 from legroom.monitor.record import alarm_object
 
@@ -78,24 +77,11 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
 
 def write_report(story: Story, path: str) -> tuple[str, str]:
     """Write FILE.json and FILE.html, whichever of the two FILE names; their paths."""
-    from legroom.rescue.report_html import page
+    from legroom.rescue.report_html import run_page
 
     base = Path(path)
     stem = base.with_suffix("") if base.suffix in (".json", ".html") else base
     names = (f"{stem}.json", f"{stem}.html")
-    _replace(names[0], json.dumps(as_object(story), ensure_ascii=False, indent=1))
-    _replace(names[1], page(story))
+    replace_file(names[0], json.dumps(as_object(story), ensure_ascii=False, indent=1).encode())
+    replace_file(names[1], run_page(story).encode())
     return names
-
-
-def _replace(path: str, text: str) -> None:
-    folder = os.path.dirname(os.path.abspath(path))
-    handle, temporary = tempfile.mkstemp(dir=folder)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError:
-        os.unlink(temporary)
-        raise

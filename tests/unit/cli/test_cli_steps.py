@@ -16,6 +16,7 @@ import legroom
 from legroom import words
 from legroom.budget import remedy
 from legroom.budget.relief import relieve
+from legroom.charts.page import bullets
 from legroom.cli.layout import steps
 from legroom.errors import LegroomError
 from legroom.model import Place
@@ -23,7 +24,6 @@ from legroom.model.death import Attempt, Ending, Level, Verdict
 from legroom.probe.host import Host
 from legroom.rescue.fixes import fixes
 from legroom.rescue.order import Order
-from legroom.rescue.report_html import _steps
 from legroom.rescue.supervisor import Supervisor
 
 SOURCE = Path(legroom.__file__).parent
@@ -158,4 +158,4 @@ def test_run_tells_a_command_on_a_line_without_its_own_name() -> None:
 def test_an_error_and_a_page_show_it_alone_too() -> None:
     error = LegroomError("what", fix=("see <them>:\nls -l /a && ls /b",))
     assert str(error).splitlines()[1:] == ["  do:  see <them>:", "       ls -l /a && ls /b"]
-    assert _steps(error.fix) == "<ul><li>see &lt;them&gt;:<pre>ls -l /a &amp;&amp; ls /b</pre></li></ul>"
+    assert bullets(error.fix) == "<ul><li>see &lt;them&gt;:<pre>ls -l /a &amp;&amp; ls /b</pre></li></ul>"

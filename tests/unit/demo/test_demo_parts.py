@@ -12,16 +12,17 @@ from xml.etree import ElementTree
 
 import pytest
 
+from legroom.charts.chart_file import render, replace_file
+from legroom.charts.drawing import Circle, Polygon, Text, svg
 from legroom.cli.demo_view import table_lines, wrapped
 from legroom.cli.main import run
 from legroom.columns import cells
-from legroom.demo import picture_file, place
+from legroom.demo import picture, place
 from legroom.demo.dataset import CLASSES, make_dataset, read_plainly
 from legroom.demo.job import Job
 from legroom.demo.loaders import best_rates
 from legroom.demo.model_numpy import Model
-from legroom.demo.picture import HEIGHT, WIDTH, Area, Words, drawing
-from legroom.demo.picture_svg import svg
+from legroom.demo.picture import demo_chart
 from legroom.demo.place import make_place
 from legroom.demo.result import (
     SEPARATE,
@@ -138,41 +139,50 @@ def test_what_was_not_measured_says_why() -> None:
     )
     text = "\n".join(table_lines(rows(bare), 80))
     assert "torch is not installed" in text and "unknown" in text and "nobody came later" in text
-    assert ElementTree.fromstring(svg(drawing(bare))) is not None
+    assert ElementTree.fromstring(svg(demo_chart(bare))) is not None
 
 
 def test_ratios_read_as_people_say_them() -> None:
     assert (times(2.44), times(12.6)) == ("2.4", "13")
 
 
-def test_the_picture_stays_on_its_plane_and_is_the_same_in_both_kinds() -> None:
-    shapes = drawing(_result()).shapes
-    for shape in shapes:
-        points = [(shape.x, shape.y)] if isinstance(shape, Words) else shape.points
-        assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in points), shape
-    words = {shape.text for shape in shapes if isinstance(shape, Words)}
-    assert {"2.34 GB", "1000 MB", "killed", "rescued", "4000", "0 of 1"} <= words
+def test_the_chart_shows_every_figure_inside_its_frame() -> None:
+    chart = demo_chart(_result())
+    for shape in chart.shapes:
+        points = [(shape.x, shape.y)] if isinstance(shape, Text | Circle) else shape.points
+        assert all(0 <= x <= chart.width and 0 <= y <= chart.height for x, y in points), shape
+    words = {shape.text for shape in chart.shapes if isinstance(shape, Text)}
+    assert {
+        "2.34 GB",
+        "1000 MB",
+        "killed",
+        "rescued",
+        "4000",
+        "0 of 1",
+        "one",
+        "four",
+        "1.5 GB",
+        "2 s",
+    } <= words
     assert (
-        sum(isinstance(shape, Area) for shape in shapes) == 8 + 8
-    )  # stacks of two crews, bars above nothing
-    tree = ElementTree.fromstring(svg(drawing(_result())))
-    assert {text.text for text in tree.iter("{http://www.w3.org/2000/svg}text")} == words
+        sum(isinstance(shape, Polygon) for shape in chart.shapes) == 8 + 8
+    )  # two stacks; a bar of 0 is not drawn
 
 
 def test_the_picture_goes_where_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert picture_file.picture_path(None).parent == tmp_path
+    assert picture.picture_path(None).parent == tmp_path
     for bad in ("x.txt", "nowhere/x.svg", str(tmp_path)):
         with pytest.raises(UsageError):
-            picture_file.picture_path(bad)
-    picture_file.draw(_result(), picture_file.picture_path("x.svg"))
+            picture.picture_path(bad)
+    path = picture.picture_path("x.svg")
+    replace_file(path, render(demo_chart(_result()), path.suffix))
     assert (tmp_path / "x.svg").read_text().startswith("<svg") and os.listdir(tmp_path) == ["x.svg"]
     pytest.importorskip("matplotlib")
-    picture_file.draw(_result(), picture_file.picture_path("x.png"))
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert picture.picture_path("x.png").name == "x.png"
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingPackage):
-        picture_file.picture_path("x.png")
+        picture.picture_path("x.png")
 
 
 def test_json_holds_everything() -> None:

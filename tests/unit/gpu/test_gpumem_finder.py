@@ -11,8 +11,7 @@ import pytest
 from fake_card import GB, MB, FakeCard, FakeCuda, OutOfMemoryError
 
 from legroom.errors import DoesNotFit, RanksDisagree, TrialFailed, UsageError
-from legroom.gpu import finder, meter_cuda
-from legroom.gpu.drawing import plot
+from legroom.gpu import finder, meter_cuda, plot
 from legroom.gpu.meter import Reading
 from legroom.gpu.meter_cuda import CudaMeter
 from legroom.gpu.ranks import Ranks

@@ -14,9 +14,8 @@ import pytest
 
 from legroom.columns import cells
 from legroom.errors import MissingPackage
-from legroom.model import Moment, Pool, ProcessRow, Said, Sample
+from legroom.model import Moment, Pool, PoolPoint, ProcessRow, Said, Sample
 from legroom.monitor import terminal_rows as rows
-from legroom.monitor.course import Dot
 from legroom.monitor.stream import Stream
 from legroom.monitor.terminal import Terminal, at_the_screen, ready
 from legroom.monitor.terminal_desk import Desk
@@ -215,7 +214,7 @@ def test_a_machine_without_swap_has_none() -> None:
 
 def test_history_is_left_out_where_there_is_no_room() -> None:
     pool = Pool("ram", GB, MB, GB - MB, "x")
-    dots = [Dot(float(n), n * MB, GB) for n in range(50)]
+    dots = [PoolPoint(float(n), n * MB, GB) for n in range(50)]
     assert "▁" in rows.pool_line(pool, dots, None, 80).plain
     assert "▁" not in rows.pool_line(pool, dots, None, 50).plain
 

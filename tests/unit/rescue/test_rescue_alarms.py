@@ -11,7 +11,7 @@ from legroom.rescue.alarm_watch import AlarmWatch
 from legroom.rescue.cgroup_home import Home
 from legroom.rescue.readings import Readings
 from legroom.rescue.report import as_object
-from legroom.rescue.report_html import page
+from legroom.rescue.report_html import run_page
 
 MB = 1 << 20
 SIZE = 4000 * MB
@@ -85,6 +85,6 @@ def test_the_report_keeps_and_draws_them() -> None:
     story = Story(("x",), (attempt,), 0.0, "a process group")
     kept = as_object(story)["attempts"][0]["alarms"]
     assert [(one["code"], one["since"], one["pids"]) for one in kept] == [("ram-filling", 12.0, [1])] * 2
-    shown = page(story)
+    shown = run_page(story)
     assert "ram full, from pid 1 (&lt;b&gt;)" in shown
     assert ">1–2</text>" in shown  # two of one moment share a label
