@@ -111,7 +111,7 @@ def _guarded(text: str) -> str:
 
 
 def hold() -> None:
-    """Have all three streams of this process; know of the two that are written to whether they were."""
+    """Open the standard streams that are closed, and note failed writes to the two output streams."""
     for name, mode, direction in _STANDARD:
         if getattr(sys, name) is None:
             number = os.open(os.devnull, direction)
@@ -165,7 +165,7 @@ def not_written(problem: OSError) -> CannotWrite:
 
 
 def leave(stream: IO[str]) -> None:
-    """Let what cannot be written go: Python would try once more at exit, and complain."""
+    """Drop what cannot be written: Python would try again at exit and print an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
