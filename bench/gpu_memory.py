@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 import legroom
-from legroom.gpu.card import Card
-from legroom.gpu.meter_cuda import CudaMeter
+from legroom.gpu.batch_trials import GpuTrialRunner
+from legroom.gpu.cuda_device import CudaDevice
 from legroom.probe.gpu import gpus
 from legroom.probe.host import Host
 from legroom.version import VERSION
@@ -62,7 +62,7 @@ def finder(name: str) -> dict[str, Any]:
 
 def _brute(step: Any, worst_case: Any, around: int) -> tuple[int, int]:
     """The largest batch that fits, by bisection to half a percent, and the trials that took."""
-    meter = CudaMeter(Card(torch, 0), step, MARGIN, worst_case=worst_case)
+    meter = GpuTrialRunner(CudaDevice(torch, 0), step, MARGIN, worst_case=worst_case)
     low, high, tried = max(1, around // 2), around * 2, 0
     try:
         while high - low > max(1, around // 200):

@@ -19,9 +19,9 @@ if not torch.cuda.is_available():
 
 import legroom  # noqa: E402  (only where there is something to test)
 from legroom.errors import BadLimit, DoesNotFit  # noqa: E402
-from legroom.gpu.card import Card  # noqa: E402
-from legroom.gpu.meter_cuda import CudaMeter  # noqa: E402
-from legroom.gpu.survive import BatchStatistics  # noqa: E402
+from legroom.gpu.batch_trials import GpuTrialRunner  # noqa: E402
+from legroom.gpu.cuda_device import CudaDevice  # noqa: E402
+from legroom.gpu.oom import BatchNormWarning  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 PLAYERS = Path(__file__).with_name("players")
@@ -125,7 +125,7 @@ def test_limits_that_cannot_be(amount: Any) -> None:
 def test_the_environments_limit() -> None:
     code = """
 import torch
-from legroom.gpu.environment import apply_from_environment
+from legroom.gpu.memory_limit import apply_from_environment
 assert apply_from_environment()
 assert not torch.cuda.is_initialized()
 torch.ones(1, device="cuda")
@@ -162,7 +162,7 @@ def test_tf32_is_one_family() -> None:
 
 def _brute(step: Any, worst_case: Any, around: int) -> int:
     """The largest batch that fits under the same cap, by bisection of whole trials around an answer."""
-    meter = CudaMeter(Card(torch, 0), step, MARGIN, worst_case=worst_case)
+    meter = GpuTrialRunner(CudaDevice(torch, 0), step, MARGIN, worst_case=worst_case)
     try:
         low, high = 1, around * 2
         assert not meter.try_batch(high).trial.fits
@@ -299,7 +299,7 @@ def test_batch_statistics_are_warned_of() -> None:
     survivor = legroom.gpu.on_oom(model)(
         lambda part: torch.nn.functional.cross_entropy(model(part[0]), part[1])
     )
-    with pytest.warns(BatchStatistics):
+    with pytest.warns(BatchNormWarning):
         survivor(batch)
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import legroom
-from legroom.gpu import host_memory
-from legroom.gpu.meter_fork import ForkMeter
+from legroom.gpu.trial_processes import ForkTrialRunner, free_host_memory
 
 MARGIN = 0.1
 
@@ -48,9 +47,9 @@ def main() -> None:
         }
     else:
         low, high = int(sys.argv[2]), int(sys.argv[3])
-        bound, where = host_memory.room()
+        bound, where = free_host_memory()
         assert bound is not None
-        meter = ForkMeter(step, MARGIN, bound, where)
+        meter = ForkTrialRunner(step, MARGIN, bound, where)
         tried: list[str] = []
         while high - low > max(1, low // 100):
             middle = (low + high) // 2

@@ -33,7 +33,7 @@ sys.platform = PLATFORM
 IMPORT_ALL = """
 import importlib, pkgutil, legroom
 # Classes of torch's own kind: imported where a step is traced, which needs torch anyway.
-of_torch = {"legroom.gpu.tracing", "legroom.gpu.tracking"}
+of_torch = {"legroom.gpu.memory_trace"}
 apart = of_torch | {"legroom.__main__"}
 names = [m.name for m in pkgutil.walk_packages(legroom.__path__, "legroom.") if m.name not in apart]
 for name in names:

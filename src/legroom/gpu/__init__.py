@@ -18,27 +18,25 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from legroom.charts.batch_chart import plot
-    from legroom.gpu.accounting import account
-    from legroom.gpu.advising import advise
-    from legroom.gpu.cap import limit
-    from legroom.gpu.estimating import estimate
-    from legroom.gpu.finder import find_batch_size
-    from legroom.gpu.oom import is_oom
-    from legroom.gpu.precision import tf32
-    from legroom.gpu.survive import on_oom
+    from legroom.gpu.batch_size import find_batch_size
+    from legroom.gpu.memory_account import account
+    from legroom.gpu.memory_estimate import advise, estimate
+    from legroom.gpu.memory_limit import limit
+    from legroom.gpu.oom import is_oom, on_oom
+    from legroom.gpu.tf32_flags import tf32
 
 __all__ = ["account", "advise", "estimate", "find_batch_size", "is_oom", "limit", "on_oom", "plot", "tf32"]
 
 _HOMES = {
-    "account": "legroom.gpu.accounting",
-    "advise": "legroom.gpu.advising",
-    "estimate": "legroom.gpu.estimating",
-    "find_batch_size": "legroom.gpu.finder",
+    "account": "legroom.gpu.memory_account",
+    "advise": "legroom.gpu.memory_estimate",
+    "estimate": "legroom.gpu.memory_estimate",
+    "find_batch_size": "legroom.gpu.batch_size",
     "is_oom": "legroom.gpu.oom",
-    "limit": "legroom.gpu.cap",
-    "on_oom": "legroom.gpu.survive",
+    "limit": "legroom.gpu.memory_limit",
+    "on_oom": "legroom.gpu.oom",
     "plot": "legroom.charts.batch_chart",
-    "tf32": "legroom.gpu.precision",
+    "tf32": "legroom.gpu.tf32_flags",
 }
 
 

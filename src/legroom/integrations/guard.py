@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from legroom.errors import UsageError
-from legroom.gpu.ranks import Ranks
+from legroom.gpu.rank_consensus import RankConsensus
 from legroom.integrations.checkpoint_due import HORIZON, Due, no_room
 from legroom.integrations.epoch_log import Look, block, look
 from legroom.integrations.retune import apply, retune
@@ -69,7 +69,7 @@ class Guard:
         self._looks: list[Look] = []
         self._pending: tuple[int, list[str]] | None = None  # the epoch whose block is still to be logged
         self._steps = 0
-        self._ranks = Ranks()
+        self._ranks = RankConsensus()
         self.watch: Watch | None = None
         self.settings: Settings | None = None
         self.logger = logging.getLogger("legroom")
@@ -83,7 +83,7 @@ class Guard:
         if self.watch is not None:
             return
         self._looks = [look(say("at start"))]
-        self._ranks = Ranks()
+        self._ranks = RankConsensus()
         self.watch = watch(self._own_log(), interval=self._interval, on_alarm=self._heard).__enter__()
 
     def model_ready(self) -> None:

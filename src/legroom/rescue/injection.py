@@ -22,7 +22,7 @@ def with_loader(environment: Mapping[str, str]) -> dict[str, str]:
 
 def with_gpu_limit(environment: Mapping[str, str], amount: str) -> dict[str, str]:
     """The environment in which a child's card is limited once it starts CUDA; BadLimit for what makes no sense."""
-    from legroom.gpu.environment import with_limit  # only those who ask for it pay for the import
+    from legroom.gpu.memory_limit import with_limit  # only those who ask for it pay for the import
 
     return with_limit(_injected(environment), amount)
 

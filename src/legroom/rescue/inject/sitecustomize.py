@@ -59,7 +59,7 @@ def _replace() -> None:
 
 def _limit() -> None:
     try:
-        importlib.import_module("legroom.gpu.environment").apply_from_environment()
+        importlib.import_module("legroom.gpu.memory_limit").apply_from_environment()
     except Exception as problem:  # the script must run, without the limit if need be
         sys.stderr.write(f"legroom: no limit on the card: {problem}\n")
 

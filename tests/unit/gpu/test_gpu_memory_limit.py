@@ -7,23 +7,22 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from fake_card import GB, MB, FakeCard, FakeCuda
+from fake_cuda import GB, MB, FakeCuda, FakeDevice
 from hypothesis import given
 from hypothesis import strategies as st
 
 import legroom
 from legroom.errors import BadLimit, NoCuda, UsageError
-from legroom.gpu import cap, environment, overhead
-from legroom.gpu.amounts import asked_bytes
-from legroom.gpu.card import open_card
-from legroom.gpu.environment import VARIABLE, apply_from_environment, chosen_index, with_limit
+from legroom.gpu import memory_account, memory_limit
+from legroom.gpu.cuda_device import open_device
+from legroom.gpu.memory_limit import VARIABLE, apply_from_environment, chosen_index, limit_bytes, with_limit
 
-LATER = cap._LATER
+LATER = memory_limit._LATER
 
 
 def test_the_whole_process_stays_within_the_share() -> None:
     cuda = FakeCuda()
-    made = cap.limit_card(FakeCard(cuda), 0.2)
+    made = memory_limit.limit_device(FakeDevice(cuda), 0.2)
     assert made.asked == int(0.2 * cuda.size)
     assert made.overhead.bytes == cuda.context and made.overhead.how == "measured"
     assert made.allowed + cuda.context + LATER == made.asked
@@ -40,7 +39,7 @@ def test_the_whole_process_stays_within_the_share() -> None:
 def test_context_and_torch_together_never_exceed_the_share(share: float, context: int, size: int) -> None:
     cuda = FakeCuda(size * GB, context * MB)
     try:
-        made = cap.limit_card(FakeCard(cuda), share)
+        made = memory_limit.limit_device(FakeDevice(cuda), share)
     except BadLimit:
         assert share * size * GB <= context * MB + LATER
         return
@@ -53,12 +52,12 @@ def test_context_and_torch_together_never_exceed_the_share(share: float, context
     [(0.5, 40 * GB), ("0.5", 40 * GB), ("50%", 40 * GB), ("1/4", 20 * GB), ("8GB", 8 * GB), (8 * GB, 8 * GB), (1, 80 * GB), ("1", 80 * GB), (str(8 * GB), 8 * GB)],
 )  # fmt: skip
 def test_amounts(amount: Any, expected: int) -> None:
-    assert asked_bytes(amount, None, 80 * GB) == expected
+    assert limit_bytes(amount, None, 80 * GB) == expected
 
 
 def test_equal_shares() -> None:
-    assert asked_bytes(None, 1 / 6, 60 * GB) == pytest.approx(10 * GB, abs=2)
-    assert 6 * asked_bytes(None, Fraction(1, 6), 80 * GB) <= 80 * GB
+    assert limit_bytes(None, 1 / 6, 60 * GB) == pytest.approx(10 * GB, abs=2)
+    assert 6 * limit_bytes(None, Fraction(1, 6), 80 * GB) <= 80 * GB
 
 
 @pytest.mark.parametrize(
@@ -66,36 +65,36 @@ def test_equal_shares() -> None:
 )
 def test_limits_that_cannot_be(amount: Any) -> None:
     with pytest.raises(BadLimit) as caught:
-        asked_bytes(amount, None, 80 * GB)
+        limit_bytes(amount, None, 80 * GB)
     assert caught.value.why and caught.value.fix
 
 
 @pytest.mark.parametrize("share", [0, 1.5, "a"])
 def test_shares_that_cannot_be(share: Any) -> None:
     with pytest.raises(BadLimit):
-        asked_bytes(None, share, 80 * GB)
+        limit_bytes(None, share, 80 * GB)
 
 
 def test_nothing_or_both_asked_for() -> None:
     for arguments in ((None, None), (0.5, 0.5)):
         with pytest.raises(BadLimit):
-            asked_bytes(*arguments, 80 * GB)
+            limit_bytes(*arguments, 80 * GB)
 
 
 def test_a_share_smaller_than_the_context_is_refused_with_the_figures() -> None:
     with pytest.raises(BadLimit, match="500 MB"):
-        cap.limit_card(FakeCard(FakeCuda()), 300 * MB)
+        memory_limit.limit_device(FakeDevice(FakeCuda()), 300 * MB)
 
 
 def test_a_bad_limit_makes_no_context() -> None:
     cuda = FakeCuda()
     with pytest.raises(BadLimit):
-        cap.limit_card(FakeCard(cuda), 1.5)
+        memory_limit.limit_device(FakeDevice(cuda), 1.5)
     assert not cuda.started
 
 
 def test_others_in_the_way_are_reported() -> None:
-    made = cap.limit_card(FakeCard(FakeCuda(others=70 * GB)), 0.5)
+    made = memory_limit.limit_device(FakeDevice(FakeCuda(others=70 * GB)), 0.5)
     assert made.others == 70 * GB
     assert any("10 GB of the 40 GB are there" in note for note in made.notes)
 
@@ -104,16 +103,16 @@ def test_cached_memory_goes_and_live_memory_is_named() -> None:
     cuda = FakeCuda()
     cuda.take(30 * GB)
     cuda.give(28 * GB)
-    assert cap.limit_card(FakeCard(cuda), "10GB").reserved == 2 * GB
+    assert memory_limit.limit_device(FakeDevice(cuda), "10GB").reserved == 2 * GB
     cuda.take(7 * GB)
-    made = cap.limit_card(FakeCard(cuda), "5GB")
+    made = memory_limit.limit_device(FakeDevice(cuda), "5GB")
     assert not made.held
     assert any("9 GB already" in note for note in made.notes)
 
 
 def test_recheck_tightens_and_never_loosens() -> None:
     cuda = FakeCuda()
-    made = cap.limit_card(FakeCard(cuda), 0.2)
+    made = memory_limit.limit_device(FakeDevice(cuda), 0.2)
     assert made.recheck().allowed == made.allowed
     cuda.context += LATER  # kernels that were loaded since
     tighter = made.recheck()
@@ -126,7 +125,7 @@ def test_recheck_tightens_and_never_loosens() -> None:
 def test_the_async_allocator_is_told_apart() -> None:
     cuda = FakeCuda()
     cuda.allocator = "cudaMallocAsync"
-    assert "cudaMallocAsync" in cap.limit_card(FakeCard(cuda), 0.5).bounded[0]
+    assert "cudaMallocAsync" in memory_limit.limit_device(FakeDevice(cuda), 0.5).bounded[0]
 
 
 # The context, by every way of telling it.
@@ -135,7 +134,9 @@ def test_the_async_allocator_is_told_apart() -> None:
 def test_context_by_the_entry_that_grows() -> None:
     """NVML's pids are the host's: ours is the one that grows when we do."""
     cuda = FakeCuda(others=3 * GB)
-    found = overhead.overhead(FakeCard(cuda, pid=4242) if cuda.started else _started(cuda, 4242))
+    found = memory_account.measure_overhead(
+        FakeDevice(cuda, pid=4242) if cuda.started else _started(cuda, 4242)
+    )
     assert (found.bytes, found.how) == (cuda.context, "measured")
     assert "host's" in found.source
     assert cuda.live == 0
@@ -143,38 +144,40 @@ def test_context_by_the_entry_that_grows() -> None:
 
 def test_context_by_the_cards_change() -> None:
     cuda = FakeCuda(others=30 * GB)
-    card = FakeCard(cuda, pid=None)
-    before = overhead.card_before(card)
+    card = FakeDevice(cuda, pid=None)
+    before = memory_account.used_before_context(card)
     assert before is not None
     card.warm_up()
-    found = overhead.overhead(card, before)
+    found = memory_account.measure_overhead(card, before)
     assert (found.bytes, found.how) == (cuda.context, "bounded")
-    assert overhead.card_before(card) is None
+    assert memory_account.used_before_context(card) is None
 
 
 def test_context_by_a_bound_or_an_assumption_that_is_named() -> None:
-    alone = overhead.overhead(_started(FakeCuda(), None))
+    alone = memory_account.measure_overhead(_started(FakeCuda(), None))
     assert (alone.bytes, alone.how) == (500 * MB, "bounded")
-    crowded = overhead.overhead(_started(FakeCuda(others=30 * GB), None))
+    crowded = memory_account.measure_overhead(_started(FakeCuda(others=30 * GB), None))
     assert crowded.how == "assumed" and "1 GB" in crowded.source
 
 
 def test_a_change_that_others_made_is_not_taken_for_the_context() -> None:
     cuda = FakeCuda(others=30 * GB)
-    card = FakeCard(cuda, pid=None)
-    before = overhead.card_before(card)
+    card = FakeDevice(cuda, pid=None)
+    before = memory_account.used_before_context(card)
     card.warm_up()
     cuda.others -= 10 * GB
-    assert overhead.overhead(card, before).how == "assumed"
+    assert memory_account.measure_overhead(card, before).how == "assumed"
 
 
 def test_two_that_grew_alike_are_not_told_apart() -> None:
-    assert overhead.grown_by({1: 10 * GB, 2: 5 * GB}, {1: 10 * GB, 2: 5 * GB + 46 * MB}, 46 * MB) == 5 * GB
-    assert overhead.grown_by({1: 0, 2: 0}, {1: 46 * MB, 2: 46 * MB}, 46 * MB) is None
+    assert (
+        memory_account.grown_by({1: 10 * GB, 2: 5 * GB}, {1: 10 * GB, 2: 5 * GB + 46 * MB}, 46 * MB) == 5 * GB
+    )
+    assert memory_account.grown_by({1: 0, 2: 0}, {1: 46 * MB, 2: 46 * MB}, 46 * MB) is None
 
 
-def _started(cuda: FakeCuda, pid: int | None) -> FakeCard:
-    card = FakeCard(cuda, pid)
+def _started(cuda: FakeCuda, pid: int | None) -> FakeDevice:
+    card = FakeDevice(cuda, pid)
     card.warm_up()
     return card
 
@@ -199,7 +202,7 @@ def test_without_cuda_it_says_so() -> None:
 def test_without_cuda_it_says_what_it_would_have_set(
     asked: tuple[Any, Any], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("legroom.gpu.card.why_no_cuda", lambda _: "none today")
+    monkeypatch.setattr("legroom.gpu.cuda_device.why_no_cuda", lambda _: "none today")
     with pytest.raises(NoCuda, match=f"limited to {named} of its memory"):
         legroom.gpu.limit(asked[0], share=asked[1])
 
@@ -208,19 +211,19 @@ def test_without_cuda_it_says_what_it_would_have_set(
     "asked", [(0, None), (1.5, None), ("lots", None), (None, None), (0.5, 0.5), ([1], None), (None, "a")]
 )
 def test_what_no_card_could_give_is_refused_without_one(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("legroom.gpu.card.why_no_cuda", lambda _: "none today")
+    monkeypatch.setattr("legroom.gpu.cuda_device.why_no_cuda", lambda _: "none today")
     with pytest.raises(BadLimit):
         legroom.gpu.limit(asked[0], share=asked[1])
 
 
 def test_a_device_that_is_not_there() -> None:
-    fake = FakeCard(FakeCuda()).torch
+    fake = FakeDevice(FakeCuda()).torch
     fake.device = _device
-    assert open_card(None, "x", fake).index == 0
-    assert open_card("cuda:0", "x", fake).index == open_card(0, "x", fake).index == 0
+    assert open_device(None, "x", fake).index == 0
+    assert open_device("cuda:0", "x", fake).index == open_device(0, "x", fake).index == 0
     for device in ("cuda:1", 3, "cpu"):
         with pytest.raises(UsageError):
-            open_card(device, "x", fake)
+            open_device(device, "x", fake)
 
 
 def _device(text: str) -> Any:
@@ -241,8 +244,8 @@ def test_the_variable_is_checked_before_a_child_gets_it() -> None:
 def test_the_environments_limit_waits_until_cuda_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    card = FakeCard(FakeCuda())
-    monkeypatch.setattr(environment, "Card", lambda torch, index: card)
+    card = FakeDevice(FakeCuda())
+    monkeypatch.setattr(memory_limit, "CudaDevice", lambda torch, index: card)
     assert apply_from_environment(card.torch, {}) is False
     assert apply_from_environment(card.torch, {VARIABLE: "0.25"}) is True
     assert card.cuda.fraction == 1.0 and not card.cuda.started

@@ -1,4 +1,4 @@
-"""A torch with a scripted card: just what legroom.gpu.card speaks to, and NVML's view of it."""
+"""A torch with a scripted card: just what legroom.gpu.cuda_device speaks to, and NVML's view of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-from legroom.gpu.card import Card
+from legroom.gpu.cuda_device import CudaDevice
 from legroom.model.box import Gpu, GpuProcess
 
 MB, GB = 1 << 20, 1 << 30
@@ -119,7 +119,7 @@ class FakeCuda:
         self.queued.append(call)
 
 
-class FakeCard(Card):
+class FakeDevice(CudaDevice):
     """A card whose NVML figures are scripted: ``pid`` is the number our process bears there, None: not listed."""
 
     def __init__(self, cuda: FakeCuda, pid: int | None = -1) -> None:

@@ -1,37 +1,78 @@
-"""A batch tried in this process, on a card.
+"""Trying a batch: what every way of doing it has in common.
 
-Covers: holding the allocator to the bound less the margin while a step runs, peaks and retries, cleaning up after a
-failure and saying what could not be cleaned. Does not cover: which batch (search.py).
-
-The bound is what torch could reserve: what it holds and what is free on the card, never more than a limit in force.
-The cap is set at the allocator itself, so "fits" means that the step ran within it, fragmentation and all.
+Covers: the protocol, and a trial with the bound it was held against. Does not cover: the ways: in this process, on a
+card (meter_cuda.py), in a forked child (meter_fork.py), in a fresh child (meter_child.py).
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from legroom.gpu.card import Card
-from legroom.gpu.meter import STEPS, Reading, Step, call
-from legroom.gpu.oom import is_oom, let_go
+from legroom.gpu.cuda_device import CudaDevice
+from legroom.gpu.oom import is_oom, release_frames
 from legroom.model.gpu import Trial
 from legroom.units import format_size
 from legroom.words import say
+
+STEPS_PER_TRIAL = (
+    2  # of one trial: the first makes the optimizer's state, the second has it and the activations at once
+)
+StepFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TrialResult:
+    """One trial, the bytes there were for it, and what else its meter has to say."""
+
+    trial: Trial
+    bound: int
+    notes: tuple[str, ...] = ()
+
+
+class TrialRunner(Protocol):
+    """Somebody who can try a batch. What a step raises, other than for memory, comes out of ``try_batch``."""
+
+    measure: str
+    rough: bool  # memory grows with the batch only roughly in a line
+
+    def try_batch(self, batch: int) -> TrialResult:
+        """Run the step with that batch; never raises for want of memory."""
+        ...
+
+    def close(self) -> None:
+        """Put everything back."""
+        ...
+
+
+def run_step(step: StepFunction, batch: int, worst_case: Any) -> None:
+    """One step, at the worst case where one was named."""
+    if worst_case is None:
+        step(batch)
+    else:
+        step(batch, worst_case)
+
 
 _NOTHING = 1 << 20  # left over and not worth a word
 _RAGGED = 0.05  # two steps of one batch that differ by more have not seen the same data
 
 
-class CudaMeter:
+class GpuTrialRunner:
     """Tries batches on one card; ``keep`` are models and optimizers whose gradients it may drop."""
 
     rough = False
 
     def __init__(
-        self, card: Card, step: Step, margin: float, *, worst_case: Any = None, keep: Sequence[Any] = ()
+        self,
+        card: CudaDevice,
+        step: StepFunction,
+        margin: float,
+        *,
+        worst_case: Any = None,
+        keep: Sequence[Any] = (),
     ) -> None:
         self.card = card
         self.measure = say("bytes allocated on {device} at the peak of a step", device=card.name)
@@ -50,11 +91,11 @@ class CudaMeter:
         could = self.card.reserved() + free
         return could if self._fraction is None else min(could, int(self._fraction * self.card.torch_size()))
 
-    def use(self, step: Step) -> None:
+    def use(self, step: StepFunction) -> None:
         """Try this step from now on."""
         self._step = step
 
-    def try_batch(self, batch: int) -> Reading:
+    def try_batch(self, batch: int) -> TrialResult:
         """One trial, from an empty cache."""
         card, notes = self.card, []
         gc.collect()
@@ -62,9 +103,9 @@ class CudaMeter:
         retries, started, peaks = card.retries(), time.monotonic(), []
         reserved = 0
         try:
-            for _ in range(STEPS):
+            for _ in range(STEPS_PER_TRIAL):
                 card.reset_peaks()
-                call(self._step, batch, self._worst_case)
+                run_step(self._step, batch, self._worst_case)
                 card.synchronize()
                 allocated, held = card.peaks()
                 peaks.append(allocated)
@@ -74,7 +115,7 @@ class CudaMeter:
             if kind is None:
                 self._clean_up()
                 raise
-            let_go(problem)
+            release_frames(problem)
             why = say("the card's memory ran out") if kind == "gpu" else say("the host's memory ran out")
         else:
             self._steady = max(self._steady, card.allocated())
@@ -89,7 +130,7 @@ class CudaMeter:
                 card.retries() - retries,
                 time.monotonic() - started,
             )
-            return Reading(trial, self.bound, tuple(notes))
+            return TrialResult(trial, self.bound, tuple(notes))
         left = self._clean_up()
         if left:
             notes.append(
@@ -101,7 +142,7 @@ class CudaMeter:
         trial = Trial(
             batch, False, None, None, None, card.retries() - retries, time.monotonic() - started, why, left
         )
-        return Reading(trial, self.bound, tuple(notes))
+        return TrialResult(trial, self.bound, tuple(notes))
 
     def _clean_up(self) -> int:
         """Drop gradients and cached blocks; gives the bytes that stay though no earlier step needed them."""

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_card import GB, MB, FakeCard, FakeCuda, OutOfMemoryError
+from fake_cuda import GB, MB, FakeCuda, FakeDevice, OutOfMemoryError
 
 from legroom.errors import DoesNotFit, RanksDisagree, TrialFailed, UsageError
-from legroom.gpu import finder, meter_cuda, plot
-from legroom.gpu.meter import Reading
-from legroom.gpu.meter_cuda import CudaMeter
-from legroom.gpu.ranks import Ranks
+from legroom.gpu import batch_size, batch_trials, plot
+from legroom.gpu.batch_trials import GpuTrialRunner, TrialResult
+from legroom.gpu.rank_consensus import RankConsensus
 from legroom.model.gpu import BatchFound, Trial
 
 torch = pytest.importorskip("torch")
@@ -24,7 +23,7 @@ FIXED, EACH = 3 * GB, 20 * MB
 @pytest.fixture(autouse=True)
 def _fake_oom(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        meter_cuda, "is_oom", lambda problem: "gpu" if isinstance(problem, OutOfMemoryError) else None
+        batch_trials, "is_oom", lambda problem: "gpu" if isinstance(problem, OutOfMemoryError) else None
     )
 
 
@@ -51,11 +50,11 @@ class Training:
 
 
 def search(
-    card: FakeCard, step: Any, margin: float = 0.05, most: int | None = None, **more: Any
+    card: FakeDevice, step: Any, margin: float = 0.05, most: int | None = None, **more: Any
 ) -> tuple[list[Trial], int, list[str]]:
-    meter = CudaMeter(card, step, margin, **more)
+    meter = GpuTrialRunner(card, step, margin, **more)
     try:
-        return finder.search(meter, Ranks(_Alone()), margin, most)
+        return batch_size.run_trials(meter, RankConsensus(_Alone()), margin, most)
     finally:
         meter.close()
 
@@ -67,7 +66,7 @@ class _Alone:
 
 def test_on_a_card() -> None:
     cuda = FakeCuda(others=10 * GB)
-    trials, bound, notes = search(FakeCard(cuda), Training(cuda).step)
+    trials, bound, notes = search(FakeDevice(cuda), Training(cuda).step)
     assert bound == cuda.size - cuda.others - cuda.context
     border = int((0.95 * bound - FIXED) / EACH)
     best = max(trial.batch for trial in trials if trial.fits)
@@ -79,18 +78,18 @@ def test_on_a_card() -> None:
 def test_a_limit_in_force_is_the_bound_and_stays() -> None:
     cuda = FakeCuda()
     cuda.fraction = 0.25
-    _, bound, _ = search(FakeCard(cuda), Training(cuda).step)
+    _, bound, _ = search(FakeDevice(cuda), Training(cuda).step)
     assert bound == 20 * GB and cuda.fraction == 0.25
 
 
 def test_what_a_failed_trial_leaves_behind_is_said() -> None:
     cuda = FakeCuda(10 * GB)
-    meter = CudaMeter(FakeCard(cuda), Training(cuda, leaks=100 * MB).step, 0.05)
+    meter = GpuTrialRunner(FakeDevice(cuda), Training(cuda, leaks=100 * MB).step, 0.05)
     assert meter.try_batch(2).trial.fits
     failed = meter.try_batch(10_000)
     assert not failed.trial.fits and failed.trial.left_over == 100 * MB
     assert "100 MB stayed allocated" in failed.notes[0]
-    clean = CudaMeter(FakeCard(cuda), Training(cuda).step, 0.05)
+    clean = GpuTrialRunner(FakeDevice(cuda), Training(cuda).step, 0.05)
     clean.try_batch(2)
     assert clean.try_batch(10_000).trial.left_over == 0
 
@@ -103,7 +102,7 @@ def test_an_error_of_the_steps_own_comes_out_and_everything_is_put_back() -> Non
 
     emptied = cuda.emptied
     with pytest.raises(ValueError, match="labels"):
-        search(FakeCard(cuda), step)
+        search(FakeDevice(cuda), step)
     assert cuda.emptied > emptied and cuda.fraction == 1.0
 
 
@@ -116,9 +115,9 @@ def test_steps_that_differ_ask_for_the_worst_case() -> None:
         cuda.take(size)
         cuda.give(size)
 
-    meter = CudaMeter(FakeCard(cuda), step, 0.05)
+    meter = GpuTrialRunner(FakeDevice(cuda), step, 0.05)
     assert "worst_case" in meter.try_batch(8).notes[0]
-    named = CudaMeter(FakeCard(cuda), lambda batch, length: step(batch * length), 0.05, worst_case=3)
+    named = GpuTrialRunner(FakeDevice(cuda), lambda batch, length: step(batch * length), 0.05, worst_case=3)
     assert not named.try_batch(8).notes
 
 
@@ -128,7 +127,7 @@ def test_retries_are_counted() -> None:
     def step(batch: int) -> None:
         cuda.retries += 1
 
-    assert CudaMeter(FakeCard(cuda), step, 0.05).try_batch(4).trial.retries == 2
+    assert GpuTrialRunner(FakeDevice(cuda), step, 0.05).try_batch(4).trial.retries == 2
 
 
 @pytest.mark.parametrize(
@@ -138,7 +137,7 @@ def test_retries_are_counted() -> None:
 )  # fmt: skip
 def test_requests_that_make_no_sense(arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        finder.find_batch_size(**arguments)
+        batch_size.find_batch_size(**arguments)
 
 
 # Ranks.
@@ -172,10 +171,10 @@ class Always:
     measure = "made up"
     rough = False
 
-    def __init__(self, reading: Reading | Exception) -> None:
+    def __init__(self, reading: TrialResult | Exception) -> None:
         self.reading = reading
 
-    def try_batch(self, batch: int) -> Reading:
+    def try_batch(self, batch: int) -> TrialResult:
         if isinstance(self.reading, Exception):
             raise self.reading
         return self.reading
@@ -184,11 +183,11 @@ class Always:
         pass
 
 
-HERE = Reading(Trial(8, True, 500, 100, 600, 0), 1000)
+HERE = TrialResult(Trial(8, True, 500, 100, 600, 0), 1000)
 
 
 def test_the_worst_rank_counts() -> None:
-    together = finder._together(Always(HERE), Ranks(Group([[2, 900], [700, 90, 650, 3]])), 8)
+    together = batch_size._together(Always(HERE), RankConsensus(Group([[2, 900], [700, 90, 650, 3]])), 8)
     assert together.bound == 900
     assert (together.trial.peak, together.trial.steady, together.trial.reserved, together.trial.retries) == (
         700,
@@ -196,35 +195,35 @@ def test_the_worst_rank_counts() -> None:
         650,
         3,
     )
-    failed = finder._together(Always(HERE), Ranks(Group([[1, 1000], [0, 0, 0, 0]])), 8)
+    failed = batch_size._together(Always(HERE), RankConsensus(Group([[1, 1000], [0, 0, 0, 0]])), 8)
     assert not failed.trial.fits and failed.trial.why is not None and "another rank" in failed.trial.why
 
 
 def test_an_error_on_one_rank_ends_all() -> None:
     with pytest.raises(TrialFailed, match="another rank"):
-        finder._together(Always(HERE), Ranks(Group([[0, 0]])), 8)
+        batch_size._together(Always(HERE), RankConsensus(Group([[0, 0]])), 8)
     with pytest.raises(ValueError, match="mine"):
-        finder._together(Always(ValueError("mine")), Ranks(Group([[2, 1000]])), 8)
+        batch_size._together(Always(ValueError("mine")), RankConsensus(Group([[2, 1000]])), 8)
 
 
 def test_ranks_that_were_asked_for_different_things() -> None:
     with pytest.raises(RanksDisagree, match="max_batch"):
-        Ranks(Group([[64], [64]])).agree(max_batch=32)
-    Ranks(Group([[32], [32]])).agree(max_batch=32)
+        RankConsensus(Group([[64], [64]])).agree(max_batch=32)
+    RankConsensus(Group([[32], [32]])).agree(max_batch=32)
 
 
 # On the real CPU, in children.
 
 
 def test_on_the_cpu_a_step_runs_apart_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finder.host_memory, "room", lambda: (200 * MB, "made up"))
+    monkeypatch.setattr(batch_size, "free_host_memory", lambda: (200 * MB, "made up"))
     parent = os.getpid()
 
     def step(batch: int) -> None:
         assert os.getpid() != parent
         torch.ones(batch, 2 * MB, dtype=torch.uint8).clone()
 
-    found = finder.find_batch_size(step, margin=0.1, device="cpu", effective_batch=440)
+    found = batch_size.find_batch_size(step, margin=0.1, device="cpu", effective_batch=440)
     assert abs(found.largest - 45) <= 3  # 4 MB a sample in 180
     assert found.batch * found.accumulation == 440
     assert len(found.trials) <= 6
@@ -234,25 +233,25 @@ def test_on_the_cpu_a_step_runs_apart_and_leaves_nothing(monkeypatch: pytest.Mon
 
 
 def test_on_the_cpu_errors_cross_the_border(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finder.host_memory, "room", lambda: (200 * MB, "made up"))
+    monkeypatch.setattr(batch_size, "free_host_memory", lambda: (200 * MB, "made up"))
 
     def step(batch: int) -> None:
         raise KeyError("labels")
 
     with pytest.raises(KeyError, match="labels"):
-        finder.find_batch_size(step, device="cpu")
+        batch_size.find_batch_size(step, device="cpu")
 
     def too_big(batch: int) -> None:
         torch.empty(1 << 50)
 
     with pytest.raises(DoesNotFit, match="not even a batch of 1"):
-        finder.find_batch_size(too_big, device="cpu")
+        batch_size.find_batch_size(too_big, device="cpu")
 
     def dies(batch: int) -> None:
         os._exit(3)
 
     with pytest.raises(TrialFailed, match="status 3"):
-        finder.find_batch_size(dies, device="cpu")
+        batch_size.find_batch_size(dies, device="cpu")
 
 
 FACTORY = """
@@ -271,24 +270,24 @@ def broken():
 def test_isolated_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "factory_for_trials.py").write_text(FACTORY)
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = finder.find_batch_size(
+    found = batch_size.find_batch_size(
         isolate="factory_for_trials:make", device="cpu", max_batch=2, worst_case=20
     )
     assert found.batch == 2 and found.trials[0].peak is not None and found.trials[0].peak > 50 * MB
     assert "factory_for_trials" not in sys.modules
     with pytest.raises(TrialFailed, match="no data here"):
-        finder.find_batch_size(isolate="factory_for_trials:broken", device="cpu")
+        batch_size.find_batch_size(isolate="factory_for_trials:broken", device="cpu")
     with pytest.raises(TrialFailed, match="JSON"):
-        finder.find_batch_size(isolate="factory_for_trials:make", device="cpu", worst_case=object())
+        batch_size.find_batch_size(isolate="factory_for_trials:make", device="cpu", worst_case=object())
 
 
 def test_kept_models_get_their_state_back() -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     before = {name: one.clone() for name, one in model.state_dict().items()}
-    from legroom.gpu.saved import Saved
+    from legroom.gpu.batch_size import SavedState
 
-    with Saved([model, optimizer]):
+    with SavedState([model, optimizer]):
         model(torch.randn(2, 4)).sum().backward()
         optimizer.step()
         assert not torch.equal(model.weight, before["weight"])

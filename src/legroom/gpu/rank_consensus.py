@@ -16,7 +16,7 @@ from legroom.errors import RanksDisagree
 from legroom.words import say
 
 
-class Ranks:
+class RankConsensus:
     """The ranks of torch's default process group, or this process alone."""
 
     def __init__(self, distributed: Any = None) -> None:

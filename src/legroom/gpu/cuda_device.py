@@ -44,7 +44,7 @@ def why_no_cuda(torch: Any) -> str | None:
     return say("torch finds no CUDA device: {why}", why=gpus(Host()).reason or say("the driver gives none"))
 
 
-def open_card(device: Any, would: str, torch: Any = None) -> Card:
+def open_device(device: Any, would: str, torch: Any = None) -> CudaDevice:
     """The device; NoCuda says what ``would`` have been done with it."""
     torch = import_torch(torch)
     why = why_no_cuda(torch)
@@ -67,10 +67,10 @@ def open_card(device: Any, would: str, torch: Any = None) -> Card:
             why=say("torch sees {count} device(s)", count=count),
             fix=(say("give a number from 0 to {last}", last=count - 1),),
         )
-    return Card(torch, index)
+    return CudaDevice(torch, index)
 
 
-class Card:
+class CudaDevice:
     """One device, by its number in torch."""
 
     def __init__(self, torch: Any, index: int) -> None:

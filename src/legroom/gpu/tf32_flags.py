@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from legroom.gpu.card import import_torch
+from legroom.gpu.cuda_device import import_torch
 from legroom.model.gpu import Tf32
 from legroom.words import say
 

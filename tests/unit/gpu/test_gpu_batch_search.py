@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom.errors import UsageError
-from legroom.gpu.search import MOST_TRIALS, largest, line, next_batch
-from legroom.gpu.split import split
+from legroom.gpu.batch_size import MOST_TRIALS, fit_line, largest_fitting, next_batch, split_effective_batch
 from legroom.model.gpu import Trial
 
 GB = 1 << 30
@@ -51,7 +50,7 @@ def test_within_three_percent_or_one_sample(
     held = fixed * cap
     border = int(loss * (cap - held) / per_sample)
     trials = play(lambda batch: int(held + per_sample * batch), cap, border, int(known * held))
-    found = largest(trials)
+    found = largest_fitting(trials)
     assert found <= border
     assert border - found <= max(1, 0.03 * border) or (
         loss < 0.95 and border - found <= max(2, 0.05 * border)
@@ -61,18 +60,18 @@ def test_within_three_percent_or_one_sample(
 @given(st.integers(0, 3))
 def test_hardly_anything_fits(border: int) -> None:
     trials = play(lambda batch: batch * GB, 4 * GB, border)
-    assert largest(trials) == border
+    assert largest_fitting(trials) == border
 
 
 def test_memory_that_does_not_grow_ends_too() -> None:
-    assert largest(play(lambda _: GB, 8 * GB, 10**12)) > 1000
-    assert largest(play(lambda _: GB, 8 * GB, 10**12, most=100)) == 100
+    assert largest_fitting(play(lambda _: GB, 8 * GB, 10**12)) > 1000
+    assert largest_fitting(play(lambda _: GB, 8 * GB, 10**12, most=100)) == 100
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000))
 def test_never_above_what_was_asked_for(most: int, border: int) -> None:
     trials = play(lambda batch: 10**6 * batch, 5000 * 10**6, border, most=most)
-    assert largest(trials) <= min(most, border)
+    assert largest_fitting(trials) <= min(most, border)
 
 
 def test_a_line_that_was_wrong_still_gives_something_large() -> None:
@@ -82,7 +81,7 @@ def test_a_line_that_was_wrong_still_gives_something_large() -> None:
     def peak(batch: int) -> int:
         return batch * 10**5 if batch < 100 else batch * 4 * 10**6
 
-    assert largest(play(peak, 8 * 10**9, border)) >= border // 2
+    assert largest_fitting(play(peak, 8 * 10**9, border)) >= border // 2
 
 
 @given(
@@ -102,7 +101,7 @@ def test_where_a_larger_batch_takes_less_the_finder_goes_on(
     trials: list[Trial] = []
     while (batch := next_batch(trials, cap, rough=True)) is not None:
         trials.append(Trial(batch, peak(batch) <= cap, peak(batch)))
-    found = largest(trials)
+    found = largest_fitting(trials)
     assert found <= best and len(trials) <= MOST_TRIALS
     if found >= border:  # it came to the other side
         assert all((trial.peak or 0) <= 1.1 * cap for trial in trials)  # over the cap, short of a kill
@@ -120,7 +119,7 @@ def test_the_other_side_of_glibcs_border_is_found() -> None:
     while (batch := next_batch(trials, cap, rough=True)) is not None:
         trials.append(Trial(batch, peak(batch) <= cap, peak(batch)))
     assert all(trial.fits for trial in trials)
-    assert 0.97 * 140 <= largest(trials) <= 140
+    assert 0.97 * 140 <= largest_fitting(trials) <= 140
 
 
 def test_beyond_glibcs_border_the_top_is_one_step_away() -> None:
@@ -144,29 +143,29 @@ def test_work_space_that_is_given_up_is_not_the_end() -> None:
         peak = min(comfort, int(0.99 * cap)) if fits else None
         trials.append(Trial(batch, fits, peak, steady=10**7, retries=6 if short else 0))
     assert len(trials) <= MOST_TRIALS
-    assert 340 <= largest(trials) <= 375
+    assert 340 <= largest_fitting(trials) <= 375
 
 
 def test_the_line_leaves_out_points_that_lie_too_close() -> None:
     trials = [Trial(2, True, 120), Trial(100, True, 1100), Trial(101, True, 1109)]
-    fixed, slope = line(trials) or (0, 0)
+    fixed, slope = fit_line(trials) or (0, 0)
     assert slope == pytest.approx((1109 - 120) / 99)
     assert fixed == pytest.approx(1109 - slope * 101)
-    assert line(trials[:1]) is None
+    assert fit_line(trials[:1]) is None
 
 
 def test_measured_failures_count_for_the_line() -> None:
     """On the CPU a batch may run to its end and still be above the cap."""
-    assert line([Trial(2, True, 200), Trial(10, False, 1000)]) == (0, 100)
+    assert fit_line([Trial(2, True, 200), Trial(10, False, 1000)]) == (0, 100)
 
 
 @given(st.integers(1, 300), st.integers(1, 5000), st.integers(1, 8))
 def test_the_effective_batch_is_kept_or_named(largest_: int, effective: int, ranks: int) -> None:
     if effective % ranks:
         with pytest.raises(UsageError):
-            split(largest_, effective, ranks)
+            split_effective_batch(largest_, effective, ranks)
         return
-    batch, steps, note = split(largest_, effective, ranks)
+    batch, steps, note = split_effective_batch(largest_, effective, ranks)
     assert 1 <= batch <= largest_ and steps >= 1
     made = batch * steps * ranks
     assert made == effective if note is None else made != effective and str(made) in note
@@ -174,8 +173,8 @@ def test_the_effective_batch_is_kept_or_named(largest_: int, effective: int, ran
 
 
 def test_effective_batches() -> None:
-    assert split(60, 256, 1) == (32, 8, None)
-    assert split(64, 192, 3) == (64, 1, None)
-    assert split(48, None, 2) == (48, 1, None)
-    batch, steps, note = split(10, 97, 1)
+    assert split_effective_batch(60, 256, 1) == (32, 8, None)
+    assert split_effective_batch(64, 192, 3) == (64, 1, None)
+    assert split_effective_batch(48, None, 2) == (48, 1, None)
+    batch, steps, note = split_effective_batch(10, 97, 1)
     assert (batch, steps) == (10, 10) and note is not None and "100 instead of 97" in note

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_card import GB, MB, FakeCard, FakeCuda
+from fake_cuda import GB, MB, FakeCuda, FakeDevice
 
 import legroom
 from legroom.errors import UsageError
-from legroom.gpu.accounting import account_card
-from legroom.gpu.precision import set_tf32
+from legroom.gpu.memory_account import account_device
+from legroom.gpu.tf32_flags import set_tf32
 
 torch = pytest.importorskip("torch")
 
@@ -35,13 +35,13 @@ def test_the_parts_of_a_step() -> None:
 
 
 def test_the_trace_is_what_really_happens() -> None:
-    from legroom.gpu.step import mean_of
-    from legroom.gpu.tracing import small_runs, trace
+    from legroom.gpu.memory_trace import run_small_steps, trace_step
+    from legroom.gpu.training_step import default_loss
 
     model, batch = mlp(), torch.randn(64, 256)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    fake = trace(model, batch, optimizer, mean_of)
-    (real,) = small_runs(model, batch, optimizer, mean_of, [64])
+    fake = trace_step(model, batch, optimizer, default_loss)
+    (real,) = run_small_steps(model, batch, optimizer, default_loss, [64])
     assert (fake.weights, fake.gradients, fake.optimizer) == (real.weights, real.gradients, real.optimizer)
     assert fake.peak == pytest.approx(real.peak, rel=0.02)
 
@@ -217,7 +217,7 @@ class Tensor:
 
 def test_the_account_adds_up() -> None:
     cuda = FakeCuda(others=5 * GB)
-    card = FakeCard(cuda)
+    card = FakeDevice(cuda)
     card.warm_up()
     card.torch.is_tensor = lambda one: isinstance(one, Tensor)
     weight = Tensor(GB, 1, Tensor(GB, 2))
@@ -231,7 +231,7 @@ def test_the_account_adds_up() -> None:
     )
     cuda.take(9 * GB)
     cuda.give(3 * GB)
-    found = account_card(card, model, optimizer)
+    found = account_device(card, model, optimizer)
     assert (found.weights, found.gradients, found.optimizer) == (GB, GB, 2 * GB)
     assert (found.activations, found.cached) == (2 * GB, 3 * GB)
     assert found.overhead.bytes == cuda.context and found.others == 5 * GB
@@ -244,10 +244,10 @@ def test_the_account_adds_up() -> None:
 
 def test_an_account_without_nvml_says_what_it_cannot_tell() -> None:
     cuda = FakeCuda(others=30 * GB)
-    card = FakeCard(cuda, pid=None)
+    card = FakeDevice(cuda, pid=None)
     card.warm_up()
     nothing = SimpleNamespace(parameters=lambda recurse: [], buffers=lambda recurse: [])
-    found = account_card(card, nothing, SimpleNamespace(param_groups=[], state={}))
+    found = account_device(card, nothing, SimpleNamespace(param_groups=[], state={}))
     assert found.overhead.bytes is None and found.others is None
     assert found.unknown == 30 * GB + cuda.context
     assert "overhead" in found.reasons and "others" in found.reasons

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from legroom.errors import DoesNotFit, UsageError
-from legroom.gpu.oom import is_oom, let_go
-from legroom.gpu.pieces import pieces, samples
-from legroom.gpu.survive import BatchStatistics, on_oom
+from legroom.gpu.oom import BatchNormWarning, is_oom, on_oom, release_frames
+from legroom.gpu.training_step import count_samples, split_batch
 
 torch = pytest.importorskip("torch")
 
@@ -113,7 +112,7 @@ def test_a_summed_loss_is_not_weighted() -> None:
 def test_batch_statistics_are_warned_of_once() -> None:
     model = net(torch.nn.BatchNorm1d(8))
     survivor = on_oom(model)(loss_on(model, 4))
-    with pytest.warns(BatchStatistics, match="normalise over the batch") as caught:
+    with pytest.warns(BatchNormWarning, match="normalise over the batch") as caught:
         survivor(batch_of(16))
     assert len(caught) == 1
 
@@ -191,7 +190,7 @@ def test_frames_let_go_of_their_tensors() -> None:
 
     problem = _raised(step)
     assert seen[0]() is not None
-    let_go(problem)
+    release_frames(problem)
     assert seen[0]() is None
 
 
@@ -203,8 +202,8 @@ Pair = namedtuple("Pair", "x y")
 def test_batches_are_cut_whatever_they_are_nested_in() -> None:
     x = torch.arange(10).reshape(5, 2)
     batch = {"pair": Pair(x, [x[:, 0], {"z": x}]), "name": "faces", "scale": torch.tensor(2.0)}
-    assert samples(batch) == 5
-    first, second, last = pieces(batch, 2)
+    assert count_samples(batch) == 5
+    first, second, last = split_batch(batch, 2)
     assert isinstance(first["pair"], Pair) and torch.equal(second["pair"].y[1]["z"], x[2:4])
     assert len(last["pair"].x) == 1 and last["name"] == "faces" and last["scale"] == 2
     assert first["pair"].x.data_ptr() == x.data_ptr()  # a view
@@ -212,10 +211,10 @@ def test_batches_are_cut_whatever_they_are_nested_in() -> None:
 
 def test_batches_that_cannot_be_counted() -> None:
     with pytest.raises(UsageError, match=r"\[2, 3\]"):
-        samples([torch.zeros(2), torch.zeros(3)])
+        count_samples([torch.zeros(2), torch.zeros(3)])
     with pytest.raises(UsageError, match="no tensor"):
-        samples(object())
-    assert samples(["a", "b"]) == 2
+        count_samples(object())
+    assert count_samples(["a", "b"]) == 2
 
 
 def test_two_ranks_halve_together_and_share_gradients(tmp_path: Path) -> None:
