@@ -16,7 +16,7 @@ from legroom.model import (
     Said,
     Sample,
 )
-from legroom.monitor.stream import Stream
+from legroom.monitor.watch_loop import MomentStream
 
 MB, GB = 1 << 20, 1 << 30
 START = 1_760_000_000.0
@@ -31,7 +31,7 @@ def samples(count: int = 300, interval: float = 1.0, start: float = START) -> It
 
 def moments(count: int = 300, interval: float = 1.0, start: float = START) -> Iterator[Moment]:
     """What a watch makes of them."""
-    return iter(Stream(samples(count, interval, start)))
+    return iter(MomentStream(samples(count, interval, start)))
 
 
 def _sample(number: int, clock: float, interval: float, start: float) -> Sample:

@@ -27,7 +27,7 @@ ALLOWED = {
     "rescue/log_reader.py": "patterns of what Python writes",
     "report/patterns.py": "names that are no secrets",
     "probe/flags.py: micro_batch_size": "names of options of trainings",
-    "monitor/metrics.py": "help of Prometheus metrics, the same in every scrape",
+    "monitor/prometheus.py": "help of Prometheus metrics, the same in every scrape",
     "formats/hdf5_open.py: unable to lock file": "HDF5's words",
     "formats/hdf5_open.py: flag values don't match": "HDF5's words",
     "cache/open.py: can't start new thread": "Python's words",
@@ -41,7 +41,7 @@ ALLOWED = {
     "cache/dataset.py: The given NumPy array": "torch's warning, to be silenced",
     "loader/cuda/resident.py: The given NumPy array": "torch's warning, to be silenced",
     "loader/dataloader.py: torch's DataLoader, with": "the docstring of a class that is made when it is asked for",
-    "monitor/terminal_app.py: \nScreen {": "a style sheet",
+    "monitor/tui.py: \nScreen {": "a style sheet",
     "rescue/inject/sitecustomize.py: legroom: ": "said where legroom itself could not be imported",
 }
 

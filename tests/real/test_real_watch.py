@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import rigs
 
-from legroom.monitor.replay import samples_in
+from legroom.monitor.watch_log import read_samples
 
 INTERVAL = 0.1
 
@@ -139,7 +139,7 @@ def test_a_watch_that_is_killed_leaves_a_log_that_can_be_replayed(tmp_path: Path
             assert time.monotonic() < deadline and watch.poll() is None
             time.sleep(0.05)
         os.kill(watch.pid, signal.SIGKILL)
-    found = list(samples_in(log, lambda text: None))
+    found = list(read_samples(log, lambda text: None))
     assert len(found) >= 5 and all(row.pid for one in found for row in one.processes)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from legroom.monitor.log import Log
+from legroom.monitor.watch_log import WatchLog
 from watch_runs import moments
 
 pytest.importorskip("textual")
@@ -126,7 +126,7 @@ def test_it_stays_when_what_it_watches_ends() -> None:
 
 def test_a_finished_watch_and_a_file_that_is_none(tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
-    kept = Log(log, print)
+    kept = WatchLog(log, print)
     for moment in moments(100):
         kept.show(moment)
     kept.close()

@@ -20,8 +20,8 @@ import chromium
 import pytest
 from chromium import Page
 
-from legroom.monitor.log import Log
-from legroom.monitor.web import Web
+from legroom.monitor.watch_log import WatchLog
+from legroom.monitor.web_view import WebView
 from watch_runs import HOSTILE, moments
 
 LEGROOM = [sys.executable, "-m", "legroom"]
@@ -116,9 +116,9 @@ def test_a_live_watch_in_a_browser(fresh: Page) -> None:
 
 
 @pytest.fixture
-def served() -> Iterator[Web]:
+def served() -> Iterator[WebView]:
     """A whole made-up watch, with alarms."""
-    web = Web("127.0.0.1:0")
+    web = WebView("127.0.0.1:0")
     for moment in moments(300, start=time.time() - 300):
         web.show(moment)
     yield web
@@ -130,7 +130,7 @@ def _shown(page: Page, url: str) -> None:
     page.until("document.querySelectorAll('#process-rows tr').length === 7")
 
 
-def test_everything_is_on_the_page(fresh: Page, served: Web) -> None:
+def test_everything_is_on_the_page(fresh: Page, served: WebView) -> None:
     page = fresh
     _shown(page, served.url)
     text = page.value("document.body.innerText")
@@ -143,7 +143,7 @@ def test_everything_is_on_the_page(fresh: Page, served: Web) -> None:
     assert page.console == [] and _foreign(page, served.url) == []
 
 
-def test_processes_can_be_sorted_and_charts_reach_further_back(fresh: Page, served: Web) -> None:
+def test_processes_can_be_sorted_and_charts_reach_further_back(fresh: Page, served: WebView) -> None:
     page = fresh
     _shown(page, served.url)
     first = "document.querySelector('#process-rows tr').innerText"
@@ -161,7 +161,7 @@ def test_processes_can_be_sorted_and_charts_reach_further_back(fresh: Page, serv
     assert page.console == []
 
 
-def test_it_can_be_read_aloud(fresh: Page, served: Web) -> None:
+def test_it_can_be_read_aloud(fresh: Page, served: WebView) -> None:
     page = fresh
     _shown(page, served.url)
     assert page.value("[...document.querySelectorAll('h1,h2')].map(one => one.textContent)") == [
@@ -187,7 +187,9 @@ _LUMINANCE = (
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, True), (360, False), (360, True), (320, False)])
-def test_on_a_phone_and_in_the_dark(fresh: Page, served: Web, width: int, dark: bool, tmp_path: Path) -> None:
+def test_on_a_phone_and_in_the_dark(
+    fresh: Page, served: WebView, width: int, dark: bool, tmp_path: Path
+) -> None:
     page = fresh
     page.look(width, 740, dark=dark)
     _shown(page, served.url)
@@ -201,7 +203,7 @@ def test_on_a_phone_and_in_the_dark(fresh: Page, served: Web, width: int, dark: 
 
 def test_a_finished_watch_stays_open(fresh: Page, tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
-    kept = Log(log, print)
+    kept = WatchLog(log, print)
     for moment in moments(60):
         kept.show(moment)
     kept.close()
@@ -213,11 +215,11 @@ def test_a_finished_watch_stays_open(fresh: Page, tmp_path: Path) -> None:
         assert urlopen(url).status == 200
 
 
-def test_another_page_cannot_read_it(fresh: Page, served: Web) -> None:
+def test_another_page_cannot_read_it(fresh: Page, served: WebView) -> None:
     assert fresh.value(f"fetch('{served.url}/events').then(() => 'read', () => 'refused')") == "refused"
 
 
-def test_a_name_pointed_at_this_machine_reads_nothing(fresh: Page, served: Web) -> None:
+def test_a_name_pointed_at_this_machine_reads_nothing(fresh: Page, served: WebView) -> None:
     fresh.open(served.url.replace("127.0.0.1", chromium.ELSEWHERE))
     assert "names another host" in fresh.value("document.body.innerText")
     assert fresh.value("document.querySelectorAll('table').length") == 0
@@ -249,7 +251,7 @@ def test_a_finished_watch_is_drawn(kind: str, tmp_path: Path) -> None:
     if kind == "png":
         pytest.importorskip("matplotlib")
     log, out = tmp_path / "run.jsonl", tmp_path / f"out.{kind}"
-    kept = Log(log, print)
+    kept = WatchLog(log, print)
     for moment in moments(40):
         kept.show(moment)
     kept.close()

@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -15,13 +15,15 @@ import click
 
 from legroom.cli.params import DURATION
 from legroom.cli.streams import write_line
-from legroom.cli.watch_view import full_screen, page_at, plot_to, replayed, screen_if_any
+from legroom.errors import MissingPackage
 from legroom.words import say
 
 if TYPE_CHECKING:
     from legroom.model import Moment, Sample
     from legroom.monitor.sampler import Sampler
-    from legroom.monitor.stream import Output, Stream
+    from legroom.monitor.tui import TerminalView
+    from legroom.monitor.watch_loop import MomentStream, Output
+    from legroom.monitor.web_view import WebView
 
 
 @click.command()
@@ -84,28 +86,33 @@ def command(
     a terminal, lines elsewhere.
     """
     from legroom.monitor.script import checked_interval
-    from legroom.monitor.stopping import Stop
-    from legroom.monitor.stream import InBackground, Stream, drive, paced
+    from legroom.monitor.watch_loop import (
+        BackgroundOutput,
+        MomentStream,
+        StopEvent,
+        feed_outputs,
+        sample_periodically,
+    )
 
     if sum(option is not None for option in (pid, match, replay)) > 1:
         raise click.UsageError(say("--pid, --match and --replay each say what to look at: give one of them"))
     if log is not None and replay is not None and _same(log, replay):
         raise click.UsageError(say("--log and --replay name the same file"))
-    stop = Stop()
+    stop = StopEvent()
     drawn_only = replay is not None and plot is not None
     screen = None if as_json or once or plain or drawn_only else screen_if_any(_tell)
     tell = _tell if screen is None else screen.tell
     sampler: Sampler | None = None
     samples: Iterator[Sample]
     if replay is not None:
-        from legroom.monitor.replay import samples_in
+        from legroom.monitor.watch_log import read_samples
 
-        samples = samples_in(replay, tell)
+        samples = read_samples(replay, tell)
     else:
         sampler = _sampler(pid, match, checked_interval(interval), root, wait=not once)
         if match is not None and not sampler.targets.kept:
             tell(say("no process matches {pattern!r} yet: waiting for one", pattern=match))
-        samples = paced(sampler.take, sampler.interval, stop)
+        samples = sample_periodically(sampler.take, sampler.interval, stop)
     outputs = _outputs(tell, log, prometheus, on_alarm, webhook)
     if plot is not None:
         outputs.append(plot_to(plot, tell))
@@ -114,19 +121,19 @@ def command(
         outputs.append(page)
     if replay is not None:
         samples = replayed(samples, stop, page)
-    stream = Stream(_first(samples) if once else samples)
+    stream = MomentStream(_first(samples) if once else samples)
     if as_json:
         outputs.append(_JsonLines())
     elif screen is None and not drawn_only:
         outputs.append(_lines(stream, top))
     if sampler is not None:
         # A reader that pauses costs itself samples, never the other outputs. A replay can wait for its reader.
-        outputs = [InBackground(one, stop, tell) if _may_block(one) else one for one in outputs]
+        outputs = [BackgroundOutput(one, stop, tell) if _may_block(one) else one for one in outputs]
     try:
         # A replay needs no gentle end: Ctrl-C stops it as it stops anything.
         with nullcontext() if sampler is None and screen is None and page is None else _ending(stop, screen):
             last = (
-                drive(stream, outputs)
+                feed_outputs(stream, outputs)
                 if screen is None
                 else full_screen(stream, outputs, screen, stop, _tell)
             )
@@ -140,10 +147,9 @@ def command(
 
 
 def _sampler(pid: int | None, match: str | None, interval: float, root: str, *, wait: bool) -> Sampler:
-    from legroom.monitor.board import Listener
-    from legroom.monitor.cached import entry_rows
-    from legroom.monitor.sampler import Sampler
-    from legroom.monitor.targets import matched, mine, tree_of
+    from legroom.monitor.annotations import AnnotationReader
+    from legroom.monitor.process_selection import matching_processes, process_tree, user_processes
+    from legroom.monitor.sampler import Sampler, cache_entries
     from legroom.probe.host import Host
     from legroom.probe.roster import Roster
 
@@ -151,19 +157,19 @@ def _sampler(pid: int | None, match: str | None, interval: float, root: str, *, 
     roster = Roster(host)
     everybody = roster.look()
     if pid is not None:
-        targets = tree_of(pid, everybody)
+        targets = process_tree(pid, everybody)
     elif match is not None:
-        targets = matched(host, match, everybody, wait=wait)
+        targets = matching_processes(host, match, everybody, wait=wait)
     else:
-        targets = mine(host)
+        targets = user_processes(host)
     targets.choose(everybody)
     return Sampler(
         targets,
         host=host,
         interval=interval,
         roster=roster,
-        said=Listener(host).said,
-        entries=entry_rows if root == "/" else None,
+        said=AnnotationReader(host).said,
+        entries=cache_entries if root == "/" else None,
     )
 
 
@@ -174,10 +180,10 @@ def _outputs(
     on_alarm: str | None,
     webhook: str | None,
 ) -> list[Output]:
-    from legroom.monitor.deliver import Deliver, to_command, to_webhook
+    from legroom.monitor.notify import Notifier, command_sender, webhook_sender
 
-    carriers = [to_command(on_alarm)] if on_alarm is not None else []
-    carriers += [to_webhook(webhook)] if webhook is not None else []
+    carriers = [command_sender(on_alarm)] if on_alarm is not None else []
+    carriers += [webhook_sender(webhook)] if webhook is not None else []
     outputs: list[Output] = []
     if prometheus is not None:
         from legroom.monitor.prometheus import PORT, Prometheus
@@ -186,16 +192,16 @@ def _outputs(
         tell(say("metrics at {url}", url=served.url))
         outputs.append(served)
     if log is not None:
-        from legroom.monitor.log import Log
+        from legroom.monitor.watch_log import WatchLog
 
-        outputs.append(Log(log, tell))
-    return [*outputs, *(Deliver(carry, tell) for carry in carriers)]
+        outputs.append(WatchLog(log, tell))
+    return [*outputs, *(Notifier(carry, tell) for carry in carriers)]
 
 
-def _lines(stream: Stream, top: int) -> Output:
-    from legroom.monitor.lines import Lines
+def _lines(stream: MomentStream, top: int) -> Output:
+    from legroom.monitor.text_output import TextOutput
 
-    return Lines(write_line, stream.history, _columns, top)
+    return TextOutput(write_line, stream.history, _columns, top)
 
 
 def _columns() -> int | None:
@@ -206,19 +212,19 @@ def _columns() -> int | None:
 
 
 def _may_block(output: Output) -> bool:
-    from legroom.monitor.lines import Lines
-    from legroom.monitor.log import Log
+    from legroom.monitor.text_output import TextOutput
+    from legroom.monitor.watch_log import WatchLog
 
-    return isinstance(output, (_JsonLines, Lines, Log))
+    return isinstance(output, (_JsonLines, TextOutput, WatchLog))
 
 
 class _JsonLines:
     """Every moment as one object a line on stdout."""
 
     def show(self, moment: Moment) -> None:
-        from legroom.monitor.record import line_of
+        from legroom.monitor.watch_log import json_line
 
-        write_line(line_of(moment))
+        write_line(json_line(moment))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -258,3 +264,61 @@ def _same(one: str, other: str) -> bool:
 
 def _tell(text: str) -> None:
     click.echo(f"legroom: {text}", err=True)
+
+
+def page_at(where: str, tell: Callable[[str], object]) -> WebView:
+    """The watch as a page; its address is told."""
+    from legroom.monitor.web_view import PORT, WebView
+
+    served = WebView(where or str(PORT))
+    tell(say("a page at {url}", url=served.url))
+    return served
+
+
+def plot_to(path: str, tell: Callable[[str], object]) -> Output:
+    """A picture at the end."""
+    from legroom.monitor.plot import Plot
+
+    return Plot(path, tell)
+
+
+def screen_if_any(tell: Callable[[str], object]) -> TerminalView | None:
+    """The full-screen view, where there is a screen and Textual to draw on it."""
+    from legroom.monitor.tui import TerminalView, require_textual, why_no_screen
+
+    if why_no_screen() is not None:
+        return None
+    try:
+        require_textual()
+    except MissingPackage as problem:
+        tell(say("{name}: {why}", name=problem.what, why=problem.fix[0]))
+        return None
+    return TerminalView()
+
+
+def full_screen(
+    stream: Iterable[Moment],
+    outputs: Sequence[Output],
+    screen: TerminalView,
+    stop: threading.Event,
+    tell: Callable[[str], object],
+) -> Moment | None:
+    """Drive the watch behind the screen; what was said meanwhile is told when the screen is left."""
+    from legroom.monitor.tui import run_full_screen
+
+    try:
+        return run_full_screen(stream, outputs, screen, stop)
+    finally:
+        for note in screen.notes:  # what was said while the screen was drawn over
+            tell(note)
+
+
+def replayed(samples: Iterable[Sample], stop: threading.Event, page: WebView | None) -> Iterator[Sample]:
+    """A replay's samples until it is stopped; a page that shows it stays open to the end."""
+    for sample in samples:
+        if stop.is_set():
+            return
+        yield sample
+    if page is not None:
+        page.finish()
+        stop.wait()

@@ -136,7 +136,7 @@ def bars(view: View, width: int) -> list[Text]:
     """The moment as lines with bars."""
     from rich.text import Text
 
-    from legroom.monitor.terminal_rows import pool_line
+    from legroom.monitor.tui_lines import pool_line
 
     lines = [Text("")]
     for pool in view.pools:
@@ -165,7 +165,7 @@ def bars(view: View, width: int) -> list[Text]:
 def _job_line(job: Job) -> Text:
     from rich.text import Text
 
-    from legroom.monitor.terminal_rows import bar
+    from legroom.monitor.tui_lines import bar
 
     line = Text(no_wrap=True).append(_padded(job.name, -_NAME), style="bold")
     share, told = job.share, job.last_step

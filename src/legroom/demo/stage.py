@@ -19,7 +19,7 @@ from legroom.demo.job import Job, end_all
 from legroom.demo.screen import Screen, View
 from legroom.errors import DemoFailed
 from legroom.model import Pool
-from legroom.monitor.stopping import Stop
+from legroom.monitor.watch_loop import StopEvent
 from legroom.probe.host import Host
 from legroom.probe.memory import memory, ram_pool
 from legroom.probe.shm import shm_room
@@ -56,7 +56,7 @@ class Stage:
     weights: list[Weight] = field(default_factory=list)
     marks: list[tuple[float, str]] = field(default_factory=list)
     pools: tuple[Pool, ...] = ()
-    _stop: Stop = field(default_factory=Stop)
+    _stop: StopEvent = field(default_factory=StopEvent)
     _signal: int = 0
     _weighed: float = 0.0
 

@@ -11,7 +11,7 @@ from legroom.charts.drawing import since
 from legroom.charts.page import element, figure, page, table
 from legroom.charts.pool_chart import amount, pool_chart
 from legroom.model import Moment, PoolPoint
-from legroom.monitor.story import Story
+from legroom.monitor.timeline import Timeline
 from legroom.units import format_duration
 from legroom.words import say
 
@@ -24,7 +24,7 @@ class Plot:
     def __init__(self, path: str | os.PathLike[str], tell: Callable[[str], object]) -> None:
         self.path = check_path(path, KINDS)
         self._tell = tell
-        self._story = Story()
+        self._story = Timeline()
 
     def show(self, moment: Moment) -> None:
         self._story.add(moment)
@@ -42,7 +42,7 @@ class Plot:
             self._tell(say("plot written to {path}", path=self.path))
 
 
-def drawn(story: Story, kind: str) -> bytes:
+def drawn(story: Timeline, kind: str) -> bytes:
     """The watch as the content of a file of that kind."""
     if kind == ".html":
         return watch_page(story).encode()
@@ -50,7 +50,7 @@ def drawn(story: Story, kind: str) -> bytes:
     return render(pool_chart(story.dots(), story.marks, story.spells(), title=title), kind)
 
 
-def watch_page(story: Story) -> str:
+def watch_page(story: Timeline) -> str:
     """The watch as a page: the chart, and its peaks, alarms and marks as tables."""
     sample, began = story.sample, story.began or 0.0
     lasted = max(0.0, sample.when - began) if sample else 0.0

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from legroom.model import EntryRow, Process, ProcessRow, Said, Sample
-from legroom.monitor.pools import Look, Pools
-from legroom.monitor.ration import Ration
-from legroom.monitor.targets import Targets
+from legroom.errors import LegroomError
+from legroom.model import EntryRow, Gpus, Memory, Pool, Pressure, Process, ProcessRow, Said, Sample
+from legroom.monitor.process_selection import ProcessSelection
+from legroom.probe.disk import disk_pool, disks
+from legroom.probe.gpu import gpu_pools, gpus
 from legroom.probe.host import Host
-from legroom.probe.memory import events_of
+from legroom.probe.memory import events_of, memory, ram_pool
+from legroom.probe.nvml_hold import NvmlHold
+from legroom.probe.pressure import pressure
 from legroom.probe.process import open_files, parse_limits
 from legroom.probe.roster import Roster, pss_of, status_of
+from legroom.probe.segments import SHM, shm_mount
+from legroom.probe.shm import shm_room
+from legroom.probe.swap import Counters, start, swap, swap_pool
 from legroom.words import say
 
 LONGEST_COMMAND = 160  # characters kept of a command line
@@ -31,7 +37,7 @@ class Sampler:
 
     def __init__(
         self,
-        targets: Targets,
+        targets: ProcessSelection,
         *,
         host: Host | None = None,
         interval: float = 1.0,
@@ -48,14 +54,14 @@ class Sampler:
         self._said = said
         self._entries = entries
         self._roster = roster or Roster(self.host)
-        self._pools = Pools(self.host)
+        self._pools = PoolReader(self.host)
         self._rows: dict[int, ProcessRow] = {}
         self._begun = False
-        self._seen: Look | None = None  # the last one with a watched process in it
-        self._deep = Ration(_DEEP_SHARE)
+        self._seen: PoolReadings | None = None  # the last one with a watched process in it
+        self._deep = RateLimit(_DEEP_SHARE)
         self._turn = 0  # the pid after which the next deep look begins
         self._known_entries: tuple[EntryRow, ...] | None = None
-        self._entries_ration = Ration(_ENTRIES_SHARE, least_gap=10.0)
+        self._entries_ration = RateLimit(_ENTRIES_SHARE, least_gap=10.0)
 
     def take(self) -> Sample | None:
         """The next sample; None once everything that was watched has ended and nothing can come.
@@ -109,7 +115,7 @@ class Sampler:
         """Let go of what is held between samples."""
         self._pools.close()
 
-    def _look(self, clock: float) -> tuple[Mapping[int, Process], list[int], Look | None]:
+    def _look(self, clock: float) -> tuple[Mapping[int, Process], list[int], PoolReadings | None]:
         """Everybody, the watched among them, and the pools as one of these sees them.
 
         No pools where all have ended and none can come.
@@ -167,3 +173,133 @@ class Sampler:
             self._known_entries = self._entries()
             self._entries_ration.spent(clock, time.perf_counter() - began)
         return self._known_entries
+
+
+_SPARING = 0.003  # of the time: cards, disks
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReadings:
+    """One reading of all pools."""
+
+    pools: tuple[Pool, ...]
+    swap_in: float | None
+    swap_out: float | None
+    pressure: tuple[Pressure, ...]
+    ram: Memory  # with the counters of the cgroup
+    cards: Gpus
+    gpu_at: float
+
+
+@dataclass
+class PoolReader:
+    """What is kept from one reading to the next."""
+
+    host: Host
+    _counters: Counters = field(default_factory=lambda: Counters(0.0, None, None))  # none yet: no rates
+    _disk: Pool | None = None
+    _cards: Gpus | None = None
+    _gpu_at: float = 0.0
+    _shm_path: str | None = None
+    _scope: str = ""
+    _disk_ration: RateLimit = field(default_factory=lambda: RateLimit(_SPARING, least_gap=5.0))
+    _gpu_ration: RateLimit = field(default_factory=lambda: RateLimit(_SPARING))
+    _hold: NvmlHold = field(default_factory=NvmlHold)
+
+    def look(self, clock: float, scope: str) -> PoolReadings:
+        """All pools from the point of view of process ``scope``."""
+        ram = memory(self.host, scope)
+        swapped = swap(self.host, ram, self._counters)
+        self._counters = start(self.host)
+        cards = self._look_at_cards(clock)
+        return PoolReadings(
+            pools=(
+                self._shm(scope),
+                ram_pool(ram),
+                swap_pool(swapped),
+                self._look_at_disk(clock),
+                *gpu_pools(cards),
+            ),
+            swap_in=swapped.in_rate,
+            swap_out=swapped.out_rate,
+            pressure=pressure(self.host, scope),
+            ram=ram,
+            cards=cards,
+            gpu_at=self._gpu_at,
+        )
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        self._hold.release()
+
+    def _shm(self, scope: str) -> Pool:
+        if self.host.platform != "linux":
+            why = say("{platform} has no /dev/shm", platform=self.host.platform)
+            return Pool("shm", None, None, None, SHM, why)
+        if self._shm_path is None or scope != self._scope:
+            self._scope, self._shm_path = scope, self._shm_of(scope)
+        size, used, free, reason = shm_room(self.host, self._shm_path)
+        return Pool("shm", size, used, free, say("statvfs({path})", path=self._shm_path), reason)
+
+    def _shm_of(self, scope: str) -> str:
+        """The /dev/shm that process sees: a container's is another one than ours."""
+        namespace = self.host.link(f"/proc/{scope}/ns/mnt")
+        if namespace is not None and namespace != self.host.link("/proc/self/ns/mnt"):
+            theirs = f"/proc/{scope}/root{shm_mount(self.host, scope)[0]}"
+            if self.host.room(theirs) is not None:  # else its root may not be entered
+                return theirs
+        return shm_mount(self.host)[0]
+
+    def _look_at_disk(self, clock: float) -> Pool:
+        if self._disk is None or self._disk_ration.due(clock):
+            began = time.perf_counter()
+            self._disk = disk_pool(disks(self.host))
+            self._disk_ration.spent(clock, time.perf_counter() - began)
+        return self._disk
+
+    def _look_at_cards(self, clock: float) -> Gpus:
+        if self._cards is None or self._gpu_ration.due(clock):
+            began = time.perf_counter()
+            self._cards = gpus(self.host)
+            self._gpu_at = clock
+            if self._cards.cards and self.host.live:
+                self._hold.take()
+            self._gpu_ration.spent(clock, time.perf_counter() - began)
+        return self._cards
+
+
+def cache_entries() -> tuple[EntryRow, ...] | None:
+    """Every entry of every store; None where the cache cannot be looked into."""
+    from legroom.cache.catalog import entries  # brings in numpy: not before somebody asks
+
+    try:
+        found = entries()
+    except (LegroomError, OSError):
+        return None
+    return tuple(
+        EntryRow(
+            entry.key or "",
+            entry.sources[0] if entry.sources else "",
+            entry.backing,
+            entry.bytes,
+            entry.in_use,
+        )
+        for entry in found
+    )
+
+
+@dataclass
+class RateLimit:
+    """A share of the time that a reading may take: one that took 5 ms at a share of 0.5 % is due again in 1 s."""
+
+    share: float
+    least_gap: float = 0.0
+    due_at: float = 0.0
+
+    def due(self, clock: float) -> bool:
+        """Whether it may be taken now."""
+        return clock >= self.due_at
+
+    def spent(self, clock: float, cost: float) -> None:
+        """It was taken, and took that many seconds."""
+        self.due_at = clock + max(self.least_gap, cost / self.share)

@@ -18,15 +18,14 @@ from types import TracebackType
 
 from legroom.errors import UsageError
 from legroom.model import Alarm, Moment, Said
-from legroom.monitor.board import Board
-from legroom.monitor.deliver import Carry, Deliver, State, to_command, to_webhook
-from legroom.monitor.history import History
-from legroom.monitor.log import Log
+from legroom.monitor.annotations import AnnotationFile, ScriptAnnotations, StepRate
+from legroom.monitor.notify import Notifier, Send, State, command_sender, webhook_sender
+from legroom.monitor.process_selection import this_process
 from legroom.monitor.prometheus import Prometheus
+from legroom.monitor.sample_history import History
 from legroom.monitor.sampler import Sampler
-from legroom.monitor.stream import Output, Stream, paced
-from legroom.monitor.targets import ourselves
-from legroom.monitor.voice import Pace, Voice
+from legroom.monitor.watch_log import WatchLog
+from legroom.monitor.watch_loop import MomentStream, Output, sample_periodically
 from legroom.probe.host import Host
 from legroom.units import parse_duration
 from legroom.words import say
@@ -85,18 +84,18 @@ class Watch:
     ) -> None:
         self._log, self._prometheus = log, prometheus
         self._interval = checked_interval(interval)
-        self._carriers: list[Carry] = []
+        self._carriers: list[Send] = []
         if isinstance(on_alarm, str):
-            self._carriers.append(to_command(on_alarm))
+            self._carriers.append(command_sender(on_alarm))
         elif on_alarm is not None:
             self._carriers.append(_to_function(on_alarm))
         if webhook is not None:
-            self._carriers.append(to_webhook(webhook))
+            self._carriers.append(webhook_sender(webhook))
         self._outputs: list[Output] = list(outputs)
-        self._voice, self._pace = Voice(), Pace()
+        self._voice, self._pace = ScriptAnnotations(), StepRate()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._stream: Stream | None = None
+        self._stream: MomentStream | None = None
         self._pid = os.getpid()
         self.latest: Moment | None = None
 
@@ -133,19 +132,19 @@ class Watch:
             )
         host = Host()
         if self._log is not None:
-            self._outputs.append(Log(self._log, self._tell))
+            self._outputs.append(WatchLog(self._log, self._tell))
         if self._prometheus is not None:
             self._outputs.append(Prometheus(str(self._prometheus)))
-        self._outputs += [Deliver(carry, self._tell) for carry in self._carriers]
-        board = Board(host)
+        self._outputs += [Notifier(carry, self._tell) for carry in self._carriers]
+        board = AnnotationFile(host)
 
         def said(clock: float, _pids: list[int]) -> Said:
             heard = self._voice.said()
             board.write(heard)
             return replace(heard, steps_per_second=self._pace.at(clock, heard.steps))
 
-        sampler = Sampler(ourselves(host), host=host, interval=self._interval, said=said)
-        self._stream = Stream(paced(sampler.take, self._interval, self._stop))
+        sampler = Sampler(this_process(host), host=host, interval=self._interval, said=said)
+        self._stream = MomentStream(sample_periodically(sampler.take, self._interval, self._stop))
         self._thread = threading.Thread(
             target=self._work, args=(self._stream, sampler, board), name="legroom-watch", daemon=True
         )
@@ -160,7 +159,7 @@ class Watch:
         self._stop.set()
         self._thread.join(_LAST_WAIT)
 
-    def _work(self, stream: Stream, sampler: Sampler, board: Board) -> None:
+    def _work(self, stream: MomentStream, sampler: Sampler, board: AnnotationFile) -> None:
         try:
             for moment in stream:
                 self.latest = moment
@@ -181,7 +180,7 @@ class Watch:
         warnings.warn(f"legroom.watch: {text}", RuntimeWarning, stacklevel=2)
 
 
-def _to_function(call: Callable[[Alarm], object]) -> Carry:
+def _to_function(call: Callable[[Alarm], object]) -> Send:
     def carry(alarm: Alarm, state: State) -> None:
         if state == "begun":
             call(alarm)

@@ -18,12 +18,14 @@ Lengths are counted in sampling intervals, so that a watch at 0.1 s sees in seco
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from legroom.monitor.history import Point
+from legroom.model import ProcessRow, Sample
+from legroom.monitor.sample_history import Point
+from legroom.words import listed, say
 
 _BINS = 16
 SHORTEST = 32  # intervals of the shortest window
@@ -53,7 +55,7 @@ class Trend:
     growth: float
 
 
-def trend(points: Sequence[Point], interval: float) -> Trend | None:
+def find_trend(points: Sequence[Point], interval: float) -> Trend | None:
     """The course of a pool as a leak, by the longest window that shows one; None where it is none."""
     if len(points) < SHORTEST or points[-1].free > _ROOMY * points[-1].size:
         return None
@@ -134,3 +136,83 @@ def _scatter(times: Sequence[float], levels: Sequence[float], slope: float) -> f
     rest = [level - slope * clock for clock, level in zip(times, levels, strict=True)]
     middle = median(rest)
     return median(abs(one - middle) for one in rest)
+
+
+_MOST_NAMED = 4
+_WORTH_NAMING = 0.1  # of the largest growth
+
+
+@dataclass(frozen=True, slots=True)
+class GrowingProcesses:
+    """Processes that grew, most first, and all their growth together."""
+
+    rows: tuple[ProcessRow, ...]
+    total: int
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(row.pid for row in self.rows)
+
+
+def growing_processes(before: Sample, after: Sample, pool: str) -> GrowingProcesses:
+    """Who holds more of that pool in ``after`` than in ``before``; who was not there then held nothing."""
+    held = _holding(pool)
+    earlier = {row.pid: held(row) or 0 for row in before.processes}
+    grown = [(amount - earlier.get(row.pid, 0), row) for row in after.processes if (amount := held(row))]
+    grown = sorted((pair for pair in grown if pair[0] > 0), key=lambda pair: -pair[0])
+    worth = [row for amount, row in grown if amount >= _WORTH_NAMING * grown[0][0]]
+    return GrowingProcesses(tuple(worth), sum(amount for amount, _ in grown))
+
+
+def held_by_new_processes(before: Sample, after: Sample, pool: str) -> int:
+    """What processes hold of that pool that came after ``before``."""
+    held = _holding(pool)
+    # By their birth: an old sample lists only those that held most.
+    born = [row for row in after.processes if row.born is not None and row.born > before.clock]
+    return sum(held(row) or 0 for row in born)
+
+
+def describe_growth(found: GrowingProcesses, growth: float) -> str:
+    """The growers in words, for the end of a sentence; honest where they do not explain it."""
+    if not found.rows:
+        return say("from no process that is watched")
+    names = _names(found.rows)
+    if found.total < 0.3 * growth:
+        return say("mostly not from what is watched, of which {names} grew most", names=names)
+    return say("from {names}", names=names)
+
+
+def _names(rows: Sequence[ProcessRow]) -> str:
+    pids = {row.pid for row in rows}
+    if len(rows) == 1:
+        return say("pid {pid} ({command})", pid=rows[0].pid, command=rows[0].command[:60])
+    parents = {row.parent for row in rows}
+    for head in parents & pids:
+        if all(row.pid == head or row.parent == head for row in rows):
+            count = len(rows) - 1
+            return (
+                say("pid {pid} and its worker", pid=head)
+                if count == 1
+                else say("pid {pid} and its {count} workers", pid=head, count=count)
+            )
+    if len(parents) == 1:
+        return say("{count} workers of pid {pid}", count=len(rows), pid=parents.pop())
+    named = listed(str(row.pid) for row in rows[:_MOST_NAMED])
+    more = len(rows) - _MOST_NAMED
+    return (
+        say("pids {named} and {more} more", named=named, more=more)
+        if more > 0
+        else say("pids {named}", named=named)
+    )
+
+
+def _holding(pool: str) -> Callable[[ProcessRow], int | None]:
+    if pool == "shm":
+        return lambda row: row.rss_shmem
+    if pool == "swap":
+        return lambda row: row.swap
+    if pool == "fds":
+        return lambda row: row.fds
+    if pool.startswith("gpu"):
+        return lambda row: row.gpu
+    return lambda row: row.host

@@ -16,7 +16,7 @@ from typing import Any
 from legroom.errors import DamagedSource, UnreadableSource
 from legroom.model import Box
 from legroom.model.death import Evidence
-from legroom.monitor.record import SCHEMA as WATCH
+from legroom.monitor.watch_log import SCHEMA as WATCH
 from legroom.report.commands import shape_of
 from legroom.report.parts import Asked, Part
 from legroom.rescue.classify import classify

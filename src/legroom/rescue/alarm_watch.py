@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from legroom.model import Alarm, MemoryEvents, Pool, ProcessRow, Sample
 from legroom.model.death import Level, Reading
-from legroom.monitor.alarms import Watchman
+from legroom.monitor.alarms import AlarmTracker
 from legroom.probe.pressure import pressure
 from legroom.probe.process import process_at
 from legroom.probe.swap import Counters, start
@@ -30,7 +30,7 @@ class AlarmWatch:
 
     readings: Readings
     raised: deque[Alarm] = field(default_factory=lambda: deque(maxlen=_MOST_KEPT))
-    _watchman: Watchman = field(default_factory=Watchman)
+    _watchman: AlarmTracker = field(default_factory=AlarmTracker)
     _born: dict[int, float | None] = field(default_factory=dict)
     _swap: Counters | None = None
 

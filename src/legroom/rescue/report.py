@@ -12,7 +12,7 @@ from typing import Any
 
 from legroom.charts.chart_file import replace_file
 from legroom.model.death import Attempt, Story, Verdict
-from legroom.monitor.record import alarm_object
+from legroom.monitor.watch_log import alarm_object
 
 
 def as_object(story: Story) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from legroom.model import MemoryEvents, Moment, Pool, ProcessRow, Sample
-from legroom.monitor.stream import Stream
+from legroom.monitor.watch_loop import MomentStream
 
 MB, GB = 1 << 20, 1 << 30
 START = 1_760_000_000.0
@@ -46,7 +46,7 @@ def row(pid: int, parent: int = 1, *, rss: float = 0, shmem: float = 0, **more: 
 
 def moments(samples: Iterable[Sample]) -> Iterator[Moment]:
     """What a watch makes of them."""
-    return iter(Stream(samples))
+    return iter(MomentStream(samples))
 
 
 def codes(moment: Moment) -> set[str]:

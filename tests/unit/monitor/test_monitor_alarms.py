@@ -8,8 +8,8 @@ import pytest
 from monitor_samples import GB, MB, codes, moments, pool, row, sample
 
 from legroom.model import MemoryEvents, Moment, Pool, Pressure, ProcessRow, Sample
-from legroom.monitor.alarms import Watchman, speak
-from legroom.monitor.history import History
+from legroom.monitor.alarms import AlarmTracker, raised_alarms
+from legroom.monitor.sample_history import History
 
 
 def _run(samples: list[Any]) -> list[Moment]:
@@ -168,6 +168,6 @@ def test_speaking_is_pure() -> None:
     history = History()
     for n in range(50):
         history.add(sample(n, pool("shm", 100 * MB, 90 * MB)))
-    assert speak(history) == speak(history)
+    assert raised_alarms(history) == raised_alarms(history)
     with pytest.raises(ValueError, match="no sample"):
-        Watchman().judge()
+        AlarmTracker().judge()

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from monitor_samples import GB, MB, pool, row, sample
 
 from legroom.model import Sample
-from legroom.monitor.history import History
-from legroom.monitor.stream import Stream
-from legroom.monitor.tiers import Tiers
+from legroom.monitor.sample_history import History, ThinningBuffer
+from legroom.monitor.watch_loop import MomentStream
 
 
 def test_tiers_are_bounded_ordered_and_reach_back() -> None:
-    tiers: Tiers[int] = Tiers(each=16, tiers=4, thin=4)
+    tiers: ThinningBuffer[int] = ThinningBuffer(each=16, tiers=4, thin=4)
     for number in range(5000):
         tiers.add(number)
         assert len(tiers) <= 64
@@ -34,7 +33,7 @@ def _hour(processes: int, seconds: int) -> Iterator[Sample]:
 
 
 def test_memory_is_flat_over_an_hour_of_samples() -> None:
-    stream = Stream(_hour(100, 3600))
+    stream = MomentStream(_hour(100, 3600))
     sizes = []
     tracemalloc.start()
     try:

@@ -13,9 +13,14 @@ from monitor_samples import GB, MB, moments, pool, row, sample
 
 from legroom.errors import DamagedSource, UnreadableSource, UsageError
 from legroom.model import EntryRow, Mark, Moment, Pressure, Said, Sample
-from legroom.monitor.log import Log
-from legroom.monitor.record import NotARecord, line_of, object_of, sample_of
-from legroom.monitor.replay import samples_in
+from legroom.monitor.watch_log import (
+    InvalidRecord,
+    WatchLog,
+    json_line,
+    moment_object,
+    parse_sample,
+    read_samples,
+)
 
 
 def _full(clock: float = 5.0) -> Sample:
@@ -47,15 +52,15 @@ def _full(clock: float = 5.0) -> Sample:
 
 def test_a_sample_comes_back_as_it_was() -> None:
     before = _full()
-    data = json.loads(line_of(next(moments([before]))))
+    data = json.loads(json_line(next(moments([before]))))
     assert data["schema"] == "legroom.watch/1" and data["alarms"][0]["code"] == "shm-nearly-full"
-    assert sample_of(data) == before
+    assert parse_sample(data) == before
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda x: st.lists(x, max_size=3) | st.dictionaries(st.sampled_from(["schema", "pools", "when", "events", "said", "processes"]), x, max_size=4)))  # fmt: skip
 def test_any_json_is_a_sample_or_refused(data: object) -> None:
-    with pytest.raises(NotARecord):
-        sample_of(data)
+    with pytest.raises(InvalidRecord):
+        parse_sample(data)
 
 
 @pytest.mark.parametrize(
@@ -64,20 +69,20 @@ def test_any_json_is_a_sample_or_refused(data: object) -> None:
      ("said", {"components": {"a": "b"}}), ("said", {"marks": [{"when": 1}]}), ("interval", None)],
 )  # fmt: skip
 def test_a_sample_with_one_thing_wrong_is_refused(field: str, value: object) -> None:
-    data = object_of(Moment(_full()))
-    with pytest.raises(NotARecord):
-        sample_of({**data, field: value})
+    data = moment_object(Moment(_full()))
+    with pytest.raises(InvalidRecord):
+        parse_sample({**data, field: value})
 
 
 def test_unknown_fields_are_left_alone_and_defaults_filled_in() -> None:
-    data = {**object_of(Moment(_full())), "invented": 1}
+    data = {**moment_object(Moment(_full())), "invented": 1}
     data["processes"][0].pop("born")
-    assert sample_of(data).processes[0].born is None
+    assert parse_sample(data).processes[0].born is None
 
 
 def _write(path: Path, count: int, first: int = 0) -> list[Sample]:
     told: list[str] = []
-    log = Log(path, told.append)
+    log = WatchLog(path, told.append)
     made = [_full(float(n)) for n in range(first, first + count)]
     for moment in moments(made):
         log.show(moment)
@@ -90,7 +95,7 @@ def test_a_log_is_appended_to_and_read_back(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     made = _write(path, 5) + _write(path, 3, first=5)
     told: list[str] = []
-    assert list(samples_in(path, told.append)) == made and told == []
+    assert list(read_samples(path, told.append)) == made and told == []
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -104,13 +109,13 @@ def test_a_log_cut_anywhere_gives_what_is_whole(tmp_path: Path, seed: int) -> No
     told: list[str] = []
     kept = sum(end <= cut for end in ends)
     on_the_edge = cut + 1 in ends  # only the line's end is missing: the line itself is whole
-    assert list(samples_in(path, told.append)) == made[: kept + on_the_edge]
+    assert list(read_samples(path, told.append)) == made[: kept + on_the_edge]
     if cut not in ends and not on_the_edge:
         assert told == [f"the last line of {path} was cut short and is left out"]
     # The next watch appends; only the half line is lost.
     more = _write(path, 2, first=50)
     told.clear()
-    assert list(samples_in(path, told.append)) == made[: kept + on_the_edge] + more
+    assert list(read_samples(path, told.append)) == made[: kept + on_the_edge] + more
     assert len(told) == (cut not in ends and not on_the_edge)
 
 
@@ -124,30 +129,30 @@ def test_a_file_that_is_no_log_is_said_to_be_none(tmp_path: Path, content: bytes
     path = tmp_path / "x"
     path.write_bytes(content)
     with pytest.raises(DamagedSource) as caught:
-        list(samples_in(path, lambda text: None))
+        list(read_samples(path, lambda text: None))
     assert why in caught.value.why and caught.value.exit_status == 2
 
 
 def test_a_line_without_end_is_passed_over_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("legroom.monitor.replay._LONGEST", 4096)
+    monkeypatch.setattr("legroom.monitor.watch_log._LONGEST", 4096)
     path = tmp_path / "run.jsonl"
     made = _write(path, 1)
     with path.open("ab") as file:
         file.write(b"x" * 50_000 + b"\n")
     made += _write(path, 1, first=9)
     told: list[str] = []
-    assert list(samples_in(path, told.append)) == made and len(told) == 1
+    assert list(read_samples(path, told.append)) == made and len(told) == 1
 
 
 def test_files_that_cannot_be_had(tmp_path: Path) -> None:
     with pytest.raises(UnreadableSource):
-        list(samples_in(tmp_path / "none", lambda text: None))
+        list(read_samples(tmp_path / "none", lambda text: None))
     with pytest.raises(UnreadableSource):
-        list(samples_in(tmp_path, lambda text: None))
+        list(read_samples(tmp_path, lambda text: None))
     with pytest.raises(UsageError, match="cannot write the log"):
-        Log(tmp_path / "no" / "where", lambda text: None)
+        WatchLog(tmp_path / "no" / "where", lambda text: None)
 
 
 def test_a_full_disk_ends_the_log_and_not_the_watch() -> None:
@@ -155,7 +160,7 @@ def test_a_full_disk_ends_the_log_and_not_the_watch() -> None:
     if not full.exists():
         pytest.skip("no /dev/full here")
     told: list[str] = []
-    log = Log(full, told.append)
+    log = WatchLog(full, told.append)
     for moment in moments([_full(1.0), _full(2.0)]):
         log.show(moment)
     log.close()

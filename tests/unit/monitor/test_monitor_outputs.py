@@ -21,12 +21,11 @@ from monitor_samples import GB, MB, moments, pool, row, sample
 from legroom.columns import cells
 from legroom.errors import CannotListen, UsageError
 from legroom.model import EntryRow, Mark, MemoryEvents, Moment, Pool, Pressure, Said
-from legroom.monitor.deliver import Deliver, to_command, to_webhook
-from legroom.monitor.history import History
-from legroom.monitor.lines import Lines, sample_line
-from legroom.monitor.listen import address
-from legroom.monitor.metrics import METRICS, MOST_PROCESSES, Totals, text_of
-from legroom.monitor.prometheus import Prometheus
+from legroom.monitor.http_server import parse_address
+from legroom.monitor.notify import Notifier, command_sender, webhook_sender
+from legroom.monitor.prometheus import METRICS, MOST_PROCESSES, Prometheus, Totals, metrics_text
+from legroom.monitor.sample_history import History
+from legroom.monitor.text_output import TextOutput, sample_line
 
 EVIL = 'python "<script>"\\n\\ train.py\nX{a="b"}'
 
@@ -62,13 +61,13 @@ def _families(text: str) -> dict[str, Any]:
 
 def _exposed() -> dict[str, set[str]]:
     """Every metric name that is exposed, with its labels."""
-    text = text_of(_moment(), Totals(5.0, 6.0, {("shm-filling", "shm"): 1}))
+    text = metrics_text(_moment(), Totals(5.0, 6.0, {("shm-filling", "shm"): 1}))
     return {s.name: set(s.labels) for family in _families(text).values() for s in family.samples}
 
 
 def test_prometheus_can_read_every_metric() -> None:
     moment = _moment()
-    families = _families(text_of(moment, Totals(5.0, 6.0, {("shm-filling", "shm"): 1})))
+    families = _families(metrics_text(moment, Totals(5.0, 6.0, {("shm-filling", "shm"): 1})))
     assert set(_exposed()) == {metric.name for metric in METRICS}
     for metric in METRICS:
         family = families[metric.name.removesuffix("_total")]
@@ -96,7 +95,7 @@ def test_what_is_unknown_is_left_out_and_processes_are_bounded() -> None:
     nothing = MemoryEvents(None, None, None, "machine", "x")
     rows = tuple(row(pid, rss=pid) for pid in range(500))
     moment = next(moments([sample(0, unknown, events=nothing, swap_in=None, swap_out=None, processes=rows)]))
-    families = _families(text_of(moment, Totals()))
+    families = _families(metrics_text(moment, Totals()))
     assert {s.labels["pool"] for s in families["legroom_pool_size_bytes"].samples} == {"ram"}
     assert not {"legroom_oom_kills", "legroom_swap_in_bytes", "legroom_steps"} & set(families)
     assert len(families["legroom_process_resident_memory_bytes"].samples) == MOST_PROCESSES
@@ -173,13 +172,13 @@ def test_a_port_in_use_is_said_to_be() -> None:
      ("[::1]:80", ("::1", 80)), ("localhost", ("localhost", 1))],
 )  # fmt: skip
 def test_addresses(text: str, meant: tuple[str, int]) -> None:
-    assert address(text or "1", 1) == meant
+    assert parse_address(text or "1", 1) == meant
 
 
 @pytest.mark.parametrize("text", ["host:port", "1:99999", "a:b:c", "99999999"])
 def test_bad_addresses(text: str) -> None:
     with pytest.raises(CannotListen):
-        address(text, 1)
+        parse_address(text, 1)
 
 
 # What is shipped.
@@ -246,7 +245,7 @@ def test_the_dashboard_names_metrics_that_exist() -> None:
 # Alarms carried elsewhere.
 
 
-def _carry(deliver: Deliver) -> None:
+def _carry(deliver: Notifier) -> None:
     full = [
         sample(float(n), pool("shm", 100 * MB, (90 if n < 3 else 10) * MB), processes=(row(7, shmem=n),))
         for n in range(30)
@@ -260,8 +259,8 @@ def test_a_command_is_run_for_each_alarm(tmp_path: Path) -> None:
     told: list[str] = []
     out = tmp_path / "out"
     _carry(
-        Deliver(
-            to_command(f'cat >> {out}; echo " $LEGROOM_ALARM_STATE $LEGROOM_ALARM_CODE" >> {out}'),
+        Notifier(
+            command_sender(f'cat >> {out}; echo " $LEGROOM_ALARM_STATE $LEGROOM_ALARM_CODE" >> {out}'),
             told.append,
         )
     )
@@ -285,7 +284,7 @@ def test_what_an_alarm_says_is_never_part_of_the_command(tmp_path: Path) -> None
         )
         for n in range(75)
     ]
-    deliver = Deliver(to_command("true"), lambda text: None)
+    deliver = Notifier(command_sender("true"), lambda text: None)
     alarms = []
     for moment in moments(leak):
         deliver.show(moment)
@@ -296,10 +295,10 @@ def test_what_an_alarm_says_is_never_part_of_the_command(tmp_path: Path) -> None
 
 def test_a_command_that_fails_is_told(tmp_path: Path) -> None:
     told: list[str] = []
-    _carry(Deliver(to_command("exit 3"), told.append))
+    _carry(Notifier(command_sender("exit 3"), told.append))
     assert len(told) == 2 and "ended with 3" in told[0]
     with pytest.raises(UsageError):
-        to_command("  ")
+        command_sender("  ")
 
 
 def test_a_webhook_gets_json() -> None:
@@ -319,7 +318,7 @@ def test_a_webhook_gets_json() -> None:
     thread.start()
     told: list[str] = []
     try:
-        _carry(Deliver(to_webhook(f"http://127.0.0.1:{server.server_port}/hook"), told.append))
+        _carry(Notifier(webhook_sender(f"http://127.0.0.1:{server.server_port}/hook"), told.append))
     finally:
         server.shutdown()
         thread.join()
@@ -331,7 +330,7 @@ def test_a_webhook_gets_json() -> None:
 @pytest.mark.parametrize("url", ["", "hook", "file:///etc/passwd", "ftp://x/y", "http://"])
 def test_a_webhook_is_an_http_address(url: str) -> None:
     with pytest.raises(UsageError, match="cannot post"):
-        to_webhook(url)
+        webhook_sender(url)
 
 
 def test_a_slow_carrier_does_not_hold_up_the_watch() -> None:
@@ -342,7 +341,7 @@ def test_a_slow_carrier_does_not_hold_up_the_watch() -> None:
         go.wait(30)
         carried.append(state)
 
-    deliver = Deliver(carry, lambda text: None)
+    deliver = Notifier(carry, lambda text: None)
     began = time.monotonic()
     for moment in moments([sample(0, pool("shm", 100, 90))] * 1):
         for _ in range(500):
@@ -359,7 +358,7 @@ def test_a_slow_carrier_does_not_hold_up_the_watch() -> None:
 def test_lines_say_samples_alarms_marks_and_a_summary() -> None:
     told: list[str] = []
     history = History()
-    lines = Lines(told.append, history)
+    lines = TextOutput(told.append, history)
     run = [
         sample(
             float(n),
@@ -388,7 +387,7 @@ def test_lines_say_samples_alarms_marks_and_a_summary() -> None:
 
 def test_lines_list_the_five_largest_every_ten_seconds_and_at_an_alarm() -> None:
     told: list[str] = []
-    lines = Lines(told.append, History(), lambda: 60)
+    lines = TextOutput(told.append, History(), lambda: 60)
     command = "python train.py " + "--flag " * 20
     rows = tuple(row(pid, rss=pid * MB, command=command) for pid in range(1, 9))
     full = pool("shm", 100 * MB, 97 * MB)
@@ -432,7 +431,7 @@ def test_lines_fit_a_terminal_and_say_the_most_that_fits() -> None:
 def test_everything_a_terminal_is_told_fits_it(columns: int) -> None:
     told: list[str] = []
     history = History()
-    lines = Lines(told.append, history, lambda: columns)
+    lines = TextOutput(told.append, history, lambda: columns)
     full = [pool(name, 100 * MB, 97 * MB) for name in ("shm", "ram", "swap", "gpu0", "disk")]
     notes = ("a note about what cannot be seen from here, which is longer than a line of forty columns",)
     for moment in moments([replace(sample(float(n), *full), notes=notes) for n in range(4)]):

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from legroom.errors import MissingPackage, UsageError
 from legroom.model import Mark, Moment, Pool, PoolPoint, Said
-from legroom.monitor.course import RECENT, Course, columns, thinned
 from legroom.monitor.plot import Plot, drawn
-from legroom.monitor.story import Story
+from legroom.monitor.timeline import RECENT, PoolSeries, Timeline, column_shares, thin_points
 from watch_runs import HOSTILE, START, moments, samples
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -29,7 +28,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def test_a_course_is_bounded_and_loses_no_peak() -> None:
     rng = random.Random(3)
-    course, used = Course(), [rng.randrange(100) for _ in range(20_000)]
+    course, used = PoolSeries(), [rng.randrange(100) for _ in range(20_000)]
     used[1234], used[1300] = 9999, -1  # one spike and one dip, long ago
     for place, one in enumerate(used):
         course.add(PoolPoint(float(place), one, 10_000))
@@ -47,7 +46,7 @@ def test_a_course_is_bounded_and_loses_no_peak() -> None:
 @given(st.lists(st.one_of(st.none(), st.integers(0, 50)), max_size=60))
 def test_thinning_keeps_extremes_gaps_and_order(used: list[int | None]) -> None:
     dots = [PoolPoint(float(place), one, 50) for place, one in enumerate(used)]
-    kept = thinned(dots)
+    kept = thin_points(dots)
     assert len(kept) <= 2 * -(-len(dots) // 4)
     assert [dot.when for dot in kept] == sorted({dot.when for dot in kept})
     assert set(kept) <= set(dots)
@@ -59,15 +58,15 @@ def test_thinning_keeps_extremes_gaps_and_order(used: list[int | None]) -> None:
 
 def test_columns_show_the_highest_and_leave_gaps() -> None:
     dots = [PoolPoint(0, 1, 10), PoolPoint(1, 9, 10), PoolPoint(2, None, None), PoolPoint(4, 5, 10)]
-    assert columns(dots, 4) == [0.1, 0.9, None, 0.5]
-    assert columns([], 4) == [] and columns(dots[:1], 3) == [None, None, 0.1]
+    assert column_shares(dots, 4) == [0.1, 0.9, None, 0.5]
+    assert column_shares([], 4) == [] and column_shares(dots[:1], 3) == [None, None, 0.1]
 
 
 # Stories.
 
 
-def _story(count: int = 300) -> Story:
-    story = Story()
+def _story(count: int = 300) -> Timeline:
+    story = Timeline()
     for moment in moments(count):
         story.add(moment)
     return story
@@ -86,13 +85,13 @@ def test_a_story_tells_alarms_as_they_began() -> None:
 
 
 def test_an_alarm_that_ended_has_an_end() -> None:
-    story = Story()
+    story = Timeline()
     full = Pool("shm", 100, 95, 5, "x")
     empty = replace(full, used=5, free=95)
     run = [replace(one, pools=(full if place < 5 else empty,)) for place, one in enumerate(samples(40))]
-    from legroom.monitor.stream import Stream
+    from legroom.monitor.watch_loop import MomentStream
 
-    for moment in Stream(run):
+    for moment in MomentStream(run):
         story.add(moment)
     (spell,) = story.spells()
     assert (
@@ -101,14 +100,14 @@ def test_an_alarm_that_ended_has_an_end() -> None:
 
 
 def test_a_second_run_in_one_log_breaks_the_line() -> None:
-    story = Story()
+    story = Timeline()
     for one in [*samples(5), *samples(5, start=START + 4000)]:
         story.add(Moment(one))
     assert [dot.used is None for dot in story.dots()["shm"]] == [False] * 5 + [True] + [False] * 5
 
 
 def test_pools_of_no_size_are_left_out() -> None:
-    story = Story()
+    story = Timeline()
     story.add(
         Moment(replace(next(samples(1)), pools=(Pool("swap", 0, 0, 0, "x"), Pool("ram", 5, 1, 4, "x"))))
     )
@@ -175,7 +174,7 @@ def test_html_stands_alone(tmp_path: Path) -> None:
 
 
 def test_html_escapes_what_a_script_says() -> None:
-    story = Story()
+    story = Timeline()
     one = next(samples(1))
     story.add(Moment(replace(one, watched=HOSTILE, said=Said(marks=(Mark(one.when, HOSTILE),)))))
     page = _Reads()

@@ -15,9 +15,14 @@ from staged import MB, Staged
 
 from legroom.errors import NoSuchProcess, NothingMatches, UsageError
 from legroom.model import Gpu, GpuProcess, Gpus, Process, Sample
-from legroom.monitor.ration import Ration
-from legroom.monitor.sampler import Sampler
-from legroom.monitor.targets import Targets, matched, mine, ourselves, tree_of
+from legroom.monitor.process_selection import (
+    ProcessSelection,
+    matching_processes,
+    process_tree,
+    this_process,
+    user_processes,
+)
+from legroom.monitor.sampler import RateLimit, Sampler
 from legroom.probe.host import Host
 from legroom.probe.nvml_hold import NvmlHold
 from legroom.probe.roster import Roster, status_of
@@ -58,7 +63,7 @@ def test_a_sample_has_the_pools_and_the_tree(machine: Staged) -> None:
     host = machine.host
     roster = Roster(host)
     clock = Clock()
-    sampler = Sampler(tree_of(20, roster.look()), host=host, clock=clock, roster=roster)
+    sampler = Sampler(process_tree(20, roster.look()), host=host, clock=clock, roster=roster)
     first = _take(sampler)
     assert [(row.pid, row.rss_shmem, row.swap) for row in first.processes] == [
         (20, 2048 << 10, 7 << 10),
@@ -91,8 +96,8 @@ def test_an_idle_process_is_one_object_in_all_samples(machine: Staged) -> None:
     machine.process(20, 1, pss=700)
     host = machine.host
     clock = Clock()
-    sampler = Sampler(tree_of(20, Roster(host).look()), host=host, clock=clock)
-    sampler._deep = Ration(1e-9)  # not again within this test
+    sampler = Sampler(process_tree(20, Roster(host).look()), host=host, clock=clock)
+    sampler._deep = RateLimit(1e-9)  # not again within this test
     _take(sampler)
     one, two = _take(sampler), _take(sampler)
     assert one.processes[0] is two.processes[0]
@@ -104,7 +109,7 @@ def test_pss_is_read_in_turns_within_its_ration(machine: Staged) -> None:
     host = machine.host
     clock = Clock()
     sampler = Sampler(
-        tree_of(100, Roster(host).look()), host=host, clock=clock, interval=1e-6
+        process_tree(100, Roster(host).look()), host=host, clock=clock, interval=1e-6
     )  # room for one a sample
     ages: list[set[int]] = []
     for _ in range(60):
@@ -131,11 +136,11 @@ def test_cards_are_asked_within_their_ration_and_joined_by_pid(
         used = [Gpu(n, "card", f"uuid{n}", 80 * MB, 8 * MB, 72 * MB, users) for n in range(2)]
         return Gpus(tuple(used), 2, "580", "NVML")
 
-    monkeypatch.setattr("legroom.monitor.pools.gpus", cards)
+    monkeypatch.setattr("legroom.monitor.sampler.gpus", cards)
     host = machine.host
     clock = Clock()
-    sampler = Sampler(tree_of(20, Roster(host).look()), host=host, clock=clock)
-    sampler._pools._gpu_ration = Ration(1e-9, least_gap=3.0)
+    sampler = Sampler(process_tree(20, Roster(host).look()), host=host, clock=clock)
+    sampler._pools._gpu_ration = RateLimit(1e-9, least_gap=3.0)
     first = _take(sampler)
     assert {row.pid: row.gpu for row in first.processes} == {20: 6 * MB, 21: None}
     assert [one.name for one in first.pools if one.name.startswith("gpu")] == ["gpu0", "gpu1"]
@@ -175,7 +180,7 @@ def test_the_driver_is_held_once_and_given_back() -> None:
 
 
 def test_a_ration() -> None:
-    ration = Ration(0.01, least_gap=0.5)
+    ration = RateLimit(0.01, least_gap=0.5)
     assert ration.due(0.0)
     ration.spent(10.0, 0.1)
     assert not ration.due(19.9) and ration.due(20.0)
@@ -192,7 +197,7 @@ def _everybody(*rows: tuple[int, int]) -> dict[int, Process]:
 
 def test_an_orphan_stays_watched() -> None:
     there = _everybody((1, 0), (20, 1), (21, 20), (22, 21), (30, 1))
-    targets = tree_of(20, there)
+    targets = process_tree(20, there)
     assert targets.choose(there) == [20, 21, 22] and targets.scope == "20"
     assert targets.choose(_everybody((1, 0), (22, 1), (30, 1))) == [22] and targets.scope == "22"
     assert targets.choose(_everybody((1, 0), (22, 1), (23, 22))) == [22, 23]
@@ -201,32 +206,32 @@ def test_an_orphan_stays_watched() -> None:
 
 def test_matching_waits_for_the_next_run(machine: Staged) -> None:
     there = _everybody((1, 0), (20, 1), (21, 20))
-    targets = matched(machine.host, "python 20", there)
+    targets = matching_processes(machine.host, "python 20", there)
     assert targets.choose(there) == [20, 21] and not targets.ends
     assert targets.choose(_everybody((1, 0))) == []
     assert targets.scope == "self"  # a dead process has no cgroup to look at
     with pytest.raises(NothingMatches):
-        matched(machine.host, "nothing", there, wait=False)
-    before = matched(machine.host, "python 40", there)
+        matching_processes(machine.host, "nothing", there, wait=False)
+    before = matching_processes(machine.host, "python 40", there)
     assert before.choose(there) == [] and before.choose(_everybody((1, 0), (40, 1))) == [40]
     with pytest.raises(UsageError):
-        matched(machine.host, "(", there)
+        matching_processes(machine.host, "(", there)
     with pytest.raises(NoSuchProcess):
-        tree_of(99, there)
+        process_tree(99, there)
 
 
 def test_mine_is_by_user(machine: Staged) -> None:
     there = _everybody((20, 1), (21, 1))
     there[21] = Process(21, 1, "theirs", 0)
-    assert mine(machine.host).choose(there) == [20]
+    assert user_processes(machine.host).choose(there) == [20]
     machine.uid = None  # type: ignore[assignment]
     with pytest.raises(UsageError):
-        mine(machine.host)
+        user_processes(machine.host)
 
 
 def test_rings_of_reused_numbers_do_not_hang() -> None:
     there = _everybody((20, 21), (21, 20))
-    assert Targets("x", lambda _: (20,)).choose(there) == [20, 21]
+    assert ProcessSelection("x", lambda _: (20,)).choose(there) == [20, 21]
 
 
 def test_a_roster_reads_newcomers_whole_and_the_others_in_turn(machine: Staged) -> None:
@@ -256,7 +261,7 @@ def test_a_roster_reads_newcomers_whole_and_the_others_in_turn(machine: Staged) 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ourselves_and_a_child_for_real() -> None:
-    sampler = Sampler(ourselves(Host()), interval=0.1)
+    sampler = Sampler(this_process(Host()), interval=0.1)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         found = _take(sampler)
         assert {os.getpid(), child.pid} <= {row.pid for row in found.processes}
@@ -269,7 +274,7 @@ def test_ourselves_and_a_child_for_real() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_watch_of_a_process_ends_with_it() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        sampler = Sampler(tree_of(child.pid, Roster(Host()).look()), interval=0.1)
+        sampler = Sampler(process_tree(child.pid, Roster(Host()).look()), interval=0.1)
         assert _take(sampler).processes
         child.communicate(b"\n")
     assert _take(sampler).processes == ()  # the last one: the counters of its cgroup after its end
@@ -281,7 +286,7 @@ def test_the_watch_of_a_process_ends_with_it() -> None:
 def test_a_zombie_ends_it_too() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        sampler = Sampler(tree_of(child.pid, Roster(Host()).look()), interval=0.1)
+        sampler = Sampler(process_tree(child.pid, Roster(Host()).look()), interval=0.1)
         assert _take(sampler).processes
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet reaped
@@ -296,6 +301,6 @@ def test_a_zombie_ends_it_too() -> None:
 
 def test_elsewhere_pools_are_unknown_with_a_reason_and_processes_are_said_to_be() -> None:
     host = Host(platform="darwin")
-    found = _take(Sampler(ourselves(host), host=host))
+    found = _take(Sampler(this_process(host), host=host))
     shm = found.pool("shm")
     assert shm is not None and shm.size is None and shm.reason and found.notes

@@ -16,9 +16,14 @@ from monitor_samples import sample
 import legroom
 from legroom.errors import BadDuration, UsageError
 from legroom.model import Alarm, Mark, Moment, Said
-from legroom.monitor.board import Board, Listener, folder
-from legroom.monitor.replay import samples_in
-from legroom.monitor.voice import Pace, Voice
+from legroom.monitor.annotations import (
+    AnnotationFile,
+    AnnotationReader,
+    ScriptAnnotations,
+    StepRate,
+    annotation_directory,
+)
+from legroom.monitor.watch_log import read_samples
 from legroom.probe.host import Host
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -48,7 +53,7 @@ def test_a_script_is_watched_and_heard(tmp_path: Path) -> None:
                 w.step()
             _until(lambda want=want: len(w.history.samples) >= want)
         assert w.latest is not None
-    found = list(samples_in(log, lambda text: None))
+    found = list(read_samples(log, lambda text: None))
     assert [mark.text for one in found for mark in one.said.marks] == ["epoch 0", "epoch 1"]
     last = found[-1].said
     assert last.components == {"model": 5 << 20} and last.phase == "epoch 1" and last.steps == 20
@@ -134,7 +139,7 @@ def test_a_forked_child_leaves_the_watch_alone(tmp_path: Path) -> None:
 
 def test_another_process_hears_it(tmp_path: Path) -> None:
     host = Host()
-    board, voice, listener = Board(host), Voice(), Listener(host)
+    board, voice, listener = AnnotationFile(host), ScriptAnnotations(), AnnotationReader(host)
     me = os.getpid()
     assert listener.said(0.0, [me]) == Said()
     voice.component(model=3, optimizer=4)
@@ -158,7 +163,7 @@ def test_another_process_hears_it(tmp_path: Path) -> None:
 
 
 def test_ranks_are_put_together(tmp_path: Path) -> None:
-    place = folder(Host(), create=True)
+    place = annotation_directory(Host(), create=True)
     assert place is not None
     for pid, steps in ((os.getpid(), 5), (1, 9)):
         text = {
@@ -169,56 +174,56 @@ def test_ranks_are_put_together(tmp_path: Path) -> None:
             "steps": steps,
         }
         (place / f"{pid}.json").write_text(json.dumps(text))
-    said = Listener(Host()).said(0.0, [1, os.getpid()])
+    said = AnnotationReader(Host()).said(0.0, [1, os.getpid()])
     assert said.components == {"model": 20} and said.steps == 9 and said.phase == "p1"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema":"legroom.said/1"}', "[" * 9999, '{"schema":"legroom.said/1","components":{"a":"x"},"phase":1,"marks":[[1]],"steps":0}'])  # fmt: skip
 def test_nonsense_on_a_board_is_not_heard(text: str) -> None:
-    place = folder(Host(), create=True)
+    place = annotation_directory(Host(), create=True)
     assert place is not None
     (place / f"{os.getpid()}.json").write_text(text)
-    assert Listener(Host()).said(0.0, [os.getpid()]) == Said()
+    assert AnnotationReader(Host()).said(0.0, [os.getpid()]) == Said()
 
 
 def test_a_board_of_the_number_s_last_owner_is_not_heard() -> None:
     host = Host()
-    board = Board(host)
+    board = AnnotationFile(host)
     board.write(Said(phase="old"))
-    place = folder(host)
+    place = annotation_directory(host)
     assert place is not None
     os.utime(place / f"{os.getpid()}.json", (1.0, 1.0))
-    assert Listener(host).said(0.0, [os.getpid()]) == Said()
+    assert AnnotationReader(host).said(0.0, [os.getpid()]) == Said()
     board.close()
 
 
 def test_a_directory_that_others_could_write_is_not_used(tmp_path: Path) -> None:
-    assert folder(Host()) is None
-    place = folder(Host(), create=True)
+    assert annotation_directory(Host()) is None
+    place = annotation_directory(Host(), create=True)
     assert place is not None and stat.S_IMODE(place.stat().st_mode) == 0o700
     place.chmod(0o770)
-    assert folder(Host()) is None
+    assert annotation_directory(Host()) is None
     place.rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     place.symlink_to(tmp_path / "elsewhere")
-    assert folder(Host()) is None
-    board = Board(Host())  # heard by our own watch only
+    assert annotation_directory(Host()) is None
+    board = AnnotationFile(Host())  # heard by our own watch only
     board.write(Said(phase="x"))
     board.close()
 
 
 def test_boards_of_the_dead_are_cleared_away() -> None:
-    place = folder(Host(), create=True)
+    place = annotation_directory(Host(), create=True)
     assert place is not None
     done = subprocess.Popen(["true"])
     done.wait()
     (place / f"{done.pid}.json").write_text("{}")
-    Board(Host()).close()
+    AnnotationFile(Host()).close()
     assert list(place.iterdir()) == []
 
 
 def test_pace() -> None:
-    pace = Pace()
+    pace = StepRate()
     assert pace.at(0.0, None) is None and pace.at(1.0, 5) is None
     assert pace.at(3.0, 9) == pytest.approx(2.0)
     assert pace.at(4.0, 0) is None  # counted anew
@@ -226,7 +231,7 @@ def test_pace() -> None:
 
 
 def test_marks_between_two_samples_are_bounded() -> None:
-    voice = Voice()
+    voice = ScriptAnnotations()
     for number in range(1000):
         voice.mark(str(number))
     said = voice.said()

@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from legroom.monitor.stopping import Stop
+from legroom.monitor.watch_loop import StopEvent
 
 
 def test_it_is_an_event() -> None:
-    stop = Stop()
+    stop = StopEvent()
     assert not stop.is_set() and not stop.wait(0) and not stop.wait(-1) and not stop.wait(0.01)
     woken: list[bool] = []
     threads = [threading.Thread(target=lambda: woken.append(stop.wait(60))) for _ in range(3)]
@@ -32,7 +32,7 @@ def test_a_handler_may_set_it_at_any_moment() -> None:
     before = signal.getsignal(signal.SIGALRM)
     try:
         for _ in range(1500):
-            stop = Stop()
+            stop = StopEvent()
             signal.signal(signal.SIGALRM, lambda *_, one=stop: one.set())
             deadline = time.monotonic() + 60
             signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 4e-4))

@@ -15,10 +15,9 @@ import pytest
 from legroom.columns import cells
 from legroom.errors import MissingPackage
 from legroom.model import Moment, Pool, PoolPoint, ProcessRow, Said, Sample
-from legroom.monitor import terminal_rows as rows
-from legroom.monitor.stream import Stream
-from legroom.monitor.terminal import Terminal, at_the_screen, ready
-from legroom.monitor.terminal_desk import Desk
+from legroom.monitor import tui_lines as rows
+from legroom.monitor.tui import ScreenState, TerminalView, require_textual, run_full_screen
+from legroom.monitor.watch_loop import MomentStream
 from legroom.words import speak
 from watch_runs import GB, HOSTILE, MB, START, moments, samples
 
@@ -27,20 +26,20 @@ pytest.importorskip("textual")
 Work = Callable[[Any, Any], Awaitable[None]]
 
 
-def _fed(count: int = 120) -> Terminal:
-    terminal = Terminal()
+def _fed(count: int = 120) -> TerminalView:
+    terminal = TerminalView()
     for moment in moments(count):
         terminal.show(moment)
     return terminal
 
 
 def _on_screen(
-    terminal: Terminal, work: Work, size: tuple[int, int] = (80, 24), stop: threading.Event | None = None
+    terminal: TerminalView, work: Work, size: tuple[int, int] = (80, 24), stop: threading.Event | None = None
 ) -> None:
-    from legroom.monitor.terminal_app import app_for
+    from legroom.monitor.tui import make_app
 
     async def run() -> None:
-        app = app_for(terminal, stop or threading.Event())
+        app = make_app(terminal, stop or threading.Event())
         async with app.run_test(size=size) as pilot:
             await pilot.pause()
             await work(app, pilot)
@@ -120,7 +119,7 @@ def _later(app: Any) -> Moment:
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 12), (20, 5), (200, 60)])
 def test_any_size_of_screen_and_many_cards(size: tuple[int, int]) -> None:
-    terminal = Terminal()
+    terminal = TerminalView()
     cards = tuple(Pool(f"gpu{n}", 80 * GB, n * GB, (80 - n) * GB, "nvml") for n in range(16))
     for moment in moments(20):
         terminal.show(replace(moment, sample=replace(moment.sample, pools=moment.sample.pools[:4] + cards)))
@@ -154,7 +153,7 @@ def test_without_colour_levels_are_words(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_before_the_first_sample_and_after_the_last() -> None:
-    terminal = Terminal()
+    terminal = TerminalView()
 
     async def work(app: Any, pilot: Any) -> None:
         assert "waiting for the first sample" in _screen(app)[0]
@@ -171,11 +170,11 @@ def test_before_the_first_sample_and_after_the_last() -> None:
 
 
 def test_it_leaves_by_key_and_when_it_is_stopped() -> None:
-    from legroom.monitor.terminal_app import app_for
+    from legroom.monitor.tui import make_app
 
     async def run(leave: str) -> None:
         stop = threading.Event()
-        app = app_for(_fed(5), stop)
+        app = make_app(_fed(5), stop)
         async with app.run_test(size=(80, 24)) as pilot:
             await pilot.pause()
             if leave == "stop":
@@ -255,7 +254,7 @@ def test_chinese_stays_within_its_columns(width: int) -> None:
     speak("zh")
     terminal = _fed(290)
     terminal.tell("日志已满" * 20)
-    desk = Desk(terminal)
+    desk = ScreenState(terminal)
     for _ in range(2):
         lines = [line.plain for part in desk.lines(width).values() for line in part]
         assert all(cells(line) <= width for line in lines), lines
@@ -275,9 +274,9 @@ def test_figures_stand_under_their_chinese_heads() -> None:
 
 
 def test_the_watch_runs_beside_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from legroom.monitor import terminal_app
+    from legroom.monitor import tui
 
-    terminal, stop = Terminal(), threading.Event()
+    terminal, stop = TerminalView(), threading.Event()
 
     def run() -> None:
         for _ in range(600):
@@ -285,26 +284,26 @@ def test_the_watch_runs_beside_the_screen(monkeypatch: pytest.MonkeyPatch) -> No
                 return
             stop.wait(0.05)
 
-    monkeypatch.setattr(terminal_app, "app_for", lambda *_: SimpleNamespace(run=run))
-    last = at_the_screen(Stream(samples(10)), [], terminal, stop)
+    monkeypatch.setattr(tui, "make_app", lambda *_: SimpleNamespace(run=run))
+    last = run_full_screen(MomentStream(samples(10)), [], terminal, stop)
     assert last is not None and last.sample.when == START + 9 and stop.is_set()
 
 
 def test_trouble_in_the_watch_reaches_the_person(monkeypatch: pytest.MonkeyPatch) -> None:
-    from legroom.monitor import terminal_app
+    from legroom.monitor import tui
 
     def broken() -> Iterator[Sample]:
         yield from samples(1)
         raise ValueError("no log")
 
-    terminal, stop = Terminal(), threading.Event()
-    monkeypatch.setattr(terminal_app, "app_for", lambda *_: SimpleNamespace(run=lambda: stop.wait(30)))
+    terminal, stop = TerminalView(), threading.Event()
+    monkeypatch.setattr(tui, "make_app", lambda *_: SimpleNamespace(run=lambda: stop.wait(30)))
     with pytest.raises(ValueError, match="no log"):
-        at_the_screen(Stream(broken()), [], terminal, stop)
+        run_full_screen(MomentStream(broken()), [], terminal, stop)
 
 
 def test_what_is_kept_is_bounded() -> None:
-    terminal = Terminal()
+    terminal = TerminalView()
     rows_ = tuple(ProcessRow(pid, 1, "x", pid) for pid in range(100))
     for sample in samples(3000):
         terminal.show(Moment(replace(sample, processes=rows_)))
@@ -318,4 +317,4 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(sys.modules, "textual", None)
     with pytest.raises(MissingPackage, match=r"legroom\[watch\]"):
-        ready()
+        require_textual()

@@ -9,8 +9,8 @@ from monitor_samples import GB, MB, moments, pool, row, sample
 from monitor_traces import HEALTHY, SIZE, Course, healthy, leak, workers_starting
 
 from legroom.model import Alarm, ProcessRow, Sample
-from legroom.monitor.history import Point
-from legroom.monitor.trend import SHORTEST, theil_sen, trend
+from legroom.monitor.sample_history import Point
+from legroom.monitor.trend import SHORTEST, find_trend, theil_sen
 
 LEAD = 30  # samples, which at one a second are the seconds before death
 
@@ -125,11 +125,11 @@ def test_a_trend_that_stops_ends_its_alarm() -> None:
 
 def test_no_trend_from_too_little() -> None:
     points = [Point(float(n), SIZE - int(SIZE * n / SHORTEST), SIZE) for n in range(SHORTEST - 1)]
-    assert trend(points, 1.0) is None
-    assert trend([], 1.0) is None
+    assert find_trend(points, 1.0) is None
+    assert find_trend([], 1.0) is None
     # The same over enough samples is one.
     longer = [Point(float(n), SIZE - int(SIZE * n / 100), SIZE) for n in range(90)]
-    found = trend(longer, 1.0)
+    found = find_trend(longer, 1.0)
     assert (
         found is not None
         and found.full_in == pytest.approx(11, abs=1)
@@ -142,7 +142,7 @@ def _points(shares: list[float]) -> list[Point]:
 
 
 def _ever(shares: list[float]) -> bool:
-    return any(trend(_points(shares[:end]), 1.0) is not None for end in range(1, len(shares) + 1))
+    return any(find_trend(_points(shares[:end]), 1.0) is not None for end in range(1, len(shares) + 1))
 
 
 def test_ground_that_was_held_before_is_no_news() -> None:
@@ -155,15 +155,16 @@ def test_what_has_come_to_an_end_is_over_soon() -> None:
     assert not _ever([0.64 * n / 400 for n in range(400)] + [0.64] * 120)
     assert _ever([0.64 * n / 400 for n in range(520)])  # the same, going on
     # One that took more was told; an eighth of its time later it is told no more.
-    assert trend(_points([0.8 * n / 400 for n in range(400)]), 1.0) is not None
-    assert trend(_points([0.8 * n / 400 for n in range(400)] + [0.8] * 50), 1.0) is None
+    assert find_trend(_points([0.8 * n / 400 for n in range(400)]), 1.0) is not None
+    assert find_trend(_points([0.8 * n / 400 for n in range(400)] + [0.8] * 50), 1.0) is None
 
 
 def test_growth_that_falls_back_all_the_time_is_none() -> None:
     rising = [0.2 + 0.7 * n / 32 for n in range(33)]
-    assert trend(_points(rising), 1.0) is not None
+    assert find_trend(_points(rising), 1.0) is not None
     assert (
-        trend(_points([share + (0.1 if n // 2 % 2 else -0.1) for n, share in enumerate(rising)]), 1.0) is None
+        find_trend(_points([share + (0.1 if n // 2 % 2 else -0.1) for n, share in enumerate(rising)]), 1.0)
+        is None
     )
 
 

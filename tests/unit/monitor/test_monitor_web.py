@@ -20,29 +20,28 @@ import pytest
 
 from legroom.errors import CannotListen
 from legroom.model import Moment, ProcessRow
-from legroom.monitor import web as web_module
-from legroom.monitor.web import MOST_STREAMS, Web
-from legroom.monitor.web_feed import MOST_PROCESSES, Feed
-from legroom.monitor.web_names import Names, host_in
+from legroom.monitor import web_view as web_module
+from legroom.monitor.http_server import AllowedHosts, host_name
+from legroom.monitor.web_view import MOST_PROCESSES, MOST_STREAMS, EventFeed, WebView
 from watch_runs import HOSTILE, moments, samples
 
 PATIENCE = 60.0
 
 
 @pytest.fixture
-def web() -> Iterator[Web]:
-    served = Web("127.0.0.1:0")
+def web() -> Iterator[WebView]:
+    served = WebView("127.0.0.1:0")
     yield served
     served.close()
 
 
-def _where(web: Web) -> tuple[str, int]:
+def _where(web: WebView) -> tuple[str, int]:
     parts = urlsplit(web.url)
     return parts.hostname or "", parts.port or 0
 
 
 def _ask(
-    web: Web, path: str = "/", method: str = "GET", **headers: str
+    web: WebView, path: str = "/", method: str = "GET", **headers: str
 ) -> tuple[int, http.client.HTTPMessage, bytes]:
     link = http.client.HTTPConnection(*_where(web), timeout=PATIENCE)
     try:
@@ -59,7 +58,7 @@ def _ask(
 class Client:
     """One that reads the stream of events."""
 
-    def __init__(self, web: Web) -> None:
+    def __init__(self, web: WebView) -> None:
         self.socket = socket.create_connection(_where(web), timeout=PATIENCE)
         self.socket.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         self._file = self.socket.makefile("rb")
@@ -90,7 +89,7 @@ class Client:
 
 
 @contextmanager
-def _client(web: Web) -> Iterator[Client]:
+def _client(web: WebView) -> Iterator[Client]:
     client = Client(web)
     try:
         client.head()
@@ -109,7 +108,7 @@ def _until(true: Any) -> None:
 # What is served.
 
 
-def test_the_page_and_its_parts_and_nothing_else(web: Web) -> None:
+def test_the_page_and_its_parts_and_nothing_else(web: WebView) -> None:
     for path, kind in [
         ("/", "text/html"),
         ("/watch.css", "text/css"),
@@ -153,11 +152,11 @@ def test_every_part_of_the_page_is_served_and_none_comes_from_elsewhere() -> Non
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT"])
-def test_nothing_can_be_changed(web: Web, method: str) -> None:
+def test_nothing_can_be_changed(web: WebView, method: str) -> None:
     assert _ask(web, "/", method)[0] == 405
 
 
-def test_a_method_nobody_knows(web: Web) -> None:
+def test_a_method_nobody_knows(web: WebView) -> None:
     assert _ask(web, "/", "BREW")[0] == 501
 
 
@@ -165,7 +164,7 @@ def test_a_method_nobody_knows(web: Web) -> None:
 
 
 def test_it_listens_on_this_machine_only_unless_asked() -> None:
-    web = Web("0")
+    web = WebView("0")
     try:
         assert web.url.startswith("http://127.0.0.1:")
         port = _where(web)[1]
@@ -181,7 +180,7 @@ def test_it_listens_on_this_machine_only_unless_asked() -> None:
         web.close()
 
 
-def test_foreign_hosts_are_refused(web: Web) -> None:
+def test_foreign_hosts_are_refused(web: WebView) -> None:
     for host in ("localhost", "127.0.0.1:9465", "[::1]:1", "LOCALHOST.:80"):
         assert _ask(web, Host=host)[0] == 200
     for host in (
@@ -198,7 +197,7 @@ def test_foreign_hosts_are_refused(web: Web) -> None:
 
 
 def test_names_when_another_address_was_asked_for() -> None:
-    names = Names("0.0.0.0", lambda: "node7.lab.example")
+    names = AllowedHosts("0.0.0.0", lambda: "node7.lab.example")
     for host in (
         "192.168.1.5:80",
         "[fe80::1]:80",
@@ -209,8 +208,8 @@ def test_names_when_another_address_was_asked_for() -> None:
         assert names.answer(host), host
     for host in ("evil.example", "node7.evil.example", "1.2.3.4.evil.example", "", None, "999.1.1.1"):
         assert not names.answer(host), host
-    assert Names("watch.lab", lambda: "x").answer("WATCH.lab")
-    assert not Names("::1").answer("192.168.1.5")
+    assert AllowedHosts("watch.lab", lambda: "x").answer("WATCH.lab")
+    assert not AllowedHosts("::1").answer("192.168.1.5")
 
 
 @pytest.mark.parametrize(
@@ -218,7 +217,7 @@ def test_names_when_another_address_was_asked_for() -> None:
     [("a:80", "a"), ("[::1]:80", "::1"), ("[::1]", "::1"), ("A.", "a"), (None, ""), ("a:b", "a:b")],
 )
 def test_host_headers(header: str | None, host: str) -> None:
-    assert host_in(header) == host
+    assert host_name(header) == host
 
 
 def test_a_port_in_use_is_said_to_be() -> None:
@@ -226,14 +225,14 @@ def test_a_port_in_use_is_said_to_be() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(CannotListen, match="cannot serve from") as caught:
-            Web(f"127.0.0.1:{taken.getsockname()[1]}")
+            WebView(f"127.0.0.1:{taken.getsockname()[1]}")
     assert caught.value.exit_status == 2 and caught.value.fix
 
 
 # The stream.
 
 
-def test_the_story_comes_first_then_every_moment(web: Web) -> None:
+def test_the_story_comes_first_then_every_moment(web: WebView) -> None:
     every = list(moments(12))
     for moment in every[:10]:
         web.show(moment)
@@ -249,7 +248,7 @@ def test_the_story_comes_first_then_every_moment(web: Web) -> None:
         assert HOSTILE in [row["command"] for row in moment["processes"]]
 
 
-def test_before_the_first_sample_and_after_the_last(web: Web) -> None:
+def test_before_the_first_sample_and_after_the_last(web: WebView) -> None:
     with _client(web) as client:
         assert client.event() == ("story", {"courses": {}})
         web.show(next(moments(1)))
@@ -262,7 +261,7 @@ def test_before_the_first_sample_and_after_the_last(web: Web) -> None:
         assert [late.event()[0], late.event()[0]] == ["story", "end"]
 
 
-def test_signs_of_life_when_nothing_happens(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signs_of_life_when_nothing_happens(web: WebView, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web_module, "_HEARTBEAT", 0.05)
     with _client(web) as client:
         client.event()
@@ -270,7 +269,7 @@ def test_signs_of_life_when_nothing_happens(web: Web, monkeypatch: pytest.Monkey
         assert client._file.readline() == b": still here\n"
 
 
-def test_names_that_are_no_text_do_not_break_the_stream(web: Web) -> None:
+def test_names_that_are_no_text_do_not_break_the_stream(web: WebView) -> None:
     row = ProcessRow(1, 0, "a\ud800\n\ndata: x\r\n\u2028", 1)
     web.show(Moment(replace(next(samples(1)), processes=(row,))))
     with _client(web) as client:
@@ -278,7 +277,7 @@ def test_names_that_are_no_text_do_not_break_the_stream(web: Web) -> None:
 
 
 def test_many_processes_and_a_long_watch_are_cut_down() -> None:
-    feed = Feed()
+    feed = EventFeed()
     rows = tuple(ProcessRow(pid, 1, "x", pid) for pid in range(1000))
     for sample in samples(2500):
         feed.put(Moment(replace(sample, processes=rows)))
@@ -293,7 +292,7 @@ def test_many_processes_and_a_long_watch_are_cut_down() -> None:
 # Clients of every kind.
 
 
-def test_two_hundred_clients_see_the_watch(web: Web) -> None:
+def test_two_hundred_clients_see_the_watch(web: WebView) -> None:
     every = list(moments(3))
     web.show(every[0])
     with ExitStack() as stack:
@@ -315,7 +314,7 @@ def test_two_hundred_clients_see_the_watch(web: Web) -> None:
     _until(noticed)
 
 
-def test_there_may_be_only_so_many(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_may_be_only_so_many(web: WebView, monkeypatch: pytest.MonkeyPatch) -> None:
     assert MOST_STREAMS >= 200
     web.streams = threading.BoundedSemaphore(2)
     with _client(web), _client(web), _client(web) as third:
@@ -331,7 +330,7 @@ def test_there_may_be_only_so_many(web: Web, monkeypatch: pytest.MonkeyPatch) ->
     _until(again)
 
 
-def test_connections_that_say_nothing_are_bounded(web: Web) -> None:
+def test_connections_that_say_nothing_are_bounded(web: WebView) -> None:
     web.clients = threading.BoundedSemaphore(3)
     with ExitStack() as stack:
         for _ in range(3):
@@ -340,7 +339,7 @@ def test_connections_that_say_nothing_are_bounded(web: Web) -> None:
     _until(lambda: _ask(web)[0] == 200)
 
 
-def test_a_client_that_never_reads_holds_up_nobody(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_never_reads_holds_up_nobody(web: WebView, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web_module._Page, "timeout", 1.0)
     every = [Moment(replace(sample, processes=sample.processes * 40)) for sample in samples(100)]
     web.show(every[0])
@@ -370,7 +369,7 @@ def test_a_client_that_never_reads_holds_up_nobody(web: Web, monkeypatch: pytest
 
 
 def test_closing_frees_the_port() -> None:
-    web = Web("127.0.0.1:0")
+    web = WebView("127.0.0.1:0")
     where = _where(web)
     with _client(web) as client:
         client.event()

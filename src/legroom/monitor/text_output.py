@@ -13,7 +13,7 @@ from typing import NamedTuple
 from legroom.columns import cells, cut, fill
 from legroom.model import Moment, Pool, ProcessRow, Sample
 from legroom.model.advice import heading
-from legroom.monitor.history import History
+from legroom.monitor.sample_history import History
 from legroom.units import format_duration, format_size
 from legroom.words import counted, listed, phrase, say
 
@@ -40,7 +40,7 @@ _FORMS = (
 _LARGEST_EVERY = 10.0  # seconds between two lists of the largest processes
 
 
-class Lines:
+class TextOutput:
     """Writes through ``write``; ``history`` is the stream's, for the summary; ``columns`` says how wide it may be.
 
     ``top`` processes are listed with the first sample, every ten seconds, and when an alarm begins.

@@ -10,6 +10,7 @@ import ipaddress
 import socket
 import threading
 from collections.abc import Callable
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from legroom.errors import CannotListen
@@ -20,7 +21,7 @@ _CLIENT_TIMEOUT = 10.0  # seconds that a client may take to ask or to read
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
-def address(text: str, default_port: int) -> tuple[str, int]:
+def parse_address(text: str, default_port: int) -> tuple[str, int]:
     """``9464``, ``0.0.0.0:9464``, ``[::1]:9464``, ``localhost``: the host and port meant."""
     host, port = LOOPBACK, text.strip()
     if ":" in port and not port.isdecimal():
@@ -136,3 +137,51 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+_LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class AllowedHosts:
+    """What is answered when bound to a host."""
+
+    def __init__(self, bound: str, full_name: Callable[[], str] = socket.getfqdn) -> None:
+        self._full_name = full_name
+        self._local = _is_loopback_name(bound)
+        self._names = _LOCAL if self._local else _LOCAL | {bound.lower(), socket.gethostname().lower()}
+
+    def answer(self, header: str | None) -> bool:
+        """Whether a request with that Host header may be answered."""
+        name = host_name(header)
+        if name in self._names:
+            return True
+        return not self._local and (_is_address(name) or name == self._full)
+
+    @cached_property
+    def _full(self) -> str:
+        return (
+            self._full_name().lower()
+        )  # asks a name server, which can take seconds: so only when it matters
+
+
+def host_name(header: str | None) -> str:
+    """The host of a Host header, without its port."""
+    name = (header or "").strip().lower()
+    if not name.endswith("]"):
+        head, colon, port = name.rpartition(":")
+        name = head if colon and port.isdecimal() else name
+    if name.startswith("[") and name.endswith("]"):
+        name = name[1:-1]
+    return name.removesuffix(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback_name(host: str) -> bool:
+    return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from legroom.errors import UsageError
 from legroom.model import Alarm, Moment
 from legroom.model.advice import heading
-from legroom.monitor.record import alarm_object
+from legroom.monitor.watch_log import alarm_object
 from legroom.words import say
 
 SCHEMA = "legroom.alarm/1"
@@ -31,13 +31,13 @@ _MOST_WAITING = 100
 _LAST_WAIT = 5.0  # seconds at the end for what is still under way
 
 State = Literal["begun", "ended"]
-Carry = Callable[[Alarm, State], None]
+Send = Callable[[Alarm, State], None]
 
 
-class Deliver:
+class Notifier:
     """Hands alarms to ``carry`` in a thread of its own; what goes wrong there is told, and watching goes on."""
 
-    def __init__(self, carry: Carry, tell: Callable[[str], object]) -> None:
+    def __init__(self, carry: Send, tell: Callable[[str], object]) -> None:
         self._carry, self._tell = carry, tell
         self._waiting: queue.Queue[tuple[Alarm, State] | None] = queue.Queue(_MOST_WAITING)
         self._thread = threading.Thread(target=self._work, name="legroom-deliver", daemon=True)
@@ -77,7 +77,7 @@ def message(alarm: Alarm, state: State) -> dict[str, Any]:
     return {"schema": SCHEMA, "state": state, "text": text, **alarm_object(alarm)}
 
 
-def to_command(command: str) -> Carry:
+def command_sender(command: str) -> Send:
     """Run a shell command for each alarm."""
     if not command.strip():
         raise UsageError(
@@ -112,7 +112,7 @@ def to_command(command: str) -> Carry:
     return carry
 
 
-def to_webhook(url: str) -> Carry:
+def webhook_sender(url: str) -> Send:
     """Post each alarm to that address."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:

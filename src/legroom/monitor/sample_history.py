@@ -6,12 +6,12 @@ Covers: samples and each pool's course, thinned with age; the peak of each pool.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from legroom.model import ProcessRow, Sample
-from legroom.monitor.tiers import Tiers
 
 _ROWS_KEPT = 16  # processes in an old sample: those that hold most
 
@@ -38,8 +38,8 @@ class History:
         self._begin()
 
     def _begin(self) -> None:
-        self.samples: Tiers[Sample] = Tiers(older=_thinner)
-        self.courses: dict[str, Tiers[Point]] = {}
+        self.samples: ThinningBuffer[Sample] = ThinningBuffer(older=_thinner)
+        self.courses: dict[str, ThinningBuffer[Point]] = {}
         self.peaks: dict[str, Peak] = {}
 
     def add(self, sample: Sample) -> None:
@@ -52,7 +52,7 @@ class History:
             if pool.used is not None and pool.used >= self.peaks.get(pool.name, (-1,))[0]:
                 self.peaks[pool.name] = Peak(pool.used, sample.when)
             if pool.free is not None and pool.size:
-                course = self.courses.setdefault(pool.name, Tiers())
+                course = self.courses.setdefault(pool.name, ThinningBuffer())
                 course.add(Point(sample.clock, pool.free, pool.size))
 
     @property
@@ -82,3 +82,46 @@ def _thinner(sample: Sample) -> Sample:
 
 def _weight(row: ProcessRow) -> int:
     return max(row.host or 0, row.rss_shmem or 0, row.gpu or 0)
+
+
+Item = TypeVar("Item")
+
+
+class ThinningBuffer(Generic[Item]):
+    """The row; ``older`` may make an item smaller when it leaves the first tier."""
+
+    def __init__(
+        self,
+        each: int = 256,
+        tiers: int = 6,
+        thin: int = 4,
+        older: Callable[[Item], Item] = lambda item: item,
+    ) -> None:
+        self._rows: list[deque[Item]] = [deque() for _ in range(tiers)]
+        self._fallen = [0] * tiers
+        self._each, self._thin, self._older = each, thin, older
+
+    def add(self, item: Item) -> None:
+        """Put one at the end."""
+        for number, row in enumerate(self._rows):
+            row.append(item)
+            if len(row) <= self._each:
+                return
+            item = row.popleft()
+            self._fallen[number] += 1
+            if self._fallen[number] % self._thin:
+                return  # one of those that are forgotten
+            if number == 0:
+                item = self._older(item)
+
+    def __iter__(self) -> Iterator[Item]:
+        for row in reversed(self._rows):
+            yield from row
+
+    def __len__(self) -> int:
+        return sum(len(row) for row in self._rows)
+
+    def last(self, count: int = 1) -> list[Item]:
+        """The newest few, oldest of them first; at most as many as the first tier holds."""
+        row = self._rows[0]
+        return [row[place] for place in range(max(0, len(row) - count), len(row))]

@@ -8,6 +8,7 @@ is replayed, a test) can be the source.
 
 from __future__ import annotations
 
+import _thread
 import queue
 import threading
 import time
@@ -16,8 +17,8 @@ from contextlib import ExitStack
 from typing import Protocol
 
 from legroom.model import Moment, Sample
-from legroom.monitor.alarms import Watchman
-from legroom.monitor.history import History
+from legroom.monitor.alarms import AlarmTracker
+from legroom.monitor.sample_history import History
 from legroom.words import say
 
 _MOST_WAITING = 256  # moments that wait for a slow output
@@ -32,12 +33,12 @@ class Output(Protocol):
     def close(self) -> None: ...
 
 
-class Stream:
+class MomentStream:
     """Moments, from any source of samples; ``history`` is what has been seen so far."""
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self._samples = samples
-        self._watchman = Watchman()
+        self._watchman = AlarmTracker()
 
     @property
     def history(self) -> History:
@@ -50,7 +51,7 @@ class Stream:
             yield self._watchman.judge()
 
 
-def paced(
+def sample_periodically(
     take: Callable[[], Sample | None],
     interval: float,
     stop: threading.Event,
@@ -70,7 +71,7 @@ def paced(
         stop.wait(beat - now)
 
 
-class InBackground:
+class BackgroundOutput:
     """An output whose writes may block (a pipe that is not read, a hung disk), shown from a thread of its own.
 
     Up to ``_MOST_WAITING`` moments wait; further ones are left out and counted, and the other outputs go on. What the
@@ -135,7 +136,7 @@ class InBackground:
             raise trouble
 
 
-def drive(stream: Iterable[Moment], outputs: Sequence[Output]) -> Moment | None:
+def feed_outputs(stream: Iterable[Moment], outputs: Sequence[Output]) -> Moment | None:
     """Hand every moment to every output, and close them at the end whatever ends it; the last moment."""
     last = None
     with ExitStack() as closing:
@@ -145,3 +146,32 @@ def drive(stream: Iterable[Moment], outputs: Sequence[Output]) -> Moment | None:
             for output in outputs:
                 output.show(last)
     return last
+
+
+class StopEvent(threading.Event):
+    """An event that a signal handler may set; it is never cleared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._done = False
+        self._shut = _thread.allocate_lock()
+        self._shut.acquire()
+
+    def is_set(self) -> bool:
+        return self._done
+
+    def set(self) -> None:
+        self._done = True
+        self._open()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        # Not a queue.SimpleQueue: one that a signal interrupted at the end of its timeout was seen to wait for ever.
+        if not self._done and self._shut.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            self._open()  # for whoever else waits
+        return self._done
+
+    def _open(self) -> None:
+        try:
+            self._shut.release()
+        except RuntimeError:  # it is open: it was set before, or a handler came between
+            pass

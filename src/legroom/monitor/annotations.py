@@ -1,10 +1,7 @@
-"""What scripts say of themselves, left where a watch in another process finds it.
+"""What a script says of itself: its components, its phase, its steps.
 
-Covers: one small file a script in a directory of this user's alone; reading those of the watched processes.
-Does not cover: what is said (voice.py).
-
-The directory is ``$XDG_RUNTIME_DIR/legroom-said`` or ``legroom-said-<uid>`` among the temporary files; one that is
-somebody else's, a link, or open to others is not used, and then a script is heard by its own watch only.
+Covers: gathering it in the script, from any thread; the rate of steps. Does not cover: carrying it to a watch in
+another process (board.py), the thread that samples (script.py).
 """
 
 from __future__ import annotations
@@ -13,22 +10,89 @@ import json
 import os
 import stat
 import tempfile
+import threading
+import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from legroom.model import Mark, Said
-from legroom.monitor.voice import Pace
 from legroom.probe.host import Host
 from legroom.probe.process import started_at
+from legroom.words import say
+
+_MOST_MARKS = 256  # between two samples
+_RATE_OVER = 10  # looks at the count of steps
+
+
+@dataclass
+class ScriptAnnotations:
+    """Filled by the script, read at every sample."""
+
+    components: dict[str, int] = field(default_factory=dict)
+    phase: str | None = None
+    steps: int | None = None
+    marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=_MOST_MARKS))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def mark(self, text: str) -> None:
+        """What begins now."""
+        with self._lock:
+            self.phase = str(text)
+            self.marks.append(Mark(time.time(), self.phase))
+
+    def component(self, **sizes: int | None) -> None:
+        """Bytes on the host by component; None takes one back."""
+        for name, size in sizes.items():
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
+                raise TypeError(
+                    say("component {name}: a whole number of bytes, not {size!r}", name=name, size=size)
+                )
+        with self._lock:
+            for name, size in sizes.items():
+                if size is None:
+                    self.components.pop(name, None)
+                else:
+                    self.components[name] = size
+
+    def step(self, count: int = 1) -> None:
+        """So many steps were done."""
+        with self._lock:
+            self.steps = (self.steps or 0) + count
+
+    def said(self) -> Said:
+        """Everything said so far, with the marks since this was last asked."""
+        with self._lock:
+            marks = tuple(self.marks)
+            self.marks.clear()
+            return Said(dict(self.components), self.phase, marks, self.steps)
+
+
+@dataclass
+class StepRate:
+    """Steps a second, over the last few looks at a count."""
+
+    _seen: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RATE_OVER + 1))
+
+    def at(self, clock: float, steps: int | None) -> float | None:
+        """The rate now; None where nobody counts, or not for long enough."""
+        if steps is None:
+            return None
+        if self._seen and steps < self._seen[-1][1]:
+            self._seen.clear()  # counted anew: a restart
+        self._seen.append((clock, steps))
+        (first, before), (last, now) = self._seen[0], self._seen[-1]
+        return (now - before) / (last - first) if last > first else None
+
 
 SCHEMA = "legroom.said/1"
 _LONGEST = 1 << 16
 _MARKS_KEPT = 32
 
 
-def folder(host: Host, *, create: bool = False) -> Path | None:
+def annotation_directory(host: Host, *, create: bool = False) -> Path | None:
     """The directory, or None where there is none to be trusted."""
     uid = host.uid
     if uid is None or not host.live:
@@ -45,12 +109,12 @@ def folder(host: Host, *, create: bool = False) -> Path | None:
     return path if ours else None
 
 
-class Board:
+class AnnotationFile:
     """This process's file; gone when it is closed, or cleared away by the next one if it was killed."""
 
     def __init__(self, host: Host) -> None:
         self._pid = os.getpid()
-        place = folder(host, create=True)
+        place = annotation_directory(host, create=True)
         self._path = None if place is None else place / f"{self._pid}.json"
         self._marks: list[Mark] = []
         self._last = ""
@@ -88,16 +152,16 @@ class Board:
 
 
 @dataclass
-class Listener:
+class AnnotationReader:
     """Reads the boards of watched processes, and puts them together."""
 
     host: Host
-    _pace: Pace = field(default_factory=Pace)
+    _pace: StepRate = field(default_factory=StepRate)
     _heard: float | None = None  # the time of the newest mark that was passed on
 
     def said(self, clock: float, pids: Iterable[int]) -> Said:
         """What the scripts among those processes say: components added up, steps of the furthest, its phase."""
-        place = folder(self.host)
+        place = annotation_directory(self.host)
         boards = [] if place is None else [one for pid in pids if (one := self._read(place, pid)) is not None]
         components: dict[str, int] = {}
         for board in boards:

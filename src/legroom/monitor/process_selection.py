@@ -19,22 +19,22 @@ from legroom.probe.host import Host
 from legroom.probe.process import matching, our_pid, tree
 from legroom.words import say
 
-_Everybody = Mapping[int, Process]
+_Processes = Mapping[int, Process]
 
 
 @dataclass
-class Targets:
+class ProcessSelection:
     """A choice of processes, made again at every sample."""
 
     words: str
-    find: Callable[[_Everybody], Sequence[int]]  # the roots that are there now
+    find: Callable[[_Processes], Sequence[int]]  # the roots that are there now
     ends: bool = False  # whether there is nothing to wait for once all have ended
     follow: bool = True  # whether the cgroup and /dev/shm that count are those of the watched, not our own
     with_us: bool = False  # whether this process itself is one of them
     scope: str = "self"  # whose cgroup, /dev/shm and pressure count
     kept: set[int] = field(default_factory=set)
 
-    def choose(self, everybody: _Everybody) -> list[int]:
+    def choose(self, everybody: _Processes) -> list[int]:
         """The watched processes that are there, by pid."""
         roots = [pid for pid in self.find(everybody) if pid in everybody]
         children: dict[int, list[int]] = {}
@@ -56,21 +56,23 @@ class Targets:
         return sorted(found)
 
 
-def tree_of(pid: int, everybody: _Everybody) -> Targets:
+def process_tree(pid: int, everybody: _Processes) -> ProcessSelection:
     """That process and its descendants; NoSuchProcess where it is not there."""
     root = tree(list(everybody.values()), pid)[0]
     words = say("process {pid} ({command}) and its children", pid=pid, command=root.command[:60])
-    return Targets(words, lambda _: (pid,), ends=True, scope=str(pid))
+    return ProcessSelection(words, lambda _: (pid,), ends=True, scope=str(pid))
 
 
-def matched(host: Host, pattern: str, everybody: _Everybody, *, wait: bool = True) -> Targets:
+def matching_processes(
+    host: Host, pattern: str, everybody: _Processes, *, wait: bool = True
+) -> ProcessSelection:
     """Those whose command line the pattern finds, now and later, and their descendants.
 
     NothingMatches where there is none now and ``wait`` is false.
     """
     us = our_pid(host)
 
-    def find(now: _Everybody) -> list[int]:
+    def find(now: _Processes) -> list[int]:
         try:
             return [process.pid for process in matching(list(now.values()), pattern, us=us or 0)]
         except NothingMatches:
@@ -81,10 +83,10 @@ def matched(host: Host, pattern: str, everybody: _Everybody, *, wait: bool = Tru
     except NothingMatches:
         if not wait:
             raise
-    return Targets(say("processes matching {pattern!r}", pattern=pattern), find)
+    return ProcessSelection(say("processes matching {pattern!r}", pattern=pattern), find)
 
 
-def mine(host: Host) -> Targets:
+def user_processes(host: Host) -> ProcessSelection:
     """Everything that runs under this user's id."""
     uid = host.uid
     if uid is None:
@@ -93,16 +95,16 @@ def mine(host: Host) -> Targets:
             why=say("there are no user ids here"),
             fix=(say("name one with --pid"),),
         )
-    return Targets(
+    return ProcessSelection(
         say("every process of user {uid}", uid=uid),
         lambda now: [process.pid for process in now.values() if process.uid == uid],
         follow=False,
     )
 
 
-def ourselves(host: Host) -> Targets:
+def this_process(host: Host) -> ProcessSelection:
     """This process and its descendants: what a script watches from inside."""
     pid = our_pid(host) or os.getpid()
-    return Targets(
+    return ProcessSelection(
         say("process {pid} and its children", pid=pid), lambda _: (pid,), follow=False, with_us=True
     )

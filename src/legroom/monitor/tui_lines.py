@@ -14,7 +14,7 @@ from rich.text import Text
 from legroom.columns import cells, left, right
 from legroom.model import Alarm, EntryRow, Pool, PoolPoint, ProcessRow, Sample
 from legroom.model.advice import heading, scope_name
-from legroom.monitor.course import columns
+from legroom.monitor.timeline import column_shares
 from legroom.units import format_duration, format_size
 from legroom.words import phrase, say
 
@@ -87,7 +87,7 @@ def pool_line(pool: Pool, dots: Sequence[PoolPoint], level: str | None, width: i
     line.append("  " + left(figures, 18))
     room = width - line.cell_len - 2
     if room >= 8 and dots:
-        line.append("  " + history_line(columns(dots, room)), style="cyan")
+        line.append("  " + history_line(column_shares(dots, room)), style="cyan")
     return line
 
 
