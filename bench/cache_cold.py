@@ -19,8 +19,8 @@ import h5py
 from cache_rig import CHILD, ROW, Bench, Measured, preload
 from formats import by_legroom, images, write
 from legroom.cache.large import LargePages
-from legroom.cpus import usable_cpus
 from legroom.formats.inflate import inflate
+from legroom.system.cpus import usable_cpus
 from measure import Row, alternate, best, settle, spreads, timed, warm
 
 

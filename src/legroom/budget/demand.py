@@ -3,25 +3,31 @@
 Covers: checking what was asked for, batches by bytes a sample or by measured tensors, models and optimizers on the
 host. Does not cover: reading data files (rows.py) or processes (running.py), the need that follows (predict.py).
 
-Pure. What makes no sense is refused here, once for the command line and for Python.
+Pure. Arguments are checked here, once for the command line and for Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Literal
 
-from legroom.errors import UsageError
 from legroom.model import Loader, Workload
+from legroom.system.arguments import check_choice, check_integer
 from legroom.units import format_size
-from legroom.words import listed, phrase, say
+from legroom.words import say
 
 # Copies of the parameters that live beside them in training: gradients, and what each optimizer remembers.
 OPTIMIZERS = {"none": 0, "sgd": 1, "adafactor": 1, "momentum": 2, "adam": 3, "adamw": 3}
 _MOST_TENSORS = 1 << 20
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+# Fields of Demand, as callers name them, and the least that each may be.
+_INTEGERS = {
+    "workers": ("num_workers", 0), "prefetch": ("prefetch_factor", 1), "ranks": ("ranks", 1),
+    "val_workers": ("val_workers", 0), "val_batch": ("val_batch", 1), "per_process": ("per_process", 0),
+    "process_ram": ("process_ram", 0), "worker_ram": ("worker_ram", 0), "nccl": ("nccl", 0), "params": ("params", 0),
+    "gpu": ("gpu_bytes", 0), "checkpoint": ("checkpoint", 0),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,27 +87,20 @@ class Demand:
     squeezed: bool = False  # our loader with as few batches on their way as it can do with
 
     def __post_init__(self) -> None:
-        _at_least(phrase("the number of workers"), self.workers, 0)
-        _at_least("prefetch", self.prefetch, 1)
-        _at_least(phrase("the number of ranks"), self.ranks, 1)
-        if self.val_workers is not None:
-            _at_least(phrase("the number of validation workers"), self.val_workers, 0)
-        if self.val_batch is not None:
-            _at_least(phrase("a validation batch"), self.val_batch, 1)
-        for name in ("per_process", "process_ram", "worker_ram", "nccl", "params", "gpu", "checkpoint"):
-            if (amount := getattr(self, name)) is not None:
-                _at_least(name, amount, 0)
-        _one_of(phrase("kind of loader"), self.kind, ("torch", "legroom"))
-        _one_of("optimizer", self.optimizer, OPTIMIZERS)
-        _one_of("dtype", self.dtype, DTYPES)
+        for field, (name, least) in _INTEGERS.items():
+            if (value := getattr(self, field)) is not None:
+                object.__setattr__(self, field, check_integer(name, value, least))
+        check_choice("loader", self.kind, ("torch", "legroom"))
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("dtype", self.dtype, DTYPES)
         if self.start_method is not None:
-            _one_of(phrase("start method"), self.start_method, ("fork", "spawn", "forkserver"))
+            check_choice("start_method", self.start_method, ("fork", "spawn", "forkserver"))
 
 
 def batch_of(sample_bytes: int, samples: int, source: str = "") -> Batch:
     """One tensor a batch, of so many bytes a sample."""
-    _at_least(phrase("a batch"), samples, 1)
-    _at_least(phrase("the bytes of a sample"), sample_bytes, 1)
+    samples = check_integer("batch_size", samples, 1)
+    sample_bytes = check_integer("sample_bytes", sample_bytes, 1)
     text = source or say(
         "{each} a sample × {samples}, stated", each=format_size(sample_bytes), samples=samples
     )
@@ -170,20 +169,3 @@ def workload_of(demand: Demand, batch: Batch | None, processes: int, per_gpu: in
         per_gpu=per_gpu,
         checkpoint=demand.checkpoint,
     )
-
-
-def _at_least(what: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UsageError(
-            say("{what} of {value} makes no sense", what=say(what), value=value),
-            why=say("it is a whole number from {least} up", least=least),
-            fix=(say("give {least} or more", least=least),),
-        )
-
-
-def _one_of(what: str, value: str, names: Collection[str]) -> None:
-    if value not in names:
-        raise UsageError(
-            say("no {what} is called {value!r}", what=say(what), value=value),
-            fix=(say("give one of: {names}", names=listed(names)),),
-        )

@@ -6,24 +6,17 @@ Covers: splitting it, and saying what would fit when it cannot be split. Does no
 from __future__ import annotations
 
 from legroom.errors import UsageError
-from legroom.words import phrase, say
+from legroom.system.arguments import check_integer
+from legroom.words import say
 
 
 def per_rank(batch: int, effective: int | None, ranks: int) -> int:
     """Samples of one optimizer step on one rank; without an effective batch asked for, one batch."""
-    for name, value in (
-        (phrase("batch"), batch),
-        (phrase("effective batch"), effective),
-        (phrase("number of ranks"), ranks),
-    ):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise UsageError(
-                say("{name} {value} makes no sense", name=say(name), value=value),
-                why=say("it is a whole number from 1 up"),
-                fix=(say("give a whole number from 1 up"),),
-            )
+    batch = check_integer("batch_size", batch, 1)
+    ranks = check_integer("ranks", ranks, 1)
     if effective is None:
         return batch
+    effective = check_integer("effective_batch", effective, 1)
     step = batch * ranks
     if effective % step:
         below = effective // step * step

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from legroom.budget.zero import STAGES
 from legroom.errors import UsageError
 from legroom.model import Settings
+from legroom.system.arguments import check_choice
 from legroom.words import listed, say
 
 Precision = Literal["bf16", "fp16", "no"]
@@ -112,11 +113,7 @@ def _check(stage: int, precision: str) -> None:
             why=say("stage 2 divides gradients and optimizer states, stage 3 the weights too"),
             fix=(say("give one of: {stages}", stages=listed(map(str, STAGES))),),
         )
-    if precision not in PRECISIONS:
-        raise UsageError(
-            say("precision {precision!r} is not known", precision=precision),
-            fix=(say("give one of: {names}", names=listed(PRECISIONS)),),
-        )
+    check_choice("precision", precision, PRECISIONS)
 
 
 def _yaml(config: dict[str, Any], settings: Settings) -> str:

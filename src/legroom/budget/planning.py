@@ -18,6 +18,7 @@ from legroom.errors import UsageError
 from legroom.model import Box, Plan, Workload
 from legroom.probe.box import snapshot
 from legroom.probe.host import Host
+from legroom.system.arguments import check_integer
 from legroom.units import parse_size
 from legroom.words import counted, listed, phrase, say
 
@@ -91,8 +92,9 @@ def plan(
         process_ram=_size(process_ram), nccl=_size(nccl) or 0, params=params, optimizer=optimizer, dtype=dtype,
         gpu=_size(gpu_bytes),
     )  # fmt: skip
-    _positive("GPUs", gpus)
-    _positive(say("jobs a GPU"), jobs_per_gpu)
+    if gpus is not None:
+        gpus = check_integer("gpus", gpus, 1)
+    jobs_per_gpu = check_integer("jobs_per_gpu", jobs_per_gpu, 1)
     measured = running(host, measure, match) if measure or match is not None else None
     rows = data_rows(data, keys) if data is not None else None
     batch = _batch(rows, sample_bytes, batch_size)
@@ -113,14 +115,6 @@ def plan(
 
 def _size(value: int | str | None) -> int | None:
     return None if value is None else parse_size(value)
-
-
-def _positive(what: str, value: int | None) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise UsageError(
-            say("{value} {what} make no sense", value=value, what=what),
-            fix=(say("give a whole number from 1 up"),),
-        )
 
 
 def _batch(rows: DataRows | None, sample_bytes: int | str | None, batch_size: int | None) -> Batch | None:

@@ -15,7 +15,8 @@ from fractions import Fraction
 from math import ceil
 
 from legroom.budget.demand import Batch
-from legroom.errors import UnsupportedData, UsageError
+from legroom.errors import UnsupportedData
+from legroom.system.arguments import check_integer
 from legroom.words import say
 
 
@@ -32,12 +33,7 @@ class DataRows:
 
     def batch(self, samples: int) -> Batch:
         """A batch of so many rows."""
-        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-            raise UsageError(
-                say("a batch of {samples} samples makes no sense", samples=samples),
-                why=say("a batch holds at least one sample"),
-                fix=(say("give a whole number from 1 up"),),
-            )
+        samples = check_integer("batch_size", samples, 1)
         name = os.path.basename(self.path)
         source = (
             say("{samples} average rows of {path}", samples=samples, path=name)

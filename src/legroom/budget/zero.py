@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from legroom.errors import UsageError
+from legroom.system.arguments import check_integer
 from legroom.words import say
 
 Offload = Literal["none", "optimizer", "all"]
@@ -50,12 +51,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         for name, value in (("params", self.params), ("ranks", self.ranks), ("nodes", self.nodes)):
-            if value < 1:
-                raise UsageError(
-                    say("{name}={value} makes no sense", name=name, value=value),
-                    why=say("a model has parameters, and somebody trains it"),
-                    fix=(say("give a positive number"),),
-                )
+            object.__setattr__(self, name, check_integer(name, value, 1))
         if self.ranks % self.nodes:
             raise UsageError(
                 say("{ranks} ranks do not divide among {nodes} nodes", ranks=self.ranks, nodes=self.nodes),

@@ -27,7 +27,7 @@ from legroom.errors import UnsupportedData, UsageError
 from legroom.formats.protocol import Extent
 from legroom.formats.selection import Selection, missing_key
 from legroom.model import Entry, Finding
-from legroom.packages import require
+from legroom.system.imports import require
 from legroom.words import joined, listed, say
 
 if TYPE_CHECKING:

@@ -6,12 +6,11 @@ Does not cover: sources (formats has its own reading, with its own errors).
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import sys
 
-from legroom.cache.maps import libc
+from legroom.system.libc import last_error, libc
 
 
 def read_at(fd: int, view: memoryview, offset: int) -> int:
@@ -37,9 +36,9 @@ def write_back(fd: int) -> None:
         everything = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE, WRITE, WAIT_AFTER
         if libc().sync_file_range(fd, 0, 0, everything) == 0:
             return
-        number = ctypes.get_errno()
-        if number in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
-            raise OSError(number, os.strerror(number))
+        problem = last_error()
+        if problem.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise problem
     try:
         os.fsync(fd)
     except OSError as problem:

@@ -25,7 +25,7 @@ from legroom.errors import MissingPackage, SourceChanged, SourceError, Unreadabl
 from legroom.formats.folder import require_store
 from legroom.formats.protocol import Description, Lookup, Reader
 from legroom.formats.source import require_regular, unreadable
-from legroom.lazy_import import importing
+from legroom.system.imports import import_lock
 from legroom.words import say
 
 HashName = Literal["md5", "blake3", "xxh3"]
@@ -266,7 +266,7 @@ def unchanged(source: Source) -> bool:
 
 def repeats(lookup: Lookup) -> bool:
     """Whether a search still ends where it did."""
-    with importing:
+    with import_lock:
         from legroom.formats.hdf5_files import look_up
 
     return look_up(lookup.kind, lookup.name, lookup.holder).found == lookup.found

@@ -17,8 +17,9 @@ import os
 import time
 from collections.abc import Mapping
 
-from legroom.cache.maps import LARGE, Map, libc
+from legroom.cache.maps import LARGE, Map
 from legroom.probe.host import Host
+from legroom.system.libc import libc
 
 _COLLAPSE = 25
 _PIECE = 2 * LARGE  # taken between two looks at the clock

@@ -26,9 +26,9 @@ from legroom.cache.plan import ArrayTarget, Plan
 from legroom.cache.room import Need
 from legroom.cache.steps import step
 from legroom.cache.work import Work
-from legroom.cpus import usable_cpus
 from legroom.formats.memory import DecodingMemory, give_back
 from legroom.formats.protocol import Reader
+from legroom.system.cpus import usable_cpus
 
 Progress = Callable[[int, int], None]  # (done, total) in bytes
 _POLL = 0.05

@@ -16,30 +16,17 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from legroom.system.libc import MAP_FAILED, last_error, libc
+
 LARGE = 2 << 20  # a large page of x86 and of arm64: what its address in a map must be a multiple of
 _NORESERVE = {"linux": 0x4000}.get(sys.platform, 0)
 _NO_ACCESS = 0  # PROT_NONE
-_FAILED = ctypes.c_void_p(-1).value
-
-
-@cache
-def libc() -> Any:
-    """The C library, whose calls run without the interpreter's lock."""
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *([ctypes.c_int] * 3), ctypes.c_long)
-    if sys.platform == "linux":
-        library.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return library
 
 
 @cache
@@ -81,9 +68,8 @@ class Map:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
         wish = _wish(length, offset)
         address = libc().mmap(wish, length, protection, mmap.MAP_PRIVATE | _NORESERVE, fd, offset)
-        if address == _FAILED:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+        if address == MAP_FAILED:
+            raise last_error()
         self._pages = _Pages(address, length, keep)
 
     @property
@@ -118,7 +104,7 @@ def _wish(length: int, offset: int) -> int | None:
     span = length + LARGE
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
     free = libc().mmap(None, span, _NO_ACCESS, private, -1, 0)
-    if free == _FAILED:
+    if free == MAP_FAILED:
         return None
     libc().munmap(free, span)
     return int(free) + (offset - int(free)) % LARGE

@@ -13,8 +13,8 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from legroom.cache.maps import libc
 from legroom.probe.host import Host
+from legroom.system.libc import libc
 
 _CALLS = {"x86_64": (239, 238), "aarch64": (236, 237)}  # get_mempolicy, set_mempolicy
 _INTERLEAVE = 3

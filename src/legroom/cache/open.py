@@ -26,7 +26,7 @@ from legroom.errors import EntryUnreadable, LegroomError, NoRoom, UnreadableSour
 from legroom.formats.protocol import Extent
 from legroom.formats.selection import Selection
 from legroom.formats.source import absolute
-from legroom.lazy_import import lazily
+from legroom.system.imports import lazy_import
 from legroom.units import format_size
 from legroom.words import joined, listed, say
 
@@ -166,12 +166,12 @@ def _attached(request: Request, wait: bool, progress: Callable[[int, int], None]
         raise place.store_trouble(problem) from problem
     if found is not None:
         return found
-    attached: Attached = lazily("legroom.cache.build").build(request, wait=wait, progress=progress)
+    attached: Attached = lazy_import("legroom.cache.build").build(request, wait=wait, progress=progress)
     return attached
 
 
 def _plain() -> Any:
-    return lazily("legroom.cache.plain")
+    return lazy_import("legroom.cache.plain")
 
 
 def _data(kind: type[D], attached: Attached, request: Request) -> D:

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Literal
 
 from legroom.errors import LegroomError, NoStore, StoreError
-from legroom.lazy_import import importing
 from legroom.model import Finding
 from legroom.probe.host import Host
+from legroom.system.imports import import_lock
 from legroom.words import joined, say
 
 Backing = Literal["shm", "disk"]
@@ -131,7 +131,7 @@ def candidates(env: Mapping[str, str]) -> Iterator[Candidate]:
     """Every directory that could hold a store, best first."""
     memory = env.get("LEGROOM_SHM")
     yield Candidate(Path(memory or "/dev/shm").absolute(), "shm", bool(memory))
-    with importing:
+    with import_lock:
         from legroom.probe.disk import store_candidates
 
     for place in store_candidates(Host(env=env)):
@@ -396,7 +396,7 @@ def _check_local(candidate: Candidate) -> None:
 @cache
 def _network(parent: str, _device: int) -> str | None:
     """The kind of network file system the directory is on; None for a local one."""
-    with importing:
+    with import_lock:
         from legroom.probe.disk import filesystem_of, is_network
 
     mount = filesystem_of(Host(), parent)
@@ -410,7 +410,7 @@ def filesystem(store: Store) -> str | None:
 
 @cache
 def _kind(root: str, _device: int) -> str | None:
-    with importing:
+    with import_lock:
         from legroom.probe.disk import filesystem_of
 
     mount = filesystem_of(Host(), root)

@@ -22,9 +22,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
-from legroom.cache.maps import Map, libc
-from legroom.cpus import usable_cpus
-from legroom.lazy_import import importing
+from legroom.cache.maps import Map
+from legroom.system.cpus import usable_cpus
+from legroom.system.imports import import_lock
+from legroom.system.libc import libc
 
 _POPULATE_READ = 22
 _STEP = 64 << 20
@@ -118,7 +119,7 @@ def _populate(item: Map, offset: int, length: int) -> None:
 
 def _fits(size: int) -> bool:
     """Whether a disk entry is small enough that filling it evicts nothing that is needed."""
-    with importing:
+    with import_lock:
         from legroom.cache.room import memory_bounds
 
     return all(bound.free >= size for bound in memory_bounds())

@@ -17,7 +17,7 @@ import numpy as np
 from legroom.cache.dataset import Data
 from legroom.cache.ragged import Ragged
 from legroom.errors import UnsupportedData, UsageError
-from legroom.packages import require
+from legroom.system.imports import require
 from legroom.words import listed, say
 
 if TYPE_CHECKING:

@@ -1,9 +1,8 @@
-"""Where a chart goes: which names it can have, checked before a long run, and replacing a file as a whole."""
+"""Where a chart goes: which names it can have, checked before a long run, and the content of the file."""
 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,17 +37,3 @@ def check_path(path: str | os.PathLike[str], kinds: Sequence[str]) -> Path:
 def render(drawing: Drawing, kind: str) -> bytes:
     """The drawing as the content of a ``.png`` or ``.svg`` file."""
     return png(drawing) if kind == ".png" else svg(drawing).encode()
-
-
-def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write a file so that a reader sees all of the old content or all of the new."""
-    target = Path(path)
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(name, 0o644)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise

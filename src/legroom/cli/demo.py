@@ -35,12 +35,13 @@ def command(
     them and rescues it. Ends with a table and a picture, and leaves nothing
     else behind.
     """
-    from legroom.charts.chart_file import render, replace_file
+    from legroom.charts.chart_file import render
     from legroom.cli.demo_view import table_lines
     from legroom.demo.picture import demo_chart, picture_path
     from legroom.demo.result import as_object
     from legroom.demo.show import Wish, show
     from legroom.demo.table import rows
+    from legroom.system.atomic_file import replace_file
 
     path = picture_path(out)
     wish = Wish(quick=quick, torch=not no_torch, keep=keep)

@@ -102,7 +102,7 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
             tell(say("cannot write {path}: {why}", path=report, why=problem.strerror or problem))
     if as_json:
         click.echo(json.dumps(as_object(story), ensure_ascii=False))
-    return story.ending.exit_status
+    return story.ending.shell_status
 
 
 def _writable(report: Path) -> None:

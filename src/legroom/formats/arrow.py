@@ -19,7 +19,7 @@ from legroom.formats.arrow_types import FILE_OVERHEAD, batch_overhead, buffer_co
 from legroom.formats.protocol import ArraySpec, Description, TableSpec
 from legroom.formats.selection import Selection
 from legroom.formats.table import TableReader, arrow_trouble
-from legroom.packages import require
+from legroom.system.imports import require
 from legroom.words import say
 
 

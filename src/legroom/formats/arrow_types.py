@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from legroom.packages import require
+from legroom.system.imports import require
 from legroom.words import say
 
 FILE_OVERHEAD = 4096  # magic numbers, end marks, and slack

@@ -20,7 +20,7 @@ from legroom.formats.npy_header import MAGIC as NPY
 from legroom.formats.protocol import Reader
 from legroom.formats.selection import Selection
 from legroom.formats.source import SourceFile, damaged, unreadable
-from legroom.lazy_import import lazily
+from legroom.system.imports import lazy_import
 from legroom.words import phrase, say
 
 READABLE = phrase(
@@ -193,5 +193,5 @@ def _open_folder(path: Path, selection: Selection) -> BaseReader:
 
 def _open(kind: str, path: Path, selection: Selection) -> BaseReader:
     """Each format is imported only when a file of it is opened."""
-    reader: BaseReader = getattr(lazily("legroom.formats." + kind), _READERS[kind])(path, selection)
+    reader: BaseReader = getattr(lazy_import("legroom.formats." + kind), _READERS[kind])(path, selection)
     return reader

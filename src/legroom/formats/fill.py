@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from legroom.cpus import usable_cpus
 from legroom.errors import UsageError
 from legroom.formats.protocol import ArraySpec, Progress
 from legroom.formats.source import SourceFile
+from legroom.system.cpus import usable_cpus
 from legroom.words import say
 
 PIECE = 8 << 20

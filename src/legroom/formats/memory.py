@@ -10,7 +10,6 @@ is left to wait for, the load is refused with the figures.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import sys
 import threading
@@ -18,13 +17,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from legroom.errors import NoRoom
+from legroom.system.libc import malloc_trim
 from legroom.units import format_size
 from legroom.words import say
 
@@ -136,16 +135,9 @@ class DecodingMemory:
 UNLIMITED = DecodingMemory()
 
 
-@cache
-def _trim() -> Any:
-    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-
-
 def give_back() -> None:
     """Give freed memory back to the system: allocators keep what was freed, and it counts as used."""
-    trim = _trim()
-    if trim is not None:
-        trim(0)
+    malloc_trim()
     arrow = sys.modules.get("pyarrow")
     if arrow is not None:
         arrow.default_memory_pool().release_unused()

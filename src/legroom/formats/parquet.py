@@ -28,7 +28,7 @@ from legroom.formats.protocol import ArraySpec, Description, TableSpec
 from legroom.formats.selection import Selection
 from legroom.formats.source import damaged
 from legroom.formats.table import TableReader, arrow_trouble
-from legroom.packages import require
+from legroom.system.imports import require
 from legroom.words import say
 
 _BATCH_BYTES = 4 << 20

@@ -17,7 +17,7 @@ from legroom.formats.base import BaseReader
 from legroom.formats.protocol import ArraySpec, Extent, Progress, TableSpec, no_progress
 from legroom.formats.selection import Selection, column_names
 from legroom.formats.source import SourceFile, damaged, unreadable
-from legroom.packages import require
+from legroom.system.imports import require
 from legroom.words import say
 
 NAME = "table"  # the file has no name for the one table it holds

@@ -29,7 +29,7 @@ from legroom.formats.fill import PIECE, Array
 from legroom.formats.protocol import ArraySpec, Description, Extent, Progress, TableSpec
 from legroom.formats.selection import Selection
 from legroom.formats.source import alias, damaged, unreadable
-from legroom.packages import require
+from legroom.system.imports import require
 from legroom.words import say
 
 NAME = "array"  # a store that is one array has no name for it

@@ -32,6 +32,7 @@ from legroom.gpu.oom import is_oom
 from legroom.model.gpu import Trial
 from legroom.probe.host import Host
 from legroom.probe.memory import memory, ram_pool
+from legroom.system.processes import ExitStatus, prefer_oom_kill
 from legroom.words import say
 
 
@@ -60,7 +61,7 @@ class ForkTrialRunner:
             if status != -signal.SIGKILL:
                 raise TrialFailed(
                     say("the trial of a batch of {batch} died", batch=batch),
-                    why=say("its process ended with status {status} and said nothing", status=status),
+                    why=say("its process ended without an answer: {how}", how=str(ExitStatus.of(status))),
                     fix=(say("run one step of that size by itself to see what it says"),),
                 )
             return TrialResult(Trial(batch, False, None, seconds=seconds, why=_killed(kills)), self.bound)
@@ -186,7 +187,7 @@ class SubprocessTrialRunner:
             if not killed or self._bound is None:
                 raise TrialFailed(
                     say("the trial of a batch of {batch} died", batch=batch),
-                    why=say("status {status}; its last lines:\n{lines}", status=status, lines=words),
+                    why=say("{how}; its last lines:\n{lines}", how=str(ExitStatus.of(status)), lines=words),
                 )
             why = say("killed; the kernel counted {old} OOM kills before and {new} after", old=kills, new=now)
             return TrialResult(Trial(batch, False, None, why=why), self._bound)
@@ -324,15 +325,6 @@ def peak_resident() -> int:
 
     info = psutil.Process().memory_info()
     return int(getattr(info, "peak_wset", info.rss))
-
-
-def prefer_oom_kill() -> None:
-    """If the kernel must kill somebody for memory, let it be this process."""
-    try:
-        with open(f"/proc/{os.getpid()}/oom_score_adj", "w") as file:
-            file.write("1000")
-    except OSError:
-        pass  # not Linux: the largest goes, which is most likely this one too
 
 
 if __name__ == "__main__":

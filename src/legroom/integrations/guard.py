@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from legroom.errors import UsageError
 from legroom.gpu.rank_consensus import RankConsensus
 from legroom.integrations.checkpoint_due import HORIZON, Due, no_room
 from legroom.integrations.epoch_log import Look, block, look
@@ -26,7 +25,8 @@ from legroom.integrations.retune import apply, retune
 from legroom.loader.rows.ranks import process_group, rank_and_world
 from legroom.model import Alarm, Settings
 from legroom.monitor.script import Watch, watch
-from legroom.words import listed, say
+from legroom.system.arguments import check_choice
+from legroom.words import say
 
 Tune = Literal["apply", "advise", "off"]
 _TUNES = ("apply", "advise", "off")
@@ -57,11 +57,7 @@ class Guard:
             agree_every: Optimizer steps between two agreements of the ranks on whether to save.
             on_alarm: Called with each alarm, in the watch's thread.
         """
-        if tune not in _TUNES:
-            raise UsageError(
-                say("tune={tune!r} is not known", tune=tune),
-                fix=(say("one of: {names}", names=listed(_TUNES)),),
-            )
+        check_choice("tune", tune, _TUNES)
         self._log_file, self._interval, self._tune, self._on_alarm = log, interval, tune, on_alarm
         self._agree_every = max(1, agree_every)
         self._due = Due(horizon)

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from legroom.integrations.guard import Guard
-from legroom.packages import require
+from legroom.system.imports import require
 from legroom.words import say
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.integrations.guard import Guard
-from legroom.packages import require
+from legroom.system.imports import require
 from legroom.words import say
 
 

@@ -27,7 +27,7 @@ from legroom.errors import UsageError
 from legroom.integrations.guard import Guard
 from legroom.loader.rows.ranks import process_group
 from legroom.model import Settings
-from legroom.packages import require
+from legroom.system.imports import require
 from legroom.words import say
 
 LOGGER = "ray.train.legroom"  # below Ray Train's own, which a worker shows and keeps

@@ -26,7 +26,7 @@ from legroom.loader.arena.sent import Sent
 from legroom.loader.arena.slot import SENT, Slot, supported
 from legroom.loader.progress import position_of
 from legroom.loader.torch_internals import result_is_sent
-from legroom.packages import require
+from legroom.system.imports import require
 from legroom.units import parse_size
 from legroom.words import say
 

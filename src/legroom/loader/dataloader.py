@@ -39,7 +39,7 @@ from legroom.loader.rest import Rest
 from legroom.loader.socket_room import make_room
 from legroom.loader.torch_internals import batches_ordered, workers
 from legroom.loader.unpicklable import unpicklable
-from legroom.packages import require
+from legroom.system.imports import require
 from legroom.words import say
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from legroom.model import Memory
 from legroom.probe.host import Host
 from legroom.probe.memory import memory, ram_pool
 from legroom.probe.place import place
+from legroom.system.processes import signal_name
 from legroom.units import format_size
 from legroom.words import say
 
@@ -95,7 +96,9 @@ def explain(code: int, before: Memory, now: Memory, workers: int) -> tuple[str, 
             say("if it maps files, see that nobody truncates them, and that their disk is not full"),
         )
     if code < 0:
-        why = say("the worker's own code, or a library it uses, was stopped by {name}", name=_name(-code))
+        why = say(
+            "the worker's own code, or a library it uses, was stopped by {name}", name=signal_name(-code)
+        )
         return why, (
             say("see where:\npython -X faulthandler …"),
             say("num_workers=0 runs the dataset in this process"),
@@ -104,19 +107,12 @@ def explain(code: int, before: Memory, now: Memory, workers: int) -> tuple[str, 
     return why, (say("num_workers=0 shows where"),)
 
 
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return say("signal {number}", number=number)
-
-
 def _died(pid: int | None, code: int) -> str:
     """In torch's words, which people and programs look for."""
     if code < 0:
         text = signal.strsignal(-code) if -code in signal.valid_signals() else None
         return say("DataLoader worker (pid {pid}) is killed by signal: {text} ({name})", pid=pid, text=text or -code,
-                   name=_name(-code))  # fmt: skip
+                   name=signal_name(-code))  # fmt: skip
     return say("DataLoader worker (pid {pid}) exited unexpectedly with exit code {code}", pid=pid, code=code)
 
 

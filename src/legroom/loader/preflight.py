@@ -21,11 +21,12 @@ from legroom.budget.tried import calibrated, may_grow, tried_need
 from legroom.errors import DatasetOutOfMemory, UsageError
 from legroom.loader.bare_demand import with_bare_processes
 from legroom.loader.measure.guarded import RESERVE
-from legroom.loader.measure.private import give_back, private_bytes, start_method
+from legroom.loader.measure.private import private_bytes, start_method
 from legroom.model import Box, Measured, Need, Plan, Pool, Term, Trial
 from legroom.probe.box import snapshot
 from legroom.probe.disk import disk_at
 from legroom.probe.host import Host
+from legroom.system.libc import malloc_trim
 from legroom.units import format_size, parse_size
 from legroom.words import say
 
@@ -123,7 +124,7 @@ def check(
         except DatasetOutOfMemory as problem:  # measuring takes more than the loop itself: that one decides
             if not here:
                 return _nothing_fits(_room_here(host, leaving=False), problem)
-        give_back()  # what was drawn is not needed any more, and must not be in the figures
+        malloc_trim()  # what was drawn is not needed any more, and must not be in the figures
         batch = _measured_batch(measured, batch_size)
         demand = _with_processes(demand, measured, named=isinstance(dataset, str))
     else:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from legroom.model.sample import Alarm
+from legroom.system.processes import ExitStatus
 
 Cause = Literal[
     "shm-full",
@@ -45,26 +46,6 @@ MEMORY_CAUSES: frozenset[Cause] = frozenset(
         "disk-full",
     }
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """The wait status of a process: it ended with a status of its own, or a signal ended it."""
-
-    status: int | None = None  # what it returned
-    signal: int | None = None  # what killed it
-
-    @property
-    def exit_status(self) -> int:
-        """What a shell would show: its own status, or 128 and the signal."""
-        if self.signal is not None:
-            return 128 + self.signal
-        return self.status or 0
-
-    @property
-    def fine(self) -> bool:
-        """Whether it ended well."""
-        return self.signal is None and self.status == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +138,7 @@ class OomCount:
 class Evidence:
     """All that is known about a death. None: not known, and ``unknown`` says why."""
 
-    ending: Ending | None = None  # None: there is only a log
+    ending: ExitStatus | None = None  # None: there is only a log
     asked_to_stop: int | None = None  # the signal that told the supervisor to end it
     keyboard: bool = False  # Ctrl-C at the terminal that it was started from
     stalled_on: str | None = None  # the pool that it hung on when the supervisor ended it
@@ -219,7 +200,7 @@ class Attempt:
     number: int  # 1 is the first
     command: tuple[str, ...]
     settings: Mapping[str, int | bool | None]
-    ending: Ending
+    ending: ExitStatus
     seconds: float
     changed: tuple[str, ...] = ()  # why it differs from the one before, line by line
     resumed_from: str | None = None
@@ -234,7 +215,7 @@ class Attempt:
     @property
     def finished(self) -> bool:
         """Whether it ended with status 0 by itself, also where a process of it was OOM-killed on the way."""
-        return self.verdict is None or (self.ending.fine and self.verdict.cause == "ram-oom-kill")
+        return self.verdict is None or (self.ending.success and self.verdict.cause == "ram-oom-kill")
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +230,7 @@ class Story:
     own_cpu: float | None = None  # seconds of CPU that supervising took
 
     @property
-    def ending(self) -> Ending:
+    def ending(self) -> ExitStatus:
         """How the last attempt ended."""
         return self.attempts[-1].ending
 

@@ -21,6 +21,7 @@ from typing import Any
 from legroom.model import Mark, Said
 from legroom.probe.host import Host
 from legroom.probe.process import started_at
+from legroom.system.atomic_file import replace_file
 from legroom.words import say
 
 _MOST_MARKS = 256  # between two samples
@@ -137,10 +138,8 @@ class AnnotationFile:
         )
         if text == self._last:
             return
-        half = self._path.with_suffix(".part")
         try:
-            half.write_text(text, encoding="utf-8")
-            os.replace(half, self._path)
+            replace_file(self._path, text)
             self._last = text
         except OSError:
             self._path = None  # the directory is gone or full: heard by our own watch only
@@ -202,5 +201,6 @@ def _parsed(data: Any) -> Said | None:
 
 def _clear_the_dead(place: Path) -> None:
     for path in place.glob("*.*"):
-        if path.stem.isdecimal() and not Path(f"/proc/{path.stem}").exists() and Path("/proc/self").exists():
+        pid = path.name.partition(".")[0]  # of PID.json, and of a PID.json.….part
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
             path.unlink(missing_ok=True)

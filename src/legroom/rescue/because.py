@@ -5,10 +5,10 @@ Does not cover: any rule (rules_*.py).
 
 from __future__ import annotations
 
-import signal
 from typing import NamedTuple
 
-from legroom.model.death import Cause, Ending, Evidence, Level, Sign, Verdict
+from legroom.model.death import Cause, Evidence, Level, Sign, Verdict
+from legroom.system.processes import ExitStatus
 from legroom.units import format_size
 from legroom.words import say
 
@@ -52,30 +52,16 @@ def shortened(command: str) -> str:
     return command if len(command) <= _COMMAND else command[: _COMMAND - 1].rstrip() + "…"
 
 
-def ended(ending: Ending | None) -> str:
+def ended(ending: ExitStatus | None) -> str:
     """The wait status in words."""
     if ending is None:
         return say("wait status: not known from a log")
-    if ending.signal is not None:
-        return say(
-            "wait status: killed by signal {number} ({name})",
-            number=ending.signal,
-            name=signal_name(ending.signal),
-        )
-    return say("wait status: exit {status}", status=ending.status)  # fmt: skip
+    return say("wait status: {how}", how=str(ending))
 
 
 def by_keyboard(evidence: Evidence) -> str:
     """What to say in short of Ctrl-C at the terminal; empty where it was not that."""
     return say("it was stopped from the keyboard of this terminal (Ctrl-C).") if evidence.keyboard else ""
-
-
-def signal_name(number: int) -> str:
-    """``SIGBUS``; Linux's names, wherever this runs."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return say("signal {number}", number=number)
 
 
 def level_line(what: str, level: Level) -> str:

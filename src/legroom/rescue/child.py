@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from legroom.errors import CommandNotFound, CommandNotRunnable
-from legroom.model.death import Ending
 from legroom.probe.host import Host
 from legroom.rescue.cgroup_home import Home
+from legroom.system.processes import ExitStatus
 from legroom.words import say
 
 _POSIX = os.name == "posix"
@@ -92,7 +92,7 @@ class Child:
         child._hand_over_terminal()
         return child
 
-    def wait(self, seconds: float) -> Ending | None:
+    def wait(self, seconds: float) -> ExitStatus | None:
         """Its ending, if it ends within that time; at once when it does."""
         if self.pidfd is not None:
             with contextlib.suppress(InterruptedError):
@@ -101,21 +101,23 @@ class Child:
             time.sleep(seconds)
         return self._poll()
 
-    def _poll(self) -> Ending | None:
+    def _poll(self) -> ExitStatus | None:
         if not _POSIX:
             status = self.process.poll()
-            return None if status is None else Ending(status=status)
+            return None if status is None else ExitStatus(status=status)
         try:
             pid, status = os.waitpid(self.process.pid, os.WNOHANG | os.WUNTRACED)
         except ChildProcessError:  # somebody else waited for it
-            return Ending(status=self.process.returncode or 0)
+            return ExitStatus(status=self.process.returncode or 0)
         if pid == 0:
             return None
         if os.WIFSTOPPED(status):
             self._stopped(os.WSTOPSIG(status))
             return None
         ending = (
-            Ending(signal=os.WTERMSIG(status)) if os.WIFSIGNALED(status) else Ending(os.WEXITSTATUS(status))
+            ExitStatus(signal=os.WTERMSIG(status))
+            if os.WIFSIGNALED(status)
+            else ExitStatus(os.WEXITSTATUS(status))
         )
         self.process.returncode = os.waitstatus_to_exitcode(status)
         return ending

@@ -11,12 +11,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from legroom.model.death import Ending, Evidence, Level, LogFacts, OomCount
+from legroom.model.death import Evidence, Level, LogFacts, OomCount
 from legroom.probe.host import Host
 from legroom.rescue.cgroup_home import Home
 from legroom.rescue.disk_levels import DiskLevels
 from legroom.rescue.kernel_log import KernelLog, killed_in
 from legroom.rescue.readings import Readings, recent_rate, since_look, thinned, worst_stall
+from legroom.system.processes import ExitStatus
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Witness:
 
     def evidence(
         self,
-        ending: Ending,
+        ending: ExitStatus,
         log: LogFacts,
         shm_at_end: Level | None,
         *,

@@ -13,12 +13,12 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from legroom.model import Box
 from legroom.rescue.flags import LEVERS, Named, find
+from legroom.system.atomic_file import PRIVATE, replace_file
 
 
 def state_folder(environment: Mapping[str, str]) -> Path:
@@ -44,10 +44,8 @@ def keep(folder: Path, key: str, values: Mapping[str, int | bool], box: Box) -> 
     """Remember that these worked here. A state directory that cannot be written is no reason to fail."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, name = tempfile.mkstemp(dir=folder)
-        with os.fdopen(handle, "w") as file:
-            json.dump({"values": dict(values), "sizes": _sizes(box)}, file)
-        os.replace(name, folder / f"{key}.json")
+        text = json.dumps({"values": dict(values), "sizes": _sizes(box)})
+        replace_file(folder / f"{key}.json", text, mode=PRIVATE)
 
 
 def forget(folder: Path, key: str) -> None:

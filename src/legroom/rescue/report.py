@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from legroom.charts.chart_file import replace_file
 from legroom.model.death import Attempt, Story, Verdict
 from legroom.monitor.watch_log import alarm_object
+from legroom.system.atomic_file import replace_file
 
 
 def as_object(story: Story) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def as_object(story: Story) -> dict[str, Any]:
     return {
         "schema": "legroom.run/1",
         "command": list(story.command),
-        "exit": story.ending.exit_status,
+        "exit": story.ending.shell_status,
         **verdict_object(last),
         "isolation": story.isolation,
         "stopped": story.stopped,
@@ -56,7 +56,7 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
         "notes": list(attempt.notes),
         "seconds": round(attempt.seconds, 3),
         "ending": dataclasses.asdict(attempt.ending),
-        "exit": attempt.ending.exit_status,
+        "exit": attempt.ending.shell_status,
         **verdict_object(attempt.verdict),
         "finished": attempt.finished,
         "victim": None if victim is None else dataclasses.asdict(victim),
@@ -82,6 +82,6 @@ def write_report(story: Story, path: str) -> tuple[str, str]:
     base = Path(path)
     stem = base.with_suffix("") if base.suffix in (".json", ".html") else base
     names = (f"{stem}.json", f"{stem}.html")
-    replace_file(names[0], json.dumps(as_object(story), ensure_ascii=False, indent=1).encode())
-    replace_file(names[1], run_page(story).encode())
+    replace_file(names[0], json.dumps(as_object(story), ensure_ascii=False, indent=1))
+    replace_file(names[1], run_page(story))
     return names

@@ -7,10 +7,11 @@ Does not cover: what programs write about themselves (rules_texts.py), bare sign
 from __future__ import annotations
 
 from legroom.model.death import Evidence, OomCount, Victim
-from legroom.rescue.because import Because, by_keyboard, ended, level_line, quoted, shortened, signal_name
+from legroom.rescue.because import Because, by_keyboard, ended, level_line, quoted, shortened
 from legroom.rescue.kernel_log import killed_in
 from legroom.rescue.log_signs import Signs
 from legroom.rescue.signatures import CONSEQUENCE
+from legroom.system.processes import signal_name
 from legroom.units import format_duration, format_size
 from legroom.words import listed, say
 
@@ -50,7 +51,7 @@ def stalled(evidence: Evidence, signs: Signs) -> Because | None:
 
 def oom_behind_success(evidence: Evidence, signs: Signs) -> Because | None:
     """It ended with 0, and one of its processes was OOM-killed: a pipe, a `wait` or a handler hid it."""
-    if evidence.ending is None or not evidence.ending.fine or evidence.stalled_on is not None:
+    if evidence.ending is None or not evidence.ending.success or evidence.stalled_on is not None:
         return None
     if not (kills := _of_job(evidence)):
         return None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from legroom.model import Box
-from legroom.model.death import Attempt, Ending, Evidence, Level, LogFacts, Verdict
+from legroom.model.death import Attempt, Evidence, Level, LogFacts, Verdict
 from legroom.probe.host import Host
 from legroom.rescue.alarm_watch import AlarmWatch
 from legroom.rescue.cgroup_home import Home
@@ -29,6 +29,7 @@ from legroom.rescue.output import Output
 from legroom.rescue.readings import Cards, Readings
 from legroom.rescue.rules_counters import oom_lines
 from legroom.rescue.stall import StallWatch, cpu_seconds, hangs_on_shm, held_shm
+from legroom.system.processes import ExitStatus, signal_name
 from legroom.units import format_size
 from legroom.words import say
 
@@ -78,7 +79,7 @@ class Watched:
                 readings.victims.root = child.process.pid
                 readings.written = lambda: self._output.count
                 ending, shm_at_end = self._wait(child, readings, alarms)
-                fine = ending.fine and self.stalled_on is None
+                fine = ending.success and self.stalled_on is None
                 if not fine:
                     child.end_all()  # what is left of it would hold memory, ports and files of the next attempt
                 self._output.finish(_DRAIN)
@@ -120,7 +121,7 @@ class Watched:
         self.begin_line()
         self.tell(line)
 
-    def _wait(self, child: Child, readings: Readings, alarms: AlarmWatch) -> tuple[Ending, Level | None]:
+    def _wait(self, child: Child, readings: Readings, alarms: AlarmWatch) -> tuple[ExitStatus, Level | None]:
         stall = StallWatch(self.order.stall)
         stall_at = 0.0
         while True:
@@ -160,7 +161,7 @@ class Watched:
         self._deadline = time.monotonic() + min(self.order.grace, _STALL_GRACE)
 
     def _verdict(
-        self, witness: Witness, ending: Ending, shm_at_end: Level | None
+        self, witness: Witness, ending: ExitStatus, shm_at_end: Level | None
     ) -> tuple[Verdict, Evidence]:
         log = facts_of(self._output.tail.bytes(), self._output.tail.passed)
         evidence = witness.evidence(
@@ -174,7 +175,7 @@ class Watched:
         )
         return with_fixes(classify(evidence), evidence, self.box), evidence
 
-    def _by_keyboard(self, ending: Ending, log: LogFacts) -> bool:
+    def _by_keyboard(self, ending: ExitStatus, log: LogFacts) -> bool:
         """Whether Ctrl-C ended it: typed to us, or to it where the terminal was its own."""
         if self.asked is not None:
             return self.asked == signal.SIGINT and self._typed
@@ -200,7 +201,7 @@ class Watched:
     def _pass_on(self, number: int, _frame: object) -> None:
         if number == getattr(signal, "SIGWINCH", None):
             self._output.resize()
-        if signal.Signals(number).name in _ENDS:
+        if signal_name(number) in _ENDS:
             if self.asked is None:
                 self.asked, self._typed = number, in_foreground()
             if self._deadline is None:

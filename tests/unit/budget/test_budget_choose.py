@@ -164,7 +164,7 @@ def test_presets() -> None:
 
 @pytest.mark.parametrize("ask", [Ask(0), Ask(-1), Ask(16, ranks=0), Ask(16, effective_batch=0), Ask(True)])
 def test_sizes_without_meaning(ask: Ask) -> None:
-    with pytest.raises(UsageError, match="makes no sense"):
+    with pytest.raises(UsageError, match="must be an integer >= 1"):
         choose(dataset(), healthy(), ask)
 
 

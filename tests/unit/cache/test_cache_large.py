@@ -21,8 +21,9 @@ import pytest
 import legroom
 from legroom.cache import large, maps
 from legroom.cache.large import LargePages
-from legroom.cache.maps import LARGE, Map, libc
+from legroom.cache.maps import LARGE, Map
 from legroom.probe.host import Host
+from legroom.system.libc import libc
 
 MB = 1 << 20
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/shm and /proc/self/smaps")

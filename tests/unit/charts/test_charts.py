@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.charts.batch_chart import batch_chart, plot
-from legroom.charts.chart_file import check_path, render, replace_file
+from legroom.charts.chart_file import check_path, render
 from legroom.charts.drawing import (
     DARK,
     LIGHT,
@@ -33,6 +33,7 @@ from legroom.charts.pool_chart import amount, pool_chart
 from legroom.errors import MissingPackage, UsageError
 from legroom.model import AlarmSpan, Mark, PoolPoint
 from legroom.model.gpu import BatchFound, Trial
+from legroom.system.atomic_file import replace_file
 from legroom.units import format_size
 from watch_runs import HOSTILE
 

@@ -20,11 +20,12 @@ from legroom.charts.page import bullets
 from legroom.cli.layout import steps
 from legroom.errors import LegroomError
 from legroom.model import Place
-from legroom.model.death import Attempt, Ending, Level, Verdict
+from legroom.model.death import Attempt, Level, Verdict
 from legroom.probe.host import Host
 from legroom.rescue.fixes import fixes
 from legroom.rescue.order import Order
 from legroom.rescue.supervisor import Supervisor
+from legroom.system.processes import ExitStatus
 
 SOURCE = Path(legroom.__file__).parent
 KINDS = ("bare", "docker", "podman", "kubernetes", "slurm", "wsl", "container")
@@ -150,7 +151,7 @@ def test_run_tells_a_command_on_a_line_without_its_own_name() -> None:
     told: list[str] = []
     supervisor = Supervisor(Order(("true",)), healthy(), told.append, Host())
     verdict = Verdict("shm-full", 0.9, "full", fix=("now:\nmount -o remount,size=8G /dev/shm",))
-    supervisor._tell_death([Attempt(1, ("true",), {}, Ending(status=1), 1.0, verdict=verdict)])
+    supervisor._tell_death([Attempt(1, ("true",), {}, ExitStatus(status=1), 1.0, verdict=verdict)])
     lines = "\n".join(f"legroom: {line}" for line in told).splitlines()
     assert "mount -o remount,size=8G /dev/shm" in [line.strip() for line in lines]
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from legroom.charts.chart_file import render, replace_file
+from legroom.charts.chart_file import render
 from legroom.charts.drawing import Circle, Polygon, Text, svg
 from legroom.cli.demo_view import table_lines, wrapped
 from legroom.cli.main import run
@@ -45,6 +45,7 @@ from legroom.errors import MissingPackage, NoRoom, UsageError
 from legroom.model import Pool
 from legroom.probe.host import Host
 from legroom.probe.temporary import TAIL, longest_socket
+from legroom.system.atomic_file import replace_file
 
 MB, GB = 1 << 20, 1 << 30
 

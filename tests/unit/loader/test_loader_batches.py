@@ -278,13 +278,13 @@ def test_no_rows_no_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"batch_size": 0}, "batch_size=0 makes no sense"),
-        ({"batch_size": -4}, "batch_size=-4"),
-        ({"batch_size": 2.5}, "batch_size=2.5"),
-        ({"batch_size": True}, "batch_size=True"),
-        ({"seed": -1}, "seed=-1"),
-        ({"seed": 2**64}, "seed="),
-        ({"epoch": -1}, "epoch=-1"),
+        ({"batch_size": 0}, r"batch_size must be an integer >= 1 \(got 0\)"),
+        ({"batch_size": -4}, "got -4"),
+        ({"batch_size": 2.5}, "got 2.5"),
+        ({"batch_size": True}, "got True"),
+        ({"seed": -1}, "seed must be an integer >= 0"),
+        ({"seed": 2**64}, "seed must be less than"),
+        ({"epoch": -1}, "epoch must be an integer >= 0"),
         ({"uneven": "some"}, "pad, drop, all"),
         ({"format": "jax"}, "torch, numpy"),
         ({"rank": 2, "world_size": 2}, "no rank 2 of 2"),
@@ -296,7 +296,7 @@ def test_no_rows_no_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ({"keys": []}, "selects nothing"),
     ],
 )
-def test_what_makes_no_sense_is_said(data: Data, options: dict[str, Any], words: str) -> None:
+def test_arguments_out_of_range_are_usage_errors(data: Data, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words) as caught:
         data.batches(**{"batch_size": 4, **options})
     assert caught.value.fix

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from legroom.model import Alarm
-from legroom.model.death import Attempt, Ending, Level, Reading, Story
+from legroom.model.death import Attempt, Level, Reading, Story
 from legroom.probe.host import Host
 from legroom.rescue.alarm_watch import AlarmWatch
 from legroom.rescue.cgroup_home import Home
 from legroom.rescue.readings import Readings
 from legroom.rescue.report import as_object
 from legroom.rescue.report_html import run_page
+from legroom.system.processes import ExitStatus
 
 MB = 1 << 20
 SIZE = 4000 * MB
@@ -81,7 +82,7 @@ def test_descriptors_are_told_as_a_level_and_never_as_bytes(tmp_path: Path) -> N
 def test_the_report_keeps_and_draws_them() -> None:
     alarm = Alarm("ram-filling", "ram", "warning", "ram full, from pid 1 (<b>)", 12.0, {"growth": 5}, (1,))
     readings = tuple(Reading(float(when), {"ram": Level(when, 20)}) for when in range(20))
-    attempt = Attempt(1, ("x",), {}, Ending(0), 20.0, readings=readings, alarms=(alarm, alarm))
+    attempt = Attempt(1, ("x",), {}, ExitStatus(0), 20.0, readings=readings, alarms=(alarm, alarm))
     story = Story(("x",), (attempt,), 0.0, "a process group")
     kept = as_object(story)["attempts"][0]["alarms"]
     assert [(one["code"], one["since"], one["pids"]) for one in kept] == [("ram-filling", 12.0, [1])] * 2

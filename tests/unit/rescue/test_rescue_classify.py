@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from legroom.model.death import (
     MEMORY_CAUSES,
-    Ending,
     Evidence,
     Level,
     LogFacts,
@@ -22,8 +21,9 @@ from legroom.model.death import (
 from legroom.rescue.because import UNKNOWN
 from legroom.rescue.classify import LOG_ALONE, classify
 from legroom.rescue.log_reader import facts_of
+from legroom.system.processes import ExitStatus
 
-KILLED = Ending(signal=9)
+KILLED = ExitStatus(signal=9)
 MB = 1 << 20
 NONE = OomCount(0, True, "own")
 BUG = "Traceback (most recent call last):\n  File 'a'\nKeyError: 'x'\n"
@@ -48,19 +48,19 @@ def test_sigkill_is_judged_by_the_counter() -> None:
 def test_a_shared_counter_counts_for_the_job_when_the_job_lost_a_process() -> None:
     lost = OomCount(1, False, "shared", 0.5, ours=1, victims=(Victim(7, "python train.py", 900 * MB),))
     assert _verdict(ending=KILLED, oom=lost) == ("ram-oom-kill", 0.9)
-    assert _verdict(ending=Ending(1), oom=lost, text=BUG) == ("ram-oom-kill", 0.85)
+    assert _verdict(ending=ExitStatus(1), oom=lost, text=BUG) == ("ram-oom-kill", 0.85)
     line = "Memory cgroup out of memory: Killed process 7 (python)"
     assert _verdict(ending=KILLED, oom=lost, kernel=(line,)) == ("ram-oom-kill", 0.99)
     another = OomCount(1, False, "shared", None, others=1)
     assert _verdict(ending=KILLED, oom=another) == ("killed", 0.93)
-    assert _verdict(ending=Ending(1), oom=another, text=BUG) == ("not-memory", 0.93)
+    assert _verdict(ending=ExitStatus(1), oom=another, text=BUG) == ("not-memory", 0.93)
 
 
 def test_a_kill_that_cannot_be_attributed_is_unsure_and_told() -> None:
     shared = OomCount(1, False, "shared", 0.5)
     cause, sure = _verdict(ending=KILLED, oom=shared)
     assert cause == "ram-oom-kill" and sure < 0.7
-    said = classify(Evidence(ending=Ending(1), oom=shared, log=facts_of(BUG.encode())))
+    said = classify(Evidence(ending=ExitStatus(1), oom=shared, log=facts_of(BUG.encode())))
     assert said.cause == "not-memory" and any("not known whose process" in line for line in said.evidence)
 
 
@@ -77,44 +77,49 @@ def test_a_kill_long_before_the_end_ended_a_job_that_waited_for_it(text: str) ->
     """Collective timeouts take 10 to 30 minutes."""
     long_ago = OomCount(1, True, "own", 1800.0)
     text = f"Traceback (most recent call last):\n  File 'a'\n{text}\n"
-    cause, sure = _verdict(ending=Ending(1), oom=long_ago, text=text)
+    cause, sure = _verdict(ending=ExitStatus(1), oom=long_ago, text=text)
     assert cause == "ram-oom-kill" and sure >= 0.85
 
 
 def test_an_oom_kill_that_was_survived_is_not_the_cause_and_is_told() -> None:
     survived = OomCount(1, True, "own", 600.0, went_on=True)
-    said = classify(Evidence(ending=Ending(1), oom=survived, log=facts_of(BUG.encode())))
+    said = classify(Evidence(ending=ExitStatus(1), oom=survived, log=facts_of(BUG.encode())))
     assert said.cause == "not-memory" and any("oom_kill rose by 1" in line for line in said.evidence)
 
 
 def test_sigkill_or_a_time_limit_long_after_an_oom_kill_is_unsure() -> None:
     long_ago = OomCount(1, True, "own", 1800.0)
     for number in (9, 15):
-        assert _verdict(ending=Ending(signal=number), oom=long_ago)[1] < 0.7
+        assert _verdict(ending=ExitStatus(signal=number), oom=long_ago)[1] < 0.7
 
 
 def test_a_kernel_line_in_the_output_is_unsure_where_the_counter_counts_none() -> None:
     """A prolog prints the end of dmesg; the kill in it was another job's."""
     text = "Memory cgroup out of memory: Killed process 7 (python)\n"
-    assert _verdict(ending=Ending(1), oom=NONE, text=text)[1] < 0.7
-    assert _verdict(ending=Ending(1), text=text) == ("ram-oom-kill", 0.95)  # no counter to hold against it
+    assert _verdict(ending=ExitStatus(1), oom=NONE, text=text)[1] < 0.7
+    assert _verdict(ending=ExitStatus(1), text=text) == (
+        "ram-oom-kill",
+        0.95,
+    )  # no counter to hold against it
 
 
 def test_an_oom_kill_behind_exit_0_is_told() -> None:
     victim = Victim(7, "python train.py", 900 * MB, "worker")
-    said = classify(Evidence(ending=Ending(0), oom=OomCount(1, True, "own", 0.5, victims=(victim,))))
+    said = classify(Evidence(ending=ExitStatus(0), oom=OomCount(1, True, "own", 0.5, victims=(victim,))))
     assert said.cause == "ram-oom-kill" and "exited with 0" in said.summary
     assert said.victim == victim and any("pid 7 (python train.py)" in line for line in said.evidence)
 
 
 def test_137_without_a_signal_is_the_program_s_own() -> None:
-    assert _verdict(ending=Ending(137), oom=NONE)[0] == "not-memory"
-    assert _verdict(ending=Ending(137), oom=NONE, text="bash: line 1: 77 Killed   python x")[0] == "killed"
-    assert _verdict(ending=Ending(137), oom=OomCount(1, True, "own", 0.1))[0] == "ram-oom-kill"
+    assert _verdict(ending=ExitStatus(137), oom=NONE)[0] == "not-memory"
+    assert (
+        _verdict(ending=ExitStatus(137), oom=NONE, text="bash: line 1: 77 Killed   python x")[0] == "killed"
+    )
+    assert _verdict(ending=ExitStatus(137), oom=OomCount(1, True, "own", 0.1))[0] == "ram-oom-kill"
 
 
 def test_a_bus_error_is_judged_by_the_level_of_dev_shm() -> None:
-    bus = Ending(signal=7)
+    bus = ExitStatus(signal=7)
     assert _verdict(ending=bus, peaks={"shm": Level(63 * MB, 64 * MB)}) == ("shm-full", 0.97)
     assert _verdict(ending=bus, peaks={"shm": Level(40 * MB, 64 * MB)}) == ("shm-full", 0.8)
     assert _verdict(ending=bus, peaks={"shm": Level(1 * MB, 64 * MB)})[0] == "not-memory"
@@ -124,16 +129,16 @@ def test_a_bus_error_is_judged_by_the_level_of_dev_shm() -> None:
 
 
 def test_texts_do_not_count_for_deaths_they_do_not_lead_to() -> None:
-    assert _verdict(ending=Ending(1), text=CUDA)[0] == "gpu-oom"
+    assert _verdict(ending=ExitStatus(1), text=CUDA)[0] == "gpu-oom"
     assert _verdict(ending=KILLED, oom=NONE, text=CUDA)[0] == "killed"
-    assert _verdict(ending=Ending(signal=11), text=CUDA)[0] == "not-memory"
+    assert _verdict(ending=ExitStatus(signal=11), text=CUDA)[0] == "not-memory"
 
 
 def test_the_pin_thread_s_cuda_error_is_pinned_memory() -> None:
     bare = "Traceback (most recent call last):\n  File 'a'\n{}RuntimeError: CUDA error: out of memory\n"
-    assert _verdict(ending=Ending(1), text=bare.format(""))[0] == "gpu-oom"
+    assert _verdict(ending=ExitStatus(1), text=bare.format(""))[0] == "gpu-oom"
     assert (
-        _verdict(ending=Ending(1), text=bare.format("    return data.pin_memory()\n"))[0]
+        _verdict(ending=ExitStatus(1), text=bare.format("    return data.pin_memory()\n"))[0]
         == "pinned-exhausted"
     )
 
@@ -141,24 +146,26 @@ def test_the_pin_thread_s_cuda_error_is_pinned_memory() -> None:
 def test_no_space_left_is_the_disk_or_dev_shm_by_which_is_full() -> None:
     text = "Traceback (most recent call last):\n  File 'a'\nOSError: [Errno 28] No space left on device\n"
     full, empty = Level(100, 100), Level(1, 100)
-    assert _verdict(ending=Ending(1), text=text, disks={"/d": full})[0] == "disk-full"
-    assert _verdict(ending=Ending(1), text=text, disks={"/d": empty}, peaks={"shm": full})[0] == "shm-full"
-    assert _verdict(ending=Ending(1), text=text)[0] == "disk-full"
+    assert _verdict(ending=ExitStatus(1), text=text, disks={"/d": full})[0] == "disk-full"
+    assert (
+        _verdict(ending=ExitStatus(1), text=text, disks={"/d": empty}, peaks={"shm": full})[0] == "shm-full"
+    )
+    assert _verdict(ending=ExitStatus(1), text=text)[0] == "disk-full"
 
 
 def test_swap_needs_to_move_and_something_to_have_lost_patience() -> None:
     moving = {"swapped_back": 20e6, "stalled": 60.0}
     text = "watchdog: no progress for 30 s"
-    assert _verdict(ending=Ending(signal=6), text=text, **moving) == ("swap-thrash", 0.9)
-    assert _verdict(ending=Ending(signal=6), text=text, swapped_back=0.0, stalled=0.0)[0] == "not-memory"
+    assert _verdict(ending=ExitStatus(signal=6), text=text, **moving) == ("swap-thrash", 0.9)
+    assert _verdict(ending=ExitStatus(signal=6), text=text, swapped_back=0.0, stalled=0.0)[0] == "not-memory"
     bug = "Traceback (most recent call last):\n  File 'a'\nKeyError: 'x'\n"
-    assert _verdict(ending=Ending(1), text=bug, **moving)[0] == "not-memory"
+    assert _verdict(ending=ExitStatus(1), text=bug, **moving)[0] == "not-memory"
 
 
 def test_daemons_that_kill_for_memory() -> None:
     trace = ('earlyoom[1]: sending SIGTERM to process 7 "python": badness 900',)
-    assert _verdict(ending=Ending(signal=15), killers=trace, oom=NONE)[0] == "ram-oom-kill"
-    assert _verdict(ending=Ending(3), killers=trace, oom=NONE)[0] == "not-memory"
+    assert _verdict(ending=ExitStatus(signal=15), killers=trace, oom=NONE)[0] == "ram-oom-kill"
+    assert _verdict(ending=ExitStatus(3), killers=trace, oom=NONE)[0] == "not-memory"
 
 
 # As torch 2.13 with Python 3.11 wrote it, less some frames: a worker's feeder thread, whose batch is lost.
@@ -181,10 +188,10 @@ LATER = "epoch 1: waiting for the first batch\nTraceback (most recent call last)
     "known",
     [
         {"text": LOST_BATCH},  # forkserver: the workers do not start
-        {"text": LOST_BATCH, "ending": Ending(1)},
+        {"text": LOST_BATCH, "ending": ExitStatus(1)},
         {"text": LOST_BATCH * 3 + LATER + "KeyboardInterrupt\n"},
         {"text": LOST_BATCH + LATER + "RuntimeError: DataLoader timed out after 30 seconds\n"},
-        {"text": LOST_BATCH, "ending": Ending(signal=15)},
+        {"text": LOST_BATCH, "ending": ExitStatus(signal=15)},
         {"text": LOST_BATCH, "ending": KILLED, "oom": NONE},
     ],
 )
@@ -197,8 +204,8 @@ def test_a_socket_that_could_not_be_made_and_was_survived() -> None:
 
 
 def test_asked_to_stop_and_stalled() -> None:
-    assert _verdict(ending=Ending(signal=15), asked_to_stop=15) == ("killed", 1.0)
-    assert _verdict(ending=Ending(signal=15), stalled_on="shm")[0] == "shm-full"
+    assert _verdict(ending=ExitStatus(signal=15), asked_to_stop=15) == ("killed", 1.0)
+    assert _verdict(ending=ExitStatus(signal=15), stalled_on="shm")[0] == "shm-full"
 
 
 @pytest.mark.parametrize("text", ["", "Killed\n", CUDA, "Bus error\n", "MemoryError\n"])
@@ -216,7 +223,7 @@ signs = st.lists(st.builds(Sign, codes, st.text(max_size=20), st.integers(1, 500
 @given(
     st.builds(
         Evidence,
-        ending=st.builds(Ending, status=st.integers(0, 255)) | st.builds(Ending, status=st.none(), signal=st.integers(1, 64)),
+        ending=st.builds(ExitStatus, status=st.integers(0, 255)) | st.builds(ExitStatus, status=st.none(), signal=st.integers(1, 64)),
         log=st.builds(LogFacts, signs=signs),
         oom=st.none() | st.just(NONE),
         kernel=st.none() | st.just(()),
@@ -255,7 +262,7 @@ WORKER_BUS = (
 
 def test_what_torch_supposes_of_a_bus_error_does_not_outweigh_what_was_measured() -> None:
     empty, full = Level(0, 64 * MB), Level(64 * MB, 64 * MB)
-    ended = {"ending": Ending(1), "text": WORKER_BUS}
+    ended = {"ending": ExitStatus(1), "text": WORKER_BUS}
     assert _verdict(**ended, peaks={"shm": full}) == ("shm-full", 0.97)
     assert _verdict(**ended, peaks={"shm": empty})[0] == "not-memory"
     assert _verdict(**ended, peaks={"shm": empty}, disks={"/data": Level(100, 100)})[0] == "disk-full"
@@ -266,7 +273,7 @@ def test_what_torch_supposes_of_a_bus_error_does_not_outweigh_what_was_measured(
 def test_a_full_dev_shm_that_was_freed_long_before_a_bus_error_makes_it_unsure() -> None:
     empty, full = Level(0, 64 * MB), Level(64 * MB, 64 * MB)
     readings = (Reading(1.0, {"shm": full}), Reading(500.0, {"shm": empty}))
-    known = {"ending": Ending(signal=7), "peaks": {"shm": full}, "shm_at_end": empty}
+    known = {"ending": ExitStatus(signal=7), "peaks": {"shm": full}, "shm_at_end": empty}
     assert _verdict(**known, readings=readings)[1] < 0.8
     assert _verdict(**known, readings=readings, disks={"/data": Level(100, 100)})[0] == "disk-full"
     assert _verdict(**known, readings=readings[:1])[1] == 0.97
@@ -277,14 +284,15 @@ def test_a_refusal_is_no_supposition() -> None:
         "Traceback (most recent call last):\n  File 'a'\n"
         "RuntimeError: unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)\n"
     )
-    assert _verdict(ending=Ending(1), text=text, peaks={"shm": Level(0, 64 * MB)})[0] == "shm-full"
+    assert _verdict(ending=ExitStatus(1), text=text, peaks={"shm": Level(0, 64 * MB)})[0] == "shm-full"
 
 
 def test_a_library_that_cannot_be_mapped_is_address_space_unless_it_may_not_be_executed() -> None:
     text = "Traceback (most recent call last):\n  File 'a'\nImportError: libtorch_cpu.so: failed to map segment from shared object{}\n"
-    assert _verdict(ending=Ending(1), oom=NONE, text=text.format(""))[0] == "ram-allocation"
+    assert _verdict(ending=ExitStatus(1), oom=NONE, text=text.format(""))[0] == "ram-allocation"
     assert (
-        _verdict(ending=Ending(1), oom=NONE, text=text.format(": Operation not permitted"))[0] == "not-memory"
+        _verdict(ending=ExitStatus(1), oom=NONE, text=text.format(": Operation not permitted"))[0]
+        == "not-memory"
     )
 
 
@@ -293,9 +301,9 @@ def test_a_spawned_process_that_sigkill_ended_was_killed_where_no_oom_kill_was_c
         "Traceback (most recent call last):\n  File 'a'\n"
         "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with signal SIGKILL\n"
     )
-    assert _verdict(ending=Ending(1), oom=NONE, text=text) == ("killed", 0.9)
-    assert _verdict(ending=Ending(1), text=text)[0] == "unknown"
-    assert _verdict(ending=Ending(1), oom=OomCount(1, True, "own", 0.1), text=text)[0] == "ram-oom-kill"
+    assert _verdict(ending=ExitStatus(1), oom=NONE, text=text) == ("killed", 0.9)
+    assert _verdict(ending=ExitStatus(1), text=text)[0] == "unknown"
+    assert _verdict(ending=ExitStatus(1), oom=OomCount(1, True, "own", 0.1), text=text)[0] == "ram-oom-kill"
 
 
 def test_an_oom_kill_names_who_held_how_much() -> None:

@@ -29,15 +29,15 @@ from collections.abc import Callable
 from typing import Any
 
 from legroom.budget.crew import SPARE, Each, fits, least
-from legroom.cache.maps import libc
 from legroom.errors import BudgetTooSmall, LoaderClosed
 from legroom.loader.arena.ending import watch_end
 from legroom.loader.arena.processes import Blocked, Guarded, end_with_parent
 from legroom.loader.arena.refusal import Left, left, refused
 from legroom.loader.arena.watch import May, Watch
 from legroom.loader.measure.bare import bare
-from legroom.loader.measure.private import give_back, idle_worker, private_bytes
+from legroom.loader.measure.private import idle_worker, private_bytes
 from legroom.probe.host import Host
+from legroom.system.libc import libc, malloc_trim
 from legroom.words import say
 
 Init = Callable[[int], None]
@@ -245,7 +245,7 @@ def careful(
     now = left()
     if now is None or now.free >= workers * ENOUGH:
         return None
-    give_back()
+    malloc_trim()
     now = left() or now
     if known is not None:
         # What is not known beforehand is in the figures by now, and a training that came so far is not stopped lightly.

@@ -10,7 +10,7 @@ from typing import Any
 from legroom.loader.arena import door
 from legroom.loader.arena.descriptors import Descriptors
 from legroom.loader.arena.inbox import receive
-from legroom.loader.measure.private import give_back
+from legroom.system.libc import malloc_trim
 
 
 class Sent:
@@ -30,5 +30,5 @@ class Sent:
     def __reduce__(self) -> tuple[Any, ...]:
         # Right before it is written, when the samples are gone and the next ones are about to be drawn.
         if door.here() is not None:
-            give_back()
+            malloc_trim()
         return receive, self._arguments

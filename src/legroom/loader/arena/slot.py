@@ -35,8 +35,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from legroom.cache.maps import libc
 from legroom.cache.room import STEP, memory_bounds, tightest
+from legroom.system.libc import MAP_FAILED, last_error, libc
 from legroom.words import say
 
 FREE, SENT, HELD, RETIRED = range(4)
@@ -46,7 +46,6 @@ _NOEXEC = 0x8  # MFD_NOEXEC_SEAL, which systems with vm.memfd_noexec=2 insist on
 _SEALS = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 _ADD_SEALS = 1033
 _PUNCH_HOLE = 0x2 | 0x1  # and FALLOC_FL_KEEP_SIZE
-_FAILED = ctypes.c_void_p(-1).value
 _MB = 1 << 20
 
 NDArray = np.ndarray[Any, Any]
@@ -77,9 +76,8 @@ class Slot:
         length = HEADER + capacity
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         address = libc().mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
-        if address == _FAILED:
-            problem = ctypes.get_errno()
-            raise OSError(problem, os.strerror(problem))
+        if address == MAP_FAILED:
+            raise last_error()
         self.fd = fd if keep else None
         self.before_unmap: Callable[[int], None] | None = None
         self.address, self.capacity = address, capacity

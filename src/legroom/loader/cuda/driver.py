@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from legroom.errors import UsageError
-from legroom.packages import require
+from legroom.system.imports import require
 from legroom.words import say
 
 if TYPE_CHECKING:

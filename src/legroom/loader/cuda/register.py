@@ -13,7 +13,6 @@ that CUDA would not unregister stay mapped: a GPU that still reads must find the
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import stat
@@ -25,12 +24,11 @@ from typing import Any
 
 import numpy as np
 
-from legroom.cache.maps import libc
 from legroom.loader.cuda.driver import Driver, Refused
 from legroom.loader.cuda.keep import KEEP, Use
+from legroom.system.libc import MAP_FAILED, last_error, libc
 from legroom.words import say
 
-_FAILED = ctypes.c_void_p(-1).value
 NDArray = np.ndarray[Any, Any]
 
 
@@ -65,8 +63,8 @@ def registered(driver: Driver, path: Path, offset: int, array: NDArray) -> Use[R
 def _map_and_register(driver: Driver, fd: int, size: int) -> Region:
     length = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     address = libc().mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
-    if address == _FAILED:
-        raise Refused(say("mmap: {words}", words=os.strerror(ctypes.get_errno())))
+    if address == MAP_FAILED:
+        raise Refused(say("mmap: {words}", words=last_error().strerror))
     try:
         driver.register(address, length)
     except BaseException:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legroom.cpus import usable_cpus
 from legroom.loader.cuda.driver import Driver, Refused
 from legroom.loader.cuda.lane import CudaGatherer, Queued
 from legroom.loader.cuda.rows import Rows
+from legroom.system.cpus import usable_cpus
 from legroom.words import say
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from legroom.loader.measure import meter
 from legroom.loader.measure.guarded import Watched, environment, guarded
 from legroom.loader.measure.named import split
 from legroom.model import Measured, Transport
+from legroom.system.processes import ExitStatus
 from legroom.units import format_duration, format_size
 from legroom.words import say
 
@@ -153,17 +153,10 @@ def _died(name: str, status: int | None, timeout: float, words: list[str]) -> Da
         how = say("it did not give a batch within {limit}", limit=format_duration(timeout))
         fix = say("give it more time, or find what it waits for: a lock, a network file system, a prompt")
     elif status < 0:
-        how = say("it died of {signal}", signal=_signal(-status))
+        how = say("the process ended: {how}", how=str(ExitStatus.of(status)))
         fix = say("run it alone: native code in the dataset or its libraries crashed")
     else:
-        how = say("it ended with exit status {status} before it gave a batch", status=status)
+        how = say("the process ended before it gave a batch: {how}", how=str(ExitStatus.of(status)))
         fix = say("a module that exits while it is imported needs an `if __name__ == '__main__':` guard")
     said = "".join(f"\n{line}" for line in words)
     return DatasetFailed(say("drawing a batch from {name} failed", name=name), why=how + said, fix=(fix,))
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return say("signal {number}", number=number)

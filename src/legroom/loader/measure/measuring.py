@@ -13,7 +13,7 @@ from itertools import cycle, islice
 from math import ceil
 from typing import Any
 
-from legroom.errors import DatasetFailed, UsageError
+from legroom.errors import DatasetFailed
 from legroom.loader.measure.apart import measure_dataset
 from legroom.loader.measure.contents import Contents, contents
 from legroom.loader.measure.draw import Drawn, draw, is_iterable, length
@@ -21,7 +21,8 @@ from legroom.loader.measure.private import free_bytes, idle_worker, private_byte
 from legroom.loader.tune.clock import Clock
 from legroom.loader.tune.transport import Kind, measure_transport
 from legroom.model import Measured
-from legroom.packages import require
+from legroom.system.arguments import check_integer
+from legroom.system.imports import require
 from legroom.words import phrase, say
 
 __all__ = ["FIX", "measure", "measure_dataset"]
@@ -47,7 +48,7 @@ def measure(
     proportion. ``transport`` also measures, with a real worker, what a batch costs on its way through that kind of
     loader. ``method`` is how workers will start; None: as this Python starts them.
     """
-    check_batch(batch_size)
+    batch_size = check_integer("batch_size", batch_size, 1)
     default_collate = require("torch.utils.data", "torch", say("drawing from a dataset")).default_collate
     if collate_fn is None:
         collate_fn = default_collate
@@ -83,16 +84,6 @@ def measure(
         # torch's own collate stacks where the batch travels; another's result is there beside the samples first.
         making=sample_bytes * len(members) + (0 if collate_fn is default_collate else sum(found.storages)),
     )
-
-
-def check_batch(batch_size: object) -> None:
-    """A batch of at least one whole sample, or an error."""
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise UsageError(
-            say("a batch of {size} samples makes no sense", size=batch_size),
-            why=say("a batch holds at least one sample"),
-            fix=(say("give a whole number from 1 up"),),
-        )
 
 
 def _samples(

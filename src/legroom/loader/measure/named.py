@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import MissingKey, UsageError
-from legroom.packages import require
+from legroom.system.imports import require
 from legroom.words import listed, say
 
 _SHOWN = 10  # names of a module, where one that is asked for is not there

@@ -7,11 +7,9 @@ Covers: its private memory, shared-memory files left out; the room for a few bat
 from __future__ import annotations
 
 import multiprocessing
-import sys
 import warnings
 from typing import Any
 
-from legroom.cache.maps import libc
 from legroom.probe.host import Host
 from legroom.probe.memory import memory, ram_pool
 from legroom.probe.shm import shm_room
@@ -52,13 +50,6 @@ def idle_worker() -> int | None:
 
 def _held(_: object) -> int | None:
     return private_bytes()
-
-
-def give_back() -> None:
-    """Have the C library return what was freed: it would keep it, and nobody else could have it."""
-    trim = getattr(libc(), "malloc_trim", None) if sys.platform == "linux" else None  # glibc's alone
-    if trim is not None:
-        trim(0)
 
 
 def start_method(context: Any = None) -> str:

@@ -24,7 +24,6 @@ from typing import Any
 
 _STILL_S, _LOOK_S = 0.1, 0.01  # without CPU time, that a worker waits; between two looks
 _LONGEST_S = 20.0  # of a pause
-_PDEATHSIG = 1
 _TAIL = 5  # lines of a traceback that say where it came from
 _FILES = ("too many open files", "ancdata")
 _SHM = ("bus error", "shared memory", "no space left on device", "</torch_", "unable to resize file")
@@ -85,15 +84,11 @@ def run(found: Callable[[], tuple[Any, Any]], answer: str, asked: dict[str, Any]
 
 def first_to_go() -> None:
     """Ask the OOM killer to take this process and its workers before anything else, and end with whoever watches."""
-    try:
-        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-            file.write("1000")
-    except OSError:  # not Linux, or a sandbox without it
-        pass
-    if sys.platform == "linux":
-        import ctypes
+    from legroom.system.libc import die_with_parent
+    from legroom.system.processes import prefer_oom_kill
 
-        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+    prefer_oom_kill()
+    die_with_parent(signal.SIGKILL)
 
 
 def _loop(

@@ -24,9 +24,10 @@ from legroom.loader.rows.order import permutation
 from legroom.loader.rows.paths import gatherer_for
 from legroom.loader.rows.prefetch import Ahead
 from legroom.loader.rows.ranks import process_group, rank_and_world
-from legroom.loader.rows.settings import BatchSettings, whole_number
+from legroom.loader.rows.settings import BatchSettings
 from legroom.loader.rows.share import Share, Step
 from legroom.loader.rows.state import Place, as_dict, fingerprint, from_dict
+from legroom.system.arguments import check_integer
 from legroom.words import say
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Batches:
 
     def set_epoch(self, epoch: int) -> None:
         """Every loop from now on has the order of that epoch, until another is set."""
-        self._epoch = whole_number("epoch", epoch, 0)
+        self._epoch = check_integer("epoch", epoch, 0)
         self._progress = None
         if self._resume is not None and self._resume.epoch != self._epoch:
             self._resume = None

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from legroom.cpus import usable_cpus
+from legroom.system.cpus import usable_cpus
 
 NDArray = np.ndarray[Any, Any]
 _WORTH_A_LOOK = 1 << 20  # bytes: below, starting a thread takes longer than the copy

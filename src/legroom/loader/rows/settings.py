@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from operator import index
-from typing import Any, cast
+from typing import Any
 
 from legroom.errors import UsageError
 from legroom.loader.rows.share import UNEVEN, Uneven
-from legroom.packages import require
-from legroom.words import listed, say
+from legroom.system.arguments import check_choice, check_integer
+from legroom.system.imports import require
+from legroom.words import say
 
 FORMATS = ("torch", "numpy")
-_WORD = 1 << 64  # seeds and epochs are words of the generator's key
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +43,13 @@ class BatchSettings:
         return self.device is None or str(self.device) == "cpu"
 
     def check(self) -> None:
-        """Refuse what makes no sense, whatever the data are."""
-        whole_number("batch_size", self.batch_size, 1)
-        whole_number("seed", self.seed, 0)
+        """Raise UsageError for arguments that no data could make right."""
+        check_integer("batch_size", self.batch_size, 1)
+        check_integer("seed", self.seed, 0)
         if self.epoch is not None:
-            whole_number("epoch", self.epoch, 0)
-        for name, value, known in (("format", self.format, FORMATS), ("uneven", self.uneven, UNEVEN)):
-            if value not in known:
-                raise UsageError(
-                    say("{name}={value!r} is not known", name=name, value=value),
-                    why=say("{name} is one of {known}", name=name, known=listed(known)),
-                    fix=(say("{name}={first!r}", name=name, first=known[0]),),
-                )
+            check_integer("epoch", self.epoch, 0)
+        check_choice("format", self.format, FORMATS)
+        check_choice("uneven", self.uneven, UNEVEN)
         if self.transform is not None and not callable(self.transform):
             raise UsageError(
                 say("transform={value!r} cannot be called", value=self.transform),
@@ -78,21 +72,6 @@ class BatchSettings:
                 why=say("numpy arrays lie in this machine's memory"),
                 fix=("format='torch'", say("or leave device out")),
             )
-
-
-def whole_number(name: str, value: object, least: int) -> int:
-    """The number, if it is whole and in range."""
-    try:
-        number = -1 if isinstance(value, bool) else index(cast(Any, value))
-    except TypeError:
-        number = -1
-    if not least <= number < _WORD:
-        raise UsageError(
-            say("{name}={value!r} makes no sense", name=name, value=value),
-            why=say("{name} is a whole number from {least} up", name=name, least=least),
-            fix=(say("{name}={least}, or more", name=name, least=least),),
-        )
-    return number
 
 
 def _need_torch() -> None:

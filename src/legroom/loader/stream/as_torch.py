@@ -10,7 +10,7 @@ import sys
 from functools import cache
 from typing import Any
 
-from legroom.packages import require
+from legroom.system.imports import require
 from legroom.words import say
 
 

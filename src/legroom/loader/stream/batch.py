@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 from legroom.errors import UnsupportedData, UsageError
-from legroom.packages import require
+from legroom.system.imports import require
 from legroom.words import listed, say
 
 Format = Literal["arrow", "numpy", "torch", "python"]

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from legroom.errors import BudgetTooSmall, NoLength
-from legroom.loader.rows.settings import whole_number
 from legroom.loader.stream import state as stream_state
 from legroom.loader.stream.as_torch import iterable_class, this_worker, torch_class
 from legroom.loader.stream.batch import converter, object_bytes
@@ -32,6 +31,7 @@ from legroom.loader.stream.shard import (
     rank_stretch,
     worker_stretch,
 )
+from legroom.system.arguments import check_integer
 from legroom.words import say
 
 THREADS_FROM = 128 << 20  # below, what threads keep for themselves would be too much of the bound
@@ -87,7 +87,7 @@ class Stream:
 
     def set_epoch(self, epoch: int) -> None:
         """Every loop from now on has the order of that epoch, until another is set."""
-        self._epoch = whole_number("epoch", epoch, 0)
+        self._epoch = check_integer("epoch", epoch, 0)
         self._going = None
         if self._resume is not None and self._resume.epoch != epoch:
             self._resume = None

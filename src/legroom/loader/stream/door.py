@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from legroom.loader.rows.ranks import process_group, rank_and_world
-from legroom.loader.rows.settings import whole_number
 from legroom.loader.rows.share import Uneven
 from legroom.loader.stream.as_torch import iterable_class
 from legroom.loader.stream.batch import COPIES, Format, converter
@@ -23,6 +22,7 @@ from legroom.loader.stream.paths import Paths, expand
 from legroom.loader.stream.read import Reader, count_rows
 from legroom.loader.stream.room import Demand, Room, divide
 from legroom.loader.stream.settings import StreamSettings
+from legroom.system.arguments import check_integer
 from legroom.units import parse_size
 
 
@@ -76,7 +76,7 @@ def stream(
     )
     converter(format)
     if epoch is not None:
-        whole_number("epoch", epoch, 0)
+        check_integer("epoch", epoch, 0)
     catalog = look(expand(paths), columns, filters)
     room = _room(catalog, settings)
     # Ranks of equal length need to know how many rows pass; else rows are divided before they are filtered.

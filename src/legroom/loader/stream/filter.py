@@ -16,7 +16,7 @@ from typing import Any
 from legroom.errors import MissingKey, UsageError
 from legroom.formats.selection import missing_key
 from legroom.formats.table import arrow_trouble
-from legroom.packages import require
+from legroom.system.imports import require
 from legroom.words import listed, say
 
 

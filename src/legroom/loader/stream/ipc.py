@@ -20,7 +20,7 @@ from legroom.formats.source import SourceFile
 from legroom.formats.table import arrow_trouble
 from legroom.loader.stream.room import Room, undecodable
 from legroom.loader.stream.step import Steps
-from legroom.packages import require
+from legroom.system.imports import require
 from legroom.words import say
 
 _FILE = b"ARROW1"

@@ -22,7 +22,7 @@ from legroom.formats.source import SourceFile, damaged
 from legroom.formats.table import arrow_trouble
 from legroom.loader.stream.room import Room, undecodable
 from legroom.loader.stream.step import Steps
-from legroom.packages import require
+from legroom.system.imports import require
 from legroom.units import format_size
 from legroom.words import say
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from legroom.errors import UsageError
-from legroom.loader.rows.settings import whole_number
 from legroom.loader.rows.share import UNEVEN, Uneven
 from legroom.loader.stream.batch import Format
-from legroom.words import listed, say
+from legroom.system.arguments import check_choice, check_integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +30,10 @@ class StreamSettings:
     drop_last: bool
 
     def __post_init__(self) -> None:
-        whole_number("batch_size", self.batch_size, 1)
-        whole_number("shuffle_buffer", self.shuffle_buffer, 0)
-        whole_number("seed", self.seed, 0)
-        if self.uneven not in UNEVEN:
-            raise UsageError(
-                say("uneven={uneven!r} is not known", uneven=self.uneven),
-                why=say("it says what to do when the ranks' rows differ"),
-                fix=(say("one of: {names}", names=listed(UNEVEN)),),
-            )
+        check_integer("batch_size", self.batch_size, 1)
+        check_integer("shuffle_buffer", self.shuffle_buffer, 0)
+        check_integer("seed", self.seed, 0)
+        check_choice("uneven", self.uneven, UNEVEN)
 
     def order(self) -> dict[str, Any]:
         """What decides which rows come when: a saved state is of use only where all of it is the same."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from legroom.packages import require
+from legroom.system.imports import require
 
 _MOST_ROWS = 1 << 16
 _LOOKS = 32  # at the process's size, while as much is decoded as the bound

@@ -17,6 +17,7 @@ from typing import Any
 from legroom.budget.choose import Rung
 from legroom.loader.measure.draw import is_iterable
 from legroom.loader.tune.transport import Kind, loader_class
+from legroom.system.processes import ExitStatus
 from legroom.words import say
 
 _LIMIT = 60.0  # seconds for a child to come back before the attempt counts as failed
@@ -90,7 +91,7 @@ def attempt_apart(dataset: Any, collate_fn: Callable[[Any], Any] | None, rung: R
         return found
     except EOFError:
         child.join()
-        return say("it died with status {status}", status=child.exitcode)
+        return say("the process ended: {how}", how=str(ExitStatus.of(child.exitcode or 0)))
     finally:
         child.kill()
         child.join()

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from legroom.errors import UsageError
 from legroom.loader.measure.draw import length
 from legroom.model import Settings
 from legroom.model.settings_env import checked
+from legroom.system.atomic_file import PRIVATE, replace_file
 from legroom.words import say
 
 _SCHEMA = "legroom.settings/1"
@@ -46,14 +46,7 @@ def remember(key: str, settings: Settings, environment: Mapping[str, str] = os.e
     body = {"schema": _SCHEMA, "key": key, "when": time.time(), "settings": kept}
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=".settings-")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(body, file)
-            os.replace(scratch, path)
-        except BaseException:
-            os.unlink(scratch)
-            raise
+        replace_file(path, json.dumps(body), mode=PRIVATE)
     except OSError:
         return False
     return True

@@ -27,8 +27,9 @@ from legroom.loader.tune.stepping import time_step
 from legroom.loader.tune.transport import Kind
 from legroom.model import Box, Measured, Settings
 from legroom.model.settings_env import checked, from_environment
-from legroom.packages import require
 from legroom.probe.box import snapshot
+from legroom.system.arguments import check_integer, check_seconds
+from legroom.system.imports import require
 from legroom.words import say
 
 log = logging.getLogger("legroom")
@@ -75,7 +76,8 @@ def tune(
     dataset, collate_fn = _opened(dataset, collate_fn)
     by_hand = {**checked(overrides), **from_environment(os.environ)}
     world = _world(ranks)
-    # Before anything is measured: what makes no sense should not take seconds to say so.
+    # Before anything is measured, which takes seconds.
+    batch_size = check_integer("batch_size", batch_size, 1)
     per_rank(batch_size, effective_batch, world)
     named_preset(preset)
     key = key_of(dataset)
@@ -149,13 +151,7 @@ def _step(
         return time_step(dataset, collate_fn, batch_size, step)
     if seconds is None:
         return Step()
-    if not 0 <= seconds < float("inf"):
-        raise UsageError(
-            say("a step of {seconds} s makes no sense", seconds=seconds),
-            why=say("its time is zero or more, and finite"),
-            fix=(say("give seconds, like 0.018"),),
-        )
-    return Step(seconds)
+    return Step(check_seconds("step_seconds", seconds))
 
 
 def _climbed(

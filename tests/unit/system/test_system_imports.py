@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from legroom.errors import MissingPackage
-from legroom.packages import require
+from legroom.system.imports import require
 
 WITHOUT_TORCH = """
 import json, sys

@@ -1,0 +1,13 @@
+"""CPUs that this process may run on. A cgroup's CPU quota is read by legroom.probe.cpu: it slows threads down and does
+not forbid them."""
+
+from __future__ import annotations
+
+import os
+
+
+def usable_cpus() -> int:
+    """The size of the affinity mask, at least 1."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

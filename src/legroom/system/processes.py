@@ -1,0 +1,58 @@
+"""How a child process ended: with an exit code, or by a signal. legroom.rescue diagnoses the cause."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from legroom.words import say
+
+
+def signal_name(number: int) -> str:
+    """``SIGBUS``; ``signal 40`` for one that has no name on this system."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return say("signal {number}", number=number)
+
+
+def prefer_oom_kill() -> None:
+    """Ask the kernel's OOM killer to take this process, and its children, before any other."""
+    try:
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("1000")
+    except OSError:
+        pass  # not Linux, or a sandbox: the largest is killed, which is most likely this process
+
+
+@dataclass(frozen=True, slots=True)
+class ExitStatus:
+    """The wait status of a process."""
+
+    status: int | None = None  # the exit code
+    signal: int | None = None  # the signal that killed it
+
+    @classmethod
+    def of(cls, returncode: int) -> ExitStatus:
+        """From what subprocess and multiprocessing give: a signal is a negative number."""
+        return cls(signal=-returncode) if returncode < 0 else cls(returncode)
+
+    @property
+    def shell_status(self) -> int:
+        """As a shell shows it: the exit code, or 128 + the signal."""
+        if self.signal is not None:
+            return 128 + self.signal
+        return self.status or 0
+
+    @property
+    def success(self) -> bool:
+        """Whether the exit code is 0."""
+        return self.signal is None and self.status == 0
+
+    def __str__(self) -> str:
+        """For people: ``killed by signal 9 (SIGKILL)``, ``exit code 1``."""
+        if self.signal is not None:
+            return say(
+                "killed by signal {number} ({name})", number=self.signal, name=signal_name(self.signal)
+            )
+        return say("exit code {status}", status=self.status)

@@ -1,0 +1,38 @@
+"""How a child ended, from every source of a status."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from legroom.system.processes import ExitStatus, prefer_oom_kill, signal_name
+
+
+def test_signal_names() -> None:
+    assert signal_name(signal.SIGTERM) == "SIGTERM"
+    assert signal_name(1000) == "signal 1000"
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "shell", "success"),
+    [(0, "exit code 0", 0, True), (3, "exit code 3", 3, False)]
+    + ([(-9, "killed by signal 9 (SIGKILL)", 137, False)] if os.name == "posix" else []),
+)
+def test_the_status_that_subprocess_gives(code: int, text: str, shell: int, success: bool) -> None:
+    script = f"import os, sys; os.kill(os.getpid(), {-code}) if {code} < 0 else sys.exit({code})"
+    ended = ExitStatus.of(subprocess.run([sys.executable, "-c", script]).returncode)
+    assert (str(ended), ended.shell_status, ended.success) == (text, shell, success)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_the_oom_killer_takes_this_process_first() -> None:
+    child = os.fork()
+    if child == 0:
+        prefer_oom_kill()
+        os._exit(0 if Path("/proc/self/oom_score_adj").read_text().strip() == "1000" else 1)
+    assert os.waitpid(child, 0)[1] == 0
