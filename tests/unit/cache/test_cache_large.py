@@ -221,7 +221,7 @@ class TestWhereMapsLie:
         real = libc().mmap
 
         def mmap(*arguments: object) -> int | None:
-            return maps._FAILED if arguments[4] == -1 else real(*arguments)
+            return maps.MAP_FAILED if arguments[4] == -1 else real(*arguments)
 
         monkeypatch.setattr(libc(), "mmap", mmap)
         assert ctypes.string_at(Map(memory, 8 * MB).address, 2) == b"\0\0"

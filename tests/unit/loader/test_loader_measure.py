@@ -164,7 +164,7 @@ def test_a_loader_brings_its_collate_and_a_file_can_be_named() -> None:
     ("name", "said"),
     [
         ("Raising", r"(?s)in __getitem__.*ValueError: sample \d is broken"),
-        ("Crashing", "(?s)died of SIGSEGV.*tune_data.py"),
+        ("Crashing", r"(?s)killed by signal 11 \(SIGSEGV\).*tune_data.py"),
         ("Empty", "gave no sample"),
         ("leaving", "SystemExit: 3"),
         ("number", "neither __getitem__ nor __iter__"),
