@@ -10,7 +10,6 @@ import io
 import json
 import os
 import tarfile
-import tempfile
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from legroom.errors import UsageError
 from legroom.report.parts import Gathered, Packed
 from legroom.report.redact import Redactor
+from legroom.system.atomic_file import PRIVATE, create_file
 from legroom.units import format_size
 from legroom.words import say
 
@@ -95,36 +95,12 @@ def checked_path(path: str) -> str:
 
 def write(data: bytes, path: str) -> None:
     """Write the bundle: whole or not at all, readable by its owner alone, never over another file."""
-    folder = os.path.dirname(os.path.abspath(path))
     try:
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".legroom-report-")  # 0600
-    except OSError as problem:
-        raise _unwritable(path, problem) from problem
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        _publish(temporary, path)
+        create_file(path, data, mode=PRIVATE)
     except FileExistsError:
         raise _taken(path) from None
     except OSError as problem:
         raise _unwritable(path, problem) from problem
-    finally:
-        if os.path.lexists(temporary):
-            os.unlink(temporary)
-
-
-def _publish(temporary: str, path: str) -> None:
-    # A link fails where something is, a rename would replace it. Some filesystems have no links.
-    try:
-        os.link(temporary, path, follow_symlinks=False)
-    except FileExistsError:
-        raise
-    except (OSError, NotImplementedError):
-        if os.path.lexists(path):
-            raise FileExistsError(path) from None
-        os.rename(temporary, path)
 
 
 def _taken(path: str) -> UsageError:
