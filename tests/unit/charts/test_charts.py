@@ -33,7 +33,6 @@ from legroom.charts.pool_chart import amount, pool_chart
 from legroom.errors import MissingPackage, UsageError
 from legroom.model import AlarmSpan, Mark, PoolPoint
 from legroom.model.gpu import BatchFound, Trial
-from legroom.system.atomic_file import replace_file
 from legroom.units import format_size
 from watch_runs import HOSTILE
 
