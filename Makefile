@@ -7,18 +7,22 @@ PEERS := .venv-peers
 PYTEST := $(BIN)/python -m pytest -m "not soak"
 RIGS := $(BIN)/python -m pytest tests/real -m
 SOAK := $(BIN)/python -m pytest -m soak
-# What failed beside others on a busy machine is tried once more by itself; what fails again has failed.
-ALONE := --last-failed --last-failed-no-failures none
+# Three processes on two cores, because tests also wait; a file stays in one process, long files first (tests/conftest.py).
+SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
+
+# pip compiles on one core and compiles everything; transformers' models and others' tests are compiled when imported.
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/transformers/models/|/tests?/' $(VENV)/lib || true
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint unit chromium podman test-pythons test-torch-suite bench gpu docs messages evidence soak clean
+.PHONY: help setup demo test check lint unit coverage chromium podman test-pythons test-torch-suite bench gpu docs messages evidence soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	$(COMPILE)
 	touch $@
 
 setup: $(READY) ## a virtual environment with everything, versions pinned
@@ -27,7 +31,12 @@ demo: $(READY) ## what Legroom does, measured on this machine in a minute or so
 	@mkdir -p build
 	$(BIN)/legroom demo --out build/legroom-demo.png
 
-test: lint docs unit ## all checks and all tests
+test: ## all checks and all tests
+	$(MAKE) --no-print-directory --output-sync -j 3 lint docs podman
+	$(MAKE) --no-print-directory unit
+
+check: $(READY) lint ## style, types, and the unit tests that reach what changed since main: the loop while you work
+	$(BIN)/python tests/changed.py -q -n 2 --dist loadfile
 
 lint: $(READY) ## style, types, layers
 	$(BIN)/ruff check
@@ -35,15 +44,18 @@ lint: $(READY) ## style, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Real rigs untraced: they measure. They wait more than they work, so three at a time; then, one by one, those that
-# change the whole machine or measure it.
-unit: $(READY) chromium podman ## every test, with coverage
+# Then, one by one, the rigs that change the whole machine or measure it; last, a minute's worth of random faults.
+unit: $(READY) chromium podman ## every test
+	$(PYTEST) $(SPREAD) tests/unit tests/contract
+	$(RIGS) "not soak and not alone" $(SPREAD)
+	$(RIGS) "not soak and alone"
+	seed=$${LEGROOM_SOAK_SEED:-$$(date +%s)}; echo "LEGROOM_SOAK_SEED=$$seed"; \
+	    LEGROOM_SOAK_SEED=$$seed LEGROOM_SOAK_SECONDS=60 $(SOAK) -n 3 tests/soak/test_soak_random.py
+
+# Tracing more than doubles the CPU time of a test that runs in pytest's own process, so `make test` does without.
+coverage: $(READY) ## which lines and branches the unit and contract tests reach
 	$(BIN)/coverage erase
-	$(PYTEST) --cov --cov-report=term:skip-covered -n 3 --dist loadfile --no-loadscope-reorder tests/unit tests/contract \
-	    || $(PYTEST) $(ALONE) tests/unit tests/contract
-	$(RIGS) "not soak and not alone" -n 3 --dist loadfile --no-loadscope-reorder || $(RIGS) "not soak and not alone" $(ALONE)
-	$(RIGS) "not soak and alone" || $(RIGS) "not soak and alone" $(ALONE)
-	LEGROOM_SOAK_SECONDS=60 $(SOAK) tests/soak/test_soak_random.py
+	$(PYTEST) $(SPREAD) --cov --cov-report=term:skip-covered tests/unit tests/contract
 
 # Never fails: without a browser the tests that need one are skipped with a reason, and CI as root fails there.
 chromium: ## Debian's browser, for the tests of the web page; installed where that is allowed
@@ -55,7 +67,7 @@ chromium: ## Debian's browser, for the tests of the web page; installed where th
 	       >/dev/null 2>&1 </dev/null && command -v chromium >/dev/null; } \
 	|| echo "chromium is not installed and could not be: the page is not looked at in a browser"
 
-podman: ## containers for the tests of `legroom run`; installed where that is allowed
+podman: | chromium ## containers for the tests of `legroom run`; installed where that is allowed
 	@command -v podman >/dev/null && command -v runc >/dev/null || { \
 	    [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 	    && export DEBIAN_FRONTEND=noninteractive \

@@ -12,6 +12,8 @@ import rigs
 
 from legroom import words
 
+pytest_plugins = ["load_sensitive"]
+
 try:
     from hypothesis import settings
 except ImportError:  # `make gpu` needs pytest alone

@@ -59,6 +59,9 @@ def test_where_the_first_samples_do_not_fit_that_is_said(more: int, own: int) ->
     assert any(part in refused["message"] for part in words), refused
 
 
+@pytest.mark.load_sensitive(
+    reason="the guard reads memory at intervals; where it gets no core in time, the kernel kills first"
+)
 @pytest.mark.parametrize("megabytes", [60, 250])
 def test_check_counts_processes_that_it_was_not_told_about(megabytes: int) -> None:
     line = [

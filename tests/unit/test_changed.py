@@ -1,0 +1,95 @@
+"""`make check` and the retry of load-sensitive tests: which tests run, and how often."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from changed import nearest
+
+TESTS = Path(__file__).parents[1]
+
+SOURCES = {
+    "src/legroom/errors.py": "",
+    "src/legroom/cache/__init__.py": "",
+    "src/legroom/cache/store.py": "from legroom.errors import LegroomError",
+    "src/legroom/loader/worker.py": "def f():\n    return lazily('legroom.cache.store')",
+    "src/legroom/other.py": "import os",
+    "tests/unit/cache_stage.py": "from legroom.cache import store",
+    "tests/unit/test_store.py": "import legroom.cache.store",
+    "tests/unit/test_stage.py": "from cache_stage import Stage",
+    "tests/unit/test_worker.py": "from legroom.loader import worker",
+    "tests/unit/test_other.py": "from legroom import other",
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        (["src/legroom/cache/store.py"], ["test_store", "test_worker", "test_stage"]),
+        (["src/legroom/errors.py"], ["test_store", "test_worker", "test_stage"]),
+        (["tests/unit/cache_stage.py"], ["test_stage"]),
+        (["src/legroom/other.py", "tests/unit/test_store.py"], ["test_store", "test_other"]),
+        (["docs/run.md", "src/legroom/gone.py"], []),
+    ],
+)
+def test_the_tests_that_reach_a_change_nearest_first(changed: list[str], expected: list[str]) -> None:
+    sources = {Path(name): text for name, text in SOURCES.items()}
+    assert [path.stem for path in nearest(sources, {Path(name) for name in changed})] == expected
+
+
+def run(folder: Path, text: str, *flags: str) -> str:
+    """What pytest prints about these tests, with the plugin for retries alone."""
+    (folder / "test_it.py").write_text(text)
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "load_sensitive", "-p", "no:cacheprovider", *flags],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(TESTS)}, capture_output=True, text=True,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("flags", [(), ("-n", "1")])
+def test_only_a_marked_test_is_retried_and_the_run_lists_it(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    text = """
+import pathlib, pytest
+
+def attempt(name):
+    path = pathlib.Path(name)
+    path.write_text(path.read_text() + "x" if path.exists() else "x")
+    return len(path.read_text())
+
+@pytest.fixture
+def fresh(tmp_path):
+    yield attempt("fixture")
+
+@pytest.mark.load_sensitive(reason="counts seconds")
+def test_second(fresh):
+    assert attempt("second") == 2 == fresh
+
+@pytest.mark.load_sensitive(reason="never right")
+def test_never():
+    assert attempt("never") == 0
+
+@pytest.mark.load_sensitive(reason="not needed")
+def test_first():
+    assert attempt("first") == 1
+
+def test_unmarked():
+    assert attempt("unmarked") == 2
+"""
+    said = run(tmp_path, text, *flags)
+    assert "2 failed, 2 passed" in said
+    assert "retried once, by the mark load_sensitive: 2" in said
+    assert "passed: test_it.py::test_second: counts seconds; first failure: " in said
+    assert "failed again: test_it.py::test_never: never right; first failure: " in said
+    counts = {name: len((tmp_path / name).read_text()) for name in ("second", "never", "first", "unmarked")}
+    assert counts == {"second": 2, "never": 2, "first": 1, "unmarked": 1}
+
+
+def test_a_mark_without_a_reason_is_refused(tmp_path: Path) -> None:
+    said = run(tmp_path, "import pytest\n@pytest.mark.load_sensitive\ndef test_it():\n    pass\n")
+    assert 'test_it.py::test_it: load_sensitive needs reason="..."' in said
