@@ -1,24 +1,33 @@
-"""`legroom cache`: load, list, info, drop, gc, verify. Parses, calls, renders; decides nothing."""
+"""`legroom cache`: load, list, info, drop, gc and verify entries of the cache; their text and JSON output."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
 
-from legroom.cli import cache_view as view
-from legroom.cli.params import DURATION, SIZE, EntryName
-from legroom.words import say
+from legroom.cli.layout import paragraph
+from legroom.cli.options import DURATION, SIZE, EntryName
+from legroom.cli.streams import for_drawing
+from legroom.columns import cells, left
+from legroom.model import Entry, Finding, Reaped, StoreRoom, Verification
+from legroom.units import format_duration, format_size
+from legroom.words import counted, listed, phrase, say, shown
 
-_json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
 @click.group("cache", context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
-    """One copy of a dataset for every process: load, look, remove.
+    """Share one copy of a dataset between processes: load, list, remove.
 
-    Each subcommand has --json. A KEY is an entry's digest, or its first digits.
+    Every subcommand has --json. KEY is the digest of an entry, or its first digits.
     """
 
 
@@ -26,13 +35,13 @@ def command() -> None:
 @click.argument("files", nargs=-1, required=True, type=click.Path(readable=False))
 @click.option("--keys", metavar="NAME,…", help="Load only these arrays or groups.")
 @click.option(
-    "--join", is_flag=True, help="The files are shards of one dataset: join them along the first axis."
+    "--join", is_flag=True, help="Join the files along the first axis: they are shards of one dataset."
 )
 @click.option("--backing", type=click.Choice(["auto", "shm", "disk"]), default="auto", show_default=True)
 @click.option(
     "--hash", "algorithm", type=click.Choice(["md5", "blake3", "xxh3"]), default="md5", show_default=True
 )
-@click.option("--no-evict", is_flag=True, help="Never remove unused entries to make room.")
+@click.option("--no-evict", is_flag=True, help="Do not remove unused entries to make room.")
 @click.option("--no-wait", is_flag=True, help="Do not wait for another process that is loading the file.")
 @_json
 def load(
@@ -45,7 +54,7 @@ def load(
     no_wait: bool,
     as_json: bool,
 ) -> None:
-    """Load files into the cache, so that every process finds them there."""
+    """Load files into the cache."""
     from legroom.loader.open import open as open_data
 
     names = [name.strip() for name in keys.split(",") if name.strip()] if keys else None
@@ -57,7 +66,7 @@ def load(
             else say("{first} and {count} more", first=group[0], count=len(group) - 1)
         )
         started = time.perf_counter()
-        with view.progress(label) as bar:
+        with progress(label) as bar:
             opened = open_data(
                 group if join else group[0],
                 names,
@@ -69,57 +78,59 @@ def load(
             )
         with opened as data:
             seconds = time.perf_counter() - started
-            loaded.append(view.entry_object(data.info) | {"seconds": seconds, "built": bar.moved})
+            loaded.append(entry_object(data.info) | {"seconds": seconds, "built": bar.moved})
             if not as_json:
-                click.echo(view.loaded_line(data.info, seconds, built=bar.moved))
+                click.echo(loaded_line(data.info, seconds, built=bar.moved))
     if as_json:
-        view.print_json("cache.load", {"entries": loaded})
+        print_json("cache.load", {"entries": loaded})
 
 
 @command.command("list")
 @click.argument("what", required=False, type=EntryName(), metavar="[FILE|KEY]")
 @_json
 def list_(what: str | None, as_json: bool) -> None:
-    """What is in the cache: files, digests, arrays, users, room."""
+    """List entries, the processes that use them, and free space."""
     from legroom.cache.catalog import listing
 
     found, rooms, passed_over = listing(what, with_users=True)
     if as_json:
-        view.print_json("cache.list", view.listing_object(found, rooms, passed_over))
+        print_json("cache.list", listing_object(found, rooms, passed_over))
     else:
-        click.echo(view.listing_text(found, rooms, passed_over, what))
+        click.echo(listing_text(found, rooms, passed_over, what))
 
 
 @command.command()
 @click.argument("what", type=EntryName(), metavar="FILE|KEY")
 @_json
 def info(what: str, as_json: bool) -> None:
-    """Everything about one entry; exits 1 where there is none."""
+    """Show everything about one entry; exit 1 if it is not loaded."""
     from legroom.cache.catalog import info as look_up
 
     entry = look_up(what)
     if as_json:
-        view.print_json("cache.info", {"entry": view.entry_object(entry)})
+        print_json("cache.info", {"entry": entry_object(entry)})
     else:
-        click.echo(view.entry_text(entry, attributes=True))
+        click.echo(entry_text(entry, attributes=True))
 
 
 @command.command()
 @click.argument("what", required=False, type=EntryName(), metavar="[FILE|KEY]")
-@click.option("--all", "everything", is_flag=True, help="Every entry that is not in use.")
-@click.option("--force", is_flag=True, help="Also what is in use: those who have it mapped keep their pages.")
+@click.option("--all", "everything", is_flag=True, help="Remove every entry that is not in use.")
+@click.option(
+    "--force", is_flag=True, help="Also remove entries in use; processes that mapped them keep their pages."
+)
 @_json
 def drop(what: str | None, everything: bool, force: bool, as_json: bool) -> int:
-    """Remove an entry, or all; exits 1 where something is in use."""
+    """Remove one entry or all; exit 1 if one is in use."""
     from legroom.cache.reap import drop as remove
 
     if (what is None) == (not everything):
-        raise click.UsageError(say("name a file or a key, or give --all"))
+        raise click.UsageError(say("give a file, a key or --all"))
     gone = remove(what, force=force)
     if as_json:
-        view.print_json("cache.drop", view.reaped_object(gone))
+        print_json("cache.drop", reaped_object(gone))
     else:
-        click.echo(view.reaped_text(gone))
+        click.echo(reaped_text(gone))
     return 1 if gone.kept else 0
 
 
@@ -127,40 +138,296 @@ def drop(what: str | None, everything: bool, force: bool, as_json: bool) -> int:
 @click.option(
     "--free", type=SIZE, metavar="SIZE", help="Remove least recently used entries until this much is free."
 )
-@click.option("--older", type=DURATION, metavar="TIME", help="Remove entries not used for this long, as 7d.")
-@click.option("--stale", is_flag=True, help="Remove entries whose file holds other bytes now.")
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option(
+    "--older", type=DURATION, metavar="TIME", help="Remove entries not used for this long, for example 7d."
+)
+@click.option("--stale", is_flag=True, help="Remove entries whose source file has changed.")
+@click.option("--dry-run", is_flag=True, help="Print what would be removed and remove nothing.")
 @_json
 def gc(free: int | None, older: float | None, stale: bool, dry_run: bool, as_json: bool) -> int:
-    """Clear what dead processes left, then what nobody needs.
+    """Remove leftovers of dead processes, then unneeded entries.
 
-    What is in use is never touched. Exits 1 where --free asks for more room
-    than that makes.
+    Entries in use are kept. Exits 1 if --free cannot be reached.
     """
     from legroom.cache.reap import gc as collect
 
     gone = collect(free=free, older=older, stale=stale, dry_run=dry_run)
     if as_json:
-        view.print_json("cache.gc", view.reaped_object(gone))
+        print_json("cache.gc", reaped_object(gone))
     else:
-        click.echo(view.reaped_text(gone))
+        click.echo(reaped_text(gone))
     return 1 if gone.short else 0
 
 
 @command.command()
 @click.argument("what", required=False, type=EntryName(), metavar="[FILE|KEY]")
-@click.option("--no-source", is_flag=True, help="Check the copies alone; do not read the source files again.")
+@click.option("--no-source", is_flag=True, help="Check only the copies; do not read the source files again.")
 @_json
 def verify(what: str | None, no_source: bool, as_json: bool) -> int:
-    """Checksum the copies and hash their sources again.
+    """Verify the checksums of entries and of their source files.
 
-    Exits 1 where one is not what it should be.
+    Exits 1 if an entry is damaged or its source has changed.
     """
     from legroom.cache.verify import verify as check
 
     results = check(what, source=not no_source)
     if as_json:
-        view.print_json("cache.verify", {"entries": [view.verified_object(result) for result in results]})
+        print_json("cache.verify", {"entries": [verified_object(result) for result in results]})
     else:
-        click.echo("\n".join(view.verified_line(result) for result in results) or say("the cache is empty"))
+        click.echo("\n".join(verified_line(result) for result in results) or say("the cache is empty"))
     return 0 if all(result.whole and result.source != "changed" for result in results) else 1
+
+
+_SHORT = 12  # digits of a key in text output
+
+
+class Bar:
+    """The progress of a load: drawn on a terminal, silent in a pipe."""
+
+    def __init__(self, draw: Any = None) -> None:
+        self.moved = False  # whether bytes were loaded, here or by the process waited for
+        self._draw = draw
+
+    def told(self, done: int, total: int) -> None:
+        self.moved = True
+        if self._draw is not None:
+            self._draw(done, total)
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Bar]:
+    """A progress bar with rate and time left on stderr, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield Bar()
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(file=for_drawing(sys.stderr)), transient=True) as drawn:
+        task = drawn.add_task(shown(label), total=None)
+        yield Bar(lambda done, total: drawn.update(task, completed=done, total=total))
+
+
+def print_json(command_name: str, content: dict[str, Any]) -> None:
+    """One object on stdout."""
+    click.echo(json.dumps({"schema": f"legroom.{command_name}/1", **content}, ensure_ascii=False))
+
+
+def entry_object(entry: Entry) -> dict[str, Any]:
+    """An entry for JSON."""
+    whole = dataclasses.asdict(entry)
+    whole["source"] = entry.sources[0] if entry.sources else None
+    return whole
+
+
+def listing_object(
+    found: Sequence[Entry], rooms: Sequence[StoreRoom], passed_over: Sequence[Finding]
+) -> dict[str, Any]:
+    """The list for JSON; ``store`` is the first of ``stores``."""
+    stores = [dataclasses.asdict(room) for room in rooms]
+    return {
+        "store": stores[0] if stores else None,
+        "stores": stores,
+        "entries": [entry_object(entry) for entry in found],
+        "saved": saved(found),
+        "findings": [dataclasses.asdict(finding) for finding in passed_over],
+    }
+
+
+def saved(found: Sequence[Entry]) -> int:
+    """Bytes that separate copies would have taken on top: one for every user but the first."""
+    return sum(entry.bytes * max(0, len(entry.users or ()) - 1) for entry in found)
+
+
+def listing_text(
+    found: Sequence[Entry], rooms: Sequence[StoreRoom], passed_over: Sequence[Finding], what: str | None
+) -> str:
+    """The list as text."""
+    lines: list[str] = []
+    if not found:
+        lines += [say("{what}: not loaded", what=shown(what)) if what else say("the cache is empty"), ""]
+    for entry in found:
+        lines += [entry_text(entry), ""]
+    together = saved(found)
+    if together:
+        lines.append(say("memory saved by sharing: {size}", size=format_size(together)))
+    for room in rooms:
+        told = say(
+            "{backing} store {path}: {used} in entries, {free} free (limited by {bound})",
+            backing=room.backing, path=room.path, used=format_size(room.used), free=format_size(room.free),
+            bound=room.bound_by,
+        )  # fmt: skip
+        lines.append(paragraph(told, "", "  "))
+    lines += [
+        paragraph(
+            say("{name}: {why}", name=finding.message, why=finding.why) + f" [{finding.code}]", "", "  "
+        )
+        for finding in passed_over
+        if finding.severity != "info"
+    ]
+    return "\n".join(lines).rstrip()
+
+
+def entry_text(entry: Entry, *, attributes: bool = False) -> str:
+    """One entry: file, digest, arrays with their sizes, processes that use it."""
+    lines = [_source(entry)]
+    if entry.damaged is not None:
+        lines += [f"  {entry.key}", say("  damaged: {why}", why=entry.damaged)]
+        return "\n".join(lines)
+    if entry.unreadable is not None:
+        lines += [f"  {entry.key}", say("  cannot be read: {why}", why=entry.unreadable)]
+        return "\n".join(lines)
+    lines.append(f"  {(entry.hash or '').upper():<8}{entry.digest}")
+    if entry.key != entry.digest:
+        lines.append(f"  {left(say('key'), 8)}{entry.key}")
+    names = [*entry.arrays, *entry.tables]
+    column = max((cells(shown(name)) for name in names), default=0)
+    for name, array in entry.arrays.items():
+        shape = "×".join(map(str, array.shape)) or say("scalar")
+        lines.append(f"  {left(shown(name), column)}  {format_size(array.bytes):>8}  {shape} {array.dtype}")
+        if attributes:
+            lines += _attribute_lines(array.attributes, "    ")
+    for name, table in entry.tables.items():
+        size = format_size(table.bytes)
+        told = say("{rows} rows: {columns}", rows=table.rows, columns=listed(map(shown, table.columns)))
+        lines.append(paragraph(told, f"  {left(shown(name), column)}  {size:>8}  ", "    "))
+    lines.append("  " + _state(entry))
+    for user in entry.users or ():
+        own = say("unknown") if user.privatised is None else format_size(user.privatised)
+        lines.append(
+            paragraph(
+                say("{pid} {command} (privatised {own})", pid=user.pid, command=user.command, own=own),
+                "    ",
+                "      ",
+            )
+        )
+    if attributes:
+        lines += _attribute_lines(entry.attributes, "  ")
+        lines += [say("  built by {who}", who=entry.built_by or say("unknown"))]
+    return "\n".join(lines)
+
+
+def _source(entry: Entry) -> str:
+    """The file behind an entry; of several the first, and how many more."""
+    if not entry.sources:
+        return say("source unknown")
+    if len(entry.sources) == 1:
+        return shown(entry.sources[0])
+    return say("{first} and {count} more", first=shown(entry.sources[0]), count=len(entry.sources) - 1)
+
+
+def _attribute_lines(attributes: Mapping[str, Any], indent: str) -> list[str]:
+    return [
+        f"{indent}@{shown(name)}: {shown(json.dumps(value, ensure_ascii=False, default=str))}"
+        for name, value in attributes.items()
+    ]
+
+
+def _state(entry: Entry) -> str:
+    now = time.time()
+    if entry.users:
+        use = counted(
+            len(entry.users), phrase("used by {count} process"), phrase("used by {count} processes")
+        )
+    elif entry.in_use:
+        use = say("in use by a process not visible from here")
+    else:
+        use = say("not in use")
+    told = say("{size} in {backing}, {use}", size=format_size(entry.bytes), backing=entry.backing, use=use)
+    if entry.created is not None:
+        told = say("{told}, built {age} ago", told=told, age=format_duration(max(0.0, now - entry.created)))
+    if entry.last_used is not None:
+        told = say(
+            "{told}, opened {age} ago", told=told, age=format_duration(max(0.0, now - entry.last_used))
+        )
+    return told
+
+
+def loaded_line(entry: Entry, seconds: float, *, built: bool) -> str:
+    """One line about one load."""
+    name = _source(entry) if entry.sources else entry.key
+    what = say("{name}: {size} in {backing}", name=name, size=format_size(entry.bytes), backing=entry.backing)
+    if not built:
+        return say("{what}, already in the cache ({time})", what=what, time=format_duration(seconds))
+    rate = format_size(int(entry.bytes / seconds)) if seconds > 0 else "?"
+    return say("{what}, loaded in {time} ({rate}/s)", what=what, time=format_duration(seconds), rate=rate)
+
+
+def reaped_object(gone: Reaped) -> dict[str, Any]:
+    """What was removed, for JSON."""
+    return {
+        "removed": [entry_object(entry) for entry in gone.entries],
+        "kept": [entry_object(entry) for entry in gone.kept],
+        "freed": gone.freed,
+        "strays": gone.strays,
+        "dry_run": gone.dry_run,
+        "short": [dataclasses.asdict(one) for one in gone.short],
+    }
+
+
+def reaped_text(gone: Reaped) -> str:
+    """What was removed, as text."""
+    verb = say("would remove") if gone.dry_run else say("removed")
+    lines = [f"{verb} {_named(entry)}" for entry in gone.entries]
+    lines += [say("kept {name}: in use", name=_named(entry)) for entry in gone.kept]
+    lines.append(
+        say(
+            "{verb} {entries} ({freed}) and {leftovers}",
+            verb=verb, freed=format_size(gone.freed),
+            entries=counted(len(gone.entries), phrase("{count} entry"), phrase("{count} entries")),
+            leftovers=counted(gone.strays, phrase("{count} leftover"), phrase("{count} leftovers")),
+        )
+    )  # fmt: skip
+    for one in gone.short:
+        told = say(
+            "{store}: {missing} less than requested (limited by {bound})",
+            store=one.store, missing=format_size(one.missing), bound=one.bound_by,
+        )  # fmt: skip
+        lines.append(paragraph(told, "", "  "))
+    return "\n".join(lines)
+
+
+def _named(entry: Entry) -> str:
+    return f"{(entry.key or '')[:_SHORT]} {_source(entry)} ({format_size(entry.bytes)})"
+
+
+def verified_object(result: Verification) -> dict[str, Any]:
+    """One verification for JSON."""
+    return {
+        "key": result.entry.key,
+        "source": result.entry.sources[0] if result.entry.sources else None,
+        "whole": result.whole,
+        "damaged": list(result.damaged),
+        "source_state": result.source,
+        "source_why": result.source_why,
+    }
+
+
+def verified_line(result: Verification) -> str:
+    """One verification as a line of text."""
+    copy = (
+        say("copy intact")
+        if result.whole
+        else say("copy DAMAGED: {names}", names=listed(map(shown, result.damaged)))
+    )
+    source = {
+        "same": say("source unchanged"),
+        "changed": say("source CHANGED: {why}", why=result.source_why),
+        "missing": say("source file missing"),
+        "not-checked": say("source not checked"),
+    }[result.source]
+    return say("{name}: {copy}, {source}", name=_named(result.entry), copy=copy, source=source)

@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from legroom.cli.params import DURATION, SIZE
-from legroom.cli.training import asked, training_options
+from legroom.cli.options import DURATION, SIZE, asked, training_options
 from legroom.errors import UsageError
 from legroom.words import say
 

@@ -5,14 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from legroom.cli.layout import labelled, steps
-from legroom.cli.need_view import (
-    note_lines,
-    plan_object,
-    pool_lines,
-    settings_line,
-    term_lines,
-    verdict_lines,
-)
+from legroom.cli.needs import note_lines, plan_object, pool_lines, settings_line, term_lines, verdict_lines
 from legroom.columns import cells
 from legroom.model import Plan
 from legroom.words import say

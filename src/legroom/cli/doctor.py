@@ -1,4 +1,4 @@
-"""`legroom doctor`: one screen about this box. Parses, calls, renders; decides nothing."""
+"""`legroom doctor`: diagnose memory limits on this machine; its text and JSON output."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ from legroom.model.advice import heading
 from legroom.probe.box import snapshot
 from legroom.probe.host import Host
 from legroom.units import format_size
-from legroom.words import listed, say
+from legroom.words import counted, listed, phrase, say
 
 _MOST_HOLDERS = 5
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-@click.option("--plain", is_flag=True, help="No bars: text that reads well aloud.")
-@click.option("--job", type=int, metavar="PID", help="Report one running job and its children too.")
-@click.option("--match", metavar="REGEX", help="Report every job whose command line matches.")
-@click.option("--root", default="/", metavar="DIR", help="Read the machine below DIR: /host, or a recording.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--plain", is_flag=True, help="Plain text without bars, for screen readers.")
+@click.option("--job", type=int, metavar="PID", help="Also inspect a running job and its child processes.")
+@click.option("--match", metavar="REGEX", help="Also inspect every job whose command line matches.")
+@click.option(
+    "--root", default="/", metavar="DIR", help="Read /proc and /sys below DIR: /host, or a recording."
+)
 def command(as_json: bool, plain: bool, job: int | None, match: str | None, root: str) -> int:
-    """What is short on this box, why, and what to type about it.
+    """Diagnose memory limits on this machine and print fixes.
 
-    Reads only, needs no rights. Exits 1 when a finding is critical.
+    Only reads; needs no privileges. Exits 1 if a finding is critical.
     """
     if job is not None and match is not None:
-        raise click.UsageError(say("--job and --match name the same thing: give one of them"))
+        raise click.UsageError(say("--job and --match exclude each other"))
     host = Host.at(root)
     found = _jobs(host, job, match)
     box = snapshot(host, pid=str(found[0].pid) if found else "self")
@@ -50,7 +52,7 @@ def command(as_json: bool, plain: bool, job: int | None, match: str | None, root
 
 
 def _jobs(host: Host, pid: int | None, pattern: str | None) -> list[Job]:
-    """The job asked about, or every one that matches, the largest first: the ranks of a job are often several."""
+    """The job asked for, or every job that matches, largest first."""
     if pid is None and pattern is None:
         return []
     from legroom.probe.job import job, jobs
@@ -62,7 +64,7 @@ def _jobs(host: Host, pid: int | None, pattern: str | None) -> list[Job]:
 def as_object(
     box: Box, said: tuple[Finding, ...], settings: tuple[LoaderSettings, ...], jobs: Sequence[Job]
 ) -> dict[str, Any]:
-    """The report as other programs read it."""
+    """The report for JSON."""
     report: dict[str, Any] = {
         "schema": "legroom.doctor/1",
         "place": dataclasses.asdict(box.place),
@@ -85,7 +87,7 @@ def as_text(
     jobs: Sequence[Job],
     plain: bool,
 ) -> str:
-    """The report as people read it."""
+    """The report as text."""
     place = box.place
     lines = [
         paragraph(
@@ -102,9 +104,9 @@ def as_text(
     if not said:
         blind = [pool.name for pool in box.pools if pool.name in ("shm", "ram") and pool.free is None]
         lines.append(
-            say("No finding, but {names} could not be judged.", names=listed(blind))
+            say("No findings, but {names} could not be read.", names=listed(blind))
             if blind
-            else say("No finding: nothing here is short.")
+            else say("No findings: nothing is running out.")
         )
     for finding in said:
         lines += _finding_lines(finding)
@@ -112,7 +114,7 @@ def as_text(
 
 
 def _holders(box: Box) -> list[Process]:
-    """Who holds something of /dev/shm, most first."""
+    """Processes that hold memory in /dev/shm, largest first."""
     holding = [process for process in box.processes if process.shm]
     return sorted(holding, key=lambda process: -(process.shm or 0))
 
@@ -126,7 +128,7 @@ def _holder_lines(box: Box) -> list[str]:
     holders = _holders(box)
     if not holders:
         return []
-    lines = [say("Who holds /dev/shm (what several share counts for each)")]
+    lines = [say("Processes using /dev/shm (shared blocks count for each)")]
     for process in holders[:_MOST_HOLDERS]:
         figures = say(
             "{pid:>9}  {shm:>8}, RssShmem {rss}  ",
@@ -140,10 +142,10 @@ def _holder_lines(box: Box) -> list[str]:
 
 
 def _settings_lines(settings: tuple[LoaderSettings, ...]) -> list[str]:
-    lines = [say("DataLoader settings that fit here now (torch's loader)")]
+    lines = [say("torch DataLoader settings that fit now")]
     for row in settings:
         if row.num_workers == 0:
-            size = say("any batch: no shared memory used")
+            size = say("any batch size: uses no shared memory")
         elif row.max_batch_bytes is None:
             size = say("batch size unknown: {why}", why=row.why)
         else:
@@ -172,7 +174,7 @@ def _jobs_lines(jobs: Sequence[Job]) -> list[str]:
         lines = [
             paragraph(
                 say(
-                    "{count} jobs match, {total} of RAM together, the largest first",
+                    "{count} jobs match, {total} of RAM in total, largest first",
                     count=len(jobs),
                     total=total,
                 ),
@@ -190,14 +192,19 @@ def _job_lines(job: Job) -> list[str]:
     flags = listed(f"{name} {value}" for name, value in job.flags.items())
     return [
         paragraph(
-            say("Job {pid} ({count} processes): {command}", pid=job.pid, count=count, command=job.command),
+            say(
+                "Job {pid} ({processes}): {command}",
+                pid=job.pid,
+                processes=counted(count, phrase("{count} process"), phrase("{count} processes")),
+                command=job.command,
+            ),
             "",
             "  ",
         ),
-        labelled(say("  holds: "), held),
+        labelled(say("  memory: "), held),
         labelled(say("  flags: "), flags or say("none recognised on its command line")),
         *(labelled(say("  note: "), note) for note in job.notes),
-        labelled(say("  binds: "), job.binds_why),
+        labelled(say("  limited by: "), job.binds_why),
         "",
     ]
 

@@ -1,4 +1,4 @@
-"""`legroom explain`: which memory a log says killed it. Parses, calls, renders; decides nothing."""
+"""`legroom explain`: diagnose which memory pool ran out from a log file; its text and JSON output."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from legroom.words import say
 
 @click.command()
 @click.argument("log", metavar="LOGFILE|-")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(log: str, as_json: bool) -> int:
-    """Which memory pool ran out, if one did, from a log alone.
+    """Diagnose which memory pool ran out from a log file.
 
-    Reads the end of LOGFILE, or of what comes in on -. Where the log does not
-    tell, the verdict is unknown, with the likely causes in order. legroom run
-    reads the kernel's counters too, and is surer.
+    Reads the end of LOGFILE, or of standard input for -. If the log does not
+    prove a cause, the verdict is unknown, with the likely causes in order.
+    legroom run also reads the kernel's counters and is more certain.
     """
     from legroom.model.death import Evidence
     from legroom.probe.box import snapshot
@@ -41,7 +41,7 @@ def command(log: str, as_json: bool) -> int:
 
 
 def as_text(verdict: Verdict) -> str:
-    """The verdict as people read it."""
+    """The verdict as text."""
     from legroom.rescue.because import headline
 
     lines = [

@@ -1,4 +1,4 @@
-"""`legroom help [VERB]`: what --help says, for whoever types it the other way round."""
+"""`legroom help [COMMAND]`: the same text as `legroom COMMAND --help`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from legroom.words import say
 
 
 def _below(context: click.Context, words: list[str]) -> click.Context:
-    """The context of the command that the words lead to; UsageError where there is none."""
+    """The context of the command that the arguments name; UsageError where there is none."""
     while words:
         group = context.command
         if not isinstance(group, click.Group):
             context.fail(say("Got unexpected extra argument ({args})", args=" ".join(words)))
         name, command, words = group.resolve_command(context, words)
-        assert command is not None  # a name that stands for nothing was refused
+        assert command is not None  # resolve_command refuses unknown names
         context = click.Context(command, context, name, **command.context_settings)
     return context
 
 
-def _names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The commands below those that are there already."""
+def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete the next subcommand."""
     try:
-        found = _below(ctx.find_root(), list(ctx.params.get("verb") or ()))
+        found = _below(ctx.find_root(), list(ctx.params.get("names") or ()))
     except click.UsageError:
         return []
     names = found.command.list_commands(found) if isinstance(found.command, click.Group) else []
@@ -31,9 +31,9 @@ def _names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[
 
 
 @click.command("help")
-@click.argument("verb", nargs=-1, metavar="[VERB]", shell_complete=_names)
+@click.argument("names", nargs=-1, metavar="[COMMAND]", shell_complete=_complete)
 @click.pass_context
-def command(ctx: click.Context, verb: tuple[str, ...]) -> None:
-    """What a verb does and its options, as --help says it."""
-    found = _below(ctx.find_root(), list(verb))
+def command(ctx: click.Context, names: tuple[str, ...]) -> None:
+    """Show the help of a command."""
+    found = _below(ctx.find_root(), list(names))
     click.echo(found.get_help(), color=ctx.color)

@@ -1,7 +1,9 @@
-"""The language of the command line: --lang, help in it, and streams that can carry it.
+"""The language of the command line: --lang, translated help, and click's own messages.
 
-Covers: what a person chooses on the command line and what the streams allow. Does not cover: what the environment
-chooses, the catalogues (words).
+click words an error the moment it meets one, so --lang is looked for before click parses the line, with click's own
+parser: it alone knows where `legroom run` ends and the supervised command begins. click looks its messages up with
+gettext, which knows neither --lang nor LEGROOM_LANG: its lookup functions are replaced by ours. A message that another
+version of click words differently stays English.
 """
 
 from __future__ import annotations
@@ -15,14 +17,13 @@ from collections.abc import Sequence
 import click
 
 from legroom import words
-from legroom.cli.language_ahead import asked_for
 from legroom.columns import cells, fill
 from legroom.errors import UsageError
-from legroom.words import say
+from legroom.words import phrase, say
 
 _HANDLER = "legroom.escape"
 _HELP, _ASIDE = 76, 44  # columns for a paragraph of help, and for one beside an option's name
-_english: dict[click.Command | click.Option, str] = {}  # help as it is written, whatever it was translated to
+_english: dict[click.Command | click.Option, str] = {}  # help in English, before translation
 
 
 def _chosen(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
@@ -31,48 +32,48 @@ def _chosen(ctx: click.Context, param: click.Parameter, value: str | None) -> No
     language = words.known(value)
     if language is None:
         raise UsageError(
-            say("Legroom does not speak {name!r}", name=value),
-            why=say("there are {names}", names=words.listed(words.LANGUAGES)),
-            fix=(say("give one of them, or leave --lang out: LANG decides then"),),
+            say("language {name!r} is not supported", name=value),
+            why=say("supported languages: {names}", names=words.listed(words.LANGUAGES)),
+            fix=(say("pass one of them, or leave --lang out to use LANG"),),
         )
-    os.environ[words.VARIABLE] = language  # processes that are started speak it too
+    os.environ[words.VARIABLE] = language  # for child processes
     words.speak(language)
-    settle(as_json=ctx.find_root().obj == "json")
+    fall_back_to_english(as_json=ctx.find_root().obj == "json")
     translate(ctx.command)
     _translate_help_option(ctx)
 
 
-# Eager: errors about other options and their help are in the language that was asked for.
+# Eager: errors about other options and their help are in this language.
 language_option = click.option(
     "--lang",
     metavar="LANGUAGE",
     is_eager=True,
     expose_value=False,
     callback=_chosen,
-    help="Speak this language, zh or en; LANG decides otherwise.",
+    help="Language of the output: zh or en; default: from LANG.",
 )
 
 
-def listen(command: click.Command, arguments: Sequence[str], name: str, *, as_json: bool) -> None:
-    """Speak what --lang asks for from the first word on: what is wrong with the line is said in it too."""
+def apply_language(command: click.Command, arguments: Sequence[str], name: str, *, as_json: bool) -> None:
+    """Switch to the language of --lang before the line is parsed, so that usage errors are in it too."""
     name_asked, met = asked_for(command, arguments, name)
     language = words.known(name_asked or "")
     if language is not None:
         words.speak(language)
-        settle(as_json=as_json)
+        fall_back_to_english(as_json=as_json)
     for context in met:
         _translate_help_option(context)
 
 
 def _translate_help_option(context: click.Context) -> None:
-    """click keeps the one it made, in the language of that moment."""
+    """click caches its --help option in the language of that moment."""
     option = context.command.get_help_option(context)
     if option is not None:
         option.help = say("Show this message and exit.")
 
 
 def translate(command: click.Command) -> click.Command:
-    """A verb with --lang, and its help in the language that is spoken."""
+    """Add --lang to a command and translate its help."""
     if not any("--lang" in param.opts for param in command.params):
         language_option(command)
     options = [param for param in command.params if isinstance(param, click.Option)]
@@ -87,14 +88,14 @@ def translate(command: click.Command) -> click.Command:
 
 
 def _wrapped(text: str, columns: int) -> str:
-    """Paragraphs as click shall leave them, where click would count a Chinese character as one column."""
+    """Wrap paragraphs here: click counts a Chinese character as one column."""
     if cells(text) == len(text):
         return text
     return "\n\n".join("\b\n" + fill(part, columns, "", "") for part in text.split("\n\n"))
 
 
-def open_streams() -> None:
-    """Streams that carry what they can and never fail: the rest is written as JSON writes it."""
+def escape_unencodable() -> None:
+    """Write characters that a stream's encoding lacks as JSON escapes."""
     codecs.register_error(_HANDLER, _escaped)
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
@@ -102,19 +103,18 @@ def open_streams() -> None:
             reconfigure(errors=_HANDLER)
 
 
-def settle(*, as_json: bool) -> None:
-    """The language that is chosen, or English where the screen cannot show it; JSON can escape anything."""
+def fall_back_to_english(*, as_json: bool) -> None:
+    """Keep the chosen language where standard output can encode it; JSON can escape anything."""
     if words.language() == words.ENGLISH:
         return
-    if not as_json and not _carries(say("none")):
+    if not as_json and not _encodable(say("none")):
         words.speak(words.ENGLISH)
         return
-    from legroom.cli.click_words import teach_click
 
-    teach_click()
+    translate_click()
 
 
-def _carries(text: str) -> bool:
+def _encodable(text: str) -> bool:
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -129,3 +129,95 @@ def _escaped(problem: UnicodeError) -> tuple[str, int]:
     units = wrong.encode("utf-16-be", "surrogatepass")
     escapes = [f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2)]
     return "".join(escapes), problem.end
+
+
+_OPTION = "--lang"
+
+
+def asked_for(
+    command: click.Command, arguments: Sequence[str], name: str
+) -> tuple[str | None, list[click.Context]]:
+    """The value of --lang, the innermost where there are several, and the contexts of the commands before it."""
+    language: str | None = None
+    met: list[click.Context] = []
+    rest = list(arguments)
+    inner: click.Command | None = command
+    while _given(list(arguments)) is not None:
+        if inner is None:
+            return _given(rest) or language, met  # no such command
+        context = click.Context(inner, met[-1] if met else None, name, **inner.context_settings)
+        met.append(context)
+        try:
+            options, left, _ = inner.make_parser(context).parse_args(list(rest))
+        except click.UsageError:
+            # click will refuse the line, so no supervised command follows.
+            return _given(rest) or language, met
+        language = options.get("lang") or language
+        if not isinstance(inner, click.Group) or not left:
+            break
+        name, rest = left[0], left[1:]
+        inner = inner.get_command(context, name)
+    return language, met
+
+
+def _given(words: list[str]) -> str | None:
+    """The last --lang before a bare ``--``, without parsing; "" where it has no value."""
+    given = None
+    for place, word in enumerate(words):
+        if word == "--":
+            break
+        if word == _OPTION:
+            given = words[place + 1] if place + 1 < len(words) else ""
+        elif word.startswith(_OPTION + "="):
+            given = word.partition("=")[2]
+    return given
+
+
+SENTENCES = (
+    phrase("Usage:"),
+    phrase("Options"),
+    phrase("Commands"),
+    phrase("Positional arguments"),
+    phrase("Show the version and exit."),
+    phrase("Show this message and exit."),
+    phrase("default: {default}"),
+    phrase("required"),
+    phrase("Error: {message}"),
+    phrase("Try '{command} {option}' for help."),
+    phrase("Missing command."),
+    phrase("Missing argument"),
+    phrase("Missing option"),
+    phrase("Missing parameter"),
+    phrase("Invalid value: {message}"),
+    phrase("Invalid value for {param_hint}: {message}"),
+    phrase("No such option {name!r}."),
+    phrase("No such option: {name}"),
+    phrase("No such command {name!r}."),
+    phrase("Did you mean {possibility}?"),
+    phrase("(Did you mean one of: {possibilities}?)"),
+    phrase("(Possible options: {possibilities})"),
+    phrase("Got unexpected extra argument ({args})"),
+    phrase("Got unexpected extra arguments ({args})"),
+    phrase("Option {name!r} requires an argument."),
+    phrase("Option {name!r} requires {nargs} arguments."),
+    phrase("Option {name!r} does not take a value."),
+    phrase("Choose from:\n\t{choices}"),
+    phrase("{value!r} is not {choice}."),
+    phrase("{value!r} is not one of {choices}."),
+    phrase("{value!r} is not a valid {number_type}."),
+    phrase("{value} is not in the range {range}."),
+)
+
+
+def translate_click() -> None:
+    """Let click find its messages in our catalogue."""
+    for name in ("core", "decorators", "exceptions", "formatting", "parser", "types"):
+        module = sys.modules.get(f"click.{name}")
+        if hasattr(module, "_"):
+            setattr(module, "_", say)  # noqa: B010 - no attribute that types know of
+        if hasattr(module, "ngettext"):
+            setattr(module, "ngettext", _one_or_many)  # noqa: B010
+
+
+def _one_or_many(one: str, many: str, count: int) -> str:
+    return say(one if count == 1 else many)

@@ -1,7 +1,4 @@
-"""How text looks: bars, wrapped paragraphs, colours that switch themselves off.
-
-Covers: the terminal's width, plain text for pipes and screen readers. Does not cover: what is said.
-"""
+"""Layout of text output: wrapping to the terminal's width, bars, and colours only on a terminal."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ def labelled(label: str, text: str) -> str:
 
 
 def steps(fix: Iterable[str]) -> list[str]:
-    """What to do, in order: a sentence, wrapped, and below it its commands, each whole on a line of its own."""
+    """Fixes in order: a wrapped sentence, then its commands, each on a line of its own."""
     label = say("  do:  ")
     lines = []
     for step in fix:
@@ -62,14 +59,14 @@ def steps(fix: Iterable[str]) -> list[str]:
 
 
 def shorten(line: str) -> str:
-    """One line, cut at the width with a mark where it was."""
+    """One line, cut at the width with an ellipsis."""
     return cut(line, width())
 
 
 def elide(text: str, longest: int = 56) -> str:
-    """The text with the middle of its longest words left out: cgroup paths run to hundreds of characters.
+    """Shorten long words in the middle: cgroup paths run to hundreds of characters.
 
-    Chinese has no spaces, so what is in Chinese is no long word.
+    Chinese has no spaces, so Chinese text does not count as a long word.
     """
     return re.sub(
         rf"[^\s\u2e80-\uffef]{{{longest + 1},}}",
@@ -79,7 +76,7 @@ def elide(text: str, longest: int = 56) -> str:
 
 
 def bar(share: float) -> str:
-    """A share as a bar of twenty cells; at least one cell for anything above nothing."""
+    """A share as a bar of twenty cells; at least one cell for anything above zero."""
     share = min(1.0, max(0.0, share))
     full = round(share * BAR)
     if share > 0 and full == 0:
@@ -89,7 +86,7 @@ def bar(share: float) -> str:
 
 
 def pool_line(pool: Pool, plain: bool) -> str:
-    """One pool on one line; what is unknown says why."""
+    """One memory pool on one line; for an unknown one the reason."""
     label = f"  {pool.name:<7}"
     share = pool.used_share
     if pool.size is None:
@@ -97,9 +94,9 @@ def pool_line(pool: Pool, plain: bool) -> str:
     if pool.size == 0:
         return label + say("none")
     if pool.name == "fds":
-        return label + say("{size} files a process may open", size=pool.size)
+        return label + say("{size} open files per process", size=pool.size)
     if share is None or pool.used is None or pool.free is None:
-        known = say("{size} in all", size=format_size(pool.size))
+        known = say("{size} in total", size=format_size(pool.size))
         if pool.free is not None:
             known = say("{free} of {size} free", free=format_size(pool.free), size=format_size(pool.size))
         return labelled(label, say("{what}; {source}", what=known, source=pool.reason or pool.source))

@@ -1,4 +1,4 @@
-"""`legroom plan`: how big a box a workload needs. Parses, calls, renders; decides nothing."""
+"""`legroom plan`: estimate the memory of N jobs per GPU; its text and JSON output."""
 
 from __future__ import annotations
 
@@ -8,25 +8,38 @@ from typing import Any
 import click
 
 from legroom.budget.emit import KINDS
-from legroom.cli.params import SIZE
-from legroom.cli.training import asked, training_options
-from legroom.words import say
+from legroom.budget.emit import emit as snippet
+from legroom.cli.layout import labelled, paragraph, shorten, steps
+from legroom.cli.needs import note_lines, plan_object, pool_lines, term_lines, verdict_lines
+from legroom.cli.options import SIZE, asked, training_options
+from legroom.columns import cells, left, right
+from legroom.model import Job, Plan
+from legroom.units import format_size
+from legroom.words import counted, phrase, say
 
 
 @click.command()
-@click.option("--gpus", type=int, metavar="N", help="GPUs; counted here where not given.")
-@click.option("--jobs-per-gpu", type=int, default=1, show_default=True, help="Trainings on each GPU.")
-@click.option("--measure", type=int, multiple=True, metavar="PID…", help="Measure running trainings.")
+@click.option("--gpus", type=int, metavar="N", help="Number of GPUs; default: those on this machine.")
+@click.option("--jobs-per-gpu", type=int, default=1, show_default=True, help="Jobs on each GPU.")
+@click.option(
+    "--measure", type=int, multiple=True, metavar="PID…", help="Measure running jobs by process id."
+)
 @click.argument("pids", nargs=-1, type=int, metavar="")
-@click.option("--match", metavar="REGEX", help="Measure those whose command line matches.")
-@click.option("--batch", type=int, metavar="N", help="Samples in a batch.")
-@click.option("--shared", is_flag=True, help="Count one shared copy of the data in /dev/shm.")
-@click.option("--nccl", type=SIZE, default=0, metavar="SIZE", help="NCCL's segments of one process.")
-@click.option("--gpu-memory", type=SIZE, metavar="SIZE", help="GPU memory of one process.")
+@click.option("--match", metavar="REGEX", help="Measure running jobs whose command line matches.")
+@click.option("--batch", type=int, metavar="N", help="Samples per batch.")
+@click.option("--shared", is_flag=True, help="Include one shared copy of the data in /dev/shm.")
+@click.option("--nccl", type=SIZE, default=0, metavar="SIZE", help="NCCL shared memory per process.")
+@click.option("--gpu-memory", type=SIZE, metavar="SIZE", help="GPU memory per process.")
 @training_options
-@click.option("--emit", type=click.Choice(KINDS), help="Print only what sets the recommended size there.")
-@click.option("--root", default="/", metavar="DIR", help="Read the machine below DIR: /host, or a recording.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.option(
+    "--emit",
+    type=click.Choice(KINDS),
+    help="Print only a configuration snippet that sets the recommended size.",
+)
+@click.option(
+    "--root", default="/", metavar="DIR", help="Read /proc and /sys below DIR: /host, or a recording."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     gpus: int | None,
     jobs_per_gpu: int,
@@ -42,15 +55,14 @@ def command(
     as_json: bool,
     **training: Any,
 ) -> int:
-    """How big a box GPUs × jobs need, and how many jobs fit this one.
+    """Estimate memory for N jobs per GPU, and how many jobs fit on this machine.
 
-    Say what one training takes: --per-process SIZE, or --measure PID or --match REGEX for running ones, or
-    --data FILE or --sample-bytes SIZE with --batch, --workers and --prefetch. Exits 1 when it does not fit here.
+    Describe one job in one of three ways: --per-process SIZE; --measure PID or --match REGEX for running jobs; or
+    --data FILE or --sample-bytes SIZE with --batch, --workers and --prefetch. Exits 1 if it does not fit.
     """
     if pids and not measure:
-        raise click.UsageError(say("process ids belong to --measure"))
+        raise click.UsageError(say("give process ids after --measure"))
     from legroom.budget.planning import plan
-    from legroom.cli import plan_view as view
     from legroom.probe.host import Host
 
     found = plan(
@@ -66,9 +78,187 @@ def command(
         **asked(training),
     )
     if emit is not None:
-        return view.print_snippet(found, emit, as_json)
+        return _print_snippet(found, emit, as_json)
     if as_json:
-        click.echo(json.dumps(view.as_object(found), ensure_ascii=False))
+        click.echo(json.dumps(as_object(found), ensure_ascii=False))
     else:
-        click.echo(view.as_text(found))
+        click.echo(as_text(found))
     return 1 if found.verdict == "too-big" else 0
+
+
+_MOST_SHOWN = 8
+
+
+def as_object(plan: Plan) -> dict[str, Any]:
+    """The plan for JSON."""
+    sizes = plan.sizes
+    return {
+        "schema": "legroom.plan/1",
+        **plan_object(plan),
+        "recommend": None
+        if sizes is None
+        else {
+            "minimum": sizes.minimum,
+            "recommended": sizes.recommended,
+            "conservative": sizes.conservative,
+            "capped_by": sizes.capped_by,
+        },
+        "table": [
+            {
+                "jobs_per_gpu": row.jobs_per_gpu,
+                "processes": row.processes,
+                "need": row.need,
+                "recommended": row.recommended,
+            }
+            for row in plan.table
+        ],
+        "fits_now": {"jobs_per_gpu": plan.fits_now},
+        "gpus": plan.gpus,
+        "jobs_per_gpu": plan.jobs_per_gpu,
+        "now": _now_object(plan),
+        "fix": list(plan.fix),
+    }
+
+
+def _now_object(plan: Plan) -> dict[str, Any]:
+    shm = plan.box.shm if plan.box else None
+    return {
+        "size": shm.size if shm else None,
+        "used": shm.used if shm else None,
+        "free": shm.free if shm else None,
+        "others": plan.others,
+        "measured": [
+            {"pid": job.pid, "command": job.command, "shm": job.held.get("shm"), "rss_shmem": _rss_shmem(job)}
+            for job in plan.measured
+        ],
+    }
+
+
+def as_text(plan: Plan) -> str:
+    """The plan as text."""
+    place = plan.box.place if plan.box else None
+    lines = []
+    if place is not None:
+        where = say("{kind} ({how}), {rights}", kind=place.kind, how=place.how, rights=place.rights_how)
+        lines += [paragraph(where, "", "  "), ""]
+    lines += [say("In use now"), *pool_lines(plan), *_measured_lines(plan), ""]
+    lines += [_title(plan), *term_lines(plan.need), *_others_line(plan), *note_lines(plan), ""]
+    lines += [*_size_lines(plan), "", *_table_lines(plan), "", *verdict_lines(plan), _fits_line(plan)]
+    lines += ["", *_setting_lines(plan)]
+    return "\n".join(lines).rstrip()
+
+
+def _setting_lines(plan: Plan) -> list[str]:
+    if plan.fix:
+        return [say("How to set it here"), *steps(plan.fix)]
+    here = plan.box.shm.size if plan.box else None
+    if here is not None and plan.sizes is not None and here >= plan.sizes.recommended:
+        return [say("/dev/shm is {size} here: no change needed", size=format_size(here))]
+    return []
+
+
+def _title(plan: Plan) -> str:
+    gpus, jobs = plan.gpus or 1, plan.jobs_per_gpu or 1
+    processes = next(row.processes for row in plan.table if row.jobs_per_gpu == jobs)
+    return say(
+        "Need: {gpus} × {jobs} = {processes}"
+        if processes == gpus * jobs
+        else "Need: {gpus} × {jobs} × {ranks} = {processes}",
+        gpus=counted(gpus, phrase("{count} GPU"), phrase("{count} GPUs")),
+        jobs=counted(jobs, phrase("{count} job"), phrase("{count} jobs")),
+        ranks=counted(processes // (gpus * jobs), phrase("{count} rank"), phrase("{count} ranks")),
+        processes=counted(processes, phrase("{count} process"), phrase("{count} processes")),
+    )
+
+
+def _rss_shmem(job: Job) -> int | None:
+    amounts = [process.rss_shmem for process in job.processes]
+    known = [amount for amount in amounts if amount is not None]
+    return sum(known) if len(known) == len(amounts) else None
+
+
+def _measured_lines(plan: Plan) -> list[str]:
+    if not plan.measured:
+        return []
+    lines = ["", say("Measured: /dev/shm blocks held by running jobs")]
+    for job in plan.measured[:_MOST_SHOWN]:
+        told = _rss_shmem(job)
+        figures = say(
+            "{pid:>9}  {shm:>8}, RssShmem {rss}  ",
+            pid=job.pid, shm=format_size(job.held.get("shm") or 0),
+            rss=right(say("unknown") if told is None else format_size(told), 8),
+        )  # fmt: skip
+        lines.append(shorten(f"{figures}{job.command}"))
+    if len(plan.measured) > _MOST_SHOWN:
+        lines.append(say("  and {count} more", count=len(plan.measured) - _MOST_SHOWN))
+    why = say(
+        "RssShmem counts every shared page a process touched, including shared anonymous and pinned memory, and "
+        "counts a page once per process. Only blocks in /dev/shm fill /dev/shm"
+    )
+    return [*lines, paragraph(why, "  ", "  ")]
+
+
+def _others_line(plan: Plan) -> list[str]:
+    if not plan.others:
+        return []
+    text = say("held in /dev/shm by other processes now; added before sizes are chosen")
+    return [labelled(f"  {left(say('others'), 7)}{format_size(plan.others):>8}  ", text)]
+
+
+def _size_lines(plan: Plan) -> list[str]:
+    sizes = plan.sizes
+    if sizes is None:
+        return []
+    wanted = plan.need.shm + (plan.others or 0)
+    lines = [say("Sizes for /dev/shm")]
+    for name, size in (
+        (say("minimum"), sizes.minimum),
+        (say("recommended"), sizes.recommended),
+        (say("conservative"), sizes.conservative),
+    ):
+        times = say("{times:.1f} × the need", times=size / wanted) if wanted else say("no need")
+        lines.append(f"  {left(name, 13)}{format_size(size):>8}  {times}")
+    return lines
+
+
+def _table_lines(plan: Plan) -> list[str]:
+    heads = (say("jobs/GPU"), say("processes"), say("need"), say("recommended"))
+    columns = [max(cells(head), least) for head, least in zip(heads, (10, 9, 8, 11), strict=True)]
+    lines = ["  " + "  ".join(map(right, heads, columns))]
+    for row in plan.table:
+        mark = ">" if row.jobs_per_gpu == plan.jobs_per_gpu else " "
+        # Capped below the need: RAM is too small for any size of /dev/shm.
+        size = format_size(row.recommended) if row.recommended >= row.need else say("above RAM")
+        figures = (str(row.jobs_per_gpu), str(row.processes), format_size(row.need), size)
+        lines.append(f"{mark} " + "  ".join(map(right, figures, columns)))
+    return lines
+
+
+def _fits_line(plan: Plan) -> str:
+    if plan.fits_now is not None:
+        text = say("jobs per GPU that fit now: {jobs}", jobs=plan.fits_now)
+    elif plan.unknown:
+        text = say("number of jobs that fit now: unknown")
+    else:
+        text = say("no known limit on the number of jobs")
+    return paragraph(text, "  ", "  ")
+
+
+def _print_snippet(plan: Plan, kind: str, as_json: bool) -> int:
+    """Print only the snippet; 1 where the size it sets is below the need."""
+    assert plan.sizes is not None
+    text = snippet(kind, plan.sizes.recommended, need=plan.need, gpus=plan.gpus)
+    if as_json:
+        click.echo(json.dumps({**as_object(plan), "emit": {"kind": kind, "text": text}}, ensure_ascii=False))
+    else:
+        click.echo(text)
+    short = plan.sizes.recommended < plan.need.shm
+    if plan.sizes.capped_by is not None:
+        told = say(
+            "legroom: the size is capped by {why}, below the need"
+            if short
+            else "legroom: the size is capped by {why}",
+            why=plan.sizes.capped_by,
+        )
+        click.echo(told, err=True)
+    return 1 if short else 0

@@ -1,4 +1,4 @@
-"""`legroom run`: a training that is watched, told apart when it dies, and started again. Parses, calls, renders."""
+"""`legroom run`: supervise a command, diagnose its failure, retry with lower settings; its text and JSON output."""
 
 from __future__ import annotations
 
@@ -10,39 +10,61 @@ from typing import Any
 
 import click
 
-from legroom.cli.params import DURATION
+from legroom.cli.options import DURATION
 from legroom.errors import BadLimit, UsageError
 from legroom.words import listed, say
 
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @click.argument("words", nargs=-1, required=True, metavar="[--] COMMAND...", type=click.UNPROCESSED)
-@click.option("--retries", default=0, type=click.IntRange(0), metavar="N", help="Start again up to N times.")
-@click.option("--flag", "flags", multiple=True, metavar="NAME=FLAG", help="Name a flag: batch=--my-batch.")
-@click.option("--checkpoint", metavar="PATTERN", help="Where checkpoints are: 'ckpt/*.pt'.")
-@click.option("--resume-flag", metavar="FLAG", help="How the script is told to resume: --resume.")
-@click.option("--resume-existing", is_flag=True, help="Resume also from checkpoints older than this run.")
-@click.option("--grace", default="30s", type=DURATION, help="From a passed-on SIGTERM to SIGKILL.")
+@click.option(
+    "--retries",
+    default=0,
+    type=click.IntRange(0),
+    metavar="N",
+    help="Retry up to N times after an out-of-memory failure.",
+)
+@click.option(
+    "--flag",
+    "flags",
+    multiple=True,
+    metavar="NAME=FLAG",
+    help="Name the script's flag for a setting: batch=--my-batch.",
+)
+@click.option("--checkpoint", metavar="PATTERN", help="Pattern of checkpoint files: 'ckpt/*.pt'.")
+@click.option(
+    "--resume-flag", metavar="FLAG", help="Flag that makes the script resume from a checkpoint: --resume."
+)
+@click.option("--resume-existing", is_flag=True, help="Also resume from checkpoints older than this run.")
+@click.option("--grace", default="30s", type=DURATION, help="Grace period before SIGKILL.")
 @click.option(
     "--stall",
     default="60s",
     type=DURATION,
-    help="End a job that hangs on a full /dev/shm for so long; 0: never.",
+    help="Stop a job stalled on a full /dev/shm (0 disables).",
 )
-@click.option("--loader", type=click.Choice(["torch", "legroom"]), help="legroom: our DataLoader under it.")
-@click.option("--gpu-limit", metavar="SHARE|SIZE", help="Of the card, for each process: 0.8, 1/6, 8GB.")
-@click.option("--fresh", is_flag=True, help="Not with the settings that worked last.")
-@click.option("--report", metavar="FILE", help="Write FILE.json and FILE.html.")
-@click.option("--quiet", is_flag=True, help="Say nothing on stderr.")
 @click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object on stdout; the child's goes to stderr."
+    "--loader",
+    type=click.Choice(["torch", "legroom"]),
+    help="legroom: replace torch's DataLoader in the script.",
+)
+@click.option("--gpu-limit", metavar="SHARE|SIZE", help="GPU memory limit per process: 0.8, 1/6, 8GB.")
+@click.option("--fresh", is_flag=True, help="Ignore remembered settings.")
+@click.option("--report", metavar="FILE", help="Write FILE.json and FILE.html.")
+@click.option("--quiet", is_flag=True, help="Print nothing of Legroom's own on stderr.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object on stdout; the command's stdout goes to stderr.",
 )
 def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | None, **options: Any) -> int:
-    """Run a training, say which memory kills it, go on with less.
+    """Run a command; diagnose out-of-memory failures and retry with lower settings.
 
-    Exits as the command does. With --retries it is started again after a
-    memory death with safer settings, the effective batch kept, from the
-    newest whole checkpoint.
+    Exits with the command's status. With --retries, a command that ran out of
+    memory is restarted with lower settings and the same effective batch size.
+    With --checkpoint and --resume-flag it resumes from the newest complete
+    checkpoint.
     """
     from legroom.budget.findings import findings
     from legroom.probe.box import snapshot
@@ -65,14 +87,12 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
         try:
             environment = with_gpu_limit(environment, options["gpu_limit"])
         except BadLimit as refused:  # its own advice is for Python
-            fix = say(
-                "--gpu-limit 0.8 or 80% is a share of the card, 1/6 that of one of six jobs, 20GB an amount"
-            )
+            fix = say("write --gpu-limit as a share of the GPU (0.8, 80%, 1/6) or an amount (20GB)")
             raise BadLimit(refused.what, why=refused.why, fix=(fix,)) from refused
     if options["resume_flag"] and not options["checkpoint"]:
-        raise click.UsageError(say("--resume-flag needs --checkpoint: resume from what?"))
+        raise click.UsageError(say("--resume-flag needs --checkpoint"))
     if options["resume_existing"] and not options["checkpoint"]:
-        raise click.UsageError(say("--resume-existing needs --checkpoint: resume from what?"))
+        raise click.UsageError(say("--resume-existing needs --checkpoint"))
     order = Order(
         command=words,
         retries=options["retries"],
@@ -93,12 +113,12 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
         if finding.severity == "critical":
             tell(say("{code}: {message}", code=finding.code, message=finding.message))
     if options["gpu_limit"] is not None and not box.gpus.cards:
-        tell(say("--gpu-limit does nothing here: {why}", why=box.gpus.reason or say("no GPU seen")))
+        tell(say("--gpu-limit has no effect here: {why}", why=box.gpus.reason or say("no GPU found")))
     story = supervise(order, box, tell)
     if report is not None:
         try:
             tell(say("report: {names}", names=listed(write_report(story, report))))
-        except OSError as problem:  # the folder went, the disk is full: still the command's own status
+        except OSError as problem:  # the directory is gone or the disk is full: keep the command's status
             tell(say("cannot write {path}: {why}", path=report, why=problem.strerror or problem))
     if as_json:
         click.echo(json.dumps(as_object(story), ensure_ascii=False))
@@ -106,11 +126,11 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
 
 
 def _writable(report: Path) -> None:
-    """Refuse a report that could not be written, before a training of days rather than after it."""
+    """Refuse a report path that cannot be written before the job starts, not days later."""
     folder = report.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UsageError(
             say("cannot write {path}", path=report),
-            why=say("it is a directory, or {folder} is not one that is yours to write in", folder=folder),
-            fix=(say("name a file in a directory that exists"),),
+            why=say("it is a directory, or {folder} is not a writable directory", folder=folder),
+            fix=(say("give a file in an existing, writable directory"),),
         )

@@ -1,11 +1,7 @@
-"""The standard streams, whatever they were started with: closed, on a full disk, or a pipe nobody reads.
+"""Standard streams that survive being closed, a full disk and a closed pipe.
 
-Covers: something in the place of a stream that is closed, telling a failed write to one from any other failure, and
-leaving quietly; nothing a terminal would obey gets through but Legroom's own colours. Does not cover: their encoding
-(language.py).
-
-A closed descriptor is not left free: the next file that is opened would get its number, and whatever is printed would
-land in that file. What stands in for it fails as a closed one does.
+Control characters in names are escaped; only Legroom's own colours reach the terminal. A closed descriptor is replaced
+by /dev/null opened the wrong way: otherwise the next file opened would get its number and receive the output.
 """
 
 from __future__ import annotations
@@ -20,14 +16,14 @@ from typing import IO, Any, TextIO
 from legroom.errors import CannotWrite
 from legroom.words import CONTROL, harmless, say
 
-# In the order of their numbers: the lowest free one is what the system gives. The direction of the first two is the
-# wrong one, so that using them fails; what goes to standard error is lost without a further word.
+# In the order of their numbers, since open() returns the lowest free one. stdin and stdout are opened the wrong way, so
+# that using them fails; output to stderr is dropped.
 _STANDARD = (("stdin", "r", os.O_WRONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY))
 _COLOURS = re.compile(r"(\x1b\[(?:0|1|3[0-7])m)")  # what layout.paint writes
 
 
 class NotWritten(Exception):
-    """Standard output took nothing. No OSError: click ends a program by itself where it meets one of a pipe."""
+    """Writing to standard output failed. Not an OSError: click exits by itself on one from a pipe."""
 
     def __init__(self, problem: OSError) -> None:
         super().__init__(str(problem))
@@ -35,96 +31,96 @@ class NotWritten(Exception):
 
 
 class Guarded(io.TextIOWrapper):
-    """A stream on which names in files and of processes do nothing but show."""
+    """A stream that escapes control characters in the names of files and processes."""
 
     def write(self, text: str, /) -> int:
-        """As any stream; control characters as JSON escapes them."""
+        """Write with control characters escaped as in JSON."""
         self.draw(_guarded(text))
         return len(text)
 
     def draw(self, text: str) -> int:
-        """Write what moves the cursor too."""
+        """Write including escape sequences."""
         return super().write(text)
 
 
 class Drawing:
-    """A guarded stream for what draws on the screen by itself: rich."""
+    """A guarded stream for rich, which needs escape sequences."""
 
     def __init__(self, stream: Guarded) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """As it is."""
+        """Write unchanged."""
         return self._stream.draw(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-class Answers(Guarded):
-    """Standard output, whose failures cannot be taken for any other's."""
+class Output(Guarded):
+    """Standard output: a failed write raises NotWritten."""
 
     def draw(self, text: str) -> int:
-        """As any stream, or NotWritten."""
+        """As usual, or NotWritten."""
         try:
             return super().draw(text)
         except OSError as problem:
             raise NotWritten(problem) from problem
 
     def flush(self) -> None:
-        """As any stream, or NotWritten."""
+        """As usual, or NotWritten."""
         try:
             super().flush()
         except OSError as problem:
             raise NotWritten(problem) from problem
 
 
-class Asides(Guarded):
-    """Standard error that never fails: there would be nobody to tell, and the answer is elsewhere."""
+class ErrorOutput(Guarded):
+    """Standard error: a failed write is dropped, since no stream is left to report it on."""
 
     def draw(self, text: str) -> int:
-        """As any stream, or nowhere."""
+        """As usual, or drop it."""
         try:
             return super().draw(text)
         except OSError:
-            leave(self)
+            discard(self)
             return len(text)
 
     def flush(self) -> None:
-        """As any stream, or nowhere."""
+        """As usual, or drop it."""
         try:
             super().flush()
         except OSError:
-            leave(self)
+            discard(self)
 
 
 def for_drawing(stream: TextIO) -> Any:
-    """The stream as rich may have it."""
+    """The stream for rich."""
     return Drawing(stream) if isinstance(stream, Guarded) else stream
 
 
 def _guarded(text: str) -> str:
     if CONTROL.search(text) is None:
         return text
-    parts = _COLOURS.split(text)  # every second one is a colour
+    parts = _COLOURS.split(text)  # odd parts are colours
     return "".join(part if odd % 2 else harmless(part) for odd, part in enumerate(parts))
 
 
-def hold() -> None:
-    """Open the standard streams that are closed, and note failed writes to the two output streams."""
+def guard_streams() -> None:
+    """Replace closed streams, and guard stdout and stderr."""
     for name, mode, direction in _STANDARD:
         if getattr(sys, name) is None:
             number = os.open(os.devnull, direction)
             os.set_inheritable(number, True)
             stream = os.fdopen(number, mode, encoding="utf-8")
             setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)  # kept, so that it stays open
-    sys.stdout = _of(Answers, sys.stdout)
-    sys.stderr = _of(Asides, sys.stderr)
+            setattr(sys, f"__{name}__", stream)  # keeps it open
+    sys.stdout = _of(Output, sys.stdout)
+    sys.stderr = _of(ErrorOutput, sys.stderr)
 
 
 def _of(kind: type[io.TextIOWrapper], stream: TextIO) -> TextIO:
-    """The same stream as that kind; the old one stays where Python keeps it (``sys.__stdout__``)."""
+    """The same stream as that class; Python keeps the old one in ``sys.__stdout__``."""
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     return kind(
@@ -137,9 +133,9 @@ def _of(kind: type[io.TextIOWrapper], stream: TextIO) -> TextIO:
 
 
 def write_line(text: str) -> None:
-    """A line straight to standard output, or NotWritten; for a thread that may block there for ever.
+    """Write a line directly to standard output, or NotWritten; for a thread that may block there forever.
 
-    It holds neither the stream's lock nor its buffer meanwhile: the process can flush and end without it.
+    It holds neither the stream's lock nor its buffer, so the process can flush and exit without it.
     """
     try:
         number = sys.stdout.fileno()
@@ -155,17 +151,17 @@ def write_line(text: str) -> None:
 
 
 def not_written(problem: OSError) -> CannotWrite:
-    """What there is to say where an answer was not written."""
+    """The error for output that could not be written."""
     why = say("it is closed") if problem.errno == errno.EBADF else problem.strerror or str(problem)
     return CannotWrite(
-        say("the answer cannot be written to standard output"),
+        say("cannot write to standard output"),
         why=why,
-        fix=(say("send it where there is room for it: > FILE"),),
+        fix=(say("redirect it to a file with enough space: > FILE"),),
     )
 
 
-def leave(stream: IO[str]) -> None:
-    """Drop what cannot be written: Python would try again at exit and print an error."""
+def discard(stream: IO[str]) -> None:
+    """Drop what cannot be written: Python would try again at exit and complain."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -1,46 +1,62 @@
-"""`legroom tune`: settings for a dataset on this box. Parses, calls, renders; decides nothing."""
+"""`legroom tune`: find DataLoader and batch settings for a dataset; print them as text, JSON or launcher files."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+import json
+from dataclasses import asdict
+from typing import Any, Literal
 
 import click
 
-from legroom.cli.params import DURATION
-from legroom.cli.training import COUNT
-from legroom.words import say
-
-if TYPE_CHECKING:
-    from legroom.budget.emit_training import Precision
+from legroom.budget.emit_training import Precision, emit_training
+from legroom.budget.zero import ZeroRow
+from legroom.cli.layout import paint, paragraph, steps
+from legroom.cli.options import COUNT, DURATION
+from legroom.columns import left, right
+from legroom.model import Measured, Pool, Settings
+from legroom.units import format_size
+from legroom.words import phrase, say
 
 
 @click.command()
 @click.option(
-    "--dataset", "spec", required=True, metavar="MODULE:OBJECT", help="Dataset, factory or DataLoader."
+    "--dataset",
+    "spec",
+    required=True,
+    metavar="MODULE:OBJECT",
+    help="Dataset, function returning one, or DataLoader.",
 )
-@click.option("--batch", type=int, metavar="N", help="Samples in one batch of one rank.")
-@click.option("--effective-batch", type=int, metavar="N", help="Samples in one optimizer step; kept.")
-@click.option("--step-seconds", type=DURATION, metavar="T", help="One training step: 0.018, 18ms.")
+@click.option("--batch", type=int, metavar="N", help="Samples per batch and rank.")
+@click.option("--effective-batch", type=int, metavar="N", help="Samples per optimizer step; stays fixed.")
 @click.option(
-    "--ranks", type=int, default=1, show_default=True, metavar="N", help="Processes that train together."
+    "--step-seconds", type=DURATION, metavar="T", help="Duration of one training step: 0.018, 18ms."
 )
-@click.option("--collate", metavar="MODULE:FUNCTION", help="Collate; a DataLoader brings its own.")
+@click.option("--ranks", type=int, default=1, show_default=True, metavar="N", help="Processes of the job.")
+@click.option("--collate", metavar="MODULE:FUNCTION", help="collate_fn; default: the DataLoader's own.")
 @click.option("--loader", type=click.Choice(["legroom", "torch"]), default="legroom", show_default=True,
-              help="The loader that will run.")  # fmt: skip
-@click.option("--preset", type=click.Choice(["development", "production", "cluster"]), help="How far to go.")
-@click.option("--climb", is_flag=True, help="Raise step by step by really running; keep the last good.")
-@click.option("--set", "by_hand", multiple=True, metavar="NAME=VALUE", help="Set one by hand: workers=2.")
-@click.option("--last", is_flag=True, help="What worked last time; nothing is measured.")
+              help="DataLoader to tune for.")  # fmt: skip
 @click.option(
-    "--emit", type=click.Choice(["deepspeed", "accelerate"]), help="Print only that launcher's file."
+    "--preset", type=click.Choice(["development", "production", "cluster"]), help="Memory headroom preset."
 )
-@click.option("--zero", type=click.Choice(["2", "3"]), help="Stage of ZeRO in the file.")
-@click.option("--offload", is_flag=True, help="ZeRO with its states in host memory.")
+@click.option(
+    "--climb", is_flag=True, help="Raise settings step by step in real runs; keep the last that worked."
+)
+@click.option("--set", "by_hand", multiple=True, metavar="NAME=VALUE", help="Fix a setting: workers=2.")
+@click.option("--last", is_flag=True, help="Print the remembered settings without measuring.")
+@click.option(
+    "--emit",
+    type=click.Choice(["deepspeed", "accelerate"]),
+    help="Print only a configuration file for this launcher.",
+)
+@click.option("--zero", type=click.Choice(["2", "3"]), help="ZeRO stage in the file (with --emit).")
+@click.option("--offload", is_flag=True, help="Offload ZeRO state to host memory (with --emit).")
 @click.option("--precision", type=click.Choice(["bf16", "fp16", "no"]), default="bf16", show_default=True,
-              help="Mixed precision in the file.")  # fmt: skip
-@click.option("--params", type=COUNT, metavar="N", help="The model's parameters: what ZeRO would save.")
-@click.option("--timeout", type=DURATION, default=60.0, metavar="T", help="For the dataset's child: 60s.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+              help="Mixed precision in the file (with --emit).")  # fmt: skip
+@click.option("--params", type=COUNT, metavar="N", help="Model parameters: print what each ZeRO stage saves.")
+@click.option(
+    "--timeout", type=DURATION, default=60.0, metavar="T", help="Timeout of the measuring process: 60s."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     spec: str,
     batch: int | None,
@@ -61,28 +77,25 @@ def command(
     timeout: float,
     as_json: bool,
 ) -> int:
-    """Loader and batch settings that keep up at the least memory.
+    """Find the lowest-memory DataLoader settings that keep the GPU busy.
 
-    Draws a few samples and one batch in a child process, below five seconds. Exits 1 when nothing fits.
+    Loads a few samples and one batch in a child process, in under five seconds. Exits 1 if nothing fits.
     """
     from legroom.budget.zero import Shape, zero_rows
-    from legroom.cli import tune_emit as view
     from legroom.loader.tune import named_tuning as tuning
     from legroom.probe.host import Host
     from legroom.probe.memory import memory, ram_pool
 
     if emit is None and (zero is not None or offload):
-        raise click.UsageError(
-            say("--zero and --offload go into a file: give --emit deepspeed or --emit accelerate")
-        )
+        raise click.UsageError(say("--zero and --offload need --emit deepspeed or --emit accelerate"))
     rows = () if params is None else zero_rows(Shape(params, ranks))
     if last:
         found = tuning.last_named(spec)
         if found is None:
-            click.echo(say("nothing is remembered for {spec} in this directory", spec=spec), err=True)
+            click.echo(say("no remembered settings for {spec} in this directory", spec=spec), err=True)
             return 1
     elif batch is None:
-        raise click.UsageError(say("--batch is needed: samples in one batch of one rank"))
+        raise click.UsageError(say("--batch is required: samples per batch and rank"))
     else:
         found = tuning.tune_named(
             spec,
@@ -97,7 +110,7 @@ def command(
             by_hand=_pairs(by_hand),
             timeout=timeout,
         )
-    view.show(
+    show(
         found,
         emit=emit,
         zero=None if zero is None else int(zero),
@@ -120,3 +133,140 @@ def _pairs(texts: tuple[str, ...]) -> dict[str, Any]:
             raise click.UsageError(say("--set {text}: write NAME=VALUE, like workers=2", text=text))
         pairs[name.strip()] = read_word(name.strip(), value.strip())
     return pairs
+
+
+# Printed in full: settings that fit with ours may crash torch's.
+_LOADERS = {"legroom": "legroom.DataLoader", "torch": "torch.utils.data.DataLoader"}
+
+
+def _as_object(settings: Settings) -> dict[str, Any]:
+    """The settings as other programs read them."""
+    plan, measured = settings.plan, settings.measured
+    return {
+        "schema": "legroom.tune/1",
+        "verdict": plan.verdict if plan else "unknown",
+        "settings": settings.values(),
+        "effective_batch": settings.effective_batch,
+        "why": dict(settings.why),
+        "loader": settings.loader(),
+        "training_arguments": settings.training_arguments(),
+        "lightning": settings.lightning(),
+        "environment": settings.environment(),
+        "levers": [asdict(lever) for lever in settings.levers],
+        "need": {name: getattr(plan.need, name) for name in ("shm", "ram", "pinned", "fds")}
+        if plan
+        else None,
+        "problems": [asdict(problem) for problem in plan.problems] if plan else [],
+        "measured": asdict(measured) if measured else None,
+        "before": dict(settings.before),
+    }
+
+
+def as_text(settings: Settings) -> str:
+    """The settings as text, one reason per line."""
+    arguments = ", ".join(f"{name}={value!r}" for name, value in settings.loader().items())
+    lines = [
+        *_measured_lines(settings.measured),
+        paragraph(f"{_LOADERS[settings.loader_kind]}(dataset, {arguments})", "", "  "),
+        say("gradient accumulation {steps}", steps=settings.accumulation),
+        *(f"{name}={value}" for name, value in settings.environment().items()),
+        "",
+        say("Why"),
+        *(paragraph(line, "  ", "    ") for line in settings.why.values()),
+        "",
+        *_need_lines(settings),
+    ]
+    if settings.levers:
+        lines += ["", say("Further options, and what they save")]
+    for lever in settings.levers:
+        saves = say("unknown") if lever.saves is None else format_size(lever.saves)
+        lines.append(paragraph(lever.what, f"  {lever.name:<25}{lever.pool:<5}{right(saves, 8)}  ", " " * 42))
+    return "\n".join(lines).rstrip()
+
+
+def _measured_lines(measured: Measured | None) -> list[str]:
+    if measured is None:
+        return []
+    waiting = measured.wait_seconds / measured.sample_seconds if measured.sample_seconds else 0.0
+    text = say(
+        "batch of {count}: {batch}; sample: {each}, {seconds:.2f} ms ({waiting:.0%} waiting); {source}",
+        batch=format_size(measured.batch_bytes), count=measured.batch_size, source=measured.source,
+        each=format_size(measured.sample_bytes), seconds=measured.sample_seconds * 1000, waiting=waiting,
+    )  # fmt: skip
+    return [paragraph(text, "", "  "), ""]
+
+
+def _need_lines(settings: Settings) -> list[str]:
+    plan = settings.plan
+    if plan is None:
+        return []
+    lines = [
+        say(
+            "Needs {ram} of RAM, {shm} of it in /dev/shm",
+            ram=format_size(plan.need.ram),
+            shm=format_size(plan.need.shm),
+        )
+    ]
+    for problem in plan.problems:
+        lines.append(paragraph(problem.message, paint(say("  too big: "), "critical", bold=True), "    "))
+        lines += steps(problem.fix)
+    lines += [
+        paragraph(say("{name}: {why}", name=pool, why=why), say("  unknown: "), "    ")
+        for pool, why in plan.unknown.items()
+    ]
+    return lines
+
+
+_OFFLOADS = {"none": "", "optimizer": phrase(", optimizer offloaded"), "all": phrase(", all offloaded")}
+
+
+def show(
+    settings: Settings,
+    *,
+    emit: str | None,
+    zero: int | None,
+    offload: bool,
+    precision: Precision,
+    rows: tuple[ZeroRow, ...],
+    ram: Pool,
+    as_json: bool,
+) -> None:
+    """Print the settings or the launcher's file, and the ZeRO table."""
+    text = emit and emit_training(emit, settings, zero=zero, offload=offload, precision=precision)
+    if as_json:
+        report = _as_object(settings)
+        if emit:
+            report["emit"] = {"kind": emit, "text": text}
+        if rows:
+            report["zero"] = [asdict(row) for row in rows]
+        click.echo(json.dumps(report, ensure_ascii=False))
+        return
+    click.echo(text or as_text(settings))
+    if rows:
+        # Not part of the file on stdout.
+        click.echo("\n" + zero_text(rows, ram), err=bool(emit))
+
+
+def zero_text(rows: tuple[ZeroRow, ...], ram: Pool) -> str:
+    """The ZeRO table, and a warning where a row needs more host memory than is free."""
+    lines = [
+        say("Weights, gradients and Adam state of this model"),
+        " ".join((" " * 29, *(right(head, 9) for head in (say("per GPU"), say("saves"), say("per host"))))),
+    ]
+    for row in rows:
+        name = say("ZeRO {stage}", stage=row.stage) if row.stage else say("plain torch")
+        more, less = ("≥", "≤") if row.at_least else ("", "")
+        lines.append(
+            f"  {left(name + say(_OFFLOADS[row.offload]), 27)} {more + format_size(row.gpu):>9} "
+            f"{less + format_size(row.saves):>9} {format_size(row.host):>9}  {row.formula}"
+        )
+    if ram.free is not None:
+        over = [row for row in rows if row.host > ram.free]
+        if over:
+            lines.append(
+                say(
+                    "{count} of these need more host memory than the {free} free here",
+                    free=format_size(ram.free), count=len(over),
+                )
+            )  # fmt: skip
+    return "\n".join(lines)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from legroom.cli.params import DURATION
+from legroom.cli.options import DURATION
 from legroom.cli.streams import write_line
 from legroom.errors import MissingPackage
 from legroom.words import say

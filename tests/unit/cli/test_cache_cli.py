@@ -49,9 +49,9 @@ def test_load_list_drop_as_text(home: Path, capsys: pytest.CaptureFixture[str]) 
     shown = _text(capsys, "list")
     digest = subprocess.run(["md5sum", "train.npy"], capture_output=True, text=True).stdout.split()[0]
     assert f"MD5     {digest}" in shown
-    assert "6×4 float32" in shown and "not in use" in shown and "free for more" in shown
-    assert "copy whole, source unchanged" in _text(capsys, "verify")
-    assert "in entries (1)" in _text(capsys, "drop", "train.npy")
+    assert "6×4 float32" in shown and "not in use" in shown and "free (limited by" in shown
+    assert "copy intact, source unchanged" in _text(capsys, "verify")
+    assert "removed 1 entry" in _text(capsys, "drop", "train.npy")
     assert "the cache is empty" in _text(capsys, "list")
 
 
@@ -93,7 +93,7 @@ def test_what_is_in_use_is_refused_and_named(home: Path, capsys: pytest.CaptureF
         refused = _text(capsys, "drop", "train.npy", status=1)
         assert "[entry-in-use]" in refused and str(holder.pid) in refused and "--force" in refused
         assert "kept" in _text(capsys, "drop", "--all", status=1)
-        assert "in entries (1)" in _text(capsys, "drop", "train.npy", "--force")
+        assert "removed 1 entry" in _text(capsys, "drop", "train.npy", "--force")
     finally:
         holder.communicate(timeout=30)
     assert holder.returncode == 0
@@ -126,7 +126,7 @@ def test_gc_by_age_and_dry_run(home: Path, capsys: pytest.CaptureFixture[str]) -
 def test_room_that_is_not_reached_is_a_no(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _text(capsys, "load", "train.npy")
     shown = _text(capsys, "gc", "--free", "900T", "--dry-run", status=1)
-    assert "would remove" in shown and "short of what was asked for" in shown
+    assert "would remove" in shown and "less than requested" in shown
     gone = _json(capsys, "gc", "--free", "900T", status=1)
     assert [one["store"] for one in gone["short"]] == [
         str(home / name / f"legroom-{os.geteuid()}") for name in ("shm", "disk")
@@ -138,7 +138,7 @@ def test_room_that_is_not_reached_is_a_no(home: Path, capsys: pytest.CaptureFixt
 def test_a_file_that_changed_is_reported_as_changed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _text(capsys, "load", "train.npy")
     np.save("train.npy", np.zeros(7))
-    assert "copy whole, source CHANGED" in _text(capsys, "verify", "train.npy", status=1)
+    assert "copy intact, source CHANGED" in _text(capsys, "verify", "train.npy", status=1)
 
 
 def test_an_empty_cache_holds_nothing_in_entries(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from rigs import TREES
 
-from legroom.cli.streams import Answers, Asides, for_drawing
+from legroom.cli.streams import ErrorOutput, Output, for_drawing
 from legroom.errors import UnreadableSource
 from legroom.formats.source import unreadable
 from legroom.words import say, shown
@@ -141,8 +141,8 @@ def test_sentences_show_what_fills_them() -> None:
     assert isinstance(error, UnreadableSource) and "\x1b" not in str(error)
 
 
-@pytest.mark.parametrize("kind", [Answers, Asides])
-def test_streams_let_colours_through_and_nothing_else(kind: type[Answers] | type[Asides]) -> None:
+@pytest.mark.parametrize("kind", [Output, ErrorOutput])
+def test_streams_let_colours_through_and_nothing_else(kind: type[Output] | type[ErrorOutput]) -> None:
     buffer = io.BytesIO()
     stream = kind(buffer, encoding="utf-8", write_through=True)
     assert stream.write("\x1b[31mred\x1b[0m \x1b[2J\x1b[8mhidden\t\n") > 0

@@ -15,7 +15,7 @@ from rigs import TREES
 
 from legroom import words
 from legroom.cli.layout import elide
-from legroom.cli.main import VERBS, run
+from legroom.cli.main import COMMANDS, run
 from legroom.columns import cells
 
 ALL = sorted(path.name for path in TREES.iterdir() if path.is_dir())
@@ -196,7 +196,7 @@ def test_help_before_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert told == _run(capsys, "--lang", "zh", "cache", "load", "--help") and "显示本说明并退出" in told[1]
 
 
-@pytest.mark.parametrize("verb", [*VERBS, "help"])
+@pytest.mark.parametrize("verb", [*COMMANDS, "help"])
 def test_help(verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     status, text, _ = _run(capsys, verb, "--lang", "zh", "--help")

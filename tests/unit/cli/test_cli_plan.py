@@ -73,7 +73,7 @@ def test_what_others_hold_is_added(capsys: pytest.CaptureFixture[str]) -> None:
     others = report["now"]["others"]
     assert others > 256 * MB and report["need"]["shm"] == 276 * MB
     assert report["recommend"]["minimum"] == 1 << (276 * MB + others - 1).bit_length()
-    assert "by others now" in " ".join(_run(capsys, *SEED, "--root", BARE)[1].split())
+    assert "by other processes now" in " ".join(_run(capsys, *SEED, "--root", BARE)[1].split())
 
 
 def test_text_says_how_it_came_about(capsys: pytest.CaptureFixture[str]) -> None:

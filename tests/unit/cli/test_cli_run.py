@@ -198,15 +198,15 @@ def test_a_report_that_fails_at_the_end_leaves_the_status_alone(tmp_path: Path) 
 
 def test_a_bad_limit_is_explained_as_it_is_typed(tmp_path: Path) -> None:
     done = _run("--gpu-limit", "banana", "--", "true", folder=tmp_path)
-    assert done.returncode == 2 and b"--gpu-limit 0.8" in done.stderr and b"limit(" not in done.stderr
+    assert done.returncode == 2 and b"write --gpu-limit as" in done.stderr and b"limit(" not in done.stderr
     done = _run("--gpu-limit", "80", "--", "true", folder=tmp_path)
-    assert done.returncode == 2 and b"80% or 80GB?" in done.stderr and b"--gpu-limit 0.8" in done.stderr
+    assert done.returncode == 2 and b"80% or 80GB?" in done.stderr and b"write --gpu-limit as" in done.stderr
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a card here")
 def test_a_limit_without_a_card_is_said_to_do_nothing(tmp_path: Path) -> None:
     done = _run("--gpu-limit", "80%", "--", "true", folder=tmp_path)
-    assert done.returncode == 0 and b"--gpu-limit does nothing here: " in done.stderr
+    assert done.returncode == 0 and b"--gpu-limit has no effect here: " in done.stderr
     assert b"--gpu-limit" not in _run("--", "true", folder=tmp_path).stderr
 
 

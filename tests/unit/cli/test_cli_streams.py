@@ -38,7 +38,7 @@ def test_an_answer_that_cannot_be_written_is_no_answer(
 ) -> None:
     ended = _shell(verb, streams, tmp_path)
     assert ended.returncode == 2
-    assert ended.stderr.startswith("legroom: the answer cannot be written") and why in ended.stderr
+    assert ended.stderr.startswith("legroom: cannot write to standard output") and why in ended.stderr
     assert "[cannot-write]" in ended.stderr and len(ended.stderr.splitlines()) == 3
 
 
@@ -70,7 +70,7 @@ def test_a_command_that_says_nothing_needs_no_output(tmp_path: Path) -> None:
 
 
 def test_a_file_opened_later_does_not_get_the_number_of_a_closed_stream(tmp_path: Path) -> None:
-    program = "from legroom.cli import streams; streams.hold(); f = open('x', 'w'); assert f.fileno() > 2, f"
+    program = "from legroom.cli import streams; streams.guard_streams(); f = open('x', 'w'); assert f.fileno() > 2, f"
     ended = subprocess.run(
         ["bash", "-c", f'{sys.executable} -c "{program}" <&- >&-'], cwd=tmp_path, timeout=60, check=False
     )

@@ -44,7 +44,7 @@ def test_json_holds_both(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_table_in_words_and_a_host_without_room(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*BASE, "--params", str(10**15)]) == 0
     out = capsys.readouterr().out
-    assert "plain torch" in out and "take more host memory than" in out
+    assert "plain torch" in out and "need more host memory than" in out
 
 
 @pytest.mark.parametrize("more", [("--zero", "2"), ("--offload",), ("--emit", "accelerate", "--offload"), ("--params", "0")])  # fmt: skip

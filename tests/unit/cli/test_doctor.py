@@ -83,7 +83,7 @@ def test_an_empty_root_is_all_unknown(capsys: pytest.CaptureFixture[str], tmp_pa
     for pool in report["pools"]:
         assert pool["used"] is None and pool["size"] in (None,), pool
     _, text, _ = _run(capsys, "--root", str(tmp_path))
-    assert "nothing here is short" not in text and "No finding, but shm, ram could not be judged." in text
+    assert "nothing is running out" not in text and "No findings, but shm, ram could not be read." in text
 
 
 @pytest.mark.parametrize("nonsense", ["not json", "[]", "\x00\x01"])
@@ -112,7 +112,7 @@ def test_a_pattern_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_job_and_match_together_make_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = _run(capsys, "--job", "1", "--match", "x")
-    assert status == 2 and "one of them" in err
+    assert status == 2 and "exclude each other" in err
 
 
 def test_an_unknown_verb_gets_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,134 @@
+"""Argument types and options that several commands share: sizes, durations, cache keys, and a job's description."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from legroom.budget.demand import DTYPES, OPTIMIZERS
+from legroom.errors import LegroomError, UsageError
+from legroom.units import parse_duration, parse_size
+from legroom.words import say
+
+
+class Measure(click.ParamType[Any]):
+    """A size or duration with a unit."""
+
+    def __init__(self, name: str, read: Callable[[str], Any]) -> None:
+        self.name = name
+        self._read = read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self._read(value)
+        except UsageError as problem:
+            self.fail(say("{name}: {why}", name=problem.what, why=problem.fix[0]), param, ctx)
+
+
+SIZE = Measure("size", parse_size)
+DURATION = Measure("duration", parse_duration)
+
+
+class EntryName(click.ParamType[str]):
+    """A file or a cache key; shell completion lists the keys in the cache."""
+
+    name = "file|key"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        from legroom.cache.catalog import entries
+
+        try:
+            found = entries()
+        except LegroomError:
+            return []
+        keys = [
+            CompletionItem(entry.key, help=entry.sources[0] if entry.sources else None)
+            for entry in found
+            if entry.key is not None and entry.key.startswith(incomplete)
+        ]
+        return [*keys, CompletionItem(incomplete, type="file")]
+
+
+_COUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmbgt]?)\s*", re.I | re.A)
+_POWERS = {"": 0, "k": 3, "m": 6, "b": 9, "g": 9, "t": 12}
+
+
+class Count(click.ParamType[int]):
+    """A number of parameters: 125M, 1.5B. Decimal, unlike sizes."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = _COUNT.fullmatch(str(value))
+        if match is None:
+            self.fail(
+                say("{value!r} is not a number of parameters; write it as 125M or 1.5B", value=value),
+                param,
+                ctx,
+            )
+        number, unit = match.groups()
+        return int(Fraction(number) * 10 ** _POWERS[unit.lower()])
+
+
+COUNT = Count()
+
+_OPTIONS = (
+    click.option("--data", metavar="FILE", help="Data file; its rows give the batch size in bytes."),
+    click.option("--keys", metavar="NAME,…", help="Use only these arrays of the file."),
+    click.option("--sample-bytes", type=SIZE, metavar="SIZE", help="Size of one sample."),
+    click.option("--workers", type=int, default=0, show_default=True, help="num_workers of the DataLoader."),
+    click.option("--prefetch", type=int, default=2, show_default=True, help="prefetch_factor of the DataLoader."),
+    click.option("--persistent-workers", is_flag=True, help="The DataLoader uses persistent_workers."),
+    click.option("--pin-memory", is_flag=True, help="The DataLoader uses pin_memory."),
+    click.option(
+        "--loader", type=click.Choice(["torch", "legroom"]), default="torch", show_default=True,
+        help="Which DataLoader the script uses.",
+    ),
+    click.option(
+        "--val-workers", type=int, metavar="N", help="num_workers of a validation DataLoader alive at the same time.",
+    ),
+    click.option("--val-batch", type=int, metavar="N", help="Validation batch size, if different."),
+    click.option("--ranks", type=int, default=1, show_default=True, help="Processes per job on this machine."),
+    click.option("--per-process", type=SIZE, metavar="SIZE", help="Extra /dev/shm per process."),
+    click.option("--process-ram", type=SIZE, metavar="SIZE", help="Private RAM per process."),
+    click.option(
+        "--params", type=COUNT, default=0, metavar="N", help="Model parameters kept in host memory, for example 125M.",
+    ),
+    click.option(
+        "--optimizer", type=click.Choice(list(OPTIMIZERS)), default="none", show_default=True,
+        help="Optimizer whose state is kept in host memory.",
+    ),
+    click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True),
+)  # fmt: skip
+
+
+def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that describe a job to a command."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def names(keys: str | None) -> list[str] | None:
+    """Comma-separated names as a list."""
+    return [name.strip() for name in keys.split(",") if name.strip()] if keys else None
+
+
+def asked(given: dict[str, Any]) -> dict[str, Any]:
+    """The options under the library's argument names."""
+    renamed = {"workers": "num_workers", "prefetch": "prefetch_factor"}
+    found = {renamed.get(name, name): value for name, value in given.items()}
+    found["keys"] = names(found["keys"])
+    return found
