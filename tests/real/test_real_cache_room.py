@@ -227,7 +227,7 @@ room.bounds = room.bounds_now = lambda store, env=None: [room.Bound(1 << 40, "wh
 try:
     legroom.open(sys.argv[1], backing="shm")
 except legroom.LegroomError as problem:
-    left = [name for name in os.listdir(f"/dev/shm/legroom-{os.geteuid()}") if name not in ("locks", "sources")]
+    left = [name for name in os.listdir(f"/dev/shm/legroom-{os.geteuid()}") if name not in ("locks", "sources", "work")]
     print(problem.code, left, os.statvfs("/dev/shm").f_bfree * 4096 >> 20)
 """
 

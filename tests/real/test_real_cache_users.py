@@ -132,9 +132,9 @@ def _in_namespace(how: str, shared: Path) -> list[str]:
 def test_a_number_that_stands_for_anybody_proves_nothing(shared: Path, how: str) -> None:
     for folder in (shared, shared / "disk"):
         (folder / "legroom-65534").mkdir(mode=0o755)
-        for name in ("locks", "sources"):
+        for name in ("locks", "sources", "work"):
             (folder / "legroom-65534" / name).mkdir(mode=0o755)
-        for name in ("", "locks", "sources"):  # of a user that the namespace does not map
+        for name in ("", "locks", "sources", "work"):  # of a user that the namespace does not map
             os.chown(folder / "legroom-65534" / name, 12345, 12345)
     found, codes = _in_namespace(how, shared)
     assert found == "[]"

@@ -19,6 +19,7 @@ from legroom.cache.manifest import Damaged, Manifest, OtherFormat, is_key
 from legroom.cache.open import source_paths
 from legroom.cache.place import Store, is_shortage, stores
 from legroom.cache.present import Present
+from legroom.cache.store_size import blocks
 from legroom.cache.users import users
 from legroom.errors import NotLoaded, UsageError
 from legroom.model import Entry, EntryUser, Finding, StoreRoom
@@ -66,8 +67,8 @@ def store_rooms() -> tuple[tuple[StoreRoom, ...], tuple[Finding, ...]]:
 
 def _room(store: Store) -> StoreRoom:
     stats = os.statvfs(store.fd)
-    bound = room.tightest(room.bounds(store))
     with trash.store_lock(store):
+        bound = room.tightest(room.bounds(store))
         free = max(0, bound.free - room.outstanding(store))
     size = stats.f_blocks * stats.f_frsize
     used = sum(old.nbytes for old in by_age(store))  # not what locks and records take
@@ -163,9 +164,9 @@ def entry_in(store: Store, key: str, people: tuple[EntryUser, ...] | None = None
     root = os.fspath(store.root)
     if isinstance(manifest, OSError):
         why = manifest.strerror or str(manifest)
-        return unusable_entry(key, store.backing, root, room.blocks(store, key), unreadable=why)
+        return unusable_entry(key, store.backing, root, blocks(store.fd, key), unreadable=why)
     if not isinstance(manifest, Manifest):
-        return unusable_entry(key, store.backing, root, room.blocks(store, key), damaged=str(manifest))
+        return unusable_entry(key, store.backing, root, blocks(store.fd, key), damaged=str(manifest))
     return entry_of(
         manifest,
         store.backing,

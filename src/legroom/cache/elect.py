@@ -14,6 +14,7 @@ from legroom.cache.find import find
 from legroom.cache.load import Asked, Progress
 from legroom.cache.locks import Lock
 from legroom.cache.place import Store, each
+from legroom.cache.trash import BUILDING
 from legroom.cache.work import Work
 from legroom.errors import NotLoaded
 from legroom.words import say
@@ -54,7 +55,7 @@ def _report_other(store: Store, name: str, progress: Progress) -> None:
         backing, _, work = os.read(fd, 100).decode("ascii", "replace").strip().partition(" ")
     finally:
         os.close(fd)
-    if not work.startswith("building-") or "/" in work:
+    if not work.startswith(BUILDING) or "/" in work:
         return
     for place in each():
         if place.backing == backing:

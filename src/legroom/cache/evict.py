@@ -15,6 +15,7 @@ from legroom.cache.attach import lock_name, open_entry, read_manifest
 from legroom.cache.manifest import Damaged, OtherFormat, is_key
 from legroom.cache.place import Store, in_memory
 from legroom.cache.steps import log, step
+from legroom.cache.store_size import blocks
 from legroom.words import say
 
 
@@ -32,7 +33,7 @@ def by_age(store: Store) -> list[Old]:
     found = []
     for name in os.listdir(store.fd):
         if is_key(name):
-            found.append(Old(name, last_used(store, name), room.blocks(store, name)))
+            found.append(Old(name, last_used(store, name), blocks(store.fd, name)))
     return sorted(found, key=lambda old: old.last_used)
 
 
@@ -56,7 +57,7 @@ def take_away(store: Store, key: str, *, force: bool = False) -> str | None:
     if lock is None and not force:
         return None
     try:
-        moved = trash.move(store, key)
+        moved = trash.move_entry(store, key)
         step("unlock")
         if moved is not None or lock is not None:  # else a builder leases what it has not yet published
             try:

@@ -116,7 +116,7 @@ def put_aside(store: Store, key: str) -> bool:
         except (Damaged, OtherFormat) as problem:
             if isinstance(problem, OtherFormat) and problem.version >= FORMAT:
                 return False
-            moved = trash.move(store, key)
+            moved = trash.move_entry(store, key)
             try:
                 os.unlink(lock_name(key), dir_fd=store.locks)
             except FileNotFoundError:

@@ -106,8 +106,7 @@ def load(job: Job, work: Work) -> Written:
             first.append(allocating.submit(_allocate, job, work, filler))
             _watch(first[-1:], lambda: _report(job, work, meter))
             step("write")
-            folder = work.store.root / work.folder
-            tables = [filler.table(target, os.fspath(folder)) for target in job.plan.tables]
+            tables = [filler.table(target, os.fspath(work.folder)) for target in job.plan.tables]
             _watch([*first, *filler.jobs], lambda: _report(job, work, meter))
             step("written")
             if len(first) == 2:

@@ -29,6 +29,7 @@ except ImportError:  # Windows: data are read into each process, as LEGROOM_DISA
 else:
     SUPPORTED = hasattr(os, "register_at_fork")
 
+_NO_LOCK = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EISDIR)  # nothing that a process could lock
 _guard = threading.RLock()  # held while forking, so that no descriptor is missed between open and note
 _work: set[int] = set()  # descriptors that children close
 _hooked = False
@@ -108,14 +109,16 @@ def acquire(
 
 
 def held(folder: int, name: str) -> bool:
-    """Whether a process holds that lock (shared or not); False where the file is not there.
+    """Whether a process holds that lock (shared or not); False where there is no such file.
 
     It is taken for a moment to find out. Who calls this holds the store's lock, and so does whoever takes an exclusive
     lock without waiting: none of them sees the other's moment as a use.
     """
     try:
         lock = acquire(folder, name, create=False)
-    except FileNotFoundError:
+    except OSError as problem:
+        if problem.errno not in _NO_LOCK:
+            raise
         return False
     if lock is None:
         return True

@@ -7,7 +7,7 @@ A store is ``legroom-<uid>`` below ``/dev/shm`` (or ``LEGROOM_SHM``), and below 
 ``SLURM_TMPDIR``, ``/var/tmp``, ``$XDG_CACHE_HOME`` that is writable and local. Nothing in it is trusted before
 its descriptor says that it is a directory of ours which nobody else may write to.
 
-A Store owns three directory descriptors and closes them; entries, locks and records belong to the directory.
+A Store owns four directory descriptors and closes them; entries, locks and records belong to the directory.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from legroom.words import joined, say
 
 Backing = Literal["shm", "disk"]
 LOCKS, SOURCES = "locks", "sources"
+WORK = "work"  # of builders and of removals in progress: a build lists this folder and no other
 STORE_LOCK = "store.lock"
 _FOLDER = (
     os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -70,6 +71,7 @@ class Store:
     fd: int
     locks: int
     sources: int
+    work: int
 
     @property
     def directory(self) -> tuple[int, int]:
@@ -79,7 +81,7 @@ class Store:
 
     def close(self) -> None:
         """Close its descriptors; a second time does nothing."""
-        for name in ("fd", "locks", "sources"):
+        for name in ("fd", "locks", "sources", "work"):
             number = getattr(self, name)
             setattr(self, name, -1)
             if number >= 0:
@@ -241,10 +243,14 @@ def open_store(candidate: Candidate, *, make: bool) -> Store:
         if not make:  # it was right when the store was made, and may have changed since
             _check_parent(candidate.parent)
             _check_local(candidate)
-        for name in (LOCKS, SOURCES):
-            if make:
+        for name in (LOCKS, SOURCES, WORK):
+            try:
+                opened.append(_folder(name, opened[0]))
+            except FileNotFoundError:
+                if not make and name != WORK:  # a store that an earlier version made has none
+                    raise
                 _make(name, opened[0])
-            opened.append(_folder(name, opened[0]))
+                opened.append(_folder(name, opened[0]))
         if make:
             _check_writable(root, opened)
     except BaseException:

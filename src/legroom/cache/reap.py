@@ -21,6 +21,7 @@ from legroom.cache.manifest import Manifest, is_key
 from legroom.cache.place import STORE_LOCK, Store, stores
 from legroom.cache.present import Present
 from legroom.cache.steps import step
+from legroom.cache.store_size import blocks, count_again
 from legroom.cache.users import users
 from legroom.errors import EntryInUse
 from legroom.model import Entry, Reaped, Shortfall
@@ -39,7 +40,7 @@ def drop(what: Where | None = None, *, force: bool = False) -> Reaped:
         for store in places.distinct:
             keys = [old.key for old in by_age(store)] if what is None else matching(store, what, present)
             for key in keys:
-                entry, size = entry_in(store, key), room.blocks(store, key)
+                entry, size = entry_in(store, key), blocks(store.fd, key)
                 if entry is None:
                     continue
                 if _remove(store, key, force=force):
@@ -90,13 +91,15 @@ def clear_strays(store: Store, *, dry_run: bool = False) -> int:
     """
     with trash.store_lock(store):
         scratch = [name for name in os.listdir(store.sources) if name.startswith(records.TEMPORARY)]
-        left = len(trash.leftovers(store)) + len(scratch)
+        left = [trash.leftovers(store), trash.old_leftovers(store)]
         if not dry_run:
-            trash.sweep(store)
+            for some in left:
+                trash.sweep(store, some)
             _clear_records(store)
             records.clear_samples(store)
+            count_again(store)
             _clear_locks(store)
-        return left
+        return sum(map(len, left)) + len(scratch)
 
 
 def in_use(store: Store, key: str) -> EntryInUse:
@@ -162,21 +165,23 @@ def _make_room(
     """Bytes that went, or would, and what is missing all the same."""
     freed = 0
 
-    def missing() -> int:
+    def missing() -> tuple[int, room.Bound]:
         with trash.store_lock(store):
-            have = room.tightest(room.bounds(store)).free - room.outstanding(store)
-        return free - have - (hoped + freed if dry_run else 0)
+            bound = room.tightest(room.bounds(store))
+            have = bound.free - room.outstanding(store)
+        return free - have - (hoped + freed if dry_run else 0), bound
 
     helps = Helpful(store)
+    still, bound = missing()
     for old in by_age(store):
-        if missing() <= 0:
+        if still <= 0:
             break
-        if old.key not in gone and helps(old, room.tightest(room.bounds(store))):
+        if old.key not in gone and helps(old, bound):
             freed += _reap(store, old, removed, kept, dry_run)
-    still = missing()
+            still, bound = missing()
     if still <= 0:
         return freed, None
-    return freed, Shortfall(os.fspath(store.root), still, room.tightest(room.bounds(store)).what)
+    return freed, Shortfall(os.fspath(store.root), still, bound.what)
 
 
 def _clear_records(store: Store) -> None:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from legroom.budget.remedy import enlarge_shm, raise_ram_limit
 from legroom.cache import locks
 from legroom.cache.place import Store, in_memory
-from legroom.cache.trash import BUILDING
+from legroom.cache.store_size import blocks, used
+from legroom.cache.trash import BUILDING, LOCK
 from legroom.errors import NoRoom
 from legroom.formats.memory import Allowed, DecodingMemory
 from legroom.probe.cgroup import cgroup
@@ -212,18 +213,19 @@ def _larger(store: Store, missing: int, bound: Bound) -> str:
 def outstanding(store: Store, mine: str | None = None) -> int:
     """Bytes that living builders have been promised and have not yet taken."""
     total = 0
-    for name in os.listdir(store.locks):
-        if not name.startswith("building-") or name == mine or not locks.held(store.locks, name):
+    for name in os.listdir(store.work):
+        if not name.startswith(BUILDING) or not name.endswith(LOCK):
             continue
-        taken = blocks(store, BUILDING + name.removeprefix("building-").removesuffix(".lock"))
-        total += max(0, read_note(store, name)[0] - taken)
+        if name != mine and locks.held(store.work, name):
+            taken = blocks(store.work, name.removesuffix(LOCK))
+            total += max(0, read_note(store, name)[0] - taken)
     return total
 
 
 def read_note(store: Store, name: str) -> tuple[int, int, int]:
     """(reserved, done, total) as a builder wrote them; zeros where it has written nothing."""
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=store.locks)
+        fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=store.work)
         try:
             numbers = [int(word) for word in os.read(fd, 200).split()]
         finally:
@@ -236,33 +238,6 @@ def read_note(store: Store, name: str) -> tuple[int, int, int]:
 def write_note(fd: int, reserved: int, done: int, total: int) -> None:
     """Write the reservation and the progress where others read them, in one call."""
     os.pwrite(fd, f"{reserved:>20} {done:>20} {total:>20}\n".encode(), 0)
-
-
-def blocks(store: Store, name: str) -> int:
-    """The bytes a directory of the store takes, by blocks."""
-    total = 0
-    try:
-        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=store.fd)
-    except OSError:
-        return 0
-    try:
-        with os.scandir(fd) as entries:
-            for entry in entries:
-                try:
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
-                except OSError:
-                    continue
-    except OSError:
-        pass
-    finally:
-        os.close(fd)
-    return total
-
-
-def used(store: Store) -> int:
-    """The bytes the whole store takes."""
-    with os.scandir(store.fd) as entries:
-        return sum(blocks(store, entry.name) for entry in entries if entry.is_dir(follow_symlinks=False))
 
 
 def disk_limit(size: int, env: Mapping[str, str]) -> int:

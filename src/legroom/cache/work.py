@@ -2,8 +2,8 @@
 
 Covers: from the reservation to the rename, and giving up. Does not cover: what is written there (copy.py).
 
-The lock file ``building-<id>.lock`` is made before the directory ``.building-<id>`` and removed after it, both
-under the store's lock; so a directory whose lock nobody holds belongs to somebody dead.
+The lock file ``building-<id>.lock`` is made before the directory ``building-<id>`` and removed after it, both in
+``work/`` and under the store's lock; so a directory whose lock nobody holds belongs to somebody dead.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from legroom.cache.evict import evict_for
 from legroom.cache.fileio import write_all
 from legroom.cache.large import LargePages
 from legroom.cache.locks import Lock
-from legroom.cache.place import Store, in_memory
+from legroom.cache.place import WORK, Store, in_memory
 from legroom.cache.steps import step
+from legroom.cache.store_size import blocks, counted
 from legroom.errors import NoRoom
 from legroom.formats.memory import Allowed
 
@@ -35,11 +36,12 @@ class Work:
         """Reserve ``need`` in the store; NoRoom where it does not fit."""
         self.store, self.need = store, need if isinstance(need, room.Need) else room.Need(need)
         self.ident = secrets.token_hex(8)
-        self.folder = trash.BUILDING + self.ident
+        self.name = trash.BUILDING + self.ident
+        self.folder = store.root / WORK / self.name
         self._counting = threading.Lock()  # threads that write ask too
         self._credit = 0  # bytes that may be taken before memory is looked at again
         self._large = LargePages()
-        self.lock_file = f"building-{self.ident}.lock"
+        self.lock_file = self.name + trash.LOCK
         self.fd = -1
         step("work")
         try:
@@ -51,16 +53,16 @@ class Work:
     def _begin(self, evict: bool) -> None:
         store = self.store
         with trash.store_lock(store):
-            trash.sweep(store)
-            lock = locks.acquire(store.locks, self.lock_file)
+            trash.sweep(store, trash.leftovers(store))
+            lock = locks.acquire(store.work, self.lock_file)
             assert lock is not None  # nobody else knows the name
             self._lock: Lock = lock
             try:
                 step("reserve")
                 self._reserve(evict)
-                os.mkdir(self.folder, 0o700, dir_fd=store.fd)
+                os.mkdir(self.name, 0o700, dir_fd=store.work)
                 flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-                self.fd = os.open(self.folder, flags, dir_fd=store.fd)
+                self.fd = os.open(self.name, flags, dir_fd=store.work)
             except BaseException:
                 try:
                     self._clear()
@@ -126,7 +128,7 @@ class Work:
 
     def decodable(self) -> Allowed:
         """What decoding may take of memory now, beside what is still to be written to a store in memory."""
-        taken = room.blocks(self.store, self.folder)
+        taken = blocks(self.store.work, self.name)
         return room.decodable(max(0, self.need.nbytes - taken) if in_memory(self.store) else 0)
 
     def write(self, name: str, data: bytes) -> None:
@@ -183,7 +185,8 @@ class Work:
             os.fsync(self.fd)
         step("publish")
         try:
-            os.rename(self.folder, key, src_dir_fd=self.store.fd, dst_dir_fd=self.store.fd)
+            with trash.store_lock(self.store), counted(self.store, self.name, comes=True):
+                os.rename(self.name, key, src_dir_fd=self.store.work, dst_dir_fd=self.store.fd)
         except OSError as problem:
             if problem.errno in (errno.EEXIST, errno.ENOTEMPTY):
                 return False
@@ -215,9 +218,9 @@ class Work:
         self._lock.release()
 
     def _clear(self) -> None:
-        moved = trash.move(self.store, self.folder)
+        moved = trash.move(self.store, self.name, self.store.work)
         try:
-            os.unlink(self.lock_file, dir_fd=self.store.locks)
+            os.unlink(self.lock_file, dir_fd=self.store.work)
         except FileNotFoundError:
             pass
         self._let_go()

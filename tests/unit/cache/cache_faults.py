@@ -155,8 +155,9 @@ class Sweep:
             self.reset()  # an entry that a fault before sent to the disk would be attached to there
             legroom.open(self.path).close()
         if operation == "gc":
-            (self.store / ".building-0000000000000000").mkdir(exist_ok=True)
-            (self.store / ".trash-0000000000000000").mkdir(exist_ok=True)
+            for folder in ("work/", "."):
+                for name in ("building-0000000000000000", "trash-0000000000000000"):
+                    Path(f"{self.store}/{folder}{name}").mkdir(exist_ok=True)
 
     def run(self, operation: str, loop: bool = False) -> None:
         """One operation; Wrong where its answer is. With ``loop`` a name said to be a link (ELOOP) counts as damage."""

@@ -180,7 +180,7 @@ def left_behind() -> list[str]:
         for store in places.found:
             for folder, folders, names in os.walk(store.root):
                 found += [os.path.join(folder, name) for name in (*folders, *names)]
-            for name in ("locks", "samples", "sources", "locks/store.lock"):
+            for name in ("locks", "samples", "sources", "work", "locks/store.lock", "work/used"):
                 if f"{store.root}/{name}" in found:
                     found.remove(f"{store.root}/{name}")
     return found
@@ -194,8 +194,8 @@ def clean(log: str) -> Result:
         strays = [
             name
             for store in places.found
-            for name in (*os.listdir(store.fd), *os.listdir(store.locks))
-            if name.startswith((".", "building-", "src-"))
+            for name in (*os.listdir(store.fd), *os.listdir(store.locks), *os.listdir(store.work))
+            if name.startswith((".", "building-", "trash-", "src-"))
         ]
     whole = all(found.whole for found in verify.verify())
     dropped = reap.drop()

@@ -120,4 +120,4 @@ def test_what_was_refused_leaves_nothing(tmp_path: Path, shm: Path) -> None:
     flip(path)
     with pytest.raises(DamagedSource):
         legroom.open(path)
-    assert {*os.listdir(shm)} == {"locks", "sources"}
+    assert {*os.listdir(shm)} == {"locks", "sources", "work"} and not os.listdir(shm / "work")

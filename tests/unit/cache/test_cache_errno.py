@@ -62,7 +62,7 @@ def test_what_proves_no_damage_is_an_error_and_the_entry_stays(
     assert os.strerror(getattr(errno, code)) in caught.value.why and caught.value.fix
     monkeypatch.undo()
     assert (shm / key / "array.npy").stat().st_ino == inode
-    assert not [name for name in os.listdir(shm) if name.startswith(".trash")]
+    assert not [name for name in os.listdir(shm / "work") if name.startswith("trash")]
 
 
 @pytest.mark.usefixtures("old_files")

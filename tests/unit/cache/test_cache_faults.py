@@ -138,7 +138,8 @@ def _put(path: Path, odd: str) -> None:
 
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("place", ["locks/store.lock", "locks/KEY.lock", "locks/SRC", "sources/RECORD", "KEY",
-                                   "KEY/manifest.json", "KEY/array.npy", "locks/building-0.lock"])  # fmt: skip
+                                   "KEY/manifest.json", "KEY/array.npy", "locks/building-0.lock",
+                                   "work/building-0.lock", "work/building-0", "work/used"])  # fmt: skip
 def test_something_else_where_a_file_belongs_is_an_error_or_built_anew(
     shm: Path, npy, old_files: None, place: str, odd: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

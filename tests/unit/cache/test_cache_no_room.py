@@ -13,7 +13,9 @@ import pytest
 
 import legroom
 from legroom.cache import catalog, evict, locks, records, room, steps
+from legroom.cache.manifest import is_key
 from legroom.cache.place import Store
+from legroom.cache.store_size import used
 from legroom.errors import NoRoom, UsageError
 
 MB = 1 << 20
@@ -61,7 +63,7 @@ class TestEviction:
         def bounds(store: Store, env: object = None) -> list[room.Bound]:
             if store.backing == "disk":
                 return [room.Bound(0, "none")]
-            return [room.Bound(1 << 40, "plenty"), room.Bound(allowed - room.used(store), "tight", **what)]
+            return [room.Bound(1 << 40, "plenty"), room.Bound(allowed - used(store), "tight", **what)]
 
         monkeypatch.setattr(room, "bounds", bounds)
         for module in (evict, room):
@@ -100,7 +102,7 @@ class TestEviction:
             if store.backing == "disk":
                 return [room.Bound(0, "none")]
             return [
-                room.Bound(300_000 - room.used(store), "small"),
+                room.Bound(300_000 - used(store), "small"),
                 room.Bound(50_000, "group", memory=True, group=8),
             ]
 
@@ -113,7 +115,9 @@ class TestEviction:
 
 
 def room_used(shm: Path) -> int:
-    return sum(file.stat().st_blocks * 512 for file in shm.rglob("*") if file.is_file())
+    return sum(
+        file.stat().st_blocks * 512 for key in shm.iterdir() if is_key(key.name) for file in key.iterdir()
+    )
 
 
 class TestFull:
@@ -132,7 +136,8 @@ class TestFull:
         data = legroom.open(path)
         assert asked[:2] == ["shm", "shm"] and data.info.backing == "disk"
         assert bool((data["array"] == 3).all())
-        assert [name for name in os.listdir(shm) if name not in ("locks", "sources")] == []
+        assert [name for name in os.listdir(shm) if name not in ("locks", "sources", "work")] == []
+        assert os.listdir(shm / "work") == []
         with pytest.raises(NoRoom):
             legroom.open(make(tmp_path, 4, 40 * MB), backing="shm")
 

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -276,8 +278,7 @@ def test_a_progress_that_raises_stops_the_build_and_leaves_nothing(shm: Path, np
     with pytest.raises(KeyboardInterrupt):
         legroom.open(npy(), progress=stop)
     assert catalog.entries() == ()
-    assert not [name for name in os.listdir(shm) if name.startswith(".")]
-    assert not [name for name in os.listdir(shm / "locks") if name.startswith("building-")]
+    assert os.listdir(shm / "work") == []
 
 
 def test_waiters_see_progress_and_get_the_data(shm: Path, npy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +342,7 @@ def test_a_file_that_keeps_changing_is_refused(shm: Path, npy, monkeypatch: pyte
     with pytest.raises(SourceChanged):
         legroom.open(path)
     assert catalog.entries() == ()
-    assert not [name for name in os.listdir(shm) if name.startswith(".")]
+    assert os.listdir(shm / "work") == []
 
 
 def test_arrays_keep_the_entry_leased_and_valid(shm: Path, npy) -> None:
@@ -536,6 +537,36 @@ def test_a_cold_open_reads_no_manifest_of_other_entries(
     np.save(tmp_path / "new.npy", np.full(1000, 99))
     data = legroom.open(tmp_path / "new.npy")
     assert set(keys) == {data.info.key}
+
+
+@pytest.mark.parametrize("backing", ["shm", "disk"])
+def test_a_cold_open_lists_no_folder_that_grows_with_the_entries(
+    shm: Path, disk: Path, tmp_path: Path, backing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / f"{number}.npy" for number in range(4)]
+    for number, path in enumerate(paths):
+        np.save(path, np.full(1000, number))
+    store = {"shm": shm, "disk": disk}[backing]
+    for path in paths[:3]:
+        legroom.open(path, backing=backing).close()
+    listed: list[str] = []
+
+    def noting(name: str) -> Callable[..., Any]:
+        real = getattr(os, name)
+
+        def listing(folder: Any = ".") -> Any:
+            listed.append(
+                os.readlink(f"/proc/self/fd/{folder}") if isinstance(folder, int) else os.fspath(folder)
+            )
+            return real(folder)
+
+        return listing
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, noting(name))
+    legroom.open(paths[3], backing=backing).close()
+    inside = {name for name in listed if name == str(store) or name.startswith(f"{store}/")}
+    assert inside and {name for name in inside if not name.startswith(f"{store}/work")} == set()
 
 
 def test_hints_of_entries_that_are_gone_go_too(shm: Path, tmp_path: Path) -> None:

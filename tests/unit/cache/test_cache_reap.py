@@ -18,10 +18,11 @@ import pytest
 import zarr
 
 import legroom
-from legroom.cache import catalog, evict, reap, room, steps, trash, verify
+from legroom.cache import catalog, evict, locks, reap, room, steps, trash, verify
 from legroom.cache.place import stores
 from legroom.cache.present import Present
 from legroom.cache.steps import REAP_STEPS
+from legroom.cache.store_size import used
 from legroom.errors import EntryInUse, NoRoom, NotLoaded, UsageError
 
 
@@ -80,9 +81,8 @@ class TestCatalog:
         assert rooms[0].used >= 40_000 and rooms[0].free > 0 and rooms[0].bound_by
         assert findings == ()
         reap.drop(force=True)
-        (shm / "locks" / "building-1.lock").write_text(
-            "1 2 3"
-        )  # a lock, and records, take room and are no entries
+        # A lock, and records, take room and are no entries.
+        (shm / "work" / "building-1.lock").write_text("1 2 3")
         assert [found.used for found in catalog.store_rooms()[0]] == [0, 0]
 
     def test_a_file_that_changed_is_verified_against_what_it_was(self, shm: Path, tmp_path: Path) -> None:
@@ -157,42 +157,67 @@ class TestDrop:
         assert done.returncode == -9
         assert (legroom.open(path)["array"] == 1).all()
         reap.gc()
-        assert not [name for name in os.listdir(shm) if name.startswith(".")]
+        assert os.listdir(shm / "work") == []
         (found,) = verify.verify()
         assert found.whole
 
 
 @pytest.mark.usefixtures("old_files")
 class TestGc:
-    def test_strays_go_and_what_lives_stays(self, shm: Path, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("folder", "lock"), [("work/", "work"), (".", "locks")], ids=["now", "earlier layout"]
+    )
+    def test_strays_go_and_what_lives_stays(self, shm: Path, tmp_path: Path, folder: str, lock: str) -> None:
         data = legroom.open(make(tmp_path, 1))
-        (shm / ".trash-1").mkdir()
-        (shm / ".trash-1" / "x").write_bytes(b"x" * 5000)
-        (shm / ".building-dead").mkdir()
-        (shm / ".building-dead" / "y").touch()
-        (shm / "locks" / "building-dead.lock").touch()
+        trashed, building = (Path(f"{shm}/{folder}{name}") for name in ("trash-1", "building-dead"))
+        trashed.mkdir()
+        (trashed / "x").write_bytes(b"x" * 5000)
+        building.mkdir()
+        (building / "y").touch()
+        (shm / lock / "building-dead.lock").touch()
         (shm / "locks" / "src-1-2-3.lock").touch()
         (shm / "locks" / ("0" * 32 + ".lock")).touch()
         (shm / "sources" / ".tmp-1").touch()
         (shm / "sources" / "1-2-3").write_text("nonsense")
         looked = reap.gc(dry_run=True)
         assert looked.dry_run
-        assert (shm / ".trash-1").exists()
+        assert trashed.exists()
         # A removal, a build (its directory and its lock are one), a record that was being written.
         assert looked.strays == reap.gc().strays == 3
-        assert sorted(os.listdir(shm)) == sorted([data.info.key, "locks", "samples", "sources"])
+        assert sorted(os.listdir(shm)) == sorted([data.info.key, "locks", "samples", "sources", "work"])
+        assert os.listdir(shm / "work") == []
         assert sorted(os.listdir(shm / "locks")) == sorted([f"{data.info.key}.lock", "store.lock"])
         assert len(os.listdir(shm / "sources")) == 1
+
+    def test_a_living_builder_of_an_earlier_layout_keeps_its_directory(self, shm: Path) -> None:
+        with stores(make=True) as places:
+            (shm / ".building-1").mkdir()
+            with locks.acquire(places.home.locks, "building-1.lock") or pytest.fail("taken"):
+                assert reap.gc().strays == 0
+                assert (shm / ".building-1").is_dir()
+            assert reap.gc().strays == 1
+            assert not (shm / ".building-1").exists()
+
+    def test_a_store_of_an_earlier_layout_is_used_as_it_is(self, shm: Path, tmp_path: Path) -> None:
+        path = make(tmp_path, 1)
+        key = legroom.open(path).info.key
+        (shm / "work").rmdir()
+        assert [entry.key for entry in catalog.entries()] == [key]
+        (shm / "work").rmdir()
+        inode = (shm / str(key)).stat().st_ino
+        assert legroom.open(path).info.key == key
+        assert (shm / str(key)).stat().st_ino == inode
+        assert [entry.key for entry in reap.drop().entries] == [key]
 
     def test_a_living_builders_directory_stays(self, shm: Path, tmp_path: Path) -> None:
         from legroom.cache.work import Work
 
         with stores(make=True) as places, Work(places.home, 1000, evict=False) as work:
             assert reap.gc(dry_run=True).strays == reap.gc().strays == 0
-            assert (shm / work.folder).is_dir()
+            assert work.folder.is_dir() and work.folder.parent == shm / "work"
             assert room.outstanding(places.home) == 1000
             assert room.outstanding(places.home, work.lock_file) == 0
-        assert not (shm / work.folder).exists()
+        assert not work.folder.exists()
 
     def test_what_ordinary_use_leaves_is_no_leftover(self, shm: Path, tmp_path: Path) -> None:
         for number in range(3):
@@ -253,7 +278,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, root: Path, size: int) -> None:
     def bounds(store: object, env: object = None) -> list[room.Bound]:
         if getattr(store, "root", None) != root:
             return [room.Bound(1 << 40, "plenty")]
-        return [room.Bound(size - room.used(store), "pretended")]  # type: ignore[arg-type]
+        return [room.Bound(size - used(store), "pretended")]  # type: ignore[arg-type]
 
     monkeypatch.setattr(room, "bounds", bounds)
     monkeypatch.setattr(room, "bounds_now", bounds)
@@ -267,8 +292,8 @@ class TestEviction:
         for number in range(3):
             legroom.open(make(tmp_path, number))
         keys = [used_at(shm, tmp_path / f"{number}.npy", 1000 + number) for number in range(3)]
-        need = 45_056 + (1 << 16) + 1024
-        pretend(monkeypatch, shm, 3 * 49_152 + need - 10_000)
+        need = 40_960 + (1 << 16) + 1024
+        pretend(monkeypatch, shm, 3 * 45_056 + need - 10_000)
         data = legroom.open(make(tmp_path, 9))
         assert data.info.backing == "shm"
         assert {entry.key for entry in catalog.entries()} == {*keys[1:], data.info.key}
@@ -350,6 +375,24 @@ def test_a_key_that_stands_for_several_is_refused(shm: Path, monkeypatch: pytest
 def test_trash_deletes_nothing_else(shm: Path) -> None:
     with stores(make=True) as places, pytest.raises(ValueError):
         trash.delete(places.home, "locks")
+
+
+@pytest.mark.usefixtures("old_files")
+def test_an_entry_that_cannot_get_another_parent_goes_too(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that this user may not write to can be renamed where it lies, and not be moved into another."""
+    legroom.open(make(tmp_path, 1)).close()
+    rename = os.rename
+
+    def refusing(source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        if src_dir_fd != dst_dir_fd:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        rename(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+    monkeypatch.setattr(os, "rename", refusing)
+    assert len(reap.drop().entries) == 1
+    assert sorted(os.listdir(shm)) == ["locks", "samples", "sources", "work"]
 
 
 def test_steps_are_told_in_order(shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
