@@ -24,7 +24,7 @@ from legroom.cache import reap
 path, options = sys.argv[1], json.loads(sys.argv[2])
 def left():
     return [name for root in (os.environ["LEGROOM_SHM"], os.environ["LEGROOM_DIR"])
-            for folder, _, names in os.walk(root) for name in names if name != "store.lock" and not name.startswith("src-")]
+            for folder, _, names in os.walk(root) for name in names if name not in ("store.lock", "used") and not name.startswith("src-")]
 try:
     data = legroom.open(path, **options)
 except legroom.LegroomError as problem:

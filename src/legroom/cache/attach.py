@@ -198,9 +198,9 @@ def open_entry(store: Store, key: str) -> int:
 
 def read_manifest(folder: int, key: str) -> Manifest:
     """The manifest in an open entry; Damaged or OtherFormat where it is not one of ours."""
-    fd = _open(folder, manifest.NAME)
+    fd, stats = _open(folder, manifest.NAME)
     try:
-        size = os.fstat(fd).st_size
+        size = stats.st_size
         if size > _MOST_MANIFEST:
             raise Damaged(say("the manifest is too large to be one"))
         data = os.read(fd, size + 1)
@@ -211,10 +211,9 @@ def read_manifest(folder: int, key: str) -> Manifest:
 
 def checked(folder: int, item: Array | Table) -> int:
     """A data file's descriptor, its size and header compared with the manifest."""
-    fd = _open(folder, item.file)
+    fd, stats = _open(folder, item.file)
     try:
         header = item.header if isinstance(item, Array) else b""
-        stats = os.fstat(fd)
         if stats.st_size != len(header) + item.nbytes:
             raise Damaged(
                 say(
@@ -271,7 +270,7 @@ def view(mapped: Map, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int)
     return array
 
 
-def _open(folder: int, name: str) -> int:
+def _open(folder: int, name: str) -> tuple[int, os.stat_result]:
     try:
         fd = os.open(name, _READ | getattr(os, "O_NONBLOCK", 0), dir_fd=folder)
     except OSError as problem:
@@ -286,7 +285,7 @@ def _open(folder: int, name: str) -> int:
     except BaseException:
         os.close(fd)
         raise
-    return fd
+    return fd, stats
 
 
 def _ours(stats: os.stat_result, name: str) -> None:

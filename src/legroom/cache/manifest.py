@@ -26,6 +26,7 @@ from legroom.words import say
 FORMAT = 1
 NAME = "manifest.json"
 CHECKSUM = "crc32"
+_AS_IT_IS = re.compile(r"[A-Za-z0-9_~-][A-Za-z0-9_.~-]{0,179}")  # what quote() leaves alone
 FILE = re.compile(r"[A-Za-z0-9_%~+=,-][A-Za-z0-9_.%~+=,-]{0,220}\.(?:npy|arrow)")
 
 
@@ -149,6 +150,9 @@ def stamp_of(stats: os.stat_result) -> str:
 
 def file_name(name: str, suffix: str, taken: set[str]) -> str:
     """A file name for an array or table: readable, safe on every file system, and not taken."""
+    if _AS_IT_IS.fullmatch(name) and (plain := (name + suffix).lower()) not in taken:
+        taken.add(plain)
+        return name + suffix
     stem = quote(name, safe="").replace("*", "%2A").lstrip(".") or "_"
     if len(stem) > 180 or not FILE.fullmatch(stem + suffix) or (stem + suffix).lower() in taken:
         stem = (

@@ -186,7 +186,7 @@ def _array(value: Any) -> Array:
         ragged=None if ragged is None else _text(ragged, "ragged"),
         text=_of(text, bool, "text"),
     )
-    if len(array.shape) > 32 or array.nbytes > _LARGEST or _int(entry.get("bytes"), "bytes") != array.nbytes:
+    if len(array.shape) > 32 or _int(entry.get("bytes"), "bytes") != array.nbytes:  # and so at most 2^50
         raise Damaged(say("bytes of an array are not those of its shape and dtype"))
     return array
 

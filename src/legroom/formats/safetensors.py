@@ -34,6 +34,7 @@ _TYPES = {
 _BITS = {
     "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1", "F8_E4M3FNUZ": "u1", "F8_E5M2FNUZ": "u1",
 }  # fmt: skip
+_FIELDS = {"dtype", "shape", "data_offsets"}
 _NARROW = ("F4", "F6_E2M3", "F6_E3M2")
 
 
@@ -63,7 +64,7 @@ class SafetensorsReader(BaseReader):
         return Description("safetensors", specs, metadata, (self.path,))
 
     def _range(self, name: str, entry: object) -> tuple[int, int]:
-        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        if not isinstance(entry, dict) or entry.keys() != _FIELDS:
             raise damaged(self.path, say("{name!r} is not dtype, shape and data_offsets", name=name))
         offsets = entry["data_offsets"]
         if not _whole(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
