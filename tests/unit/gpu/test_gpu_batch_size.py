@@ -250,7 +250,7 @@ def test_on_the_cpu_errors_cross_the_border(monkeypatch: pytest.MonkeyPatch) -> 
     def dies(batch: int) -> None:
         os._exit(3)
 
-    with pytest.raises(TrialFailed, match="status 3"):
+    with pytest.raises(TrialFailed, match="exit code 3"):
         batch_size.find_batch_size(dies, device="cpu")
 
 
