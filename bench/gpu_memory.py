@@ -23,7 +23,7 @@ import torch
 import legroom
 from legroom.gpu.batch_trials import GpuTrialRunner
 from legroom.gpu.cuda_device import CudaDevice
-from legroom.probe.gpu import gpus
+from legroom.probe.gpu_devices import gpus
 from legroom.probe.host import Host
 from legroom.version import VERSION
 from measure import RESULTS, in_words, machine, save

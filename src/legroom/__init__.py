@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from legroom.loader.tune.tuning import tune
     from legroom.model import Box
     from legroom.monitor.script import watch
-    from legroom.probe.box import snapshot
+    from legroom.probe.snapshot import snapshot
 
 __version__ = VERSION
 
@@ -52,7 +52,7 @@ _HOMES = {
     "LegroomError": "legroom.errors",
     "gpu": "legroom.gpu",
     "open": "legroom.loader.open",
-    "snapshot": "legroom.probe.box",
+    "snapshot": "legroom.probe.snapshot",
     "stream": "legroom.loader.stream.door",
     "tune": "legroom.loader.tune.tuning",
     "watch": "legroom.monitor.script",

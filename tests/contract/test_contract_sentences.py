@@ -26,7 +26,7 @@ ALLOWED = {
     "rescue/signatures.py": "patterns of what other programs write",
     "rescue/log_reader.py": "patterns of what Python writes",
     "report/patterns.py": "names that are no secrets",
-    "probe/flags.py: micro_batch_size": "names of options of trainings",
+    "probe/training_flags.py: micro_batch_size": "names of options of trainings",
     "monitor/prometheus.py": "help of Prometheus metrics, the same in every scrape",
     "formats/hdf5_open.py: unable to lock file": "HDF5's words",
     "formats/hdf5_open.py: flag values don't match": "HDF5's words",

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from legroom.model import Gpu
-from legroom.probe.gpu import cards_on_bus, gpu_pools, gpus
+from legroom.probe.environment import in_initial_namespace
+from legroom.probe.gpu_devices import cards_on_bus, gpu_pools, gpus
 from legroom.probe.host import Host
 from legroom.probe.limits import limits, pinned_pool
-from legroom.probe.place import in_initial_namespace
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
@@ -112,7 +112,7 @@ pynvml.nvmlInit()
 handle = pynvml.nvmlDeviceGetHandleByIndex(0)
 used = lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used
 before = used()
-from legroom.probe.gpu import gpus
+from legroom.probe.gpu_devices import gpus
 from legroom.probe.host import Host
 for _ in range(20):
     assert gpus(Host()).cards
@@ -129,7 +129,7 @@ def test_a_pid_namespace_is_seen_through_honestly() -> None:
     code = """
 import json, os, torch
 block = torch.empty(1 << 30, dtype=torch.uint8, device="cuda"); torch.cuda.synchronize()
-from legroom.probe.gpu import gpus
+from legroom.probe.gpu_devices import gpus
 from legroom.probe.host import Host
 cards = gpus(Host()).cards
 print(json.dumps([os.getpid(), [[[p.pid, p.used, p.command] for p in c.processes or ()] for c in cards], [c.reason for c in cards]]))

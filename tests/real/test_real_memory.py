@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import rigs
 
-from legroom.probe.cpu import cpu
 from legroom.probe.host import Host
-from legroom.probe.memory import memory, ram_pool
-from legroom.probe.swap import start, swap, swap_pool
+from legroom.probe.limits import cpu
+from legroom.probe.memory import memory, ram_pool, read_swap_counters, swap, swap_pool
 
 MB = 1 << 20
 
@@ -160,7 +159,7 @@ def test_a_namespace_below_an_older_mount_says_that_it_cannot_tell() -> None:
 def test_swap_moves_and_is_bounded_by_the_group() -> None:
     host = Host()
     with rigs.swap_file(256 * MB), rigs.memory_cgroup(64 * MB, swap=192 * MB) as group:
-        counters = start(host)
+        counters = read_swap_counters(host)
         with _holding(group, 128 * MB) as pid:
             ram = memory(host, pid)
             found = swap(host, ram, counters)
@@ -180,7 +179,7 @@ def test_swap_moves_and_is_bounded_by_the_group() -> None:
 def test_a_still_machine_with_swap_waits_for_its_interval() -> None:
     with rigs.swap_file(16 * MB):
         began = time.monotonic()
-        found = swap(Host(), memory(Host()), start(Host()))
+        found = swap(Host(), memory(Host()), read_swap_counters(Host()))
         assert time.monotonic() - began >= 0.1
         assert found.in_rate is not None and found.total is not None and found.total >= 15 * MB
 

@@ -18,7 +18,7 @@ MB = 1 << 20
 # Everything runs inside the namespace of the small /dev/shm, the probe too: this is the probe's end of it.
 COMMON = """
 import dataclasses, json, mmap, os, signal, subprocess, sys, time
-from legroom.probe.files import has_writer
+from legroom.probe.shm_segments import has_writer
 from legroom.probe.host import Host
 from legroom.probe.job import job
 from legroom.probe.process import processes, tree

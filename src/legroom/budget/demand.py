@@ -13,7 +13,7 @@ from itertools import cycle, islice
 from typing import Literal
 
 from legroom.model import Loader, Workload
-from legroom.system.arguments import check_choice, check_integer
+from legroom.system.argument_checks import check_choice, check_integer
 from legroom.units import format_size
 from legroom.words import say
 

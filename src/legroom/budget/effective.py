@@ -6,7 +6,7 @@ Covers: splitting it, and saying what would fit when it cannot be split. Does no
 from __future__ import annotations
 
 from legroom.errors import UsageError
-from legroom.system.arguments import check_integer
+from legroom.system.argument_checks import check_integer
 from legroom.words import say
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from legroom.budget.zero import STAGES
 from legroom.errors import UsageError
 from legroom.model import Settings
-from legroom.system.arguments import check_choice
+from legroom.system.argument_checks import check_choice
 from legroom.words import listed, say
 
 Precision = Literal["bf16", "fp16", "no"]

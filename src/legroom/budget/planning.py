@@ -16,9 +16,9 @@ from legroom.budget.rows import DataRows, data_rows
 from legroom.budget.running import Running, running
 from legroom.errors import UsageError
 from legroom.model import Box, Plan, Workload
-from legroom.probe.box import snapshot
 from legroom.probe.host import Host
-from legroom.system.arguments import check_integer
+from legroom.probe.snapshot import snapshot
+from legroom.system.argument_checks import check_integer
 from legroom.units import parse_size
 from legroom.words import counted, listed, phrase, say
 

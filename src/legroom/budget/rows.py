@@ -16,7 +16,7 @@ from math import ceil
 
 from legroom.budget.demand import Batch
 from legroom.errors import UnsupportedData
-from legroom.system.arguments import check_integer
+from legroom.system.argument_checks import check_integer
 from legroom.words import say
 
 

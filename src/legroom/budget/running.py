@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from legroom.errors import NoSuchProcess
 from legroom.model import Job
-from legroom.probe.files import files_below
 from legroom.probe.host import Host
 from legroom.probe.job import job, jobs
-from legroom.probe.segments import Segments
+from legroom.probe.shm_segments import Segments, files_below
 from legroom.words import joined, say
 
 _STORE = "/legroom-"  # a store of shared datasets: one copy for any number of trainings

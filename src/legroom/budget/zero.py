@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from legroom.errors import UsageError
-from legroom.system.arguments import check_integer
+from legroom.system.argument_checks import check_integer
 from legroom.words import say
 
 Offload = Literal["none", "optimizer", "all"]

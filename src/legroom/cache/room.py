@@ -22,9 +22,9 @@ from legroom.cache.trash import BUILDING, LOCK
 from legroom.errors import NoRoom
 from legroom.formats.memory import Allowed, DecodingMemory
 from legroom.probe.cgroup import cgroup
+from legroom.probe.environment import environment
 from legroom.probe.host import Host
 from legroom.probe.memory import memory
-from legroom.probe.place import place
 from legroom.units import exact_size, format_size, parse_size
 from legroom.words import joined, say
 
@@ -120,7 +120,7 @@ def decodable(promised: int = 0) -> Allowed:
     why = bound.what
     if promised:
         why = joined([why, say("{bytes} promised to the data themselves", bytes=format_size(promised))])
-    return Allowed(bound.free - promised, why, (raise_ram_limit(place(Host()), None)[0],))
+    return Allowed(bound.free - promised, why, (raise_ram_limit(environment(Host()), None)[0],))
 
 
 def tightest(found: list[Bound]) -> Bound:
@@ -202,12 +202,12 @@ def _larger(store: Store, missing: int, bound: Bound) -> str:
     if bound.inodes:
         return say("mount {root} with more inodes: -o remount,nr_inodes=…", root=store.root.parent)
     if bound.memory:
-        return raise_ram_limit(place(Host()), None)[0]
+        return raise_ram_limit(environment(Host()), None)[0]
     if store.backing == "disk":
         return say("LEGROOM_DIR on a larger disk, or a higher LEGROOM_DISK_LIMIT")
     stats = os.statvfs(store.fd)
     size = stats.f_blocks * stats.f_frsize + missing
-    return enlarge_shm(place(Host()), 1 << (size - 1).bit_length())[0]
+    return enlarge_shm(environment(Host()), 1 << (size - 1).bit_length())[0]
 
 
 def outstanding(store: Store, mine: str | None = None) -> int:

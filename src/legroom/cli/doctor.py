@@ -16,8 +16,8 @@ from legroom.cli.layout import elide, labelled, paint, paragraph, pool_line, sho
 from legroom.columns import right
 from legroom.model import Box, Finding, Job, LoaderSettings, Process
 from legroom.model.advice import heading
-from legroom.probe.box import snapshot
 from legroom.probe.host import Host
+from legroom.probe.snapshot import snapshot
 from legroom.units import format_size
 from legroom.words import counted, listed, phrase, say
 

@@ -22,7 +22,7 @@ def command(log: str, as_json: bool) -> int:
     legroom run also reads the kernel's counters and is more certain.
     """
     from legroom.model.death import Evidence
-    from legroom.probe.box import snapshot
+    from legroom.probe.snapshot import snapshot
     from legroom.rescue.classify import classify
     from legroom.rescue.log_reader import read_log
     from legroom.rescue.report import verdict_object

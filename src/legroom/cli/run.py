@@ -67,7 +67,7 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
     checkpoint.
     """
     from legroom.budget.findings import findings
-    from legroom.probe.box import snapshot
+    from legroom.probe.snapshot import snapshot
     from legroom.rescue.flags import parse_named
     from legroom.rescue.injection import with_gpu_limit, with_loader
     from legroom.rescue.order import Order

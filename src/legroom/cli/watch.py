@@ -151,11 +151,11 @@ def _sampler(pid: int | None, match: str | None, interval: float, root: str, *, 
     from legroom.monitor.process_selection import matching_processes, process_tree, user_processes
     from legroom.monitor.sampler import Sampler, cache_entries
     from legroom.probe.host import Host
-    from legroom.probe.roster import Roster
+    from legroom.probe.process import ProcessTable
 
     host = Host.at(root)
-    roster = Roster(host)
-    everybody = roster.look()
+    table = ProcessTable(host)
+    everybody = table.refresh()
     if pid is not None:
         targets = process_tree(pid, everybody)
     elif match is not None:
@@ -167,7 +167,7 @@ def _sampler(pid: int | None, match: str | None, interval: float, root: str, *, 
         targets,
         host=host,
         interval=interval,
-        roster=roster,
+        table=table,
         said=AnnotationReader(host).said,
         entries=cache_entries if root == "/" else None,
     )

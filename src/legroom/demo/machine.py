@@ -11,8 +11,8 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from legroom.probe.cpu import cpu
 from legroom.probe.host import Host
+from legroom.probe.limits import cpu
 from legroom.probe.memory import memory
 from legroom.units import format_size
 from legroom.words import say

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from legroom.demo.tether import TETHER
 from legroom.errors import NoRoom
-from legroom.probe.disk import filesystem_of, store_candidates, why_not
+from legroom.probe.filesystem import filesystem_of, store_candidates, why_not
 from legroom.probe.host import Host
-from legroom.probe.temporary import TAIL, longest_socket
+from legroom.probe.limits import TAIL, longest_socket
 from legroom.units import format_size
 from legroom.words import VARIABLE, joined, language, say
 

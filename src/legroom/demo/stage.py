@@ -22,7 +22,7 @@ from legroom.model import Pool
 from legroom.monitor.watch_loop import StopEvent
 from legroom.probe.host import Host
 from legroom.probe.memory import memory, ram_pool
-from legroom.probe.shm import shm_room
+from legroom.probe.shm import shm_space
 from legroom.words import say
 
 _LOOK = 0.1  # seconds between two looks
@@ -159,7 +159,7 @@ class Stage:
 
 def shm_pool(host: Host) -> Pool:
     """/dev/shm as it is now."""
-    size, used, free, reason = shm_room(host, "/dev/shm")
+    size, used, free, reason = shm_space(host, "/dev/shm")
     return Pool("shm", size, used, free, say("statvfs({path})", path="/dev/shm"), reason)
 
 

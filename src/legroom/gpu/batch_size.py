@@ -20,8 +20,9 @@ from legroom.errors import DoesNotFit, LegroomError, TrialFailed, UsageError
 from legroom.gpu.batch_trials import GpuTrialRunner, StepFunction, TrialResult, TrialRunner
 from legroom.gpu.cuda_device import import_torch, open_device, why_no_cuda
 from legroom.gpu.rank_consensus import RankConsensus
-from legroom.gpu.trial_processes import ForkTrialRunner, SubprocessTrialRunner, free_host_memory
+from legroom.gpu.trial_processes import ForkTrialRunner, SubprocessTrialRunner
 from legroom.model.gpu import BatchFound, Trial
+from legroom.probe.memory import free_memory
 from legroom.units import format_size
 from legroom.words import say
 
@@ -140,7 +141,7 @@ def _meter(
     torch = import_torch()
     on_cpu = str(device) == "cpu" or (device is None and why_no_cuda(torch) is not None)
     if on_cpu:
-        bound, where = free_host_memory()
+        bound, where = free_memory()
         if bound is None:
             raise LegroomError(say("how much memory there is cannot be told here"), why=where)
         if isolate is not None:

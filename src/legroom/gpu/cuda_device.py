@@ -11,7 +11,7 @@ from typing import Any
 
 from legroom.errors import NoCuda, UsageError
 from legroom.model.box import Gpu
-from legroom.probe.gpu import gpus
+from legroom.probe.gpu_devices import gpus
 from legroom.probe.host import Host
 from legroom.system.imports import require
 from legroom.words import phrase, say

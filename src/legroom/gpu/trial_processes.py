@@ -31,8 +31,8 @@ from legroom.gpu.cuda_device import open_device
 from legroom.gpu.oom import is_oom
 from legroom.model.gpu import Trial
 from legroom.probe.host import Host
-from legroom.probe.memory import memory, ram_pool
-from legroom.system.processes import ExitStatus, prefer_oom_kill
+from legroom.probe.memory import memory
+from legroom.system.child_processes import ExitStatus, prefer_oom_kill
 from legroom.words import say
 
 
@@ -284,12 +284,6 @@ def _on_cpu(asked: dict[str, Any]) -> TrialResult:
 
 
 _STATUS = "/proc/self/status"
-
-
-def free_host_memory() -> tuple[int | None, str]:
-    """What may still be allocated before RAM or a cgroup's limit is met, and where that was read."""
-    pool = ram_pool(memory(Host()))
-    return pool.free, pool.source if pool.free is not None else pool.reason or pool.source
 
 
 def oom_kills() -> int | None:

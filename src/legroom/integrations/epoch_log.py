@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from legroom.model import Pool, Settings
-from legroom.probe.gpu import gpu_pools, gpus
+from legroom.probe.gpu_devices import gpu_pools, gpus
 from legroom.probe.host import Host
-from legroom.probe.memory import memory, ram_pool
-from legroom.probe.swap import start, swap, swap_pool
+from legroom.probe.memory import memory, ram_pool, read_swap_counters, swap, swap_pool
 from legroom.units import format_size
 from legroom.words import say
 
@@ -56,7 +55,7 @@ class Look:
 def look(moment: str, host: Host | None = None, torch: Any = None) -> Look:
     """The memory now, under that name."""
     host = host or Host()
-    counters = start(host)
+    counters = read_swap_counters(host)
     ram = memory(host)
     return Look(
         moment, ram_pool(ram), swap_pool(swap(host, ram, counters)), gpu_pools(gpus(host)), _held(torch)

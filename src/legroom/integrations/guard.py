@@ -25,7 +25,7 @@ from legroom.integrations.retune import apply, retune
 from legroom.loader.rows.ranks import process_group, rank_and_world
 from legroom.model import Alarm, Settings
 from legroom.monitor.script import Watch, watch
-from legroom.system.arguments import check_choice
+from legroom.system.argument_checks import check_choice
 from legroom.words import say
 
 Tune = Literal["apply", "advise", "off"]

@@ -18,10 +18,10 @@ from typing import Any
 from legroom.budget.remedy import raise_ram_limit
 from legroom.errors import BatchLost, WorkerDied
 from legroom.model import Memory
+from legroom.probe.environment import environment
 from legroom.probe.host import Host
 from legroom.probe.memory import memory, ram_pool
-from legroom.probe.place import place
-from legroom.system.processes import signal_name
+from legroom.system.child_processes import signal_name
 from legroom.units import format_size
 from legroom.words import say
 
@@ -80,13 +80,13 @@ def explain(code: int, before: Memory, now: Memory, workers: int) -> tuple[str, 
             return why, (
                 fewer,
                 say("memory_budget='256MB' bounds what is on its way"),
-                *raise_ram_limit(place(Host()), None)[:1],
+                *raise_ram_limit(environment(Host()), None)[:1],
             )
         why = say("somebody sent SIGKILL; it was not the kernel's OOM killer: oom_kill in {source} is still {kills}",
                   source=source, kills=kills)  # fmt: skip
         return why, (say("look at who kills here: a scheduler, systemd-oomd, earlyoom, a person"),)
     if code == -signal.SIGBUS:
-        room, shm = Host().room("/dev/shm"), say("unknown")
+        room, shm = Host().disk_space("/dev/shm"), say("unknown")
         if room is not None:
             shm = say("{free} free of {size}", free=format_size(room.free), size=format_size(room.size))
         why = say("SIGBUS: it touched a page of shared memory or of a mapped file that could not be given; "

@@ -23,9 +23,9 @@ from legroom.loader.bare_demand import with_bare_processes
 from legroom.loader.measure.guarded import RESERVE
 from legroom.loader.measure.private import private_bytes, start_method
 from legroom.model import Box, Measured, Need, Plan, Pool, Term, Trial
-from legroom.probe.box import snapshot
-from legroom.probe.disk import disk_at
+from legroom.probe.filesystem import disk_at
 from legroom.probe.host import Host
+from legroom.probe.snapshot import snapshot
 from legroom.system.libc import malloc_trim
 from legroom.units import format_size, parse_size
 from legroom.words import say

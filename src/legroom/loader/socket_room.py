@@ -1,7 +1,7 @@
 """Workers' sockets, where the path for temporary files is too long for one.
 
 Covers: having multiprocessing put its sockets below /tmp instead, as newer Pythons do by themselves; refusing where
-that is not possible. Does not cover: how long is too long (probe.temporary), saying it beforehand (budget).
+that is not possible. Does not cover: how long is too long (probe.limits), saying it beforehand (budget).
 
 A pass needs such sockets where workers are started by forkserver, and for batches that travel torch's way.
 """
@@ -14,7 +14,7 @@ import sys
 import tempfile
 
 from legroom.errors import LoaderError
-from legroom.probe.temporary import TAIL, longest_socket
+from legroom.probe.limits import TAIL, longest_socket
 from legroom.words import say
 
 _log = logging.getLogger("legroom")

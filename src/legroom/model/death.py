@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from legroom.model.sample import Alarm
-from legroom.system.processes import ExitStatus
+from legroom.system.child_processes import ExitStatus
 
 Cause = Literal[
     "shm-full",

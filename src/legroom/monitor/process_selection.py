@@ -1,7 +1,7 @@
 """Which processes are watched.
 
 Covers: a process and its descendants, those whose command line matches, everything of one user, this very process.
-Does not cover: listing processes (probe.roster), reading what they hold (sampler.py).
+Does not cover: listing processes (probe.process), reading what they hold (sampler.py).
 
 Who was once found below a watched process stays watched until it ends: a worker whose parent died belongs to init
 by then, and is the one that still holds the memory.

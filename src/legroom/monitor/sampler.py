@@ -13,17 +13,23 @@ from dataclasses import dataclass, field, replace
 from legroom.errors import LegroomError
 from legroom.model import EntryRow, Gpus, Memory, Pool, Pressure, Process, ProcessRow, Said, Sample
 from legroom.monitor.process_selection import ProcessSelection
-from legroom.probe.disk import disk_pool, disks
-from legroom.probe.gpu import gpu_pools, gpus
+from legroom.probe.filesystem import disk_pool, disks
+from legroom.probe.gpu_devices import gpu_pools, gpus
 from legroom.probe.host import Host
-from legroom.probe.memory import events_of, memory, ram_pool
-from legroom.probe.nvml_hold import NvmlHold
-from legroom.probe.pressure import pressure
-from legroom.probe.process import open_files, parse_limits
-from legroom.probe.roster import Roster, pss_of, status_of
-from legroom.probe.segments import SHM, shm_mount
-from legroom.probe.shm import shm_room
-from legroom.probe.swap import Counters, start, swap, swap_pool
+from legroom.probe.memory import (
+    SwapCounters,
+    events_of,
+    memory,
+    pressure,
+    ram_pool,
+    read_swap_counters,
+    swap,
+    swap_pool,
+)
+from legroom.probe.nvml import NvmlSession
+from legroom.probe.process import ProcessTable, open_files, parse_limits, pss_of, status_of
+from legroom.probe.shm import shm_space
+from legroom.probe.shm_segments import SHM, shm_mount
 from legroom.words import say
 
 LONGEST_COMMAND = 160  # characters kept of a command line
@@ -44,7 +50,7 @@ class Sampler:
         clock: Callable[[], float] = time.monotonic,
         said: Callable[[float, list[int]], Said] | None = None,
         entries: Callable[[], tuple[EntryRow, ...] | None] | None = None,
-        roster: Roster | None = None,
+        table: ProcessTable | None = None,
     ) -> None:
         self.host = host or Host()
         self.targets = targets
@@ -53,7 +59,7 @@ class Sampler:
         self._began = clock()
         self._said = said
         self._entries = entries
-        self._roster = roster or Roster(self.host)
+        self._table = table or ProcessTable(self.host)
         self._pools = PoolReader(self.host)
         self._rows: dict[int, ProcessRow] = {}
         self._begun = False
@@ -121,14 +127,14 @@ class Sampler:
         No pools where all have ended and none can come.
         """
         for _ in range(_ATTEMPTS):
-            everybody = self._roster.look()
+            everybody = self._table.refresh()
             pids = self.targets.choose(everybody)
             if not pids and self.targets.ends:
                 return everybody, pids, None
             scope = self.targets.scope
             look = self._pools.look(clock, scope)
             # A process that dies while it is read is in no cgroup, and shows the root's: then choose again.
-            if scope == "self" or self._roster.still_there(int(scope)):
+            if scope == "self" or self._table.is_running(int(scope)):
                 return everybody, pids, look
         return everybody, pids, self._pools.look(clock, "self")  # they end faster than they can be read
 
@@ -196,7 +202,9 @@ class PoolReader:
     """What is kept from one reading to the next."""
 
     host: Host
-    _counters: Counters = field(default_factory=lambda: Counters(0.0, None, None))  # none yet: no rates
+    _counters: SwapCounters = field(
+        default_factory=lambda: SwapCounters(0.0, None, None)
+    )  # none yet: no rates
     _disk: Pool | None = None
     _cards: Gpus | None = None
     _gpu_at: float = 0.0
@@ -204,13 +212,13 @@ class PoolReader:
     _scope: str = ""
     _disk_ration: RateLimit = field(default_factory=lambda: RateLimit(_SPARING, least_gap=5.0))
     _gpu_ration: RateLimit = field(default_factory=lambda: RateLimit(_SPARING))
-    _hold: NvmlHold = field(default_factory=NvmlHold)
+    _nvml: NvmlSession = field(default_factory=NvmlSession)
 
     def look(self, clock: float, scope: str) -> PoolReadings:
         """All pools from the point of view of process ``scope``."""
         ram = memory(self.host, scope)
         swapped = swap(self.host, ram, self._counters)
-        self._counters = start(self.host)
+        self._counters = read_swap_counters(self.host)
         cards = self._look_at_cards(clock)
         return PoolReadings(
             pools=(
@@ -230,7 +238,7 @@ class PoolReader:
 
     def close(self) -> None:
         """Let go of the driver."""
-        self._hold.release()
+        self._nvml.close()
 
     def _shm(self, scope: str) -> Pool:
         if self.host.platform != "linux":
@@ -238,7 +246,7 @@ class PoolReader:
             return Pool("shm", None, None, None, SHM, why)
         if self._shm_path is None or scope != self._scope:
             self._scope, self._shm_path = scope, self._shm_of(scope)
-        size, used, free, reason = shm_room(self.host, self._shm_path)
+        size, used, free, reason = shm_space(self.host, self._shm_path)
         return Pool("shm", size, used, free, say("statvfs({path})", path=self._shm_path), reason)
 
     def _shm_of(self, scope: str) -> str:
@@ -246,7 +254,7 @@ class PoolReader:
         namespace = self.host.link(f"/proc/{scope}/ns/mnt")
         if namespace is not None and namespace != self.host.link("/proc/self/ns/mnt"):
             theirs = f"/proc/{scope}/root{shm_mount(self.host, scope)[0]}"
-            if self.host.room(theirs) is not None:  # else its root may not be entered
+            if self.host.disk_space(theirs) is not None:  # else its root may not be entered
                 return theirs
         return shm_mount(self.host)[0]
 
@@ -263,7 +271,7 @@ class PoolReader:
             self._cards = gpus(self.host)
             self._gpu_at = clock
             if self._cards.cards and self.host.live:
-                self._hold.take()
+                self._nvml.open()
             self._gpu_ration.spent(clock, time.perf_counter() - began)
         return self._cards
 

@@ -1,6 +1,20 @@
-"""Facts about this box, read and never judged.
+"""Read facts about this machine. Nothing here judges a number or changes anything.
 
-Covers: /dev/shm, RAM and its cgroups, swap, pressure, GPUs, disks, limits, the place; one file a subject,
-all below a root that is an argument (host.py).
-Does not cover: what a number means or what to do about it (budget), series in time (monitor).
+Every function takes a Host: this machine, another root such as ``/host``, or a recording.
+
+- cgroup: find the cgroups of a process, v1 and v2
+- environment: container, Kubernetes, Slurm or WSL; root, capabilities and sudo
+- filesystem: mounts; disks of the dataset store and of the working directory; network filesystems
+- gpu_devices: NVIDIA GPUs with their memory and processes
+- host: files and system calls of the machine that is read
+- job: one running training job, its processes and what they hold together
+- limits: descriptors, pinned memory, CPUs and quota, length of socket paths under TMPDIR
+- memory: RAM under every cgroup limit, swap and its traffic, memory pressure (PSI)
+- nvml: calls of NVML, with a reason for each failure
+- process: processes, their memory, command lines and descendants
+- shm: /dev/shm: size, files and leftovers, what holds them, whether logout deletes them
+- shm_segments: which process maps or opens which shared-memory segment
+- snapshot: everything above at one moment (``legroom.snapshot()``)
+- training_flags: batch size, workers and other settings on a training command line
+- windows_gpu: GPU memory that Windows moved to RAM
 """

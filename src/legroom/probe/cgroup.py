@@ -1,10 +1,9 @@
-"""Where a process's cgroup lies: the directories from its own up to the topmost that can be seen.
+"""Find the cgroups of a process: its own directory and those above it, as far as they are visible.
 
-Covers: /proc/<pid>/cgroup against the mounts; v1, v2 and both side by side; mounts that show only a part of the
-hierarchy; cgroup namespaces. Does not cover: what a group's files say (memory.py, cpu.py, pressure.py).
+Handles v1, v2 and both side by side, mounts that show only a part of the hierarchy, and cgroup namespaces.
 
-The mounts are the reader's own, not those of ``pid``: the files are opened from here, and both the paths in
-/proc/<pid>/cgroup and the roots in mountinfo are written by the kernel relative to the reader's namespace.
+The mounts are the reader's own, not those of ``pid``. The files are opened from here, and the kernel writes both the
+paths in /proc/<pid>/cgroup and the roots in mountinfo relative to the reader's namespace.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from legroom.probe.filesystem import Mount, mounted_at, mounts
 from legroom.probe.host import Host
-from legroom.probe.mounts import Mount, mounted_at, mounts
 from legroom.words import say
 
 Version = Literal["v1", "v2"]

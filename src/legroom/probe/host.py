@@ -1,10 +1,7 @@
-"""The machine as probes see it: files below a root, and the few system calls files cannot answer.
+"""The machine that is read: files below a root, and the system calls that files cannot answer.
 
-Covers: reading a file, listing a directory, asking a filesystem for its room, limits, affinity, user ids;
-live, or below another root (``/host`` in a container), or from a recording.
-Does not cover: what any of it means; that is each probe's own business.
-
-A recording is a directory tree with a ``recording.json`` at its top, which answers the system calls::
+Live, below another root (``/host`` in a container), or a recording: a directory tree with a ``recording.json`` at its
+top, which answers the system calls::
 
     {"env": {...}, "platform": "linux", "uid": 1000, "groups": ["sudo"], "affinity": 16,
      "rlimits": {"nofile": [1024, 4096], "memlock": [65536, 65536]}, "kernel": "6.8.0",
@@ -13,7 +10,7 @@ A recording is a directory tree with a ``recording.json`` at its top, which answ
 
 (``used`` may be left out: size less free. ``vmstat_later`` is /proc/vmstat again after ``interval`` seconds.)
 
-Nothing here raises because something is missing: a missing answer is None, and ``why`` says why.
+A missing answer is None and never an exception; ``why`` gives the reason.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from legroom.words import say
 UNLIMITED = -1  # an rlimit without a bound
 
 
-class Room(NamedTuple):
+class DiskSpace(NamedTuple):
     """A filesystem's bytes: all, free to us, used by files."""
 
     size: int
@@ -147,12 +144,12 @@ class Host:
 
     # System calls.
 
-    def room(self, path: str) -> Room | None:
+    def disk_space(self, path: str) -> DiskSpace | None:
         """The room of the filesystem that holds ``path``."""
         if self.recording is not None:
             row = self.recording.get("statvfs", {}).get(path)
             return (
-                Room(int(row[0]), int(row[1]), int(row[2] if len(row) > 2 else row[0] - row[1]))
+                DiskSpace(int(row[0]), int(row[1]), int(row[2] if len(row) > 2 else row[0] - row[1]))
                 if row
                 else None
             )
@@ -161,13 +158,15 @@ class Host:
                 import shutil
 
                 usage = shutil.disk_usage(self.path(path))
-                return Room(usage.total, usage.free, usage.used)
+                return DiskSpace(usage.total, usage.free, usage.used)
             stats = os.statvfs(self.path(path))
         except OSError:
             return None
         # What is reserved for root is neither free to us nor used by anybody.
         used = stats.f_blocks - stats.f_bfree
-        return Room(stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize, used * stats.f_frsize)
+        return DiskSpace(
+            stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize, used * stats.f_frsize
+        )
 
     def owner_mode(self, path: str) -> tuple[int, int] | None:
         """(uid, permission bits) of ``path``."""

@@ -1,10 +1,7 @@
-"""One running training: its processes, what they hold together, the settings on its command line.
+"""One running training job: its processes, what they hold together, the settings on its command line.
 
-Covers: a process and its descendants as one job, each pool's sum. Does not cover: which pool binds (budget),
-GPU memory (gpu.py).
-
-What processes share is counted once: /dev/shm by segment, RAM by PSS. Descriptors are every process's own, so
-the job's figure is that of the process nearest its limit.
+Shared memory is counted once: /dev/shm by segment, RAM by PSS. The limit on descriptors is per process, so the job's
+figure is that of the process nearest its limit.
 """
 
 from __future__ import annotations
@@ -13,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from legroom.model import Job, Process
-from legroom.probe.files import files_below
-from legroom.probe.flags import Flag, flags
 from legroom.probe.host import Host
-from legroom.probe.leftovers import makers_alive, on_its_way
 from legroom.probe.process import arguments, holdings, matching, our_pid, processes, tree
-from legroom.probe.segments import Segments
+from legroom.probe.shm import makers_alive, on_its_way
+from legroom.probe.shm_segments import Segments, files_below
+from legroom.probe.training_flags import Flag, flags
 from legroom.units import format_size
 from legroom.words import say
 
@@ -32,21 +28,21 @@ def job(host: Host, pid: int) -> Job:
 
 def jobs(host: Host, pattern: str) -> list[Job]:
     """Every training whose command line the pattern finds; workers belong to their trainer's job."""
-    everybody = processes(host)
-    return [_job(host, everybody, root.pid) for root in _roots(host, everybody, pattern)]
+    all_processes = processes(host)
+    return [_job(host, all_processes, root.pid) for root in _roots(host, all_processes, pattern)]
 
 
-def _roots(host: Host, everybody: Sequence[Process], pattern: str) -> list[Process]:
+def _roots(host: Host, all_processes: Sequence[Process], pattern: str) -> list[Process]:
     """The matching processes that do not descend from a matching process."""
     us = our_pid(host)
-    found = matching(everybody, pattern, us=us if us is not None else 0)
-    below = {child.pid for process in found for child in tree(everybody, process.pid)[1:]}
+    found = matching(all_processes, pattern, us=us if us is not None else 0)
+    below = {child.pid for process in found for child in tree(all_processes, process.pid)[1:]}
     return [process for process in found if process.pid not in below]
 
 
-def _job(host: Host, everybody: Sequence[Process], pid: int) -> Job:
+def _job(host: Host, all_processes: Sequence[Process], pid: int) -> Job:
     segments = Segments.of(host)
-    looked = [holdings(host, process, segments) for process in tree(everybody, pid)]
+    looked = [holdings(host, process, segments) for process in tree(all_processes, pid)]
     # What is gone by now was gone while it was read: half a look is none.
     looked = [process for process in looked if process.pid == pid or host.exists(f"/proc/{process.pid}")]
     seen = segments.seen

@@ -1,17 +1,24 @@
-"""Per-process limits, and the two pools that are limits rather than memory: descriptors and pinned memory.
+"""Limits of a process: descriptors, pinned memory, CPUs, and the length of socket paths.
 
-Covers: RLIMIT_NOFILE, RLIMIT_MEMLOCK, descriptors this process has open, vm.overcommit_memory.
-Does not cover: other processes' descriptors (process.py), pressure on the pools (budget).
+Pinned memory is taken from RAM, and no counter shows what CUDA pinned. With RLIMIT_MEMLOCK at 64 kB and no capability,
+1 GiB of cudaHostAlloc and 1 GiB of cudaHostRegister both succeeded, and VmLck and VmPin stayed 0. The first showed in
+RssShmem, the second in RssAnon (Linux 6.18, driver 580; tests/gpu/test_gpu_probe.py repeats it).
 
-Pinned memory has no pool of its own. It comes out of RAM, and what CUDA pins has no counter of its own: with
-RLIMIT_MEMLOCK at 64 kB and no capability, 1 GiB of cudaHostAlloc and 1 GiB of cudaHostRegister both succeeded,
-and VmLck and VmPin stayed 0 throughout; the first showed in RssShmem, among other things, the second in RssAnon
-(Linux 6.18, driver 580; tests/gpu/test_gpu_probe.py does it again).
+CPU weights and shares are not read: they limit nothing on an idle machine.
+
+Python processes send descriptors through a socket below the folder for temporary files; torch's DataLoader, batches
+that way. A socket path has at most 107 bytes on Linux, 103 on macOS and the BSDs. Measured with torch 2.13 and Python
+3.11: 75 bytes of TMPDIR work. From 76 on, under fork and spawn, every batch is lost and the loader waits for ever;
+under forkserver the workers do not start.
 """
 
 from __future__ import annotations
 
-from legroom.model import Limits, Pool, Process
+import os
+from collections.abc import Mapping
+
+from legroom.model import Cpu, Limits, Pool, Process, Temporary
+from legroom.probe.cgroup import Version, cgroup
 from legroom.probe.host import UNLIMITED, Host
 from legroom.units import format_size
 from legroom.words import joined, say
@@ -118,3 +125,92 @@ def _open_fds(host: Host) -> int | None:
 def _cannot_list(host: Host) -> str:
     folder = _fd_folder(host)
     return say("{folder} is empty", folder=folder) if host.exists(folder) else host.why(folder)
+
+
+def cpu(host: Host, pid: str = "self") -> Cpu:
+    """The CPUs ``pid`` may run on and the smallest quota over its groups, in cores."""
+    affinity, source = _affinity(host, pid)
+    group = cgroup(host, "cpu", pid)
+    quotas = [
+        (quota, file) for path in group.chain for quota, file in (_quota(host, group.version, path),) if quota
+    ]
+    if not quotas:
+        return Cpu(affinity, None, source)
+    quota, file = min(quotas)
+    return Cpu(affinity, quota, f"{source}, {file}")
+
+
+def _affinity(host: Host, pid: str) -> tuple[int | None, str]:
+    if pid == "self":
+        count = host.affinity
+        return (count if isinstance(count, int) and count > 0 else None), "sched_getaffinity"
+    file = f"/proc/{pid}/status"
+    for line in (host.text(file) or "").split("\n"):
+        name, _, value = line.partition(":")
+        if name == "Cpus_allowed":  # a mask in hexadecimal, 32 bits between commas
+            try:
+                return int(value.strip().replace(",", ""), 16).bit_count() or None, file
+            except ValueError:
+                break
+    return None, file
+
+
+def _quota(host: Host, version: Version | None, path: str) -> tuple[float | None, str]:
+    """The cores one group's quota allows, None where it has none, and the file that says so."""
+    if version == "v2":
+        file = f"{path}/cpu.max"
+        words = (host.text(file) or "").split()
+    else:
+        file = f"{path}/cpu.cfs_quota_us"
+        words = f"{host.text(file) or ''} {host.text(f'{path}/cpu.cfs_period_us') or ''}".split()
+    try:
+        quota, period = (int(word) for word in words)
+    except ValueError:  # "max", nothing, nonsense
+        return None, file
+    # v1 writes -1 for no quota. A period is at least a millisecond and a quota fits 64 bits: the rest is nonsense.
+    return (quota / period if 0 < quota < 1 << 64 and period > 0 else None), file
+
+
+NAMES = ("TMPDIR", "TEMP", "TMP")  # in the order in which tempfile looks
+TAIL = len("/pymp-12345678/listener-12345678")
+_SHORT_TAIL = len("/pymp-12345678/sock-12345678")
+
+
+def temporary(host: Host, pid: str = "self") -> Temporary | None:
+    """The folder the environment names; None where none is named, or where there are no such sockets (Windows)."""
+    if host.platform == "win32":
+        return None
+    env = _environment(host, pid)
+    for name in NAMES:
+        path = env.get(name)
+        if path and host.exists(path):
+            path = os.path.abspath(path)
+            length = len(os.fsencode(path))
+            longest = longest_socket(host.platform)
+            taken = length + TAIL
+            # Pythons that go to /tmp by themselves count so, whatever they name the socket.
+            if host.live and _moves_away() and length + _SHORT_TAIL > longest:
+                taken = len("/tmp") + TAIL
+            return Temporary(path, name, taken, longest)
+    return None
+
+
+def longest_socket(platform: str) -> int:
+    """The longest path of a socket in bytes: the field that holds it, less the zero at its end."""
+    return 107 if platform == "linux" else 103
+
+
+def _environment(host: Host, pid: str) -> Mapping[str, str]:
+    """The process's own, as it was started; ours where that may not be read."""
+    text = None if pid == "self" else host.text(f"/proc/{pid}/environ")
+    if not text:
+        return host.env
+    pairs = (line.partition("=") for line in text.split("\0"))
+    return {name: value for name, _, value in pairs}
+
+
+def _moves_away() -> bool:
+    """Whether this Python leaves a folder that is too long by itself, as 3.14 does and some older ones since."""
+    from multiprocessing import util
+
+    return hasattr(util, "_get_base_temp_dir")

@@ -1,20 +1,23 @@
-"""RAM: the machine's, and what the memory cgroups leave of it.
+"""RAM under every cgroup limit, swap and its traffic, and memory pressure (PSI).
 
-Covers: /proc/meminfo; every cgroup from one's own to the topmost visible, v1 and v2; their counters; the pool
-that follows from all of them. Does not cover: finding the groups (cgroup.py), swap's own pool (swap.py).
+Page cache and reclaimable slab count as usage until the kernel needs them. So the usage that matters is what cannot be
+reclaimed. A limit applies to its cgroup with everything below it: free memory is the least over all levels and the
+machine.
 
-Page cache and reclaimable slab count as usage until the kernel wants them back, so the use that matters is what
-cannot be reclaimed. A limit bites at the level that has it, with everything below that level counted: the room
-is the least over all levels and the machine.
+A rate of swapping needs two readings. ``read_swap_counters`` takes the first and ``swap`` the second, so that the
+caller's other work is the interval. If that was too short, ``swap`` waits for the rest.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import re
+import time
 from dataclasses import dataclass
 
-from legroom.model import CgroupLevel, Memory, MemoryEvents, Pool
-from legroom.probe.cgroup import Group, Version, cgroup
+from legroom.model import CgroupLevel, Memory, MemoryEvents, Pool, Pressure, Swap
+from legroom.probe.cgroup import UNIFIED, Group, Version, cgroup
 from legroom.probe.host import Host
 from legroom.words import joined, say
 
@@ -108,6 +111,22 @@ def ram_pool(memory: Memory) -> Pool:
     if free != tight.room:
         source = say("{size}; free is bounded by {free}", size=source, free=where)
     return Pool("ram", size, tight.used, free, source)
+
+
+def free_memory(host: Host | None = None, *, with_swap: bool = False) -> tuple[int | None, str]:
+    """(free, source): bytes that can be allocated under every limit; None, and why, where that is unknown.
+
+    ``with_swap`` adds free swap, for callers to whom a slow machine is better than a killed process.
+    """
+    host = host or Host()
+    now = memory(host)
+    pool = ram_pool(now)
+    if pool.free is None:
+        return None, pool.reason or pool.source
+    if not with_swap:
+        return pool.free, pool.source
+    no_rates = SwapCounters(0.0, None, None)  # swap() would wait for an interval
+    return pool.free + (swap_pool(swap(host, now, no_rates)).free or 0), pool.source
 
 
 def _bounds(memory: Memory) -> list[_Bound]:
@@ -248,3 +267,162 @@ def amount(value: object) -> int | None:
 
 def _bound(value: int | None) -> int | None:
     return value if value is not None and value < _NO_LIMIT else None
+
+
+_LIMIT_FILES = {"v1": "memory.memsw.limit_in_bytes", "v2": "memory.swap.max"}
+_PAGE = 4096  # of a recording that does not say
+_LEAST_INTERVAL = 0.1  # seconds; over less, one burst of pages would read as a storm
+
+
+@dataclass(frozen=True, slots=True)
+class SwapCounters:
+    """Bytes swapped in and out since the machine started, and when that was read."""
+
+    when: float  # time.monotonic()
+    swapped_in: int | None
+    swapped_out: int | None
+
+
+def read_swap_counters(host: Host) -> SwapCounters:
+    """The first of the two readings."""
+    if host.platform == "linux":
+        return _counters(host, host.table(_VMSTAT))
+    inward = outward = None
+    if host.platform == "darwin" and host.live:  # elsewhere psutil writes zeros that count nothing
+        import psutil
+
+        now = psutil.swap_memory()
+        inward, outward = now.sin, now.sout
+    return SwapCounters(time.monotonic(), inward, outward)
+
+
+def swap(host: Host, memory: Memory, started: SwapCounters) -> Swap:
+    """The second reading: amounts now, and the rates since ``started``."""
+    total, used, source, reason = _amounts(host)
+    later, interval = _later(host, started, moving=total != 0)
+    tight = _tightest(memory)
+    return Swap(
+        total=total,
+        used=used,
+        in_rate=_rate(started.swapped_in, later.swapped_in, interval),
+        out_rate=_rate(started.swapped_out, later.swapped_out, interval),
+        interval=interval,
+        cgroup_limit=tight.swap_limit if tight else None,
+        source=source if tight is None else f"{source}, {tight.path}/{_LIMIT_FILES[memory.cgroup or 'v2']}",
+        reason=reason,
+        cgroup_used=tight.swap_used if tight else None,
+    )
+
+
+def _amounts(host: Host) -> tuple[int | None, int | None, str, str | None]:
+    """(total, used, where it was read, why it could not be)."""
+    if host.platform == "linux":
+        info = host.table(_MEMINFO)
+        total, free = amount(info.get("SwapTotal")), amount(info.get("SwapFree"))
+        source = f"{_MEMINFO}, {_VMSTAT}"
+        if total is not None and free is not None:
+            return total, max(0, total - free), source, None
+        name = "SwapTotal" if total is None else "SwapFree"
+        reason = say("{file} has no {name}", file=_MEMINFO, name=name) if info else host.why(_MEMINFO)
+        return total, None, source, reason
+    if not host.live:
+        reason = say("a recording of {platform} says nothing about swap", platform=host.platform)
+        return None, None, "recording.json", reason
+    import psutil
+
+    now = psutil.swap_memory()
+    return now.total, now.used, "psutil.swap_memory", None
+
+
+def swap_pool(swap: Swap) -> Pool:
+    """The pool: the machine's swap, or what the cgroup may use of it. No swap is a size of zero, not unknown."""
+    size, used = swap.total, swap.used
+    free = size - used if size is not None and used is not None else None
+    limit = swap.cgroup_limit
+    if limit is not None and (size is None or limit < size):
+        size, used = limit, swap.cgroup_used
+        own = max(0, limit - used) if used is not None else None
+        if limit == 0:  # nothing can be in it, whatever else is unknown
+            used = free = 0
+        elif own is None or free is None:
+            free = None
+        else:
+            free = min(free, own)
+    reason = None
+    if size is None or used is None or free is None:
+        reason = swap.reason or say("how much of the swap is used could not be read")
+    return Pool("swap", size, used, free, swap.source, reason)
+
+
+def _tightest(memory: Memory) -> CgroupLevel | None:
+    """The level with the smallest swap limit; of equals the one that has used most of it."""
+    limited = [level for level in memory.levels if level.swap_limit is not None]
+    return min(limited, key=lambda level: (level.swap_limit or 0, -(level.swap_used or 0)), default=None)
+
+
+def _later(host: Host, started: SwapCounters, *, moving: bool) -> tuple[SwapCounters, float | None]:
+    """The counters after the interval, and its length; None where there is none to speak of."""
+    if host.recording is not None:
+        table, interval = host.recording.get("vmstat_later"), host.recording.get("interval")
+        if not isinstance(table, dict) or not isinstance(interval, (int, float)):
+            return started, None
+        return _counters(host, table), float(interval)
+    if started.swapped_in is None:
+        return started, None
+    rest = _LEAST_INTERVAL - (time.monotonic() - started.when)
+    if moving and rest > 0:
+        time.sleep(rest)
+    later = read_swap_counters(host)
+    return later, later.when - started.when
+
+
+def _counters(host: Host, table: dict[str, int]) -> SwapCounters:
+    if not host.live:
+        page = _PAGE
+    else:
+        page = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else _PAGE
+    pages = [amount(table.get(name)) for name in ("pswpin", "pswpout")]
+    inward, outward = (count * page if count is not None else None for count in pages)
+    return SwapCounters(time.monotonic(), inward, outward)
+
+
+def _rate(before: int | None, after: int | None, interval: float | None) -> float | None:
+    if before is None or after is None or interval is None or not interval > 0:
+        return None
+    return max(0, after - before) / interval
+
+
+_PRESSURE = "/proc/pressure/memory"
+
+
+def pressure(host: Host, pid: str = "self") -> tuple[Pressure, ...]:
+    """The machine's pressure and that of ``pid``'s cgroup, as far as each can be read."""
+    found = [_pressure_of(host, "machine", _PRESSURE)]
+    group = cgroup(host, UNIFIED, pid)
+    if group.chain and not group.is_root and group.reason is None:  # the root's file repeats the machine's
+        found.append(_pressure_of(host, "cgroup", f"{group.chain[0]}/memory.pressure"))
+    return tuple(record for record in found if record is not None)
+
+
+def _pressure_of(host: Host, scope: str, file: str) -> Pressure | None:
+    text = host.text(file)
+    rows = parse_pressure(text) if text is not None else {}
+    some, full = rows.get("some"), rows.get("full")
+    if some is None or full is None:
+        return None
+    return Pressure(scope, *some, *full, source=file)
+
+
+def parse_pressure(text: str) -> dict[str, tuple[float, float]]:
+    """The 10 and 60 second averages, in percent, of each line that has both."""
+    rows: dict[str, tuple[float, float]] = {}
+    for line in text.split("\n"):
+        name, _, rest = line.partition(" ")
+        pairs = dict(word.split("=", 1) for word in rest.split() if "=" in word)
+        try:
+            averages = float(pairs["avg10"]), float(pairs["avg60"])
+        except (KeyError, ValueError):
+            continue
+        if all(math.isfinite(average) and average >= 0 for average in averages):
+            rows[name] = averages
+    return rows

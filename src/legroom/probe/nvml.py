@@ -1,10 +1,8 @@
-"""NVML's answers, or why there are none, in words.
+"""Calls of NVML (nvidia-ml-py): every failure is an NvmlError with a reason for people.
 
-Covers: calling a function of the ``pynvml`` module (nvidia-ml-py) so that every way it can fail is one exception
-with a sentence for people; the questions that have several versions.
-Does not cover: what is asked and what becomes of it (gpu.py).
+The ``pynvml`` module is always an argument: tests pass a fake, and importing this module does not import pynvml.
 
-The module is always an argument: tests hand in a fake, and nothing is imported here.
+nvmlInit opens every GPU and takes tens of milliseconds; while one session is open, further calls only count up.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ _WORDS = {
 }
 
 
-class NvmlTrouble(Exception):
+class NvmlError(Exception):
     """A question that got no answer: NVML's code where it gave one, and the reason in words."""
 
     def __init__(self, code: int | None, words: str) -> None:
@@ -56,10 +54,10 @@ class NvmlTrouble(Exception):
 
 
 def call(nvml: Any, name: str, *arguments: Any, **options: Any) -> Any:
-    """Ask; whatever goes wrong becomes an NvmlTrouble."""
+    """Ask; whatever goes wrong becomes an NvmlError."""
     function = getattr(nvml, name, None)
     if function is None:
-        raise NvmlTrouble(TOO_OLD, say("the installed nvidia-ml-py is too old: it has no {name}", name=name))
+        raise NvmlError(TOO_OLD, say("the installed nvidia-ml-py is too old: it has no {name}", name=name))
     try:
         return function(*arguments, **options)
     except Exception as problem:  # bindings also raise TypeError, OSError and errors of no class of NVML's
@@ -72,7 +70,7 @@ def memory_info(nvml: Any, handle: Any) -> tuple[Any, bool]:
     if version is not None:
         try:
             return call(nvml, "nvmlDeviceGetMemoryInfo", handle, version=version), True
-        except NvmlTrouble as trouble:
+        except NvmlError as trouble:
             if trouble.code not in _ASK_OLDER:
                 raise
     return call(nvml, "nvmlDeviceGetMemoryInfo", handle), False
@@ -81,11 +79,11 @@ def memory_info(nvml: Any, handle: Any) -> tuple[Any, bool]:
 def running(nvml: Any, handle: Any, which: str) -> list[Any]:
     """The processes of one kind (Compute, Graphics, MPSCompute) on a card, by the newest question it answers."""
     name = f"nvmlDeviceGet{which}RunningProcesses"
-    last = NvmlTrouble(TOO_OLD, say(_WORDS[TOO_OLD]))
+    last = NvmlError(TOO_OLD, say(_WORDS[TOO_OLD]))
     for version in ("_v3", "_v2", ""):
         try:
             return list(call(nvml, name + version, handle))
-        except NvmlTrouble as trouble:
+        except NvmlError as trouble:
             last = trouble
             if trouble.code not in _ASK_OLDER:
                 break
@@ -97,12 +95,44 @@ def text(value: Any) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
-def _trouble(problem: Exception) -> NvmlTrouble:
+def _trouble(problem: Exception) -> NvmlError:
     code = getattr(problem, "value", None)
     if isinstance(code, int):
         if code in _WORDS:
-            return NvmlTrouble(code, say(_WORDS[code]))
-        return NvmlTrouble(code, say("NVML error {code}: {problem}", code=code, problem=problem))
+            return NvmlError(code, say(_WORDS[code]))
+        return NvmlError(code, say("NVML error {code}: {problem}", code=code, problem=problem))
     if isinstance(problem, (TypeError, AttributeError)):  # bindings without this argument or version
-        return NvmlTrouble(TOO_OLD, say("the installed nvidia-ml-py is too old: {problem}", problem=problem))
-    return NvmlTrouble(None, say("{kind}: {problem}", kind=type(problem).__name__, problem=problem))
+        return NvmlError(TOO_OLD, say("the installed nvidia-ml-py is too old: {problem}", problem=problem))
+    return NvmlError(None, say("{kind}: {problem}", kind=type(problem).__name__, problem=problem))
+
+
+class NvmlSession:
+    """One counted start, given back by ``release``."""
+
+    def __init__(self, nvml: Any = None) -> None:
+        self._nvml = nvml
+        self.held = False
+
+    def open(self) -> None:
+        """Start NVML and keep it; where that fails the looks go on without, only slower."""
+        if self.held:
+            return
+        if self._nvml is None:
+            import pynvml
+
+            self._nvml = pynvml
+        try:
+            call(self._nvml, "nvmlInit")
+            self.held = True
+        except NvmlError:
+            pass  # the next look will say why
+
+    def close(self) -> None:
+        """Give it back."""
+        if not self.held:
+            return
+        self.held = False
+        try:
+            call(self._nvml, "nvmlShutdown")
+        except NvmlError:
+            pass  # the process is ending, or the driver went away

@@ -1,25 +1,25 @@
-"""The processes of this machine, and what each holds.
+"""Processes of this machine: memory, command line, start time, descendants.
 
-Covers: one cheap look at everybody (status and command line), a deeper one at chosen processes, a process's
-descendants, finding processes by their command line.
-Does not cover: which files of /dev/shm they hold (segments.py), a whole training's sums (job.py), GPU memory
-(gpu.py).
+Processes come and go while they are read. One that vanished is left out, and what may not be read is None. Kernel
+threads and zombies are left out: neither holds memory.
 
-Processes come and go while they are read: one that vanished is left out, and what may not be read is None.
-Kernel threads and zombies are left out: neither holds memory.
+Listing /proc is one call; reading two small files of every process takes the time. ProcessTable reads known processes
+in turn: a command changes by exec, a parent when it dies, and a pid may be reused. New ones are read at every refresh,
+because exec often follows fork.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from legroom.errors import NoSuchProcess, NothingMatches, UsageError
 from legroom.model import Process
 from legroom.probe.host import Host
-from legroom.probe.segments import Segments
+from legroom.probe.shm_segments import Segments
 from legroom.words import say
 
 # What could move a terminal's cursor or turn its text around is replaced; line ends and tabs become blanks.
@@ -115,7 +115,7 @@ def holdings(host: Host, process: Process, segments: Segments | None = None) -> 
     held = segments.of_process(process.pid)
     return replace(
         process,
-        pss=host.table(f"/proc/{process.pid}/smaps_rollup").get("Pss"),
+        pss=pss_of(host, process.pid),
         shm=None if held is None else segments.total(held.inodes),
         shm_mapped=None if held is None else held.address_space,
         pinned=_pinned(process.pinned, host.text(f"/proc/{process.pid}/maps")),
@@ -124,20 +124,20 @@ def holdings(host: Host, process: Process, segments: Segments | None = None) -> 
     )
 
 
-def with_shm(host: Host, everybody: Sequence[Process], *, most: int = _MOST_HOLDERS) -> list[Process]:
+def with_shm(host: Host, all_processes: Sequence[Process], *, most: int = _MOST_HOLDERS) -> list[Process]:
     """Everybody, with what the likeliest holders of /dev/shm hold of it; the others' share stays None.
 
     RssShmem also counts what is not in /dev/shm, so it tells where to look, not how much is there.
     """
     segments = Segments.of(host)
-    likely = sorted((p for p in everybody if p.rss_shmem), key=lambda p: -(p.rss_shmem or 0))[:most]
+    likely = sorted((p for p in all_processes if p.rss_shmem), key=lambda p: -(p.rss_shmem or 0))[:most]
     seen = {process.pid: segments.of_process(process.pid) for process in likely}
     held = {pid: held for pid, held in seen.items() if held is not None}
     return [
         replace(p, shm=segments.total(held[p.pid].inodes), shm_mapped=held[p.pid].address_space)
         if p.pid in held
         else p
-        for p in everybody
+        for p in all_processes
     ]
 
 
@@ -249,3 +249,55 @@ def _number(text: str | None, index: int = 0) -> int | None:
 def _size(text: str | None) -> int | None:
     count = _number(text)
     return None if count is None else count * 1024
+
+
+_IN_TURN = 8  # known processes read again at every look
+_YOUNG = 3  # looks after its first during which a process is read every time
+
+
+@dataclass
+class ProcessTable:
+    """All processes of a host, as last read."""
+
+    host: Host
+    known: dict[int, Process | None] = field(default_factory=dict)  # None: a kernel thread or a zombie
+    _ages: dict[int, int] = field(default_factory=dict)  # looks, of the young ones
+    _turn: int = 0  # the pid after which the next turn begins
+
+    def refresh(self) -> Mapping[int, Process]:
+        """Everybody there now, by pid."""
+        there = {int(name) for name in self.host.names("/proc") if name.isascii() and name.isdecimal()}
+        for pid in self.known.keys() - there:
+            del self.known[pid]
+            self._ages.pop(pid, None)
+        for pid in there - self.known.keys():
+            self._ages[pid] = 0
+        for pid in [*self._ages, *self._next_in_turn()]:
+            self.known[pid] = process_at(self.host, pid)
+        self._ages = {pid: looks + 1 for pid, looks in self._ages.items() if looks < _YOUNG}
+        return {pid: found for pid, found in sorted(self.known.items()) if found is not None}
+
+    def is_running(self, pid: int) -> bool:
+        """Whether that process has not ended; one that has is left out of the next look."""
+        found = None if is_ending(self.host, pid) else process_at(self.host, pid)
+        if pid in self.known:
+            self.known[pid] = found
+        return found is not None
+
+    def _next_in_turn(self) -> list[int]:
+        pids = sorted(self.known)
+        start = bisect_right(pids, self._turn)
+        chosen = (pids[start:] or pids)[:_IN_TURN]
+        self._turn = chosen[-1] if chosen else 0
+        return chosen
+
+
+def status_of(host: Host, process: Process) -> Process | None:
+    """The process with the figures of its status file as they are now; None where it has ended."""
+    found = parse_status(host.text(f"/proc/{process.pid}/status") or "", process.pid)
+    return None if found is None else replace(found, command=process.command)
+
+
+def pss_of(host: Host, pid: int) -> int | None:
+    """Its proportional share of what it maps. The kernel walks its page tables for it: ask seldom."""
+    return host.table(f"/proc/{pid}/smaps_rollup").get("Pss")

@@ -1,27 +1,35 @@
-"""The tmpfs at /dev/shm: its size, its rights, what takes its room.
+"""/dev/shm: its size and permissions, the files in it, which processes hold them, and whether logout deletes them.
 
-Covers: the mount, every file with a name, deleted files that are still held, whether logging out empties it.
-Does not cover: whether its size is enough (budget), or the memory behind it (memory.py).
+Reading a process's maps takes ten times as long as its descriptors. So the descriptors of processes with shared pages
+(RssShmem) are read first, then their maps, then those of all others, until every byte is explained.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from legroom.model import Pool, Process, Shm
-from legroom.probe import process
-from legroom.probe.files import files_below
+from legroom.model import Leftover, Pool, Process, Shm
+from legroom.probe.filesystem import Mount
 from legroom.probe.host import Host
-from legroom.probe.leftovers import Users, leftovers
-from legroom.probe.logind import removed_at_logout
-from legroom.probe.mounts import Mount
-from legroom.probe.segments import SHM, Segments, is_memory, shm_mount
+from legroom.probe.process import plain, processes, started_at
+from legroom.probe.shm_segments import (
+    SHM,
+    FileFacts,
+    FileListing,
+    Segments,
+    files_below,
+    has_writer,
+    is_memory,
+    shm_mount,
+)
 from legroom.words import say
 
 
-def shm(host: Host, processes: Sequence[Process] | None = None) -> Shm:
-    """Everything about /dev/shm; ``processes`` spares a second look at everybody."""
+def shm(host: Host, all_processes: Sequence[Process] | None = None) -> Shm:
+    """Everything about /dev/shm; ``all_processes`` spares reading them again."""
     if host.platform != "linux":
         why = say("{platform} has no /dev/shm", platform=host.platform)
         return Shm(SHM, False, None, None, None, None, None, None, source="", reason=why)
@@ -29,10 +37,10 @@ def shm(host: Host, processes: Sequence[Process] | None = None) -> Shm:
     mounted = mount is not None and is_memory(mount)
     # Files are listed before processes are: what is listed already has its user, if it ever had one.
     listing = files_below(host, path)
-    size, used, free, reason = shm_room(host, path)
-    everybody = process.processes(host) if processes is None else processes
-    users = Users(Segments.of(host), listing, used if mounted else None)
-    users.look(everybody)
+    size, used, free, reason = shm_space(host, path)
+    all_processes = processes(host) if all_processes is None else all_processes
+    holders = SegmentHolders(Segments.of(host), listing, used if mounted else None)
+    holders.find(all_processes)
     if listing.cut and reason is None:
         reason = say("more than {count} files: the rest was not looked at", count=len(listing.files))
     owner, mode = host.owner_mode(path) or (None, None)
@@ -47,10 +55,10 @@ def shm(host: Host, processes: Sequence[Process] | None = None) -> Shm:
         owner=owner,
         writable=_writable(host, path, mount),
         source=_source(path, mount, mounted),
-        files=leftovers(host, everybody, users),
-        hidden=users.hidden(),
-        unlinked=users.unlinked(),
-        unreadable_processes=len(users.closed),
+        files=leftovers(host, all_processes, holders),
+        hidden=holders.hidden(),
+        unlinked=holders.unlinked(),
+        unreadable_processes=len(holders.unreadable),
         removed_at_logout=removed,
         removed_how=how,
         reason=reason,
@@ -62,9 +70,9 @@ def shm_pool(shm: Shm) -> Pool:
     return Pool("shm", shm.size, shm.used, shm.free, shm.source, shm.reason)
 
 
-def shm_room(host: Host, path: str) -> tuple[int | None, int | None, int | None, str | None]:
+def shm_space(host: Host, path: str) -> tuple[int | None, int | None, int | None, str | None]:
     """(size, used, free, why unknown) of the filesystem at ``path``: the one look that is cheap."""
-    room = host.room(path)
+    room = host.disk_space(path)
     if room is None:
         if not host.exists(path):
             return None, None, None, say("{path} does not exist", path=path)
@@ -98,3 +106,267 @@ def _writable(host: Host, path: str, mount: Mount | None) -> bool | None:
     owner, mode = facts
     bits = 0o300 if host.uid == owner else 0o003
     return host.uid == 0 or mode & bits == bits
+
+
+_KINDS = (
+    ("torch", re.compile(r"torch_")),
+    ("python", re.compile(r"psm_|wnsm_")),
+    ("semaphore", re.compile(r"sem\.")),
+    ("nccl", re.compile(r"nccl-")),
+    ("legroom", re.compile(r"legroom-[0-9]+/")),
+)
+# Those whose makers always open them for writing: without a writer they have no user. Others may be read-only.
+_WRITTEN = frozenset({"torch", "python", "semaphore", "nccl"})
+_TORCH_MAKER = re.compile(r"torch_([0-9]{1,10})_", re.A)
+_MANAGER = "torch_shm_manager"
+
+
+def kind_of(name: str) -> str:
+    """Who makes files of that name: torch, python, semaphore, nccl, legroom or other."""
+    return next((kind for kind, pattern in _KINDS if pattern.match(name)), "other")
+
+
+def maker_of(name: str) -> int | None:
+    """The process whose id is in the name of a file of torch's."""
+    match = _TORCH_MAKER.match(name)
+    return int(match[1]) if match else None
+
+
+@dataclass
+class SegmentHolders:
+    """Which files of one /dev/shm living processes hold."""
+
+    segments: Segments
+    listing: FileListing
+    used: int | None  # of the whole filesystem; None where that says nothing
+    held: set[int] = field(default_factory=set)  # inodes
+    unreadable: set[int] = field(default_factory=set)  # pids that may not be read
+    _unheld: set[int] = field(
+        default_factory=set
+    )  # files with names that no process was found to hold so far
+    _unexplained: int | None = None  # bytes, so far
+
+    def find(self, all_processes: Sequence[Process]) -> None:
+        """Read processes until every byte is explained or all have been read."""
+        self.segments.know(self.listing.files)
+        self._unexplained = self.hidden()
+        # A Legroom store's lock files wait for users without taking room: no reason to read every process.
+        self._unheld = {f.inode for f in self.listing.files if f.size or kind_of(self.name(f)) != "legroom"}
+        # Trainers first: they map what all their workers share.
+        parents = {process.parent for process in all_processes}
+        ordered = sorted(all_processes, key=lambda process: process.pid not in parents)
+        likely = [p.pid for p in ordered if p.rss_shmem is None or p.rss_shmem > 0]
+        rest = [p.pid for p in ordered if p.rss_shmem == 0]
+        opened, mapped = self.segments.opened, self.segments.mapped
+        for pids, read in ((likely, opened), (likely, mapped), (rest, opened), (rest, mapped)):
+            for pid in pids:
+                if self._explained():
+                    return
+                self._add(pid, read(pid))
+
+    def name(self, file: FileFacts) -> str:
+        """A file's name below /dev/shm."""
+        return file.path.removeprefix(self.segments.path + "/")
+
+    def _add(self, pid: int, found: Iterable[int] | None) -> None:
+        if found is None:
+            self.unreadable.add(pid)
+            return
+        new = set(found) - self.held
+        self.held |= new
+        nameless = new - self._unheld
+        self._unheld -= new
+        if self._unexplained is not None:
+            self._unexplained -= self.segments.total(nameless) or 0
+
+    def _explained(self) -> bool:
+        # A running loader moves things between two reads: one part in 256 is as good as nothing.
+        left, used = self._unexplained, self.used
+        return not self._unheld and (left is None or used is None or left * 256 <= used)
+
+    def unlinked(self) -> int | None:
+        """What held files without a name take; None where that could not be had for one of them."""
+        return self.segments.total(self.held - {file.inode for file in self.listing.files})
+
+    def hidden(self) -> int | None:
+        """What is used and explained neither by a file with a name nor by a process that holds one without."""
+        unlinked = self.unlinked()
+        if self.used is None or self.listing.cut or unlinked is None:
+            return None
+        named = {file.inode: file.size for file in self.listing.files}  # hard links count once
+        return max(0, self.used - sum(named.values()) - unlinked)
+
+
+def leftovers(host: Host, all_processes: Sequence[Process], holders: SegmentHolders) -> tuple[Leftover, ...]:
+    """Every file with a name, the largest first; each user's Legroom store as one."""
+    names = [holders.name(file) for file in holders.listing.files]
+    makers = makers_alive(host, names, {process.pid for process in all_processes})
+    managers = _managers(host, all_processes, holders.segments)
+    found: list[Leftover] = []
+    stores: dict[str, list[tuple[FileFacts, bool | None]]] = {}
+    for file, name in zip(holders.listing.files, names, strict=True):
+        kind = kind_of(name)
+        on_way = on_its_way(file, name, makers)
+        used = True if on_way else _in_use(host, file, kind, holders, managers)
+        if kind == "legroom":
+            stores.setdefault(name.partition("/")[0], []).append((file, used))
+        else:
+            age = max(0.0, host.now - file.mtime)
+            found.append(Leftover(plain(name), kind, file.size, age, used, file.owner))
+    found += [_store(host, name, group) for name, group in stores.items()]
+    return tuple(sorted(found, key=lambda file: (-file.size, file.name)))
+
+
+def _store(host: Host, name: str, group: Sequence[tuple[FileFacts, bool | None]]) -> Leftover:
+    answers = {used for _, used in group}
+    return Leftover(
+        name,
+        "legroom",
+        size=sum({file.inode: file.size for file, _ in group}.values()),
+        age=max(0.0, host.now - max(file.mtime for file, _ in group)),
+        mapped=True if True in answers else None if None in answers else False,
+        owner=group[0][0].owner,
+    )
+
+
+def makers_alive(host: Host, names: Iterable[str], living: Container[int]) -> dict[int, float | None]:
+    """When each living maker of those files of torch's began; None where that cannot be read."""
+    makers = {maker for name in names if (maker := maker_of(name)) is not None and maker in living}
+    return {maker: started_at(host, maker) for maker in makers}
+
+
+def on_its_way(file: FileFacts, name: str, makers: Mapping[int, float | None]) -> bool:
+    """Whether a segment of torch's may wait to be fetched, held by nobody ("file_system" sharing).
+
+    Its name tells its maker, which must live; a process younger than the file only has the same id.
+    """
+    maker = maker_of(name)
+    if maker is None or maker not in makers:
+        return False
+    began = makers[maker]
+    return began is None or began <= file.mtime + 1
+
+
+def _managers(
+    host: Host, all_processes: Sequence[Process], segments: Segments
+) -> list[tuple[int | None, float]]:
+    """(user, when it began) of each process of torch's that deletes what nobody fetches from this /dev/shm."""
+    found = []
+    for process in all_processes:
+        if process.command.partition(" ")[0].endswith(_MANAGER):
+            theirs = Segments.of(host, process.pid).device
+            if theirs in (None, segments.device):  # None: it does not let us look
+                found.append((process.uid, started_at(host, process.pid) or 0.0))
+    return found
+
+
+def _in_use(
+    host: Host,
+    file: FileFacts,
+    kind: str,
+    holders: SegmentHolders,
+    managers: Sequence[tuple[int | None, float]],
+) -> bool | None:
+    """True only where a user is known, False only where there can be none."""
+    if file.inode in holders.held:
+        return True
+    writer = has_writer(host, file.path)
+    if writer:
+        return True
+    # Ids in names are those of the maker's own container: the maker may live and not be recognised. Its manager is.
+    if kind == "torch" and any(uid == file.owner and began <= file.mtime + 1 for uid, began in managers):
+        return None
+    if writer is False and kind in _WRITTEN:
+        return False
+    return None if holders.unreadable else False
+
+
+_HOMES = ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/systemd", "/lib/systemd")
+_LINGER = "/var/lib/systemd/linger"
+_FIRST_PERSON = 1000  # below are system users, whom logind spares
+_YES = frozenset({"1", "yes", "y", "true", "t", "on"})
+_NO = frozenset({"0", "no", "n", "false", "f", "off"})
+
+
+def removed_at_logout(host: Host) -> tuple[bool | None, str]:
+    """Whether this user's files in /dev/shm go at their last logout, and how that is known."""
+    uid = host.uid
+    if uid is None:
+        return None, say("this user has no numeric id")
+    if not host.exists("/run/systemd/system"):
+        return False, say("systemd does not run here (/run/systemd/system does not exist)")
+    if uid < _FIRST_PERSON:
+        return False, say("logind spares system users, and uid {uid} is one", uid=uid)
+    removes, where = _setting(host)
+    if not removes:
+        return False, say("RemoveIPC=no ({where})", where=where)
+    lingering = host.names(_LINGER)
+    if lingering:
+        name = _user_name(host, uid)
+        if name is None:
+            why = say("RemoveIPC=yes ({where}); uid {uid} has no name to look up", where=where, uid=uid)
+            return None, say("{why} in {linger}", why=why, linger=_LINGER)
+        if name in lingering:
+            return False, say("{name} lingers ({linger}/{name} exists)", name=name, linger=_LINGER)
+    return True, say("RemoveIPC=yes ({where}), and uid {uid} does not linger", where=where, uid=uid)
+
+
+def _setting(host: Host) -> tuple[bool, str]:
+    value, where = True, say("systemd's default")
+    for home in _HOMES:
+        path = f"{home}/logind.conf"
+        text = host.text(path)
+        if text is None:
+            continue
+        value, where = _default(text, path) or (value, where)
+        if (set_here := parse_remove_ipc(text)) is not None:
+            value, where = set_here, path
+        break
+    drop_ins: dict[str, str] = {}
+    for home in _HOMES:
+        for name in host.names(f"{home}/logind.conf.d"):
+            if name.endswith(".conf"):
+                drop_ins.setdefault(name, f"{home}/logind.conf.d/{name}")
+    for _, path in sorted(drop_ins.items()):
+        if (set_here := parse_remove_ipc(host.text(path) or "")) is not None:
+            value, where = set_here, path
+    return value, where
+
+
+def parse_remove_ipc(text: str) -> bool | None:
+    """What a logind configuration sets RemoveIPC to; None where it does not."""
+    found, section = None, ""
+    for line in text.split("\n"):
+        line = line.strip()
+        if line.startswith("[") and line.endswith("]"):
+            section = line[1:-1]
+        elif section == "Login" and line[:1] not in ("#", ";"):
+            key, equals, value = line.partition("=")
+            if equals and key.rstrip() == "RemoveIPC":
+                word = value.strip().lower()
+                found = True if word in _YES else False if word in _NO else found
+    return found
+
+
+def _default(text: str, path: str) -> tuple[bool, str] | None:
+    """The default this systemd was built with: the shipped file shows it as a comment, and some ship ``no``."""
+    lines = text.split("\n")
+    if not any("compile time defaults" in line or "compile-time defaults" in line for line in lines):
+        return None
+    shown = parse_remove_ipc("\n".join(line.removeprefix("#") for line in lines if line[:2] in ("[L", "#R")))
+    return None if shown is None else (shown, say("the default {path} shows", path=path))
+
+
+def _user_name(host: Host, uid: int) -> str | None:
+    for line in (host.text("/etc/passwd") or "").split("\n"):
+        fields = line.split(":")
+        if len(fields) > 2 and fields[2] == str(uid):
+            return fields[0]
+    if not host.live:
+        return None
+    try:
+        import pwd
+
+        return pwd.getpwuid(uid).pw_name  # a user of a directory service is in no file
+    except (ImportError, KeyError):
+        return None

@@ -20,8 +20,8 @@ from legroom.budget.findings import findings
 from legroom.budget.settings import safe_settings
 from legroom.errors import LegroomError
 from legroom.model import Box, Entry
-from legroom.probe.box import snapshot
 from legroom.probe.host import Host
+from legroom.probe.snapshot import snapshot
 from legroom.report.commands import shape_of
 from legroom.report.given import given
 from legroom.report.parts import Asked, Gathered, Part

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from legroom.probe.host import Host, Room
-from legroom.probe.place import SUDO_GROUPS, in_initial_namespace
-from legroom.probe.temporary import TAIL, temporary
+from legroom.probe.environment import SUDO_GROUPS, in_initial_namespace
+from legroom.probe.host import DiskSpace, Host
+from legroom.probe.limits import TAIL, temporary
 
 LONGEST = 128 << 10  # characters of one file: the mounts of a machine with a thousand containers
 _WRITTEN = (
@@ -40,7 +40,7 @@ class Notes:
 
     files: dict[str, str] = field(default_factory=dict)
     there: set[str] = field(default_factory=set)
-    rooms: dict[str, Room] = field(default_factory=dict)
+    rooms: dict[str, DiskSpace] = field(default_factory=dict)
     owners: dict[str, tuple[int, int]] = field(default_factory=dict)
     rlimits: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -68,8 +68,8 @@ class Recorder(Host):
             self.notes.there.add(path)
         return found
 
-    def room(self, path: str) -> Room | None:
-        found = super().room(path)
+    def disk_space(self, path: str) -> DiskSpace | None:
+        found = super().disk_space(path)
         if found is not None:
             self.notes.rooms[path] = found
         return found

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 from legroom.model import Alarm, MemoryEvents, Pool, ProcessRow, Sample
 from legroom.model.death import Level, Reading
 from legroom.monitor.alarms import AlarmTracker
-from legroom.probe.pressure import pressure
+from legroom.probe.memory import SwapCounters, pressure, read_swap_counters
 from legroom.probe.process import process_at
-from legroom.probe.swap import Counters, start
 from legroom.rescue.readings import Readings
 
 _MOST_KEPT = 100
@@ -32,7 +31,7 @@ class AlarmWatch:
     raised: deque[Alarm] = field(default_factory=lambda: deque(maxlen=_MOST_KEPT))
     _watchman: AlarmTracker = field(default_factory=AlarmTracker)
     _born: dict[int, float | None] = field(default_factory=dict)
-    _swap: Counters | None = None
+    _swap: SwapCounters | None = None
 
     def look(self, reading: Reading) -> tuple[Alarm, ...]:
         """Those that begin, or turn critical, with this reading; ``since`` says when, from the job's start."""
@@ -87,7 +86,7 @@ class AlarmWatch:
 
     def _swap_rates(self) -> tuple[float | None, float | None]:
         """Bytes a second since the last look, in and out, of the machine."""
-        before, now = self._swap, start(self.readings.host)
+        before, now = self._swap, read_swap_counters(self.readings.host)
         self._swap = now
         if before is None or now.when <= before.when:
             return None, None

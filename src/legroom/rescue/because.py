@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from legroom.model.death import Cause, Evidence, Level, Sign, Verdict
-from legroom.system.processes import ExitStatus
+from legroom.system.child_processes import ExitStatus
 from legroom.units import format_size
 from legroom.words import say
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from legroom.errors import CommandNotFound, CommandNotRunnable
 from legroom.probe.host import Host
 from legroom.rescue.cgroup_home import Home
-from legroom.system.processes import ExitStatus
+from legroom.system.child_processes import ExitStatus
 from legroom.words import say
 
 _POSIX = os.name == "posix"

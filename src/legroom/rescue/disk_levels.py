@@ -65,7 +65,7 @@ class DiskLevels:
             )
         places = (self.host.link(f"/proc/{pid}/cwd") for pid in pids)
         for folder in dict.fromkeys((*self.folders, *(place for place in places if place), *self._mapped)):
-            room = self.host.room(folder)
+            room = self.host.disk_space(folder)
             if room is None or not room.size:
                 continue
             try:

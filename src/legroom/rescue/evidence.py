@@ -17,7 +17,7 @@ from legroom.rescue.cgroup_home import Home
 from legroom.rescue.disk_levels import DiskLevels
 from legroom.rescue.kernel_log import KernelLog, killed_in
 from legroom.rescue.readings import Readings, recent_rate, since_look, thinned, worst_stall
-from legroom.system.processes import ExitStatus
+from legroom.system.child_processes import ExitStatus
 
 
 @dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 from legroom.budget import remedy
 from legroom.model import Place
 from legroom.model.death import Cause, Level
-from legroom.probe.temporary import NAMES, TAIL, longest_socket
+from legroom.probe.limits import NAMES, TAIL, longest_socket
 from legroom.units import format_size
 from legroom.words import say
 

@@ -1,6 +1,6 @@
 """A command line with other settings: finding them and writing them.
 
-Covers: the usual names (probe.flags knows them) and names given by the person, in every spelling a command line has:
+Covers: the usual names (of probe.training_flags) and names given by the person, in every spelling a command line has:
 ``--x 4``, ``--x=4``, ``-b4``, ``data.batch_size=4``; under torchrun and accelerate the script's own words alone.
 Does not cover: which values to take (policy.py).
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from legroom.errors import UsageError
-from legroom.probe.flags import Flag, flags
+from legroom.probe.training_flags import Flag, flags
 from legroom.words import listed, say
 
 # What the policy may change; the names are those of `--flag NAME=--spelling`.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from legroom.model.death import Level, Reading
 from legroom.probe.host import Host
-from legroom.probe.pressure import parse
+from legroom.probe.memory import parse_pressure
 from legroom.rescue.cgroup_home import Home
 from legroom.rescue.oom_victims import OomVictims
 from legroom.rescue.ram_level import RamLevel
@@ -119,7 +119,7 @@ class Readings:
 
     def shm(self) -> Level | None:
         """/dev/shm now."""
-        room = self.host.room(_SHM)
+        room = self.host.disk_space(_SHM)
         return None if room is None or not room.size else Level(room.used, room.size)
 
     def kills(self) -> int | None:
@@ -163,7 +163,7 @@ class Readings:
         own = (
             f"{self.home.path}/memory.pressure" if self.home.own and self.home.version == "v2" else _PRESSURE
         )
-        full = parse(self.host.text(own) or "").get("full")
+        full = parse_pressure(self.host.text(own) or "").get("full")
         return None if full is None else full[0]
 
     def _swap(self) -> Level | None:

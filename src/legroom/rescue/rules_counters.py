@@ -11,7 +11,7 @@ from legroom.rescue.because import Because, by_keyboard, ended, level_line, quot
 from legroom.rescue.kernel_log import killed_in
 from legroom.rescue.log_signs import Signs
 from legroom.rescue.signatures import CONSEQUENCE
-from legroom.system.processes import signal_name
+from legroom.system.child_processes import signal_name
 from legroom.units import format_duration, format_size
 from legroom.words import listed, say
 

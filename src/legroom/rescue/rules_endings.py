@@ -11,7 +11,7 @@ import re
 from legroom.model.death import Cause, Evidence, Sign
 from legroom.rescue.because import Because, by_keyboard, ended, quoted, unknown
 from legroom.rescue.log_signs import Signs, context
-from legroom.system.processes import signal_name
+from legroom.system.child_processes import signal_name
 from legroom.words import say
 
 _KILL = 9

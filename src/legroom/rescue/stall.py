@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from legroom.model.death import Level, LogFacts
 from legroom.probe.host import Host
-from legroom.probe.segments import Segments
+from legroom.probe.shm_segments import Segments
 from legroom.rescue.log_signs import WINDOW
 
 _HOLDS = 0.45  # of /dev/shm, by the job's own processes

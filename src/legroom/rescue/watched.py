@@ -29,7 +29,7 @@ from legroom.rescue.output import Output
 from legroom.rescue.readings import Cards, Readings
 from legroom.rescue.rules_counters import oom_lines
 from legroom.rescue.stall import StallWatch, cpu_seconds, hangs_on_shm, held_shm
-from legroom.system.processes import ExitStatus, signal_name
+from legroom.system.child_processes import ExitStatus, signal_name
 from legroom.units import format_size
 from legroom.words import say
 
@@ -231,7 +231,7 @@ def _cards(host: Host) -> Callable[[], Cards] | None:
         return None
 
     def look() -> Cards:
-        from legroom.probe.gpu import gpu_pools, gpus
+        from legroom.probe.gpu_devices import gpu_pools, gpus
 
         found = gpus(host)
         levels = {

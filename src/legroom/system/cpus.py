@@ -1,5 +1,4 @@
-"""CPUs that this process may run on. A cgroup's CPU quota is read by legroom.probe.cpu: it slows threads down and does
-not forbid them."""
+"""CPUs that this process may run on. legroom.probe.limits reads the cgroup's quota, which slows threads down."""
 
 from __future__ import annotations
 

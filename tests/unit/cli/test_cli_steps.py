@@ -25,7 +25,7 @@ from legroom.probe.host import Host
 from legroom.rescue.fixes import fixes
 from legroom.rescue.order import Order
 from legroom.rescue.supervisor import Supervisor
-from legroom.system.processes import ExitStatus
+from legroom.system.child_processes import ExitStatus
 
 SOURCE = Path(legroom.__file__).parent
 KINDS = ("bare", "docker", "podman", "kubernetes", "slurm", "wsl", "container")

@@ -44,7 +44,7 @@ from legroom.demo.table import rows, times
 from legroom.errors import MissingPackage, NoRoom, UsageError
 from legroom.model import Pool
 from legroom.probe.host import Host
-from legroom.probe.temporary import TAIL, longest_socket
+from legroom.probe.limits import TAIL, longest_socket
 from legroom.system.atomic_file import replace_file
 
 MB, GB = 1 << 20, 1 << 30

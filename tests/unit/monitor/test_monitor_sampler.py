@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "probe"))
-from staged import MB, Staged
+from fake_machine import MB, FakeMachine
 
 from legroom.errors import NoSuchProcess, NothingMatches, UsageError
 from legroom.model import Gpu, GpuProcess, Gpus, Process, Sample
@@ -24,8 +24,8 @@ from legroom.monitor.process_selection import (
 )
 from legroom.monitor.sampler import RateLimit, Sampler
 from legroom.probe.host import Host
-from legroom.probe.nvml_hold import NvmlHold
-from legroom.probe.roster import Roster, status_of
+from legroom.probe.nvml import NvmlSession
+from legroom.probe.process import ProcessTable, status_of
 
 
 class Clock:
@@ -39,8 +39,8 @@ class Clock:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Staged:
-    staged = Staged(tmp_path, used=16 * MB)
+def machine(tmp_path: Path) -> FakeMachine:
+    staged = FakeMachine(tmp_path, used=16 * MB)
     staged.text(
         "/proc/meminfo", "MemTotal: 1000000 kB\nMemAvailable: 400000 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
     )
@@ -55,15 +55,15 @@ def _take(sampler: Sampler) -> Sample:
     return found
 
 
-def test_a_sample_has_the_pools_and_the_tree(machine: Staged) -> None:
+def test_a_sample_has_the_pools_and_the_tree(machine: FakeMachine) -> None:
     machine.process(10, 1, ["bash"])
     machine.process(20, 10, ["python", "train.py"], shmem=2048, pss=700)
     machine.process(21, 20, ["python", "worker"], shmem=1024, pss=300)
     machine.process(30, 1, ["other"])
     host = machine.host
-    roster = Roster(host)
+    table = ProcessTable(host)
     clock = Clock()
-    sampler = Sampler(process_tree(20, roster.look()), host=host, clock=clock, roster=roster)
+    sampler = Sampler(process_tree(20, table.refresh()), host=host, clock=clock, table=table)
     first = _take(sampler)
     assert [(row.pid, row.rss_shmem, row.swap) for row in first.processes] == [
         (20, 2048 << 10, 7 << 10),
@@ -92,24 +92,24 @@ def test_a_sample_has_the_pools_and_the_tree(machine: Staged) -> None:
     ]
 
 
-def test_an_idle_process_is_one_object_in_all_samples(machine: Staged) -> None:
+def test_an_idle_process_is_one_object_in_all_samples(machine: FakeMachine) -> None:
     machine.process(20, 1, pss=700)
     host = machine.host
     clock = Clock()
-    sampler = Sampler(process_tree(20, Roster(host).look()), host=host, clock=clock)
+    sampler = Sampler(process_tree(20, ProcessTable(host).refresh()), host=host, clock=clock)
     sampler._deep = RateLimit(1e-9)  # not again within this test
     _take(sampler)
     one, two = _take(sampler), _take(sampler)
     assert one.processes[0] is two.processes[0]
 
 
-def test_pss_is_read_in_turns_within_its_ration(machine: Staged) -> None:
+def test_pss_is_read_in_turns_within_its_ration(machine: FakeMachine) -> None:
     for pid in range(100, 140):
         machine.process(pid, 1 if pid == 100 else 100, pss=pid)
     host = machine.host
     clock = Clock()
     sampler = Sampler(
-        process_tree(100, Roster(host).look()), host=host, clock=clock, interval=1e-6
+        process_tree(100, ProcessTable(host).refresh()), host=host, clock=clock, interval=1e-6
     )  # room for one a sample
     ages: list[set[int]] = []
     for _ in range(60):
@@ -124,7 +124,7 @@ def test_pss_is_read_in_turns_within_its_ration(machine: Staged) -> None:
 
 
 def test_cards_are_asked_within_their_ration_and_joined_by_pid(
-    machine: Staged, monkeypatch: pytest.MonkeyPatch
+    machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.process(20)
     machine.process(21, 20)
@@ -139,7 +139,7 @@ def test_cards_are_asked_within_their_ration_and_joined_by_pid(
     monkeypatch.setattr("legroom.monitor.sampler.gpus", cards)
     host = machine.host
     clock = Clock()
-    sampler = Sampler(process_tree(20, Roster(host).look()), host=host, clock=clock)
+    sampler = Sampler(process_tree(20, ProcessTable(host).refresh()), host=host, clock=clock)
     sampler._pools._gpu_ration = RateLimit(1e-9, least_gap=3.0)
     first = _take(sampler)
     assert {row.pid: row.gpu for row in first.processes} == {20: 6 * MB, 21: None}
@@ -166,17 +166,17 @@ class _Nvml:
 
 def test_the_driver_is_held_once_and_given_back() -> None:
     nvml = _Nvml()
-    hold = NvmlHold(nvml)
-    hold.take()
-    hold.take()
+    hold = NvmlSession(nvml)
+    hold.open()
+    hold.open()
     assert nvml.count == 1
-    hold.release()
-    hold.release()
+    hold.close()
+    hold.close()
     assert nvml.count == 0
-    broken = NvmlHold(_Nvml(works=False))
-    broken.take()
+    broken = NvmlSession(_Nvml(works=False))
+    broken.open()
     assert not broken.held
-    broken.release()
+    broken.close()
 
 
 def test_a_ration() -> None:
@@ -204,7 +204,7 @@ def test_an_orphan_stays_watched() -> None:
     assert targets.choose(_everybody((1, 0), (30, 1))) == [] and targets.ends
 
 
-def test_matching_waits_for_the_next_run(machine: Staged) -> None:
+def test_matching_waits_for_the_next_run(machine: FakeMachine) -> None:
     there = _everybody((1, 0), (20, 1), (21, 20))
     targets = matching_processes(machine.host, "python 20", there)
     assert targets.choose(there) == [20, 21] and not targets.ends
@@ -220,7 +220,7 @@ def test_matching_waits_for_the_next_run(machine: Staged) -> None:
         process_tree(99, there)
 
 
-def test_mine_is_by_user(machine: Staged) -> None:
+def test_mine_is_by_user(machine: FakeMachine) -> None:
     there = _everybody((20, 1), (21, 1))
     there[21] = Process(21, 1, "theirs", 0)
     assert user_processes(machine.host).choose(there) == [20]
@@ -234,29 +234,29 @@ def test_rings_of_reused_numbers_do_not_hang() -> None:
     assert ProcessSelection("x", lambda _: (20,)).choose(there) == [20, 21]
 
 
-def test_a_roster_reads_newcomers_whole_and_the_others_in_turn(machine: Staged) -> None:
+def test_a_roster_reads_newcomers_whole_and_the_others_in_turn(machine: FakeMachine) -> None:
     for pid in range(10, 40):
         machine.process(pid)
-    roster = Roster(machine.host)
+    table = ProcessTable(machine.host)
     for _ in range(6):
-        assert len(roster.look()) == 30
+        assert len(table.refresh()) == 30
     read: list[str] = []
-    real = type(roster.host).text
+    real = type(table.host).text
 
     class Counting(Host):
         def text(self, path: str) -> str | None:
             read.append(path)
             return real(self, path)
 
-    roster.host = Counting(roster.host.root, roster.host.env, roster.host.platform, roster.host.recording)
+    table.host = Counting(table.host.root, table.host.env, table.host.platform, table.host.recording)
     machine.process(50)
     (machine.root / "proc/11/status").write_text("")  # ended, and a zombie keeps its number
-    assert 50 in roster.look()
+    assert 50 in table.refresh()
     assert len({path for path in read if path.endswith("status")}) <= 10
     for _ in range(8):
-        found = roster.look()
+        found = table.refresh()
     assert 11 not in found and len(found) == 30
-    assert status_of(roster.host, Process(11, 1, "x", 0)) is None
+    assert status_of(table.host, Process(11, 1, "x", 0)) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -274,7 +274,7 @@ def test_ourselves_and_a_child_for_real() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_watch_of_a_process_ends_with_it() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        sampler = Sampler(process_tree(child.pid, Roster(Host()).look()), interval=0.1)
+        sampler = Sampler(process_tree(child.pid, ProcessTable(Host()).refresh()), interval=0.1)
         assert _take(sampler).processes
         child.communicate(b"\n")
     assert _take(sampler).processes == ()  # the last one: the counters of its cgroup after its end
@@ -286,7 +286,7 @@ def test_the_watch_of_a_process_ends_with_it() -> None:
 def test_a_zombie_ends_it_too() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        sampler = Sampler(process_tree(child.pid, Roster(Host()).look()), interval=0.1)
+        sampler = Sampler(process_tree(child.pid, ProcessTable(Host()).refresh()), interval=0.1)
         assert _take(sampler).processes
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet reaped

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fake_host import NAMES, TREES, FakeHost, mount, tree
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import NAMES, TREES, Scripted, mount, tree
 
 from legroom.probe.cgroup import UNIFIED, Group, cgroup
 from legroom.probe.host import Host
@@ -77,7 +77,7 @@ def test_another_process_s_group() -> None:
 
 def _v2(path: str, mounts: str, *directories: str) -> Group:
     files = {f"{directory}/cgroup.procs": "" for directory in directories}
-    host = Scripted(files={"/proc/self/cgroup": f"0::{path}\n", "/proc/self/mountinfo": mounts, **files})
+    host = FakeHost(files={"/proc/self/cgroup": f"0::{path}\n", "/proc/self/mountinfo": mounts, **files})
     return cgroup(host, "memory")
 
 
@@ -88,7 +88,7 @@ def test_the_last_of_several_mounts_on_one_point_is_seen() -> None:
         + mount("/m", "/docker/abc", "cgroup", "rw,memory"),
         "/m/memory.limit_in_bytes": "1",
     }
-    group = cgroup(Scripted(files=files), "memory")
+    group = cgroup(FakeHost(files=files), "memory")
     assert group.chain == ("/m",) and group.above_hidden is True and group.reason is None
 
 
@@ -155,7 +155,7 @@ def test_below_another_root_the_mounts_are_inits(tmp_path: Path) -> None:
 
 @given(st.binary(max_size=200), st.binary(max_size=200))
 def test_no_content_raises(membership: bytes, mounts: bytes) -> None:
-    host = Scripted(files={"/proc/self/cgroup": membership, "/proc/self/mountinfo": mounts})
+    host = FakeHost(files={"/proc/self/cgroup": membership, "/proc/self/mountinfo": mounts})
     group = cgroup(host, "memory")
     assert group.version is not None or group.reason
 
@@ -168,7 +168,7 @@ def test_odd_paths_never_raise_and_never_leave_the_mount(
     path: str, point: str, root: str, there: bool
 ) -> None:
     files = {"/proc/self/cgroup": f"0::{path}", "/proc/self/mountinfo": mount(point, root)}
-    group = cgroup(Scripted(files=files | ({f"{point}{path}/x": ""} if there else {})), "memory")
+    group = cgroup(FakeHost(files=files | ({f"{point}{path}/x": ""} if there else {})), "memory")
     for directory in group.chain:
         assert directory.startswith(group.chain[-1])
         assert ".." not in directory.removeprefix(group.chain[-1]).split("/")

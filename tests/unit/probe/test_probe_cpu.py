@@ -6,12 +6,12 @@ import os
 import sys
 
 import pytest
+from fake_host import NAMES, FakeHost, mount, tree
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import NAMES, Scripted, mount, tree
 
-from legroom.probe.cpu import cpu
 from legroom.probe.host import Host
+from legroom.probe.limits import cpu
 
 EXPECTED: dict[str, tuple[int | None, float | None]] = {
     "bare-v2": (16, None),
@@ -52,13 +52,13 @@ def test_another_process_s_affinity() -> None:
     ("mask", "count"), [("3", 2), ("ff,00000000", 8), ("0", None), ("zz", None), ("", None)]
 )
 def test_masks(mask: str, count: int | None) -> None:
-    host = Scripted(files={"/proc/7/status": f"Name:\tx\nCpus_allowed:\t{mask}\n"})
+    host = FakeHost(files={"/proc/7/status": f"Name:\tx\nCpus_allowed:\t{mask}\n"})
     assert cpu(host, "7").affinity == count
 
 
 def _quota(text: str | bytes) -> float | None:
     files = {"/proc/self/cgroup": "0::/", "/proc/self/mountinfo": mount("/c"), "/c/cpu.max": text}
-    return cpu(Scripted(files=files)).quota
+    return cpu(FakeHost(files=files)).quota
 
 
 @pytest.mark.parametrize(

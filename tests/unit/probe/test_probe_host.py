@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from fake_host import NAMES, TREES, FakeHost, tree
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import NAMES, TREES, Scripted, tree
 
 from legroom.errors import NoSuchRoot
 from legroom.probe.host import UNLIMITED, Host
@@ -41,8 +41,8 @@ def test_a_recording_answers_the_system_calls() -> None:
     assert host.rlimit("memlock") == (UNLIMITED, UNLIMITED)
     assert host.rlimit("nofile") == (131072, 131072)
     assert host.owner_mode("/dev/shm") == (0, 0o1777)
-    assert host.room("/dev/shm") is not None
-    assert host.room("/somewhere/else") is None
+    assert host.disk_space("/dev/shm") is not None
+    assert host.disk_space("/somewhere/else") is None
     assert host.env["SLURM_JOB_ID"] == "481516"
     assert host.kernel is not None and host.kernel.startswith("5.14")
     assert host.now == 1760000000.0
@@ -50,9 +50,9 @@ def test_a_recording_answers_the_system_calls() -> None:
 
 
 def test_what_a_recording_does_not_say_is_unknown() -> None:
-    host = Scripted()
+    host = FakeHost()
     assert host.uid is None and host.affinity is None and host.kernel is None
-    assert host.rlimit("nofile") is None and host.owner_mode("/") is None and host.room("/") is None
+    assert host.rlimit("nofile") is None and host.owner_mode("/") is None and host.disk_space("/") is None
     assert host.groups == frozenset()
 
 
@@ -74,7 +74,7 @@ def test_files_are_read_below_the_root(tmp_path: Path) -> None:
     assert host.link("/proc/link") == "target"
     assert host.link("/proc/count") is None
     assert host.exists("/proc/count") and not host.exists("/proc/absent")
-    assert host.room("/proc") is not None
+    assert host.disk_space("/proc") is not None
 
 
 def test_why_says_what_is_wrong_with_a_file(tmp_path: Path) -> None:
@@ -112,8 +112,8 @@ def test_live_answers_are_this_process_s() -> None:
     assert host.live
     assert host.uid == (os.geteuid() if hasattr(os, "geteuid") else None)
     assert host.affinity is not None and 1 <= host.affinity <= (os.cpu_count() or 1)
-    assert host.room(tempfile.gettempdir()) is not None
-    assert host.room("/no/such/place") is None
+    assert host.disk_space(tempfile.gettempdir()) is not None
+    assert host.disk_space("/no/such/place") is None
     assert abs(host.now - time.time()) < 60
 
 
@@ -135,6 +135,6 @@ def test_live_answers_of_posix(tmp_path: Path) -> None:
 
 @given(st.binary(max_size=300))
 def test_no_content_raises(content: bytes) -> None:
-    host = Scripted(files={"/f": content})
+    host = FakeHost(files={"/f": content})
     host.number("/f")
     assert all(isinstance(value, int) for value in host.table("/f").values())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from scripted import TREES
-from staged import MB, Staged, area
+from fake_host import TREES
+from fake_machine import MB, FakeMachine, area
 
 from legroom.errors import NoSuchProcess, NothingMatches
 from legroom.probe.host import Host
@@ -16,9 +16,9 @@ TRAIN = ("python", "train.py", "--batch-size", "64", "--num-workers=2")
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Staged:
+def machine(tmp_path: Path) -> FakeMachine:
     """A trainer with two workers that share segments, below a shell; and somebody else's process."""
-    staged = Staged(tmp_path)
+    staged = FakeMachine(tmp_path)
     staged.file("/proc/11/fd/3", 41, 2 * MB)
     staged.file("/proc/12/fd/3", 42, 3 * MB)
     shared = area(41, "/dev/shm/torch_11_1_0 (deleted)", 2 * MB)
@@ -31,7 +31,7 @@ def machine(tmp_path: Path) -> Staged:
     return staged
 
 
-def test_a_family_and_its_sums(machine: Staged) -> None:
+def test_a_family_and_its_sums(machine: FakeMachine) -> None:
     found = job(machine.host, 10)
     assert (found.pid, found.command) == (10, "python train.py --batch-size 64 --num-workers=2")
     assert [process.pid for process in found.processes] == [10, 11, 12]
@@ -42,27 +42,27 @@ def test_a_family_and_its_sums(machine: Staged) -> None:
     assert (found.binds, found.notes) == (None, ())
 
 
-def test_a_shells_settings_are_its_trainers(machine: Staged) -> None:
+def test_a_shells_settings_are_its_trainers(machine: FakeMachine) -> None:
     found = job(machine.host, 9)
     assert found.flags == {"batch": "64", "workers": "2"}
     assert found.command == "bash run.sh"
 
 
-def test_ranks_come_from_the_launcher_and_the_rest_from_the_ranks(machine: Staged) -> None:
+def test_ranks_come_from_the_launcher_and_the_rest_from_the_ranks(machine: FakeMachine) -> None:
     machine.process(60, 1, ("torchrun", "--nproc_per_node", "2", "train.py"))
     machine.process(61, 60, ("python", "train.py", "--batch", "8"))
     machine.process(62, 61, ("ninja", "-j", "16"))
     assert job(machine.host, 60).flags == {"batch": "8", "ranks": "2"}
 
 
-def test_batches_on_their_way_belong_to_the_job(machine: Staged) -> None:
+def test_batches_on_their_way_belong_to_the_job(machine: FakeMachine) -> None:
     machine.file("torch_11_5_1", 90, 4 * MB, age=5)
     machine.file("torch_11_5_2", 91, 4 * MB, age=1e6)  # older than the process of that id
     machine.file("torch_50_5_1", 92, 4 * MB, age=5)
     assert job(machine.host, 10).held["shm"] == 9 * MB
 
 
-def test_rss_where_pss_cannot_be_read_is_said(machine: Staged) -> None:
+def test_rss_where_pss_cannot_be_read_is_said(machine: FakeMachine) -> None:
     (machine.root / "proc/12/smaps_rollup").unlink()
     found = job(machine.host, 10)
     assert found.held["ram"] == (1000 + 200 + 5008) << 10
@@ -71,7 +71,7 @@ def test_rss_where_pss_cannot_be_read_is_said(machine: Staged) -> None:
     assert "RSS" in note
 
 
-def test_a_member_that_may_not_be_looked_into_makes_the_sum_unknown(machine: Staged) -> None:
+def test_a_member_that_may_not_be_looked_into_makes_the_sum_unknown(machine: FakeMachine) -> None:
     machine.process(13, 10, TRAIN, shmem=8, maps=None, pss=1)
     found = job(machine.host, 10)
     assert found.held["shm"] is None
@@ -79,12 +79,12 @@ def test_a_member_that_may_not_be_looked_into_makes_the_sum_unknown(machine: Sta
     assert any("1 of 4" in note and "5 MB" in note for note in found.notes)
 
 
-def test_descriptors_are_those_of_the_process_nearest_its_limit(machine: Staged) -> None:
+def test_descriptors_are_those_of_the_process_nearest_its_limit(machine: FakeMachine) -> None:
     machine.text("/proc/11/limits", "Max open files   2   4096   files\n")
     assert job(machine.host, 10).held["fds"] == 1
 
 
-def test_pinned_memory_is_said_to_be_a_part(machine: Staged) -> None:
+def test_pinned_memory_is_said_to_be_a_part(machine: FakeMachine) -> None:
     lines = [
         area(9, "/dev/zero (deleted)", 8 * MB, device="00:01"),
         area(1, "/dev/nvidiactl", device="00:06"),
@@ -95,23 +95,25 @@ def test_pinned_memory_is_said_to_be_a_part(machine: Staged) -> None:
     assert any("cudaHostRegister" in note for note in found.notes)
 
 
-def test_found_by_its_command_line_with_its_workers(machine: Staged) -> None:
+def test_found_by_its_command_line_with_its_workers(machine: FakeMachine) -> None:
     (found,) = jobs(machine.host, r"train\.py")
     assert (found.pid, len(found.processes)) == (10, 3)
 
 
-def test_every_training_that_matches_is_a_job(machine: Staged) -> None:
+def test_every_training_that_matches_is_a_job(machine: FakeMachine) -> None:
     assert [found.pid for found in jobs(machine.host, r"\.py")] == [10, 50]
 
 
-def test_nobody(machine: Staged) -> None:
+def test_nobody(machine: FakeMachine) -> None:
     with pytest.raises(NothingMatches):
         jobs(machine.host, "nobody")
     with pytest.raises(NoSuchProcess):
         job(machine.host, 4711)
 
 
-def test_one_that_is_gone_before_it_is_looked_at(machine: Staged, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_gone_before_it_is_looked_at(
+    machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import shutil
 
     from legroom.probe import job as module

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from fake_host import NAMES, FakeHost, mount, tree
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import NAMES, Scripted, mount, tree
 
 from legroom.model import CgroupLevel, Memory, MemoryEvents
 from legroom.probe.host import Host
@@ -117,7 +117,7 @@ def test_kills_are_one_s_own_group_s_and_hits_are_the_limit_s() -> None:
     events = memory(tree("kubernetes-ancestor")).events
     assert events.source.split(", ")[1] == f"{POD}/memory.events.local"
     older = memory(
-        Scripted(files=_v2_files({"memory.max": "9", "memory.events": "max 2\noom_kill 5\n"}))
+        FakeHost(files=_v2_files({"memory.max": "9", "memory.events": "max 2\noom_kill 5\n"}))
     ).events
     assert (older.oom_kills, older.at_limit, older.source) == (5, 2, "/c/memory.events")
 
@@ -162,7 +162,7 @@ def _v1_files(files: dict[str, str]) -> dict[str, str]:
     "text", ["9223372036854771712", "9223372036854710272", "9223372036854775807", "18446744073709551615"]
 )
 def test_v1_s_ways_to_say_no_limit(text: str) -> None:
-    found = memory(Scripted(files=_v1_files({"memory.limit_in_bytes": text, "memory.usage_in_bytes": "5"})))
+    found = memory(FakeHost(files=_v1_files({"memory.limit_in_bytes": text, "memory.usage_in_bytes": "5"})))
     assert found.levels[0].limit is None and found.reason is None
 
 
@@ -171,7 +171,7 @@ def test_v1_tells_a_hidden_limit_above() -> None:
     files = _v1_files(
         {"memory.limit_in_bytes": str(8 * GB), "memory.usage_in_bytes": "1015", "memory.stat": stat}
     )
-    found = memory(Scripted(files=files))
+    found = memory(FakeHost(files=files))
     assert [level.limit for level in found.levels] == [8 * GB, 2 * GB]
     assert found.above_hidden is True
     pool = ram_pool(found)
@@ -195,34 +195,34 @@ def test_v1_hits_of_the_limit(
     said = {"memory.failcnt": failcnt, "memory.memsw.failcnt": joint, "memory.memsw.limit_in_bytes": memsw}
     files = {name: text for name, text in said.items() if text is not None}
     files |= {"memory.limit_in_bytes": "100", "memory.oom_control": "oom_kill 1\n"}
-    events = memory(Scripted(files=_v1_files(files))).events
+    events = memory(FakeHost(files=_v1_files(files))).events
     assert (events.oom_kills, events.at_limit) == (1, hits)
 
 
 def test_a_group_without_the_controller_is_no_limit_but_is_said() -> None:
-    found = memory(Scripted(files=_v2_files({"cgroup.type": "domain"})))
+    found = memory(FakeHost(files=_v2_files({"cgroup.type": "domain"})))
     assert (found.cgroup, found.levels) == (None, ())
     assert found.reason == "/c has no memory controller"
 
 
 def test_v2_s_real_root_is_nothing_to_remark() -> None:
-    found = memory(Scripted(files=_v2_files({"cgroup.procs": "1"})))
+    found = memory(FakeHost(files=_v2_files({"cgroup.procs": "1"})))
     assert (found.levels, found.above_hidden, found.reason) == ((), False, None)
 
 
 def test_a_limit_above_the_machine_does_not_bind() -> None:
     stat = "inactive_file 0\nactive_file 0\n"
     files = _v2_files({"memory.max": str(GB), "memory.current": str(GB - 5), "memory.stat": stat})
-    pool = ram_pool(memory(Scripted(files=files)))
+    pool = ram_pool(memory(FakeHost(files=files)))
     assert pool.size == 1000 * KB
     assert (pool.free, pool.source) == (5, f"{TOTAL}; free is bounded by /c/memory.max")
     # Where the use below such a limit is unknown, the machine's own figures stand.
-    unknown = ram_pool(memory(Scripted(files=_v2_files({"memory.max": str(GB)}))))
+    unknown = ram_pool(memory(FakeHost(files=_v2_files({"memory.max": str(GB)}))))
     assert (unknown.free, unknown.source) == (900 * KB, TOTAL)
 
 
 def test_a_binding_limit_with_unknown_use_leaves_free_unknown() -> None:
-    pool = ram_pool(memory(Scripted(files=_v2_files({"memory.max": "4096", "memory.current": "100"}))))
+    pool = ram_pool(memory(FakeHost(files=_v2_files({"memory.max": "4096", "memory.current": "100"}))))
     assert (pool.size, pool.used, pool.free) == (4096, None, None)
     assert pool.reason == "no use could be read beside /c/memory.max"
 
@@ -248,7 +248,7 @@ def test_nothing_known_is_unknown() -> None:
 def test_usage_below_its_own_cache_is_zero_not_negative() -> None:
     stat = "inactive_file 80\nactive_file 80\n"
     files = _v2_files({"memory.current": "100", "memory.stat": stat})
-    assert memory(Scripted(files=files)).levels[0].unreclaimable == 0
+    assert memory(FakeHost(files=files)).levels[0].unreclaimable == 0
 
 
 def test_other_platforms_ask_psutil() -> None:
@@ -257,7 +257,7 @@ def test_other_platforms_ask_psutil() -> None:
     assert found.events.oom_kills is None
     pool = ram_pool(found)
     assert pool.size == found.total and pool.source == "psutil.virtual_memory"
-    recorded = ram_pool(memory(Scripted(platform="win32")))
+    recorded = ram_pool(memory(FakeHost(platform="win32")))
     assert recorded.size is None and recorded.reason and "win32" in recorded.reason
 
 
@@ -312,7 +312,7 @@ _LAYOUTS = [(b"0::/", mount("/c")), (b"4:memory:/", mount("/c", "/", "cgroup", "
 @given(st.dictionaries(st.sampled_from(_FILES), _noise), st.sampled_from(_LAYOUTS))
 def test_no_content_raises(files: dict[str, bytes], layout: tuple[bytes, str]) -> None:
     membership, mounts = layout
-    host = Scripted(files={"/proc/self/cgroup": membership, **files, "/proc/self/mountinfo": mounts})
+    host = FakeHost(files={"/proc/self/cgroup": membership, **files, "/proc/self/mountinfo": mounts})
     pool = ram_pool(memory(host))
     assert pool.size is None or pool.size >= 0
     assert pool.free is None or pool.free >= 0

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from fake_host import TREES
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import TREES
 
+from legroom.probe.filesystem import mounted_at, mounts, parse_mountinfo
 from legroom.probe.host import Host
-from legroom.probe.mounts import mounted_at, mounts, parse
 
 
 def test_fields() -> None:
-    (mount,) = parse("36 35 98:0 /a /b rw,noatime master:1 shared:2 - ext3 /dev/root rw,errors=continue\n")
+    (mount,) = parse_mountinfo(
+        "36 35 98:0 /a /b rw,noatime master:1 shared:2 - ext3 /dev/root rw,errors=continue\n"
+    )
     assert (mount.point, mount.root, mount.kind, mount.source) == ("/b", "/a", "ext3", "/dev/root")
     assert mount.options == ("rw", "noatime")
     assert mount.super_options == ("rw", "errors=continue")
@@ -20,12 +22,12 @@ def test_fields() -> None:
 
 
 def test_an_empty_source_keeps_the_fields_in_place() -> None:
-    (mount,) = parse("36 35 0:9 / /b rw - tmpfs  rw,size=64k\n")
+    (mount,) = parse_mountinfo("36 35 0:9 / /b rw - tmpfs  rw,size=64k\n")
     assert (mount.kind, mount.source, mount.super_options) == ("tmpfs", "", ("rw", "size=64k"))
 
 
 def test_only_newlines_end_a_line() -> None:
-    (mount,) = parse("36 35 0:9 / /odd\x0bname\u2028here rw - tmpfs x rw\n")
+    (mount,) = parse_mountinfo("36 35 0:9 / /odd\x0bname\u2028here rw - tmpfs x rw\n")
     assert mount.point == "/odd\x0bname\u2028here"
 
 
@@ -34,7 +36,7 @@ def test_only_newlines_end_a_line() -> None:
 )
 def test_what_is_no_mount_is_skipped(line: str) -> None:
     good = "36 35 0:9 / /b rw - tmpfs x rw"
-    assert [mount.point for mount in parse(f"{line}\n{good}\n{line}")] == ["/b"]
+    assert [mount.point for mount in parse_mountinfo(f"{line}\n{good}\n{line}")] == ["/b"]
 
 
 def test_the_last_mount_at_a_point_is_the_one_seen() -> None:
@@ -58,9 +60,11 @@ def test_any_path_comes_back_and_order_is_kept(rows: list[tuple[str, str, str]])
         f"1 2 0:9 /{escaped(root)} /{escaped(point)} rw,a=b shared:1 - tmpfs {escaped(source)} rw\n"
         for root, point, source in rows
     )
-    assert [(m.root, m.point, m.source) for m in parse(text)] == [(f"/{r}", f"/{p}", s) for r, p, s in rows]
+    assert [(m.root, m.point, m.source) for m in parse_mountinfo(text)] == [
+        (f"/{r}", f"/{p}", s) for r, p, s in rows
+    ]
 
 
 @given(st.text())
 def test_any_text_is_survived(text: str) -> None:
-    assert all(mount.point.startswith("/") for mount in parse(text))
+    assert all(mount.point.startswith("/") for mount in parse_mountinfo(text))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
+from fake_host import NAMES, FakeHost, mount, tree
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import NAMES, Scripted, mount, tree
 
 from legroom.probe.host import Host
-from legroom.probe.pressure import parse, pressure
+from legroom.probe.memory import parse_pressure, pressure
 
 # tree: (scope, some over 10 and 60 seconds, full over 10 and 60 seconds)
 CALM = (0.0, 0.0, 0.0, 0.0)
@@ -52,16 +52,16 @@ LINES = "some avg10=1.50 avg60=2.00 avg300=3.00 total=9\nfull avg10=0.50 avg60=1
 
 
 def test_lines_are_read() -> None:
-    assert parse(LINES) == {"some": (1.5, 2.0), "full": (0.5, 1.0)}
+    assert parse_pressure(LINES) == {"some": (1.5, 2.0), "full": (0.5, 1.0)}
 
 
 @pytest.mark.parametrize("bad", ["nan", "inf", "-1", "", "x", "1.0.0"])
 def test_what_is_no_share_is_left_out(bad: str) -> None:
-    assert parse(f"some avg10={bad} avg60=1.0\n") == {}
+    assert parse_pressure(f"some avg10={bad} avg60=1.0\n") == {}
 
 
 def test_half_a_file_is_no_record() -> None:
-    assert pressure(Scripted(files={"/proc/pressure/memory": LINES.splitlines()[0]})) == ()
+    assert pressure(FakeHost(files={"/proc/pressure/memory": LINES.splitlines()[0]})) == ()
 
 
 def test_a_group_above_one_s_own_is_not_taken_for_it() -> None:
@@ -71,7 +71,7 @@ def test_a_group_above_one_s_own_is_not_taken_for_it() -> None:
         "/c/memory.max": "max",
         "/c/memory.pressure": LINES,
     }
-    assert pressure(Scripted(files=files)) == ()
+    assert pressure(FakeHost(files=files)) == ()
 
 
 @given(st.binary(max_size=200))
@@ -83,7 +83,7 @@ def test_no_content_raises(content: bytes) -> None:
         "/c/memory.max": "max",
         "/c/memory.pressure": content,
     }
-    for one in pressure(Scripted(files=files)):
+    for one in pressure(FakeHost(files=files)):
         assert math.isfinite(one.some_avg10)
 
 

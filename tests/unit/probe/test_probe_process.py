@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_host import NAMES, TREES
+from fake_machine import MB, FakeMachine, area
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import NAMES, TREES
-from staged import MB, Staged, area
 
 from legroom.errors import NoSuchProcess, NothingMatches, UsageError
 from legroom.model import Process
@@ -37,8 +37,8 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads this machine's
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Staged:
-    return Staged(tmp_path)
+def machine(tmp_path: Path) -> FakeMachine:
+    return FakeMachine(tmp_path)
 
 
 # A glance.
@@ -64,7 +64,7 @@ def test_every_recorded_machine_can_be_read(name: str) -> None:
         assert holdings(host, process).pid == process.pid
 
 
-def test_kernel_threads_and_zombies_are_left_out(machine: Staged) -> None:
+def test_kernel_threads_and_zombies_are_left_out(machine: FakeMachine) -> None:
     machine.process(10)
     machine.text("/proc/2/status", "Name:\tkthreadd\nState:\tS (sleeping)\nPPid:\t0\n")
     machine.text("/proc/3/status", "Name:\tkworker\nState:\tI (idle)\nPPid:\t2\n")
@@ -73,13 +73,13 @@ def test_kernel_threads_and_zombies_are_left_out(machine: Staged) -> None:
     assert [process.pid for process in processes(machine.host)] == [10]
 
 
-def test_a_process_without_a_command_line_shows_its_name(machine: Staged) -> None:
+def test_a_process_without_a_command_line_shows_its_name(machine: FakeMachine) -> None:
     machine.process(10, command=())
     assert process_at(machine.host, 10) is not None
     assert processes(machine.host)[0].command == "[python]"
 
 
-def test_one_that_vanished_in_between_is_left_out(machine: Staged) -> None:
+def test_one_that_vanished_in_between_is_left_out(machine: FakeMachine) -> None:
     machine.process(10)
     (machine.root / "proc/11").mkdir()  # listed, then gone
     assert [process.pid for process in processes(machine.host)] == [10]
@@ -98,7 +98,7 @@ def test_any_status_is_survived(text: str) -> None:
     assert found is None or found.pid == 9
 
 
-def test_the_effective_user_counts(machine: Staged) -> None:
+def test_the_effective_user_counts(machine: FakeMachine) -> None:
     found = parse_status("PPid: 1\nUid:\t1000\t0\t0\t0\n", 9)
     assert found is not None
     assert found.uid == 0
@@ -127,7 +127,7 @@ def test_no_control_character_is_ever_shown(words: list[str]) -> None:
     ]
 
 
-def test_empty_words_within_a_command_line_are_kept(machine: Staged) -> None:
+def test_empty_words_within_a_command_line_are_kept(machine: FakeMachine) -> None:
     machine.process(10, command=("python", "", "x"))
     assert arguments(machine.host, 10) == ["python", "", "x"]
     assert arguments(machine.host, 99) == []
@@ -136,7 +136,7 @@ def test_empty_words_within_a_command_line_are_kept(machine: Staged) -> None:
 # A closer look.
 
 
-def test_holdings(machine: Staged) -> None:
+def test_holdings(machine: FakeMachine) -> None:
     machine.file("psm_1", 41, 3 * MB)
     machine.file("/proc/10/fd/5", 42, 2 * MB)
     machine.process(
@@ -153,14 +153,14 @@ def test_holdings(machine: Staged) -> None:
     assert found.rss_shmem == 100 << 10
 
 
-def test_what_may_not_be_looked_into_is_unknown(machine: Staged) -> None:
+def test_what_may_not_be_looked_into_is_unknown(machine: FakeMachine) -> None:
     machine.process(10, shmem=100, maps=None)
     found = holdings(machine.host, processes(machine.host)[0])
     assert (found.shm, found.shm_mapped, found.pss, found.fds, found.pinned) == (None, None, None, None, None)
     assert found.fd_limit == 1024
 
 
-def test_memory_pinned_by_cuda_shows_where_the_driver_is_mapped(machine: Staged) -> None:
+def test_memory_pinned_by_cuda_shows_where_the_driver_is_mapped(machine: FakeMachine) -> None:
     zero = area(9, "/dev/zero (deleted)", 8 * MB, device="00:01")
     machine.process(10, maps=[zero, area(142, "/dev/nvidiactl", device="00:06", start=0x200000000)])
     machine.process(11, maps=[zero])
@@ -184,13 +184,13 @@ def test_any_limits_are_survived(text: str) -> None:
     assert all(value >= 0 for value in parse_limits(text).values())
 
 
-def test_when_a_process_began(machine: Staged) -> None:
+def test_when_a_process_began(machine: FakeMachine) -> None:
     machine.process(10, started=1_759_999_000.5)
     assert started_at(machine.host, 10) == 1_759_999_000.5
     assert started_at(machine.host, 11) is None
 
 
-def test_who_is_on_the_way_out(machine: Staged) -> None:
+def test_who_is_on_the_way_out(machine: FakeMachine) -> None:
     machine.process(10)
     stat = machine.host.root / "proc/10/stat"
     for flags in (0x400100, 0x40010C):

@@ -6,28 +6,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_host import NAMES, TREES
+from fake_machine import DEVICE, MB, NOW, TMPFS, FakeMachine, area
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import NAMES, TREES
-from staged import DEVICE, MB, NOW, TMPFS, Staged, area
 
 from legroom.probe.host import Host
-from legroom.probe.leftovers import kind_of, maker_of
-from legroom.probe.segments import Area, maps_device, parse_maps, parse_smaps
-from legroom.probe.shm import shm, shm_pool
+from legroom.probe.shm import kind_of, maker_of, shm, shm_pool
+from legroom.probe.shm_segments import MappedSegment, maps_device, parse_maps, parse_smaps
 
 SMAPS = "7f0000000000-7f0000100000 rw-s 00000000 00:1a 41 /dev/shm/x (deleted)\nSize: 1024 kB\nRss: {rss} kB\nSwap: {swap} kB\n"
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Staged:
-    return Staged(tmp_path)
+def machine(tmp_path: Path) -> FakeMachine:
+    return FakeMachine(tmp_path)
 
 
 # The mount.
 
 
-def test_size_used_free_and_rights(machine: Staged) -> None:
+def test_size_used_free_and_rights(machine: FakeMachine) -> None:
     machine.used = 10 * MB
     found = shm(machine.host)
     assert (found.mounted, found.size, found.used, found.free) == (True, 64 * MB, 10 * MB, 54 * MB)
@@ -42,7 +41,7 @@ def test_size_used_free_and_rights(machine: Staged) -> None:
     )
 
 
-def test_a_plain_directory_is_not_mounted_and_its_use_is_not_ours_to_explain(machine: Staged) -> None:
+def test_a_plain_directory_is_not_mounted_and_its_use_is_not_ours_to_explain(machine: FakeMachine) -> None:
     machine.mountinfo = "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
     machine.used = 10 * MB
     found = shm(machine.host)
@@ -51,14 +50,14 @@ def test_a_plain_directory_is_not_mounted_and_its_use_is_not_ours_to_explain(mac
     assert "without a filesystem of its own" in found.source
 
 
-def test_a_disk_mounted_over_the_tmpfs_is_what_is_seen(machine: Staged) -> None:
+def test_a_disk_mounted_over_the_tmpfs_is_what_is_seen(machine: FakeMachine) -> None:
     machine.mountinfo = f"{TMPFS}\n29 28 8:1 /scratch /dev/shm rw - ext4 /dev/sda1 rw\n"
     found = shm(machine.host)
     assert not found.mounted
     assert "ext4" in found.source
 
 
-def test_segments_in_a_plain_directory_are_known_by_their_path(machine: Staged) -> None:
+def test_segments_in_a_plain_directory_are_known_by_their_path(machine: FakeMachine) -> None:
     machine.mountinfo = "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
     machine.file("psm_1", 41, MB)
     lines = [area(41, "/dev/shm/psm_1", device="08:01"), area(7, "/usr/lib/libc.so", device="08:01")]
@@ -78,13 +77,13 @@ def test_segments_in_a_plain_directory_are_known_by_their_path(machine: Staged) 
         (0o1777, 1000, "ro", False),
     ],
 )
-def test_writable(machine: Staged, mode: int, uid: int, options: str, writable: bool) -> None:
+def test_writable(machine: FakeMachine, mode: int, uid: int, options: str, writable: bool) -> None:
     machine.mode, machine.uid = mode, uid
     machine.mountinfo = f"28 25 0:26 / /dev/shm {options} - tmpfs tmpfs rw\n"
     assert shm(machine.host).writable is writable
 
 
-def test_no_size_limit_is_unknown_not_zero(machine: Staged) -> None:
+def test_no_size_limit_is_unknown_not_zero(machine: FakeMachine) -> None:
     machine.size = 0
     found = shm(machine.host)
     assert (found.size, found.used, found.free, found.hidden) == (None, None, None, None)
@@ -99,7 +98,7 @@ def test_a_machine_without_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_elsewhere_it_is_unknown_with_a_reason(machine: Staged, platform: str) -> None:
+def test_elsewhere_it_is_unknown_with_a_reason(machine: FakeMachine, platform: str) -> None:
     machine.platform = platform
     found = shm(machine.host)
     assert found.size is None
@@ -110,7 +109,7 @@ def test_elsewhere_it_is_unknown_with_a_reason(machine: Staged, platform: str) -
 def test_every_recorded_machine_can_be_read(name: str) -> None:
     host = Host.at(TREES / name)
     found = shm(host)
-    room = host.room("/dev/shm")
+    room = host.disk_space("/dev/shm")
     assert (found.size, found.free) == (room[:2] if room and room.size else (None, None))
     assert (found.size is None) == (found.reason is not None)
 
@@ -145,7 +144,7 @@ def test_kinds(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
 
-def test_size_is_by_blocks_and_age_by_the_last_write(machine: Staged) -> None:
+def test_size_is_by_blocks_and_age_by_the_last_write(machine: FakeMachine) -> None:
     machine.file("torch_1_2_3", 5, 3 * 4096, age=90.0, uid=1001)
     (file,) = shm(machine.host).files
     assert (file.name, file.kind, file.size, file.age, file.owner) == (
@@ -157,18 +156,18 @@ def test_size_is_by_blocks_and_age_by_the_last_write(machine: Staged) -> None:
     )
 
 
-def test_a_written_time_in_the_future_is_no_negative_age(machine: Staged) -> None:
+def test_a_written_time_in_the_future_is_no_negative_age(machine: FakeMachine) -> None:
     machine.file("torch_1_2_3", 5, 4096, age=-30.0)
     assert shm(machine.host).files[0].age == 0.0
 
 
-def test_the_largest_comes_first(machine: Staged) -> None:
+def test_the_largest_comes_first(machine: FakeMachine) -> None:
     for inode, size in enumerate((4096, 3 * MB, MB)):
         machine.file(f"psm_{inode}", inode + 1, size)
     assert [file.size for file in shm(machine.host).files] == [3 * MB, MB, 4096]
 
 
-def test_one_store_of_legroom_is_one_line(machine: Staged) -> None:
+def test_one_store_of_legroom_is_one_line(machine: FakeMachine) -> None:
     machine.used = 3 * MB
     machine.file("legroom-1000/ab/images.npy", 5, 2 * MB, age=100, uid=1000)
     machine.file("legroom-1000/ab/labels.npy", 6, MB, age=50, uid=1000)
@@ -180,7 +179,7 @@ def test_one_store_of_legroom_is_one_line(machine: Staged) -> None:
     assert (store.mapped, store.owner, found.hidden) == (True, 1000, 0)
 
 
-def test_names_are_shown_without_what_a_terminal_obeys(machine: Staged) -> None:
+def test_names_are_shown_without_what_a_terminal_obeys(machine: FakeMachine) -> None:
     machine.file("psm_\x1b[31m", 5, 4096)
     assert "\x1b" not in shm(machine.host).files[0].name
 
@@ -195,38 +194,38 @@ def test_any_name_has_a_kind(name: str) -> None:
 # Who uses them.
 
 
-def test_mapped_by_a_living_process(machine: Staged) -> None:
+def test_mapped_by_a_living_process(machine: FakeMachine) -> None:
     machine.file("psm_1", 41, MB)
     machine.process(7, shmem=8, maps=[area(41, "/dev/shm/psm_1")])
     assert shm(machine.host).files[0].mapped is True
 
 
-def test_the_same_inode_on_another_device_is_another_containers(machine: Staged) -> None:
+def test_the_same_inode_on_another_device_is_another_containers(machine: FakeMachine) -> None:
     machine.file("psm_1", 41, MB)
     machine.process(7, shmem=8, maps=[area(41, "/dev/shm/psm_1", device="00:4f")])
     assert shm(machine.host).files[0].mapped is False
 
 
-def test_open_but_not_mapped_by_a_process_without_shared_pages(machine: Staged) -> None:
+def test_open_but_not_mapped_by_a_process_without_shared_pages(machine: FakeMachine) -> None:
     machine.file("psm_1", 41, MB)
     machine.process(7, fds={0: "/dev/null", 3: "/dev/shm/psm_1"})
     assert shm(machine.host).files[0].mapped is True
 
 
-def test_mapped_but_never_touched(machine: Staged) -> None:
+def test_mapped_but_never_touched(machine: FakeMachine) -> None:
     machine.file("psm_1", 41, MB)
     machine.process(7, shmem=0, maps=[area(41, "/dev/shm/psm_1")])
     assert shm(machine.host).files[0].mapped is True
 
 
-def test_used_by_nobody(machine: Staged) -> None:
+def test_used_by_nobody(machine: FakeMachine) -> None:
     machine.file("psm_1", 41, MB)
     machine.process(7, maps=["7f0000000000-7f0000001000 rw-p 00000000 00:00 0 [heap]"])
     found = shm(machine.host)
     assert (found.files[0].mapped, found.unreadable_processes) == (False, 0)
 
 
-def test_not_found_while_somebody_may_not_be_looked_into(machine: Staged) -> None:
+def test_not_found_while_somebody_may_not_be_looked_into(machine: FakeMachine) -> None:
     machine.file("psm_1", 41, MB)
     machine.file("psm_2", 42, MB)
     machine.process(7, shmem=8, maps=[area(42, "/dev/shm/psm_2")])
@@ -236,19 +235,19 @@ def test_not_found_while_somebody_may_not_be_looked_into(machine: Staged) -> Non
     assert found.unreadable_processes == 1
 
 
-def test_a_batch_on_its_way_is_used_though_nobody_holds_it(machine: Staged) -> None:
+def test_a_batch_on_its_way_is_used_though_nobody_holds_it(machine: FakeMachine) -> None:
     machine.file("torch_70_123_0", 41, MB, age=10)
     machine.process(70, started=NOW - 600)
     assert shm(machine.host).files[0].mapped is True
 
 
-def test_a_maker_younger_than_its_file_only_has_the_same_id(machine: Staged) -> None:
+def test_a_maker_younger_than_its_file_only_has_the_same_id(machine: FakeMachine) -> None:
     machine.file("torch_70_123_0", 41, MB, age=1000)
     machine.process(70, started=NOW - 600)
     assert shm(machine.host).files[0].mapped is False
 
 
-def test_while_torchs_manager_lives_it_cannot_be_told(machine: Staged) -> None:
+def test_while_torchs_manager_lives_it_cannot_be_told(machine: FakeMachine) -> None:
     machine.file("torch_70_123_0", 41, MB, uid=1000)
     machine.file("torch_71_123_0", 42, MB, uid=1001)
     machine.process(90, command=("torch_shm_manager",), uid=1000)
@@ -260,7 +259,7 @@ def test_while_torchs_manager_lives_it_cannot_be_told(machine: Staged) -> None:
     ("age", "device", "mapped"), [(60, "0:26", None), (7200, "0:26", False), (60, "0:99", False)]
 )
 def test_a_manager_of_another_time_or_another_shm_does_not_count(
-    machine: Staged, age: float, device: str, mapped: bool | None
+    machine: FakeMachine, age: float, device: str, mapped: bool | None
 ) -> None:
     machine.file("torch_70_123_0", 41, MB, uid=1000, age=age)
     machine.process(90, command=("torch_shm_manager",), started=NOW - 3600)
@@ -268,12 +267,12 @@ def test_a_manager_of_another_time_or_another_shm_does_not_count(
     assert shm(machine.host).files[0].mapped is mapped
 
 
-def test_nobody_is_looked_into_where_nothing_is(machine: Staged) -> None:
+def test_nobody_is_looked_into_where_nothing_is(machine: FakeMachine) -> None:
     machine.process(7, shmem=8, maps=None)
     assert shm(machine.host).unreadable_processes == 0
 
 
-def test_nobody_without_shared_pages_is_looked_into_once_all_is_explained(machine: Staged) -> None:
+def test_nobody_without_shared_pages_is_looked_into_once_all_is_explained(machine: FakeMachine) -> None:
     machine.used = MB
     machine.file("psm_1", 41, MB)
     machine.process(7, shmem=8, fds={3: "/dev/shm/psm_1"})
@@ -285,7 +284,7 @@ def test_nobody_without_shared_pages_is_looked_into_once_all_is_explained(machin
 # What has no name.
 
 
-def test_deleted_and_mapped_by_two_counts_once(machine: Staged) -> None:
+def test_deleted_and_mapped_by_two_counts_once(machine: FakeMachine) -> None:
     machine.used = 3 * MB
     machine.file("/proc/7/fd/3", 41, 2 * MB)
     line = area(41, "/dev/shm/torch_7_1_0 (deleted)", 2 * MB)
@@ -295,7 +294,7 @@ def test_deleted_and_mapped_by_two_counts_once(machine: Staged) -> None:
     assert (found.unlinked, found.hidden, found.files) == (2 * MB, MB, ())
 
 
-def test_deleted_and_only_open(machine: Staged) -> None:
+def test_deleted_and_only_open(machine: FakeMachine) -> None:
     machine.used = 2 * MB
     machine.file("/proc/7/fd/3", 41, 2 * MB)
     machine.process(7, fds={3: "/dev/shm/torch_7_1_0 (deleted)"})
@@ -303,7 +302,7 @@ def test_deleted_and_only_open(machine: Staged) -> None:
     assert (found.unlinked, found.hidden) == (2 * MB, 0)
 
 
-def test_a_deleted_name_whose_file_still_has_another_is_not_counted_twice(machine: Staged) -> None:
+def test_a_deleted_name_whose_file_still_has_another_is_not_counted_twice(machine: FakeMachine) -> None:
     # sem_open makes a temporary name, links the real one to it and deletes the first.
     machine.used = 4096
     machine.file("sem.mp-1", 41, 4096)
@@ -314,7 +313,7 @@ def test_a_deleted_name_whose_file_still_has_another_is_not_counted_twice(machin
 
 @pytest.mark.parametrize("touched", [((256, 0), (700, 68)), ((700, 68), (256, 0))])
 def test_size_from_pages_where_no_inode_can_be_reached(
-    machine: Staged, touched: tuple[tuple[int, int], tuple[int, int]]
+    machine: FakeMachine, touched: tuple[tuple[int, int], tuple[int, int]]
 ) -> None:
     machine.used = MB
     line = area(41, "/dev/shm/x (deleted)")
@@ -324,35 +323,35 @@ def test_size_from_pages_where_no_inode_can_be_reached(
     assert (found.unlinked, found.hidden) == (768 << 10, 256 << 10)  # whoever has touched most tells most
 
 
-def test_a_semaphore_takes_its_page_though_nobody_has_touched_it(machine: Staged) -> None:
+def test_a_semaphore_takes_its_page_though_nobody_has_touched_it(machine: FakeMachine) -> None:
     machine.used = 4096
     machine.process(7, shmem=8, maps=[area(41, "/dev/shm/sem.Xa81kQ (deleted)", 4096)])
     found = shm(machine.host)
     assert (found.unlinked, found.hidden) == (4096, 0)
 
 
-def test_a_size_that_cannot_be_had_makes_the_rest_unknown(machine: Staged) -> None:
+def test_a_size_that_cannot_be_had_makes_the_rest_unknown(machine: FakeMachine) -> None:
     machine.used = MB
     machine.process(7, shmem=8, maps=[area(41, "/dev/shm/x (deleted)")])
     found = shm(machine.host)
     assert (found.unlinked, found.hidden) == (None, None)
 
 
-def test_what_nobody_explains_is_hidden(machine: Staged) -> None:
+def test_what_nobody_explains_is_hidden(machine: FakeMachine) -> None:
     machine.used = 5 * MB
     machine.file("psm_1", 41, MB)
     machine.process(7, maps=None)
     assert shm(machine.host).hidden == 4 * MB
 
 
-def test_hard_links_take_room_once(machine: Staged) -> None:
+def test_hard_links_take_room_once(machine: FakeMachine) -> None:
     machine.used = MB
     machine.file("a", 41, MB)
     machine.file("b", 41, MB)
     assert shm(machine.host).hidden == 0
 
 
-def test_given_processes_are_the_ones_looked_at(machine: Staged) -> None:
+def test_given_processes_are_the_ones_looked_at(machine: FakeMachine) -> None:
     machine.file("psm_1", 41, MB)
     machine.process(7, shmem=8, maps=[area(41, "/dev/shm/psm_1")])
     assert shm(machine.host, []).files[0].mapped is False
@@ -393,10 +392,10 @@ def test_the_same_part_mapped_twice_is_there_once() -> None:
         f"{span} rw-s {offset} 00:1a 41 /dev/shm/x\nRss: 100 kB\nPss: 50 kB\nSwap: 4 kB\n"
         for span, offset in zip(spans, offsets, strict=True)
     )
-    assert parse_smaps(text, {41: Area("/dev/shm/x", 3 * MB, spans)}) == {41: 208 << 10}
+    assert parse_smaps(text, {41: MappedSegment("/dev/shm/x", 3 * MB, spans)}) == {41: 208 << 10}
 
 
-def test_a_link_to_run_shm_is_followed(machine: Staged) -> None:
+def test_a_link_to_run_shm_is_followed(machine: FakeMachine) -> None:
     (machine.root / "dev").mkdir()
     (machine.root / "dev/shm").symlink_to("/run/shm")
     machine.mountinfo = TMPFS.replace("/dev/shm", "/run/shm")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 
 import pytest
+from fake_host import NAMES, FakeHost, tree
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import NAMES, Scripted, tree
 
 from legroom.model import CgroupLevel, Memory, MemoryEvents, Swap
 from legroom.probe.host import Host
-from legroom.probe.memory import memory
-from legroom.probe.swap import start, swap, swap_pool
+from legroom.probe.memory import memory, read_swap_counters, swap, swap_pool
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 
@@ -34,7 +33,7 @@ EXPECTED = {
 
 
 def _swap(host: Host) -> Swap:
-    return swap(host, memory(host), start(host))
+    return swap(host, memory(host), read_swap_counters(host))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -63,13 +62,13 @@ def test_a_recording_of_one_moment_has_no_rate() -> None:
 @pytest.mark.parametrize("interval", [0.1, 0, -1, None, "soon", float("nan")])
 def test_an_odd_second_reading_gives_no_rate(later: object, interval: object) -> None:
     recording = {"vmstat_later": later, "interval": interval}
-    host = Scripted(recording=recording, files={"/proc/vmstat": "pswpin 5\npswpout 5\n"})
+    host = FakeHost(recording=recording, files={"/proc/vmstat": "pswpin 5\npswpout 5\n"})
     assert _swap(host).in_rate is None
 
 
 def test_counters_that_went_back_are_not_a_negative_rate() -> None:
     recording = {"vmstat_later": {"pswpin": 1, "pswpout": 1}, "interval": 1}
-    host = Scripted(recording=recording, files={"/proc/vmstat": "pswpin 5\npswpout 5\n"})
+    host = FakeHost(recording=recording, files={"/proc/vmstat": "pswpin 5\npswpout 5\n"})
     assert _swap(host).in_rate == 0
 
 
@@ -102,8 +101,8 @@ def test_the_tightest_level_counts_and_of_equals_the_fullest() -> None:
     )
     events = MemoryEvents(None, None, None, "machine", "")
     ram = Memory(None, None, "v2", levels, False, events, None, "")
-    host = Scripted(files={"/proc/meminfo": "SwapTotal: 1048576 kB\nSwapFree: 1048576 kB\n"})
-    found = swap(host, ram, start(host))
+    host = FakeHost(files={"/proc/meminfo": "SwapTotal: 1048576 kB\nSwapFree: 1048576 kB\n"})
+    found = swap(host, ram, read_swap_counters(host))
     assert (found.cgroup_limit, found.cgroup_used) == (5 * MB, 3 * MB)
     assert found.source.endswith(", /c/memory.swap.max")
     assert swap_pool(found).free == 2 * MB
@@ -114,13 +113,13 @@ def test_other_platforms_ask_psutil() -> None:
         found = _swap(Host(platform=platform))
         assert found.total is not None and found.used is not None
         assert (found.in_rate is None) == (platform == "win32")
-    recorded = _swap(Scripted(platform="darwin"))
+    recorded = _swap(FakeHost(platform="darwin"))
     assert recorded.total is None and recorded.reason and "darwin" in recorded.reason
 
 
 @given(st.binary(max_size=80), st.binary(max_size=80))
 def test_no_content_raises(meminfo: bytes, vmstat: bytes) -> None:
-    pool = swap_pool(_swap(Scripted(files={"/proc/meminfo": meminfo, "/proc/vmstat": vmstat})))
+    pool = swap_pool(_swap(FakeHost(files={"/proc/meminfo": meminfo, "/proc/vmstat": vmstat})))
     assert pool.size is not None or pool.reason
 
 

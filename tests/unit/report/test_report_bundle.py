@@ -17,9 +17,9 @@ import rigs
 from legroom.budget.findings import findings
 from legroom.cli.main import run
 from legroom.errors import DamagedSource, UnreadableSource, UsageError
-from legroom.probe import temporary
-from legroom.probe.box import snapshot
+from legroom.probe import limits
 from legroom.probe.host import Host
+from legroom.probe.snapshot import snapshot
 from legroom.report.bundle import CONTENTS, checked_path, pack, redacted, write
 from legroom.report.gather import MACHINE, gather, settings, versions
 from legroom.report.given import LOG_END, log_end
@@ -89,7 +89,7 @@ def test_no_process_is_recorded_and_commands_lose_their_words() -> None:
 def test_how_long_the_path_for_temporary_files_is_comes_over_and_nothing_else_of_it(
     length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(temporary, "_moves_away", lambda: False)
+    monkeypatch.setattr(limits, "_moves_away", lambda: False)
     root, folder = tmp_path / "root", "/vogsphere" + "/jeltz" * (length // 6)
     folder = folder[: length - 1].rstrip("/").ljust(length, "z")
     (root / folder[1:]).mkdir(parents=True)
@@ -100,7 +100,7 @@ def test_how_long_the_path_for_temporary_files_is_comes_over_and_nothing_else_of
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(one.text, encoding="utf-8", newline="")
     there = Host.at(tmp_path / "out" / MACHINE)
-    before, after = temporary.temporary(host), temporary.temporary(there)
+    before, after = limits.temporary(host), limits.temporary(there)
     assert before is not None and after is not None
     assert (after.source, after.socket, after.longest) == (before.source, before.socket, before.longest)
     found = {finding.code for finding in findings(snapshot(there))}

@@ -12,7 +12,7 @@ from legroom.rescue.cgroup_home import Home
 from legroom.rescue.readings import Readings
 from legroom.rescue.report import as_object
 from legroom.rescue.report_html import run_page
-from legroom.system.processes import ExitStatus
+from legroom.system.child_processes import ExitStatus
 
 MB = 1 << 20
 SIZE = 4000 * MB

@@ -21,7 +21,7 @@ from legroom.model.death import (
 from legroom.rescue.because import UNKNOWN
 from legroom.rescue.classify import LOG_ALONE, classify
 from legroom.rescue.log_reader import facts_of
-from legroom.system.processes import ExitStatus
+from legroom.system.child_processes import ExitStatus
 
 KILLED = ExitStatus(signal=9)
 MB = 1 << 20

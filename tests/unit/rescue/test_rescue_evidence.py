@@ -43,11 +43,11 @@ def test_a_day_of_looks_stays_small_and_keeps_the_peak() -> None:
     clock = [0.0]
 
     class Small(Host):
-        def room(self, path: str):  # type: ignore[no-untyped-def]
-            from legroom.probe.host import Room
+        def disk_space(self, path: str):  # type: ignore[no-untyped-def]
+            from legroom.probe.host import DiskSpace
 
             used = 60 * MB if clock[0] == 5000.0 else MB
-            return Room(64 * MB, 64 * MB - used, used)
+            return DiskSpace(64 * MB, 64 * MB - used, used)
 
     host = Small(root=Path("/nowhere"), recording={})
     readings = Readings(host, Home(None, None, False), list, clock=lambda: clock[0])

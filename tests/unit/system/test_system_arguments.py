@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from legroom.errors import UsageError
-from legroom.system.arguments import check_choice, check_integer, check_seconds
+from legroom.system.argument_checks import check_choice, check_integer, check_seconds
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "3", None])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from legroom.system.processes import ExitStatus, prefer_oom_kill, signal_name
+from legroom.system.child_processes import ExitStatus, prefer_oom_kill, signal_name
 
 
 def test_signal_names() -> None:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from legroom.budget.crew import Each, fits, least, most_samples, most_workers, spare
 from legroom.budget.remedy import raise_ram_limit
 from legroom.errors import BudgetTooSmall
+from legroom.probe.environment import environment
 from legroom.probe.host import Host
-from legroom.probe.memory import memory, ram_pool
-from legroom.probe.place import place
-from legroom.probe.swap import Counters, swap, swap_pool
+from legroom.probe.memory import free_memory
 from legroom.units import format_size
 from legroom.words import say
 
@@ -29,13 +28,8 @@ class Left:
 
 def left(host: Host | None = None) -> Left | None:
     """RAM and what the cgroups leave of it, with the swap there is: a machine that swaps is slow, not dead."""
-    host = host or Host()
-    now = memory(host)
-    pool = ram_pool(now)
-    if pool.free is None:
-        return None
-    long_ago = Counters(0.0, None, None)  # no rates are wanted, so none are waited for
-    return Left(pool.free + (swap_pool(swap(host, now, long_ago)).free or 0), pool.source)
+    free, source = free_memory(host, with_swap=True)
+    return None if free is None else Left(free, source)
 
 
 def refused(each: Each, workers: int, free: int, source: str, samples: int | None) -> BudgetTooSmall:
@@ -79,7 +73,7 @@ def refused(each: Each, workers: int, free: int, source: str, samples: int | Non
     return BudgetTooSmall(
         what,
         why=why,
-        fix=(*_smaller(each, workers, free, samples), *raise_ram_limit(place(Host()), None)[:1]),
+        fix=(*_smaller(each, workers, free, samples), *raise_ram_limit(environment(Host()), None)[:1]),
     )
 
 

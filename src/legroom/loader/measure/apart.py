@@ -22,7 +22,7 @@ from legroom.loader.measure import meter
 from legroom.loader.measure.guarded import Watched, environment, guarded
 from legroom.loader.measure.named import split
 from legroom.model import Measured, Transport
-from legroom.system.processes import ExitStatus
+from legroom.system.child_processes import ExitStatus
 from legroom.units import format_duration, format_size
 from legroom.words import say
 

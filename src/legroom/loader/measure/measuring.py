@@ -21,7 +21,7 @@ from legroom.loader.measure.private import free_bytes, idle_worker, private_byte
 from legroom.loader.tune.clock import Clock
 from legroom.loader.tune.transport import Kind, measure_transport
 from legroom.model import Measured
-from legroom.system.arguments import check_integer
+from legroom.system.argument_checks import check_integer
 from legroom.system.imports import require
 from legroom.words import phrase, say
 

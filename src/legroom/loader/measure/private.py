@@ -11,8 +11,8 @@ import warnings
 from typing import Any
 
 from legroom.probe.host import Host
-from legroom.probe.memory import memory, ram_pool
-from legroom.probe.shm import shm_room
+from legroom.probe.memory import free_memory
+from legroom.probe.shm import shm_space
 
 _NOT_ITS_OWN = ("/dev/shm/", "/memfd:", "/SYSV", "/dev/zero")
 
@@ -61,8 +61,8 @@ def start_method(context: Any = None) -> str:
 def free_bytes(kind: str) -> int | None:
     """Room for batches of that kind of loader: RAM, and for torch's /dev/shm too; None where neither is known."""
     host = Host()
-    rooms = [ram_pool(memory(host)).free]
+    rooms = [free_memory(host)[0]]
     if kind == "torch":
-        rooms.append(shm_room(host, "/dev/shm")[2])
+        rooms.append(shm_space(host, "/dev/shm")[2])
     known = [room for room in rooms if room is not None]
     return min(known) if known else None

@@ -27,7 +27,7 @@ from legroom.loader.rows.ranks import process_group, rank_and_world
 from legroom.loader.rows.settings import BatchSettings
 from legroom.loader.rows.share import Share, Step
 from legroom.loader.rows.state import Place, as_dict, fingerprint, from_dict
-from legroom.system.arguments import check_integer
+from legroom.system.argument_checks import check_integer
 from legroom.words import say
 
 if TYPE_CHECKING:

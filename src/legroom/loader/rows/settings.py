@@ -12,7 +12,7 @@ from typing import Any
 
 from legroom.errors import UsageError
 from legroom.loader.rows.share import UNEVEN, Uneven
-from legroom.system.arguments import check_choice, check_integer
+from legroom.system.argument_checks import check_choice, check_integer
 from legroom.system.imports import require
 from legroom.words import say
 

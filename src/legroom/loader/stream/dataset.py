@@ -31,7 +31,7 @@ from legroom.loader.stream.shard import (
     rank_stretch,
     worker_stretch,
 )
-from legroom.system.arguments import check_integer
+from legroom.system.argument_checks import check_integer
 from legroom.words import say
 
 THREADS_FROM = 128 << 20  # below, what threads keep for themselves would be too much of the bound

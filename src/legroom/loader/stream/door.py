@@ -22,7 +22,7 @@ from legroom.loader.stream.paths import Paths, expand
 from legroom.loader.stream.read import Reader, count_rows
 from legroom.loader.stream.room import Demand, Room, divide
 from legroom.loader.stream.settings import StreamSettings
-from legroom.system.arguments import check_integer
+from legroom.system.argument_checks import check_integer
 from legroom.units import parse_size
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from legroom.loader.rows.share import UNEVEN, Uneven
 from legroom.loader.stream.batch import Format
-from legroom.system.arguments import check_choice, check_integer
+from legroom.system.argument_checks import check_choice, check_integer
 
 
 @dataclass(frozen=True, slots=True)

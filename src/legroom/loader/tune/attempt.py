@@ -17,7 +17,7 @@ from typing import Any
 from legroom.budget.choose import Rung
 from legroom.loader.measure.draw import is_iterable
 from legroom.loader.tune.transport import Kind, loader_class
-from legroom.system.processes import ExitStatus
+from legroom.system.child_processes import ExitStatus
 from legroom.words import say
 
 _LIMIT = 60.0  # seconds for a child to come back before the attempt counts as failed

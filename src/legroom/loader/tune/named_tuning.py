@@ -22,7 +22,7 @@ from legroom.loader.tune.remembered import key_of, recall, remember
 from legroom.loader.tune.transport import Kind
 from legroom.model import Settings
 from legroom.model.settings_env import checked
-from legroom.probe.box import snapshot
+from legroom.probe.snapshot import snapshot
 
 
 def tune_named(

@@ -27,8 +27,8 @@ from legroom.loader.tune.stepping import time_step
 from legroom.loader.tune.transport import Kind
 from legroom.model import Box, Measured, Settings
 from legroom.model.settings_env import checked, from_environment
-from legroom.probe.box import snapshot
-from legroom.system.arguments import check_integer, check_seconds
+from legroom.probe.snapshot import snapshot
+from legroom.system.argument_checks import check_integer, check_seconds
 from legroom.system.imports import require
 from legroom.words import say
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fake_host import TREES
+from fake_machine import FakeMachine
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import TREES
-from staged import Staged
 
 from legroom.probe.host import Host
-from legroom.probe.logind import parse, removed_at_logout
-from legroom.probe.shm import shm
+from legroom.probe.shm import parse_remove_ipc, removed_at_logout, shm
 
 YES, NO = "[Login]\nRemoveIPC=yes\n", "[Login]\nRemoveIPC=no\n"
 SHIPPED = (
@@ -21,14 +20,14 @@ SHIPPED = (
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Staged:
-    staged = Staged(tmp_path)
+def machine(tmp_path: Path) -> FakeMachine:
+    staged = FakeMachine(tmp_path)
     (tmp_path / "run/systemd/system").mkdir(parents=True)
     staged.text("/etc/passwd", "root:x:0:0::/root:/bin/sh\nana:x:1000:1000::/home/ana:/bin/sh\n")
     return staged
 
 
-def test_the_default_is_yes(machine: Staged) -> None:
+def test_the_default_is_yes(machine: FakeMachine) -> None:
     assert removed_at_logout(machine.host) == (
         True,
         "RemoveIPC=yes (systemd's default), and uid 1000 does not linger",
@@ -79,7 +78,7 @@ def test_the_default_is_yes(machine: Staged) -> None:
         ({"/etc/systemd/logind.conf": "[Login]\n#RemoveIPC=no\n"}, True, "systemd's default"),
     ],
 )
-def test_systemds_order(machine: Staged, files: dict[str, str], removed: bool, where: str) -> None:
+def test_systemds_order(machine: FakeMachine, files: dict[str, str], removed: bool, where: str) -> None:
     for path, text in files.items():
         machine.text(path, text)
     found, how = removed_at_logout(machine.host)
@@ -101,27 +100,27 @@ def test_systemds_order(machine: Staged, files: dict[str, str], removed: bool, w
     ],
 )
 def test_parse(text: str, value: bool | None) -> None:
-    assert parse(text) is value
+    assert parse_remove_ipc(text) is value
 
 
 @given(st.text())
 def test_any_text_is_survived(text: str) -> None:
-    assert parse(text) in (True, False, None)
+    assert parse_remove_ipc(text) in (True, False, None)
 
 
-def test_a_lingering_user_keeps_them(machine: Staged) -> None:
+def test_a_lingering_user_keeps_them(machine: FakeMachine) -> None:
     machine.text("/var/lib/systemd/linger/ana", "")
     removed, how = removed_at_logout(machine.host)
     assert removed is False
     assert "ana lingers" in how
 
 
-def test_somebody_elses_lingering_helps_nobody(machine: Staged) -> None:
+def test_somebody_elses_lingering_helps_nobody(machine: FakeMachine) -> None:
     machine.text("/var/lib/systemd/linger/bob", "")
     assert removed_at_logout(machine.host)[0] is True
 
 
-def test_a_user_without_a_name_where_somebody_lingers_cannot_be_told(machine: Staged) -> None:
+def test_a_user_without_a_name_where_somebody_lingers_cannot_be_told(machine: FakeMachine) -> None:
     machine.text("/var/lib/systemd/linger/bob", "")
     machine.uid = 4242
     removed, how = removed_at_logout(machine.host)
@@ -130,13 +129,13 @@ def test_a_user_without_a_name_where_somebody_lingers_cannot_be_told(machine: St
 
 
 @pytest.mark.parametrize("uid", [0, 33, 999])
-def test_system_users_are_spared(machine: Staged, uid: int) -> None:
+def test_system_users_are_spared(machine: FakeMachine, uid: int) -> None:
     machine.uid = uid
     assert removed_at_logout(machine.host)[0] is False
 
 
 def test_without_systemd_nothing_is_removed(tmp_path: Path) -> None:
-    removed, how = removed_at_logout(Staged(tmp_path).host)
+    removed, how = removed_at_logout(FakeMachine(tmp_path).host)
     assert removed is False
     assert "systemd does not run" in how
 

@@ -9,17 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from staged import MB, Staged
+from fake_machine import MB, FakeMachine
 
-from legroom.probe.files import MOST_FILES, file_at, files_below, has_writer
 from legroom.probe.host import Host
 from legroom.probe.shm import shm
+from legroom.probe.shm_segments import MOST_FILES, file_at, files_below, has_writer
 
 # Asks for a second, while somebody else opens and closes.
 ASK = """
 import sys, time
 from pathlib import Path
-from legroom.probe.files import has_writer
+from legroom.probe.shm_segments import has_writer
 from legroom.probe.host import Host
 host, until = Host(root=Path(sys.argv[1])), time.monotonic() + 1
 while time.monotonic() < until:
@@ -81,7 +81,7 @@ def test_a_directory_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_too_many_files_make_the_rest_unknown(tmp_path: Path) -> None:
-    machine = Staged(tmp_path, used=MB)
+    machine = FakeMachine(tmp_path, used=MB)
     for inode in range(MOST_FILES + 1):
         machine.file(f"psm_{inode}", inode + 1, 0)
     found = shm(machine.host)
@@ -133,6 +133,6 @@ def test_a_writer_that_comes_in_between_harms_neither(tmp_path: Path) -> None:
 
 
 def test_a_recording_cannot_be_asked(tmp_path: Path) -> None:
-    machine = Staged(tmp_path)
+    machine = FakeMachine(tmp_path)
     machine.file("psm_1", 1, 0)
     assert has_writer(machine.host, "/dev/shm/psm_1") is None

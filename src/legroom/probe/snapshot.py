@@ -1,23 +1,16 @@
-"""One moment of one box: every probe asked once.
-
-Covers: putting the probes' answers together (`legroom.snapshot()`). Does not cover: any reading of its own.
-"""
+"""Everything that is known about this machine at one moment: ``legroom.snapshot()``."""
 
 from __future__ import annotations
 
 from legroom.model import Box
-from legroom.probe.cpu import cpu
-from legroom.probe.disk import disk_pool, disks
-from legroom.probe.gpu import gpu_pools, gpus
+from legroom.probe.environment import environment
+from legroom.probe.filesystem import disk_pool, disks
+from legroom.probe.gpu_devices import gpu_pools, gpus
 from legroom.probe.host import Host
-from legroom.probe.limits import fds_pool, limits, pinned_pool
-from legroom.probe.memory import memory, ram_pool
-from legroom.probe.place import place
-from legroom.probe.pressure import pressure
+from legroom.probe.limits import cpu, fds_pool, limits, pinned_pool, temporary
+from legroom.probe.memory import memory, pressure, ram_pool, read_swap_counters, swap, swap_pool
 from legroom.probe.process import processes, with_shm
 from legroom.probe.shm import shm, shm_pool
-from legroom.probe.swap import start, swap, swap_pool
-from legroom.probe.temporary import temporary
 
 
 def snapshot(host: Host | None = None, *, pid: str = "self") -> Box:
@@ -30,13 +23,15 @@ def snapshot(host: Host | None = None, *, pid: str = "self") -> Box:
         pid: Whose cgroup bounds RAM and CPU.
     """
     host = host or Host()
-    counters = start(host)  # first, so that the other probes' time is the interval of the swap rates
-    everybody = processes(host)
+    counters = read_swap_counters(
+        host
+    )  # first, so that the other probes' time is the interval of the swap rates
+    all_processes = processes(host)
     ram = memory(host, pid)
     bounds = limits(host)
-    tmpfs = shm(host, everybody)
+    tmpfs = shm(host, all_processes)
     if tmpfs.used:
-        everybody = with_shm(host, everybody)
+        all_processes = with_shm(host, all_processes)
     cards = gpus(host)
     rooms = disks(host)
     swapped = swap(host, ram, counters)
@@ -51,7 +46,7 @@ def snapshot(host: Host | None = None, *, pid: str = "self") -> Box:
     )
     return Box(
         when=host.now,
-        place=place(host),
+        place=environment(host),
         pools=pools,
         shm=tmpfs,
         memory=ram,
@@ -61,6 +56,6 @@ def snapshot(host: Host | None = None, *, pid: str = "self") -> Box:
         cpu=cpu(host, pid),
         limits=bounds,
         disks=rooms,
-        processes=tuple(everybody),
+        processes=tuple(all_processes),
         temporary=temporary(host, pid),
     )

@@ -1,12 +1,13 @@
-"""NVIDIA cards: what each has, what is used, by whom.
+"""NVIDIA GPUs: memory, processes, and GPUs on the PCI bus that have no driver.
 
-Covers: every card or MIG slice NVML shows, cards on the PCI bus without a driver, memory spilled on Windows.
-Does not cover: who uses a card (gpu_processes.py), other makers' cards, torch's own accounting (gpu/), load, clocks.
+The size of a GPU is what CUDA can allocate. The driver's reserve is subtracted, so used + free = size, as in
+torch.cuda.mem_get_info(). nvidia-smi's total includes the reserve (0.4 % on an H200).
 
-A card's size is what CUDA can give out: the driver's reserve is taken off, so used + free is the size and the size
-is what torch.cuda.mem_get_info() calls total. nvidia-smi's total has the reserve in it (0.4 % on an H200).
-Indices run over what is listed here; they are nvidia-smi's until a card is cut into MIG slices, each of which is
-listed as a card of its own. CUDA counts after CUDA_VISIBLE_DEVICES, which is named in ``source``.
+Indices are nvidia-smi's, unless a GPU is divided into MIG instances: each of those is listed as one. CUDA numbers GPUs
+after CUDA_VISIBLE_DEVICES, which ``source`` shows.
+
+Inside a container NVML may report pids of the host. A pid without a process here has no command. If another process
+has that pid here, its command is not used either.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from legroom.model import Gpu, Gpus, Pool
-from legroom.probe.gpu_processes import processes_on
+from legroom.model import Gpu, GpuProcess, Gpus, Pool
+from legroom.probe.environment import in_initial_namespace
 from legroom.probe.host import Host
-from legroom.probe.nvml import NOT_FOUND, NOT_SUPPORTED, NvmlTrouble, call, memory_info, text
-from legroom.probe.spill import CounterSource, Spill, spill
+from legroom.probe.nvml import NOT_FOUND, NOT_SUPPORTED, NvmlError, call, memory_info, running, text
+from legroom.probe.process import plain, process_at
+from legroom.probe.windows_gpu import CounterSource, Spill, spill
 from legroom.words import joined, say
 
 _PCI = "/sys/bus/pci/devices"
@@ -41,7 +43,7 @@ def gpus(host: Host, nvml: Any = None, counters: CounterSource | None = None) ->
             return Gpus((), on_bus, module, source, why_none)
     try:
         call(nvml, "nvmlInit")
-    except NvmlTrouble as trouble:
+    except NvmlError as trouble:
         why = str(trouble)
         if module:
             why = say("{trouble} (kernel module {version})", trouble=trouble, version=module)
@@ -50,12 +52,12 @@ def gpus(host: Host, nvml: Any = None, counters: CounterSource | None = None) ->
         driver = _or_none(nvml, "nvmlSystemGetDriverVersion") or module
         try:
             cards = tuple(_cards(host, nvml))
-        except NvmlTrouble as trouble:
+        except NvmlError as trouble:
             return Gpus((), on_bus, driver, source, str(trouble))
     finally:
         try:
             call(nvml, "nvmlShutdown")
-        except NvmlTrouble:
+        except NvmlError:
             pass  # what was read is read
     if host.platform == "win32":
         spilled = spill(host, counters)
@@ -124,7 +126,7 @@ def _cards(host: Host, nvml: Any) -> Iterator[Gpu]:
         for handle, mig in _devices(nvml, number):
             yield (
                 _dead(index, handle, mig)
-                if isinstance(handle, NvmlTrouble)
+                if isinstance(handle, NvmlError)
                 else _card(host, nvml, handle, index, mig)
             )
             index += 1
@@ -134,13 +136,13 @@ def _devices(nvml: Any, number: int) -> Iterator[tuple[Any, bool]]:
     """(handle or trouble, is a MIG slice): the card itself, or its slices where it is cut."""
     try:
         card = call(nvml, "nvmlDeviceGetHandleByIndex", number)
-    except NvmlTrouble as trouble:
+    except NvmlError as trouble:
         yield trouble, False
         return
     try:
         sliced = bool(call(nvml, "nvmlDeviceGetMigMode", card)[0])
         most = call(nvml, "nvmlDeviceGetMaxMigDeviceCount", card) if sliced else 0
-    except NvmlTrouble:  # most cards cannot be cut
+    except NvmlError:  # most cards cannot be cut
         sliced, most = False, 0
     if not sliced:
         yield card, False
@@ -149,19 +151,19 @@ def _devices(nvml: Any, number: int) -> Iterator[tuple[Any, bool]]:
     for place in range(most):
         try:
             yield call(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", card, place), True
-        except NvmlTrouble as trouble:
+        except NvmlError as trouble:
             if trouble.code == NOT_FOUND:  # an empty place
                 continue
             yield trouble, True
         some = True
     if not some:
         yield (
-            NvmlTrouble(None, say("MIG mode is on and no slice was made: CUDA sees nothing of this card")),
+            NvmlError(None, say("MIG mode is on and no slice was made: CUDA sees nothing of this card")),
             False,
         )
 
 
-def _dead(index: int, trouble: NvmlTrouble, mig: bool) -> Gpu:
+def _dead(index: int, trouble: NvmlError, mig: bool) -> Gpu:
     return Gpu(index, say("unknown"), "", None, None, None, None, mig=mig, reason=str(trouble))
 
 
@@ -175,7 +177,7 @@ def _card(host: Host, nvml: Any, handle: Any, index: int, mig: bool) -> Gpu:
         used = size - free
         if not apart:
             reasons.append(say("the driver is too old to tell its reserve apart: it is counted as used"))
-    except NvmlTrouble as trouble:
+    except NvmlError as trouble:
         reasons.append(
             say(
                 "memory unknown: {trouble} (it may share the machine's RAM)"
@@ -201,7 +203,7 @@ def _card(host: Host, nvml: Any, handle: Any, index: int, mig: bool) -> Gpu:
 def _or_none(nvml: Any, name: str, *arguments: Any) -> str | None:
     try:
         return text(call(nvml, name, *arguments))
-    except NvmlTrouble:
+    except NvmlError:
         return None
 
 
@@ -211,3 +213,75 @@ def _with_spill(card: Gpu, spilled: Spill) -> Gpu:
         return replace(card, spilled=amount)
     reasons = [card.reason] if card.reason else []
     return replace(card, reason=joined([*reasons, say("spilled memory unknown: {why}", why=why)]))
+
+
+_NOT_AVAILABLE = (1 << 64) - 1  # NVML_VALUE_NOT_AVAILABLE, where the bindings let it through
+
+
+def processes_on(host: Host, nvml: Any, handle: Any, reasons: list[str]) -> tuple[GpuProcess, ...] | None:
+    """Everybody on a card, by pid; None where that cannot be told. Why something is missing goes to ``reasons``."""
+    try:
+        found = running(nvml, handle, "Compute")
+    except NvmlError as trouble:
+        reasons.append(say("processes unknown: {trouble}", trouble=trouble))
+        return None
+    for which in ("Graphics", "MPSCompute"):
+        try:
+            found += running(nvml, handle, which)
+        except NvmlError:
+            continue  # cards without graphics, drivers without MPS
+    held: dict[int, int | None] = {}
+    for process in found:
+        amount = _amount(process.usedGpuMemory)
+        before = held.get(process.pid)
+        # A process in two lists is listed with its whole memory in each.
+        held[process.pid] = before if amount is None else max(amount, before or 0)
+    listed = tuple(GpuProcess(pid, held[pid], _command(host, pid)) for pid in sorted(held))
+    _say_what_is_missing(host, listed, reasons)
+    return listed
+
+
+def _amount(used: int | None) -> int | None:
+    # A process on a card holds a context at least; some drivers say 0 inside a container, where they cannot tell.
+    return None if not used or used == _NOT_AVAILABLE else used
+
+
+def _command(host: Host, pid: int) -> str | None:
+    if host.platform != "linux":
+        return _command_elsewhere(pid) if host.live else None
+    process = process_at(host, pid)
+    if process is None:
+        return None
+    if in_initial_namespace(host, "pid") is False:
+        # Some drivers give the host's pids here, and a stranger may bear the number. A user of a card maps it.
+        maps = host.text(f"/proc/{pid}/maps") or ""
+        if "/dev/nvidia" not in maps and "libcuda" not in maps:
+            return None
+    return process.command
+
+
+def _command_elsewhere(pid: int) -> str | None:
+    import psutil
+
+    try:
+        return plain(psutil.Process(pid).name())
+    except (psutil.Error, ValueError, OverflowError):
+        return None
+
+
+def _say_what_is_missing(host: Host, listed: tuple[GpuProcess, ...], reasons: list[str]) -> None:
+    if any(process.used is None for process in listed):
+        reasons.append(
+            say("Windows (WDDM) does not tell NVML what each process holds")
+            if host.platform == "win32"
+            else say("the driver does not say here what each process holds")
+        )
+    hidden = sum(1 for process in listed if process.command is None)
+    if hidden:
+        reasons.append(
+            say(
+                "{hidden} of {count} pids match no process that can be seen here: NVML's pids are the host's",
+                hidden=hidden,
+                count=len(listed),
+            )
+        )

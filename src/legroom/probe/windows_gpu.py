@@ -1,13 +1,12 @@
-r"""Windows: GPU memory that has spilled into the host's RAM ("shared GPU memory").
+r"""GPU memory that Windows moved to RAM ("shared GPU memory"), from performance counters.
 
-Covers: the performance counters ``\GPU Process Memory(pid_N_*)\Non Local Usage`` and
-``\GPU Adapter Memory(*)\Shared Usage``, by process and by adapter.
-Does not cover: other systems, where a full card is an error and nothing spills; what the card itself holds (gpu.py).
+Reads ``\GPU Process Memory(pid_N_*)\Non Local Usage`` and ``\GPU Adapter Memory(*)\Shared Usage``. On other systems a
+full GPU is an error, and nothing moves.
 
-The part that talks to Windows (PdhCounters) has been tested against a stand-in for pdh.dll only, never on a real
-Windows. Counters are added by their English names because a localised Windows has others.
+PdhCounters has been tested against a fake pdh.dll only, never on Windows. Counters are added by their English names,
+because a localized Windows has others.
 
-An amount above zero is not yet trouble: pinned host memory and the desktop's own surfaces are counted here too.
+An amount above zero need not be a problem: pinned host memory and the desktop's surfaces are included.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _VALID = (0, 1)  # PDH_CSTATUS_VALID_DATA, PDH_CSTATUS_NEW_DATA
 _TRIES = 5  # the list may grow between asking for its length and asking for it
 
 
-class CounterTrouble(Exception):
+class CounterError(Exception):
     """Performance counters that cannot be read, and why."""
 
 
@@ -41,7 +40,7 @@ class CounterSource(Protocol):
     """Whoever can read performance counters."""
 
     def read(self, path: str) -> Mapping[str, int]:
-        """The value of every instance of a counter by the instance's name; raises CounterTrouble."""
+        """The value of every instance of a counter by the instance's name; raises CounterError."""
         ...
 
 
@@ -86,7 +85,7 @@ def spill(host: Host, counters: CounterSource | None = None) -> Spill:
     try:
         counters = counters or PdhCounters()
         by_process, by_adapter = counters.read(PROCESS_COUNTER), counters.read(ADAPTER_COUNTER)
-    except CounterTrouble as trouble:
+    except CounterError as trouble:
         return Spill(None, None, source, str(trouble))
     processes: dict[tuple[int, str], int] = {}
     for name, size in by_process.items():
@@ -173,15 +172,15 @@ def _by_name(buffer: Any, count: int) -> dict[str, int]:
     return found
 
 
-def _failed(name: str, status: int) -> CounterTrouble:
-    return CounterTrouble(say("{name} answered {status:#010x}", name=name, status=status & 0xFFFFFFFF))
+def _failed(name: str, status: int) -> CounterError:
+    return CounterError(say("{name} answered {status:#010x}", name=name, status=status & 0xFFFFFFFF))
 
 
 def _load() -> Any:
     loader: Any = vars(ctypes).get("WinDLL")
     if loader is None:
-        raise CounterTrouble(say("pdh.dll is not on this system"))
+        raise CounterError(say("pdh.dll is not on this system"))
     try:
         return loader("pdh.dll")
     except OSError as problem:
-        raise CounterTrouble(say("pdh.dll cannot be loaded: {problem}", problem=problem)) from problem
+        raise CounterError(say("pdh.dll cannot be loaded: {problem}", problem=problem)) from problem

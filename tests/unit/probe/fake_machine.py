@@ -19,7 +19,7 @@ TMPFS = "28 25 0:26 / /dev/shm rw,nosuid,nodev shared:6 - tmpfs tmpfs rw,inode64
 
 
 @dataclass
-class Staged:
+class FakeMachine:
     """Change it, then ask for its ``host``."""
 
     root: Path

@@ -1,23 +1,27 @@
-"""Who holds what of /dev/shm.
+"""Shared-memory segments: which process maps or opens which, and how much each takes.
 
-Covers: the files of /dev/shm that a process maps or has open, those without a name included (torch's
-``file_descriptor`` strategy unlinks a segment as soon as it is made), each with the room it takes.
-Does not cover: the files that have names (files.py), or the whole of /dev/shm (shm.py).
+A segment is identified by its inode. It may have no name: torch's ``file_descriptor`` strategy unlinks it at once. Or
+the name belongs to another container's /dev/shm, which is another device.
 
-A segment is known by its inode: names may be gone, or be those of another container's /dev/shm, which is
-another filesystem and shows as another device.
+A recording answers from its ``files``, because a copied tree keeps neither inodes nor owners nor holes::
+
+    "files": {"/dev/shm/torch_7_1_0": {"inode": 12, "blocks": 2048, "uid": 1000, "mode": 384, "mtime": 1.7e9}}
+
+``blocks`` are of 512 bytes, as in stat. ``/proc/7/fd/5`` in ``files`` is an open file that has no name.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import stat
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from legroom.probe.files import File, file_at
+from legroom.probe.filesystem import Mount, mounted_at, mounts
 from legroom.probe.host import Host
-from legroom.probe.mounts import Mount, mounted_at, mounts
 
 SHM = "/dev/shm"
 _DELETED = " (deleted)"
@@ -27,7 +31,7 @@ _AREA = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Area:
+class MappedSegment:
     """One segment as one process maps it."""
 
     path: str  # as the kernel names it, " (deleted)" left out
@@ -36,7 +40,7 @@ class Area:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldSegments:
     """What one process holds of /dev/shm."""
 
     inodes: frozenset[int]  # mapped or open
@@ -71,16 +75,16 @@ class Segments:
         path, mount = shm_mount(host, pid)
         return cls(host, path, maps_device(mount.device) if mount and is_memory(mount) else None)
 
-    def know(self, files: Iterable[File]) -> None:
+    def know(self, files: Iterable[FileFacts]) -> None:
         """Take over the sizes of files that have names."""
         self.sizes.update((file.inode, file.size) for file in files)
 
-    def of_process(self, pid: int) -> Held | None:
+    def of_process(self, pid: int) -> HeldSegments | None:
         """Everything that process maps or has open; None where it may not be looked into."""
         mapped, opened = self.mapped(pid), self.opened(pid)
         if mapped is None or opened is None:
             return None
-        held = Held(frozenset({*mapped, *opened}), sum(area.size for area in mapped.values()))
+        held = HeldSegments(frozenset({*mapped, *opened}), sum(area.size for area in mapped.values()))
         self.seen[pid] = held.inodes
         return held
 
@@ -89,7 +93,7 @@ class Segments:
         sizes = [self.sizes.get(inode) for inode in set(inodes)]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
-    def mapped(self, pid: int) -> dict[int, Area] | None:
+    def mapped(self, pid: int) -> dict[int, MappedSegment] | None:
         """By inode, the segments that process maps; None where it may not be looked into."""
         text = self.host.text(f"/proc/{pid}/maps")
         if text is None:
@@ -121,19 +125,19 @@ class Segments:
                 self._learn(file)
         return found
 
-    def _here(self, file: File) -> bool:
+    def _here(self, file: FileFacts) -> bool:
         """Whether it lies on this /dev/shm, and not on another container's of the same path."""
         return None in (self.device, file.device) or maps_device(file.device or "") == self.device
 
-    def _learn(self, file: File) -> None:
+    def _learn(self, file: FileFacts) -> None:
         self.sizes[file.inode] = file.size
         self._at_least.discard(file.inode)
 
-    def _unsure(self, inode: int, area: Area) -> bool:
+    def _unsure(self, inode: int, area: MappedSegment) -> bool:
         """Whether another process's view could tell more about a segment's size."""
         return inode not in self.sizes or (inode in self._at_least and self.sizes[inode] < area.size)
 
-    def _measure(self, pid: int, areas: Mapping[int, Area]) -> None:
+    def _measure(self, pid: int, areas: Mapping[int, MappedSegment]) -> None:
         """What segments take that no listing has shown: by their inode if it can be reached, else by pages."""
         left = dict(areas)
         for inode, area in areas.items():
@@ -167,17 +171,17 @@ def maps_device(device: str) -> str | None:
     return f"{int(major):02x}:{int(minor):02x}"
 
 
-def parse_maps(text: str, device: str | None, path: str) -> dict[int, Area]:
+def parse_maps(text: str, device: str | None, path: str) -> dict[int, MappedSegment]:
     """The segments of one /dev/shm in the text of a maps file, by inode."""
     if (device is not None and f" {device} " not in text) or (device is None and f" {path}/" not in text):
         return {}  # most processes: no need to look at each of a thousand lines
-    found: dict[int, Area] = {}
+    found: dict[int, MappedSegment] = {}
     for match in _AREA.finditer(text):
         start, end, where, inode, name = match.groups()
         if inode == "0" or (where != device if device is not None else not name.startswith(path + "/")):
             continue
         before = found.get(int(inode))
-        found[int(inode)] = Area(
+        found[int(inode)] = MappedSegment(
             path=name.removesuffix(_DELETED),
             size=int(end, 16) - int(start, 16) + (before.size if before else 0),
             ranges=(*(before.ranges if before else ()), f"{start}-{end}"),
@@ -185,7 +189,7 @@ def parse_maps(text: str, device: str | None, path: str) -> dict[int, Area]:
     return found
 
 
-def parse_smaps(text: str, areas: Mapping[int, Area]) -> dict[int, int]:
+def parse_smaps(text: str, areas: Mapping[int, MappedSegment]) -> dict[int, int]:
     """Bytes of each segment that this process has in memory or in swap: it takes at least that."""
     owner = {span: inode for inode, area in areas.items() for span in area.ranges}
     parts: dict[tuple[int, str], int] = {}  # by offset: the same part mapped twice is there once
@@ -203,3 +207,138 @@ def parse_smaps(text: str, areas: Mapping[int, Area]) -> dict[int, int]:
     for (inode, _), size in parts.items():
         sums[inode] = sums.get(inode, 0) + size
     return sums
+
+
+MOST_FILES = 20_000
+_DEEPEST = 16
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What stat says about a file."""
+
+    path: str
+    inode: int
+    size: int  # by blocks: what it takes, not how long it claims to be
+    owner: int
+    mode: int
+    mtime: float
+    device: str | None = None  # "major:minor"; None: a recording does not say
+
+
+@dataclass(frozen=True, slots=True)
+class FileListing:
+    """The files below a directory."""
+
+    files: tuple[FileFacts, ...]
+    cut: bool = False  # there was more than one look may take
+
+
+def file_at(host: Host, path: str, *, follow: bool = False) -> FileFacts | None:
+    """One file's facts; ``follow`` goes through a link such as /proc/<pid>/fd/<n>."""
+    if _recorded(host) is not None:
+        return _from_recording(host, path)
+    try:
+        facts = os.stat(host.path(path), follow_symlinks=follow)
+    except (OSError, ValueError):
+        return None
+    return _file(path, facts)
+
+
+def files_below(host: Host, path: str, *, most: int = MOST_FILES) -> FileListing:
+    """Every file below ``path`` that is not a directory, on the same filesystem; links are not followed."""
+    recorded = _recorded(host)
+    if recorded is not None:
+        names = sorted(name for name in recorded if name.startswith(path + "/"))
+        found = [file for name in names[:most] if (file := _from_recording(host, name)) is not None]
+        return FileListing(tuple(found), cut=len(names) > most)
+    try:
+        device = os.stat(host.path(path)).st_dev
+    except OSError:
+        return FileListing(())
+    files: list[FileFacts] = []
+    cut = False
+    waiting = [(path, 0)]
+    while waiting:
+        folder, depth = waiting.pop()
+        try:
+            with os.scandir(host.path(folder)) as entries:
+                for entry in entries:
+                    try:
+                        facts = entry.stat(follow_symlinks=False)
+                    except OSError:  # gone since it was listed
+                        continue
+                    if facts.st_dev != device:
+                        continue
+                    here = f"{folder}/{entry.name}"
+                    if stat.S_ISDIR(facts.st_mode):
+                        cut = cut or depth >= _DEEPEST
+                        if depth < _DEEPEST:
+                            waiting.append((here, depth + 1))
+                    elif len(files) >= most:
+                        cut = True
+                        break
+                    else:
+                        files.append(_file(here, facts))
+        except OSError:
+            continue  # not ours to list: what lies there stays unexplained
+        if len(files) >= most and cut:
+            break
+    return FileListing(tuple(sorted(files, key=lambda file: file.path)), cut)
+
+
+def has_writer(host: Host, path: str) -> bool | None:
+    """Whether anybody, seen from here or not, has that file open or mapped for writing; None: cannot tell.
+
+    The kernel refuses a read lease on a file that is open for writing, whichever container or user the writer
+    is in: the one answer that does not depend on whose /proc may be read. Only a file's owner (or root) may ask.
+    """
+    if sys.platform != "linux" or not host.live:
+        return None
+    import fcntl
+    import signal
+
+    try:
+        opened = os.open(host.path(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (OSError, ValueError):
+        return None
+    try:
+        # Should a writer come between these calls, it waits for the second one, and the kernel tells us by a
+        # signal. The usual one, SIGIO, would end this process; SIGURG is ignored unless somebody listens.
+        fcntl.fcntl(opened, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(opened, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(opened, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except BlockingIOError:
+        return True
+    except OSError:  # not ours, or a kernel without leases
+        return None
+    finally:
+        os.close(opened)
+    return False
+
+
+def _file(path: str, facts: os.stat_result) -> FileFacts:
+    blocks = getattr(facts, "st_blocks", 0)  # Windows has none; nothing there asks
+    device = f"{os.major(facts.st_dev)}:{os.minor(facts.st_dev)}" if hasattr(os, "major") else None
+    mode = facts.st_mode & 0o7777
+    return FileFacts(path, facts.st_ino, blocks * 512, facts.st_uid, mode, facts.st_mtime, device)
+
+
+def _recorded(host: Host) -> dict[str, Any] | None:
+    found = None if host.recording is None else host.recording.get("files")
+    return found if isinstance(found, dict) else None
+
+
+def _from_recording(host: Host, path: str) -> FileFacts | None:
+    facts = (_recorded(host) or {}).get(path)
+    if not isinstance(facts, dict):
+        return None
+    return FileFacts(
+        path=path,
+        inode=int(facts.get("inode", 0)),
+        size=int(facts.get("blocks", 0)) * 512,
+        owner=int(facts.get("uid", 0)),
+        mode=int(facts.get("mode", 0o600)),
+        mtime=float(facts.get("mtime", 0.0)),
+        device=facts.get("device"),
+    )

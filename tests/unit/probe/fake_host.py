@@ -14,7 +14,7 @@ NAMES = sorted(path.parent.name for path in TREES.glob("*/recording.json"))
 
 
 @dataclass(frozen=True)
-class Scripted(Host):
+class FakeHost(Host):
     """Files from a mapping of path to content; a path exists if it is one of them or above one."""
 
     root: Path = Path("/nonexistent")

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.model import Gpu, Gpus
-from legroom.probe.gpu import cards_on_bus, gpu_pools, gpus, module_version
+from legroom.probe.gpu_devices import cards_on_bus, gpu_pools, gpus, module_version
 from legroom.probe.host import Host
-from legroom.probe.nvml import NvmlTrouble, call
+from legroom.probe.nvml import NvmlError, call
 
 GIB = 1 << 30
 RESERVED = 600 << 20
@@ -472,5 +472,5 @@ def test_pools_are_numbered_and_carry_their_reasons() -> None:
 
 
 def test_bindings_that_lack_a_question_are_too_old() -> None:
-    with pytest.raises(NvmlTrouble, match="nvmlNoSuchThing"):
+    with pytest.raises(NvmlError, match="nvmlNoSuchThing"):
         call(SimpleNamespace(), "nvmlNoSuchThing")

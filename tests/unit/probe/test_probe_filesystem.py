@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.model import Disk
-from legroom.probe.disk import disk_pool, disks, filesystem_of, is_network, store_candidates, why_not
+from legroom.probe.filesystem import disk_pool, disks, filesystem_of, is_network, store_candidates, why_not
 from legroom.probe.host import Host
 
 TREES = Path(__file__).parents[2] / "trees"
@@ -238,7 +238,7 @@ def test_a_link_is_followed_to_its_filesystem(tmp_path: Path) -> None:
 
 def test_a_removed_working_directory_is_unknown(tmp_path: Path) -> None:
     code = (
-        "import os, sys, legroom.probe.disk as d; from legroom.probe.host import Host\n"
+        "import os, sys, legroom.probe.filesystem as d; from legroom.probe.host import Host\n"
         "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone'); print(d.disks(Host())[1])"
     )
     ran = subprocess.run(
@@ -254,7 +254,7 @@ def test_no_store_was_asked_for() -> None:
 
 LOOK = """
 import sys
-from legroom.probe.disk import disks, filesystem_of
+from legroom.probe.filesystem import disks, filesystem_of
 from legroom.probe.host import Host
 print(filesystem_of(Host(), sys.argv[1]).kind, *[disk.path or "-" for disk in disks(Host())[:1]])
 """

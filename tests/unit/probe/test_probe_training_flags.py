@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.probe.flags import Flag, flags
+from legroom.probe.training_flags import Flag, flags
 
 
 def values(command: str) -> dict[str, str]:

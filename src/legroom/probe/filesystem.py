@@ -1,22 +1,78 @@
-"""Room on the disks that matter: where the dataset store would be, and the working directory.
+"""Mounts, and the disks of the dataset store and of the working directory.
 
-Covers: which place of the candidates the store would take, its filesystem's kind, whether that is local.
-Does not cover: /dev/shm (shm.py), making a store or trusting it (cache).
+mountinfo lists mounts in the order they were made: of several at one point, the last is visible.
 
-A store on a network filesystem is shared with machines whose cleaning is a SIGBUS here, so those are taken only
-when LEGROOM_DIR names them.
+Other machines may delete files on a network filesystem, and a mapped file that disappears there is a SIGBUS here. So
+the store is put on one only if LEGROOM_DIR names it.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from legroom.model import Disk, Pool
-from legroom.probe.host import Host, Room
-from legroom.probe.mounts import Mount, mounts
+from legroom.probe.host import DiskSpace, Host
 from legroom.words import joined, say
+
+_ESCAPE = re.compile(r"\\([0-3][0-7]{2})")  # the kernel writes space, tab, newline and backslash so
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of mountinfo."""
+
+    point: str  # where it is seen
+    root: str  # which directory of the filesystem is seen there
+    kind: str  # tmpfs, overlay, cgroup2, …
+    source: str
+    options: tuple[str, ...]  # of this mount: ro, nosuid, …
+    super_options: tuple[str, ...]  # of the filesystem: size=65536k, memory (a v1 controller), …
+    device: str = ""  # "major:minor" in decimal
+
+
+def mounts(host: Host, pid: int | str = "self") -> list[Mount]:
+    """Every mount that process sees, in the kernel's order; empty where it cannot be read."""
+    return parse_mountinfo(host.text(f"/proc/{pid}/mountinfo") or "")
+
+
+def mounted_at(found: list[Mount], point: str) -> Mount | None:
+    """The mount that is seen at exactly ``point``: the last one made there."""
+    return next((mount for mount in reversed(found) if mount.point == point), None)
+
+
+def parse_mountinfo(text: str) -> list[Mount]:
+    """The lines of a mountinfo file; what is no such line is skipped."""
+    # Only "\n" ends a line: a path may hold characters at which str.splitlines() would also break.
+    return [mount for line in text.split("\n") if (mount := _line(line)) is not None]
+
+
+def _line(line: str) -> Mount | None:
+    # A number of optional fields ends at a lone "-". Split at single spaces: a source may be empty.
+    ahead, dash, behind = line.partition(" - ")
+    front, back = ahead.split(" "), behind.split(" ")
+    if not dash or len(front) < 6 or len(back) < 3 or not front[4].startswith("/"):
+        return None
+    return Mount(
+        point=_plain(front[4]),
+        root=_plain(front[3]),
+        kind=back[0],
+        source=_plain(back[1]),
+        options=_options(front[5]),
+        super_options=_options(back[2]),
+        device=front[2],
+    )
+
+
+def _options(text: str) -> tuple[str, ...]:
+    return tuple(_plain(option) for option in text.split(",") if option)
+
+
+def _plain(text: str) -> str:
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), text)
+
 
 # Filesystems that other machines (or the host of this virtual one) also write to. Clustered ones on shared
 # disks (ocfs2, gfs2) count: what matters is who else may delete.
@@ -33,7 +89,7 @@ _LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.squashfuse", "fuse.squashf
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class StoreCandidate:
     """A place the dataset store may take."""
 
     path: str
@@ -60,22 +116,22 @@ def filesystem_of(host: Host, path: str) -> Mount | None:
     return best
 
 
-def store_candidates(host: Host) -> tuple[Candidate, ...]:
+def store_candidates(host: Host) -> tuple[StoreCandidate, ...]:
     """Where a store on disk may be, best first."""
     found = []
     if named := host.env.get("LEGROOM_DIR"):
-        found.append(Candidate(_absolute(host, named), "LEGROOM_DIR", asked_for=True, may_create=True))
+        found.append(StoreCandidate(_absolute(host, named), "LEGROOM_DIR", asked_for=True, may_create=True))
     if folder := host.env.get("SLURM_TMPDIR"):
-        found.append(Candidate(folder, "SLURM_TMPDIR"))
-    found.append(Candidate("/var/tmp", "/var/tmp"))
+        found.append(StoreCandidate(folder, "SLURM_TMPDIR"))
+    found.append(StoreCandidate("/var/tmp", "/var/tmp"))
     if folder := host.env.get("XDG_CACHE_HOME"):
-        found.append(Candidate(folder, "XDG_CACHE_HOME", may_create=True))
+        found.append(StoreCandidate(folder, "XDG_CACHE_HOME", may_create=True))
     elif home := host.env.get("HOME") or host.env.get("USERPROFILE"):
-        found.append(Candidate(str(Path(home) / ".cache"), "~/.cache", may_create=True))
+        found.append(StoreCandidate(str(Path(home) / ".cache"), "~/.cache", may_create=True))
     return tuple(found)
 
 
-def why_not(host: Host, candidate: Candidate) -> str | None:
+def why_not(host: Host, candidate: StoreCandidate) -> str | None:
     """Why a store cannot be there, or None where it can."""
     if "\0" in candidate.path or not (os.path.isabs(candidate.path) or candidate.path.startswith("/")):
         return say("not an absolute path")
@@ -137,13 +193,13 @@ def _disk(host: Host, role: str, path: str) -> Disk:
     return Disk(role, path, size, free, mount.kind if mount else None, joined(reasons) or None, used)
 
 
-def _room(host: Host, path: str, point: str | None) -> Room | None:
+def _room(host: Host, path: str, point: str | None) -> DiskSpace | None:
     """Ask at the path, else at the nearest folder above it that is still on the same mount, where that is known."""
     for folder in (path, *(str(parent) for parent in _pure(path).parents)):
         if point is not None and not _below(folder, point):
             break
         try:
-            room = host.room(folder)
+            room = host.disk_space(folder)
         except (ValueError, TypeError, IndexError, AttributeError):  # a recording that holds nonsense
             room = None
         if room is not None:
@@ -151,7 +207,7 @@ def _room(host: Host, path: str, point: str | None) -> Room | None:
     return None
 
 
-def _cannot_write(host: Host, candidate: Candidate) -> str | None:
+def _cannot_write(host: Host, candidate: StoreCandidate) -> str | None:
     if not host.live:
         return _recorded_cannot_write(host, candidate.path)
     folder = host.path(candidate.path)

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.model import Place
+from legroom.probe.environment import environment, has_capability, in_initial_namespace, status_fields
 from legroom.probe.host import Host
-from legroom.probe.place import has_capability, in_initial_namespace, place, status_fields
 
 TREES = Path(__file__).parents[2] / "trees"
 PLAIN_DOCKER = "00000000a80425fb"  # what docker gives root: no CAP_SYS_ADMIN
@@ -53,7 +53,7 @@ def machine(
     ],
 )
 def test_recorded_machines(tree: str, kind: str, how: str, root: bool, may_mount: bool) -> None:
-    found = place(Host.at(TREES / tree))
+    found = environment(Host.at(TREES / tree))
     assert (found.kind, found.root, found.may_mount) == (kind, root, may_mount)
     assert how in found.how
     assert found.platform == "linux"
@@ -96,7 +96,7 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
 def test_every_place_is_known_by_its_signs(
     tmp_path: Path, given_: dict[str, Any], kind: str, how: str
 ) -> None:
-    found = place(machine(tmp_path, **given_))
+    found = environment(machine(tmp_path, **given_))
     assert found.kind == kind
     assert how in found.how
 
@@ -105,7 +105,7 @@ def test_every_place_is_known_by_its_signs(
     "files", [{"/.dockerenv": ""}, {"/.singularity.d/x": ""}, {"/run/.containerenv": ""}]
 )
 def test_slurm_in_a_container_is_the_container_and_says_slurm(tmp_path: Path, files: dict[str, str]) -> None:
-    found = place(machine(tmp_path, files, env={"SLURM_JOB_ID": "7"}))
+    found = environment(machine(tmp_path, files, env={"SLURM_JOB_ID": "7"}))
     assert found.kind != "slurm" and found.kind != "bare"
     assert "slurm job (SLURM_JOB_ID)" in found.how
 
@@ -125,12 +125,12 @@ OWN_NAMESPACES = {f"/proc/self/ns/{kind}": f"{kind}:[{number}]" for kind, number
 def test_a_sign_in_the_machines_own_namespaces_is_an_images_leftover(
     tmp_path: Path, given_: dict[str, Any], sign: str
 ) -> None:
-    found = place(machine(tmp_path / "vm", links=OWN_NAMESPACES, **given_))
+    found = environment(machine(tmp_path / "vm", links=OWN_NAMESPACES, **given_))
     assert found.kind == "bare"
     assert sign in found.how and "leftover" in found.how
     for kind in OWN:
         links = OWN_NAMESPACES | {f"/proc/self/ns/{kind}": f"{kind}:[4026532000]"}
-        assert place(machine(tmp_path / kind, links=links, **given_)).kind in ("docker", "container")
+        assert environment(machine(tmp_path / kind, links=links, **given_)).kind in ("docker", "container")
 
 
 @pytest.mark.parametrize(
@@ -146,17 +146,17 @@ def test_a_sign_in_the_machines_own_namespaces_is_an_images_leftover(
 def test_a_container_with_all_the_hosts_namespaces_is_still_one(
     tmp_path: Path, mountinfo: str, kind: str
 ) -> None:
-    assert place(machine(tmp_path, {"/proc/self/mountinfo": mountinfo}, OWN_NAMESPACES)).kind == kind
+    assert environment(machine(tmp_path, {"/proc/self/mountinfo": mountinfo}, OWN_NAMESPACES)).kind == kind
 
 
 def test_apptainer_keeps_the_hosts_namespaces(tmp_path: Path) -> None:
-    found = place(machine(tmp_path, links=OWN_NAMESPACES, env={"APPTAINER_CONTAINER": "/x.sif"}))
+    found = environment(machine(tmp_path, links=OWN_NAMESPACES, env={"APPTAINER_CONTAINER": "/x.sif"}))
     assert found.kind == "container"
 
 
 def rights(root: Path, status: str | None = None, sudo: bool = False, **given: Any) -> Place:
     files = {} if status is None else {"/proc/self/status": status}
-    return place(machine(root, files | ({"/usr/bin/sudo": ""} if sudo else {}), **given))
+    return environment(machine(root, files | ({"/usr/bin/sudo": ""} if sudo else {}), **given))
 
 
 def test_root_in_a_plain_container_may_not_mount(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_root_with_everything_may_mount(tmp_path: Path) -> None:
 def test_a_user_namespace_is_said(tmp_path: Path) -> None:
     files, links = {"/proc/self/status": f"CapEff:\t{ALL}\n"}, {"/proc/self/ns/user": "user:[4026532001]"}
     assert (
-        place(machine(tmp_path, files, links, uid=0)).rights_how
+        environment(machine(tmp_path, files, links, uid=0)).rights_how
         == "root with CAP_SYS_ADMIN in a user namespace"
     )
 
@@ -203,13 +203,13 @@ def test_sudo(
 
 def test_sudo_is_looked_for_on_the_path(tmp_path: Path) -> None:
     files = {"/opt/bin/sudo": ""}
-    assert place(machine(tmp_path, files, env={"PATH": "relative:/opt/bin"})).sudo is None
-    assert place(machine(tmp_path, files)).sudo is False
+    assert environment(machine(tmp_path, files, env={"PATH": "relative:/opt/bin"})).sudo is None
+    assert environment(machine(tmp_path, files)).sudo is False
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
 def test_other_systems_are_bare_and_have_no_capabilities(tmp_path: Path, platform: str) -> None:
-    found = place(machine(tmp_path, platform=platform, uid=None, kernel=None))
+    found = environment(machine(tmp_path, platform=platform, uid=None, kernel=None))
     assert (found.kind, found.platform, found.root, found.may_mount, found.kernel) == (
         "bare",
         platform,
@@ -235,7 +235,7 @@ class Nonsense(Host):
 
 @given(st.text())
 def test_nonsense_in_every_file_raises_nothing(text: str) -> None:
-    found = place(Nonsense(env={"text": text}, recording={}))
+    found = environment(Nonsense(env={"text": text}, recording={}))
     assert found.how and found.rights_how
 
 
@@ -256,8 +256,8 @@ def test_any_text_may_be_a_mask(text: str) -> None:
 
 LOOK = """
 from legroom.probe.host import Host
-from legroom.probe.place import place
-found = place(Host())
+from legroom.probe.environment import environment
+found = environment(Host())
 print(found.root, found.may_mount)
 """
 
@@ -267,7 +267,7 @@ def test_the_real_process_holds_what_it_says() -> None:
     if in_initial_namespace(
         Host(), "user"
     ):  # where root is not root of everything, the mask is the container's affair
-        assert place(Host()).root == (os.geteuid() == 0)
+        assert environment(Host()).root == (os.geteuid() == 0)
     command = [sys.executable, "-c", LOOK]
     plain = subprocess.run(rigs.as_user(65534, command), capture_output=True, text=True, check=True)
     assert plain.stdout.split() == ["False", "False"]

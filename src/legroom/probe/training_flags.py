@@ -1,11 +1,10 @@
-"""A training's settings, read off its command line.
+"""Settings on a training command line: batch size, workers, prefetch, accumulation, pin_memory, ranks and others.
 
-Covers: batch, workers, prefetch, accumulation, pin_memory, image_size, sequence_length, epochs and ranks under
-the names that training scripts, launchers, hydra, Lightning's and detectron2's command lines give them.
-Does not cover: settings in files or in code, and what they mean for memory (budget).
+Knows the names that training scripts, launchers, hydra, Lightning and detectron2 use. Settings in files or in code are
+not found.
 
-A launcher's own flags (``torchrun --nproc_per_node 8``) and the interpreter's (``python -b``) are not the
-script's: what lies before the script is looked through for ranks alone.
+Flags of a launcher (``torchrun --nproc_per_node 8``) and of the interpreter (``python -b``) are not the script's: only
+ranks are read from the words before the script.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from legroom.probe import temporary as probe
+from legroom.probe import limits as probe
 from legroom.probe.host import Host
-from legroom.probe.temporary import TAIL, longest_socket, temporary
+from legroom.probe.limits import TAIL, longest_socket, temporary
 
 
 def _folder(length: int) -> str:

@@ -1,11 +1,10 @@
-"""Where this runs, and what its user may change there.
+"""Where this process runs (bare, docker, podman, Kubernetes, Slurm, WSL, other container) and what it may change.
 
-Covers: bare machine, docker, podman, kubernetes, slurm, WSL and other containers (lxc, systemd-nspawn, apptainer),
-each with the file or variable that gave it away; root, CAP_SYS_ADMIN, sudo.
-Does not cover: what the container's limits are (memory.py) or what to do about them (budget). Never runs sudo.
+Every answer comes with the file or variable it was read from. Rights are root, CAP_SYS_ADMIN and sudo; sudo is never
+run.
 
-Order matters: a pod also looks like a container, docker on Windows also like WSL, and a slurm job in a container
-is changed by whoever starts the container.
+The order of the checks matters. A pod also looks like a container, and docker on Windows also looks like WSL. A Slurm
+job in a container is configured where the container is started.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from legroom.model import Place, PlaceKind
+from legroom.probe.filesystem import Mount, mounted_at, mounts
 from legroom.probe.host import Host
-from legroom.probe.mounts import Mount, mounted_at, mounts
 from legroom.words import joined, listed, say
 
 CAP_SYS_ADMIN = 21
@@ -25,7 +24,7 @@ _SUDO_PLACES = ("/usr/bin", "/bin", "/usr/local/bin", "/usr/sbin", "/sbin")
 _INITIAL = {"uts": 4026531838, "ipc": 4026531839, "pid": 4026531836, "user": 4026531837}
 
 
-def place(host: Host) -> Place:
+def environment(host: Host) -> Place:
     """Where this process runs and what it may change."""
     kind, how = _where(host)
     job = _slurm(host)
