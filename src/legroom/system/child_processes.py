@@ -1,11 +1,17 @@
-"""How a child process ended: with an exit code, or by a signal. legroom.rescue diagnoses the cause."""
+"""Child processes: how one ended, and what one asks of the kernel for itself.
+
+legroom.rescue diagnoses why a job ended; here an exit status is only named.
+"""
 
 from __future__ import annotations
 
 import signal
+import sys
 from dataclasses import dataclass
 
 from legroom.words import say
+
+_PR_SET_PDEATHSIG = 1
 
 
 def signal_name(number: int) -> str:
@@ -14,6 +20,14 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return say("signal {number}", number=number)
+
+
+def die_with_parent(number: int) -> None:
+    """Ask the kernel to send this process that signal when its parent ends. Does nothing where that is not Linux."""
+    if sys.platform == "linux":
+        from legroom.system.libc import libc  # ctypes takes milliseconds
+
+        libc().prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
 def prefer_oom_kill() -> None:

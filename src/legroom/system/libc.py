@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import sys
 from functools import cache
 from typing import Any
 
 MAP_FAILED = ctypes.c_void_p(-1).value
-_PR_SET_PDEATHSIG = 1
 
 
 @cache
@@ -39,9 +37,3 @@ def malloc_trim() -> None:
     )  # glibc has it, musl has not
     if trim is not None:
         trim(0)
-
-
-def die_with_parent(number: int = signal.SIGTERM) -> None:
-    """Ask the kernel to send this process a signal when its parent ends. Linux only; does nothing elsewhere."""
-    if sys.platform == "linux":
-        libc().prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)

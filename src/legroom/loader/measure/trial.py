@@ -84,8 +84,7 @@ def run(found: Callable[[], tuple[Any, Any]], answer: str, asked: dict[str, Any]
 
 def first_to_go() -> None:
     """Ask the OOM killer to take this process and its workers before anything else, and end with whoever watches."""
-    from legroom.system.child_processes import prefer_oom_kill
-    from legroom.system.libc import die_with_parent
+    from legroom.system.child_processes import die_with_parent, prefer_oom_kill
 
     prefer_oom_kill()
     die_with_parent(signal.SIGKILL)

@@ -36,3 +36,18 @@ def test_the_oom_killer_takes_this_process_first() -> None:
         prefer_oom_kill()
         os._exit(0 if Path("/proc/self/oom_score_adj").read_text().strip() == "1000" else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_a_child_dies_with_its_parent() -> None:
+    child = (
+        "import signal, time; from legroom.system.child_processes import die_with_parent\n"
+        "die_with_parent(signal.SIGKILL); print('ready', flush=True); time.sleep(60)"
+    )
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as started:
+        assert started.stdout is not None and started.stdout.readline() == "ready\n"
+        started.kill()
+        assert started.stdout.read() == ""  # the child had it open too: its end is the end of the child
