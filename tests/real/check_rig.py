@@ -2,8 +2,10 @@
 
 For each setting the loop of `check_player` runs once with room, which gives its peaks. Then a memory cgroup, a
 ``/dev/shm`` and a descriptor limit are drawn near those peaks, check is asked in there, and the loop runs in there. The truth is
-whether that loop survives. As a script: ``check_rig.py --seed N --count N [--out FILE]``. The settings were drawn up without
-regard to how check predicts.
+whether that loop survives. The settings were drawn up without regard to how check predicts.
+
+As a script: ``python3 tests/real/check_rig.py --seed N --count N [--jobs N] [--out FILE]``, as root, with any Python that
+imports legroom and torch. The last line of its output is the summary as JSON.
 """
 
 from __future__ import annotations
@@ -20,19 +22,23 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from rigs import memory_cgroup, small_shm
+from rigs import memory_cgroup, small_shm, why_not_cgroup, why_not_mount
 
 PLAYER = Path(__file__).with_name("check_player.py")
 ROOM = 3 << 30  # of the run with room
 FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 _PATIENCE = 45.0
+_CHECK_PATIENCE = 90.0  # check's own limit of 60 s, its start and its end
+_stopping = threading.Event()
 _MOST = 700 << 20  # bytes of samples that a setting may have about at once
 _EPOCH = 2 << 30  # bytes of samples in an epoch
 KB, MB = 1 << 10, 1 << 20
@@ -125,23 +131,17 @@ def run(
 
     ``to_the_first_kill``: an OOM kill is the end; torch may take minutes to notice that a worker is gone.
     """
-    environment = {
-        **os.environ,
-        "LEGROOM_SETTING": json.dumps(setting),
-        "PYTHONPATH": str(PLAYER.parent),
-        "LANG": "C",
-    }
     began = time.monotonic()
+    limited = ["sh", "-c", f'ulimit -n {nofile} && exec "$@"', "sh", *command]
     with memory_cgroup(ram) as group:
         process = subprocess.Popen(
-            group.command(small_shm(command, str(shm))),
+            group.command(small_shm(limited, str(shm))),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=environment(setting),
             start_new_session=True,
             cwd=PLAYER.parent,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (nofile, nofile)),
         )
         watch = _Watch(process.pid)
         status: int | None = None
@@ -152,15 +152,24 @@ def run(
                 break
             except subprocess.TimeoutExpired:
                 killed = to_the_first_kill and group.oom_kills()
-                if killed or time.monotonic() > began + patience:
+                if killed or _stopping.is_set() or time.monotonic() > began + patience:
                     _end_group(group.path)
                     output, errors = process.communicate()
                     break
         watch.end()
+        if _stopping.is_set():
+            raise InterruptedError("the rig was told to stop")
         name = "memory.max_usage_in_bytes" if group.version == "v1" else "memory.peak"
         peak = int((group.path / name).read_text())
         kills = group.oom_kills()
     return Ran(status, output, errors, peak, watch.shm, watch.files, kills, time.monotonic() - began)
+
+
+def environment(setting: dict[str, Any]) -> dict[str, str]:
+    """This process's, with the player importable beside whatever the caller has made importable."""
+    given = [os.path.abspath(one) for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    path = os.pathsep.join([str(PLAYER.parent), *given])
+    return {**os.environ, "LEGROOM_SETTING": json.dumps(setting), "PYTHONPATH": path, "LANG": "C"}
 
 
 def _end_group(path: Path) -> None:
@@ -254,7 +263,7 @@ def one(rng: random.Random) -> Case:
         print(f"  dies with room too, drawn again: {setting} {roomy.errors[-300:]}", file=sys.stderr)
     peaks = {"ram": roomy.peak_ram, "shm": roomy.peak_shm, "fds": roomy.peak_files}
     bound = limits(rng, setting, peaks)
-    asked = run(check_command(setting), setting, bound["ram"], bound["shm"], bound["fds"])
+    asked = run(check_command(setting), setting, bound["ram"], bound["shm"], bound["fds"], _CHECK_PATIENCE)
     patience = 15 + 3 * roomy.seconds
     truth = run(loop, setting, bound["ram"], bound["shm"], bound["fds"], patience, to_the_first_kill=True)
     try:
@@ -303,31 +312,56 @@ def _off(case: Case, problem: dict[str, Any], loop: Sequence[str], patience: flo
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description="Random settings of both loaders against `legroom check`.")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
-    parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--count", type=int, default=20, help="settings  [default: 20]")
+    parser.add_argument("--first", type=int, default=0, help="number of the first setting  [default: 0]")
+    parser.add_argument("--jobs", type=int, default=1, help="settings at the same time  [default: 1]")
+    parser.add_argument("--out", type=Path, help="append each case to this file, one JSON object a line")
     parser.add_argument("--lock", type=Path, help="a file to hold locked while a case runs")
     given = parser.parse_args()
-    print(f"seed {given.seed}", flush=True)
+    if reason := why_not_cgroup() or why_not_mount():
+        print(reason, file=sys.stderr)
+        return 2
+    print(f"seed {given.seed}, {given.count} settings, {given.jobs} at a time", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the rigs are cleaned up on the way out
-    cases = []
-    for number in range(given.first, given.first + given.count):
-        with _locked(given.lock):
-            case = one(random.Random(f"{given.seed}-{number}"))
-        cases.append(case)
-        print(number, describe(case), flush=True)
-        if given.out:
-            with given.out.open("a") as file:
-                file.write(
-                    json.dumps(
-                        {**case.__dict__, "outcome": case.outcome, "number": number, "seed": given.seed}
-                    )
-                    + "\n"
-                )
-    print(summary(cases))
-    return int(any(case.outcome in ("WRONG YES", "CHECK FAILED") for case in cases))
+    cases: list[Case] = []
+    failed: list[int] = []
+    began = time.monotonic()
+    with ThreadPoolExecutor(given.jobs) as pool:
+        numbers = {
+            pool.submit(_numbered, given.seed, number, given.lock): number
+            for number in range(given.first, given.first + given.count)
+        }
+        try:
+            for done in as_completed(numbers):
+                number = numbers[done]
+                progress = f"[{len(cases) + len(failed) + 1}/{given.count} {time.monotonic() - began:.0f} s]"
+                try:
+                    case = done.result()
+                except Exception:  # of the rig itself: the other settings are tried all the same
+                    failed.append(number)
+                    print(progress, number, "RIG FAILED", traceback.format_exc(), flush=True)
+                    continue
+                cases.append(case)
+                print(progress, number, describe(case), flush=True)
+                if given.out:
+                    with given.out.open("a") as file:
+                        record = {"outcome": case.outcome, "number": number, "seed": given.seed}
+                        file.write(json.dumps({**case.__dict__, **record}) + "\n")
+        except BaseException:
+            _stopping.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+    found = summary(cases, seed=given.seed, rig_failed=failed)
+    print(table(found))
+    print(json.dumps(found))
+    return int(not found["holds"])
+
+
+def _numbered(seed: int, number: int, lock: Path | None) -> Case:
+    with _locked(lock):
+        return one(random.Random(f"{seed}-{number}"))
 
 
 @contextlib.contextmanager
@@ -351,10 +385,50 @@ def describe(case: Case) -> str:
     )
 
 
-def summary(cases: list[Case]) -> str:
+OUTCOMES = ("right yes", "right no", "WRONG YES", "wrong no", "not covered", "CHECK FAILED")
+
+
+def summary(cases: Sequence[Case], **about: Any) -> dict[str, Any]:
+    """The counts, and whether what the project promises of check holds in them."""
     counts = Counter(case.outcome for case in cases)
-    worst = max((case.off for case in cases), default=0.0)
-    return f"{len(cases)} cases: {dict(counts)}; largest wrong no is {worst:.1%} off"
+    shares = {name: counts[name] / max(1, len(cases)) for name in OUTCOMES}
+    offs = sorted((round(case.off, 3) for case in cases if case.outcome == "wrong no"), reverse=True)
+    checks = sorted(case.detail["seconds"][1] for case in cases)
+    return {
+        **about,
+        "cases": len(cases),
+        "outcomes": {name: counts[name] for name in OUTCOMES},
+        "wrong_no_off": offs,
+        "loaders": dict(Counter(case.setting["loader"] for case in cases)),
+        "workers_0": sum(case.setting["workers"] == 0 for case in cases),
+        "small_shm": sum(case.limits["shm"] < ROOM for case in cases),
+        "check_oom_kills": sum(case.detail["check_oom_kills"] for case in cases),
+        "check_seconds": {
+            "median": checks[len(checks) // 2] if checks else None,
+            "most": checks[-1] if checks else None,
+        },
+        "holds": not about.get("rig_failed")
+        and not counts["WRONG YES"]
+        and not counts["CHECK FAILED"]
+        and shares["wrong no"] <= 0.05
+        and shares["not covered"] <= 0.05
+        and all(off <= 0.10 for off in offs),
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """The summary for people."""
+    total = max(1, found["cases"])
+    lines = [f"{name:14s}{count:5d}{count / total:8.1%}" for name, count in found["outcomes"].items()]
+    offs = ", ".join(f"{off:.1%}" for off in found["wrong_no_off"]) or "none"
+    return "\n".join(
+        [
+            f"{'cases':14s}{found['cases']:5d}",
+            *lines,
+            f"wrong no is off by: {offs}",
+            f"holds: {'yes' if found['holds'] else 'NO'}",
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
@@ -64,6 +65,48 @@ def test_a_loop_that_hangs_for_want_of_shared_memory_is_a_no() -> None:
     asked = {**PLAIN, "workers": 2, "collate": "padded", "persistent": True}
     ran = check_rig.run(check_rig.check_command(asked), asked, 2 << 30, 6 << 20, 1024)
     assert ran.status == 1 and '"pool": "shm"' in ran.output and ran.seconds < 40, ran
+
+
+def test_a_worker_that_runs_out_of_descriptors_is_a_no() -> None:
+    """The loop sees only a connection that was closed; the worker's own output has the reason."""
+    asked = {
+        **PLAIN,
+        "workers": 1,
+        "batch": 1,
+        "prefetch": 5,
+        "kind": "parts",
+        "tensors": 40,
+        "collate": "list",
+    }
+    asked = {**asked, "sample_bytes": 4096}
+    ran = check_rig.run(check_rig.check_command(asked), asked, 2 << 30, 1 << 30, 256, 90)
+    assert ran.status == 1 and '"pool": "fds"' in ran.output, ran
+
+
+def test_a_short_stream_does_not_need_full_queues() -> None:
+    asked = {**PLAIN, "workers": 4, "batch": 2, "prefetch": 8, "source": "stream", "samples": 12}
+    asked = {**asked, "sample_bytes": 64 << 10, "kind": "torch"}
+    loop = check_rig.run([sys.executable, str(check_rig.PLAYER)], asked, 2 << 30, 1 << 30, 1024)
+    ran = check_rig.run(check_rig.check_command(asked), asked, 2 << 30, 1 << 30, 1024, 90)
+    found = json.loads(ran.output)
+    assert found["verdict"] == "fits", found
+    assert found["need"]["shm"] <= loop.peak_shm + 2 * (128 << 10) < 33 * (128 << 10), (found, loop)
+
+
+def test_a_dataset_object_is_tried_in_a_fork_that_is_stopped_in_time(tmp_path: Path) -> None:
+    """Python's own check, in a cgroup that the loop does not fit into: the asking process lives."""
+    script = tmp_path / "ask.py"
+    script.write_text(
+        "import legroom, numpy\n"
+        "class Data:\n"
+        "    def __len__(self): return 4096\n"
+        "    def __getitem__(self, index): return numpy.ones(1 << 18, dtype=numpy.float32)\n"
+        "for workers, batch in ((0, 512), (2, 4), (2, 64)):\n"
+        "    plan = legroom.check(Data(), batch_size=batch, num_workers=workers)\n"
+        "    print(plan.verdict, *[problem.pool for problem in plan.problems], flush=True)\n"
+    )
+    ran = check_rig.run([sys.executable, str(script)], PLAIN, 400 << 20, 1 << 30, 1024, 120)
+    assert ran.output.splitlines() == ["too-big ram", "fits", "too-big ram"] and ran.oom_kills == 0, ran
 
 
 def test_what_runs_beside_it_is_not_killed(tmp_path: Path) -> None:

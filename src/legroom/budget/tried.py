@@ -12,13 +12,12 @@ from dataclasses import replace
 
 from legroom.budget.demand import Batch, Demand, loaders_of, workload_of
 from legroom.budget.predict import batch_pages, need
-from legroom.budget.settings import PAGE
+from legroom.budget.settings import PAGE, semaphores
 from legroom.model import Box, Need, Term, Trial
 from legroom.units import format_size
 from legroom.words import counted, phrase, say
 
 _MARGIN, _MARGIN_BYTES = 64, 1 << 20  # a share of it, and bytes: no two runs take exactly the same
-_UNLIKE = 12  # a share by which batches of unlike samples may be smaller than the one that was measured
 _SHORT = 4 << 20  # at least so much more is needed where a trial was stopped
 
 
@@ -49,15 +48,15 @@ def tried_need(demand: Demand, batch: Batch, trial: Trial, box: Box) -> Need:
         terms.append(
             Term("ram", pinned_bytes, say("pinned memory is memory too"), say("the sum of the pinned terms"))
         )
-    shm = trial.shm * count
+    shm = (trial.shm - overlap(demand, trial)[0]) * count
     if trial.short == "shm":
         shm = max(shm + batch_pages(loaders_of(demand, batch)[0].tensors), (_room(box, "shm") or 0) + PAGE)
     if shm:
         terms.append(Term("shm", shm, say("batches and semaphores at their peak"), source))
-    fds = trial.fds
-    if trial.short == "fds":
-        fds = max(fds, (_room(box, "fds") or 0) + 1)
-    terms.append(Term("fds", fds, say("open files of the main process"), source))
+    fds, what = trial.fds, say("open files of the main process")
+    if trial.short == "fds":  # workers hold a descriptor too for each tensor that they have not handed over
+        fds, what = max(fds, (_room(box, "fds") or 0) + 1), say("open files of one of its processes")
+    terms.append(Term("fds", fds, what, source))
     return Need(
         terms=tuple(term for term in (*terms, *pinned, *rest.terms) if term.bytes),
         shm=shm + rest.shm,
@@ -70,17 +69,31 @@ def tried_need(demand: Demand, batch: Batch, trial: Trial, box: Box) -> Need:
 
 
 def _filled(demand: Demand, batch: Batch, trial: Trial) -> Trial:
-    """The trial with full queues: workers that wait for something else look as if they had filled them."""
-    loader = loaders_of(demand, batch)[0]
-    if demand.kind != "torch" or not demand.workers:
+    """The trial with full queues, where they were not seen full: its workers waited for something else than a CPU."""
+    if demand.kind != "torch" or not demand.workers or trial.filled:
         return trial
+    loader = loaders_of(demand, batch)[0]
     ahead = demand.workers * demand.prefetch
-    if loader.batches is not None:
-        ahead = min(ahead, loader.batches - 1)
+    batches = trial.batches if trial.whole else loader.batches
+    if batches is not None:
+        ahead = min(ahead, batches - 1)
     missing = (ahead + 1) * batch_pages(loader.tensors) - trial.shm
-    if missing <= trial.shm // _UNLIKE:
+    if missing <= 0:
         return trial
     return replace(trial, shm=trial.shm + missing, ram=trial.ram + missing)
+
+
+def overlap(demand: Demand, trial: Trial) -> tuple[int, int]:
+    """Bytes of semaphores of one epoch that were there beside those of the next, and how many there can be.
+
+    Workers that start again for every epoch come with semaphores of their own, before all threads that hold those of the
+    last epoch have ended. How many overlap is a matter of timing. It shows only where nothing else is in /dev/shm.
+    """
+    once = semaphores(demand.workers) // 2 * PAGE
+    if demand.persistent or not demand.workers or not once <= trial.shm <= 2 * once:
+        return 0, 0
+    seen = trial.shm - once
+    return seen, max(seen + PAGE * trial.overlap, (demand.workers + 1) * PAGE)
 
 
 def calibrated(demand: Demand, batch: Batch, measured: Need) -> Batch:
@@ -105,6 +118,12 @@ def may_grow(demand: Demand, batch: Batch, trial: Trial, *, forked: bool) -> int
 
 def _text(demand: Demand, trial: Trial) -> str:
     workers = counted(demand.workers, phrase("{count} worker"), phrase("{count} workers"))
+    if trial.forked:
+        return say(
+            "what a loop with {workers} adds to this process at its peak, over {batches} batches an epoch, and a "
+            "margin",
+            workers=workers, batches=trial.batches,
+        )  # fmt: skip
     return say(
         "the process and {workers} at their peak, over {batches} batches an epoch, and a margin",
         workers=workers, batches=trial.batches,

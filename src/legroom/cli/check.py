@@ -1,4 +1,4 @@
-"""`legroom check`: whether this training survives here. Parses, calls, renders; decides nothing."""
+"""`legroom check`: predict whether a training run fits. Parses, calls, renders; decides nothing."""
 
 from __future__ import annotations
 
@@ -13,28 +13,36 @@ from legroom.words import say
 
 
 @click.command()
-@click.option("--batch", type=int, required=True, metavar="N", help="Samples in a batch.")
-@click.option("--dataset", metavar="MODULE:OBJECT", help="Try the loader on it, in a child process.")
-@click.option("--collate", metavar="MODULE:OBJECT", help="Its collate function, where it has one of its own.")
+@click.option("--batch", type=int, required=True, metavar="N", help="Batch size.")
+@click.option("--dataset", metavar="MODULE:OBJECT", help="Dataset to run the loader on, in a child process.")
+@click.option(
+    "--collate", metavar="MODULE:OBJECT", help="Collate function of the dataset, if not torch's default."
+)
 @click.option(
     "--timeout",
     type=DURATION,
-    default=120.0,
+    default=60.0,
     metavar="TIME",
-    help="For drawing, and again for the trial run.  [default: 2m]",
+    help="Time limit for the trial run and for drawing samples before it, together.  [default: 1m]",
 )
 @training_options
 @click.option(
     "--start-method",
     type=click.Choice(["fork", "spawn", "forkserver"]),
-    help="How the loader's workers start.  [default: as this Python starts them]",
+    help="Start method of the workers.  [default: Python's default]",
 )
-@click.option("--checkpoint-dir", metavar="DIR", help="Where checkpoints go: that disk counts too.")
 @click.option(
-    "--checkpoint-bytes", type=SIZE, default=0, metavar="SIZE", help="All that are kept, of one process."
+    "--checkpoint-dir", metavar="DIR", help="Checkpoint directory; also check free space on its disk."
+)
+@click.option(
+    "--checkpoint-bytes",
+    type=SIZE,
+    default=0,
+    metavar="SIZE",
+    help="Size of all checkpoints one process keeps.",
 )
 @click.option("--root", default="/", metavar="DIR", help="Read the machine below DIR: /host, or a recording.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     batch: int,
     dataset: str | None,
@@ -47,10 +55,10 @@ def command(
     as_json: bool,
     **training: Any,
 ) -> int:
-    """Whether this training fits here now, which pool breaks first, and the largest settings that fit.
+    """Predict whether a training run fits on this machine now, which memory pool runs out, and what would fit.
 
-    Say what a batch holds: --data FILE, --sample-bytes SIZE, or --dataset MODULE:OBJECT. Exits 1 when it is too big;
-    0 when it fits, and when nothing that is known speaks against it.
+    Give the size of a batch with --data FILE, --sample-bytes SIZE or --dataset MODULE:OBJECT. Exits 0 if it fits or the
+    answer is unknown, 1 if it is too big.
     """
     from legroom.cli import check_view as view
     from legroom.cli import main
@@ -59,7 +67,7 @@ def command(
 
     if dataset is None and training["data"] is None and training["sample_bytes"] is None:
         raise UsageError(
-            say("the bytes of a batch are not known"),
+            say("the size of a batch is not given"),
             fix=(say("give one of --dataset MODULE:OBJECT, --data FILE, --sample-bytes SIZE"),),
         )
     found = check(

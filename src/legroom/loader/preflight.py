@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,12 @@ from legroom.budget.demand import Batch, Demand, batch_of
 from legroom.budget.fit import fit
 from legroom.budget.largest import fits, judged, largest_batch, largest_settings
 from legroom.budget.rows import data_rows
-from legroom.budget.tried import calibrated, may_grow, tried_need
+from legroom.budget.tried import calibrated, may_grow, overlap, tried_need
 from legroom.errors import DatasetOutOfMemory, UsageError
 from legroom.loader.bare_demand import with_bare_processes
 from legroom.loader.measure.guarded import RESERVE
-from legroom.loader.measure.private import private_bytes, start_method
+from legroom.loader.measure.private import private_bytes
+from legroom.loader.measure.private import start_method as start_method_here
 from legroom.model import Box, Measured, Need, Plan, Pool, Term, Trial
 from legroom.probe.filesystem import disk_at
 from legroom.probe.host import Host
@@ -30,7 +32,8 @@ from legroom.system.libc import malloc_trim
 from legroom.units import format_size, parse_size
 from legroom.words import say
 
-_TIMEOUT = 120.0
+_TIMEOUT = 60.0
+_LEAST_S = 1.0  # for the trial run, however long the drawing took
 _TRIAL_S = 8.0  # for the batches of a trial run, beyond the few that it needs
 
 
@@ -64,9 +67,10 @@ def check(
 ) -> Plan:
     """Whether a training with these settings fits this machine now; ``verdict`` is fits, too-big or unknown.
 
-    The bytes of a batch come from ``dataset`` (an object, drawn from here, or ``"module:object"``, drawn from in a
-    child process), from a ``data`` file's description, or from ``sample_bytes``. Sizes are bytes or texts. A named
-    dataset also goes through a trial run of the loader in a child process, which is stopped while memory is left.
+    The bytes of a batch come from ``dataset`` (an object, or ``"module:object"``), from a ``data`` file's description,
+    or from ``sample_bytes``. Sizes are bytes or texts. On Linux a child process draws from the dataset, and another
+    runs the loader; both are stopped while memory is left. For an object they are forks of this process, and the need
+    is what the loader adds to it.
 
     Args:
         dataset: A dataset, or the name of one: the surest source.
@@ -91,7 +95,7 @@ def check(
         checkpoint_dir: Where checkpoints go: that disk is held against ``checkpoint_bytes``.
         checkpoint_bytes: Of all checkpoints that are kept, of one process.
         start_method: How the loader's workers start; None: as this Python starts them.
-        timeout: Seconds for drawing in a child process, and again for the trial run.
+        timeout: Seconds for drawing and the trial run together; the answer is ``unknown`` where they do not suffice.
         host: Where to read; None is this machine.
         leaving: This process ends before the training starts, so what it holds counts as free.
     """
@@ -110,8 +114,10 @@ def check(
         process_ram=None if process_ram is None else parse_size(process_ram), params=params,
         optimizer=optimizer, dtype=dtype, checkpoint=checkpoint, start_method=start_method,
     )  # fmt: skip
+    deadline = time.monotonic() + timeout
     measured: Measured | None = None
     trial: Trial | None = None
+    tries = True
     # Below another root other processes would run, and elsewhere memory cannot be watched.
     here = host.live and host.root == Path("/") and host.platform == "linux"
     if dataset is not None:
@@ -120,7 +126,7 @@ def check(
             if leaving and (before := _tried_before(dataset, timeout)):
                 measured, trial = before
             else:
-                measured = _drawn(dataset, batch_size, collate_fn, demand, timeout)
+                measured, tries = _drawn(dataset, batch_size, collate_fn, demand, timeout, here=here)
         except DatasetOutOfMemory as problem:  # measuring takes more than the loop itself: that one decides
             if not here:
                 return _nothing_fits(_room_here(host, leaving=False), problem)
@@ -132,8 +138,9 @@ def check(
         if here and leaving and (before := _tried_before("", timeout)):
             _, trial = before
     box = _with_checkpoints(_room_here(host, leaving=leaving and here), host, checkpoint_dir)
-    if trial is None and here and _worth_trying(demand, batch, box):
-        trial = _tried(dataset, collate_fn, demand, batch, measured, timeout, leaving=leaving)
+    if trial is None and here and tries and _worth_trying(demand, batch, box):
+        left = max(_LEAST_S, deadline - time.monotonic())
+        trial = _tried(dataset, collate_fn, demand, batch, measured, left, leaving=leaving)
     if trial is None:
         if dataset is None and here:
             demand = with_bare_processes(demand, timeout)
@@ -148,7 +155,7 @@ def check(
         fix=(*_another_way(demand, batch, box, verdict), *verdict.fix),
         settings=largest_settings(demand, batch, box, fitting=fitting) if known or fitting else None,
         largest_batch=largest_batch(demand, batch, box) if known else batch_size if fitting else 0,
-        notes=(*verdict.notes, *_notes(demand, measured, data, trial)),
+        notes=(*verdict.notes, *_notes(demand, measured, data, trial, tries=tries or not here)),
         box=box,
     )
 
@@ -215,10 +222,10 @@ def _tried(
     *,
     leaving: bool,
 ) -> Trial | None:
-    """A trial run of the named dataset, or of tensors of the stated sizes; None where neither can be had."""
-    from legroom.loader.measure.trial_guard import try_named, why_not
+    """A trial run of the dataset, or of tensors of the stated sizes; None where torch is not installed."""
+    from legroom.loader.measure.trial_guard import try_named, try_object, why_not
 
-    if (dataset is not None and not isinstance(dataset, str)) or why_not() is not None:
+    if why_not() is not None:
         return None
     least = demand.workers * (demand.prefetch + 4) + 4  # batches, where the number of samples is not known
     sizes = [-(-size // batch.samples) for size in batch.tensors]
@@ -227,12 +234,16 @@ def _tried(
         if dataset is None
         else {}
     )
+    asked = {
+        "kind": demand.kind, "batch_size": batch.samples, "workers": demand.workers, "prefetch": demand.prefetch,
+        "persistent": demand.persistent, "start_method": demand.start_method, "seconds": min(_TRIAL_S, timeout / 4),
+        "batch_seconds": _seconds(measured, batch),
+    }  # fmt: skip
+    if dataset is not None and not isinstance(dataset, str):
+        return try_object(dataset, collate, timeout=timeout, **asked)
     return try_named(
-        dataset or "", collate, timeout=timeout, leaving=leaving, measured=measured, kind=demand.kind,
-        batch_size=batch.samples, workers=demand.workers, prefetch=demand.prefetch, persistent=demand.persistent,
-        start_method=demand.start_method, seconds=min(_TRIAL_S, timeout / 4), batch_seconds=_seconds(measured, batch),
-        **stated,
-    )  # fmt: skip
+        dataset or "", collate, timeout=timeout, leaving=leaving, measured=measured, **asked, **stated
+    )
 
 
 def _seconds(measured: Measured | None, batch: Batch) -> float:
@@ -247,7 +258,7 @@ def _seconds(measured: Measured | None, batch: Batch) -> float:
 
 def _with_tried_process(demand: Demand, trial: Trial) -> Demand:
     """The demand with the process of the trial run, for settings that were not tried."""
-    if demand.process_ram is not None:
+    if demand.process_ram is not None or trial.forked:  # the process that asked is there already
         return demand
     return replace(
         demand, process_ram=trial.process, process_ram_source=say("measured: the process of a trial run")
@@ -266,8 +277,17 @@ def _judged_by_trial(demand: Demand, batch: Batch, trial: Trial, box: Box) -> tu
             "{why}; it had taken {taken} by then, and can take more", why=trial.unfinished,
             taken=format_size(trial.ram),
         )  # fmt: skip
-        return _not_covered(verdict, "trial-unfinished", why), batch
-    more = may_grow(demand, batch, trial, forked=(demand.start_method or start_method()) == "fork")
+        return _not_covered(verdict, "ram", "trial-unfinished", why), batch
+    shm = box.pool("shm")
+    most = taken.shm + overlap(demand, trial)[1] * demand.ranks
+    if trial.overlap or (shm is not None and shm.free is not None and most > shm.free):
+        why = say(
+            "workers start again for every epoch, and semaphores of two epochs can overlap: it needs {need} to {most}, "
+            "depending on timing; persistent_workers avoids that",
+            need=format_size(taken.shm), most=format_size(most),
+        )  # fmt: skip
+        return _not_covered(verdict, "shm", "epoch-overlap", why), batch
+    more = may_grow(demand, batch, trial, forked=(demand.start_method or start_method_here()) == "fork")
     ram = box.pool("ram")
     if more is None or (ram is not None and ram.free is not None and taken.ram + more > ram.free):
         why = say(
@@ -276,12 +296,12 @@ def _judged_by_trial(demand: Demand, batch: Batch, trial: Trial, box: Box) -> tu
             grown=format_size(trial.growth), count=trial.growth_batches, need=format_size(taken.ram),
             more=say("any amount") if more is None else format_size(more),
         )  # fmt: skip
-        return _not_covered(verdict, "still-growing", why), batch
+        return _not_covered(verdict, "ram", "still-growing", why), batch
     return verdict, batch
 
 
-def _not_covered(verdict: Plan, code: str, why: str) -> Plan:
-    return replace(verdict, verdict="unknown", unknown={**verdict.unknown, "ram": why}, codes={"ram": code})
+def _not_covered(verdict: Plan, pool: str, code: str, why: str) -> Plan:
+    return replace(verdict, verdict="unknown", unknown={**verdict.unknown, pool: why}, codes={pool: code})
 
 
 def _only(data: object, sample_bytes: object) -> None:
@@ -298,30 +318,37 @@ def _drawn(
     collate_fn: Callable[[Any], Any] | str | None,
     demand: Demand,
     timeout: float,
-) -> Measured:
-    if isinstance(dataset, str):
-        from legroom.loader.measure.apart import measure_dataset
+    *,
+    here: bool,
+) -> tuple[Measured, bool]:
+    """What was drawn, and whether the loader can be tried."""
+    from legroom.loader.measure.apart import measure_dataset, measure_object
+    from legroom.loader.measure.measuring import check_batch, measure
 
+    method = demand.start_method
+    if isinstance(dataset, str):
         if collate_fn is not None and not isinstance(collate_fn, str):
             raise UsageError(
                 say("the dataset is named and drawn from in a child: its collate function must be named too"),
                 fix=(say('collate_fn="module:function", or give the dataset itself'),),
             )
-        return measure_dataset(
-            dataset,
-            batch_size=batch_size,
-            collate=collate_fn,
-            timeout=timeout,
-            method=demand.start_method,
+        found = measure_dataset(
+            dataset, batch_size=batch_size, collate=collate_fn, timeout=timeout, method=method
         )
-    from legroom.loader.measure.measuring import measure
-
+        return found, True
     if isinstance(collate_fn, str):
         raise UsageError(
             say("the dataset is an object: its collate function must be an object too, not a name"),
             fix=(say("give the function itself"),),
         )
-    return measure(dataset, batch_size=batch_size, collate_fn=collate_fn, method=demand.start_method)
+    check_batch(batch_size)
+    how: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "method": method}
+    drawn = measure_object(dataset, timeout=timeout, **how) if here else None
+    if drawn is None:  # it raised in the fork: here it raises the same, or it cannot be forked (CUDA cannot)
+        return measure(dataset, **how), False
+    if (method or start_method_here()) != "fork":  # each worker holds what this process holds, at the most
+        drawn = replace(drawn, idle_worker=private_bytes())
+    return drawn, True
 
 
 def _with_processes(demand: Demand, measured: Measured | None, *, named: bool) -> Demand:
@@ -398,7 +425,9 @@ def _another_way(demand: Demand, batch: Batch, box: Box, verdict: Plan) -> tuple
     return (say("legroom.DataLoader with these settings fits: its batches do not lie in /dev/shm"),)
 
 
-def _notes(demand: Demand, measured: Measured | None, data: object, trial: Trial | None) -> tuple[str, ...]:
+def _notes(
+    demand: Demand, measured: Measured | None, data: object, trial: Trial | None, *, tries: bool
+) -> tuple[str, ...]:
     notes = []
     if trial is None and demand.process_ram is None and not demand.params:
         notes.append(say("RAM of the training process itself was not stated: it is not counted"))
@@ -411,6 +440,12 @@ def _notes(demand: Demand, measured: Measured | None, data: object, trial: Trial
             say(
                 "predicted, not tried: torch's workers can hold many times as much where samples are 1 to 32 MB, or "
                 "where the dataset is a Python list; check --dataset MODULE:OBJECT tries it"
+            )
+        )
+    if not tries:
+        notes.append(
+            say(
+                "not tried: the dataset raised an error in a fork of this process, and none in the process itself"
             )
         )
     if data is not None:

@@ -68,6 +68,11 @@ class Trial:
     batches: int  # the most it loaded in an epoch
     process: int  # anonymous bytes of the main process before the first batch
     whole: bool  # two epochs to their ends; else as much as the time allowed
+    filled: bool = False  # the queues were seen with every batch in them that the workers were asked for
+    overlap: bool = (
+        False  # no room for the semaphores of the second epoch while some of the first were there still
+    )
+    forked: bool = False  # in a fork of the process that asked: what that one holds is not in the figures
     growth: int = 0  # by which the peak rose in the last ``growth_batches`` of the first epoch
     growth_batches: int = 0
     short: str | None = None  # the pool that it ran out of: "ram", "shm" or "fds"

@@ -10,11 +10,11 @@ from boxes import GB, MB, healthy, with_pool
 from legroom.budget.demand import Batch, Demand, workload_of
 from legroom.budget.fit import fit
 from legroom.budget.predict import need
-from legroom.budget.tried import calibrated, may_grow, tried_need
+from legroom.budget.tried import calibrated, may_grow, overlap, tried_need
 from legroom.model import Trial
 
 BATCH = Batch((8 * MB,), 8, "measured", rows=800)
-TRIAL = Trial(ram=300 * MB, shm=40 * MB, fds=20, batches=100, process=150 * MB, whole=True)
+TRIAL = Trial(ram=300 * MB, shm=40 * MB, fds=20, batches=100, process=150 * MB, whole=True, filled=True)
 
 
 def test_what_was_measured_counts_with_a_margin_and_once_for_each_rank() -> None:
@@ -63,3 +63,39 @@ def test_growth_goes_on_until_the_epoch_ends_or_all_is_copied() -> None:
     endless = replace(BATCH, rows=None)
     assert may_grow(demand, endless, part, forked=False) is None
     assert may_grow(demand, endless, part, forked=True) == 2 * 150 * MB  # two copies of the process
+
+
+def test_queues_that_were_seen_full_are_not_filled_up_by_arithmetic() -> None:
+    """One batch is drawn to measure it; the others of a dataset of unlike samples may be smaller."""
+    small = replace(TRIAL, shm=3 * MB, filled=True)
+    assert tried_need(Demand(workers=2), BATCH, small, healthy()).shm == 3 * MB
+    waiting = tried_need(Demand(workers=2), BATCH, replace(small, filled=False), healthy())
+    assert waiting.shm > 5 * 8 * MB and waiting.ram > 300 * MB + 37 * MB
+
+
+def test_a_stream_that_was_run_whole_has_no_more_batches_than_it_gave() -> None:
+    endless = replace(BATCH, rows=None)
+    short = replace(TRIAL, shm=2 * 8 * MB, batches=2, filled=False)
+    found = tried_need(Demand(workers=4, prefetch=8), endless, short, healthy())
+    assert found.shm <= 2 * (8 * MB + 4096)
+    cut = tried_need(Demand(workers=4, prefetch=8), endless, replace(short, whole=False), healthy())
+    assert cut.shm >= 33 * 8 * MB
+
+
+def test_a_trial_in_a_fork_counts_the_process_once() -> None:
+    demand = Demand(process_ram=GB)  # given by the user: 150 MB of it are there already
+    found = tried_need(demand, BATCH, replace(TRIAL, forked=True), healthy())
+    assert 300 * MB + GB - 150 * MB < found.ram < 310 * MB + GB - 150 * MB
+    assert "adds to this process" in found.terms[0].what
+
+
+def test_semaphores_of_two_epochs_overlap_by_chance() -> None:
+    """3 workers: 17 semaphores of a page each; how many of the epoch before are left is not counted as needed."""
+    page, demand = 4096, Demand(workers=3)
+    for pages, most in ((17, 4), (19, 4), (26, 9)):
+        seen = replace(TRIAL, shm=pages * page)
+        assert tried_need(demand, BATCH, seen, healthy()).shm == 17 * page
+        assert overlap(demand, seen) == ((pages - 17) * page, most * page)
+    batches = replace(TRIAL, shm=200 * page)  # they hide it
+    assert overlap(demand, batches) == (0, 0) == overlap(replace(demand, persistent=True), seen)
+    assert overlap(demand, replace(TRIAL, shm=24 * page, overlap=True))[1] == 8 * page

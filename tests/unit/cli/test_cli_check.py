@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -207,13 +210,71 @@ def test_python_takes_the_dataset_itself(dataset: str) -> None:
 
     data = import_module(dataset).data
     plan = legroom.check(data, batch_size=8, num_workers=2, prefetch_factor=2)
-    assert plan.need.shm >= 6 * 8 * MB and plan.settings is not None
+    assert plan.need.shm >= 5 * 8 * MB and plan.settings is not None
     with pytest.raises(UsageError):
         legroom.check(data, batch_size=8, sample_bytes=4)
     with pytest.raises(UsageError):
         legroom.check(data, batch_size=8, collate_fn="module:function")
     with pytest.raises(UsageError):
         legroom.check(data, batch_size=0)
+
+
+class _Counting:
+    """Samples of a megabyte; knows the process that drew from it."""
+
+    def __init__(self) -> None:
+        self.drawn, self.process = 0, os.getpid()
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Any:
+        self.drawn += 1
+        return np.ones(MB // 4, dtype=np.float32)
+
+
+class _NotInAFork(_Counting):
+    """As a dataset whose tensors are on a GPU: CUDA does not work in a fork."""
+
+    def __getitem__(self, index: int) -> Any:
+        if os.getpid() != self.process:
+            raise RuntimeError("cannot be used in a forked subprocess")
+        return super().__getitem__(index)
+
+
+class _Slow(_Counting):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.5)
+        return super().__getitem__(index)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is watched on Linux")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_object_is_tried_in_a_fork(workers: int, capfd: pytest.CaptureFixture[str]) -> None:
+    data = _Counting()
+    before = random.getstate()
+    plan = legroom.check(data, batch_size=4, num_workers=workers)
+    (term, *_) = [term for term in plan.need.terms if term.pool == "ram"]
+    assert plan.verdict == "fits" and "trial run" in term.source and "adds to this process" in term.what
+    assert data.drawn == 0 and random.getstate() == before and capfd.readouterr() == ("", "")
+    assert 8 * MB < plan.need.ram < 400 * MB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is watched on Linux")
+def test_a_dataset_object_that_cannot_be_forked_is_drawn_from_here() -> None:
+    data = _NotInAFork()
+    plan = legroom.check(data, batch_size=4)
+    assert data.drawn and plan.verdict == "fits" and plan.need.ram >= 8 * MB
+    assert any("fork of this process" in note for note in plan.notes)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is watched on Linux")
+def test_a_trial_that_takes_too_long_is_unknown_and_says_what_it_had_taken() -> None:
+    began = time.monotonic()
+    plan = legroom.check(_Slow(), batch_size=16, num_workers=1, timeout=6)
+    assert time.monotonic() < began + 30
+    assert plan.verdict == "unknown" and plan.codes == {"ram": "trial-unfinished"}
+    assert "by then" in plan.unknown["ram"] and "--timeout" in plan.unknown["ram"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Work on a user's dataset in a child process, and what to say when the child does not come back.
 
-Covers: starting the child, its time limit, its last words, which signal or OOM kill ended it. Does not cover: the work
-(measure/child.py).
+Covers: starting the child (a new interpreter for a named dataset, a fork for an object), its time limit, its last
+words, which signal or OOM kill ended it. Does not cover: the work (measure/child.py).
 
 Owned here: the child and all it started (its own session, killed as a whole), and a temporary directory with the
 request, the answer and the child's output.
@@ -14,19 +14,21 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from legroom.errors import DatasetFailed, DatasetOutOfMemory, LegroomError, MissingKey, MissingPackage
 from legroom.loader.measure import meter
-from legroom.loader.measure.guarded import Watched, environment, guarded
+from legroom.loader.measure.guarded import Watched, environment, forked, guarded
 from legroom.loader.measure.named import split
 from legroom.model import Measured, Transport
 from legroom.system.child_processes import ExitStatus
 from legroom.units import format_duration, format_size
 from legroom.words import say
 
-__all__ = ["in_child", "measure_dataset"]
+__all__ = ["in_child", "measure_dataset", "measure_object"]
 
 _TAIL_BYTES = 16384
 _TAIL_LINES = 6
@@ -54,31 +56,61 @@ def measure_dataset(
         spec, timeout, work="measure", spec=spec, collate=collate, batch_size=batch_size, samples=samples,
         seconds=seconds, transport=transport, method=method,
     )  # fmt: skip
-    way = told.pop("transport")
-    return Measured(
-        **{**told, "tensors": tuple(told["tensors"]), "transport": Transport(**way) if way else None}
-    )
+    return _measured(told)
+
+
+def measure_object(dataset: Any, *, timeout: float, **how: Any) -> Measured | None:
+    """Draw from a dataset object in a fork of this process; None: it raised there, and may not in this process."""
+    from legroom.loader.measure.child import write_answer
+    from legroom.loader.measure.measuring import measure
+
+    def run(folder: Path) -> Watched:
+        def work() -> None:
+            write_answer(lambda: asdict(measure(dataset, **how)), str(folder / "answer"))
+
+        return forked(work, folder, timeout)
+
+    told = _answer(type(dataset).__name__, timeout, run)
+    return None if "error" in told else _measured(told["result"])
 
 
 def in_child(name: str, timeout: float, **request: Any) -> dict[str, Any]:
     """The child's answer to a request about the dataset called ``name``."""
-    with tempfile.TemporaryDirectory(prefix="legroom-") as place:
-        folder = Path(place)
-        asked, answer = folder / "request", folder / "answer"
+
+    def run(folder: Path) -> Watched:
+        asked = folder / "request"
         asked.write_text(json.dumps(request), encoding="utf-8")
-        line = [sys.executable, "-m", "legroom.loader.measure.child", str(asked), str(answer)]
-        ran = guarded(line, folder, timeout) if sys.platform == "linux" else _unguarded(line, folder, timeout)
-        words = last_words(folder / "output")
-        try:
-            told: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-        except OSError:
-            if ran.stopped in ("ram", "shm") or ran.killed:
-                raise _out_of_room(name, ran) from None
-            raise _died(name, ran.status, timeout, words) from None
+        line = [sys.executable, "-m", "legroom.loader.measure.child", str(asked), str(folder / "answer")]
+        return (
+            guarded(line, folder, timeout) if sys.platform == "linux" else _unguarded(line, folder, timeout)
+        )
+
+    told = _answer(name, timeout, run)
     if "error" in told:
         raise _raised(name, told)
     result: dict[str, Any] = told["result"]
     return result
+
+
+def _answer(name: str, timeout: float, run: Callable[[Path], Watched]) -> dict[str, Any]:
+    """What a child wrote down in a folder of its own; an error where it wrote nothing."""
+    with tempfile.TemporaryDirectory(prefix="legroom-") as place:
+        folder = Path(place)
+        ran = run(folder)
+        try:
+            told: dict[str, Any] = json.loads((folder / "answer").read_text(encoding="utf-8"))
+        except OSError:
+            if ran.stopped in ("ram", "shm") or ran.killed:
+                raise _out_of_room(name, ran) from None
+            raise _died(name, ran.status, timeout, last_words(folder / "output")) from None
+    return told
+
+
+def _measured(told: dict[str, Any]) -> Measured:
+    way = told.pop("transport")
+    return Measured(
+        **{**told, "tensors": tuple(told["tensors"]), "transport": Transport(**way) if way else None}
+    )
 
 
 def _unguarded(line: list[str], folder: Path, timeout: float) -> Watched:
@@ -107,9 +139,12 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def last_words(output: Path) -> list[str]:
-    with output.open("rb") as file:
-        file.seek(max(0, output.stat().st_size - _TAIL_BYTES))
-        text = file.read().decode("utf-8", "replace")
+    try:
+        with output.open("rb") as file:
+            file.seek(max(0, output.stat().st_size - _TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:  # it was ended before it opened the file
+        return []
     lines = [line for line in text.splitlines() if line.strip()]
     # faulthandler writes the innermost call first, Python's own traceback last.
     crash = next((at for at, line in enumerate(lines) if line.startswith("Fatal Python error")), None)

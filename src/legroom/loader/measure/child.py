@@ -32,13 +32,19 @@ _TAIL = 5  # lines of a traceback that say where it came from
 
 def main(request: str, answer: str) -> None:
     """Do what the request asks and write the answer, whatever happens."""
-    faulthandler.enable()
-    first_to_go()
     if os.getcwd() not in sys.path:  # absent under PYTHONSAFEPATH
         sys.path.insert(0, os.getcwd())
     asked = json.loads(Path(request).read_text(encoding="utf-8"))
+    work = _WORK[asked.pop("work")]
+    write_answer(lambda: work(**asked), answer)
+
+
+def write_answer(work: Callable[[], dict[str, Any]], answer: str) -> None:
+    """Do the work, write what it returned or raised, and end this process."""
+    faulthandler.enable()
+    first_to_go()
     try:
-        told: dict[str, Any] = {"result": _WORK[asked.pop("work")](**asked)}
+        told: dict[str, Any] = {"result": work()}
     except LegroomError as problem:
         cause = problem.__cause__
         told = {"error": problem.as_dict(), "tail": _tail(cause) if cause else []}

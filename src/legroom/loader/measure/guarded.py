@@ -1,16 +1,19 @@
 """A child process that may take more than there is, run below a guard (meter.py) and told of afterwards.
 
-Covers: where the guard reads this machine's figures, running it beside this process, or in this process's place where
-the program has nothing else to do. Does not cover: what runs in the child (child.py, trial.py).
+Covers: where the guard reads this machine's figures, running it beside this process, in this process's place where
+the program has nothing else to do, or with this process as the guard of its own fork. Does not cover: what runs in
+the child (child.py, trial.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import marshal
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,7 @@ class Watched:
     shm: int
     history: tuple[tuple[float, int], ...]  # peaks of RAM, by the monotonic clock
     killed: bool  # the kernel killed for memory meanwhile
+    reported: str | None = None  # the pool that its output reports to have run out
 
     def peak_at(self, moment: float) -> int:
         """The peak of RAM until then."""
@@ -60,6 +64,47 @@ def guarded(command: Sequence[str], folder: Path, timeout: float) -> Watched:
     finally:
         plan.unlink(missing_ok=True)
     return finished(folder)
+
+
+def forked(work: Callable[[], None], folder: Path, timeout: float) -> Watched:
+    """Run the function in a fork of this process, its output in ``folder``; this process is the guard meanwhile.
+
+    What this process holds is in neither figure, and the fork ends with it.
+    """
+    plan = _content(("",), folder, timeout)
+    before, parent = memory(Host()).events.oom_kills, os.getpid()
+
+    def start(_: object) -> int:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it is closed
+                stream.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of forking with threads: torch's loader does no less
+            pid = os.fork()
+        if pid:
+            return pid
+        try:
+            os.setsid()
+            _output_to(folder / "output")
+            if torch := sys.modules.get(
+                "torch"
+            ):  # its other threads are not in a fork, and it would wait for them
+                torch.set_num_threads(1)
+            if os.getppid() == parent:
+                work()
+        finally:
+            os._exit(0)
+
+    return _watched(meter.watched(plan, start, beside=parent), before)
+
+
+def _output_to(path: Path) -> None:
+    """Everything that this process writes goes there."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    sink = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    for target, source in ((0, nothing), (1, sink), (2, sink)):
+        os.dup2(source, target)
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
 
 
 def become_guard(command: Sequence[str], folder: Path, timeout: float, again: Sequence[str]) -> None:
@@ -85,8 +130,12 @@ def finished(folder: Path) -> Watched:
             found: dict[str, Any] = marshal.load(file)
     except (OSError, ValueError, EOFError):  # the guard itself was killed
         found = {"status": None, "stopped": "time", "ram": 0, "shm": 0, "history": []}
+    return _watched(found, before)
+
+
+def _watched(found: dict[str, Any], kills_before: int | None) -> Watched:
     now = memory(Host()).events.oom_kills
-    killed = before is not None and now is not None and now > before
+    killed = kills_before is not None and now is not None and now > kills_before
     return Watched(**{**found, "history": tuple(found["history"])}, killed=killed)
 
 
@@ -94,26 +143,28 @@ _GUARD = (sys.executable, "-S", "-E", "-B", str(Path(meter.__file__).resolve()))
 
 
 def _plan(command: Sequence[str], folder: Path, timeout: float, again: Sequence[str] = ()) -> Path:
-    host = Host()
     with (folder / "kills").open("wb") as file:
-        marshal.dump(memory(host).events.oom_kills, file)
+        marshal.dump(memory(Host()).events.oom_kills, file)
     path = folder / "plan"
     with path.open("wb") as file:
-        marshal.dump(
-            {
-                "where": _where(host),
-                "command": [*command],
-                "environment": environment(),
-                "output": str(folder / "output"),
-                "result": str(folder / "result"),
-                "timeout": timeout,
-                "marks": [*_MARKS],
-                "then": [*again],
-                "then_environment": {**os.environ, _FOLDER: str(folder)},
-            },
-            file,
-        )
+        marshal.dump(_content(command, folder, timeout, again), file)
     return path
+
+
+def _content(
+    command: Sequence[str], folder: Path, timeout: float, again: Sequence[str] = ()
+) -> dict[str, Any]:
+    return {
+        "where": _where(Host()),
+        "command": [*command],
+        "environment": environment(),
+        "output": str(folder / "output"),
+        "result": str(folder / "result"),
+        "timeout": timeout,
+        "marks": [*_MARKS],
+        "then": [*again],
+        "then_environment": {**os.environ, _FOLDER: str(folder)},
+    }
 
 
 def _where(host: Host) -> dict[str, Any]:

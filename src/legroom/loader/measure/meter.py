@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 TICK_S, STAT_S, OUTPUT_S = 0.001, 0.02, 0.25
 TREE_S, UNSEEN = 0.05, 8  # between two sums over processes, and the share that may come and go between them
 TRACKER_S = 2.0  # for the resource tracker of a command that was killed
+REAP_S = 5.0  # for a killed command to go: one that waits for a dead network file system cannot
 GRACE_S = 1.5  # for a command that has said that it failed
 _STEP = 256 << 10  # a rise worth remembering
 
@@ -29,20 +30,21 @@ _STEP = 256 << 10  # a rise worth remembering
 class Meter:
     """RAM and /dev/shm, above what they were at the start."""
 
-    def __init__(self, where: dict[str, Any]) -> None:
-        self._where = where
+    def __init__(self, where: dict[str, Any], beside: int | None = None) -> None:
+        """``beside``: the process that a command is a fork of; pages that they share are counted in neither."""
+        self._where, self._beside = where, beside
         self._caches: dict[str, int] = {}
         self._most_cache = 0
         self._available: int | None = None
         self._shm_free: int | None = None
         self.pid: int | None = None
-        self._tree = 0  # what the processes hold by themselves, where no cgroup counts it
+        self.ram = self.shm = 0
+        self._tree = self._sum()  # what the processes hold by themselves, where no cgroup counts it
         self._read_caches()
         self._stat_at = time.monotonic()
         self._kernel_peak = _count(where["peak"])
         self._base_shm = self._shm_used()
         self._base = self._used()
-        self.ram = self.shm = 0
         self.history: list[tuple[float, int]] = []
 
     def look(self) -> str | None:
@@ -50,8 +52,7 @@ class Meter:
         now = time.monotonic()
         if now > self._stat_at + (TREE_S if self._where["own"] is None else STAT_S):
             self._read_caches()
-            if self._where["own"] is None and self.pid is not None:
-                self._tree = _held(self.pid, self.shm)
+            self._tree = self._sum()
             self._stat_at = time.monotonic()
         if self._used() - self._base > self.ram + _STEP:  # a new peak, or page cache that is not known yet
             self._read_caches()
@@ -76,6 +77,13 @@ class Meter:
         after = _count(self._where["peak"])
         if self._kernel_peak is not None and after is not None and after > self._kernel_peak:
             self.ram = max(self.ram, after - self._most_cache - self._base)
+
+    def _sum(self) -> int:
+        """What the processes hold, where no cgroup counts it."""
+        if self._where["own"] is not None:
+            return 0
+        beside = 0 if self._beside is None else _anonymous(str(self._beside))
+        return beside + (0 if self.pid is None else _held(self.pid, self.shm))
 
     def _used(self) -> int:
         own = self._where["own"]
@@ -116,7 +124,7 @@ def _held(pid: int, shm: int) -> int:
     mapped = 0
     while waiting:
         one = waiting.pop()
-        anonymous += _fields(f"/proc/{one}/smaps_rollup", ["Pss_Anon:"], 0) * 1024
+        anonymous += _anonymous(one)
         mapped += _fields(f"/proc/{one}/smaps_rollup", ["Pss_Shmem:"], 0) * 1024
         try:
             for task in os.listdir(f"/proc/{one}/task"):
@@ -125,6 +133,11 @@ def _held(pid: int, shm: int) -> int:
         except OSError:  # gone, or a kernel without the file
             continue
     return anonymous + max(shared, mapped)
+
+
+def _anonymous(pid: str) -> int:
+    """Anonymous memory of a process, what it shares with others in proportion."""
+    return _fields(f"/proc/{pid}/smaps_rollup", ["Pss_Anon:"], 0) * 1024
 
 
 def _count(path: str | None) -> int | None:
@@ -188,24 +201,39 @@ class _Output:
         if now < self._next:
             return None
         self._next = now + OUTPUT_S
+        self._read(now)
+        return None
+
+    def reported(self) -> str | None:
+        """The pool that the whole output of a command that has ended reports to have run out."""
+        while self._pool is None and self._read(time.monotonic()):
+            pass
+        return self._pool
+
+    def _read(self, now: float) -> bool:
+        """Read on; whether there was more."""
+        before = self._size
         try:
             with open(self._path, "rb", buffering=0) as file:
-                file.seek(max(0, self._size - 256))  # a sign may lie across two reads
+                file.seek(max(0, before - 256))  # a sign may lie across two reads
                 text = file.read(1 << 20)
                 self._size = file.tell()
         except OSError:
-            return None
+            return False
         for pool, mark in self._marks:
             if mark in text:
                 self._pool, self._since = pool, now
-        return None
+        return self._size > before
 
 
 def _watch(pid: int, meter: Meter, output: _Output, timeout: float) -> tuple[int | None, str | None]:
     """The exit status, or what it was stopped for."""
     parent, deadline = os.getppid(), time.monotonic() + timeout
     while True:
-        gone, status = os.waitpid(pid, os.WNOHANG)
+        try:
+            gone, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:  # a handler of SIGCHLD took it; what it wrote down tells how it went
+            return 0, None
         if gone:
             return os.waitstatus_to_exitcode(status), None
         if pool := meter.look() or output.look(time.monotonic()):
@@ -231,9 +259,12 @@ def end_group(pid: int) -> None:
         except ChildProcessError:
             pass
         time.sleep(0.01)
+    _signal(os.kill, pid)  # it may not lead its group yet
     _signal(os.killpg, pid)
+    deadline = time.monotonic() + REAP_S
     try:
-        os.waitpid(pid, 0)
+        while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < deadline:
+            time.sleep(0.01)
     except ChildProcessError:
         pass
 
@@ -263,27 +294,35 @@ def _in_group(leader: int) -> dict[int, bool]:
     return found
 
 
-def main(path: str) -> None:
-    """Do what the plan says."""
-    with open(path, "rb") as file:
-        plan = marshal.load(file)
-    meter = Meter(plan["where"])
-    pid = meter.pid = _start(plan)
+def watched(plan: dict[str, Any], start: Any, beside: int | None = None) -> dict[str, Any]:
+    """Start the command that ``start`` starts, watch it to its end and say what it took."""
+    meter = Meter(plan["where"], beside)
+    output = _Output(plan["output"], plan["marks"])
+    pid = meter.pid = start(plan)
     status = stopped = None
     try:
-        status, stopped = _watch(pid, meter, _Output(plan["output"], plan["marks"]), plan["timeout"])
-    except KeyboardInterrupt:
-        sys.exit(130)
+        status, stopped = _watch(pid, meter, output, plan["timeout"])
     finally:
         end_group(pid)
     meter.finish()
-    found = {
+    return {
         "status": status,
         "stopped": stopped,
         "ram": meter.ram,
         "shm": meter.shm,
         "history": meter.history,
+        "reported": output.reported(),
     }
+
+
+def main(path: str) -> None:
+    """Do what the plan says."""
+    with open(path, "rb") as file:
+        plan = marshal.load(file)
+    try:
+        found = watched(plan, _start)
+    except KeyboardInterrupt:
+        sys.exit(130)
     with open(plan["result"] + ".part", "wb") as file:
         marshal.dump(found, file)
     os.replace(plan["result"] + ".part", plan["result"])

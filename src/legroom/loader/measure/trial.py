@@ -23,7 +23,8 @@ from importlib import import_module
 from typing import Any
 
 _STILL_S, _LOOK_S = 0.1, 0.01  # without CPU time, that a worker waits; between two looks
-_LONGEST_S = 20.0  # of a pause
+_PAUSES_S = 20.0  # of all pauses together
+_STREAM = 1  # torch's _DatasetKind.Iterable
 _TAIL = 5  # lines of a traceback that say where it came from
 _FILES = ("too many open files", "ancdata")
 _SHM = ("bus error", "shared memory", "no space left on device", "</torch_", "unable to resize file")
@@ -79,7 +80,10 @@ def run(found: Callable[[], tuple[Any, Any]], answer: str, asked: dict[str, Any]
         dataset, collate_fn = found()
         _loop(dataset, collate_fn, note, **asked)
     except BaseException as problem:  # SystemExit too: a script may exit while it is imported
-        note(error=f"{type(problem).__name__}: {problem}"[:4000], pool=_pool(problem), tail=_tail(problem))
+        note(
+            error=f"{type(problem).__name__}: {problem}"[:4000], pool=_pool(problem), lost=_lost(problem),
+            semaphore=_innermost(problem).endswith("synchronize.py"), tail=_tail(problem),
+        )  # fmt: skip
 
 
 def first_to_go() -> None:
@@ -119,6 +123,7 @@ def _loop(
             **options,
         )  # fmt: skip
         note(step="start", process=_anonymous())
+        pauses = _Pauses(max(_STILL_S, 2 * batch_seconds))
         least = workers * (prefetch + 2) + 3  # by then every worker has made several batches
         whole = True
         batch = None  # stays bound from one epoch to the next, as in a training's for loop
@@ -127,19 +132,22 @@ def _loop(
             enough = least * (
                 2 - epoch
             )  # twice in the first epoch: whether it still grows is seen in the second half
-            for batch in loader:  # noqa: B007  bound is what it is for
+            source = iter(loader)
+            for batch in source:  # noqa: B007  bound is what it is for
                 done += 1
                 if done == 1:  # starting the workers is not in the time
                     until = time.monotonic() + share * seconds
                 if (
                     done == least or done & (done - 1) == 0
                 ):  # early ones fill the queues, later ones show growth
+                    full = None
                     if workers:
-                        _pause(max(_STILL_S, 2 * batch_seconds))
-                    note(step="batch", epoch=epoch, batches=done, fds=_open_files())
+                        full = pauses.wait(source if kind == "torch" else None)
+                    note(step="batch", epoch=epoch, batches=done, fds=_open_files(), full=full)
                 if done >= enough and time.monotonic() > until:
                     whole = False
                     break
+            del source  # its workers end before those of the next epoch start
             note(step="epoch", epoch=epoch, batches=done, fds=_open_files())
         del batch
         note(step="end", whole=whole)
@@ -152,15 +160,39 @@ def _shuffled(dataset: Any) -> bool:
     return not is_iterable(dataset) and bool(length(dataset))
 
 
-def _pause(still: float) -> None:
-    """Wait until the workers have filled the queues: for ``still`` seconds, in which any would have made a batch, none
-    has used a CPU."""
-    now = time.monotonic()
-    end, since, last = now + _LONGEST_S, now, _activity()
-    while (now := time.monotonic()) < end and now < since + still:
-        time.sleep(_LOOK_S)
-        if (current := _activity()) != last:
-            last, since = current, time.monotonic()
+class _Pauses:
+    """Waiting until the workers have filled the queues, within a time for all pauses together."""
+
+    def __init__(self, still: float) -> None:
+        self._still, self._left = still, _PAUSES_S
+
+    def wait(self, source: Any) -> bool | None:
+        """Until no worker has used a CPU for a while, and every batch they were asked for is in the queue.
+
+        Whether it was; None where that cannot be seen. A worker that waits for a disk uses no CPU either.
+        """
+        began = since = time.monotonic()
+        last, full = _activity(), _all_in_queue(source)
+        while (now := time.monotonic()) < began + self._left:
+            if now > since + self._still and full is not False:
+                break
+            time.sleep(_LOOK_S)
+            full = _all_in_queue(source)
+            if (current := _activity()) != last:
+                last, since = current, time.monotonic()
+        self._left = max(self._still, self._left - (now - began))
+        return full
+
+
+def _all_in_queue(source: Any) -> bool | None:
+    """Whether the workers of torch's iterator have nothing left to do; None: it does not show that."""
+    try:
+        if source._worker_result_queue.qsize() >= source._tasks_outstanding:
+            return True
+        # Of a worker whose stream has ended, batches are outstanding that will never come.
+        return None if source._dataset_kind == _STREAM else False
+    except (AttributeError, NotImplementedError, OSError):
+        return None
 
 
 def _activity() -> list[tuple[str, str, bool]]:
@@ -219,6 +251,17 @@ def _pool(problem: BaseException | None) -> str | None:
                 return pool
         problem = problem.__cause__ or problem.__context__
     return None
+
+
+def _lost(problem: BaseException) -> bool:
+    """Whether a worker closed the connection by which it hands over a batch: it died, or could not open a file."""
+    return isinstance(problem, EOFError | ConnectionError) and "multiprocessing" in _innermost(problem)
+
+
+def _innermost(problem: BaseException) -> str:
+    """The file whose code raised it."""
+    frames = traceback.extract_tb(problem.__traceback__)
+    return frames[-1].filename if frames else ""
 
 
 def _tail(problem: BaseException) -> list[str]:

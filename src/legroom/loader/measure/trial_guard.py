@@ -1,7 +1,7 @@
 """A trial run of a loop below a guard: what it takes at its peak, or what it runs out of.
 
-Covers: starting it (trial.py), reading what it got done, which pool ran out. Does not cover: watching it (ran.py), the
-verdict (preflight.py).
+Covers: starting it (trial.py), reading what it got done, which pool ran out. Does not cover: watching it (meter.py),
+the verdict (preflight.py).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import json
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from legroom.errors import DatasetFailed
 from legroom.loader.measure.apart import last_words
-from legroom.loader.measure.guarded import Watched, become_guard, earlier_folder, finished, guarded
+from legroom.loader.measure.guarded import Watched, become_guard, earlier_folder, finished, forked, guarded
 from legroom.model import Measured, Transport, Trial
 from legroom.units import format_duration
 from legroom.words import say
@@ -49,6 +49,22 @@ def try_named(
             (folder / "measured").write_text(json.dumps(told), encoding="utf-8")
             become_guard(line, folder, timeout, [sys.executable, "-m", "legroom", *sys.argv[1:]])
         return _result(spec, timeout, guarded(line, folder, timeout), folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def try_object(dataset: Any, collate_fn: Any, *, timeout: float, **asked: Any) -> Trial:
+    """The loop of a dataset object, in a fork of this process."""
+    from legroom.loader.measure.trial import run
+
+    folder = Path(tempfile.mkdtemp(prefix="legroom-"))
+
+    def work() -> None:
+        run(lambda: (dataset, collate_fn), str(folder / "answer"), asked)
+
+    try:
+        ran = forked(work, folder, timeout)
+        return replace(_result(type(dataset).__name__, timeout, ran, folder), forked=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -98,21 +114,37 @@ def _result(name: str, timeout: float, ran: Watched, folder: Path) -> Trial:
         batches=max((note["batches"] for note in epochs), default=0),
         process=next((note["process"] for note in notes if note.get("step") == "start"), 0),
         whole=bool(ended and ended["whole"]),
+        filled=bool(epochs) and epochs[0].get("full") is True,  # by then no worker has fewer batches to make
         growth=growth,
         growth_batches=over,
     )
     if ended is not None and stopped is None:
         return found
     if stopped == "time":
-        why = say("the trial run was not through within {limit}", limit=format_duration(timeout))
+        why = say(
+            "the trial run was not finished within {limit} (--timeout gives it more time)",
+            limit=format_duration(timeout),
+        )
         return found.short_of(None, why)
-    pool = stopped
-    if pool is None and error is not None:
-        pool = error["pool"]
-    if pool is None and ran.killed:
-        pool = "ram"
+    pool = stopped or (error["pool"] if error is not None else None)
+    pool = (
+        pool or ran.reported or ("ram" if ran.killed else None)
+    )  # a worker writes the reason, the loop an echo of it
+    if (
+        pool == "shm"
+        and error is not None
+        and error["semaphore"]
+        and any(one["epoch"] for one in epochs[-1:])
+    ):
+        return replace(found, overlap=True)
     if pool is not None:
         return found.short_of(pool, error["error"] if error else "")
+    if error is not None and error["lost"]:
+        why = say(
+            "a worker of the trial run closed its connection while it handed over a batch ({error})",
+            error=error["error"],
+        )
+        return found.short_of(None, why)
     lines = error["tail"] if error else words
     if error is None:
         lines = [say("it ended with exit status {status} before it gave a batch", status=status), *lines]
