@@ -370,7 +370,12 @@ def _locked(path: Path | None) -> Iterator[None]:
         yield
         return
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        while not _stopping.is_set():
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
         yield
 
 

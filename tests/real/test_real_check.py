@@ -93,6 +93,15 @@ def test_a_short_stream_does_not_need_full_queues() -> None:
     assert found["need"]["shm"] <= loop.peak_shm + 2 * (128 << 10) < 33 * (128 << 10), (found, loop)
 
 
+def test_semaphores_that_may_overlap_between_epochs_are_not_a_yes() -> None:
+    """3 workers have 17 semaphores, a page each; those of the epoch before may still be there."""
+    asked = {**PLAIN, "workers": 3, "collate": "list", "sample_bytes": 1024}
+    for persistent, said in ((True, '"fits"'), (False, '"epoch-overlap"')):
+        asked["persistent"] = persistent
+        ran = check_rig.run(check_rig.check_command(asked), asked, 2 << 30, 18 * 4096, 1024, 90)
+        assert ran.status == 0 and said in ran.output, ran
+
+
 def test_a_dataset_object_is_tried_in_a_fork_that_is_stopped_in_time(tmp_path: Path) -> None:
     """Python's own check, in a cgroup that the loop does not fit into: the asking process lives."""
     script = tmp_path / "ask.py"

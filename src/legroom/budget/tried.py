@@ -86,8 +86,8 @@ def _filled(demand: Demand, batch: Batch, trial: Trial) -> Trial:
 def overlap(demand: Demand, trial: Trial) -> tuple[int, int]:
     """Bytes of semaphores of one epoch that were there beside those of the next, and how many there can be.
 
-    Workers that start again for every epoch come with semaphores of their own, before all threads that hold those of the
-    last epoch have ended. How many overlap is a matter of timing. It shows only where nothing else is in /dev/shm.
+    Workers that start again for every epoch come with semaphores of their own, before all threads that hold those of
+    the last epoch have ended. How many overlap is a matter of timing. It shows only where nothing else is in /dev/shm.
     """
     once = semaphores(demand.workers) // 2 * PAGE
     if demand.persistent or not demand.workers or not once <= trial.shm <= 2 * once:

@@ -28,6 +28,7 @@ from legroom.model import Box, Measured, Need, Plan, Pool, Term, Trial
 from legroom.probe.filesystem import disk_at
 from legroom.probe.host import Host
 from legroom.probe.snapshot import snapshot
+from legroom.system.argument_checks import check_integer
 from legroom.system.libc import malloc_trim
 from legroom.units import format_size, parse_size
 from legroom.words import say
@@ -323,7 +324,7 @@ def _drawn(
 ) -> tuple[Measured, bool]:
     """What was drawn, and whether the loader can be tried."""
     from legroom.loader.measure.apart import measure_dataset, measure_object
-    from legroom.loader.measure.measuring import check_batch, measure
+    from legroom.loader.measure.measuring import measure
 
     method = demand.start_method
     if isinstance(dataset, str):
@@ -341,7 +342,7 @@ def _drawn(
             say("the dataset is an object: its collate function must be an object too, not a name"),
             fix=(say("give the function itself"),),
         )
-    check_batch(batch_size)
+    batch_size = check_integer("batch_size", batch_size, 1)
     how: dict[str, Any] = {"batch_size": batch_size, "collate_fn": collate_fn, "method": method}
     drawn = measure_object(dataset, timeout=timeout, **how) if here else None
     if drawn is None:  # it raised in the fork: here it raises the same, or it cannot be forked (CUDA cannot)

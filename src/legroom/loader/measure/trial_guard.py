@@ -130,12 +130,8 @@ def _result(name: str, timeout: float, ran: Watched, folder: Path) -> Trial:
     pool = (
         pool or ran.reported or ("ram" if ran.killed else None)
     )  # a worker writes the reason, the loop an echo of it
-    if (
-        pool == "shm"
-        and error is not None
-        and error["semaphore"]
-        and any(one["epoch"] for one in epochs[-1:])
-    ):
+    restarted = any(note.get("step") == "epoch" for note in notes)
+    if pool == "shm" and restarted and error is not None and error["semaphore"]:
         return replace(found, overlap=True)
     if pool is not None:
         return found.short_of(pool, error["error"] if error else "")
