@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 import rigs
@@ -13,6 +15,9 @@ import rigs
 from legroom import words
 
 pytest_plugins = ["load_sensitive"]
+
+# Tests import helpers by their file names, from every folder here.
+sys.path += sorted({str(path.parent) for path in Path(__file__).parent.rglob("*.py")} - set(sys.path))
 
 try:
     from hypothesis import settings
@@ -43,6 +48,22 @@ LONG = (
     "test_formats.py",
     "test_integrations_lightning.py",
     "test_integrations_huggingface.py",
+    "test_loader_orphans.py",
+    "test_integrations_deepspeed.py",
+    # rigs
+    "test_real_deaths.py",
+    "test_real_evidence.py",
+    "test_real_dataloader.py",
+    "test_real_rescue.py",
+    "test_real_watch.py",
+    "test_real_example_audio.py",
+    "test_real_predict.py",
+    "test_real_check.py",
+    "test_real_finder.py",
+    "test_real_dataloader_room.py",
+    "test_real_demo.py",
+    "test_real_example_chat.py",
+    "test_real_tune.py",
 )
 
 

@@ -43,9 +43,9 @@ def test_a_builder_killed_at_any_step_is_survived(stage: Stage, small: tuple[Pat
 @pytest.mark.real()
 def test_builders_killed_at_random_moments_are_survived(stage: Stage, small: tuple[Path, int]) -> None:
     path, crc = small
-    result = stage.play("kill_randomly", path=str(path), seed=7, rounds=30, waiters=4, longest=0.05)
+    result = stage.play("kill_randomly", path=str(path), seed=7, rounds=20, waiters=4, longest=0.05)
     assert result.get("crc") == crc, result
-    assert result["signals"].count(9) > 10  # or the kills came too late to mean anything
+    assert result["signals"].count(9) > 7  # or the kills came too late to mean anything
 
 
 @pytest.mark.real()

@@ -47,7 +47,7 @@ def test_48_processes_read_a_cold_file_once_and_share_it(memory: Path, tmp_path:
     count = 48
     path, folder = tmp_path / "big.npy", tmp_path / "stage"
     folder.mkdir()
-    big = np.random.default_rng(2).integers(0, 255, (200 << 20,), np.uint8)
+    big = np.random.default_rng(2).integers(0, 255, (64 << 20,), np.uint8)
     np.save(path, big)
     command = [sys.executable, str(SINGLE), str(path), str(folder)]
     processes = [subprocess.Popen([*command, str(number)]) for number in range(count)]

@@ -18,7 +18,7 @@ import legroom
 from legroom.cache import find, manifest, manifest_json, npy
 from legroom.cache.manifest import Damaged, OtherFormat
 
-MUTATIONS = 600  # about 60 of each kind; the soak damages entries at random
+MUTATIONS = 300  # about 30 of each kind; the soak damages entries at random
 ARRAYS = {
     "first": np.arange(600, dtype=np.int32).reshape(20, 30),
     "twin": np.arange(600, dtype=np.int32).reshape(20, 30)[::-1].copy(),

@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from doc_runner import Runner
 
 from legroom.units import parse_size
 
@@ -28,7 +30,11 @@ def command(*flags: object) -> list[str]:
 
 def run(words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        words, env={**os.environ, **environment}, capture_output=True, text=True, timeout=200
+        words,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
 
 
@@ -92,10 +98,18 @@ def test_bad_data_are_refused_by_the_first_experiment(tmp_path: Path, name: str,
     assert said in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Runner]:
+    """Runs scripts in forks of a process that has imported torch."""
+    process = Runner()
+    yield process
+    process.close()
+
+
 @pytest.mark.parametrize(
     "folder", ["glint_unet", "many_experiments", "audio_diffusion", "image_classifier", "chat_t5"]
 )
-def test_examples_speak_chinese(folder: str) -> None:
+def test_examples_speak_chinese(folder: str, forks: Runner, tmp_path: Path) -> None:
     """Every script that has flags explains them in Chinese too, and has a README in it."""
     home = Path(__file__).parents[3] / "examples" / folder
     assert (home / "README.zh-CN.md").is_file()
@@ -106,10 +120,5 @@ def test_examples_speak_chinese(folder: str) -> None:
     ]
     assert scripts
     for script in scripts:
-        done = subprocess.run(
-            [sys.executable, str(script), "--help"],
-            env={**os.environ, "LEGROOM_LANG": "zh"},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0 and re.search("[一-龥]{4}", done.stdout), script
+        status, output = forks.run(script, tmp_path, {**os.environ, "LEGROOM_LANG": "zh"}, "--help")
+        assert status == 0 and re.search("[一-龥]{4}", output), (script, output)

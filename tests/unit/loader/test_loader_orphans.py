@@ -41,7 +41,7 @@ door.bare = lambda: Bare(process=10 << 20, forked=10 << 20)
 class Rows(torch.utils.data.Dataset):
     def __len__(self): return 1000
     def __getitem__(self, index):
-        until = time.monotonic() + (3 if sys.argv[2] == "first" else 0)
+        until = time.monotonic() + (0.75 if sys.argv[2] == "first" else 0)
         while time.monotonic() < until: pass  # at work, so the others wait for it
         return torch.full((1000,), float(index))
 
@@ -92,7 +92,7 @@ def test_no_worker_outlives_a_program_that_is_killed(method: str, waiting: str, 
         time.sleep(random.random())  # somewhere in the start
         child.send_signal(signal.SIGKILL)
         child.wait()
-        # The first worker is in the middle of a batch for three seconds each; torch looks every five.
+        # The first worker is in the middle of a batch of 3 s; torch looks every five.
         deadline = time.monotonic() + 40
         while marked(mark) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -173,16 +173,17 @@ def test_out_of_order_a_first_at_work_is_not_waited_for_long(monkeypatch: pytest
                 pass
             return torch.full((300,), float(index))
 
-    loader = legroom.DataLoader(Busy(5), 1, num_workers=2, in_order=False, multiprocessing_context="fork")
+    loader = legroom.DataLoader(Busy(3), 1, num_workers=2, in_order=False, multiprocessing_context="fork")
     assert next(iter(loader))[0, 0] != 0
 
 
 def test_a_process_at_work_is_not_blocked_and_one_that_sleeps_is() -> None:
     program = "import sys, time\nwhile sys.argv[1:]: pass\ntime.sleep(60)"
-    for arguments, expected in (([], True), (["work"], False)):
+    # Blocked is what has waited for a second: one that sleeps may be seen late, one at work is not seen within 3 s.
+    for arguments, expected, seconds in (([], True, 8), (["work"], False, 3)):
         child = subprocess.Popen([sys.executable, "-c", program, *arguments])
         try:
-            blocked, until = processes.Blocked(), time.monotonic() + 8
+            blocked, until = processes.Blocked(), time.monotonic() + seconds
             while not (found := blocked.now(child.pid)) and time.monotonic() < until:
                 time.sleep(0.01)
             assert found == expected

@@ -33,7 +33,7 @@ def _hour(processes: int, seconds: int) -> Iterator[Sample]:
 
 
 def test_memory_is_flat_over_an_hour_of_samples() -> None:
-    stream = MomentStream(_hour(100, 3600))
+    stream = MomentStream(_hour(40, 3600))
     sizes = []
     tracemalloc.start()
     try:
