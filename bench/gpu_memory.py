@@ -1,7 +1,7 @@
-"""GPU memory, measured: the batch finder against brute force, the estimate against the step, a limit's true footprint.
+"""Measure GPU memory: find_batch_size against brute force, estimate against a real step, a limit against its footprint.
 
-Needs a CUDA card; everything runs under a limit of 8 GB, so that brute force is quick. Each measurement stands alone:
-one that fails leaves its error in its place. JSON goes to the folder named by OUT, else to bench/results/.
+Needs a CUDA GPU; everything runs under a limit of 8 GB, so that brute force is quick. A measurement
+that fails is recorded with its error. JSON goes to the folder named by OUT, else to bench/results/.
 
     PYTHONPATH=src python3 bench/gpu_memory.py
 """
@@ -29,7 +29,7 @@ from legroom.version import VERSION
 from measure import RESULTS, in_words, machine, save
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests" / "gpu" / "players"))
+sys.path.insert(0, str(HERE.parent / "tests" / "gpu" / "scripts"))
 from gpu_models import MODELS  # noqa: E402
 
 CAP = 8 << 30
@@ -62,14 +62,14 @@ def finder(name: str) -> dict[str, Any]:
 
 def _brute(step: Any, worst_case: Any, around: int) -> tuple[int, int]:
     """The largest batch that fits, by bisection to half a percent, and the trials that took."""
-    meter = GpuTrialRunner(CudaDevice(torch, 0), step, MARGIN, worst_case=worst_case)
+    runner = GpuTrialRunner(CudaDevice(torch, 0), step, MARGIN, worst_case=worst_case)
     low, high, tried = max(1, around // 2), around * 2, 0
     try:
         while high - low > max(1, around // 200):
             middle, tried = (low + high) // 2, tried + 1
-            low, high = (middle, high) if meter.try_batch(middle).trial.fits else (low, middle)
+            low, high = (middle, high) if runner.try_batch(middle).trial.fits else (low, middle)
     finally:
-        meter.close()
+        runner.close()
     return low, tried
 
 
@@ -94,15 +94,15 @@ def account() -> dict[str, Any]:
 
 
 def place() -> dict[str, Any]:
-    """Where this was measured: the machine, its card and driver, and whose figures these are."""
+    """The machine, its GPU and driver, and the Legroom version."""
     where = {**machine("torch", "numpy"), "gpu": torch.cuda.get_device_name(), "driver": gpus(Host()).driver}
-    where["packages"]["legroom"] = VERSION  # not installed: it runs from its sources
+    where["packages"]["legroom"] = VERSION  # not installed: it runs from source
     return where
 
 
 def main() -> None:
     if not torch.cuda.is_available():
-        raise SystemExit("no CUDA here: nothing to measure")
+        raise SystemExit("no CUDA device: nothing to measure")
     work: dict[str, Callable[[], dict[str, Any]]] = {"limit": limit, "account": account}
     work |= {f"finder-{name}": (lambda name=name: finder(name)) for name in MODELS}  # type: ignore[misc]
     work |= {f"estimate-{name}": (lambda name=name: estimate(name)) for name in ("conv", "transformer")}  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""GPU memory on a real card: limits that hold, the finder against brute force, accounts that add up, steps that survive."""
+"""legroom.gpu on a real GPU: limits hold, the search matches brute force, accounts add up, steps continue after OOM."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from legroom.gpu.cuda_device import CudaDevice  # noqa: E402
 from legroom.gpu.oom import BatchNormWarning  # noqa: E402
 
 pytestmark = pytest.mark.gpu
-PLAYERS = Path(__file__).with_name("players")
+SCRIPTS = Path(__file__).with_name("scripts")
 SOURCE = Path(__file__).parents[2] / "src"
-sys.path.insert(0, str(PLAYERS))
+sys.path.insert(0, str(SCRIPTS))
 from gpu_models import MODELS  # noqa: E402
 
 MB, GB = 1 << 20, 1 << 30
@@ -34,7 +34,7 @@ MARGIN = 0.05
 
 
 @pytest.fixture(autouse=True)
-def _whole_card() -> Iterator[None]:
+def _remove_limit() -> Iterator[None]:
     yield
     gc.collect()
     torch.cuda.empty_cache()
@@ -50,11 +50,11 @@ def small() -> Iterator[Any]:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{PLAYERS}", "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{SCRIPTS}", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def _nvidia_smi_used() -> tuple[int, int]:
-    """(used, total) of torch's card, as NVML and nvidia-smi tell it."""
+    """(used, total) of torch's GPU, as NVML and nvidia-smi report it."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -68,44 +68,44 @@ def _nvidia_smi_used() -> tuple[int, int]:
                 return int(info.used), int(info.total)
     finally:
         pynvml.nvmlShutdown()
-    pytest.skip("NVML does not show torch's card")
+    pytest.skip("NVML does not list torch's GPU")
 
 
-# Limits.
+# limit.
 
 
-def test_four_greedy_processes_stay_within_their_shares() -> None:
+def test_four_processes_stay_within_their_limits() -> None:
     before, total = _nvidia_smi_used()
     if before > 0.1 * total:
-        pytest.skip("the card is in use by others")
-    players = [
+        pytest.skip("other processes use the GPU")
+    processes = [
         subprocess.Popen(
-            [sys.executable, str(PLAYERS / "greedy_player.py"), "0.2"],
+            [sys.executable, str(SCRIPTS / "fill_gpu.py"), "0.2"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment(),
         )
         for _ in range(4)
     ]  # fmt: skip
-    told, highest = [], 0
+    reports, highest = [], 0
     try:
-        for player in players:
-            assert player.stdout is not None
-            line = player.stdout.readline()
-            assert line, player.stderr.read()[-3000:] if player.stderr else ""
-            told.append(json.loads(line))
+        for process in processes:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, process.stderr.read()[-3000:] if process.stderr else ""
+            reports.append(json.loads(line))
             highest = max(highest, _nvidia_smi_used()[0])
         highest = max(highest, _nvidia_smi_used()[0])
     finally:
-        for player in players:
-            player.communicate("\n", timeout=60)
-    # What was there before these four (this process's own context among it) is not theirs.
-    assert highest - before <= 0.8 * total, (told, highest, before, total)
-    for one in told:
+        for process in processes:
+            process.communicate("\n", timeout=60)
+    # Memory in use before these four started (this process's own context included) is not theirs.
+    assert highest - before <= 0.8 * total, (reports, highest, before, total)
+    for one in reports:
         assert one["reserved"] <= one["allowed"], one
-        assert one["reserved"] >= 0.9 * one["allowed"], one  # it did take all it could
+        assert one["reserved"] >= 0.9 * one["allowed"], one  # it took all it could
         assert one["overhead"] > 50 * MB, one
 
 
-def test_a_limit_holds_and_reads_back() -> None:
+def test_limit_holds_and_reads_back() -> None:
     made = legroom.gpu.limit("4GB")
     assert made.read_back is None or made.read_back == pytest.approx(made.fraction)
     assert made.overhead.bytes is not None and 50 * MB < made.overhead.bytes < 3 * GB, made.overhead
@@ -117,12 +117,12 @@ def test_a_limit_holds_and_reads_back() -> None:
 
 
 @pytest.mark.parametrize("amount", [0, 1.5, 10**15, "nonsense", 100 * MB])
-def test_limits_that_cannot_be(amount: Any) -> None:
+def test_invalid_amounts(amount: Any) -> None:
     with pytest.raises(BadLimit):
         legroom.gpu.limit(amount)
 
 
-def test_the_environments_limit() -> None:
+def test_environment_limit() -> None:
     code = """
 import torch
 from legroom.gpu.memory_limit import apply_from_environment
@@ -144,7 +144,7 @@ except torch.OutOfMemoryError:
     assert "context included" in ran.stderr
 
 
-def test_tf32_is_one_family() -> None:
+def test_tf32_uses_one_set_of_flags() -> None:
     convolutions = torch.backends.cudnn.allow_tf32  # on by default, unlike products
     try:
         made = legroom.gpu.tf32()
@@ -157,28 +157,28 @@ def test_tf32_is_one_family() -> None:
         torch.backends.cudnn.allow_tf32 = convolutions
 
 
-# The finder.
+# find_batch_size.
 
 
 def _brute(step: Any, worst_case: Any, around: int) -> int:
     """The largest batch that fits under the same cap, by bisection of whole trials around an answer."""
-    meter = GpuTrialRunner(CudaDevice(torch, 0), step, MARGIN, worst_case=worst_case)
+    runner = GpuTrialRunner(CudaDevice(torch, 0), step, MARGIN, worst_case=worst_case)
     try:
         low, high = 1, around * 2
-        assert not meter.try_batch(high).trial.fits
+        assert not runner.try_batch(high).trial.fits
         while high - low > max(1, around // 200):
             middle = (low + high) // 2
-            if meter.try_batch(middle).trial.fits:
+            if runner.try_batch(middle).trial.fits:
                 low = middle
             else:
                 high = middle
         return low
     finally:
-        meter.close()
+        runner.close()
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_the_finder_against_brute_force_and_training_at_its_answer(name: str, small: Any) -> None:
+def test_search_matches_brute_force_and_trains_at_its_answer(name: str, small: Any) -> None:
     make, worst_case = MODELS[name]
     step = make()
     found = legroom.gpu.find_batch_size(step, margin=MARGIN, worst_case=worst_case)
@@ -198,14 +198,14 @@ def test_the_finder_against_brute_force_and_training_at_its_answer(name: str, sm
     assert torch.cuda.memory_reserved() <= small.allowed
 
 
-def test_isolated_trials_leave_nothing_on_the_card(small: Any) -> None:
+def test_isolated_trials_leave_nothing_on_the_gpu(small: Any) -> None:
     before = torch.cuda.memory_reserved()
     found = legroom.gpu.find_batch_size(isolate="gpu_models:conv", margin=MARGIN, max_batch=64)
     assert found.batch == 64 and len(found.trials) <= 6
     assert torch.cuda.memory_reserved() == before
 
 
-def test_what_does_not_fit_at_one_sample(small: Any) -> None:
+def test_one_sample_does_not_fit(small: Any) -> None:
     def step(batch: int) -> None:
         torch.empty(9 * GB, dtype=torch.uint8, device="cuda")
 
@@ -214,7 +214,7 @@ def test_what_does_not_fit_at_one_sample(small: Any) -> None:
     assert torch.cuda.memory_allocated() < 256 * MB
 
 
-def test_a_steps_own_error_comes_out(small: Any) -> None:
+def test_step_error_is_raised(small: Any) -> None:
     def step(batch: int) -> None:
         block = torch.empty(GB, dtype=torch.uint8, device="cuda")
         raise ValueError(f"labels {block.shape}")
@@ -229,10 +229,10 @@ def test_a_steps_own_error_comes_out(small: Any) -> None:
         assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(fraction)
 
 
-# The account.
+# account.
 
 
-def test_the_account_adds_up() -> None:
+def test_account_adds_up() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(8))).cuda()
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(64, 2048, device="cuda")).sum().backward()
@@ -248,7 +248,7 @@ def test_the_account_adds_up() -> None:
         assert found.used + found.free == found.size
 
 
-# Surviving.
+# on_oom.
 
 
 def _net(norm: bool) -> Any:
@@ -257,8 +257,8 @@ def _net(norm: bool) -> Any:
     return torch.nn.Sequential(*layers, torch.nn.Linear(2048, 4)).cuda()
 
 
-def test_an_epoch_that_would_have_died_completes() -> None:
-    """Batches whose activations are several times what is allowed; gradients as with all the memory there is."""
+def test_epoch_completes_in_micro_batches() -> None:
+    """Activations of a batch are several times what is allowed; gradients are as without a limit."""
     rows = 200_000
     data = torch.randn(2, rows, 512, device="cuda")
     labels = torch.randint(0, 4, (rows,), device="cuda")
@@ -277,39 +277,39 @@ def test_an_epoch_that_would_have_died_completes() -> None:
         loss_of((data[0], labels)).backward()
     gc.collect()
     model.zero_grad(set_to_none=True)
-    survivor = legroom.gpu.on_oom(model)(loss_of)
+    loss_step = legroom.gpu.on_oom(model)(loss_of)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    survivor((data[0], labels))
-    assert survivor.halvings >= 1
+    loss_step((data[0], labels))
+    assert loss_step.halvings >= 1
     for one, gradient in zip(model.parameters(), wanted, strict=True):
         assert torch.allclose(one.grad, gradient, atol=1e-5)
     for part in data:  # the rest of the epoch
         optimizer.zero_grad(set_to_none=True)
-        survivor((part, labels))
+        loss_step((part, labels))
         optimizer.step()
 
 
-def test_batch_statistics_are_warned_of() -> None:
+def test_batch_norm_warning() -> None:
     rows = 200_000
     batch = (torch.randn(rows, 512, device="cuda"), torch.randint(0, 4, (rows,), device="cuda"))
     model = _net(norm=True)
     torch.cuda.empty_cache()
     allowed = torch.cuda.memory_reserved() + 2 * GB
     torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
-    survivor = legroom.gpu.on_oom(model)(
+    loss_step = legroom.gpu.on_oom(model)(
         lambda part: torch.nn.functional.cross_entropy(model(part[0]), part[1])
     )
     with pytest.warns(BatchNormWarning):
-        survivor(batch)
+        loss_step(batch)
 
 
-# Estimates.
+# estimate.
 
 
 @pytest.mark.parametrize("name", ["conv", "transformer"])
-def test_the_estimate_is_within_its_stated_error(name: str) -> None:
+def test_estimate_is_within_its_error(name: str) -> None:
     gc.collect()
-    held = torch.cuda.memory_allocated()  # work space of cuBLAS that earlier tests asked for, 32 MB a piece
+    held = torch.cuda.memory_allocated()  # cuBLAS workspaces of earlier tests, 32 MB each
     step: Any = MODELS[name][0]()
     batch = 64
     sample = step.data(batch)

@@ -1,14 +1,19 @@
-"""GPU memory within bounds.
+"""Measure, limit and predict GPU memory.
 
-Covers: limits, precision, batch size, accounting, advice and estimates.
-Does not cover: batches on their way to the GPU (loader).
+    memory_limit.py     limit: keep this process within a share of the GPU; LEGROOM_GPU_LIMIT
+    memory_account.py   account: what uses GPU memory now, and the CUDA context's overhead
+    batch_size.py       find_batch_size: search for the largest batch that fits
+    batch_trials.py     run one trial of that search in this process, on the GPU
+    trial_processes.py  run one trial in a child process, and measure host memory on the CPU
+    oom.py              is_oom, on_oom: recognise out-of-memory errors; retry a step in micro-batches
+    memory_estimate.py  estimate, advise: predict a step's memory without running it
+    memory_trace.py     trace a training step with fake tensors (imports torch)
+    training_step.py    call a user's model on a batch; count and split the batch
+    rank_consensus.py   minimum and maximum of a number over all distributed ranks
+    cuda_device.py      every torch.cuda call of this package, for one device
+    tf32_flags.py       tf32: switch TF32 on or off
 
-    cap.py         limit             accounting.py  account
-    precision.py   tf32              advising.py    advise
-    finder.py      find_batch_size   estimating.py  estimate
-    survive.py     on_oom            drawing.py     plot
-
-The names are imported when they are first used, and torch when they are first called.
+``plot`` draws a search's result (charts/batch_chart.py). Names are imported on first use, and torch on the first call.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["account", "advise", "estimate", "find_batch_size", "is_oom", "limit", "on_oom", "plot", "tf32"]
 
-_HOMES = {
+_MODULES = {
     "account": "legroom.gpu.memory_account",
     "advise": "legroom.gpu.memory_estimate",
     "estimate": "legroom.gpu.memory_estimate",
@@ -41,10 +46,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module 'legroom.gpu' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(home), name)
+    value = globals()[name] = getattr(import_module(module), name)
     return value
 
 

@@ -1,11 +1,12 @@
-"""legroom.gpu.find_batch_size: the largest batch that fits, by a few real steps.
+"""legroom.gpu.find_batch_size: search for the largest batch that fits, by a few real training steps.
 
-Covers: choosing where trials run, asking the search, keeping ranks together, the answer. Does not cover: the search
-(search.py), the trials (meter_*.py), splitting an effective batch (split.py), the plot (drawing.py).
+Peak memory grows linearly with the batch. Two small trials give the line, and the line gives the top; but the allocator
+needs a little more than what is allocated. So the answer is always a batch that was tried, and the search narrows the
+gap between what fits and what does not to 2 %.
 
-Under torch.distributed all ranks try the same batches at the same time and learn of each other's failures after each. A
-step that communicates would leave the others waiting when one rank runs out in the middle: let it call the module
-inside the DDP wrapper (DDP communicates in forward too, no_sync() or not).
+Under torch.distributed all ranks try the same batches at the same time and exchange the results after each. A step that
+communicates would leave the other ranks waiting if one runs out of memory in the middle: let it call the module inside
+the DDP wrapper (DDP communicates in forward too, even under no_sync()).
 """
 
 from __future__ import annotations
@@ -26,6 +27,30 @@ from legroom.probe.memory import free_memory
 from legroom.units import format_size
 from legroom.words import say
 
+MOST_TRIALS = 6
+_FIRST = 2  # batch norm rejects a single sample
+_SECOND_SHARE = 0.4  # the second trial aims at this share of the cap, judging by the first alone
+# Allocators fragment memory: in three training runs on an H200 the fullest used 0.88, 0.93 and 0.94 of the cap.
+_TARGETS = (
+    0.92,
+    0.88,
+    0.85,
+    0.8,
+)  # share of the cap that the peak is aimed at: first, and after each failure
+_HOST_TARGET = 0.985
+_CLIMB = 0.65  # of the way to the top, once the first target fits
+_WORTH_A_TRIAL = 1.05  # times the largest that fits: a smaller gain is not worth one of six trials
+_ELASTIC = 1.2  # times the top: tried where a step at the top fitted after the allocator flushed its cache
+_FAR = 8  # beyond this many times the largest measured batch a line is extrapolated too far:
+_SHORT_OF_TOP = 0.9  # then a trial here improves it first,
+_ROUGH_FAR, _ROUGH_SHORT = 1.4, 0.8  # and the same where memory is only roughly linear
+_BEYOND_FALL = 2  # times the largest batch: so far proportion is safe once memory has fallen with the batch
+_WRONG_LINE = 0.6  # of the smallest failure: used instead of a line that failed twice
+_CLOSE_ENOUGH = 0.02
+_APART = 0.7  # points closer together than this do not define a line: noise would
+_GROWTH = 256
+_MOST_STEPS = 2  # times the fewest accumulation steps, to divide the effective batch evenly
+
 
 def find_batch_size(
     step: StepFunction | None = None,
@@ -40,97 +65,80 @@ def find_batch_size(
 ) -> BatchFound:
     """The largest batch that fits with ``margin`` to spare; ``step(batch)`` runs one real training step of that size.
 
-    On the CPU each trial runs in a forked child, within what the cgroup leaves.
+    On the CPU each trial runs in a forked child, within the memory that the cgroup leaves.
 
     Args:
         step: Runs one real training step with a batch of that many samples.
-        max_batch: The most to try; None: as far as memory goes.
-        margin: The share of the bound to leave free.
-        effective_batch: Samples in an optimizer step: the answer divides it, and says the accumulation.
-        isolate: ``"module:factory"`` runs each trial in a process of its own, where ``factory()`` gives the step.
-        worst_case: Handed to the step as a second argument: the longest sample, for data of different lengths.
-        device: The card; None is the current one, or the CPU without any.
-        keep: Models and optimizers that get back the state they had: trials are real steps and train.
+        max_batch: The largest batch to try; None: as far as memory goes.
+        margin: The share of the available memory to leave free.
+        effective_batch: Samples per optimizer step. The answer divides it and includes the gradient accumulation.
+        isolate: ``"module:factory"`` runs each trial in its own process, where ``factory()`` returns the step.
+        worst_case: Passed to the step as a second argument: the longest sample, for data of different lengths.
+        device: The GPU; None is the current one, or the CPU if there is none.
+        keep: Models and optimizers whose state is restored afterwards: trials are real steps and train.
     """
     _check(step, isolate, margin, max_batch, effective_batch)
     ranks = RankConsensus()
-    ranks.agree(
+    ranks.require_equal(
         max_batch=max_batch or 0, effective_batch=effective_batch or 0, margin=round(margin * 1_000_000)
     )
-    most = _most(max_batch, effective_batch, ranks.world)
+    most = _most_useful(max_batch, effective_batch, ranks.world_size)
     with SavedState(keep):
-        meter = _meter(step, isolate, margin, worst_case, device, keep)
+        runner = _runner(step, isolate, margin, worst_case, device, keep)
         try:
-            trials, bound, notes = run_trials(meter, ranks, margin, most)
+            trials, bound, notes = run_trials(runner, ranks, margin, most)
         finally:
-            meter.close()
+            runner.close()
     found = largest_fitting(trials)
     if found == 0:
         raise _does_not_fit(trials, bound, margin)
-    batch, accumulation, note = split_effective_batch(found, effective_batch, ranks.world)
+    batch, accumulation, note = split_effective_batch(found, effective_batch, ranks.world_size)
     fixed, slope = fit_line(trials) or (float(trials[-1].peak or 0), 0.0)
     return BatchFound(
         batch=batch,
         largest=found,
         accumulation=accumulation,
-        effective_batch=batch * accumulation * ranks.world,
-        ranks=ranks.world,
+        effective_batch=batch * accumulation * ranks.world_size,
+        ranks=ranks.world_size,
         bound=bound,
         margin=margin,
         trials=tuple(trials),
         fixed=round(fixed),
         per_sample=slope,
-        measure=meter.measure,
-        notes=tuple(dict.fromkeys([*notes, *([note] if note else []), *_about(trials, found)])),
+        measure=runner.measure,
+        notes=tuple(dict.fromkeys([*notes, *([note] if note else []), *_notes(trials, found)])),
     )
 
 
-def run_trials(
-    meter: TrialRunner, ranks: RankConsensus, margin: float, most: int | None
-) -> tuple[list[Trial], int, list[str]]:
-    """All the trials there are to make, the tightest bound met, and what the meters had to say."""
-    trials: list[Trial] = []
-    notes: list[str] = []
-    bound = cap = 0
-    while (batch := next_batch(trials, cap, most, rough=meter.rough)) is not None:
-        reading = _together(meter, ranks, batch)
-        bound = reading.bound if not trials else min(bound, reading.bound)
-        cap = int(bound * (1 - margin))
-        trials.append(reading.trial)
-        notes += reading.notes
-    return trials, bound, notes
-
-
-def _together(meter: TrialRunner, ranks: RankConsensus, batch: int) -> TrialResult:
-    """One trial on every rank; what comes back is the same on all of them: the worst."""
-    problem: Exception | None = None
-    reading = TrialResult(Trial(batch, False, None), 0)
-    try:
-        reading = meter.try_batch(batch)
-    except Exception as raised:
-        problem = raised
-    trial = reading.trial
-    worst, bound = ranks.least([0 if problem else 2 if trial.fits else 1, reading.bound])
-    if worst == 0:
-        raise problem or TrialFailed(
-            say("another rank's step raised an error at a batch of {batch}", batch=batch),
-            why=say("ranks go on together or not at all; that rank says what it was"),
+def _check(
+    step: object, isolate: str | None, margin: float, max_batch: int | None, effective: int | None
+) -> None:
+    wrong = None
+    if (step is None) == (isolate is None):
+        wrong = say("exactly one of step and isolate='module:factory' is needed")
+    elif isolate is None and not callable(step):
+        wrong = say("step is not callable (got {kind})", kind=type(step).__name__)
+    elif isolate is not None and not all(isolate.partition(":")):
+        wrong = say("isolate must have the form 'module:factory' (got {isolate!r})", isolate=isolate)
+    elif not 0 <= margin < 1:
+        wrong = say("margin must be at least 0 and below 1 (got {margin})", margin=margin)
+    elif any(value is not None and value < 1 for value in (max_batch, effective)):
+        wrong = say("max_batch and effective_batch must be at least 1")
+    if wrong is not None:
+        raise UsageError(
+            say("invalid arguments for find_batch_size"),
+            why=wrong,
+            fix=(say("find_batch_size(step, margin=0.05), where step(batch) runs one training step"),),
         )
-    if ranks.world == 1:
-        return reading
-    peak, steady, reserved, retries = ranks.most(
-        [trial.peak or 0, trial.steady or 0, trial.reserved or 0, trial.retries]
-    )
-    if worst == 1:
-        why = trial.why or say("it did not fit on another rank")
-        return replace(
-            reading, bound=bound, trial=replace(trial, fits=False, peak=None, why=why, retries=retries)
-        )
-    same = replace(trial, peak=peak, steady=steady, reserved=reserved or None, retries=retries)
-    return replace(reading, bound=bound, trial=same)
 
 
-def _meter(
+def _most_useful(max_batch: int | None, effective: int | None, world_size: int) -> int | None:
+    """No larger batch is of use."""
+    per_rank = None if effective is None else max(1, effective // world_size)
+    return min((one for one in (max_batch, per_rank) if one is not None), default=None)
+
+
+def _runner(
     step: StepFunction | None,
     isolate: str | None,
     margin: float,
@@ -141,121 +149,118 @@ def _meter(
     torch = import_torch()
     on_cpu = str(device) == "cpu" or (device is None and why_no_cuda(torch) is not None)
     if on_cpu:
-        bound, where = free_memory()
+        bound, source = free_memory()
         if bound is None:
-            raise LegroomError(say("how much memory there is cannot be told here"), why=where)
+            raise LegroomError(say("the free memory of this machine is unknown"), why=source)
         if isolate is not None:
             return SubprocessTrialRunner(
                 isolate, margin, "cpu", allowed=None, worst_case=worst_case, bound=bound
             )
         if not hasattr(os, "fork"):
             raise UsageError(
-                say("a trial on the CPU needs a process of its own"),
-                why=say("one that is too large ends in a kill, and this system cannot fork"),
-                fix=(say("give isolate='module:factory', whose factory() returns the step"),),
+                say("trials on the CPU need a process of their own"),
+                why=say("a trial that is too large is killed, and this system cannot fork"),
+                fix=(say("pass isolate='module:factory', where factory() returns the step"),),
             )
         assert step is not None
-        return ForkTrialRunner(step, margin, bound, where, worst_case=worst_case)
-    card = open_device(device, say("batches would be tried on it"))
+        return ForkTrialRunner(step, margin, bound, source, worst_case=worst_case)
+    gpu = open_device(device, say("try batch sizes on the GPU"))
     if isolate is not None:
-        fraction = card.fraction()
-        allowed = int(fraction * card.torch_size()) if fraction is not None and fraction < 1 else None
+        fraction = gpu.fraction()
+        allowed = int(fraction * gpu.total_memory()) if fraction is not None and fraction < 1 else None
         return SubprocessTrialRunner(
-            isolate, margin, card.name, allowed=allowed, worst_case=worst_case, bound=None
+            isolate, margin, gpu.name, allowed=allowed, worst_case=worst_case, bound=None
         )
     assert step is not None
-    return GpuTrialRunner(card, step, margin, worst_case=worst_case, keep=keep)
+    return GpuTrialRunner(gpu, step, margin, worst_case=worst_case, keep=keep)
 
 
-def _check(
-    step: object, isolate: str | None, margin: float, max_batch: int | None, effective: int | None
-) -> None:
-    wrong = None
-    if (step is None) == (isolate is None):
-        wrong = say("give the step, or isolate='module:factory', and not both")
-    elif isolate is None and not callable(step):
-        wrong = say("the step is a {kind}, which cannot be called", kind=type(step).__name__)
-    elif isolate is not None and not all(isolate.partition(":")):
-        wrong = say("isolate={isolate!r} is not of the form module:factory", isolate=isolate)
-    elif not 0 <= margin < 1:
-        wrong = say("a margin of {margin} is not a share of the memory", margin=margin)
-    elif any(value is not None and value < 1 for value in (max_batch, effective)):
-        wrong = say("a batch holds at least one sample")
-    if wrong is not None:
-        raise UsageError(
-            say("the batch size cannot be searched for as asked"),
-            why=wrong,
-            fix=(say("find_batch_size(step, margin=0.05), where step(batch) runs one training step"),),
+def run_trials(
+    runner: TrialRunner, ranks: RankConsensus, margin: float, most: int | None
+) -> tuple[list[Trial], int, list[str]]:
+    """Every trial of the search, the smallest bound, and the runner's notes."""
+    trials: list[Trial] = []
+    notes: list[str] = []
+    bound = cap = 0
+    while (batch := next_batch(trials, cap, most, rough=runner.rough)) is not None:
+        result = try_on_all_ranks(runner, ranks, batch)
+        bound = result.bound if not trials else min(bound, result.bound)
+        cap = int(bound * (1 - margin))
+        trials.append(result.trial)
+        notes += result.notes
+    return trials, bound, notes
+
+
+def try_on_all_ranks(runner: TrialRunner, ranks: RankConsensus, batch: int) -> TrialResult:
+    """One trial on every rank; the result, the worst of all, is the same on each."""
+    problem: Exception | None = None
+    result = TrialResult(Trial(batch, False, None), 0)
+    try:
+        result = runner.try_batch(batch)
+    except Exception as raised:
+        problem = raised
+    trial = result.trial
+    worst, bound = ranks.minimum([0 if problem else 2 if trial.fits else 1, result.bound])
+    if worst == 0:
+        raise problem or TrialFailed(
+            say("the step raised an error on another rank, at a batch of {batch}", batch=batch),
+            why=say("all ranks stop together; see the log of that rank"),
         )
-
-
-def _most(max_batch: int | None, effective: int | None, world: int) -> int | None:
-    """No batch above this is of use."""
-    useful = None if effective is None else max(1, effective // world)
-    bounds = [bound for bound in (max_batch, useful) if bound is not None]
-    return min(bounds) if bounds else None
+    if ranks.world_size == 1:
+        return result
+    peak, steady, reserved, retries = ranks.maximum(
+        [trial.peak or 0, trial.steady or 0, trial.reserved or 0, trial.retries]
+    )
+    if worst == 1:
+        why = trial.why or say("it did not fit on another rank")
+        return replace(
+            result, bound=bound, trial=replace(trial, fits=False, peak=None, why=why, retries=retries)
+        )
+    same = replace(trial, peak=peak, steady=steady, reserved=reserved or None, retries=retries)
+    return replace(result, bound=bound, trial=same)
 
 
 def _does_not_fit(trials: Sequence[Trial], bound: int, margin: float) -> DoesNotFit:
     return DoesNotFit(
         say("not even a batch of {batch} fits", batch=min(trial.batch for trial in trials)),
         why=say(
-            "there are {bound}, less {margin:.0%} to spare, and the step ran out: {why}",
+            "{bound} is available, {margin:.0%} of it kept free; {why}",
             bound=format_size(bound), margin=margin, why=trials[-1].why or "",
         ),
-        fix=(say("smaller inputs or mixed precision: legroom.gpu.advise says what each frees"),
-             say("a lighter optimizer, or its state and the weights spread over ranks (ZeRO, FSDP)"),
-             say("see who else is on the card, by legroom.gpu.account() or:\nlegroom doctor")),
+        fix=(say("use smaller inputs or mixed precision: legroom.gpu.advise estimates what each frees"),
+             say("use an optimizer with less state, or shard state and weights over ranks (ZeRO, FSDP)"),
+             say("see what else uses the GPU, with legroom.gpu.account() or:\nlegroom doctor")),
     )  # fmt: skip
 
 
-def _about(trials: Sequence[Trial], found: int) -> list[str]:
+def _notes(trials: Sequence[Trial], found: int) -> list[str]:
     notes = []
     retries = next(trial.retries for trial in trials if trial.batch == found and trial.fits)
     if retries:
         notes.append(
             say(
-                "at {found} the allocator had to flush its cache {retries} time(s): a little less runs faster",
+                "at a batch of {found} the allocator had to flush its cache (retries: {retries}): a slightly smaller "
+                "batch runs faster",
                 found=found, retries=retries,
             )
         )  # fmt: skip
     failed = min((trial.batch for trial in trials if not trial.fits), default=None)
     if failed is not None and failed - found > max(1, 0.05 * failed):
         notes.append(
-            say(
-                "{found} fits and {failed} does not; what lies between was not tried",
-                found=found,
-                failed=failed,
-            )
+            say("{found} fits and {failed} does not; none between was tried", found=found, failed=failed)
         )
     return notes
 
 
-MOST_TRIALS = 6
-_FIRST = 2  # batch norm refuses a single sample
-_EARLY = 0.4  # the second trial goes this far towards the cap by what the first one says alone
-# Allocators cut memory into pieces: of three trainings on an H200 the fullest got 0.88, 0.93 and 0.94 of the cap out.
-_SHARES = (0.92, 0.88, 0.85, 0.8)  # of the cap that the peak is aimed at: first, and after each failure there
-_HOST_TOP = 0.985
-_UP = 0.65  # of the way to the top, where the first of them fitted
-_WORTH_A_TRIAL = 1.05  # times what fits already: less is not worth one of six
-_ELASTIC = 1.2  # times the top: tried where a step that reached it had to make room and could
-_FAR = 8  # a line is drawn from too little beyond this many times the largest batch measured:
-_SHORT_OF_TOP = 0.9  # it is made better from here first,
-_CAREFUL_FAR, _CAREFUL_SHORT = 1.4, 0.8  # the same where memory is only roughly a line
-_BEYOND_FALL = 2  # times the largest batch: so far proportion is sure, where memory fell with it
-_LINE_WAS_WRONG = 0.6  # and left, where it fails twice
-_CLOSE = 0.02
-_APART = 0.7  # points closer together than this do not make a line: noise would
-_GROWTH = 256
+# The search: a pure function of the trials made so far.
 
 
 def next_batch(
     trials: Sequence[Trial], cap: int, most: int | None = None, *, rough: bool = False
 ) -> int | None:
-    """The batch to try next, None when there is nothing left to learn; ``cap`` is what the peak may reach.
+    """The batch to try next, None when the search is done; ``cap`` is the highest peak allowed.
 
-    ``rough``: the host's malloc keeps or returns what was freed as it sees fit, so a line is no more than a hint.
+    ``rough``: malloc on the host may keep or return freed memory, so a line is only a hint.
     """
     if not trials:
         return _FIRST if most is None else min(_FIRST, most)
@@ -265,7 +270,7 @@ def next_batch(
         return None if high == 1 or len(trials) >= MOST_TRIALS else max(1, (high or 2) // 2)
     if len(trials) >= MOST_TRIALS or low == most:
         return None
-    wanted = _upwards(trials, low, cap, rough) if high is None else _between(trials, low, high, cap)
+    wanted = _larger(trials, low, cap, rough) if high is None else _between(trials, low, high, cap)
     if wanted is None:
         return None
     wanted = max(low + 1, wanted)
@@ -278,7 +283,7 @@ def largest_fitting(trials: Sequence[Trial]) -> int:
 
 
 def fit_line(trials: Sequence[Trial]) -> tuple[float, float] | None:
-    """(fixed, per sample) of the line through the largest batch and the next that is well below it."""
+    """(fixed bytes, bytes per sample) of the line through the largest batch and the next one well below it."""
     known = sorted({trial.batch: trial.peak for trial in trials if trial.peak is not None}.items())
     if len(known) < 2:
         return None
@@ -289,8 +294,55 @@ def fit_line(trials: Sequence[Trial]) -> tuple[float, float] | None:
     return peak - slope * top, slope
 
 
+def _larger(trials: Sequence[Trial], low: int, cap: int, rough: bool) -> int | None:
+    """The next batch where none has failed yet."""
+    top = _top(trials, cap)
+    if rough and len(trials) > 1 and not _plausible_line(trials):
+        top = _in_proportion(trials, low, cap)
+    if top is None:
+        if len(trials) > 1:  # more samples take no more memory
+            return low * _FAR
+        only = next(trial for trial in trials if trial.fits)
+        steady, peak = only.steady or 0, only.peak or 0
+        each = max(1.0, (peak - steady) / low)  # counts workspace that does not grow as if it did
+        return int(min(max(low * 2, _SECOND_SHARE * (cap - steady) / each), low * _GROWTH))
+    if top - low <= max(1.0, _CLOSE_ENOUGH * top):
+        if _fitted_by_flushing(trials, low):
+            return int(top * _ELASTIC)
+        # One more sample may still fit, and it is a large share of a small batch.
+        return low + 1 if top >= low + 1 and low < 1 / _CLOSE_ENOUGH else None
+    far, short = (_ROUGH_FAR, _ROUGH_SHORT) if rough else (_FAR, _SHORT_OF_TOP)
+    if top > far * low and not (rough and _fell(trials, low) and top <= _BEYOND_FALL * low):
+        return int(top * short)
+    if rough:
+        # A failing trial there is a killed process: one step, only as far as the line is certain.
+        return int(top * _HOST_TARGET)
+    near = int(_top(trials, cap, _TARGETS[0]) or top)
+    return near if near > _WORTH_A_TRIAL * low else int(low + _CLIMB * (top - low))
+
+
+def _between(trials: Sequence[Trial], low: int, high: int, cap: int) -> int | None:
+    """The next batch where ``low`` fits and ``high`` failed."""
+    if high - low <= max(1.0, _CLOSE_ENOUGH * high):
+        return None
+    if low >= 0.85 * high:
+        return (low + high) // 2
+    top = _top(trials, cap)
+    if top is None:  # a single point: the geometric mean
+        return min(high - 1, int((low * high) ** 0.5))
+    failures = sum(1 for trial in trials if not trial.fits)
+    if failures > 1 and high > _FAR * low:
+        return int(high * _WRONG_LINE)
+    target = int(_top(trials, cap, _TARGETS[min(failures, len(_TARGETS) - 1)]) or top)
+    if target <= low:
+        # More has fitted than the target: follow the line itself, if it ends short of the failure.
+        target = int(top * _HOST_TARGET)
+        target = target if low < target < high * _HOST_TARGET else (low + high) // 2
+    return min(high - 1, target)
+
+
 def _top(trials: Sequence[Trial], cap: int, share: float = 1.0) -> float | None:
-    """The batch at which the line meets that share of the cap; None: there is no line, or it does not rise."""
+    """The batch at which the line reaches that share of the cap; None: no line, or it does not rise."""
     found = fit_line(trials)
     if found is None or found[1] <= 0:
         return None
@@ -298,115 +350,72 @@ def _top(trials: Sequence[Trial], cap: int, share: float = 1.0) -> float | None:
     return max(1.0, (share * cap - fixed) / slope)
 
 
-def _is_line(trials: Sequence[Trial]) -> bool:
-    """Whether the line's fixed part can be one: not below nothing, not above what the least of the trials took.
+def _plausible_line(trials: Sequence[Trial]) -> bool:
+    """Whether the line's fixed part is between 0 and the lowest peak.
 
-    glibc keeps what was freed of blocks up to 32 MB in its heap, with holes, and maps larger ones by themselves. Where
-    the batch brings a model's blocks over that border a larger batch takes less: on a CPU 330 MB at 60 samples and 174
-    at 66. A line through both sides says nothing.
+    glibc keeps freed blocks of up to 32 MB in its heap, with holes, and maps larger ones separately. Where a larger
+    batch brings a model's blocks over that size, it takes less memory: on a CPU 330 MB at 60 samples and 174 at 66. A
+    line through both sides is meaningless.
     """
     fixed, _ = fit_line(trials) or (-1.0, 0.0)
     return 0 <= fixed <= min(trial.peak for trial in trials if trial.peak is not None)
 
 
 def _in_proportion(trials: Sequence[Trial], low: int, cap: int) -> float:
-    """The batch at which ``low``'s own bytes a sample meet the cap: sure wherever there is any fixed part."""
+    """The batch at which ``low``'s bytes per sample reach the cap: safe whenever there is a fixed part."""
     return low * cap / max(1, next(trial.peak or 1 for trial in trials if trial.batch == low))
 
 
 def _fell(trials: Sequence[Trial], low: int) -> bool:
-    """Whether the largest batch took less than a smaller one: its blocks are beyond the border, as larger ones are."""
+    """Whether the largest batch took less than a smaller one: its blocks are mapped, as larger ones will be."""
     peaks = {trial.batch: trial.peak or 0 for trial in trials if trial.fits}
     return peaks[low] < max(peaks.values())
 
 
-def _upwards(trials: Sequence[Trial], low: int, cap: int, rough: bool) -> int | None:
-    """Nothing has failed yet."""
-    top = _top(trials, cap)
-    if rough and len(trials) > 1 and not _is_line(trials):
-        top = _in_proportion(trials, low, cap)
-    if top is None:
-        if len(trials) > 1:  # more samples, no more memory
-            return low * _FAR
-        only = next(trial for trial in trials if trial.fits)
-        steady, peak = only.steady or 0, only.peak or 0
-        each = max(1.0, (peak - steady) / low)  # work space that does not grow is laid on the samples too
-        return int(min(max(low * 2, _EARLY * (cap - steady) / each), low * _GROWTH))
-    if top - low <= max(1.0, _CLOSE * top):
-        if _made_room(trials, low):
-            return int(top * _ELASTIC)
-        # One sample more may still fit: a few samples are a large share of a small batch.
-        return low + 1 if top >= low + 1 and low < 1 / _CLOSE else None
-    far, short = (_CAREFUL_FAR, _CAREFUL_SHORT) if rough else (_FAR, _SHORT_OF_TOP)
-    if top > far * low and not (rough and _fell(trials, low) and top <= _BEYOND_FALL * low):
-        return int(top * short)
-    if (
-        rough
-    ):  # there a trial that fails is a process that dies: one step, and only as far as the line is sure
-        return int(top * _HOST_TOP)
-    near = int(_top(trials, cap, _SHARES[0]) or top)
-    return near if near > _WORTH_A_TRIAL * low else int(low + _UP * (top - low))
+def _fitted_by_flushing(trials: Sequence[Trial], low: int) -> bool:
+    """Whether the largest step fitted only after the allocator flushed its cache.
 
-
-def _made_room(trials: Sequence[Trial], low: int) -> bool:
-    """Whether the largest step fitted by flushing the allocator's cache, at the top of the line or beyond.
-
-    cuDNN takes the fastest way for which there is work space. Convolutions without TF32 on an H200 took 22 MB a sample
-    up to 300 samples, which is where the line ends, and 16 MB at 375, which fitted too: the line is one of comfort.
+    cuDNN takes the fastest algorithm whose workspace fits. Convolutions without TF32 on an H200 took 22 MB per sample
+    up to 300 samples, where the line ends, and 16 MB at 375, which fitted too: the line shows the comfortable size.
     """
     return any(trial.fits and trial.retries and trial.batch == low for trial in trials)
 
 
-def _between(trials: Sequence[Trial], low: int, high: int, cap: int) -> int | None:
-    """Something failed at ``high`` and ``low`` fits."""
-    if high - low <= max(1.0, _CLOSE * high):
-        return None
-    if low >= 0.85 * high:
-        return (low + high) // 2
-    top = _top(trials, cap)
-    if top is None:  # a single point: halfway, in ratios
-        return min(high - 1, int((low * high) ** 0.5))
-    failures = sum(1 for trial in trials if not trial.fits)
-    if failures > 1 and high > _FAR * low:
-        return int(high * _LINE_WAS_WRONG)
-    aimed = int(_top(trials, cap, _SHARES[min(failures, len(_SHARES) - 1)]) or top)
-    if (
-        aimed <= low
-    ):  # more has fitted than was aimed at: the line itself is trusted, where it ends short of the failure
-        aimed = int(top * _HOST_TOP)
-        aimed = aimed if low < aimed < high * _HOST_TOP else (low + high) // 2
-    return min(high - 1, aimed)
-
-
-_AT_MOST = 2  # times the fewest steps, to divide the effective batch evenly
+# The effective batch.
 
 
 def split_effective_batch(largest: int, effective: int | None, ranks: int) -> tuple[int, int, str | None]:
-    """(batch, accumulation, note): batch × accumulation × ranks is the effective batch, or the note says what it is."""
+    """(batch, accumulation, note) with batch × accumulation × ranks = effective, or a note with what it is instead."""
     if effective is None:
         return largest, 1, None
     if effective % ranks:
         raise UsageError(
-            say("an effective batch of {effective} cannot be kept", effective=effective),
-            why=say("{ranks} ranks do not divide it", ranks=ranks),
-            fix=(say("ask for {near}", near=max(ranks, effective // ranks * ranks)),),
+            say("an effective batch of {effective} is not possible", effective=effective),
+            why=say("it is not divisible by {ranks} ranks", ranks=ranks),
+            fix=(say("use {near}", near=max(ranks, effective // ranks * ranks)),),
         )
-    whole = effective // ranks
-    fewest = -(-whole // largest)
-    for steps in range(fewest, min(whole, _AT_MOST * fewest) + 1):
-        if whole % steps == 0:
-            return whole // steps, steps, None
-    batch = -(-whole // fewest)
+    per_rank = effective // ranks
+    fewest = -(-per_rank // largest)
+    for steps in range(fewest, min(per_rank, _MOST_STEPS * fewest) + 1):
+        if per_rank % steps == 0:
+            return per_rank // steps, steps, None
+    batch = -(-per_rank // fewest)
     note = say(
-        "no batch up to {largest} divides {whole} samples a rank well: {steps} steps of {batch} make {made} instead of "
-        "{effective}",
-        largest=largest, whole=whole, steps=fewest, batch=batch, made=batch * fewest * ranks, effective=effective,
+        "no batch up to {largest} divides {per_rank} samples per rank evenly: {steps} steps of {batch} make {made} "
+        "instead of {effective}",
+        largest=largest, per_rank=per_rank, steps=fewest, batch=batch, made=batch * fewest * ranks, effective=effective,
     )  # fmt: skip
     return batch, fewest, note
 
 
+# What trials must not change.
+
+
 class SavedState:
-    """``with Saved([model, optimizer]):`` leaves both as they were."""
+    """``with SavedState([model, optimizer]):`` restores both, and torch's random state, at the end.
+
+    State is whatever state_dict() holds: a data loader's position, for one, is not restored.
+    """
 
     def __init__(self, keep: Sequence[Any]) -> None:
         self._keep = list(keep)
@@ -417,7 +426,7 @@ class SavedState:
         if self._keep:
             import torch
 
-            self._states = [_on_host(one.state_dict()) for one in self._keep]
+            self._states = [_copy_to_host(one.state_dict()) for one in self._keep]
             self._random = torch.get_rng_state()
         return self
 
@@ -434,14 +443,14 @@ class SavedState:
         self._states.clear()
 
 
-def _on_host(value: Any) -> Any:
-    """A copy with every tensor in host memory, so that putting it aside takes nothing of the card."""
+def _copy_to_host(value: Any) -> Any:
+    """A copy with every tensor in host memory, so that it takes no GPU memory."""
     import torch
 
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
-        return {key: _on_host(one) for key, one in value.items()}
+        return {key: _copy_to_host(one) for key, one in value.items()}
     if isinstance(value, list):
-        return [_on_host(one) for one in value]
+        return [_copy_to_host(one) for one in value]
     return copy.deepcopy(value)

@@ -1,7 +1,8 @@
-"""Trying a batch: what every way of doing it has in common.
+"""One trial of a batch size: run a few real steps in this process, on the GPU, and measure the peak.
 
-Covers: the protocol, and a trial with the bound it was held against. Does not cover: the ways: in this process, on a
-card (meter_cuda.py), in a forked child (meter_fork.py), in a fresh child (meter_child.py).
+The bound is what torch could reserve: what it holds plus what is free on the GPU, at most an active limit. The
+allocator itself is limited to the bound less the margin, so "fits" means that the step ran within it, fragmentation
+included. Trials in child processes: trial_processes.py. Which batch to try: batch_size.py.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from legroom.model.gpu import Trial
 from legroom.units import format_size
 from legroom.words import say
 
-STEPS_PER_TRIAL = (
-    2  # of one trial: the first makes the optimizer's state, the second has it and the activations at once
-)
 StepFunction = Callable[..., Any]
+
+STEPS_PER_TRIAL = 2  # the first creates the optimizer's state; the second has it and the activations at once
+_NEGLIGIBLE = 1 << 20  # bytes left after a failed trial that are not worth a note
+_UNEVEN = 0.05  # two steps of one batch size that differ by more did not have inputs of the same length
 
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """One trial, the bytes there were for it, and what else its meter has to say."""
+    """One trial, the bytes available for it, and notes for the user."""
 
     trial: Trial
     bound: int
@@ -34,144 +36,148 @@ class TrialResult:
 
 
 class TrialRunner(Protocol):
-    """Somebody who can try a batch. What a step raises, other than for memory, comes out of ``try_batch``."""
+    """One way to run trials. ``try_batch`` raises what the step raises, out-of-memory errors excepted."""
 
     measure: str
-    rough: bool  # memory grows with the batch only roughly in a line
+    rough: bool  # memory grows only roughly linearly with the batch
 
     def try_batch(self, batch: int) -> TrialResult:
-        """Run the step with that batch; never raises for want of memory."""
+        """Run the step with that batch."""
         ...
 
     def close(self) -> None:
-        """Put everything back."""
+        """Restore what trials changed."""
         ...
 
 
 def run_step(step: StepFunction, batch: int, worst_case: Any) -> None:
-    """One step, at the worst case where one was named."""
+    """One step, with the worst case as a second argument if there is one."""
     if worst_case is None:
         step(batch)
     else:
         step(batch, worst_case)
 
 
-_NOTHING = 1 << 20  # left over and not worth a word
-_RAGGED = 0.05  # two steps of one batch that differ by more have not seen the same data
-
-
 class GpuTrialRunner:
-    """Tries batches on one card; ``keep`` are models and optimizers whose gradients it may drop."""
+    """Runs trials on one GPU; ``keep`` are models and optimizers whose gradients it may drop."""
 
     rough = False
 
     def __init__(
         self,
-        card: CudaDevice,
+        device: CudaDevice,
         step: StepFunction,
         margin: float,
         *,
         worst_case: Any = None,
         keep: Sequence[Any] = (),
     ) -> None:
-        self.card = card
-        self.measure = say("bytes allocated on {device} at the peak of a step", device=card.name)
-        self._step, self._worst_case, self._keep = step, worst_case, keep
-        card.warm_up()
-        self._fraction = card.fraction()
-        self.bound = self._room()
-        self._cap = int(self.bound * (1 - margin))
-        self._steady = card.allocated()
-        card.set_allowed(self._cap)
+        self.device = device
+        self.measure = say("bytes allocated on {device} at the peak of a step", device=device.name)
+        self.step = step
+        self._worst_case, self._keep = worst_case, keep
+        device.warm_up()
+        self._fraction = device.fraction()
+        self.bound = self._available()
+        self._steady = device.allocated()
+        device.limit_allocator(int(self.bound * (1 - margin)))
 
-    def _room(self) -> int:
-        gc.collect()
-        self.card.empty_cache()
-        free, _ = self.card.room()
-        could = self.card.reserved() + free
-        return could if self._fraction is None else min(could, int(self._fraction * self.card.torch_size()))
-
-    def use(self, step: StepFunction) -> None:
-        """Try this step from now on."""
-        self._step = step
+    def _available(self) -> int:
+        self._empty_cache()
+        free, _ = self.device.memory()
+        available = self.device.reserved() + free
+        if self._fraction is None:
+            return available
+        return min(available, int(self._fraction * self.device.total_memory()))
 
     def try_batch(self, batch: int) -> TrialResult:
-        """One trial, from an empty cache."""
-        card, notes = self.card, []
-        gc.collect()
-        card.empty_cache()
-        retries, started, peaks = card.retries(), time.monotonic(), []
-        reserved = 0
+        """One trial, starting with an empty cache."""
+        device = self.device
+        self._empty_cache()
+        retries, started = device.retries(), time.monotonic()
         try:
-            for _ in range(STEPS_PER_TRIAL):
-                card.reset_peaks()
-                run_step(self._step, batch, self._worst_case)
-                card.synchronize()
-                allocated, held = card.peaks()
-                peaks.append(allocated)
-                reserved = max(reserved, held)
+            peaks, reserved = self._run(batch)
         except BaseException as problem:
             kind = is_oom(problem)
             if kind is None:
                 self._clean_up()
                 raise
             release_frames(problem)
-            why = say("the card's memory ran out") if kind == "gpu" else say("the host's memory ran out")
         else:
-            self._steady = max(self._steady, card.allocated())
-            if self._worst_case is None and min(peaks) < (1 - _RAGGED) * max(peaks) and batch > 2:
-                notes.append((_elastic if card.retries() > retries else _ragged)(batch, peaks))
+            self._steady = max(self._steady, device.allocated())
+            notes: tuple[str, ...] = ()
+            if self._worst_case is None and min(peaks) < (1 - _UNEVEN) * max(peaks) and batch > 2:
+                notes = (_uneven_note(batch, peaks, device.retries() > retries),)
             trial = Trial(
                 batch,
-                True,
-                max(peaks),
-                card.allocated(),
-                reserved,
-                card.retries() - retries,
-                time.monotonic() - started,
+                fits=True,
+                peak=max(peaks),
+                steady=device.allocated(),
+                reserved=reserved,
+                retries=device.retries() - retries,
+                seconds=time.monotonic() - started,
             )
-            return TrialResult(trial, self.bound, tuple(notes))
+            return TrialResult(trial, self.bound, notes)
         left = self._clean_up()
-        if left:
-            notes.append(
-                say(
-                    "{left} stayed allocated after the failed trial of {batch}: later trials had that much less",
-                    left=format_size(left), batch=batch,
-                )
-            )  # fmt: skip
         trial = Trial(
-            batch, False, None, None, None, card.retries() - retries, time.monotonic() - started, why, left
+            batch,
+            fits=False,
+            peak=None,
+            retries=device.retries() - retries,
+            seconds=time.monotonic() - started,
+            why=say("GPU memory ran out") if kind == "gpu" else say("host memory ran out"),
+            left_over=left,
         )
-        return TrialResult(trial, self.bound, tuple(notes))
+        return TrialResult(trial, self.bound, (_left_over_note(batch, left),) if left else ())
+
+    def _run(self, batch: int) -> tuple[list[int], int]:
+        """(peak of each step, most reserved)."""
+        peaks, reserved = [], 0
+        for _ in range(STEPS_PER_TRIAL):
+            self.device.reset_peaks()
+            run_step(self.step, batch, self._worst_case)
+            self.device.synchronize()
+            allocated, held = self.device.peaks()
+            peaks.append(allocated)
+            reserved = max(reserved, held)
+        return peaks, reserved
 
     def _clean_up(self) -> int:
-        """Drop gradients and cached blocks; gives the bytes that stay though no earlier step needed them."""
+        """Drop gradients and cached blocks; returns bytes still allocated beyond what successful steps keep."""
         for one in self._keep:
             if hasattr(one, "zero_grad"):
                 one.zero_grad(set_to_none=True)
+        self._empty_cache()
+        left = self.device.allocated() - self._steady
+        return left if left > _NEGLIGIBLE else 0
+
+    def _empty_cache(self) -> None:
         gc.collect()
-        self.card.empty_cache()
-        left = self.card.allocated() - self._steady
-        return left if left > _NOTHING else 0
+        self.device.empty_cache()
 
     def close(self) -> None:
-        """The allocator's limit as it was."""
-        gc.collect()
-        self.card.empty_cache()
-        self.card.set_fraction(1.0 if self._fraction is None else self._fraction)
+        """Restore the allocator's limit."""
+        self._empty_cache()
+        self.device.set_fraction(1.0 if self._fraction is None else self._fraction)
 
 
-def _elastic(batch: int, peaks: Sequence[int]) -> str:
+def _left_over_note(batch: int, left: int) -> str:
     return say(
-        "two steps of {batch} samples took {low} and {high}: with memory short, cuDNN did with less work space, "
-        "which is slower",
-        batch=batch, low=format_size(min(peaks)), high=format_size(max(peaks)),
+        "{left} stayed allocated after the failed trial of {batch} samples: later trials had that much less",
+        left=format_size(left), batch=batch,
     )  # fmt: skip
 
 
-def _ragged(batch: int, peaks: Sequence[int]) -> str:
+def _uneven_note(batch: int, peaks: Sequence[int], retried: bool) -> str:
+    low, high = format_size(min(peaks)), format_size(max(peaks))
+    if retried:
+        return say(
+            "two steps of {batch} samples took {low} and {high}: short of memory, cuDNN chose algorithms with less "
+            "workspace, which are slower",
+            batch=batch, low=low, high=high,
+        )  # fmt: skip
     return say(
-        "two steps of {batch} samples took {low} and {high}: where samples differ in length, give the longest as "
+        "two steps of {batch} samples took {low} and {high}: if samples differ in length, pass the longest as "
         "worst_case=",
-        batch=batch, low=format_size(min(peaks)), high=format_size(max(peaks)),
+        batch=batch, low=low, high=high,
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""legroom.gpu.estimate: what one training step will take, without running it.
+"""legroom.gpu.estimate and advise: predict the memory of a training step, and what each way to save would free.
 
-Covers: tracing forward, backward and the optimizer's step with fake tensors, which have shapes and no memory; where a
-model's shapes depend on its data, two small real runs and the line through them.
-Does not cover: the context, other libraries' memory, fragmentation (legroom.gpu.find_batch_size measures those).
+The step is traced with fake tensors, which have shapes and no memory (memory_trace.py). Where a model's shapes depend
+on its data, two small real steps are extrapolated. The CUDA context, other libraries' memory and fragmentation are not
+included: legroom.gpu.find_batch_size measures those.
 """
 
 from __future__ import annotations
@@ -12,94 +12,103 @@ from typing import Any
 
 from legroom.errors import UsageError
 from legroom.gpu.cuda_device import import_torch
-from legroom.gpu.training_step import Loss, check_model, count_samples, default_loss, split_batch, step_errors
+from legroom.gpu.training_step import (
+    Loss,
+    check_model,
+    count_samples,
+    default_loss,
+    split_batch,
+    step_errors,
+)
 from legroom.model.gpu import Advice, Estimate, Saving
 from legroom.words import say
 
-# What the trace does not see: work space inside operations. Checked on a card by tests/gpu/test_gpu_memory.py.
+# The trace does not see workspace inside operations. Checked on a GPU by tests/gpu/test_gpu_memory.py.
 _ERROR_TRACED = 0.10
 _ERROR_EXTRAPOLATED = 0.15
-_FEW = (2, 4)
+_SMALL_BATCHES = (2, 4)
+_SMALLER_SIDE = 0.75  # of an image: 224 → 168
+_IMAGE_DIMENSIONS = 4  # samples, channels, height, width
 
 
 def estimate(model: Any, sample: Any, optimizer: Any = None, *, loss: Loss | None = None) -> Estimate:
     """Weights, gradients, optimizer state, activations and peak of one step of ``model`` on ``sample``.
 
-    Nothing is changed: neither model nor optimizer is stepped.
+    Changes nothing: neither model nor optimizer takes a step.
 
     Args:
-        model: Anywhere, on the CPU too: the step is traced with tensors that have shapes and no memory.
+        model: On any device, the CPU too: the step is traced with tensors that have shapes and no memory.
         sample: A whole batch: a tensor, a tuple of arguments or a mapping of named ones.
         optimizer: Its state is part of the peak; None: no state.
-        loss: ``loss(output)`` gives the loss; None takes ``output.loss``, or the mean of the outputs.
+        loss: ``loss(output)`` returns the loss; None takes ``output.loss``, or the mean of the outputs.
     """
     import_torch()
-    from legroom.gpu.memory_trace import NotTraceable, run_small_steps, trace_estimate
+    from legroom.gpu.memory_trace import NotTraceable, run_small_steps, trace_step
 
     check_model(model, optimizer)
+    loss = loss or default_loss
     try:
         with step_errors(NotTraceable):
-            return trace_estimate(model, sample, optimizer, loss or default_loss, _ERROR_TRACED)
+            traced = trace_step(model, sample, optimizer, loss)
     except NotTraceable as problem:
         count = count_samples(sample)
-        if count <= _FEW[-1]:
+        if count <= _SMALL_BATCHES[-1]:
             raise UsageError(
                 say("the step cannot be traced, and the sample is too small to extrapolate to"),
                 why=str(problem),
-                fix=(say("give a batch of more than {few} samples", few=_FEW[-1]),),
+                fix=(say("pass a batch of more than {few} samples", few=_SMALL_BATCHES[-1]),),
             ) from problem
         with step_errors():
-            few = run_small_steps(copy.deepcopy(model), sample, optimizer, loss or default_loss, _FEW)
-        slope = (few[1].peak - few[0].peak) / (_FEW[1] - _FEW[0])
-        peak = round(few[1].peak + slope * (count - _FEW[1]))
-        kept = few[1].weights + few[1].gradients + few[1].optimizer
+            few, more = run_small_steps(copy.deepcopy(model), sample, optimizer, loss, _SMALL_BATCHES)
+        slope = (more.peak - few.peak) / (_SMALL_BATCHES[1] - _SMALL_BATCHES[0])
+        peak = round(more.peak + slope * (count - _SMALL_BATCHES[1]))
         note = say(
-            "shapes depend on the data ({problem}): {low} and {high} samples were run on {device} and extrapolated",
-            problem=problem, low=_FEW[0], high=_FEW[1], device=next(iter(model.parameters())).device,
+            "shapes depend on the data ({problem}): extrapolated from steps with {low} and {high} samples on {device}",
+            problem=problem, low=_SMALL_BATCHES[0], high=_SMALL_BATCHES[1], device=_device(model),
         )  # fmt: skip
         return Estimate(
-            few[1].weights, few[1].gradients, few[1].optimizer, max(0, peak - kept), peak, _ERROR_EXTRAPOLATED,
+            more.weights, more.gradients, more.optimizer, max(0, peak - more.kept), peak, _ERROR_EXTRAPOLATED,
             "extrapolated", (note,),
         )  # fmt: skip
-
-
-_SMALLER = 0.75  # of an image's sides: 224 → 168
-_IMAGE = 4  # samples, channels, height, width
+    return Estimate(
+        traced.weights, traced.gradients, traced.optimizer, max(0, traced.peak - traced.kept), traced.peak,
+        _ERROR_TRACED, "traced",
+    )  # fmt: skip
 
 
 def advise(model: Any, sample: Any, optimizer: Any = None, *, loss: Loss | None = None) -> Advice:
-    """What a smaller batch, mixed precision, a smaller image and accumulation would each free of this step.
+    """What a smaller batch, mixed precision, a smaller image and gradient accumulation would each free in this step.
 
-    Nothing is changed: neither model nor optimizer is stepped.
+    Changes nothing: neither model nor optimizer takes a step. Effects on accuracy are not considered.
 
     Args:
-        model: Anywhere, on the CPU too: steps are traced with tensors that have shapes and no memory.
+        model: On any device, the CPU too: steps are traced with tensors that have shapes and no memory.
         sample: A whole batch: a tensor, a tuple of arguments or a mapping of named ones.
         optimizer: Its state is part of the peak; None: no state.
-        loss: ``loss(output)`` gives the loss; None takes ``output.loss``, or the mean of the outputs.
+        loss: ``loss(output)`` returns the loss; None takes ``output.loss``, or the mean of the outputs.
     """
     torch = import_torch()
     from legroom.gpu.memory_trace import NotTraceable, trace_step
 
     check_model(model, optimizer)
-    reduce = loss or default_loss
+    loss_of = loss or default_loss
     count = count_samples(sample)
     left_out: dict[str, str] = {}
     savings: list[Saving] = []
     try:
         with step_errors(NotTraceable):
-            now = trace_step(model, sample, optimizer, reduce).peak
+            now = trace_step(model, sample, optimizer, loss_of).peak
     except NotTraceable as problem:
         raise UsageError(
             say("this model cannot be traced"),
             why=say("its shapes depend on its data ({problem})", problem=problem),
-            fix=(say("legroom.gpu.find_batch_size measures real steps"),),
+            fix=(say("use legroom.gpu.find_batch_size, which measures real steps"),),
         ) from problem
 
     def add(name: str, what: str, changed: Any, autocast: Any = None) -> None:
         try:
-            peak = trace_step(model, changed, optimizer, reduce, autocast).peak
-        except Exception as problem:  # a model that takes one size only, a layer without that precision
+            peak = trace_step(model, changed, optimizer, loss_of, autocast).peak
+        except Exception as problem:  # a model with one input size only, a layer without that precision
             left_out[name] = say(
                 "{kind}: {problem}", kind=type(problem).__name__, problem=str(problem).partition("\n")[0]
             )
@@ -108,47 +117,52 @@ def advise(model: Any, sample: Any, optimizer: Any = None, *, loss: Loss | None 
 
     if count > 1:
         half = split_batch(sample, -(-count // 2))[0]
-        words = say("a batch of {half} instead of {count}", half=count_samples(half), count=count)
-        add("smaller-batch", words, half)
-        _accumulation(savings, left_out, count)
+        add(
+            "smaller-batch",
+            say("a batch of {half} instead of {count}", half=count_samples(half), count=count),
+            half,
+        )
+        _add_accumulation(savings, left_out, count)
     else:
-        left_out["smaller-batch"] = left_out["accumulation"] = say("the batch is one sample")
+        left_out["smaller-batch"] = left_out["accumulation"] = say("the batch has only one sample")
     add("mixed-precision", say("bfloat16 autocast around forward and loss"), sample, torch.bfloat16)
-    image = _smaller(torch, sample)
+    image = _with_smaller_images(torch, sample)
     if image is None:
-        left_out["smaller-image"] = say("no tensor of the sample is a batch of images")
+        left_out["smaller-image"] = say("no tensor in the sample is a batch of images")
     else:
-        side = say("sides of {share:.0%}", share=_SMALLER)
-        add("smaller-image", side, image)
-    device = str(next(iter(model.parameters())).device)
-    return Advice(device, count, now, "traced", tuple(savings), left_out)
+        add("smaller-image", say("image sides reduced to {share:.0%}", share=_SMALLER_SIDE), image)
+    return Advice(_device(model), count, now, "traced", tuple(savings), left_out)
 
 
-def _accumulation(savings: list[Saving], left_out: dict[str, str], count: int) -> None:
-    """Two micro-batches a step: the memory of the smaller batch, the gradients of the whole."""
+def _device(model: Any) -> str:
+    return str(next(iter(model.parameters())).device)
+
+
+def _add_accumulation(savings: list[Saving], left_out: dict[str, str], count: int) -> None:
+    """Two micro-batches per step: the memory of half the batch, the gradients of the whole."""
     half = next((saving for saving in savings if saving.name == "smaller-batch"), None)
     if half is None:
         left_out["accumulation"] = left_out["smaller-batch"]
         return
-    words = say(
-        "two micro-batches of {half} a step keep the effective batch of {count}",
+    what = say(
+        "two micro-batches of {half} per step keep the effective batch of {count}",
         half=-(-count // 2),
         count=count,
     )
-    savings.append(Saving("accumulation", half.peak, half.frees, half.how, words))
+    savings.append(Saving("accumulation", half.peak, half.frees, half.how, what))
 
 
-def _smaller(torch: Any, sample: Any) -> Any:
-    """The sample with its images shrunk; None: there are none."""
+def _with_smaller_images(torch: Any, sample: Any) -> Any:
+    """The sample with smaller images; None if it has no images."""
     from torch.utils._pytree import tree_leaves, tree_map
 
-    def shrunk(one: Any) -> Any:
-        if not isinstance(one, torch.Tensor) or one.ndim != _IMAGE or not one.is_floating_point():
+    def smaller(one: Any) -> Any:
+        if not isinstance(one, torch.Tensor) or one.ndim != _IMAGE_DIMENSIONS or not one.is_floating_point():
             return one
-        sides = [max(1, int(side * _SMALLER)) for side in one.shape[2:]]
+        sides = [max(1, int(side * _SMALLER_SIDE)) for side in one.shape[2:]]
         return one.new_empty((*one.shape[:2], *sides))
 
     plain = dict(sample) if hasattr(sample, "keys") else sample
-    changed = tree_map(shrunk, plain)
+    changed = tree_map(smaller, plain)
     pairs = zip(tree_leaves(plain), tree_leaves(changed), strict=True)
     return changed if any(old is not new for old, new in pairs) else None

@@ -1,11 +1,7 @@
-"""legroom.gpu.limit: this process's share of a card, its context counted in.
+"""legroom.gpu.limit: keep this process within a share of a GPU, its CUDA context included; LEGROOM_GPU_LIMIT.
 
-Covers: turning a share into torch's own cap, setting it, reading it back, saying what it does not bound, tightening it
-later.
-Does not cover: measuring what lies outside torch's allocator (overhead.py), the environment form (environment.py).
-
-torch's fraction bounds its caching allocator alone. The context and loaded kernels come on top, so they are measured
-and taken off first; kernels are loaded when they are first used, so some room is left for those to come.
+torch's own fraction limits its caching allocator alone. The context and loaded kernels come on top, so they are
+measured and subtracted first. Kernels are loaded on first use, so some room is left for later ones.
 """
 
 from __future__ import annotations
@@ -24,8 +20,17 @@ from legroom.model.gpu import Limit, Overhead
 from legroom.units import format_size, parse_size
 from legroom.words import phrase, say
 
-_LATER = 256 << 20  # for kernels that are loaded after this
-_LEAST_LATER = 16  # but never more than a sixteenth of the share
+VARIABLE = "LEGROOM_GPU_LIMIT"
+Amount = float | int | str
+
+_LATER_KERNELS = 256 << 20  # left for kernels that are loaded after the limit is set,
+_LATER_KERNELS_SHARE = 16  # but at most a sixteenth of the limit
+_LARGER_THAN_ANY_GPU = 1 << 50
+_IMPLAUSIBLE = 1 << 20  # bytes: a bare number below this is meant in another unit
+_FIX = (
+    phrase("limit(0.8) for 80 % of the GPU, limit('20GB') or limit(20 << 30) for bytes"),
+    phrase("limit(share=1/6) for six jobs on one GPU"),
+)
 _HOW = {"bounded": phrase("bounded"), "assumed": phrase("assumed")}
 
 
@@ -35,80 +40,80 @@ def limit(
     share: float | Fraction | None = None,
     device: Any = None,
 ) -> Limit:
-    """Keep everything this process holds on a card within a share of it, its CUDA context counted in.
+    """Limit the GPU memory of this process, its CUDA context included.
 
-    A context is made if there is none. Raises NoCuda without a card and BadLimit for a share that cannot be.
+    Creates a context if there is none. Raises NoCuda without a GPU, and BadLimit for an amount that is not possible.
 
     Args:
-        amount: A share of the card, 0.8 or ``"80%"``, or an amount of bytes, ``"20GB"``.
-        share: In its place: ``1 / 6`` for one of six jobs.
-        device: The card; None is the current one.
+        amount: A fraction of the GPU, 0.8 or ``"80%"``, or a size, ``"20GB"``.
+        share: Instead of ``amount``: ``1 / 6`` for one of six jobs.
+        device: The GPU; None is the current one.
     """
-    asked = describe_amount(amount, share)
-    card = open_device(device, say("this process would be limited to {asked}", asked=asked))
-    return limit_device(card, amount, share)
+    limit_bytes(amount, share, _LARGER_THAN_ANY_GPU)
+    purpose = say("limit this process to {amount}", amount=_describe(_parse(amount, share)))
+    return limit_device(open_device(device, purpose), amount, share)
 
 
-def limit_device(card: CudaDevice, amount: Amount | None, share: float | Fraction | None = None) -> Limit:
-    """The same for a device that is open."""
-    limit_bytes(amount, share, card.torch_size())  # refused before a context is made for it
-    before = used_before_context(card)
-    card.warm_up()
-    _, size = card.room()
+def limit_device(device: CudaDevice, amount: Amount | None, share: float | Fraction | None = None) -> Limit:
+    """``limit`` for a device that is open."""
+    limit_bytes(amount, share, device.total_memory())  # a bad amount is refused before a context is created
+    used_before = used_before_context(device)
+    device.warm_up()
+    _, size = device.memory()
     asked = limit_bytes(amount, share, size)
-    outside = measure_overhead(card, before)
-    margin = min(_LATER, asked // _LEAST_LATER)
-    allowed = asked - (outside.bytes or 0) - margin
+    overhead = measure_overhead(device, used_before)
+    margin = min(_LATER_KERNELS, asked // _LATER_KERNELS_SHARE)
+    allowed = asked - (overhead.bytes or 0) - margin
     if allowed <= 0:
         raise BadLimit(
-            say("{asked} are too little for a CUDA process", asked=format_size(asked)),
+            say("{asked} is too small for a CUDA process", asked=format_size(asked)),
             why=say(
-                "the context and the libraries' kernels alone take {outside} ({source})",
-                outside=format_size(outside.bytes or 0), source=outside.source,
+                "the CUDA context and library kernels alone take {overhead} ({source})",
+                overhead=format_size(overhead.bytes or 0), source=overhead.source,
             ),
-            fix=(say("ask for more than {least}", least=format_size((outside.bytes or 0) + 2 * _LATER)),
-                 say("or share the card between fewer jobs")),
+            fix=(say("set a limit above {least}", least=format_size((overhead.bytes or 0) + 2 * _LATER_KERNELS)),
+                 say("or run fewer jobs on this GPU")),
         )  # fmt: skip
-    return _set(card, asked, size, outside, margin, allowed)
+    return _apply(device, asked, size, overhead, margin, allowed)
 
 
-def _set(card: CudaDevice, asked: int, size: int, outside: Overhead, margin: int, allowed: int) -> Limit:
-    if card.reserved() > allowed:  # what is only cached can go
-        card.empty_cache()
-    fraction = card.set_allowed(allowed)
-    free, _ = card.room()
-    reserved = card.reserved()
-    others = max(0, size - free - reserved - (outside.bytes or 0))
+def _apply(device: CudaDevice, asked: int, size: int, overhead: Overhead, margin: int, allowed: int) -> Limit:
+    if device.reserved() > allowed:
+        device.empty_cache()
+    fraction = device.limit_allocator(allowed)
+    free, _ = device.memory()
+    reserved = device.reserved()
+    others = max(0, size - free - reserved - (overhead.bytes or 0))
     made = Limit(
-        device=card.name,
+        device=device.name,
         asked=asked,
         size=size,
-        overhead=outside,
+        overhead=overhead,
         margin=margin,
         allowed=allowed,
         fraction=fraction,
-        read_back=card.fraction(),
+        read_back=device.fraction(),
         reserved=reserved,
         others=others,
-        bounded=_bounded(card),
+        bounded=_bounded(device),
         not_bounded=_not_bounded(margin),
-        notes=tuple(_notes(asked, size, reserved, allowed, others, outside)),
-        again=lambda: _recheck(card, made),
+        notes=tuple(_notes(asked, size, reserved, allowed, others, overhead)),
+        again=lambda: _recheck(device, made),
     )
     return made
 
 
-def _recheck(card: CudaDevice, old: Limit) -> Limit:
-    outside = measure_overhead(card)
-    if outside.how != "measured" and old.overhead.how != "assumed":
-        outside = old.overhead  # the first figure was the better one
-    # What was left for later kernels is partly used by now; a quarter of it stays.
-    allowed = min(old.allowed, old.asked - (outside.bytes or 0) - old.margin // 4)
-    return _set(card, old.asked, old.size, outside, old.margin, max(1, allowed))
+def _recheck(device: CudaDevice, old: Limit) -> Limit:
+    overhead = measure_overhead(device)
+    if overhead.how != "measured" and old.overhead.how != "assumed":
+        overhead = old.overhead  # the first figure was the better one
+    # Part of the room for later kernels is in use by now; a quarter of it stays.
+    allowed = min(old.allowed, old.asked - (overhead.bytes or 0) - old.margin // 4)
+    return _apply(device, old.asked, old.size, overhead, old.margin, max(1, allowed))
 
 
-def _bounded(card: CudaDevice) -> tuple[str, ...]:
-    if card.backend() == "native":
+def _bounded(device: CudaDevice) -> tuple[str, ...]:
+    if device.backend() == "native":
         return (
             say(
                 "torch's caching allocator: tensors, cached blocks, cuBLAS and cuDNN workspaces, CUDA graphs"
@@ -117,28 +122,28 @@ def _bounded(card: CudaDevice) -> tuple[str, ...]:
     return (
         say(
             "tensors in use; the {backend} allocator may keep freed blocks beyond the limit",
-            backend=card.backend(),
+            backend=device.backend(),
         ),
     )
 
 
 def _not_bounded(margin: int) -> tuple[str, ...]:
     return (
-        say("NCCL's buffers, and whatever else calls cudaMalloc itself (other libraries, other allocators)"),
+        say("NCCL buffers, and other libraries and allocators that call cudaMalloc themselves"),
         say(
-            "kernels loaded from now on: {margin} are left for them, and recheck() measures again",
+            "kernels loaded from now on: {margin} is left for them, and recheck() measures again",
             margin=format_size(margin),
         ),
-        say("other processes, those started by this one too: each needs a limit of its own"),
+        say("other processes, child processes included: each needs its own limit"),
     )
 
 
-def _notes(asked: int, size: int, reserved: int, allowed: int, others: int, outside: Overhead) -> list[str]:
+def _notes(asked: int, size: int, reserved: int, allowed: int, others: int, overhead: Overhead) -> list[str]:
     notes = []
     if others > size - asked:
         notes.append(
             say(
-                "other processes hold {others} of {size} now: {left} of the {asked} are there",
+                "other processes use {others} of {size}: only {left} of the {asked} limit is available",
                 others=format_size(others), size=format_size(size),
                 left=format_size(max(0, size - others)), asked=format_size(asked),
             )
@@ -146,77 +151,71 @@ def _notes(asked: int, size: int, reserved: int, allowed: int, others: int, outs
     if reserved > allowed:
         notes.append(
             say(
-                "torch holds {reserved} already and is allowed {allowed}: it gets nothing more until tensors are freed",
+                "torch already holds {reserved} and is allowed {allowed}: new allocations fail until tensors are freed",
                 reserved=format_size(reserved), allowed=format_size(allowed),
             )
         )  # fmt: skip
-    if outside.how != "measured":
+    if overhead.how != "measured":
         notes.append(
             say(
-                "the context is not measured but {how}: {source}",
-                how=say(_HOW[outside.how]),
-                source=outside.source,
+                "the CUDA context's size is not measured but {how}: {source}",
+                how=say(_HOW[overhead.how]),
+                source=overhead.source,
             )
         )
     return notes
 
 
-VARIABLE = "LEGROOM_GPU_LIMIT"
-_NO_CARD = 1 << 20  # bytes: who gives fewer means another unit
+# The environment variable, for scripts that cannot be edited. The limit is applied when the script itself starts CUDA:
+# at import it would create a context in every DataLoader worker, and forked children could not use CUDA any more.
 
 
 def with_limit(environment: Mapping[str, str], amount: str) -> dict[str, str]:
-    """The environment with a limit for whatever is started in it; BadLimit for one that makes no sense."""
-    asked = limit_bytes(amount, None, ANY_GPU)
-    if asked < _NO_CARD and amount.strip().replace(".", "").isdigit():
-        why = say("a number without a unit is bytes: is it {amount}% or {amount}GB?", amount=amount.strip())
-        raise BadLimit(say("{amount} cannot be a limit", amount=amount), why=why)
+    """The environment with LEGROOM_GPU_LIMIT set; BadLimit for an amount that no GPU could have."""
+    size = limit_bytes(amount, None, _LARGER_THAN_ANY_GPU)
+    if size < _IMPLAUSIBLE and amount.strip().replace(".", "").isdigit():
+        why = say(
+            "a number without a unit is bytes; did you mean {amount}% or {amount}GB?", amount=amount.strip()
+        )
+        raise BadLimit(say("{amount} is not a valid limit", amount=amount), why=why)
     return {**environment, VARIABLE: amount}
 
 
 def apply_from_environment(torch: Any = None, environment: Mapping[str, str] | None = None) -> bool:
-    """Put the limit in force when torch starts CUDA in this process; False: there is none to put.
+    """Apply LEGROOM_GPU_LIMIT as soon as torch starts CUDA in this process; False if it is not set.
 
-    To be called once torch is imported. Whatever fails is told on standard error: the script must run.
+    Call it once torch is imported. Failures are printed to standard error and never stop the script. Only one device is
+    limited: that of LOCAL_RANK, or else the current one.
     """
     env = os.environ if environment is None else environment
     amount = env.get(VARIABLE, "").strip()
     if not amount:
         return False
     torch = import_torch(torch)
-    # Torch keeps calls for the moment CUDA starts and makes them then; seeds are set in the same way.
-    later = getattr(torch.cuda, "_lazy_call", None)
-    if later is None:
-        _tell(
+    # torch queues these calls and makes them when CUDA starts; it sets random seeds in the same way.
+    when_cuda_starts = getattr(torch.cuda, "_lazy_call", None)
+    if when_cuda_starts is None:
+        _print(
             say(
-                "no limit on the card: torch {version} offers no way to act when CUDA starts",
+                "GPU limit not set: torch {version} cannot run code when CUDA starts",
                 version=torch.__version__,
             )
         )
         return False
-    later(lambda: _apply(torch, amount, env))
+    when_cuda_starts(lambda: _limit_started(torch, amount, env))
     return True
 
 
-def chosen_index(environment: Mapping[str, str], count: int, current: int) -> int:
-    """The device that is this process's own."""
+def _limit_started(torch: Any, amount: str, environment: Mapping[str, str]) -> None:
     try:
-        local = int(environment.get("LOCAL_RANK", ""))
-    except ValueError:
-        return current
-    return local if 0 <= local < count else current
-
-
-def _apply(torch: Any, amount: str, environment: Mapping[str, str]) -> None:
-    try:
-        index = chosen_index(environment, torch.cuda.device_count(), torch.cuda.current_device())
+        index = local_device(environment, torch.cuda.device_count(), torch.cuda.current_device())
         made = limit_device(CudaDevice(torch, index), amount)
     except LegroomError as problem:
-        _tell(say("no limit on the card: {problem}", problem=problem))
-    except Exception as problem:  # whatever CUDA says while it starts
-        _tell(say("no limit on the card: {kind}: {problem}", kind=type(problem).__name__, problem=problem))
+        _print(say("GPU limit not set: {problem}", problem=problem))
+    except Exception as problem:  # anything that CUDA may raise while it starts
+        _print(say("GPU limit not set: {kind}: {problem}", kind=type(problem).__name__, problem=problem))
     else:
-        _tell(
+        _print(
             say(
                 "{device} is limited to {asked} of {size}, context included ({allowed} for torch)",
                 device=made.device, asked=format_size(made.asked), size=format_size(made.size),
@@ -224,67 +223,67 @@ def _apply(torch: Any, amount: str, environment: Mapping[str, str]) -> None:
             )
         )  # fmt: skip
         for note in made.notes:
-            _tell(note)
+            _print(note)
 
 
-def _tell(line: str) -> None:
+def local_device(environment: Mapping[str, str], count: int, current: int) -> int:
+    """The index in LOCAL_RANK, which launchers of one process per GPU set; else the current device."""
+    try:
+        local = int(environment.get("LOCAL_RANK", ""))
+    except ValueError:
+        return current
+    return local if 0 <= local < count else current
+
+
+def _print(line: str) -> None:
     sys.stderr.write(f"legroom: {line}\n")
 
 
-_FIX = (
-    phrase("limit(0.8) for 80 % of the card, limit('20GB') or limit(20 << 30) for bytes"),
-    phrase("limit(share=1/6) where six jobs share one card"),
-)
-ANY_GPU = 1 << 50  # larger than any card: only what no card could give is refused of it
-Amount = float | int | str
+# Amounts.
 
 
 def limit_bytes(amount: Amount | None, share: float | Fraction | None, size: int) -> int:
-    """Bytes of a card of ``size`` that were asked for; BadLimit where that makes no sense."""
-    asked = _asked(amount, share)
-    if not isinstance(asked, int):
-        return int(size * asked)
-    if not 0 < asked <= size:
+    """An amount or a share as bytes of a GPU of ``size``; BadLimit if it is invalid or larger."""
+    parsed = _parse(amount, share)
+    if not isinstance(parsed, int):
+        return int(size * parsed)
+    if not 0 < parsed <= size:
         why = (
-            say("the card has {size}", size=format_size(size)) if asked > 0 else say("nothing fits into that")
+            say("the GPU has {size}", size=format_size(size))
+            if parsed > 0
+            else say("it must be larger than 0")
         )
-        raise _refused(format_size(asked), why)
-    return asked
+        raise _invalid(format_size(parsed), why)
+    return parsed
 
 
-def describe_amount(amount: Amount | None, share: float | Fraction | None) -> str:
-    """What was asked for, where there is no card yet to take it of; BadLimit where no card could give it."""
-    limit_bytes(amount, share, ANY_GPU)
-    asked = _asked(amount, share)
-    if isinstance(asked, int):
-        return say("{size} of its memory", size=format_size(asked))
-    return say("{percent} % of its memory", percent=f"{float(100 * asked):.3g}")
+def _describe(parsed: int | float | Fraction) -> str:
+    if isinstance(parsed, int):
+        return say("{size} of GPU memory", size=format_size(parsed))
+    return say("{percent} % of GPU memory", percent=f"{float(100 * parsed):.3g}")
 
 
-def _asked(amount: Amount | None, share: float | Fraction | None) -> int | float | Fraction:
-    """Bytes, an int, or a part of the card, which is no int."""
+def _parse(amount: Amount | None, share: float | Fraction | None) -> int | float | Fraction:
+    """Bytes as an int, or a fraction of the GPU as another number."""
     if (amount is None) == (share is None):
-        both = (
-            say("nothing was asked for") if amount is None else say("a limit and a share exclude each other")
-        )
         raise BadLimit(
-            both,
-            why=say("one of them says how much of the card this process may hold"),
+            say("no limit was given") if amount is None else say("both an amount and a share were given"),
+            why=say("limit() takes exactly one of them"),
             fix=tuple(map(say, _FIX)),
         )
     if share is not None:
-        return _part(share, say("a share"))
+        return _fraction(share)
     if isinstance(amount, str):
-        amount = _read(amount)
+        amount = _parse_text(amount)
     if isinstance(amount, bool) or not isinstance(amount, Real):
-        raise _refused(amount, say("it is neither a fraction nor bytes"))
+        raise _invalid(amount, say("it is neither a fraction nor a number of bytes"))
     if not isinstance(amount, Integral) or amount == 1:
-        return _part(amount, say("a fraction"))
+        return _fraction(amount)
     return int(amount)
 
 
-def _read(text: str) -> float | int:
-    """``0.8``, ``1/6``, ``80%`` or a size; as an environment variable carries it."""
+def _parse_text(text: str) -> float | int:
+    """``0.8``, ``1/6``, ``80%`` or a size, as the environment variable and the command line give it."""
     plain = text.strip()
     try:
         if plain.endswith("%"):
@@ -294,19 +293,19 @@ def _read(text: str) -> float | int:
         try:
             return parse_size(plain)
         except BadSize as problem:
-            raise _refused(text, problem.why) from problem
+            raise _invalid(text, problem.why) from problem
     return int(number) if number.denominator == 1 and number != 1 else float(number)
 
 
-def _part(amount: Any, what: str) -> float | Fraction:
+def _fraction(value: Any) -> float | Fraction:
     try:
-        right = 0 < amount <= 1
+        valid = 0 < value <= 1
     except TypeError:
-        right = False
-    if not right:
-        raise _refused(amount, say("{what} is above 0 and at most 1", what=what))
-    return amount if isinstance(amount, Fraction) else float(amount)
+        valid = False
+    if not valid:
+        raise _invalid(value, say("a fraction must be above 0 and at most 1"))
+    return value if isinstance(value, Fraction) else float(value)
 
 
-def _refused(amount: object, why: str) -> BadLimit:
-    return BadLimit(say("{amount} cannot be a limit", amount=amount), why=why, fix=tuple(map(say, _FIX)))
+def _invalid(amount: object, why: str) -> BadLimit:
+    return BadLimit(say("{amount} is not a valid limit", amount=amount), why=why, fix=tuple(map(say, _FIX)))

@@ -1,15 +1,16 @@
-"""A training step followed tensor by tensor: with fake tensors, or with real ones.
+"""Trace a training step's allocations, tensor by tensor, with fake tensors or with real ones. Imports torch.
 
-Covers: the trace, and its four parts. Does not cover: what is said about it (estimating.py, advising.py).
-
-The fake step uses fake parameters of its own through torch.func.functional_call: the model is not touched. The
-optimizer is made anew on them with the caller's options, so that its state has the size it will have.
+The fake step runs on fake parameters through torch.func.functional_call, so the model is not touched. The optimizer is
+created anew on them with the caller's options, so its state has the size it will have. Workspace that libraries
+allocate inside one operation (cuDNN, cuBLAS) is in no tensor and is not counted.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,63 +25,61 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from legroom.gpu.training_step import Loss, call_arguments, quiet_fakes, split_batch
-from legroom.model.gpu import Estimate
+from legroom.gpu.cuda_device import allocator_size
+from legroom.gpu.training_step import Loss, call_arguments, split_batch
 
-_CANNOT = (
+_NOT_TRACEABLE = (
     DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )  # fmt: skip
+_FAKE_TENSOR_LOG = (
+    "torch._subclasses.fake_tensor"  # logs a page for each operation that rejects its arguments
+)
 
 
 class NotTraceable(Exception):
-    """A step whose shapes depend on the values in it: fake tensors have none."""
+    """The step's shapes depend on the values of its tensors, which fake tensors do not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """The parts of one step that was followed."""
+    """Bytes of one traced step."""
 
     weights: int
     gradients: int
     optimizer: int
     peak: int
 
-
-def trace_estimate(model: Any, sample: Any, optimizer: Any, loss: Loss, error: float) -> Estimate:
-    """The step with fake tensors; Unknowable where they cannot tell."""
-    run = trace_step(model, sample, optimizer, loss)
-    kept = run.weights + run.gradients + run.optimizer
-    return Estimate(
-        run.weights, run.gradients, run.optimizer, max(0, run.peak - kept), run.peak, error, "traced"
-    )
+    @property
+    def kept(self) -> int:
+        """Bytes that stay between steps."""
+        return self.weights + self.gradients + self.optimizer
 
 
 def trace_step(
     model: Any, sample: Any, optimizer: Any, loss: Loss, autocast: torch.dtype | None = None
 ) -> StepMemory:
-    """The same, as plain figures; with autocast if a type is named."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)  # a model may hold constants that are no buffers
+    """The step with fake tensors, under autocast if a type is given; NotTraceable where they do not suffice."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # a model may hold constants that are not buffers
     state: dict[str, torch.Tensor] = {
         name: fake.from_tensor(one) for name, one in (*model.named_parameters(), *model.named_buffers())
     }
     trained = [state[name] for name, one in model.named_parameters() if one.requires_grad]
-    with quiet_fakes(), fake:
-        batch = tree_map(
-            lambda one: fake.from_tensor(one) if isinstance(one, torch.Tensor) else one, _plain(sample)
-        )
+    plain = dict(sample) if hasattr(sample, "keys") else sample  # pytrees know dicts, not every mapping
+    with _quiet_fake_tensors(), fake:
+        batch = tree_map(lambda one: fake.from_tensor(one) if isinstance(one, torch.Tensor) else one, plain)
 
         def forward() -> Any:
             positional, named = call_arguments(batch)
             return torch.func.functional_call(model, state, positional, named)
 
-        stepper = _like(optimizer, model, state)
+        like = _optimizer_like(optimizer, model, state)
         try:
-            return _follow(forward, loss, list(state.values()), trained, batch, stepper, autocast)
-        except _CANNOT as problem:
+            return _follow(forward, loss, list(state.values()), trained, batch, like, autocast)
+        except _NOT_TRACEABLE as problem:
             raise NotTraceable(type(problem).__name__) from problem
         except RuntimeError as problem:
-            if isinstance(problem.__cause__ or problem.__context__, _CANNOT):
+            if isinstance(problem.__cause__ or problem.__context__, _NOT_TRACEABLE):
                 raise NotTraceable(str(problem).partition("\n")[0]) from problem
             raise
 
@@ -88,21 +87,21 @@ def trace_step(
 def run_small_steps(
     model: Any, sample: Any, optimizer: Any, loss: Loss, sizes: Sequence[int]
 ) -> list[StepMemory]:
-    """Real steps of the first few samples, followed; ``model`` is a copy that may be trained."""
+    """Real steps on the first few samples; ``model`` is a copy that may be trained."""
     state = dict((*model.named_parameters(), *model.named_buffers()))
     trained = [one for one in model.parameters() if one.requires_grad]
-    runs = []
+    steps = []
     for size in sizes:
         part = split_batch(sample, size)[0]
         model.zero_grad(set_to_none=True)
         positional, named = call_arguments(part)
-        runs.append(
+        steps.append(
             _follow(
                 lambda positional=positional, named=named: model(*positional, **named),
-                loss, list(state.values()), trained, part, _like(optimizer, model, state), None,
+                loss, list(state.values()), trained, part, _optimizer_like(optimizer, model, state), None,
             )
         )  # fmt: skip
-    return runs
+    return steps
 
 
 def _follow(
@@ -111,10 +110,10 @@ def _follow(
     held: list[Any],
     trained: list[Any],
     batch: Any,
-    stepper: Any,
+    optimizer: Any,
     autocast: torch.dtype | None,
 ) -> StepMemory:
-    """Two steps: in the second the optimizer's state is there while activations are."""
+    """Follow two steps: in the second the optimizer's state exists together with the activations."""
     tracker = AllocationTracker()
     weights = tracker.add(held)
     tracker.add(tree_leaves(batch))
@@ -127,29 +126,31 @@ def _follow(
                 found = loss(forward())
             found.backward()
             del found
-            if stepper is not None:
-                stepper.step()
-    gradients = sum(
-        allocator_size(one.grad.untyped_storage().nbytes()) for one in trained if one.grad is not None
-    )
-    return StepMemory(weights, gradients, _state_bytes(stepper, trained), tracker.peak)
+            if optimizer is not None:
+                optimizer.step()
+    gradients = sum(_tensor_bytes(one.grad) for one in trained if one.grad is not None)
+    return StepMemory(weights, gradients, _state_bytes(optimizer, trained), tracker.peak)
 
 
-def _state_bytes(stepper: Any, trained: list[Any]) -> int:
-    if stepper is None:
+def _state_bytes(optimizer: Any, trained: list[Any]) -> int:
+    if optimizer is None:
         return 0
     device = trained[0].device if trained else None
-    leaves = (leaf for one in stepper.state.values() for leaf in one.values())
-    # Step counters are single numbers, and stay on the host beside a card.
+    leaves = (leaf for one in optimizer.state.values() for leaf in one.values())
+    # Step counters are scalars, and stay on the host.
     return sum(
-        allocator_size(leaf.untyped_storage().nbytes())
+        _tensor_bytes(leaf)
         for leaf in leaves
         if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.device == device
     )
 
 
-def _like(optimizer: Any, model: Any, state: dict[str, Any]) -> Any:
-    """An optimizer as the given one, on these tensors; groups and their options kept."""
+def _tensor_bytes(tensor: torch.Tensor) -> int:
+    return allocator_size(tensor.untyped_storage().nbytes())
+
+
+def _optimizer_like(optimizer: Any, model: Any, state: dict[str, Any]) -> Any:
+    """A new optimizer of the same class on these tensors, with the same groups and options."""
     if optimizer is None:
         return None
     names = {id(one): name for name, one in model.named_parameters()}
@@ -167,30 +168,16 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "initial_lr")}
 
 
-def _plain(sample: Any) -> Any:
-    """A mapping of any class as a dict, which pytrees know."""
-    return dict(sample) if hasattr(sample, "keys") else sample
-
-
-_BLOCK = 512  # torch's allocator gives out multiples of this
-
-
-def allocator_size(size: int) -> int:
-    """What the allocator sets aside for a request."""
-    return -(-size // _BLOCK) * _BLOCK
-
-
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is active, sees every operation's results; what was there before is told by ``add``."""
+    """While active, counts the storage of every operation's results; ``add`` counts what existed before."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._seen: set[int] = set()
-        self._serial = 0
 
     def add(self, tensors: Iterable[Any]) -> int:
-        """Count these, if they are not counted yet; gives the bytes that came in."""
+        """Count those that are not counted yet; returns the bytes added."""
         before = self.now
         for one in tensors:
             if isinstance(one, torch.Tensor) and one.layout == torch.strided:
@@ -205,9 +192,9 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._seen.add(key)
         self.now += size
-        weakref.finalize(storage, self._gone, key, size).atexit = False
+        weakref.finalize(storage, self._freed, key, size).atexit = False
 
-    def _gone(self, key: int, size: int) -> None:
+    def _freed(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.now -= size
 
@@ -215,3 +202,18 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         self.add(tree_leaves(result))
         return result
+
+
+@contextmanager
+def _quiet_fake_tensors() -> Iterator[None]:
+    """Silence torch's log of operations that reject fake tensors: the exception has the same information."""
+    log = logging.getLogger(_FAKE_TENSOR_LOG)
+
+    def silence(record: logging.LogRecord) -> bool:
+        return False
+
+    log.addFilter(silence)
+    try:
+        yield
+    finally:
+        log.removeFilter(silence)

@@ -1,9 +1,12 @@
-"""Running out of memory, told from every other error.
+"""legroom.gpu.is_oom and on_oom: recognise out-of-memory errors, and retry a training step in smaller micro-batches.
 
-Covers: recognising it by type; cleaning up after it. Does not cover: what to do next (finder.py, survive.py).
+A backward pass that fails half way has added to some gradients and not to others. So on_oom sets existing gradients
+aside, drops those of a failed attempt, repeats the whole batch in smaller micro-batches, and adds the old gradients at
+the end. The optimizer's step stays with the caller.
 
-Most of it has a type. Three kinds are plain RuntimeErrors of torch's own, and those are known by how their text starts,
-never by the words "out of memory" somewhere in it: a user's own RuntimeError about memory is the user's.
+A DDP model runs as the module inside it: DDP communicates in forward too (buffers, and its buckets once), even under
+no_sync(), and a rank that failed earlier would leave the others waiting. First the ranks agree that all succeeded; then
+gradients are averaged and buffers broadcast here. FSDP and ZeRO-3 communicate in every layer and are not supported.
 """
 
 from __future__ import annotations
@@ -20,25 +23,28 @@ from typing import Any, Literal
 from legroom.errors import DoesNotFit, TrialFailed, UsageError
 from legroom.gpu.rank_consensus import RankConsensus
 from legroom.gpu.training_step import count_samples, split_batch
-from legroom.words import say
+from legroom.words import counted, phrase, say
 
 Kind = Literal["gpu", "host"]
 
 _CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+# Out-of-memory errors without a type of their own are recognised by how torch's text starts, never by "out of memory"
+# somewhere in it: a user's own RuntimeError about memory is the user's.
 _GPU = re.compile(
     r"CUDA error: (?:out of memory|CUBLAS_STATUS_ALLOC_FAILED)|cuDNN error: CUDNN_STATUS_ALLOC_FAILED"
 )
 _HOST = re.compile(
     r"(?:\[enforce fail at [^\]]*\] .{0,40})?DefaultCPUAllocator: (?:can't allocate|not enough) memory"
 )
+_ERROR, _OUT_OF_MEMORY, _FITTED = range(3)  # how an attempt ended; the lowest over all ranks counts
 
 
 def is_oom(problem: BaseException) -> Kind | None:
-    """``"gpu"`` or ``"host"`` where memory ran out, None where it is something else.
+    """``"gpu"`` or ``"host"`` if the exception means that this memory ran out, None for any other error.
 
     Args:
-        problem: An exception that was caught. It is known by its type; where torch raises a plain RuntimeError, by how
-            its text begins. One of your own that speaks of memory is something else.
+        problem: A caught exception. It is recognised by type or, where torch raises a plain RuntimeError, by how its
+            text begins. Your own RuntimeError that mentions memory is not recognised.
     """
     if isinstance(problem, MemoryError):
         return "host"
@@ -61,7 +67,7 @@ def is_oom(problem: BaseException) -> Kind | None:
 
 
 def release_frames(problem: BaseException) -> None:
-    """Drop what the frames of an exception hold: the tensors of a failed step live in its traceback."""
+    """Clear the frames of an exception and its causes: they keep the failed step's tensors alive."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [problem]
     while waiting:
@@ -75,12 +81,11 @@ def release_frames(problem: BaseException) -> None:
     gc.collect()
 
 
-LossOf = Callable[..., Any]
-_BROKE, _RAN_OUT, _FITTED = range(3)  # how an attempt ended; the worst over all ranks counts
+LossFunction = Callable[..., Any]
 
 
 class BatchNormWarning(UserWarning):
-    """A model that normalises over the batch gives other results in smaller pieces."""
+    """The model normalises over the batch, so micro-batches change its results."""
 
 
 def on_oom(
@@ -89,43 +94,48 @@ def on_oom(
     reduction: Literal["mean", "sum"] = "mean",
     smallest: int = 1,
     cut: Callable[[Any, int], list[Any]] | None = None,
-) -> Callable[[LossOf], MicroBatchLoss]:
-    """Decorate ``loss_of(batch, …)``, which gives the loss of a batch: calling it then runs forward and backward too.
+) -> Callable[[LossFunction], MicroBatchLoss]:
+    """Decorate ``loss_of(batch, …)``, which returns the loss of a batch: a call then runs forward and backward.
 
-    Memory that runs out halves the pieces a batch is worked through in, from then on; the gradients are those of the
-    whole batch.
+    If memory runs out, the batch is repeated in micro-batches of half the size, which later calls keep. The gradients
+    are those of the whole batch.
 
     Args:
-        model: Whose gradients are put back when a piece fails.
-        reduction: How the loss is made of samples: ``"mean"`` or ``"sum"``.
-        smallest: Samples below which a piece is not halved.
-        cut: ``cut(batch, size)`` splits batches that are not nests of tensors.
+        model: The model whose gradients are restored when an attempt fails.
+        reduction: How the loss combines samples: ``"mean"`` or ``"sum"``.
+        smallest: The smallest micro-batch, in samples.
+        cut: ``cut(batch, size)`` splits batches that are not nested tensors.
     """
     if reduction not in ("mean", "sum"):
         raise UsageError(
-            say("{reduction!r} is no way to reduce a loss", reduction=reduction),
-            why=say("pieces are weighted by it"),
-            fix=(say("give 'mean' where the loss is a mean over samples, 'sum' where it is a sum"),),
+            say("reduction must be 'mean' or 'sum' (got {reduction!r})", reduction=reduction),
+            why=say("the losses of micro-batches are weighted by it"),
+            fix=(say("pass 'mean' if the loss is a mean over samples, 'sum' if it is a sum"),),
         )
     return lambda loss_of: MicroBatchLoss(loss_of, model, reduction, smallest, cut or split_batch)
 
 
 class MicroBatchLoss:
-    """A decorated loss: call it with a batch, get the loss of the whole batch, find the gradients in the model."""
+    """A decorated loss: call it with a batch for the whole batch's loss; the gradients are in the model."""
 
     def __init__(
-        self, loss_of: LossOf, model: Any, reduction: str, smallest: int, cut: Callable[[Any, int], list[Any]]
+        self,
+        loss_of: LossFunction,
+        model: Any,
+        reduction: str,
+        smallest: int,
+        cut: Callable[[Any, int], list[Any]],
     ) -> None:
         functools.update_wrapper(self, loss_of)
         self._loss_of, self._model, self._cut = loss_of, model, cut
         self._mean, self._smallest = reduction == "mean", smallest
-        self.micro_batch: int | None = None  # None: whole batches, so far
+        self.micro_batch: int | None = None  # None: whole batches so far
         self.halvings = 0
 
     def __call__(self, batch: Any, *more: Any, **named: Any) -> Any:
-        """Forward and backward of the whole batch, in as many pieces as it takes."""
+        """Forward and backward of the whole batch, in as many micro-batches as needed."""
         ranks, count = RankConsensus(), count_samples(batch)
-        aside = self._put_aside()
+        previous = self._take_gradients()
         while True:
             size = min(self.micro_batch or count, count)
             total, problem = None, None
@@ -134,20 +144,20 @@ class MicroBatchLoss:
             except Exception as raised:
                 problem = raised
             ran_out = problem is not None and is_oom(problem) is not None
-            (worst,) = ranks.least([_FITTED if problem is None else _RAN_OUT if ran_out else _BROKE])
+            (worst,) = ranks.minimum([_FITTED if problem is None else _OUT_OF_MEMORY if ran_out else _ERROR])
             if worst == _FITTED:
                 break
-            self._forget(problem)
-            (widest,) = ranks.most([size])
-            if worst == _RAN_OUT and widest > self._smallest:
-                self._halve(widest)
+            self._drop_attempt(problem)
+            (largest,) = ranks.maximum([size])
+            if worst == _OUT_OF_MEMORY and largest > self._smallest:
+                self._halve(largest)
                 continue
-            self._restore(aside)
-            if worst == _RAN_OUT:
-                raise self._too_small(widest) from problem
-            raise problem if problem is not None and not ran_out else _elsewhere()
-        self._exchange(ranks)
-        self._restore(aside)
+            self._add_gradients(previous)
+            if worst == _OUT_OF_MEMORY:
+                raise self._does_not_fit(largest) from problem
+            raise problem if problem is not None and not ran_out else _failed_on_another_rank()
+        self._average_gradients(ranks)
+        self._add_gradients(previous)
         return total
 
     def _attempt(
@@ -160,27 +170,27 @@ class MicroBatchLoss:
         named: dict[str, Any],
     ) -> Any:
         total = None
-        with _apart(self._model, ranks):
-            for piece in [batch] if size >= count else self._cut(batch, size):
-                loss = self._loss_of(piece, *more, **named)
+        with _without_ddp(self._model, ranks):
+            for part in [batch] if size >= count else self._cut(batch, size):
+                loss = self._loss_of(part, *more, **named)
                 if self._mean:
-                    loss = loss * (count_samples(piece) / count)
+                    loss = loss * (count_samples(part) / count)
                 loss.backward()
                 total = loss.detach() if total is None else total + loss.detach()
         return total
 
-    def _put_aside(self) -> list[tuple[Any, Any]]:
-        aside = [(one, one.grad) for one in self._model.parameters() if one.grad is not None]
-        for one, _ in aside:
+    def _take_gradients(self) -> list[tuple[Any, Any]]:
+        taken = [(one, one.grad) for one in self._model.parameters() if one.grad is not None]
+        for one, _ in taken:
             one.grad = None
-        return aside
+        return taken
 
-    def _restore(self, aside: list[tuple[Any, Any]]) -> None:
-        for one, gradient in aside:
+    def _add_gradients(self, previous: list[tuple[Any, Any]]) -> None:
+        for one, gradient in previous:
             one.grad = gradient if one.grad is None else gradient.add_(one.grad)
 
-    def _forget(self, problem: BaseException | None) -> None:
-        """Everything of a failed attempt: its gradients, its frames, its cached blocks."""
+    def _drop_attempt(self, problem: BaseException | None) -> None:
+        """Free what a failed attempt holds: gradients, frames, cached blocks."""
         for one in self._model.parameters():
             one.grad = None
         if problem is not None and is_oom(problem) is not None:
@@ -205,53 +215,63 @@ class MicroBatchLoss:
         if normalising and self.halvings == 1:
             warnings.warn(
                 say(
-                    "pieces of {size} samples: {count} layer(s) normalise over the batch ({first}, …), so "
-                    "gradients are not those of the whole batch; group or layer norm does not depend on it",
-                    size=self.micro_batch, count=len(normalising), first=normalising[0],
+                    "with micro-batches of {size}, gradients differ from those of the whole batch: {layers} over the "
+                    "batch ({first}, …); group norm and layer norm do not depend on the batch size",
+                    size=self.micro_batch, first=normalising[0],
+                    layers=counted(
+                        len(normalising), phrase("{count} layer normalises"), phrase("{count} layers normalise")
+                    ),
                 ),
                 BatchNormWarning,
                 stacklevel=4,
             )  # fmt: skip
 
-    def _exchange(self, ranks: RankConsensus) -> None:
-        """The mean of the gradients over all ranks, as DDP would have made it."""
+    def _average_gradients(self, ranks: RankConsensus) -> None:
+        """Average gradients over all ranks, as DDP would."""
         if not _is_ddp(self._model, ranks):
             return
         import torch
         import torch.distributed as distributed
 
         trained = [one for one in self._model.parameters() if one.requires_grad]
-        used = ranks.most([int(one.grad is not None) for one in trained])
-        for one, anywhere in zip(trained, used, strict=True):
-            if anywhere:
+        used = ranks.maximum([int(one.grad is not None) for one in trained])
+        for one, on_any_rank in zip(trained, used, strict=True):
+            if on_any_rank:
                 gradient = torch.zeros_like(one) if one.grad is None else one.grad
                 distributed.all_reduce(gradient)
-                one.grad = gradient.div_(ranks.world)
+                one.grad = gradient.div_(ranks.world_size)
         if getattr(self._model, "broadcast_buffers", False):
             for buffer in self._model.buffers():
                 distributed.broadcast(buffer, 0)
 
-    def _too_small(self, size: int) -> DoesNotFit:
+    def _does_not_fit(self, size: int) -> DoesNotFit:
         return DoesNotFit(
-            say("memory ran out with {size} sample(s) at a time", size=size),
-            why=say("pieces were halved {halvings} time(s) and can get no smaller", halvings=self.halvings),
-            fix=(say("legroom.gpu.advise says what smaller inputs and mixed precision free"),),
+            say(
+                "memory ran out with {samples} at a time",
+                samples=counted(size, phrase("{count} sample"), phrase("{count} samples")),
+            ),
+            why=say(
+                "the micro-batch cannot be halved further (halvings so far: {halvings})",
+                halvings=self.halvings,
+            ),
+            fix=(say("legroom.gpu.advise estimates what smaller inputs and mixed precision free"),),
         )
 
 
-def _elsewhere() -> TrialFailed:
+def _failed_on_another_rank() -> TrialFailed:
     return TrialFailed(
-        say("another rank's step raised an error"), why=say("ranks go on together or not at all")
+        say("the step raised an error on another rank"),
+        why=say("all ranks stop together; see the log of that rank"),
     )
 
 
 def _is_ddp(model: Any, ranks: RankConsensus) -> bool:
-    return ranks.world > 1 and hasattr(model, "no_sync") and hasattr(model, "module")
+    return ranks.world_size > 1 and hasattr(model, "no_sync") and hasattr(model, "module")
 
 
 @contextlib.contextmanager
-def _apart(model: Any, ranks: RankConsensus) -> Iterator[None]:
-    """While it lasts a DDP model does not communicate: its hooks do nothing unless its own forward told them to."""
+def _without_ddp(model: Any, ranks: RankConsensus) -> Iterator[None]:
+    """Run a DDP model without communication: its backward hooks do nothing unless its own forward prepared them."""
     if not _is_ddp(model, ranks):
         yield
         return

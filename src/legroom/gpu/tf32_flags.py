@@ -1,11 +1,8 @@
-"""legroom.gpu.tf32: TF32 for matrix products and convolutions, on or off.
+"""legroom.gpu.tf32: switch TF32 for matrix products and convolutions on or off.
 
-Covers: choosing one family of torch's flags, setting and reading it back, saying when the card has no TF32.
-Does not cover: bf16 and fp16, which are autocast's.
-
-torch has two families. The older (allow_tf32, set_float32_matmul_precision) leaves everything readable; once the newer
-(fp32_precision) is set, reading the older raises, in whatever library does so. So the older is used where it still
-answers, and the newer where it is gone or somebody has set the newer already. Never both.
+torch has two sets of flags. Once the newer one (fp32_precision) is set, reading the older one (allow_tf32,
+set_float32_matmul_precision) raises, in any library that does. So the older set is used while it can be read, and the
+newer one where the older is gone or the program has already set the newer. Never both.
 """
 
 from __future__ import annotations
@@ -17,37 +14,37 @@ from legroom.gpu.cuda_device import import_torch
 from legroom.model.gpu import Tf32
 from legroom.words import say
 
-_SINCE = 8  # the compute capability that brought TF32 (Ampere)
+_FIRST_CAPABILITY = 8  # TF32 came with compute capability 8.0 (Ampere)
 
 
 def tf32(on: bool = True, *, device: Any = None) -> Tf32:
-    """Let float32 products and convolutions use TF32, or not; gives what was set, as torch reads it back.
+    """Allow or forbid TF32 in float32 matrix products and convolutions; returns the flags as torch reads them back.
 
     Args:
-        on: Whether they may.
-        device: The card that is asked whether it has TF32; None is the current one.
+        on: Whether TF32 is allowed.
+        device: The GPU to check for TF32 support; None is the current one.
     """
     return set_tf32(import_torch(), on, device)
 
 
 def set_tf32(torch: Any, on: bool, device: Any = None) -> Tf32:
-    """The same for a torch that is handed in."""
-    flags = _older(torch, on)
+    """``tf32`` with the torch module as an argument."""
+    flags = _set_older(torch, on)
     family = "allow_tf32" if flags is not None else "fp32_precision"
     if flags is None:
-        flags = _newer(torch, on)
-    capable, note = _card(torch, device)
+        flags = _set_newer(torch, on)
+    capable, note = _support(torch, device)
     return Tf32(on, family, flags, capable, note)  # type: ignore[arg-type]
 
 
-def _older(torch: Any, on: bool) -> Mapping[str, object] | None:
-    """The older family set; None where it does not answer, and then nothing was changed."""
+def _set_older(torch: Any, on: bool) -> Mapping[str, object] | None:
+    """Set the older flags; None, with nothing changed, where they cannot be read."""
     if not hasattr(torch, "set_float32_matmul_precision"):
         return None
     try:
         torch.get_float32_matmul_precision()
         _ = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    except (RuntimeError, AttributeError):  # mixed with the newer family, or gone
+    except (RuntimeError, AttributeError):  # the newer flags are set, or the older ones are gone
         return None
     torch.set_float32_matmul_precision("high" if on else "highest")
     torch.backends.cudnn.allow_tf32 = on
@@ -58,25 +55,27 @@ def _older(torch: Any, on: bool) -> Mapping[str, object] | None:
     }
 
 
-def _newer(torch: Any, on: bool) -> Mapping[str, object]:
-    places = {
+def _set_newer(torch: Any, on: bool) -> Mapping[str, object]:
+    backends = {
         "cuda.matmul.fp32_precision": torch.backends.cuda.matmul,
         "cudnn.conv.fp32_precision": torch.backends.cudnn.conv,
         "cudnn.rnn.fp32_precision": torch.backends.cudnn.rnn,
     }
-    for place in places.values():
-        place.fp32_precision = "tf32" if on else "ieee"
-    return {name: place.fp32_precision for name, place in places.items()}
+    for backend in backends.values():
+        backend.fp32_precision = "tf32" if on else "ieee"
+    return {name: backend.fp32_precision for name, backend in backends.items()}
 
 
-def _card(torch: Any, device: Any) -> tuple[bool | None, str | None]:
+def _support(torch: Any, device: Any) -> tuple[bool | None, str | None]:
+    """Whether the GPU has TF32, and a note where the flags have no effect."""
     if not torch.cuda.is_available():
-        return None, say("there is no CUDA device: the flags are set and change nothing on the CPU")
+        return None, say("no CUDA device: the flags are set, but have no effect on the CPU")
     major, minor = torch.cuda.get_device_capability(device)
-    if major >= _SINCE:
+    if major >= _FIRST_CAPABILITY:
         return True, None
     note = say(
-        "this card (compute capability {major}.{minor}) has no TF32, which came with 8.0: nothing changes",
+        "this GPU (compute capability {major}.{minor}) does not support TF32, which needs 8.0: the flags have no "
+        "effect",
         major=major, minor=minor,
     )  # fmt: skip
     return False, note

@@ -1,11 +1,10 @@
-"""One training step of a model on a sample, as estimates and advice need it.
+"""A user's training step: check model and optimizer, call the model on a batch, count and split the batch.
 
-Covers: calling a model on any kind of sample, a loss where none is given, slicing a sample. Does not cover: measuring.
+Errors that model, loss or optimizer raise become a UsageError with the cause.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +15,48 @@ from legroom.words import say
 Loss = Callable[[Any], Any]
 
 
+def check_model(model: Any, optimizer: Any) -> None:
+    """Raise UsageError if ``model`` is not a model, or ``optimizer`` neither an optimizer nor None."""
+    if not callable(getattr(model, "named_parameters", None)) or isinstance(model, type):
+        raise UsageError(
+            say("{given!r} is not a model", given=model),
+            why=say("model must be a torch.nn.Module (got {kind})", kind=_kind(model)),
+            fix=(say("pass the model object that you train"),),
+        )
+    if optimizer is not None and not isinstance(getattr(optimizer, "param_groups", None), list):
+        raise UsageError(
+            say("{given!r} is not an optimizer", given=optimizer),
+            why=say("optimizer must be a torch.optim.Optimizer on the model's parameters (got {kind})",
+                    kind=_kind(optimizer)),
+            fix=(say("pass optimizer=torch.optim.AdamW(model.parameters()), or None for no optimizer state"),),
+        )  # fmt: skip
+
+
+def _kind(value: Any) -> str:
+    return say("a class") if isinstance(value, type) else type(value).__name__
+
+
+@contextmanager
+def step_errors(*passed_on: type[BaseException]) -> Iterator[None]:
+    """Turn errors of model, loss or optimizer into a UsageError; out-of-memory and ``passed_on`` are raised as is."""
+    import torch
+
+    unchanged: tuple[type[BaseException], ...] = (LegroomError, torch.OutOfMemoryError, *passed_on)
+    try:
+        yield
+    except unchanged:
+        raise
+    except Exception as problem:
+        text = str(problem).strip().partition("\n")[0]
+        raise UsageError(
+            say("the training step fails on this sample"),
+            why=say("{kind}: {problem}", kind=type(problem).__name__, problem=text),
+            fix=(say("pass a batch that model(sample) accepts, and loss= if the model's output is not a loss"),),
+        ) from problem  # fmt: skip
+
+
 def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a model is called with a sample: a tensor, a tuple or list of arguments, or a mapping of named ones."""
+    """(positional, named) arguments for the model: of a tensor, a tuple or list of arguments, or a mapping."""
     if isinstance(sample, Mapping):
         return (), dict(sample)
     if isinstance(sample, (tuple, list)):
@@ -26,7 +65,7 @@ def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def default_loss(output: Any) -> Any:
-    """A loss where none is given: ``output.loss`` if the model has one, else the mean of every real output."""
+    """``output.loss`` if the model returns one, else the mean of all outputs that require gradients."""
     import torch
     from torch.utils._pytree import tree_leaves
 
@@ -41,74 +80,18 @@ def default_loss(output: Any) -> Any:
     ]
     if not means:
         raise UsageError(
-            say("the model's output has nothing to train on"),
-            why=say("no tensor of it needs a gradient"),
-            fix=(say("give loss=, a function of the output; and parameters that require gradients"),),
+            say("the model's output cannot be trained on"),
+            why=say("no tensor in it requires gradients"),
+            fix=(say("pass loss=, a function of the output, and parameters that require gradients"),),
         )
     return sum(means[1:], means[0])
 
 
-_FAKE = "torch._subclasses.fake_tensor"  # writes a page about every operation that refuses its arguments
-
-
-def check_model(model: Any, optimizer: Any) -> None:
-    """UsageError for what cannot be a model or an optimizer."""
-    if not callable(getattr(model, "named_parameters", None)) or isinstance(model, type):
-        raise UsageError(
-            say("{given!r} is no model", given=model),
-            why=say("a torch.nn.Module is needed, not {kind}", kind=_kind(model)),
-            fix=(say("give the model itself, as it is trained"),),
-        )
-    if optimizer is not None and not isinstance(getattr(optimizer, "param_groups", None), list):
-        raise UsageError(
-            say("{given!r} is no optimizer", given=optimizer),
-            why=say("a torch.optim.Optimizer on the model's parameters is needed, not {kind}",
-                    kind=_kind(optimizer)),
-            fix=(say("optimizer=torch.optim.AdamW(model.parameters()); None where there is no state"),),
-        )  # fmt: skip
-
-
-@contextmanager
-def step_errors(*passed_on: type[BaseException]) -> Iterator[None]:
-    """UsageError with the cause where model, loss or optimizer refuse what they are given."""
-    import torch
-
-    others: tuple[type[BaseException], ...] = (LegroomError, torch.OutOfMemoryError, *passed_on)
-    try:
-        yield
-    except others:
-        raise
-    except Exception as problem:
-        words = str(problem).strip().partition("\n")[0]
-        raise UsageError(
-            say("the model cannot take a step on this sample"),
-            why=say("{kind}: {problem}", kind=type(problem).__name__, problem=words),
-            fix=(say("give a batch that model(sample) takes, and loss= where its output is no loss"),),
-        ) from problem
-
-
-@contextmanager
-def quiet_fakes() -> Iterator[None]:
-    """No log of operations that refuse fake tensors: the exception says it."""
-    log, silent = logging.getLogger(_FAKE), _Silent()
-    log.addFilter(silent)
-    try:
-        yield
-    finally:
-        log.removeFilter(silent)
-
-
-class _Silent(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        return False
-
-
-def _kind(value: Any) -> str:
-    return say("class") if isinstance(value, type) else type(value).__name__
+# Batches: nested dicts, lists, tuples and named tuples whose tensors have the samples in the first dimension.
 
 
 def count_samples(batch: Any) -> int:
-    """How many samples a batch holds: the length of its tensors' first dimension; without tensors, its own."""
+    """The length of the first dimension of the batch's tensors; without tensors, the length of the batch."""
     lengths = sorted({len(one) for one in _tensors(batch) if one.ndim})
     if len(lengths) == 1:
         return lengths[0]
@@ -116,18 +99,18 @@ def count_samples(batch: Any) -> int:
         return len(batch)
     raise UsageError(
         say("the samples of the batch cannot be counted"),
-        why=say("its tensors' first dimensions are {lengths}", lengths=lengths)
+        why=say("the first dimensions of its tensors differ: {lengths}", lengths=lengths)
         if lengths
-        else say("there is no tensor in a {kind}, and it has no length", kind=type(batch).__name__),
+        else say("a {kind} contains no tensor and has no length", kind=type(batch).__name__),
         fix=(
-            say("put samples in front in every tensor; or give cut=, and a batch whose len() counts samples"),
+            say("put samples in the first dimension of every tensor; or pass cut= and a batch with a len()"),
         ),
-    )
+    )  # fmt: skip
 
 
 def split_batch(batch: Any, size: int) -> list[Any]:
-    """The batch in pieces of ``size`` samples, the last one smaller; views, not copies."""
-    return [_part(batch, start, start + size) for start in range(0, count_samples(batch), size)]
+    """The batch in parts of ``size`` samples, the last one smaller; views, not copies."""
+    return [_slice(batch, start, start + size) for start in range(0, count_samples(batch), size)]
 
 
 def _tensors(value: Any) -> list[Any]:
@@ -139,13 +122,13 @@ def _tensors(value: Any) -> list[Any]:
     return [one for member in members for one in _tensors(member)]
 
 
-def _part(value: Any, start: int, stop: int) -> Any:
+def _slice(value: Any, start: int, stop: int) -> Any:
     if hasattr(value, "ndim") and hasattr(value, "shape"):
         return value[start:stop] if value.ndim else value
     if isinstance(value, Mapping):
-        return {key: _part(one, start, stop) for key, one in value.items()}
+        return {key: _slice(one, start, stop) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        parts = [_part(one, start, stop) for one in value]
+        parts = [_slice(one, start, stop) for one in value]
         if hasattr(value, "_fields"):
             return type(value)(*parts)
         return type(value)(parts)

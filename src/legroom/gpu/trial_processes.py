@@ -1,11 +1,7 @@
-"""A batch tried on the CPU, in a forked child: a trial that is too large is an OOM kill, and must not be ours.
+"""Trials of a batch size in child processes: forked on the CPU, or fresh ones for ``isolate="module:factory"``.
 
-Covers: forking, measuring, telling a kill for memory from other endings, bringing the step's own error back.
-Does not cover: systems without fork (finder.py asks for isolate= there).
-
-What counts is how much the child grew over what it inherited: that is what the same step would add to this process.
-While it runs, the child also copies the inherited pages that it changes (weights), so a batch near the border may be
-refused here that would just fit in this process: the answer errs on the side of fitting.
+On the CPU a batch that is too large ends in an OOM kill, so it must not run in the user's process. A fresh child is
+``python -m legroom.gpu.trial_processes REQUEST ANSWER``: both files are JSON. Host memory is measured here as well.
 """
 
 from __future__ import annotations
@@ -35,52 +31,57 @@ from legroom.probe.memory import memory
 from legroom.system.child_processes import ExitStatus, prefer_oom_kill
 from legroom.words import say
 
+_LAST_LINES = 8  # of a child's output, for its error
+_KILLED = -int(getattr(signal, "SIGKILL", 9))
+_STATUS = "/proc/self/status"
+
 
 class ForkTrialRunner:
-    """Tries batches in children that are copies of this process."""
+    """Runs trials on the CPU in forked children.
+
+    The measure is how much the child grows over what it inherited: the same step would add that much to this process.
+    The child also copies the inherited pages that it writes to (weights), so a batch near the limit may fail here that
+    would just fit in this process: the result errs towards fitting.
+    """
 
     rough = True
 
     def __init__(
-        self, step: StepFunction, margin: float, bound: int, where: str, *, worst_case: Any = None
+        self, step: StepFunction, margin: float, bound: int, source: str, *, worst_case: Any = None
     ) -> None:
         self.measure = say(
-            "resident bytes that a step adds to this process, in a forked child ({where})", where=where
+            "resident bytes that a step adds to this process, in a forked child ({source})", source=source
         )
         self._step, self._worst_case = step, worst_case
-        self.bound, self._cap = bound, int(bound * (1 - margin))
+        self._bound, self._cap = bound, int(bound * (1 - margin))
 
     def try_batch(self, batch: int) -> TrialResult:
         """One trial in one child."""
-        started, kills = time.monotonic(), oom_kills()
-        answer, status = self._in_child(batch)
+        started, kills = time.monotonic(), _oom_kills()
+        answer, status = self._fork(batch)
         seconds = time.monotonic() - started
-        if answer is not None and answer.get("problem") is not None:
-            raise answer["problem"]
+        if answer is not None and "error" in answer:
+            raise answer["error"]
         if answer is None:
-            if status != -signal.SIGKILL:
+            if status != _KILLED:
                 raise TrialFailed(
-                    say("the trial of a batch of {batch} died", batch=batch),
-                    why=say("its process ended without an answer: {how}", how=str(ExitStatus.of(status))),
-                    fix=(say("run one step of that size by itself to see what it says"),),
+                    say("the trial with a batch of {batch} crashed", batch=batch),
+                    why=say("its process ended without a report: {how}", how=str(ExitStatus.of(status))),
+                    fix=(say("run one step of that size on its own to see the error"),),
                 )
-            return TrialResult(Trial(batch, False, None, seconds=seconds, why=_killed(kills)), self.bound)
-        if answer["ran_out"]:
-            why = say("the step itself ran out of memory")
-            return TrialResult(Trial(batch, False, None, seconds=seconds, why=why), self.bound)
-        peak = answer["peak"]
-        fits = peak <= self._cap
-        near = None if fits else say("it came too near to the limit")
-        trial = Trial(batch, fits, peak, seconds=seconds, why=near)
-        return TrialResult(trial, self.bound)
+            trial = Trial(batch, False, None, seconds=seconds, why=_why_killed(kills))
+        else:
+            trial = _host_trial(batch, answer["peak"], self._cap, seconds)
+        return TrialResult(trial, self._bound)
 
     def close(self) -> None:
-        """Nothing was changed here."""
+        """Nothing to restore: trials change their children only."""
 
-    def _in_child(self, batch: int) -> tuple[dict[str, Any] | None, int]:
+    def _fork(self, batch: int) -> tuple[dict[str, Any] | None, int]:
+        """(what the child reported, its exit status)."""
         read, write = os.pipe()
         with warnings.catch_warnings():
-            # Python warns of forks beside threads: the child uses none of them (one thread for torch, no locks held).
+            # Python warns about forking with threads: the child uses none of them (one for torch, no locks held).
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
@@ -88,64 +89,55 @@ class ForkTrialRunner:
             self._child(batch, write)
         os.close(write)
         with os.fdopen(read, "rb") as pipe:
-            said = pipe.read()
+            report = pipe.read()
         _, status = os.waitpid(pid, 0)
-        return (pickle.loads(said) if said else None), os.waitstatus_to_exitcode(status)
+        return (pickle.loads(report) if report else None), os.waitstatus_to_exitcode(status)
 
     def _child(self, batch: int, pipe: int) -> None:
-        """All that the child does; it never comes back."""
+        """Everything the child does; never returns."""
         try:
             prefer_oom_kill()
-            told = self._measured(batch)
+            report = self._measure(batch)
             with os.fdopen(pipe, "wb") as file:
-                file.write(told)
+                file.write(report)
         finally:
             os._exit(0)
 
-    def _measured(self, batch: int) -> bytes:
+    def _measure(self, batch: int) -> bytes:
         import torch
 
-        torch.set_num_threads(1)  # the others were not forked: OpenMP would wait for them
-        before = resident()
-        reset_peak()
+        torch.set_num_threads(1)  # fork copies one thread only: OpenMP would wait for the others
+        before = _resident()
+        _reset_peak()
         try:
             for _ in range(STEPS_PER_TRIAL):
                 run_step(self._step, batch, self._worst_case)
         except BaseException as problem:
-            if is_oom(problem) is not None:
-                return pickle.dumps({"ran_out": True})
-            return _packed(problem)
-        return pickle.dumps({"ran_out": False, "peak": max(0, peak_resident() - before)})
+            return pickle.dumps({"peak": None}) if is_oom(problem) is not None else _pickled_error(problem)
+        return pickle.dumps({"peak": max(0, _peak_resident() - before)})
 
 
-def _packed(problem: BaseException) -> bytes:
+def _pickled_error(problem: BaseException) -> bytes:
     try:
-        packed = pickle.dumps({"problem": problem})
-        pickle.loads(packed)
-    except Exception:  # an exception that pickle cannot carry
-        stands_for = TrialFailed(
+        pickled = pickle.dumps({"error": problem})
+        pickle.loads(pickled)
+    except Exception:  # an exception that cannot be pickled
+        substitute = TrialFailed(
             say("the step failed"), why=say("{kind}: {text}", kind=type(problem).__name__, text=problem)
         )
-        packed = pickle.dumps({"problem": stands_for})
-    return packed
-
-
-def _killed(before: int | None) -> str:
-    now = oom_kills()
-    if before is not None and now is not None and now > before:
-        return say("the kernel killed it for memory: its count rose from {old} to {new}", old=before, new=now)
-    return say("it was killed, and no counter says by whom: taken for want of memory")
-
-
-_LAST_LINES = 8
+        pickled = pickle.dumps({"error": substitute})
+    return pickled
 
 
 class SubprocessTrialRunner:
-    """Tries each batch in a process of its own; ``spec`` names what makes the step there."""
+    """Runs each trial in a fresh process, which calls ``factory()`` of ``"module:factory"`` to get the step.
+
+    Owns the process, and a temporary directory with its request, answer and output.
+    """
 
     def __init__(
         self,
-        spec: str,
+        factory: str,
         margin: float,
         device: str,
         *,
@@ -154,10 +146,10 @@ class SubprocessTrialRunner:
         bound: int | None,
     ) -> None:
         self.measure = say(
-            "the peak of a process that runs {spec} alone on {device}", spec=spec, device=device
+            "peak of a process that runs {factory} alone on {device}", factory=factory, device=device
         )
         self._request = {
-            "spec": spec, "margin": margin, "device": device, "allowed": allowed, "bound": bound,
+            "factory": factory, "margin": margin, "device": device, "allowed": allowed, "bound": bound,
             "worst_case": worst_case,
         }  # fmt: skip
         self._bound = bound
@@ -166,142 +158,157 @@ class SubprocessTrialRunner:
             json.dumps(worst_case)
         except TypeError as problem:
             raise TrialFailed(
-                say("worst_case cannot be handed to another process"),
-                why=say("it is sent as JSON: {problem}", problem=problem),
-                fix=(say("give a length, or let the factory know the worst case itself"),),
+                say("worst_case cannot be passed to another process"),
+                why=say("it is passed as JSON: {problem}", problem=problem),
+                fix=(say("pass a length, or set the worst case in the factory"),),
             ) from problem
 
     def try_batch(self, batch: int) -> TrialResult:
-        """One child."""
-        kills = oom_kills()
-        told, status, words = self._ask({**self._request, "batch": batch})
-        if told is not None and "error" in told:
+        """One trial in one process."""
+        kills = _oom_kills()
+        answer, status, output = self._run({**self._request, "batch": batch})
+        if answer is not None and "error" in answer:
             raise TrialFailed(
                 say("the step failed in its own process"),
-                why=told["error"],
-                fix=(say("see its last lines:\n{lines}", lines=words),) if words else (),
+                why=answer["error"],
+                fix=(say("its last lines of output:\n{lines}", lines=output),) if output else (),
             )
-        if told is None:
-            killed = status == -getattr(signal, "SIGKILL", 9)
-            now = oom_kills()
-            if not killed or self._bound is None:
+        if answer is None:
+            if status != _KILLED or self._bound is None:
                 raise TrialFailed(
-                    say("the trial of a batch of {batch} died", batch=batch),
-                    why=say("{how}; its last lines:\n{lines}", how=str(ExitStatus.of(status)), lines=words),
+                    say("the trial with a batch of {batch} crashed", batch=batch),
+                    why=say(
+                        "{how}; its last lines of output:\n{lines}",
+                        how=str(ExitStatus.of(status)),
+                        lines=output,
+                    ),
                 )
-            why = say("killed; the kernel counted {old} OOM kills before and {new} after", old=kills, new=now)
-            return TrialResult(Trial(batch, False, None, why=why), self._bound)
-        bound = int(told.pop("bound"))
-        notes = tuple(told.pop("notes"))
-        return TrialResult(Trial(**told), bound, notes)
+            return TrialResult(Trial(batch, False, None, why=_why_killed(kills)), self._bound)
+        bound = int(answer.pop("bound"))
+        notes = tuple(answer.pop("notes"))
+        return TrialResult(Trial(**answer), bound, notes)
 
     def close(self) -> None:
-        """Every child is gone."""
+        """Nothing to restore: every process has ended."""
 
-    def _ask(self, request: dict[str, Any]) -> tuple[dict[str, Any] | None, int, str]:
+    def _run(self, request: dict[str, Any]) -> tuple[dict[str, Any] | None, int, str]:
+        """(answer, exit status, last lines of output)."""
         with tempfile.TemporaryDirectory(prefix="legroom-") as folder:
-            asked, answer, output = (Path(folder) / name for name in ("request", "answer", "output"))
+            asked, answered, output = (Path(folder) / name for name in ("request", "answer", "output"))
             asked.write_text(json.dumps(request), encoding="utf-8")
             with output.open("wb") as sink:
                 status = subprocess.run(
-                    [sys.executable, "-m", "legroom.gpu.trial_processes", str(asked), str(answer)],
-                    stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=_environment(), check=False,
+                    [sys.executable, "-m", "legroom.gpu.trial_processes", str(asked), str(answered)],
+                    stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=_child_environment(), check=False,
                 ).returncode  # fmt: skip
             lines = output.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
-            told = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else None
-        return told, status, "\n".join(lines)
+            answer = json.loads(answered.read_text(encoding="utf-8")) if answered.exists() else None
+        return answer, status, "\n".join(lines)
 
 
-def _environment() -> dict[str, str]:
-    """Ours, with this very Legroom importable, and whatever the parent itself can import."""
+def _child_environment() -> dict[str, str]:
+    """This process's environment, with everything importable that is importable here, this Legroom included."""
     parts = [os.getcwd(), *(part for part in sys.path if part), str(Path(__file__).resolve().parents[2])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(parts))}
 
 
+# Inside the fresh process.
+
+
 def main(request: str, answer: str) -> None:
-    """Do what the request asks, and write the answer."""
+    """Run the trial that the file ``request`` describes, and write the result to the file ``answer``."""
     asked = json.loads(Path(request).read_text(encoding="utf-8"))
     prefer_oom_kill()
     try:
-        reading = _on_cpu(asked) if asked["device"] == "cpu" else _on_card(asked)
-        told: dict[str, Any] = {
-            **dataclasses.asdict(reading.trial), "bound": reading.bound, "notes": reading.notes
+        result = _trial_on_cpu(asked) if asked["device"] == "cpu" else _trial_on_gpu(asked)
+        report: dict[str, Any] = {
+            **dataclasses.asdict(result.trial), "bound": result.bound, "notes": result.notes
         }  # fmt: skip
-    except Exception as problem:  # whatever the user's own code raises
+    except Exception as problem:  # anything the user's code may raise
         traceback.print_exc()
-        told = {"error": f"{type(problem).__name__}: {problem}"}
+        report = {"error": f"{type(problem).__name__}: {problem}"}
     scratch = Path(answer + ".part")
-    scratch.write_text(json.dumps(told), encoding="utf-8")
+    scratch.write_text(json.dumps(report), encoding="utf-8")
     scratch.replace(answer)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # the step's threads and hooks are of no use any more
+    os._exit(0)  # threads and exit hooks of the step could keep the process alive
 
 
-def factory(spec: str) -> StepFunction:
-    """The step that ``module:factory`` makes."""
-    home, _, name = spec.partition(":")
-    found: Any = importlib.import_module(home)
+def _make_step(factory: str) -> StepFunction:
+    module, _, name = factory.partition(":")
+    found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
-    made: StepFunction = found()
-    return made
+    step: StepFunction = found()
+    return step
 
 
-def _on_card(asked: dict[str, Any]) -> TrialResult:
-    card = open_device(asked["device"], say("a batch would be tried"))
+def _trial_on_gpu(asked: dict[str, Any]) -> TrialResult:
+    device = open_device(asked["device"], say("try a batch size"))
     if asked["allowed"] is not None:
-        card.set_allowed(asked["allowed"])
-    # The bound is taken before the factory puts the model there: the model is part of the trial.
-    meter = GpuTrialRunner(card, lambda *_: None, asked["margin"], worst_case=asked["worst_case"])
+        device.limit_allocator(asked["allowed"])
+    # The bound is measured before the factory creates the model: the model is part of the trial.
+    runner = GpuTrialRunner(device, lambda *_: None, asked["margin"], worst_case=asked["worst_case"])
     try:
-        meter.use(factory(asked["spec"]))
+        runner.step = _make_step(asked["factory"])
     except Exception as problem:
         if is_oom(problem) is None:
             raise
-        return TrialResult(
-            Trial(asked["batch"], False, None, why=say("the model itself does not fit")), meter.bound
-        )
-    return meter.try_batch(asked["batch"])
+        why = say("the model alone does not fit")
+        return TrialResult(Trial(asked["batch"], False, None, why=why), runner.bound)
+    return runner.try_batch(asked["batch"])
 
 
-def _on_cpu(asked: dict[str, Any]) -> TrialResult:
+def _trial_on_cpu(asked: dict[str, Any]) -> TrialResult:
     batch, bound = asked["batch"], asked["bound"]
     started = time.monotonic()
+    peak: int | None = None
     try:
-        step = factory(asked["spec"])
+        step = _make_step(asked["factory"])
         for _ in range(STEPS_PER_TRIAL):
             run_step(step, batch, asked["worst_case"])
+        peak = _peak_resident()
     except Exception as problem:
         if is_oom(problem) is None:
             raise
-        return TrialResult(Trial(batch, False, None, why=say("the step itself ran out of memory")), bound)
-    peak = peak_resident()
-    fits = peak <= bound * (1 - asked["margin"])
-    why = None if fits else say("it came too near to the limit")
-    seconds = time.monotonic() - started
-    return TrialResult(Trial(batch, fits, peak, seconds=seconds, why=why), bound)
+    cap = int(bound * (1 - asked["margin"]))
+    return TrialResult(_host_trial(batch, peak, cap, time.monotonic() - started), bound)
 
 
-_STATUS = "/proc/self/status"
+# Host memory.
 
 
-def oom_kills() -> int | None:
-    """The kernel's count for our own group."""
+def _host_trial(batch: int, peak: int | None, cap: int, seconds: float) -> Trial:
+    """A trial that ended by itself; ``peak`` None: the step ran out of memory."""
+    if peak is None:
+        return Trial(batch, False, None, seconds=seconds, why=say("the step ran out of memory"))
+    why = None if peak <= cap else say("its peak is above the limit less the margin")
+    return Trial(batch, peak <= cap, peak, seconds=seconds, why=why)
+
+
+def _why_killed(kills_before: int | None) -> str:
+    now = _oom_kills()
+    if kills_before is not None and now is not None and now > kills_before:
+        return say("OOM-killed: the kernel's count rose from {old} to {new}", old=kills_before, new=now)
+    return say("killed by SIGKILL; no OOM counter shows the cause, so it counts as out of memory")
+
+
+def _oom_kills() -> int | None:
+    """The kernel's count of OOM kills in this process's cgroup."""
     return memory(Host()).events.oom_kills
 
 
-def reset_peak() -> None:
-    """The peak counts from now, where the kernel lets us say so."""
+def _reset_peak() -> None:
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
     except OSError:
-        pass  # then it is the peak since the start: never too low
+        pass  # then the peak counts from the start of the process: never too low
 
 
-def resident() -> int:
-    """Bytes of this process in RAM, without the pages of files, which the kernel can drop."""
+def _resident() -> int:
+    """Bytes of this process in RAM, file pages excluded: the kernel can drop those."""
     table = Host().table(_STATUS)
     if "RssAnon" in table:
         return table["RssAnon"] + table.get("RssShmem", 0)
@@ -310,8 +317,8 @@ def resident() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def peak_resident() -> int:
-    """The same at its highest."""
+def _peak_resident() -> int:
+    """``_resident`` at its highest."""
     table = Host().table(_STATUS)
     if "VmHWM" in table:
         return max(table["VmHWM"] - table.get("RssFile", 0), 0)

@@ -146,7 +146,7 @@ class Guard:
                 self.report(numbers)
 
     def _checkpoint(self) -> str | None:
-        if self.watch is None or (self._ranks.world > 1 and self._steps % self._agree_every):
+        if self.watch is None or (self._ranks.world_size > 1 and self._steps % self._agree_every):
             return None
         alarms, now = self.watch.alarms, time.monotonic()
         cause = self._due.ask(alarms, now)
@@ -157,7 +157,7 @@ class Guard:
             )
             self._due.saved(alarms, now)
             cause = None
-        (asked,) = self._ranks.most([cause is not None])
+        (asked,) = self._ranks.maximum([cause is not None])
         if not asked:
             return None
         self._due.saved(alarms, now)

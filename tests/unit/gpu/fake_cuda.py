@@ -1,4 +1,4 @@
-"""A torch with a scripted card: just what legroom.gpu.cuda_device speaks to, and NVML's view of it."""
+"""A fake torch with one GPU: what legroom.gpu.cuda_device calls, and its entry in NVML."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MB, GB = 1 << 20, 1 << 30
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch's: a RuntimeError with a type of its own."""
+    """Stands for torch.OutOfMemoryError."""
 
 
 class FakeCuda:
-    """One card of ``size``; a process's context costs ``context``, others hold ``others``."""
+    """One GPU of ``size``; this process's context takes ``context``, other processes hold ``others``."""
 
     def __init__(self, size: int = 80 * GB, context: int = 500 * MB, others: int = 0) -> None:
         self.size, self.context, self.others = size, context, others
@@ -29,7 +29,7 @@ class FakeCuda:
         self.allocator = "native"
         self.queued: list[Any] = []
 
-    # What a training does.
+    # What a training step does.
 
     def take(self, size: int) -> None:
         if self.live + size > self.held:
@@ -120,7 +120,7 @@ class FakeCuda:
 
 
 class FakeDevice(CudaDevice):
-    """A card whose NVML figures are scripted: ``pid`` is the number our process bears there, None: not listed."""
+    """A device with given NVML figures: ``pid`` is this process's pid there, None: not listed, -1: its own."""
 
     def __init__(self, cuda: FakeCuda, pid: int | None = -1) -> None:
         torch = SimpleNamespace(cuda=cuda, _C=SimpleNamespace(), uint8=None, strided="strided")
@@ -147,7 +147,7 @@ class FakeDevice(CudaDevice):
 
 
 class Block:
-    """Memory that is given back when the last name for it goes."""
+    """Memory that is freed with its last reference."""
 
     def __init__(self, cuda: FakeCuda, size: int) -> None:
         self._cuda, self._size = cuda, size

@@ -1,6 +1,6 @@
-"""One of two ranks under DDP on the CPU; rank 1 runs out of memory above 4 samples. Prints the distance of gradients.
+"""One of two DDP ranks on the CPU; rank 1 runs out of memory above 4 samples. Prints how far gradients differ.
 
-Arguments: rank, a file to meet at.
+Arguments: rank, rendezvous file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def whole(part: Any) -> Any:
     return torch.nn.functional.cross_entropy(model(part[0]), part[1])
 
 
-whole(batch).backward()  # DDP's own mean over both ranks
+whole(batch).backward()  # DDP averages over both ranks
 wanted = [one.grad.clone() for one in plain.parameters()]
 model.zero_grad()
 
@@ -41,19 +41,21 @@ def loss_of(part: Any) -> Any:
 
 
 loss_of(batch)
-off = max(float((one.grad - two).abs().max()) for one, two in zip(plain.parameters(), wanted, strict=True))
+difference = max(
+    float((one.grad - two).abs().max()) for one, two in zip(plain.parameters(), wanted, strict=True)
+)
 try:
     legroom.gpu.find_batch_size(lambda batch: None, device="cpu", max_batch=8 + rank)
     disagreed = False
 except legroom.LegroomError as problem:
     disagreed = problem.code == "ranks-disagree"
 found = legroom.gpu.find_batch_size(lambda batch: None, device="cpu", max_batch=8, effective_batch=64)
-told = {
-    "off": off,
+report = {
+    "difference": difference,
     "micro": loss_of.micro_batch,
     "disagreed": disagreed,
     "batch": found.batch,
     "steps": found.accumulation,
 }
-print(json.dumps(told))
+print(json.dumps(report))
 dist.destroy_process_group()

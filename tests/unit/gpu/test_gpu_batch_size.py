@@ -1,4 +1,4 @@
-"""The finder: trials on a scripted card and on the real CPU, what goes wrong in them, and ranks that stay together."""
+"""find_batch_size: trials on a fake GPU and on the real CPU, their failures, and ranks that decide together."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _fake_oom(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-class Training:
-    """A model of FIXED bytes (made by the first step) and EACH bytes a sample, on a scripted card."""
+class FakeTraining:
+    """A model of FIXED bytes (made by the first step) and EACH bytes a sample, on a fake GPU."""
 
     def __init__(self, cuda: FakeCuda, leaks: int = 0) -> None:
         self.cuda, self.leaks, self.made = cuda, leaks, False
@@ -50,51 +50,51 @@ class Training:
 
 
 def search(
-    card: FakeDevice, step: Any, margin: float = 0.05, most: int | None = None, **more: Any
+    device: FakeDevice, step: Any, margin: float = 0.05, most: int | None = None, **more: Any
 ) -> tuple[list[Trial], int, list[str]]:
-    meter = GpuTrialRunner(card, step, margin, **more)
+    runner = GpuTrialRunner(device, step, margin, **more)
     try:
-        return batch_size.run_trials(meter, RankConsensus(_Alone()), margin, most)
+        return batch_size.run_trials(runner, RankConsensus(NotDistributed()), margin, most)
     finally:
-        meter.close()
+        runner.close()
 
 
-class _Alone:
+class NotDistributed:
     def is_available(self) -> bool:
         return False
 
 
-def test_on_a_card() -> None:
+def test_search_on_a_gpu() -> None:
     cuda = FakeCuda(others=10 * GB)
-    trials, bound, notes = search(FakeDevice(cuda), Training(cuda).step)
+    trials, bound, notes = search(FakeDevice(cuda), FakeTraining(cuda).step)
     assert bound == cuda.size - cuda.others - cuda.context
     border = int((0.95 * bound - FIXED) / EACH)
     best = max(trial.batch for trial in trials if trial.fits)
     assert border - best <= 0.03 * border and best <= border
     assert len(trials) <= 6 and not notes
-    assert cuda.fraction == 1.0  # put back
+    assert cuda.fraction == 1.0  # restored
 
 
-def test_a_limit_in_force_is_the_bound_and_stays() -> None:
+def test_active_limit_is_the_bound_and_is_restored() -> None:
     cuda = FakeCuda()
     cuda.fraction = 0.25
-    _, bound, _ = search(FakeDevice(cuda), Training(cuda).step)
+    _, bound, _ = search(FakeDevice(cuda), FakeTraining(cuda).step)
     assert bound == 20 * GB and cuda.fraction == 0.25
 
 
-def test_what_a_failed_trial_leaves_behind_is_said() -> None:
+def test_note_reports_memory_left_by_a_failed_trial() -> None:
     cuda = FakeCuda(10 * GB)
-    meter = GpuTrialRunner(FakeDevice(cuda), Training(cuda, leaks=100 * MB).step, 0.05)
-    assert meter.try_batch(2).trial.fits
-    failed = meter.try_batch(10_000)
+    runner = GpuTrialRunner(FakeDevice(cuda), FakeTraining(cuda, leaks=100 * MB).step, 0.05)
+    assert runner.try_batch(2).trial.fits
+    failed = runner.try_batch(10_000)
     assert not failed.trial.fits and failed.trial.left_over == 100 * MB
     assert "100 MB stayed allocated" in failed.notes[0]
-    clean = GpuTrialRunner(FakeDevice(cuda), Training(cuda).step, 0.05)
+    clean = GpuTrialRunner(FakeDevice(cuda), FakeTraining(cuda).step, 0.05)
     clean.try_batch(2)
     assert clean.try_batch(10_000).trial.left_over == 0
 
 
-def test_an_error_of_the_steps_own_comes_out_and_everything_is_put_back() -> None:
+def test_step_error_is_raised_and_limit_restored() -> None:
     cuda = FakeCuda()
 
     def step(batch: int) -> None:
@@ -106,7 +106,7 @@ def test_an_error_of_the_steps_own_comes_out_and_everything_is_put_back() -> Non
     assert cuda.emptied > emptied and cuda.fraction == 1.0
 
 
-def test_steps_that_differ_ask_for_the_worst_case() -> None:
+def test_uneven_steps_suggest_worst_case() -> None:
     cuda = FakeCuda()
     sizes = iter(range(1, 100))
 
@@ -115,8 +115,8 @@ def test_steps_that_differ_ask_for_the_worst_case() -> None:
         cuda.take(size)
         cuda.give(size)
 
-    meter = GpuTrialRunner(FakeDevice(cuda), step, 0.05)
-    assert "worst_case" in meter.try_batch(8).notes[0]
+    runner = GpuTrialRunner(FakeDevice(cuda), step, 0.05)
+    assert "worst_case" in runner.try_batch(8).notes[0]
     named = GpuTrialRunner(FakeDevice(cuda), lambda batch, length: step(batch * length), 0.05, worst_case=3)
     assert not named.try_batch(8).notes
 
@@ -135,7 +135,7 @@ def test_retries_are_counted() -> None:
     [{}, {"step": 3}, {"step": len, "isolate": "a:b"}, {"isolate": "nonsense"}, {"step": len, "margin": 1.0},
      {"step": len, "margin": -0.1}, {"step": len, "max_batch": 0}, {"step": len, "effective_batch": 0}],
 )  # fmt: skip
-def test_requests_that_make_no_sense(arguments: dict[str, Any]) -> None:
+def test_invalid_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         batch_size.find_batch_size(**arguments)
 
@@ -143,8 +143,8 @@ def test_requests_that_make_no_sense(arguments: dict[str, Any]) -> None:
 # Ranks.
 
 
-class Group:
-    """torch.distributed for one rank; ``others`` answer what the other rank has for each reduction in turn."""
+class FakeDistributed:
+    """torch.distributed of rank 0 of 2; ``others`` holds rank 1's values for each reduction in turn."""
 
     ReduceOp = type("ReduceOp", (), {"MIN": "MIN", "MAX": "MAX"})
 
@@ -167,8 +167,8 @@ class Group:
         tensor.copy_((torch.minimum if op == "MIN" else torch.maximum)(tensor, other))
 
 
-class Always:
-    measure = "made up"
+class FixedResult:
+    measure = "test"
     rough = False
 
     def __init__(self, reading: TrialResult | Exception) -> None:
@@ -183,40 +183,46 @@ class Always:
         pass
 
 
-HERE = TrialResult(Trial(8, True, 500, 100, 600, 0), 1000)
+RESULT = TrialResult(Trial(8, True, 500, 100, 600, 0), 1000)
 
 
-def test_the_worst_rank_counts() -> None:
-    together = batch_size._together(Always(HERE), RankConsensus(Group([[2, 900], [700, 90, 650, 3]])), 8)
-    assert together.bound == 900
-    assert (together.trial.peak, together.trial.steady, together.trial.reserved, together.trial.retries) == (
+def test_worst_rank_decides() -> None:
+    combined = batch_size.try_on_all_ranks(
+        FixedResult(RESULT), RankConsensus(FakeDistributed([[2, 900], [700, 90, 650, 3]])), 8
+    )
+    assert combined.bound == 900
+    assert (combined.trial.peak, combined.trial.steady, combined.trial.reserved, combined.trial.retries) == (
         700,
         100,
         650,
         3,
     )
-    failed = batch_size._together(Always(HERE), RankConsensus(Group([[1, 1000], [0, 0, 0, 0]])), 8)
+    failed = batch_size.try_on_all_ranks(
+        FixedResult(RESULT), RankConsensus(FakeDistributed([[1, 1000], [0, 0, 0, 0]])), 8
+    )
     assert not failed.trial.fits and failed.trial.why is not None and "another rank" in failed.trial.why
 
 
-def test_an_error_on_one_rank_ends_all() -> None:
+def test_error_on_one_rank_stops_all() -> None:
     with pytest.raises(TrialFailed, match="another rank"):
-        batch_size._together(Always(HERE), RankConsensus(Group([[0, 0]])), 8)
+        batch_size.try_on_all_ranks(FixedResult(RESULT), RankConsensus(FakeDistributed([[0, 0]])), 8)
     with pytest.raises(ValueError, match="mine"):
-        batch_size._together(Always(ValueError("mine")), RankConsensus(Group([[2, 1000]])), 8)
+        batch_size.try_on_all_ranks(
+            FixedResult(ValueError("mine")), RankConsensus(FakeDistributed([[2, 1000]])), 8
+        )
 
 
-def test_ranks_that_were_asked_for_different_things() -> None:
+def test_ranks_with_different_arguments() -> None:
     with pytest.raises(RanksDisagree, match="max_batch"):
-        RankConsensus(Group([[64], [64]])).agree(max_batch=32)
-    RankConsensus(Group([[32], [32]])).agree(max_batch=32)
+        RankConsensus(FakeDistributed([[64], [64]])).require_equal(max_batch=32)
+    RankConsensus(FakeDistributed([[32], [32]])).require_equal(max_batch=32)
 
 
-# On the real CPU, in children.
+# On the real CPU, in child processes.
 
 
-def test_on_the_cpu_a_step_runs_apart_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_size, "free_host_memory", lambda: (200 * MB, "made up"))
+def test_cpu_trials_run_in_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_size, "free_memory", lambda: (200 * MB, "test"))
     parent = os.getpid()
 
     def step(batch: int) -> None:
@@ -232,8 +238,8 @@ def test_on_the_cpu_a_step_runs_apart_and_leaves_nothing(monkeypatch: pytest.Mon
     assert picture.startswith("<svg") and picture.count("<circle") == len(found.curve)
 
 
-def test_on_the_cpu_errors_cross_the_border(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_size, "free_host_memory", lambda: (200 * MB, "made up"))
+def test_cpu_step_errors_reach_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_size, "free_memory", lambda: (200 * MB, "test"))
 
     def step(batch: int) -> None:
         raise KeyError("labels")
@@ -281,7 +287,7 @@ def test_isolated_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         batch_size.find_batch_size(isolate="factory_for_trials:make", device="cpu", worst_case=object())
 
 
-def test_kept_models_get_their_state_back() -> None:
+def test_keep_restores_state() -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     before = {name: one.clone() for name, one in model.state_dict().items()}
@@ -295,7 +301,7 @@ def test_kept_models_get_their_state_back() -> None:
     assert not optimizer.state and model.weight.grad is None
 
 
-def test_the_record_reads_its_line() -> None:
+def test_batch_found_properties() -> None:
     found = BatchFound(
         4,
         4,

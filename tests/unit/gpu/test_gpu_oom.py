@@ -1,4 +1,4 @@
-"""Memory that runs out: known by its type, survived in smaller pieces with the same gradients."""
+"""is_oom and on_oom: errors recognised by type, steps repeated in micro-batches with the same gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def loss_on(model: Any, most: int, *, in_backward: bool = False) -> Any:
             if not in_backward:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             # The last layer's gradients are there by then, the first layer's are not.
-            output = _DiesBackward.apply(output, model)
+            output = _OomInBackward.apply(output, model)
         return torch.nn.functional.cross_entropy(output, batch["y"])
 
     return loss_of
@@ -49,7 +49,7 @@ def _whole(model: Any, batch: dict[str, Any]) -> list[Any]:
     return [one.grad.clone() for one in model.parameters()]
 
 
-class _DiesBackward(torch.autograd.Function):  # type: ignore[misc]
+class _OomInBackward(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, value: Any, model: Any) -> Any:
         ctx.model = model
@@ -58,41 +58,41 @@ class _DiesBackward(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         last = list(ctx.model.parameters())[-1]
-        last.grad = torch.full_like(last, 7.0)  # what half a backward pass leaves
+        last.grad = torch.full_like(last, 7.0)  # a gradient of the failed backward pass
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(("count", "most"), [(16, 16), (16, 8), (16, 3), (13, 4), (7, 1)])
-def test_gradients_are_those_of_the_whole_batch(count: int, most: int, in_backward: bool) -> None:
+def test_gradients_equal_those_of_the_whole_batch(count: int, most: int, in_backward: bool) -> None:
     model, batch = net(), batch_of(count)
     wanted = _whole(model, batch)
     expected = torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"]).detach()
     model.zero_grad()
-    survivor = on_oom(model)(loss_on(model, most, in_backward=in_backward))
-    loss = survivor(batch)
+    step = on_oom(model)(loss_on(model, most, in_backward=in_backward))
+    loss = step(batch)
     assert torch.allclose(loss, expected, atol=1e-8)
     for one, gradient in zip(model.parameters(), wanted, strict=True):
         assert torch.allclose(one.grad, gradient, atol=1e-8)
     if most < count:
-        assert survivor.micro_batch is not None and survivor.micro_batch <= most and survivor.halvings
+        assert step.micro_batch is not None and step.micro_batch <= most and step.halvings
     else:
-        assert survivor.micro_batch is None
-    tried = survivor.halvings
-    survivor(batch)
-    assert survivor.halvings == tried  # it remembers
+        assert step.micro_batch is None
+    tried = step.halvings
+    step(batch)
+    assert step.halvings == tried  # the micro-batch is kept
 
 
-def test_gradients_that_were_there_are_added_to() -> None:
+def test_existing_gradients_are_added_to() -> None:
     model, batch = net(), batch_of(12)
     wanted = [2 * one for one in _whole(model, batch)]
-    survivor = on_oom(model)(loss_on(model, 5))
-    survivor(batch)  # on top of those of _whole
+    step = on_oom(model)(loss_on(model, 5))
+    step(batch)  # on top of those of _whole
     for one, gradient in zip(model.parameters(), wanted, strict=True):
         assert torch.allclose(one.grad, gradient, atol=1e-8)
 
 
-def test_a_summed_loss_is_not_weighted() -> None:
+def test_summed_loss_is_not_weighted() -> None:
     model, batch = net(), batch_of(9)
 
     def summed(part: dict[str, Any]) -> Any:
@@ -109,15 +109,15 @@ def test_a_summed_loss_is_not_weighted() -> None:
         on_oom(model, reduction="max")  # type: ignore[arg-type]
 
 
-def test_batch_statistics_are_warned_of_once() -> None:
+def test_batch_norm_warning_once() -> None:
     model = net(torch.nn.BatchNorm1d(8))
-    survivor = on_oom(model)(loss_on(model, 4))
-    with pytest.warns(BatchNormWarning, match="normalise over the batch") as caught:
-        survivor(batch_of(16))
+    step = on_oom(model)(loss_on(model, 4))
+    with pytest.warns(BatchNormWarning, match="1 layer normalises over the batch") as caught:
+        step(batch_of(16))
     assert len(caught) == 1
 
 
-def test_other_errors_come_out_with_the_old_gradients() -> None:
+def test_other_errors_restore_gradients() -> None:
     model = net()
     before = _whole(model, batch_of(4))
 
@@ -125,23 +125,23 @@ def test_other_errors_come_out_with_the_old_gradients() -> None:
     def loss_of(batch: Any) -> Any:
         """A loss."""
         model(batch["x"]).sum().backward()
-        raise RuntimeError("out of memory is what the user calls it")
+        raise RuntimeError("out of memory, says the user")
 
     assert loss_of.__doc__ == "A loss."
-    with pytest.raises(RuntimeError, match="the user calls it"):
+    with pytest.raises(RuntimeError, match="says the user"):
         loss_of(batch_of(4))
     assert loss_of.halvings == 0
     for one, gradient in zip(model.parameters(), before, strict=True):
         assert torch.equal(one.grad, gradient)
 
 
-def test_when_one_sample_is_too_much() -> None:
+def test_one_sample_does_not_fit() -> None:
     model = net()
-    with pytest.raises(DoesNotFit, match="1 sample"):
+    with pytest.raises(DoesNotFit, match="1 sample at a time"):
         on_oom(model)(loss_on(model, 0))(batch_of(8))
 
 
-# Recognising it.
+# Recognising out-of-memory errors.
 
 
 def _raised(call: Any) -> BaseException:
@@ -166,11 +166,11 @@ def _raised(call: Any) -> BaseException:
         (KeyboardInterrupt(), None),
     ],
 )
-def test_by_type(problem: BaseException, kind: str | None) -> None:
+def test_is_oom(problem: BaseException, kind: str | None) -> None:
     assert is_oom(problem) == kind
 
 
-def test_torchs_own() -> None:
+def test_is_oom_of_errors_that_torch_raises() -> None:
     assert is_oom(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")) == "gpu"
     assert is_oom(_raised(lambda: torch.empty(1 << 50))) == "host"
     accelerator = getattr(torch, "AcceleratorError", None)
@@ -178,7 +178,7 @@ def test_torchs_own() -> None:
         assert is_oom(accelerator("CUDA error: device-side assert", 710)) is None
 
 
-def test_frames_let_go_of_their_tensors() -> None:
+def test_release_frames_frees_tensors() -> None:
     import weakref
 
     seen = []
@@ -199,7 +199,7 @@ def test_frames_let_go_of_their_tensors() -> None:
 Pair = namedtuple("Pair", "x y")
 
 
-def test_batches_are_cut_whatever_they_are_nested_in() -> None:
+def test_split_nested_batch() -> None:
     x = torch.arange(10).reshape(5, 2)
     batch = {"pair": Pair(x, [x[:, 0], {"z": x}]), "name": "faces", "scale": torch.tensor(2.0)}
     assert count_samples(batch) == 5
@@ -209,7 +209,7 @@ def test_batches_are_cut_whatever_they_are_nested_in() -> None:
     assert first["pair"].x.data_ptr() == x.data_ptr()  # a view
 
 
-def test_batches_that_cannot_be_counted() -> None:
+def test_batch_that_cannot_be_counted() -> None:
     with pytest.raises(UsageError, match=r"\[2, 3\]"):
         count_samples([torch.zeros(2), torch.zeros(3)])
     with pytest.raises(UsageError, match="no tensor"):
@@ -217,25 +217,25 @@ def test_batches_that_cannot_be_counted() -> None:
     assert count_samples(["a", "b"]) == 2
 
 
-def test_two_ranks_halve_together_and_share_gradients(tmp_path: Path) -> None:
-    """Real ranks: one runs out, both go on in the same pieces, and gradients are what DDP makes of whole batches."""
-    player = Path(__file__).with_name("oom_rank.py")
+def test_two_ranks_halve_together_and_average_gradients(tmp_path: Path) -> None:
+    """Two processes: one runs out of memory, both halve, and gradients equal those of DDP on whole batches."""
+    script = Path(__file__).with_name("oom_rank.py")
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(player), str(rank), str(tmp_path / "meet")],
+            [sys.executable, "-W", "ignore", str(script), str(rank), str(tmp_path / "rendezvous")],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
     ]  # fmt: skip
-    told = []
+    reports = []
     try:
         for rank in ranks:
             out, errors = rank.communicate(timeout=240)
             assert rank.returncode == 0, errors[-2000:]
-            told.append(json.loads(out.splitlines()[-1]))
+            reports.append(json.loads(out.splitlines()[-1]))
     finally:
         for rank in ranks:
             rank.kill()
-    for one in told:
-        assert one["off"] < 1e-9 and one["micro"] == 3
+    for one in reports:
+        assert one["difference"] < 1e-9 and one["micro"] == 3
         assert one["disagreed"] and (one["batch"], one["steps"]) == (8, 4)

@@ -198,9 +198,9 @@ def test_ranks_agree_and_ask_each_other_rarely(stage: list[StagedWatch]) -> None
     asked: list[list[int]] = []
 
     class Two:
-        world = 2
+        world_size = 2
 
-        def most(self, values: list[int]) -> list[int]:
+        def maximum(self, values: list[int]) -> list[int]:
             asked.append(list(values))
             return [1]
 

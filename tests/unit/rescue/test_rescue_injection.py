@@ -72,4 +72,4 @@ def test_a_limit_that_cannot_be_put_is_told_and_the_script_runs(tmp_path: Path) 
         tmp_path, ["--gpu-limit", "0.5"], "import torch; print('ran')", PYTHONPATH=str(tmp_path / "theirs")
     )
     assert done.returncode == 0 and done.stdout.splitlines()[-2:] == ["theirs too", "ran"], done.stderr
-    assert "legroom: no limit on the card: RuntimeError: no card of this fake" in done.stderr
+    assert "legroom: GPU limit not set: RuntimeError: no card of this fake" in done.stderr

@@ -1,4 +1,4 @@
-"""The batch finder on the CPU in a real memory cgroup: right, and killed by nobody."""
+"""find_batch_size on the CPU in a real memory cgroup: the right batch, and no OOM kill of this process."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ import pytest
 import rigs
 
 pytest.importorskip("torch")
-PLAYER = Path(__file__).with_name("finder_player.py")
+SCRIPT = Path(__file__).with_name("batch_size_script.py")
 MB = 1 << 20
 
 pytestmark = [pytest.mark.real("cgroup"), pytest.mark.timeout(600)]
 
 
-def _play(group: rigs.Cgroup, *arguments: str) -> dict[str, Any]:
+def _run_script(group: rigs.Cgroup, *arguments: str) -> dict[str, Any]:
     ran = subprocess.run(
-        group.command([sys.executable, "-W", "ignore", str(PLAYER), *arguments]),
+        group.command([sys.executable, "-W", "ignore", str(SCRIPT), *arguments]),
         capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-2000:]
-    told: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return told
+    report: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return report
 
 
-def test_the_finder_stays_within_its_cgroup() -> None:
+def test_search_stays_within_the_cgroup() -> None:
     with rigs.memory_cgroup(700 * MB) as group:
-        found = _play(group, "find")
+        found = _run_script(group, "find")
         assert found["bound"] < 700 * MB  # the cgroup's, not the machine's
         assert found["trials"] <= 6
-        assert group.oom_kills() == 0, "no trial needed to die here"
-        brute = _play(group, "brute", str(found["batch"]), str(int(found["batch"] * 1.15) + 2))
-    # Two runs start with a few MB more or less: a sample beyond the 3 % is that.
+        assert group.oom_kills() == 0, "no trial should be killed"
+        brute = _run_script(group, "brute", str(found["batch"]), str(int(found["batch"] * 1.15) + 2))
+    # Two runs start with a few MB more or less: one sample beyond the 3 %.
     assert abs(brute["batch"] - found["batch"]) <= max(1, 0.03 * brute["batch"]) + 1, (found, brute)
 
 
-def test_a_step_too_large_for_its_cgroup_dies_alone() -> None:
+def test_oversized_step_is_killed_in_its_child_only() -> None:
     code = """
 import torch, legroom
 from legroom.errors import DoesNotFit
@@ -56,5 +56,5 @@ except DoesNotFit as problem:
             timeout=300,
         )
         assert ran.returncode == 0, ran.stderr[-2000:]
-        assert "does-not-fit" in ran.stdout and "killed it for memory" in ran.stdout
+        assert "does-not-fit" in ran.stdout and "OOM-killed" in ran.stdout
         assert group.oom_kills() >= 1

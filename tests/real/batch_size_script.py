@@ -1,4 +1,4 @@
-"""Runs inside a memory cgroup: finds a batch for a small network on the CPU, then trains at it; one JSON line.
+"""Runs inside a memory cgroup: find a batch for a small network on the CPU, train with it, print one JSON line.
 
 Arguments: ``find`` or ``brute LOW HIGH`` (the largest batch from LOW, which fits, to HIGH, by bisection).
 """
@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import legroom
-from legroom.gpu.trial_processes import ForkTrialRunner, free_host_memory
+from legroom.gpu.trial_processes import ForkTrialRunner
+from legroom.probe.memory import free_memory
 
 MARGIN = 0.1
 
@@ -38,7 +39,7 @@ def main() -> None:
         found = legroom.gpu.find_batch_size(step, margin=MARGIN, device="cpu")
         for _ in range(3):
             step(found.batch)
-        told = {
+        report = {
             "batch": found.batch,
             "bound": found.bound,
             "trials": len(found.trials),
@@ -47,17 +48,17 @@ def main() -> None:
         }
     else:
         low, high = int(sys.argv[2]), int(sys.argv[3])
-        bound, where = free_host_memory()
+        bound, source = free_memory()
         assert bound is not None
-        meter = ForkTrialRunner(step, MARGIN, bound, where)
+        runner = ForkTrialRunner(step, MARGIN, bound, source)
         tried: list[str] = []
         while high - low > max(1, low // 100):
             middle = (low + high) // 2
-            outcome = meter.try_batch(middle)
+            outcome = runner.try_batch(middle)
             tried.append(repr(outcome.trial))
             low, high = (middle, high) if outcome.trial.fits else (low, middle)
-        told = {"batch": low, "bound": bound, "curve": tried}
-    print(json.dumps(told))
+        report = {"batch": low, "bound": bound, "curve": tried}
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

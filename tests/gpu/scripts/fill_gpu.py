@@ -1,6 +1,6 @@
-"""Limits itself to a share of the card, then takes all it can get, with products and convolutions in between.
+"""Limit this process to a share of the GPU, allocate all it can, then load more kernels.
 
-Argument: the share. Prints one JSON line and waits for a line on standard input before it ends.
+Argument: the share. Prints one JSON line and waits for a line on standard input before it exits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ while size >= 2 << 20:
         blocks.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
     except torch.OutOfMemoryError:
         size //= 2
-# Kernels that were not loaded yet, in what little is left.
+# Kernels that are not loaded yet, with little memory left.
 del blocks[-1]
 for work in (
     lambda: torch.randn(64, 64, device="cuda").softmax(-1).cumsum(0).sort().values.sum(),
@@ -37,9 +37,9 @@ for work in (
     except torch.OutOfMemoryError:
         pass
 torch.cuda.synchronize()
-told = {
+report = {
     "asked": made.asked, "allowed": made.allowed, "overhead": made.overhead.bytes, "how": made.overhead.how,
     "reserved": torch.cuda.memory_reserved(), "notes": made.notes, "read_back": made.read_back,
 }  # fmt: skip
-print(json.dumps(told), flush=True)
+print(json.dumps(report), flush=True)
 sys.stdin.readline()

@@ -1,4 +1,4 @@
-"""Three small trainings for the batch finder: a conv net, a transformer, a model of sequences of many lengths."""
+"""Training steps for find_batch_size: a convolutional network, a transformer, and sequences of different lengths."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def transformer() -> Callable[[int], None]:
 
 
 def ragged() -> Callable[..., None]:
-    """Lengths differ from batch to batch; the second argument is the length to take instead."""
+    """Lengths differ from batch to batch; the second argument replaces them."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.GELU(), nn.Linear(256, 8)
