@@ -1,4 +1,4 @@
-"""`legroom demo` from beginning to end, and ended on the way: it shows what it says, and leaves nothing behind."""
+"""`legroom demo` from start to end, and interrupted: it measures what it shows, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import rigs
 
-from legroom.demo.place import remove_all_old
+from legroom.demo.sandbox import remove_leftovers
 from legroom.probe.host import Host
 
 PATIENCE = 240.0
 MB = 1 << 20
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the demo weighs processes by /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the demo measures memory by /proc")
 
 
 def _start(folder: Path, *options: str) -> subprocess.Popen[str]:
@@ -61,10 +61,10 @@ def _wait(process: subprocess.Popen[str], words: str) -> None:
     for line in process.stderr:
         if words in line:
             return
-    raise AssertionError(f"{words!r} was never said")
+    raise AssertionError(f"{words!r} was never printed")
 
 
-def test_the_demo_shows_what_it_says(tmp_path: Path) -> None:
+def test_the_demo_measures_what_it_shows(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     process = _start(tmp_path, "--json", "--out", str(tmp_path / "demo.svg"))
     out, err = process.communicate(timeout=PATIENCE)
@@ -115,9 +115,9 @@ def _check_loaders(data: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ended_on_the_way_it_leaves_nothing(tmp_path: Path, number: int, status: int) -> None:
+def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, number: int, status: int) -> None:
     process = _start(tmp_path, "--json", "--no-torch")
-    _wait(process, "trainings with a copy each")
+    _wait(process, "training runs with a copy each")
     deadline = time.monotonic() + PATIENCE
     while number == signal.SIGTERM and len(_of(tmp_path)) < 8:  # the other one comes while they are started
         assert time.monotonic() < deadline
@@ -128,12 +128,12 @@ def test_ended_on_the_way_it_leaves_nothing(tmp_path: Path, number: int, status:
     assert _of(tmp_path) == [] and _left(tmp_path) == [] and os.listdir(tmp_path) == []
 
 
-def test_killed_outright_its_children_go_with_it_and_the_next_one_clears_up(
+def test_children_of_a_killed_demo_end_and_the_next_demo_cleans_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = set(Path("/tmp").glob("legroom-demo-*"))
     process = _start(tmp_path, "--json", "--no-torch")
-    _wait(process, "all had them")
+    _wait(process, "all had it")
     process.kill()
     process.communicate(timeout=PATIENCE)
     deadline = time.monotonic() + PATIENCE
@@ -142,5 +142,5 @@ def test_killed_outright_its_children_go_with_it_and_the_next_one_clears_up(
         time.sleep(0.1)
     assert len(_left(tmp_path)) == 1 and _in_shm() == []
     monkeypatch.setenv("LEGROOM_DIR", str(tmp_path))
-    remove_all_old(Host())  # what the next one begins with
+    remove_leftovers(Host())  # what the next demo begins with
     assert _left(tmp_path) == [] and set(Path("/tmp").glob("legroom-demo-*")) <= before

@@ -1,6 +1,12 @@
-"""`legroom demo`: what the parts do together, shown and measured on this machine in a minute.
+"""`legroom demo`: what Legroom does, measured on this machine in about a minute. Every figure is read while it runs.
 
-Covers: making a dataset, small trainings and loaders as child processes, killing and rescuing one, measuring all of it,
-the table and the picture at the end. Does not cover: any part's own work (cache, loader, rescue, monitor), options
-(cli). Every figure it shows was read while it ran.
+demo_stages      the order of everything, the three stages, the kill -9; what was measured
+event_loop       waits for children, measures their memory, obeys signals
+child_process    a child under `legroom run`, its messages, and ending it with its parent
+training_script  a child: trains a small model, saves checkpoints, resumes
+loader_script    a child: a DataLoader in a small /dev/shm, and the speed of three loaders
+demo_data        how much data fits on this machine, and writing it
+sandbox          directories and environment of the children, a /dev/shm of 64 MB, cleaning up
+
+The screen and the table are in `cli.demo`, the chart in `charts.demo_chart`.
 """
