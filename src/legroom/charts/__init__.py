@@ -6,4 +6,5 @@ page         one HTML template: headings, tables, lists; no script, nothing load
 chart_file   which file names a chart can have; a drawing as the content of a file
 pool_chart   memory pools over time, with marks and alarms: `watch --plot` and the report of `run`
 batch_chart  trial batch sizes against GPU memory: `legroom.gpu.plot`
+demo_chart   the chart of `legroom demo`, from the object that `--json` prints
 """

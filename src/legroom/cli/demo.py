@@ -20,7 +20,7 @@ from legroom.words import listed, say
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from legroom.demo.child_process import Child
+    from legroom.demo.demo_child import Child
     from legroom.demo.event_loop import Screen
     from legroom.model import Pool
 
@@ -55,9 +55,10 @@ def command(
     on one copy, kills one of them and resumes it. Ends with a table and a
     chart, and leaves nothing else behind.
     """
-    from legroom.charts.chart_file import render, replace_file
+    from legroom.charts.chart_file import render
     from legroom.charts.demo_chart import demo_chart
     from legroom.demo.demo_stages import machine_line, run_demo
+    from legroom.system.atomic_file import replace_file
 
     path = chart_path(out)
     result = run_demo(lambda: _screen(as_json, plain, no_color), quick=quick, torch=not no_torch, keep=keep)
@@ -179,7 +180,7 @@ def bar_lines(pools: Sequence[Pool], children: Sequence[Child], columns: int) ->
     """Pools, and the progress and memory of every child."""
     from rich.text import Text
 
-    from legroom.monitor.terminal_rows import pool_line
+    from legroom.monitor.tui_lines import pool_line
 
     lines = [Text("")]
     for pool in pools:
@@ -201,7 +202,7 @@ def bar_lines(pools: Sequence[Pool], children: Sequence[Child], columns: int) ->
 def _child_line(child: Child) -> Text:
     from rich.text import Text
 
-    from legroom.monitor.terminal_rows import bar
+    from legroom.monitor.tui_lines import bar
 
     line = Text(no_wrap=True).append(left(child.name, _NAME), style="bold")
     share, progress = _share(child), child.progress

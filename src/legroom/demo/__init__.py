@@ -2,7 +2,7 @@
 
 demo_stages      the order of everything, the three stages, the kill -9; what was measured
 event_loop       waits for children, measures their memory, obeys signals
-child_process    a child under `legroom run`, its messages, and ending it with its parent
+demo_child    a child under `legroom run`, its messages, and ending it with its parent
 training_script  a child: trains a small model, saves checkpoints, resumes
 loader_script    a child: a DataLoader in a small /dev/shm, and the speed of three loaders
 demo_data        how much data fits on this machine, and writing it

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from legroom.demo.child_process import Child, Message, end_all
+from legroom.demo.demo_child import Child, Message, end_all
 from legroom.demo.demo_data import (
     DISK_COPIES,
     ROW_BYTES,
@@ -33,8 +33,8 @@ from legroom.demo.loader_script import WORKERS
 from legroom.demo.sandbox import SHM, Sandbox, free_bytes, make_sandbox, small_shm
 from legroom.demo.training_script import BATCH
 from legroom.errors import DemoFailed
-from legroom.probe.cpu import cpu
 from legroom.probe.host import Host
+from legroom.probe.limits import cpu
 from legroom.probe.memory import memory, ram_pool
 from legroom.rescue.checkpoints import newest_whole
 from legroom.rescue.flags import with_resume

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from legroom.demo.child_process import Child, end_all
+from legroom.demo.demo_child import Child, end_all
 from legroom.errors import DemoFailed
 from legroom.model import Pool
-from legroom.monitor.stopping import Stop
+from legroom.monitor.watch_loop import StopEvent
 from legroom.probe.host import Host
 from legroom.probe.memory import memory, ram_pool
-from legroom.probe.shm import shm_room
+from legroom.probe.shm import shm_space
 from legroom.words import say
 
 WITHIN = 180.0  # seconds to wait for anything
@@ -69,7 +69,7 @@ class EventLoop:
     samples: list[MemorySample] = field(default_factory=list)
     marks: list[tuple[float, str]] = field(default_factory=list)
     _pools: tuple[Pool, ...] = ()
-    _stop: Stop = field(default_factory=Stop)
+    _stop: StopEvent = field(default_factory=StopEvent)
     _signal: int = 0
     _measured: float = 0.0
 
@@ -160,7 +160,7 @@ class EventLoop:
 
 def shm_pool(host: Host) -> Pool:
     """/dev/shm as it is now."""
-    size, used, free, reason = shm_room(host, "/dev/shm")
+    size, used, free, reason = shm_space(host, "/dev/shm")
     return Pool("shm", size, used, free, say("statvfs({path})", path="/dev/shm"), reason)
 
 

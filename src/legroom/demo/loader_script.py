@@ -16,12 +16,14 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from legroom.demo.child_process import end_with_parent, send
+from legroom.demo.demo_child import end_with_parent, send
 
 WORKERS = 2
 _WARM_UP = 12  # batches before the clock starts: the workers run and have their memory
 _EPOCH = 4000  # batches, so that no epoch ends and no worker starts while the clock runs
-_STEP = 0.05  # seconds that a training step would take
+_STEP = (
+    0.25  # seconds of a training step: slower than the workers on a busy machine too, so that batches queue
+)
 
 
 def _worker(_number: int) -> None:

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from legroom.demo.child_process import PARENT
+from legroom.demo.demo_child import PARENT
 from legroom.errors import NoRoom
-from legroom.probe.disk import filesystem_of, store_candidates, why_not
+from legroom.probe.filesystem import filesystem_of, store_candidates, why_not
 from legroom.probe.host import Host
-from legroom.probe.temporary import TAIL, longest_socket
+from legroom.probe.limits import TAIL, longest_socket
 from legroom.units import format_size
 from legroom.words import VARIABLE, joined, language, say
 
@@ -31,7 +31,7 @@ _MOUNT = f'mount -t tmpfs -o size=64m,mode=1777,nosuid,nodev tmpfs {SHM} && exec
 _PREFIX = "legroom-demo-"
 # Workers of torch's DataLoader make sockets in TMPDIR. With a longer path batches are lost and the loader hangs.
 _LONGEST = longest_socket(sys.platform) - TAIL - len(_PREFIX) - 9
-_YOUNG = 60.0  # seconds in which an empty directory may be one that is not locked yet
+_YOUNG = 60.0  # seconds after which an empty directory counts as left over
 
 
 def small_shm() -> str | None:
@@ -67,6 +67,7 @@ class Sandbox:
         """A new directory there, locked while the demo runs."""
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         self._locks.append(_lock(folder))
+        (folder / ".locked").touch()  # an empty directory may be one that is not locked yet
         return folder
 
     def environment(self, environment: Mapping[str, str]) -> dict[str, str]:

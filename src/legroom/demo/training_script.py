@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from legroom.demo.child_process import end_with_parent, send
+from legroom.demo.demo_child import end_with_parent, send
 from legroom.demo.demo_data import CLASSES, ROW_BYTES
 
 BATCH = 64

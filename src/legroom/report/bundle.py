@@ -1,7 +1,6 @@
-"""Parts become one file.
+"""The bundle: its parts as they were read, the same without what is private, and the file that is written.
 
-Covers: hiding what is private in all of them together, the list of contents, zip and tar.gz, writing it once and for
-its owner alone. Does not cover: gathering (gather.py), what is private (known.py, redact.py). Sends nothing.
+The file is written whole or not at all, for its owner alone, and never over another file. Nothing is sent anywhere.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ import tarfile
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from legroom.errors import UsageError
-from legroom.report.parts import Gathered, Packed
 from legroom.report.redact import Redactor
 from legroom.system.atomic_file import PRIVATE, create_file
 from legroom.units import format_size
@@ -25,42 +25,84 @@ CONTENTS = "CONTENTS.txt"
 _OPEN_TO_OWNER = 0o600
 
 
-def redacted(gathered: Gathered, redactor: Redactor) -> tuple[Packed, ...]:
-    """Every part without what is private, and before them the list of what is inside."""
-    for part in gathered.parts:
+@dataclass(frozen=True, slots=True)
+class Attachments:
+    """Files that the user adds to the bundle."""
+
+    log: str | None = None  # of a training run
+    run: str | None = None  # written by `legroom run --report`
+    watch: str | None = None  # written by `legroom watch --log`
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One file of the bundle: a text, or a value that becomes JSON."""
+
+    name: str
+    about: str  # one line of description
+    content: Any
+    addresses: bool = True  # False: its numbers with dots are versions, not addresses
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Every part as it was read, with private things in it."""
+
+    parts: tuple[Part, ...]
+    left_out: tuple[str, ...]  # what could not be read, and why
+    files: tuple[str, ...] = ()  # paths of data files, whose names are hidden
+
+
+@dataclass(frozen=True, slots=True)
+class RedactedPart:
+    """One file of the finished bundle."""
+
+    name: str
+    about: str
+    text: str
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.text.encode())
+
+
+def redacted(collected: Collected, redactor: Redactor) -> tuple[RedactedPart, ...]:
+    """Every part without what is private, and the list of contents before them."""
+    for part in collected.parts:
         redactor.learn(part.content)
     packed = []
-    for part in gathered.parts:
+    for part in collected.parts:
         if isinstance(part.content, str):
             text = redactor.text(part.content, addresses=part.addresses)
         else:
             value = redactor.value(part.content, addresses=part.addresses)
             text = json.dumps(value, ensure_ascii=False, indent=1) + "\n"
-        # Directories of cgroups are named after containers and users.
-        packed.append(Packed(redactor.text(part.name, addresses=False), part.about, text))
-    left_out = [redactor.text(line) for line in gathered.left_out]
+        # Directories of cgroups have names of containers and users.
+        packed.append(RedactedPart(redactor.text(part.name, addresses=False), part.about, text))
+    left_out = [redactor.text(line) for line in collected.left_out]
     contents = contents_text(packed, left_out, redactor.counts)
-    return (Packed(CONTENTS, say("this list"), contents), *packed)
+    return (RedactedPart(CONTENTS, say("this list"), contents), *packed)
 
 
-def contents_text(packed: Sequence[Packed], left_out: Sequence[str], hidden: Mapping[str, int]) -> str:
-    """The list that lies in the bundle."""
+def contents_text(packed: Sequence[RedactedPart], left_out: Sequence[str], hidden: Mapping[str, int]) -> str:
+    """The list of contents."""
     column = max(len(one.name) for one in packed)
     rows = [f"{one.name:<{column}}  {format_size(one.size):>9}  {one.about}" for one in packed]
     rows += ["", hidden_line(hidden)]
     rows += [say("left out: {what}", what=line) for line in left_out]
-    rows += [say("machine/ is a recording: legroom doctor --root machine reads it.")]
+    rows += [say("machine/ is a recording of this machine: read it with legroom doctor --root machine")]
     return "\n".join(rows) + "\n"
 
 
 def hidden_line(hidden: Mapping[str, int]) -> str:
-    """How often something was hidden, by kind."""
+    """How many things were hidden, by kind."""
     counts = ", ".join(f"{kind} {hidden[kind]}" for kind in sorted(hidden))
-    return say("hidden: {counts}", counts=counts) if counts else say("hidden: nothing was found to hide")
+    return say("hidden: {counts}", counts=counts) if counts else say("hidden: nothing")
 
 
-def pack(packed: Sequence[Packed], path: str, now: float | None = None) -> bytes:
-    """The parts as an archive of the kind that the path's ending asks for."""
+def pack(packed: Sequence[RedactedPart], path: str, now: float | None = None) -> bytes:
+    """The parts as a .zip or .tar.gz archive, by the suffix of the path."""
     when = time.time() if now is None else now
     buffer = io.BytesIO()
     if path.endswith(".zip"):
@@ -71,7 +113,7 @@ def pack(packed: Sequence[Packed], path: str, now: float | None = None) -> bytes
                 entry.compress_type = zipfile.ZIP_DEFLATED
                 archive.writestr(entry, one.text.encode())
     else:
-        # A TarInfo of our own has no owner's name; the gzip header has no file's.
+        # A new TarInfo has no owner's name, and the gzip header no file name.
         with tarfile.open(fileobj=buffer, mode="w:gz") as bag:
             for one in packed:
                 member = tarfile.TarInfo(one.name)
@@ -81,33 +123,33 @@ def pack(packed: Sequence[Packed], path: str, now: float | None = None) -> bytes
 
 
 def checked_path(path: str) -> str:
-    """The path, if a bundle can be written there; what is there already is never replaced."""
+    """The path, if a bundle can be written there."""
     if not path.endswith((".zip", ".tar.gz", ".tgz")):
         raise UsageError(
-            say("{path}: what kind of file is that to be?", path=path),
-            why=say("a report is a .zip or a .tar.gz"),
+            say("{path}: unknown archive format", path=path),
+            why=say("a report is a .zip or a .tar.gz file"),
             fix=(say("--out report.zip"),),
         )
     if os.path.lexists(path):
-        raise _taken(path)
+        raise _exists(path)
     return path
 
 
 def write(data: bytes, path: str) -> None:
-    """Write the bundle: whole or not at all, readable by its owner alone, never over another file."""
+    """Write the bundle: whole or not at all, for its owner alone (0600), never over another file."""
     try:
         create_file(path, data, mode=PRIVATE)
     except FileExistsError:
-        raise _taken(path) from None
+        raise _exists(path) from None
     except OSError as problem:
         raise _unwritable(path, problem) from problem
 
 
-def _taken(path: str) -> UsageError:
+def _exists(path: str) -> UsageError:
     return UsageError(
-        say("{path} is there already", path=path),
-        why=say("a report never replaces a file"),
-        fix=(say("give another name with --out, or remove it first"),),
+        say("{path} already exists", path=path),
+        why=say("a report never overwrites a file"),
+        fix=(say("pass another name with --out, or remove the file"),),
     )
 
 
@@ -115,5 +157,5 @@ def _unwritable(path: str, problem: OSError) -> UsageError:
     return UsageError(
         say("cannot write {path}", path=path),
         why=problem.strerror or str(problem),
-        fix=(say("name a file in a directory of yours: --out /tmp/report.zip"),),
+        fix=(say("name a file in a directory that you can write to: --out /tmp/report.zip"),),
     )

@@ -1,41 +1,181 @@
-"""What is private goes out of a text, and the same thing gets the same name wherever it stood.
+"""Hides what is private in texts, JSON values and command lines; the same thing gets the same new name everywhere.
 
-Covers: names that are known to be private (users, hosts, homes, files, the values of secret variables) and things
-that look it (patterns.py), in every reading of the text (spelling.py); JSON values and command lines.
-Does not cover: knowing the names (known.py). Pure: no file and no environment is looked at here.
+Private are names that are known (identities.py) and things that look private: addresses, tokens, paths in home
+directories, URLs, options with a secret, identifiers, data files. They are found in every reading of a text
+(unescape.py). Pure: no file and no variable is read here.
 
-First `learn` from everything that will be in the bundle, then redact it: a name found in a path in one part is then
-hidden in the middle of a sentence in another.
+First `learn` from everything that will be in the bundle, then redact it. A name that one part has in a path is then
+hidden in a sentence of another.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os.path
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, Final
 
-from legroom.report.patterns import COMMON, SECRET_NAME, SECRET_OPTION, SECRETS, SHAPES, harmless
-from legroom.report.spelling import Reading, readings
+from legroom.report.unescape import Reading, readings
+
+# What private things look like.
+# The group ``it`` of a pattern is what is hidden; without one, all of it. Quantifiers are bounded and every pattern
+# begins at the edge of a word, so that a megabyte of base64 on one line takes no longer than a megabyte of prose.
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# Names that identify no one, and words that a report needs: a user called "memory" is hidden in a path below /home,
+# not in every sentence about memory.
+COMMON: Final = frozenset(
+    _words(
+        "root user users username admin administrator guest nobody daemon test tester runner ubuntu debian "
+        "fedora centos vagrant docker podman jovyan ec2-user azureuser opc conda mamba localhost localdomain "
+        "host hostname node server client worker master main rank vm gpu gpus box machine linux darwin "
+        "windows microsoft cluster login compute home data dataset datasets train training val model models "
+        "work workspace scratch tmp temp shared common proc sys dev shm run var usr bin lib lib64 etc opt mnt "
+        "media srv cgroup memory cpu cpuset cpuacct io pids swap max min high low peak stat current events "
+        "local pressure limit usage slice scope service session system python python3 torch numpy cuda nvidia "
+        "legroom pip venv site-packages true false none null yes no on off unknown self tmpfs overlay ext4 "
+        "xfs nfs nfs4 proxy file files name kind size used free source reason"
+    )
+)
+PUBLIC_HOSTS: Final = _words(
+    "github.com pytorch.org python.org readthedocs.io huggingface.co nvidia.com kernel.org docker.com kubernetes.io"
+)
+
+_DATA_FILES = (
+    "h5 hdf5 he5 npy npz parquet arrow feather orc zarr safetensors pt pth ckpt bin pkl pickle joblib csv tsv jsonl "
+    "ndjson tfrecord tfrecords lmdb mdb mat nc nii dcm tar tgz zip zst gz bz2 xz 7z wav flac mp3 ogg mp4 avi mkv jpg "
+    "jpeg png tif tiff bmp webp gif onnx gguf msgpack sqlite db xlsx"
+).replace(" ", "|")
+
+_SECRET_WORD = (
+    r"(?:(?P<token>token)|password|passwd|passphrase|pwd|secret|credentials?|api[_-]?key|apikey|access[_-]?key|private[_-]?key|"
+    r"auth|authorization|cookie)"
+)
+_BEFORE, _AFTER = r"(?:[a-z0-9]{1,32}[_.-]){0,6}", r"(?:[_-][a-z0-9]{1,32}){0,6}"
+_VALUE = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s\0"',;&}\])]+)"""
+# Suffixes of host names. Those that attributes of a module have too (net, io, ai) need three parts before them.
+_SURE = r"com|org|edu|gov|mil|corp|internal|intranet|lan|example|cluster\.local|ac\.[a-z]{2}|co\.[a-z]{2}|de|fr|cn|jp"
+_UNSURE = r"net|io|ai|cloud|uk|ch|kr|dev"
+_LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
+_HOST = r"[^\s/?#\"'<>:@\\,;()\[\]{}]{1,253}"
+
+SECRET_NAME: Final = re.compile(
+    rf"-{{0,2}}{_BEFORE}(?:{_SECRET_WORD}|key){_AFTER}", re.IGNORECASE
+)  # of a variable, a field, an option
+SECRET_OPTION: Final = re.compile(rf"--?{_BEFORE}(?:{_SECRET_WORD}|key){_AFTER}", re.IGNORECASE)
+
+_SECRETS = tuple(
+    ("secret", re.compile(pattern, re.IGNORECASE | re.DOTALL))
+    for pattern in (
+        r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.{0,20000}?(?:-----END [A-Z ]{0,40}PRIVATE KEY-----|\Z)",
+        # scheme://user:password@host; also where the scheme is all that is left of it
+        r"://(?P<it>[^\s/?#\"'<>@]{1,512}(?:@[^\s/?#\"'<>@]{1,512}){0,2})@",
+        # --token X, --token=X, '--token', 'X'
+        rf"(?<![\w-])--?{_BEFORE}(?:{_SECRET_WORD}|key){_AFTER}(?:[\"']\s*,\s*[\"']|\s*=\s*|[\s\0]+)(?P<it>{_VALUE})",
+        # token=X, "password": "X", Authorization: Bearer X
+        rf"(?<![a-z0-9-]){_BEFORE}{_SECRET_WORD}{_AFTER}[\"']?\s*[=:]\s*(?:(?:bearer|basic|token)\s+)?(?P<it>{_VALUE})",
+        r"(?<![a-z0-9])(?:bearer|basic)\s+(?P<it>[a-z0-9+/=._~-]{8,})",
+        r"(?<![a-z0-9])(?:hf|sk|pk|rk|npm|pypi|glpat|wandb|xox[abprs])[_-][a-z0-9_-]{14,}",
+        r"(?<![a-z0-9])(?:gh[pousr]|github_pat)_[a-z0-9_]{16,}",
+        r"(?<![a-z0-9])(?:AKIA|ASIA)[a-z0-9]{16}(?![a-z0-9])",
+        r"(?<![a-z0-9])AIza[a-z0-9_-]{30,}",
+        r"(?<![a-z0-9])eyJ[a-z0-9_-]{8,}\.[a-z0-9_-]{4,}(?:\.[a-z0-9_-]*)?",
+    )
+)
+
+PATTERNS: Final = _SECRETS + tuple(
+    (kind, re.compile(pattern, re.IGNORECASE))
+    for kind, pattern in (
+        ("email", r"(?<![\w.+-])[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63}){0,8}"),
+        ("user", r"(?:/home/|/users/|\\users\\|\\\\users\\\\)(?P<it>[^/\\\s:\"'<>|,;)(]{1,64})"),
+        ("user", r"\\users\\(?P<it>[^/\\:*?\"<>|\r\n]{1,64})(?=\\)"),
+        ("user", r"(?<![a-z0-9])[ug]id=\d+\((?P<it>[^)\s]{1,64})\)"),
+        (
+            "user",
+            r"(?<![a-z])(?:user(?:_?name)?|logname|login)[\"']?\s*[=:]\s*[\"']?(?P<it>[^\s\0\"',;&:=]{1,64})",
+        ),
+        ("host", rf"(?<![a-z0-9])[a-z][a-z0-9+.-]{{0,20}}://(?:[^\s/?#\"'<>]{{1,512}}@)?(?P<it>{_HOST})"),
+        ("host", rf"(?<![a-z])(?:hostname|host|nodename|master_addr)[\"']?\s*[=:]\s*[\"']?(?P<it>{_HOST})"),
+        ("host", r"(?<![a-z])(?:nfs4?|ceph|lustre|beegfs|glusterfs|fuse\.sshfs)\s+(?P<it>[^\s:/@]{1,253}):"),
+        ("host", r"(?<![a-z])(?:cifs|smb3|9p)\s+//(?P<it>[^\s/]{1,253})/"),
+        ("host", rf"(?<![\w.@-])(?:{_LABEL}\.){{1,6}}(?:{_SURE})(?!\.?[\w-])"),
+        ("host", rf"(?<![\w.@-])(?:{_LABEL}\.){{3,6}}(?:{_UNSURE})(?!\.?[\w-])"),
+        ("mac", r"(?<![\w:-])(?:[0-9a-f]{2}[:-]){5,19}[0-9a-f]{2}(?![\w:-])"),
+        ("mac", r"(?<![\w.])[0-9a-f]{4}\.[0-9a-f]{4}\.[0-9a-f]{4}(?![\w.])"),
+        ("ip", r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?!\.?\w)"),
+        ("ip", r"(?<![\w:.])[0-9a-f]{0,4}(?::[0-9a-f]{0,4}){2,7}(?:(?:\.\d{1,3}){3})?(?![\w:])"),
+        ("id", r"[0-9a-f]{8}(?:[_-][0-9a-f]{4}){3}[_-][0-9a-f]{12}(?![0-9a-f])"),
+        ("id", r"(?<![0-9a-z])[0-9a-f]{32,}(?![0-9a-z])"),
+        ("id", r"serial(?:[ _]?(?:number|no))?[\"']?\s*[:=]\s*[\"']?(?P<it>[a-z0-9][a-z0-9-]{5,40})"),
+        (
+            "file",
+            # in a URL a path's / is %2F: the name begins behind it
+            r"(?:(?<![^\s/\\\"'<>|:*?,;()\[\]{}=&#@])|(?<=%2f)|(?<=%5c)|(?<=%3a))"
+            r"(?P<it>(?:[^\s/\\\"'<>|:*?,;()\[\]{}=&#@%]|%(?!2f|5c|3a)){1,250}\.(?:"
+            + _DATA_FILES
+            + r"))(?![a-z0-9])",
+        ),
+        (
+            "file",
+            r"[\"'](?:[^\"'\n]{0,4000}[/\\])?(?P<it>[^\"'/\\\n]{1,250}\.(?:" + _DATA_FILES + r"))[\"']",
+        ),
+    )
+)
+
+
+def harmless(kind: str, value: str) -> bool:
+    """Whether something that looks private is not: a common word, a loopback address, a time of day."""
+    low = value.casefold().strip()
+    if kind == "secret":
+        return low.strip("\"'") in ("", "none", "null", "true", "false", "<secret>")
+    if kind == "token":
+        # Texts about language models are full of token counts.
+        return low.isdigit() and len(low) <= 5
+    if kind == "email":
+        return re.fullmatch(r"user@\d+\.service", low) is not None  # a cgroup of systemd, on every machine
+    if kind == "ip":
+        try:
+            address = ipaddress.ip_address(low)
+        except ValueError:  # a time of day has colons too
+            return True
+        return address.is_loopback or address.is_unspecified or low == "255.255.255.255"
+    if kind == "host":
+        return (
+            low in COMMON
+            or low.replace(".", "").isdigit()  # addresses have a pattern of their own; a number is no host
+            or any(low == public or low.endswith("." + public) for public in PUBLIC_HOSTS)
+        )
+    if kind == "user":
+        return low in COMMON or low.replace(".", "").isdigit()
+    return False
+
+
+# Hiding it.
 
 SECRET = "<secret>"
 _ADDRESSES = frozenset({"ip", "mac"})
 _SHORTEST = {"secret": 6, "user": 2, "host": 3, "home": 4, "file": 4}
-# An edge is where no letter goes on; for file names no digit either: a1.h5 is not in data1.h5.
+# A name ends where no letter follows; for file names no digit either: a1.h5 is not in data1.h5.
 _LETTER, _LETTER_DIGIT = r"[^\W\d_]", r"[^\W_]"
 _EDGES = {"secret": "", "home": _LETTER_DIGIT, "user": _LETTER, "host": _LETTER_DIGIT, "file": _LETTER_DIGIT}
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """Names that are private wherever they stand."""
+class Identities:
+    """Names that are private wherever they stand; identities.py reads them."""
 
     users: frozenset[str] = frozenset()
     hosts: frozenset[str] = frozenset()
-    homes: frozenset[str] = frozenset()  # directories that do not bear their user's name
+    homes: frozenset[str] = frozenset()  # home directories without the user's name in them
     files: frozenset[str] = frozenset()  # names of data files, without their directories
     secrets: frozenset[str] = frozenset()
 
@@ -50,32 +190,32 @@ class _Found:
 
 @dataclass
 class Redactor:
-    """Hides what is private; remembers what it called whom, and how often it hid what."""
+    """Hides what is private; keeps the new name of each thing, and how often each kind was hidden."""
 
-    known: Known = field(default_factory=Known)
+    identities: Identities = field(default_factory=Identities)
     counts: Counter[str] = field(default_factory=Counter)
     _names: dict[tuple[str, str], str] = field(default_factory=dict)
     _learned: dict[str, set[str]] = field(default_factory=dict)
     _literals: dict[str, re.Pattern[str] | None] | None = None
 
     def learn(self, data: Any) -> None:
-        """Take note of users, hosts and files that a text or JSON value names."""
+        """Note the users, hosts and files that a text or JSON value names."""
         for text in _strings(data):
-            for found in _shaped(list(readings(text)), ("user", "host", "file")):
+            for found in _private_in(list(readings(text)), ("user", "host", "file")):
                 bare = found.value.strip()
                 if bare.casefold() not in COMMON and len(bare) >= _SHORTEST[found.kind] + 1:
                     self._learned.setdefault(found.kind, set()).add(bare)
         self._literals = None
 
     def text(self, text: str, *, addresses: bool = True) -> str:
-        """The text without what is private; versions like 12.4.5.8 need ``addresses=False``."""
+        """The text without what is private; ``addresses=False`` for versions like 12.4.5.8."""
         ways = list(readings(text))
-        found = [*self._known_in(ways), *_secrets_in(ways), *_shaped(ways)]
+        found = [*self._identities_in(ways), *_private_in(ways)]
         if not addresses:
             found = [one for one in found if one.kind not in _ADDRESSES]
         parts: list[str] = []
         passed = 0
-        for one in _apart(found):
+        for one in _merged(found):
             new = self._name(one)
             parts += (text[passed : one.start], new)
             if new[-1:].isdigit() and text[one.end : one.end + 1].isdigit():
@@ -84,12 +224,12 @@ class Redactor:
         return "".join((*parts, text[passed:]))
 
     def value(self, data: Any, *, addresses: bool = True) -> Any:
-        """A JSON value without what is private, in its names as in its values."""
+        """A JSON value without what is private, in keys and values."""
         if isinstance(data, str):
             return self.text(data, addresses=addresses)
         if isinstance(data, dict):
             return {
-                self.text(str(name), addresses=addresses): self._secret(item)
+                self.text(str(name), addresses=addresses): self._secret()
                 if isinstance(item, str) and SECRET_NAME.fullmatch(str(name)) and not harmless("secret", item)
                 else self.value(item, addresses=addresses)
                 for name, item in data.items()
@@ -97,22 +237,22 @@ class Redactor:
         if isinstance(data, list | tuple):
             before: list[Any] = [None, *data]
             return [
-                self._secret(item)
+                self._secret()
                 if isinstance(last, str) and isinstance(item, str) and SECRET_OPTION.fullmatch(last)
                 else self.value(item, addresses=addresses)
                 for last, item in zip(before, data, strict=False)
             ]
         return data
 
-    def _secret(self, _value: str) -> str:
+    def _secret(self) -> str:
         self.counts["secret"] += 1
         return SECRET
 
-    def _known_in(self, ways: Sequence[Reading]) -> Iterator[_Found]:
+    def _identities_in(self, ways: Sequence[Reading]) -> Iterator[_Found]:
         if self._literals is None:
             named = {
-                "user": self.known.users, "host": self.known.hosts, "home": self.known.homes,
-                "file": self.known.files, "secret": self.known.secrets,
+                "user": self.identities.users, "host": self.identities.hosts, "home": self.identities.homes,
+                "file": self.identities.files, "secret": self.identities.secrets,
             }  # fmt: skip
             self._literals = {
                 kind: _any_of(kind, names | self._learned.get(kind, set())) for kind, names in named.items()
@@ -124,9 +264,9 @@ class Redactor:
                         yield _Found(*reading.span(*match.span()), kind, match[0])
 
     def _name(self, found: _Found) -> str:
-        self.counts[found.kind] += 1
         if found.kind == "secret":
-            return SECRET
+            return self._secret()
+        self.counts[found.kind] += 1
         key = (found.kind, _canonical(found.value))
         if key not in self._names:
             number = 1 + sum(kind == found.kind for kind, _ in self._names)
@@ -138,43 +278,40 @@ class Redactor:
         return self._names[key]
 
 
-def _secrets_in(ways: Sequence[Reading]) -> Iterator[_Found]:
+def _private_in(ways: Sequence[Reading], kinds: Sequence[str] | None = None) -> Iterator[_Found]:
+    """What looks private in any reading: of these kinds, or of all."""
     for reading in ways:
-        for pattern in SECRETS:
+        for kind, pattern in PATTERNS:
+            if kinds is not None and kind not in kinds:
+                continue
+            group = "it" if "it" in pattern.groupindex else 0
             for match in pattern.finditer(reading.text):
-                group = "it" if "it" in pattern.groupindex else 0
-                counted = match.groupdict().get("token") is not None and harmless("token", match[group])
-                if not counted and not harmless("secret", match[group]):
-                    yield _Found(*reading.span(*match.span(group)), "secret", match[group])
+                count = (
+                    "token" in pattern.groupindex
+                    and match["token"] is not None
+                    and harmless("token", match[group])
+                )
+                if not count and not harmless(kind, match[group]):
+                    yield _Found(*reading.span(*match.span(group)), kind, match[group])
 
 
-def _shaped(ways: Sequence[Reading], kinds: Sequence[str] | None = None) -> Iterator[_Found]:
-    for reading in ways:
-        for kind, pattern in SHAPES:
-            if kinds is None or kind in kinds:
-                for match in pattern.finditer(reading.text):
-                    group = "it" if "it" in pattern.groupindex else 0
-                    if not harmless(kind, match[group]):
-                        yield _Found(*reading.span(*match.span(group)), kind, match[group])
-
-
-def _apart(found: Iterable[_Found]) -> list[_Found]:
-    """What was found, in order; what overlaps goes together, a secret before anything, then the longest."""
-    apart: list[_Found] = []
+def _merged(found: Iterable[_Found]) -> list[_Found]:
+    """What was found, in order; what overlaps becomes one: a secret first, then the longest."""
+    merged: list[_Found] = []
     for one in sorted(found, key=lambda one: (one.start, -one.end)):
         if one.start == one.end:
             continue
-        last = apart[-1] if apart else None
+        last = merged[-1] if merged else None
         if last is None or one.start >= last.end:
-            apart.append(one)
+            merged.append(one)
             continue
         best = max(last, one, key=lambda each: (each.kind == "secret", each.end - each.start))
-        apart[-1] = _Found(last.start, max(last.end, one.end), best.kind, best.value)
-    return apart
+        merged[-1] = _Found(last.start, max(last.end, one.end), best.kind, best.value)
+    return merged
 
 
 def _any_of(kind: str, names: Iterable[str]) -> re.Pattern[str] | None:
-    """Any of the names in any case; None where there is none worth looking for."""
+    """A pattern for any of the names in any case; None where all are too short or too common."""
     spelt: set[str] = set()
     for name in names:
         if len(name) < _SHORTEST[kind] or (kind in ("user", "host") and name.casefold() in COMMON):
@@ -185,15 +322,15 @@ def _any_of(kind: str, names: Iterable[str]) -> re.Pattern[str] | None:
     if not spelt:
         return None
     edge = _EDGES[kind]
-    names_in_turn = "|".join(re.escape(name) for name in sorted(spelt, key=lambda name: (-len(name), name)))
+    alternatives = "|".join(re.escape(name) for name in sorted(spelt, key=lambda name: (-len(name), name)))
     before, after = (f"(?<!{edge})", f"(?!{edge})") if edge else ("", "")
-    return re.compile(f"{before}(?:{names_in_turn}){after}", re.IGNORECASE)
+    return re.compile(f"{before}(?:{alternatives}){after}", re.IGNORECASE)
 
 
 def _canonical(value: str) -> str:
-    """What every spelling of a name has in common."""
-    plainest = list(readings(value))[-1].text
-    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", plainest).upper().casefold())
+    """The same text for every spelling of a name."""
+    unescaped = list(readings(value))[-1].text
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", unescaped).upper().casefold())
 
 
 def _strings(data: Any) -> Iterator[str]:
@@ -206,3 +343,40 @@ def _strings(data: Any) -> Iterator[str]:
     elif isinstance(data, list | tuple):
         for item in data:
             yield from _strings(item)
+
+
+# Command lines.
+
+_KEPT = re.compile(r"-{1,2}[A-Za-z][\w.-]*|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_SCRIPT = re.compile(r"(?:.*[/\\])?([\w-]+\.py)", re.DOTALL)
+_NUMBERED = re.compile(r"(-{1,2}[A-Za-z][\w.-]*)=(-?\d+(?:\.\d+)?)")
+_OPTION = re.compile(r"(-{1,2}[A-Za-z][\w.-]*)=.*", re.DOTALL)
+_SECRET_OPTION_WORD = re.compile(r"pass|pwd|token|secret|key|auth|pin|code", re.IGNORECASE)
+_LONGEST = 40  # words: enough for the options of any training script
+
+
+def shape_of(command: str) -> str:
+    """A command line without its values: ``python train.py --data … --batch 32``. Only what is harmless is kept."""
+    words = command.split()
+    if not words:
+        return command
+    kept = [re.split(r"[/\\]", words[0])[-1]]
+    kept += [_kept(last, word) for last, word in pairwise(words[:_LONGEST])]
+    return " ".join((*kept, "…") if len(words) > _LONGEST else kept)
+
+
+def _kept(last: str, word: str) -> str:
+    if (
+        last.startswith("-")
+        and "=" not in last
+        and _SECRET_OPTION_WORD.search(last)
+        and not word.startswith("--")
+    ):
+        return "…"
+    if numbered := _NUMBERED.fullmatch(word):
+        return f"{numbered[1]}=…" if _SECRET_OPTION_WORD.search(numbered[1]) else word
+    if option := _OPTION.fullmatch(word):
+        return f"{option[1]}=…"
+    if script := _SCRIPT.fullmatch(word):
+        return script[1]
+    return word if _KEPT.fullmatch(word) else "…"

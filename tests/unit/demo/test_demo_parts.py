@@ -20,7 +20,7 @@ from legroom.cli.demo import Lines, bar_lines, chart_path, ratio, stamped, table
 from legroom.cli.main import run
 from legroom.columns import cells
 from legroom.demo import sandbox
-from legroom.demo.child_process import Child, send
+from legroom.demo.demo_child import Child, send
 from legroom.demo.demo_data import (
     CLASSES,
     ROW_BYTES,
@@ -36,7 +36,7 @@ from legroom.demo.training_script import Model
 from legroom.errors import MissingPackage, NoRoom, UsageError
 from legroom.model import Pool
 from legroom.probe.host import Host
-from legroom.probe.temporary import TAIL, longest_socket
+from legroom.probe.limits import TAIL, longest_socket
 
 MB, GB = 1 << 20, 1 << 30
 NAMES = ("one", "two", "three", "four")
@@ -283,7 +283,7 @@ def test_a_model_learns_and_continues_from_its_state(engine: str, tmp_path: Path
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
 def test_a_child_ends_with_its_parent() -> None:
-    child = "from legroom.demo.child_process import end_with_parent; end_with_parent(9); print('on', flush=True); input()"
+    child = "from legroom.demo.demo_child import end_with_parent; end_with_parent(9); print('on', flush=True); input()"
     parent = (
         "import os, subprocess, sys\n"
         "os.environ['LEGROOM_DEMO_PARENT'] = str(os.getpid())\n"

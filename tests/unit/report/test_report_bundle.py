@@ -20,11 +20,10 @@ from legroom.errors import DamagedSource, UnreadableSource, UsageError
 from legroom.probe import limits
 from legroom.probe.host import Host
 from legroom.probe.snapshot import snapshot
-from legroom.report.bundle import CONTENTS, checked_path, pack, redacted, write
-from legroom.report.gather import MACHINE, gather, settings, versions
-from legroom.report.given import LOG_END, log_end
-from legroom.report.known import known
-from legroom.report.parts import Asked, Packed
+from legroom.report.attachments import LOG_END, log_end
+from legroom.report.bundle import CONTENTS, Attachments, RedactedPart, checked_path, pack, redacted, write
+from legroom.report.collect import MACHINE, collect, settings, versions
+from legroom.report.identities import identities
 from legroom.report.redact import Redactor
 
 TREES = sorted(path.name for path in rigs.TREES.iterdir() if (path / "recording.json").is_file())
@@ -38,9 +37,9 @@ torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB
 PRIVATE = ("zaphod", "heartofgold", "magrathea", "10.42.0.7", "hf_abc", "beeblebrox", "swordfish1")
 
 
-def _bundle(host: Host, asked: Asked | None = None) -> dict[str, Packed]:
-    gathered = gather(asked or Asked(), host)
-    return {one.name: one for one in redacted(gathered, Redactor(known(host, gathered.files)))}
+def _bundle(host: Host, asked: Attachments | None = None) -> dict[str, RedactedPart]:
+    collected = collect(asked or Attachments(), host)
+    return {one.name: one for one in redacted(collected, Redactor(identities(host, collected.files)))}
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -116,7 +115,7 @@ def test_every_part_is_listed_and_nothing_private_is_in_any(
     log.write_text(LOG)
     assert run(["report", "--log", str(log), "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "Look before you send it." in said and "training.log" in said and "machine/" in said
+    assert "Check it before you send it." in said and "training.log" in said and "machine/" in said
     assert stat.S_IMODE(out.stat().st_mode) == 0o600
     assert os.listdir(tmp_path).count("report.zip") == 1 and len(os.listdir(tmp_path)) == 2
     with zipfile.ZipFile(out) as archive:
@@ -165,13 +164,13 @@ def test_nothing_is_replaced_and_nothing_half_is_left(
     there = tmp_path / "report.zip"
     there.write_text("mine")
     assert run(["report", "--out", str(there)]) == 2
-    assert "is there already" in capsys.readouterr().err
-    with pytest.raises(UsageError, match="is there already"):  # made by somebody in between
+    assert "already exists" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="already exists"):  # made by somebody in between
         write(b"new", str(there))
     assert there.read_text() == "mine" and os.listdir(tmp_path) == ["report.zip"]
     with pytest.raises(UsageError, match="cannot write"):
         write(b"new", str(tmp_path / "no" / "report.zip"))
-    with pytest.raises(UsageError, match="what kind of file"):
+    with pytest.raises(UsageError, match="unknown archive format"):
         checked_path("report.rar")
 
 
@@ -182,7 +181,7 @@ def test_without_links_it_is_still_never_replaced(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "link", refuse)
     write(b"new", str(tmp_path / "a.zip"))
     assert (tmp_path / "a.zip").read_bytes() == b"new"
-    with pytest.raises(UsageError, match="is there already"):
+    with pytest.raises(UsageError, match="already exists"):
         write(b"newer", str(tmp_path / "a.zip"))
     assert os.listdir(tmp_path) == ["a.zip"]
 
@@ -195,7 +194,7 @@ def test_two_within_a_second_have_two_names(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_packing_is_the_same_for_the_same_parts() -> None:
-    parts = [Packed("a.txt", "", "ä"), Packed("b/c.txt", "", "")]
+    parts = [RedactedPart("a.txt", "", "ä"), RedactedPart("b/c.txt", "", "")]
     assert pack(parts, "x.zip", 1e9) == pack(parts, "y.zip", 1e9)
     with tarfile.open(fileobj=io.BytesIO(pack(parts, "x.tgz", 1e9))) as bag:
         assert bag.getnames() == ["a.txt", "b/c.txt"]
@@ -221,7 +220,7 @@ def test_a_run_and_a_watch_come_in_at_their_ends(tmp_path: Path) -> None:
     }
     lines = [json.dumps({**moment, "clock": at, "alarms": [alarm] if at > 3 else []}) for at in range(9)]
     (tmp_path / "watch.jsonl").write_text("\n".join([*lines, '{"schema": "legroom.wa']))
-    asked = Asked(run=str(tmp_path / "run.json"), watch=str(tmp_path / "watch.jsonl"))
+    asked = Attachments(run=str(tmp_path / "run.json"), watch=str(tmp_path / "watch.jsonl"))
     parts = _bundle(Host.at(rigs.TREES / "docker-v2"), asked)
     ran, watched = json.loads(parts["run.json"].text), json.loads(parts["watch.json"].text)
     assert ran["command"][-1] == "<secret>" and ran["attempts"][0]["readings"][-1] == {"when": 499}
@@ -268,7 +267,9 @@ def test_who_is_private_here(tmp_path: Path) -> None:
         "SUDO_USER": "trillian",
         "MASTER_ADDR": "10.0.0.1",
     }
-    found = known(Host(root=tmp_path, env=env, recording={"uid": 0}), ["/data/a b.h5", "/data/dir.zarr/"])
+    found = identities(
+        Host(root=tmp_path, env=env, recording={"uid": 0}), ["/data/a b.h5", "/data/dir.zarr/"]
+    )
     assert found.users == {"root", "zaphod", "ford", "trillian"}
     assert found.homes == {"/srv/towel"}
     assert found.hosts == {"magrathea.example.org", "magrathea"}

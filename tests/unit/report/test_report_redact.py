@@ -13,10 +13,8 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from legroom.report.commands import shape_of
-from legroom.report.patterns import COMMON, PUBLIC_HOSTS, harmless
-from legroom.report.redact import Known, Redactor
-from legroom.report.spelling import readings
+from legroom.report.redact import COMMON, PUBLIC_HOSTS, Identities, Redactor, harmless, shape_of
+from legroom.report.unescape import readings
 
 
 def _percent_all(text: str) -> str:
@@ -95,13 +93,13 @@ def planted(frame: str, spelling: str, secret: str) -> str:
 @example("naïve", "mountinfo", "at {} now")
 def test_a_known_user_is_gone(name: str, spelling: str, frame: str) -> None:
     text = planted(frame, spelling, name)
-    assert not survives(name, Redactor(Known(users=frozenset({name}))).text(text))
+    assert not survives(name, Redactor(Identities(users=frozenset({name}))).text(text))
 
 
 @given(names, spellings, frames)
 def test_a_known_host_is_gone(name: str, spelling: str, frame: str) -> None:
     text = planted(frame, spelling, name)
-    assert not survives(name, Redactor(Known(hosts=frozenset({name}))).text(text))
+    assert not survives(name, Redactor(Identities(hosts=frozenset({name}))).text(text))
 
 
 @given(
@@ -111,14 +109,14 @@ def test_a_known_host_is_gone(name: str, spelling: str, frame: str) -> None:
 )
 def test_a_known_secret_is_gone_whatever_is_around_it(secret: str, spelling: str, frame: str) -> None:
     text = planted(frame, spelling, secret)
-    out = Redactor(Known(secrets=frozenset({secret}))).text(f"xyz{text}xyz")
+    out = Redactor(Identities(secrets=frozenset({secret}))).text(f"xyz{text}xyz")
     assert not survives(secret, out)
 
 
 @given(file_names, spellings, frames)
 def test_a_known_data_file_is_gone_and_keeps_its_kind(name: str, spelling: str, frame: str) -> None:
     text = planted(frame, spelling, name)
-    out = Redactor(Known(files=frozenset({name}))).text(text)
+    out = Redactor(Identities(files=frozenset({name}))).text(text)
     assert not survives(name, out)
     assert f"file-1.{name.rpartition('.')[2]}" in out
 
@@ -258,7 +256,7 @@ def test_values_under_secret_names_go_and_counts_stay() -> None:
 
 
 def test_one_file_has_one_name_in_every_part_and_two_have_two() -> None:
-    redactor = Redactor(Known(files=frozenset({"my train.h5"})))
+    redactor = Redactor(Identities(files=frozenset({"my train.h5"})))
     spelt = [
         spell("my train.h5")
         for name, spell in SPELLINGS.items()
@@ -271,7 +269,7 @@ def test_one_file_has_one_name_in_every_part_and_two_have_two() -> None:
 
 
 def test_a_number_behind_a_name_is_not_part_of_the_new_one() -> None:
-    redactor = Redactor(Known(users=frozenset({"bobby"})))
+    redactor = Redactor(Identities(users=frozenset({"bobby"})))
     assert redactor.text("bobby bobby2 bobbyish") == "user-1 user-1_2 bobbyish"
 
 
@@ -294,7 +292,7 @@ def test_a_number_behind_a_name_is_not_part_of_the_new_one() -> None:
 )
 def test_ordinary_lines_stay_as_they_are(line: str) -> None:
     redactor = Redactor(
-        Known(users=frozenset({"root", "memory", "max"}), hosts=frozenset({"vm", "localhost"}))
+        Identities(users=frozenset({"root", "memory", "max"}), hosts=frozenset({"vm", "localhost"}))
     )
     redactor.learn(line)
     assert redactor.text(line) == line

@@ -1,7 +1,6 @@
-"""Files that the user names for a bundle, each read within a bound.
+"""Files that the user adds to a bundle: the log of a training run, the report of a run, the log of a watch.
 
-Covers: the end of a training's log and the verdict on it, the report of a run, the alarms of a watch.
-Does not cover: what the machine itself says (gather.py), hiding anything (redact.py).
+Of each only the end is read.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from legroom.errors import DamagedSource, UnreadableSource
 from legroom.model import Box
 from legroom.model.death import Evidence
 from legroom.monitor.watch_log import SCHEMA as WATCH
-from legroom.report.commands import shape_of
-from legroom.report.parts import Asked, Part
+from legroom.report.bundle import Attachments, Part
+from legroom.report.redact import shape_of
 from legroom.rescue.classify import classify
 from legroom.rescue.log_reader import read_log
 from legroom.rescue.report import verdict_object
@@ -34,22 +33,28 @@ _MOST_ATTEMPTS = 20
 _RUN = "legroom.run/1"
 
 
-def given(asked: Asked, box: Box) -> Iterator[Part]:
-    """The parts made of the user's own files; an error where one of them is not what it should be."""
-    if asked.log is not None:
-        facts = read_log(asked.log)
+def attached_parts(attachments: Attachments, box: Box) -> Iterator[Part]:
+    """The parts from these files; an error where one of them is something else."""
+    if attachments.log is not None:
+        facts = read_log(attachments.log)
         evidence = Evidence(log=facts)
         verdict = with_fixes(classify(evidence), evidence, box)
-        yield Part("explain.json", say("what killed the training, by its log"), verdict_object(verdict))
-        yield Part("training.log", say("the end of the training's log"), log_end(_end(asked.log, LOG_END)))
-    if asked.run is not None:
-        yield Part("run.json", say("the report of legroom run"), run_report(asked.run))
-    if asked.watch is not None:
-        yield Part("watch.json", say("last alarms and last sample of the watch"), watch_end(asked.watch))
+        yield Part("explain.json", say("diagnosis of the failure, from the log"), verdict_object(verdict))
+        yield Part(
+            "training.log", say("the end of the training log"), log_end(_end(attachments.log, LOG_END))
+        )
+    if attachments.run is not None:
+        yield Part("run.json", say("the report of legroom run"), run_report(attachments.run))
+    if attachments.watch is not None:
+        yield Part(
+            "watch.json",
+            say("the last alarms and the last sample of the watch"),
+            watch_end(attachments.watch),
+        )
 
 
 def log_end(data: bytes) -> str:
-    """Whole lines: half of a name at the beginning would not be known for one."""
+    """Whole lines: half of a name at the beginning would not be recognized."""
     text = data.decode("utf-8", "replace")
     if len(data) < LOG_END:
         return text
@@ -58,7 +63,7 @@ def log_end(data: bytes) -> str:
 
 
 def run_report(path: str) -> dict[str, Any]:
-    """The story of a run, of each attempt the end of its readings."""
+    """The report of a run with the last readings of each attempt."""
     try:
         found = json.loads(_end(path, _LARGEST_RUN))
         if not isinstance(found, dict) or found.get("schema") != _RUN:
@@ -66,8 +71,8 @@ def run_report(path: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as problem:
         raise DamagedSource(
             say("{path} is not the report of a run", path=path),
-            why=say("it is no JSON object of {schema}", schema=_RUN),
-            fix=(say("give the .json file that legroom run --report wrote"),),
+            why=say("it is not a JSON object with schema {schema}", schema=_RUN),
+            fix=(say("pass the .json file that legroom run --report wrote"),),
         ) from problem
     attempts = found.get("attempts")
     for attempt in attempts if isinstance(attempts, list) else ():
@@ -79,14 +84,14 @@ def run_report(path: str) -> dict[str, Any]:
 
 
 def watch_end(path: str) -> dict[str, Any]:
-    """The last alarms of a watch, each once, and its last sample."""
+    """The last alarms of a watch, each once, and the last sample."""
     alarms: dict[str, Any] = {}
     last: dict[str, Any] | None = None
     for line in _end(path, _WATCH_END).split(b"\n"):
         try:
             moment = json.loads(line)
         except (ValueError, RecursionError):
-            continue  # cut short, at either end
+            continue  # incomplete, at either end
         if not isinstance(moment, dict) or moment.get("schema") != WATCH:
             continue
         last = moment
@@ -94,12 +99,12 @@ def watch_end(path: str) -> dict[str, Any]:
             if isinstance(alarm, dict):
                 key = json.dumps([alarm.get("code"), alarm.get("pool"), alarm.get("since")])
                 alarms.pop(key, None)
-                alarms[key] = alarm  # as it was said last, in the order of that
+                alarms[key] = alarm  # its newest state, in the order of these
     if last is None:
         raise DamagedSource(
             say("{path} is not the log of a watch", path=path),
-            why=say("its end holds no line of {schema}", schema=WATCH),
-            fix=(say("give a file that legroom watch --log wrote: lines of {schema}", schema=WATCH),),
+            why=say("its last lines have no JSON object with schema {schema}", schema=WATCH),
+            fix=(say("pass a file that legroom watch --log wrote"),),
         )
     for row in last.get("processes") or ():
         if isinstance(row, dict) and isinstance(row.get("command"), str):
@@ -117,5 +122,5 @@ def _end(path: str, keep: int) -> bytes:
     except (OSError, ValueError) as problem:
         why = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
         raise UnreadableSource(
-            say("cannot read {path}", path=path), why=why, fix=(say("give a file that you may read"),)
+            say("cannot read {path}", path=path), why=why, fix=(say("pass a file that you can read"),)
         ) from problem

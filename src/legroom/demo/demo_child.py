@@ -2,7 +2,7 @@
 
 Messages are JSON lines in a file of the child's own. Not a pipe: `legroom run` stands between the two and passes no
 descriptors on, and a run that was killed continues in the same file. Times are of the clock that all processes share.
-As a program, this module is `legroom` that ends with its parent: ``python -m legroom.demo.child_process run …``.
+As a program, this module is `legroom` that ends with its parent: ``python -m legroom.demo.demo_child run …``.
 """
 
 from __future__ import annotations
@@ -20,25 +20,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from legroom.system.child_processes import die_with_parent
 from legroom.words import say
 
 Message = dict[str, Any]
 PARENT = "LEGROOM_DEMO_PARENT"  # variable: the process id that a child's parent must have
-_PR_SET_PDEATHSIG = 1
 _GRACE = 2.0  # seconds from SIGTERM to SIGKILL, for `legroom run` and for the demo
 _PYTHON = (sys.executable, "-P", "-m")
-_RUN = (*_PYTHON, "legroom.demo.child_process", "run", "--json", "--fresh", "--grace", f"{_GRACE:g}s")
+_RUN = (*_PYTHON, "legroom.demo.demo_child", "run", "--json", "--fresh", "--grace", f"{_GRACE:g}s")
 
 
 def end_with_parent(number: int) -> None:
     """Get that signal when the parent ends; a process that has lost its parent already exits at once."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-        if os.environ.get(PARENT, "").isdecimal() and os.getppid() != int(os.environ[PARENT]):
-            raise SystemExit(128 + number)
-        os.environ[PARENT] = str(os.getpid())
+    die_with_parent(number)
+    if os.environ.get(PARENT, "").isdecimal() and os.getppid() != int(os.environ[PARENT]):
+        raise SystemExit(128 + number)
+    os.environ[PARENT] = str(os.getpid())
 
 
 def send(path: str, kind: str, **values: Any) -> None:
