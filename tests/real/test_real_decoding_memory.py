@@ -49,6 +49,31 @@ def hdf5(**options: object) -> Callable[[Path], int]:
     return write
 
 
+def virtual(parts: int, chunk: int, **options: object) -> Callable[[Path], int]:
+    """A virtual dataset of so many source datasets, with chunks of so many rows."""
+
+    def write(path: Path) -> int:
+        layout = h5py.VirtualLayout((ROWS, WIDTH), "int32")
+        for index, part in enumerate(np.split(numbers(), parts)):
+            with h5py.File(path.with_suffix(f".{index}.source"), "w") as file:
+                made = file.create_dataset("part", data=part, chunks=(chunk, WIDTH), **options)
+                layout[index * len(part) : (index + 1) * len(part)] = h5py.VirtualSource(made)
+        with h5py.File(path, "w") as file:
+            file.create_virtual_dataset("array", layout)
+        return int(numbers().sum())
+
+    return write
+
+
+def tiny_chunks(path: Path) -> int:
+    """400,000 chunks: what is known of each takes more memory than its 256 bytes of data."""
+    flat = numbers().reshape(-1, 64)[: ROWS * WIDTH // 64]
+    with h5py.File(path, "w", libver="latest") as file:
+        made = file.create_dataset("array", flat.shape, flat.dtype, chunks=(1, 64))
+        made[...] = flat
+    return int(numbers().sum())
+
+
 def zarr(chunks: tuple[int, int], **options: object) -> Callable[[Path], int]:
     def write(path: Path) -> int:
         module = pytest.importorskip("zarr")
@@ -96,6 +121,11 @@ SOURCES: dict[str, Callable[[Path], int]] = {
     "chunk-96.h5": hdf5(chunks=(96, WIDTH), compression="gzip", compression_opts=1),
     "columns-24.h5": hdf5(chunks=(96, WIDTH // 4), compression="gzip", compression_opts=1, shuffle=True),
     "lzf-96.h5": hdf5(chunks=(96, WIDTH), compression="lzf"),
+    "chunks-8.h5": hdf5(chunks=(8, WIDTH), compression="gzip", compression_opts=1, shuffle=True),
+    "virtual-96.h5": virtual(1, 96, compression="gzip", compression_opts=1, shuffle=True),
+    "virtual-48.h5": virtual(2, 48, compression="gzip", compression_opts=1, shuffle=True),
+    "virtual-1.h5": virtual(96, 1, compression="gzip", compression_opts=1),
+    "tiny-chunks.h5": tiny_chunks,
     "chunk.zarr": zarr((96, WIDTH)),
     "shards.zarr": zarr((4, WIDTH), shards=(48, WIDTH)),
     "batch.arrow": arrow("uncompressed"),

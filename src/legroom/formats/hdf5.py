@@ -22,7 +22,7 @@ from legroom.formats.base import BaseReader
 from legroom.formats.fill import PIECE, Array, copy_raw
 from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks
 from legroom.formats.hdf5_files import Trail
-from legroom.formats.hdf5_filters import DEFLATE, filters_of, require_filters
+from legroom.formats.hdf5_filters import filters_of, memory_in_hdf5, require_filters
 from legroom.formats.hdf5_heap import Heaps
 from legroom.formats.hdf5_open import descriptor, hdf5_trouble, open_hdf5
 from legroom.formats.hdf5_rows import Rows
@@ -44,6 +44,7 @@ class _Entry:
     dataset: Any
     stored: Stored
     rows: Rows | None = None
+    behind: int = 0  # bytes of memory that HDF5 takes for the sources of a virtual dataset
 
 
 class Hdf5Reader(BaseReader):
@@ -79,10 +80,9 @@ class Hdf5Reader(BaseReader):
                         attributes.update({found.name + "/" + name: value for name, value in own.items()})
                         self._note(found, lookups)
                     continue
-                specs = self._specs(found)
+                specs = self._specs(found, trail, lookups)
                 if specs:
                     self._note(found, lookups)
-                    lookups.update(dict.fromkeys(trail.behind_dataset(found.node, found.name)))
                 items += specs
         names = [item.name for item in items]
         self.selection.check(names, dataset_names(self._file) if self.selection.keys else (), self.path)
@@ -98,7 +98,7 @@ class Hdf5Reader(BaseReader):
             lookups.update(dict.fromkeys(found.through))
             self._linked.setdefault(h5o.get_info(found.node.id).fileno, found.node)
 
-    def _specs(self, found: Found) -> list[ArraySpec]:
+    def _specs(self, found: Found, trail: Trail, lookups: dict[Lookup, None]) -> list[ArraySpec]:
         """One array for a dataset, two for one of variable length; none where it was not asked for."""
         wanted = self.selection.takes(found.name)
         parts = (found.name + "/offsets", found.name + "/values")
@@ -110,10 +110,14 @@ class Hdf5Reader(BaseReader):
             require_filters(filters_of(dataset.id.get_create_plist()), name, self.path)
             notes = {**self._attributes(dataset), **stored.notes}
             shape = (0,) if dataset.shape is None else dataset.shape
+        if not stored.variable and not wanted:
+            return []
+        lookups.update(dict.fromkeys(trail.behind_dataset(dataset, name)))
+        behind = trail.memory_behind(dataset)
         if not stored.variable:
-            self._entries[name] = _Entry(dataset, stored)
-            return [ArraySpec(name, shape + stored.inner, stored.dtype, notes)] if wanted else []
-        rows = Rows(dataset, stored, self._raw_file(dataset), name, self.memory)
+            self._entries[name] = _Entry(dataset, stored, behind=behind)
+            return [ArraySpec(name, shape + stored.inner, stored.dtype, notes)]
+        rows = Rows(dataset, stored, self._raw_file(dataset), name, self.memory, behind)
         if len(shape) != 1:
             notes["ragged_shape"] = list(shape)
         entry = _Entry(dataset, stored, rows)
@@ -170,7 +174,7 @@ class Hdf5Reader(BaseReader):
     def _chunked(self, name: str) -> ChunkedDataset | None:
         if name not in self._chunks:
             with hdf5_trouble(self.path, say("{name!r}", name=name)):
-                self._chunks[name] = chunked(self._entries[name].dataset)
+                self._chunks[name] = chunked(self._entries[name].dataset, self.memory)
         return self._chunks[name]
 
     def _decoding(self, spec: ArraySpec | TableSpec) -> int:
@@ -189,9 +193,7 @@ class Hdf5Reader(BaseReader):
             and entry.stored.file_dtype is not None
         ):
             return chunks.decoding(chunk)
-        # HDF5's own pipeline: each filter has what it is given and what it makes; deflate makes up to twice too much.
-        filters = filters_of(entry.dataset.id.get_create_plist())
-        return 2 * PIECE + chunk * (3 if any(one.code == DEFLATE for one in filters) else 2)
+        return 2 * PIECE + memory_in_hdf5(entry.dataset) + entry.behind
 
     def _read(self, spec: ArraySpec, out: Array, progress: Progress) -> None:
         entry = self._entries[spec.name]

@@ -14,11 +14,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from legroom.errors import UnreadableSource, UnsupportedData
+from legroom.formats.hdf5_filters import memory_in_hdf5
 from legroom.formats.hdf5_open import hdf5_trouble, open_hdf5
 from legroom.formats.protocol import Lookup
 from legroom.formats.source import absolute, damaged, require_regular
@@ -104,12 +107,46 @@ def link_of(group: Any, key: str | bytes) -> Any:
     return h5py.ExternalLink(os.fsdecode(file), path.decode("utf-8", "surrogateescape"))
 
 
+_Which = tuple[Path, str]  # file and name of a dataset
+
+
+@dataclass(frozen=True, slots=True)
+class _Virtual:
+    """A virtual dataset: what is asked of it is asked before the files of its sources are opened."""
+
+    which: _Which
+    dataset: Any
+    cache: int  # bytes of chunks that HDF5 keeps of each source
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a source of a virtual dataset takes of memory: while a chunk is decoded, and as long as it is open."""
+
+    decoding: int
+    cached: int
+
+
+def _source(source: Any, cache: int) -> _Source:
+    width = int(source.id.get_type().get_size())
+    chunk = prod(source.chunks) * width if source.chunks is not None else 0
+    kept = 0
+    if 0 < chunk <= cache:  # a larger one is decoded each time it is read
+        kept = min(cache, -(-(source.size or 0) * width // chunk) * chunk)
+    return _Source(memory_in_hdf5(source), kept)
+
+
+def _which(dataset: Any) -> _Which:
+    return absolute(dataset.file.filename), dataset.name
+
+
 class Trail:
     """Follows links and virtual datasets through files, noting each search; used as a context, it closes them."""
 
     def __init__(self) -> None:
         self._open: dict[Path, Any] = {}
-        self._seen: set[tuple[Path, str]] = set()
+        # By virtual dataset, the datasets whose data it shows, and what reading each takes of memory.
+        self._sources: dict[_Which, dict[_Which, _Source]] = {}
 
     def __enter__(self) -> Trail:
         return self
@@ -130,10 +167,10 @@ class Trail:
 
     def behind_dataset(self, dataset: Any, name: str) -> Iterator[Lookup]:
         """Every search beyond its own file for the bytes that are the dataset's data, through any number of steps."""
-        holder = absolute(dataset.file.filename)
-        if (holder, dataset.name) in self._seen:
+        which = holder, _ = _which(dataset)
+        if which in self._sources:
             return
-        self._seen.add((holder, dataset.name))
+        self._sources[which] = {}
         if dataset.external:
             yield from external_storage(dataset, name)
         if dataset.is_virtual:
@@ -141,8 +178,17 @@ class Trail:
                 sources = sorted(
                     {(source.file_name, source.dset_name) for source in dataset.virtual_sources()}
                 )
+                cache = int(dataset.id.get_access_plist().get_chunk_cache()[1])
             for file_name, inner in sources:
-                yield from self._virtual_source(dataset, name, file_name, inner)
+                yield from self._virtual_source(_Virtual(which, dataset, cache), name, file_name, inner)
+
+    def memory_behind(self, dataset: Any) -> int:
+        """Bytes of memory that HDF5 takes to read the sources of a virtual dataset whose ``behind_dataset`` is known.
+
+        It keeps every source open, each with a cache of chunks, and decodes one chunk at a time.
+        """
+        found = self._sources.get(_which(dataset), {}).values()
+        return max((one.decoding for one in found), default=0) + sum(one.cached for one in found)
 
     def _along(self, node: Any, path: str, name: str, holder: Path, steps: int = 0) -> Iterator[Lookup]:
         """The searches on the way to ``path``, from the group ``node`` (or the root, where it begins with /)."""
@@ -180,23 +226,24 @@ class Trail:
         file = self._file(lookup.found)
         yield from self._along(file["/"], link.path if path is None else path, name, lookup.found, steps)
 
-    def _virtual_source(self, dataset: Any, name: str, file_name: str, inner: str) -> Iterator[Lookup]:
-        holder = absolute(dataset.file.filename)
+    def _virtual_source(self, virtual: _Virtual, name: str, file_name: str, inner: str) -> Iterator[Lookup]:
+        holder = virtual.which[0]
         if file_name == ".":
-            yield from self._into(dataset.file, inner, name, holder)
+            yield from self._into(virtual, virtual.dataset.file, inner, name, holder)
             return
         for lookup in _virtual_files(file_name, inner, name, holder):
             yield lookup
             if lookup.found is not None:
-                yield from self._into(self._file(lookup.found), inner, name, lookup.found)
+                yield from self._into(virtual, self._file(lookup.found), inner, name, lookup.found)
 
-    def _into(self, file: Any, inner: str, name: str, holder: Path) -> Iterator[Lookup]:
-        """Go on from a source dataset, which may itself be virtual or reached by links."""
+    def _into(self, virtual: _Virtual, file: Any, inner: str, name: str, holder: Path) -> Iterator[Lookup]:
+        """Continue with a source dataset, which may itself be virtual or reached by links."""
         path = inner.replace("%%", "%")
         yield from self._along(file["/"], path, name, holder)
         try:
             source = file[path]
             more = source.is_virtual or source.external
+            which, takes = _which(source), _source(source, virtual.cache)
         except (KeyError, AttributeError, ValueError, RuntimeError, OSError) as problem:
             raise UnreadableSource(
                 say("{name!r} takes data from {inner!r} of {path}", name=name, inner=inner, path=holder),
@@ -205,6 +252,7 @@ class Trail:
             ) from problem
         if more:
             yield from self.behind_dataset(source, name)
+        self._sources[virtual.which] |= {which: takes, **self._sources.get(which, {})}
 
     def _file(self, path: Path) -> Any:
         """The file, opened with every check: HDF5 would share one that is being written."""

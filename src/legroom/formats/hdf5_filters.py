@@ -7,6 +7,7 @@ other filters through hdf5plugin. Does not cover: undoing any other filter; HDF5
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,18 @@ def filters_of(properties: Any) -> tuple[Filter, ...]:
         shown = name.split(b"\0")[0].decode("ascii", "replace").strip()
         found.append(Filter(code, tuple(values), _NAMES.get(code) or shown or "unnamed"))
     return tuple(found)
+
+
+def memory_in_hdf5(dataset: Any) -> int:
+    """Bytes of memory that HDF5 itself takes to read one chunk of a dataset; 0 where it has no chunks.
+
+    Each filter has what it is given and what it makes; deflate makes up to twice too much.
+    """
+    if dataset.chunks is None:
+        return 0
+    chunk: int = prod(dataset.chunks) * dataset.id.get_type().get_size()
+    filters = filters_of(dataset.id.get_create_plist())
+    return chunk * (3 if any(one.code == DEFLATE for one in filters) else 2)
 
 
 def require_filters(filters: tuple[Filter, ...], name: str, path: Path) -> None:

@@ -46,8 +46,10 @@ class Rows:
         file: SourceFile | None,
         name: str,
         memory: DecodingMemory = UNLIMITED,
+        behind: int = 0,  # bytes of memory that HDF5 takes for the sources of a virtual dataset
     ) -> None:
         self._dataset = dataset
+        self._behind = behind
         self._memory = memory
         self._stored = stored
         self._file = file
@@ -64,7 +66,7 @@ class Rows:
                 why=say("they are in another byte order, behind a layout that only h5py can read"),
                 fix=(say("rewrite it in native byte order, or leave it out with keys=[…]"),),
             )
-        with memory.take(_LENGTHS * prod(self._shape), self._called()):
+        with memory.take(_LENGTHS * prod(self._shape) + behind, self._called()):
             lengths = references["length"].astype(np.int64) if references is not None else self._measured()
             self._raw = references is not None
             self._longest = int(lengths.max(initial=0)) * stored.dtype.itemsize
@@ -80,7 +82,7 @@ class Rows:
     def decoding(self) -> int:
         """Bytes of memory that reading the values takes: references, their order, the largest heap."""
         count = prod(self._shape) if self._raw else 0
-        return (_REFERENCE.itemsize + _ORDER) * count + self._heap
+        return (_REFERENCE.itemsize + _ORDER) * count + self._heap + self._behind
 
     @property
     def _heap(self) -> int:
@@ -93,7 +95,8 @@ class Rows:
         """All rows, one after the other."""
         references = self._references() if self._raw else None
         if references is None:
-            self._read_through_hdf5(out, progress)
+            with self._memory.take(self.decoding, self._called()):
+                self._read_through_hdf5(out, progress)
         else:
             self._read_heap(references, out, progress)
 
@@ -145,7 +148,7 @@ class Rows:
         strange = dataset.is_virtual or dataset.external or _has_fill(dataset)
         if strange or dataset.file.id.get_create_plist().get_sizes() != (8, 8):
             return None, None
-        return dataset.id.get_offset(), chunked(dataset)
+        return dataset.id.get_offset(), chunked(dataset, self._memory)
 
     def _read_heap(self, references: np.ndarray[Any, Any], out: Array, progress: Progress) -> None:
         width = self._stored.dtype.itemsize

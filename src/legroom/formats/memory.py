@@ -6,6 +6,10 @@ Does not cover: how much a decoder needs (each format states it), what is free (
 Inside a memory cgroup the kernel does not refuse pages, it kills. So a decoder says how many bytes it is about to take.
 Where they do not fit beside what other threads have taken it waits, which leaves fewer threads at work; where nothing
 is left to wait for, the load is refused with the figures.
+
+glibc keeps what a thread has freed for that thread alone (an arena), tens of megabytes each: what another thread takes
+comes beside it. So the most that each thread has taken counts until freed memory is given back to the system, which is
+done before anything waits for room or is refused. Fewer arenas (mallopt) would be a setting of the whole program.
 """
 
 from __future__ import annotations
@@ -29,6 +33,9 @@ from legroom.words import say
 
 _LARGE = 16 << 20  # what is free is measured before that much is taken, and at least every so many seconds
 _STALE = 0.1
+_KEPT = (
+    64 << 20
+)  # the most that glibc keeps of one thread's freed memory; larger blocks are given back at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,7 @@ class DecodingMemory:
         self.measure = measure
         self._changed = threading.Condition()
         self._in_use = 0  # taken by threads that give it back without waiting for anybody
+        self._kept: dict[int, int] = {}  # by thread, what it has freed and its arena may still hold
         self._limit: Allowed | None = None  # for everything that is in use together
         self._measured = 0.0
 
@@ -68,6 +76,8 @@ class DecodingMemory:
         finally:
             with self._changed:
                 self._in_use -= count * each
+                thread = threading.get_ident()
+                self._kept[thread] = max(self._kept.get(thread, 0), min(_KEPT, count * each))
                 self._changed.notify_all()
 
     def require(self, nbytes: int, what: str) -> None:
@@ -90,14 +100,16 @@ class DecodingMemory:
         with self._changed:
             while True:
                 count = min(most, self._room(each) // each)
-                if count < 1 and not self._in_use:
+                if count < 1 and (self._kept or not self._in_use):
                     give_back()
-                    self._limit = None
+                    self._kept.clear()
+                    self._limit = self._limit if self._in_use else None
                     count = min(most, self._room(each) // each)
-                    if count < 1:
+                    if count < 1 and not self._in_use:
                         raise self._refused(each, what)
                 if count >= 1:
                     self._in_use += count * each
+                    self._kept.pop(threading.get_ident(), None)  # it uses that again
                     return count
                 self._changed.wait()
 
@@ -105,14 +117,17 @@ class DecodingMemory:
         """Bytes that may be taken beside what is in use; below zero where there is less than nothing."""
         assert self.measure is not None
         now = time.monotonic()
+        found: Allowed | None = None
         if self._limit is None or wanted >= _LARGE or now - self._measured > _STALE:
             found = self.measure()
             self._measured = now
             if self._limit is None or not self._in_use:
                 self._limit = found
-            # Others may have taken what was free a moment ago.
-            return min(found.nbytes, self._limit.nbytes - self._in_use)
-        return self._limit.nbytes - self._in_use
+                self._kept.clear()  # what was measured is free beside it
+        others = sum(self._kept.values()) - self._kept.get(threading.get_ident(), 0)
+        free = self._limit.nbytes - self._in_use - others
+        # Others may have taken what was free a moment ago.
+        return free if found is None else min(found.nbytes, free)
 
     def _refused(self, nbytes: int, what: str) -> NoRoom:
         limit = self._limit

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from legroom.errors import NoRoom
+from legroom.formats import memory as memory_module
 from legroom.formats.detect import open_source
 from legroom.formats.memory import Allowed, DecodingMemory
 
@@ -152,3 +155,74 @@ def test_references_to_rows_are_counted(tmp_path: Path) -> None:
         file.create_dataset("s", (1 << 20,), h5py.string_dtype(), chunks=(1 << 18,))
     with open_source(tmp_path / "a.h5", memory=memory(8 * MB)) as reader, pytest.raises(NoRoom, match="'s'"):
         reader.describe()
+
+
+def virtual(path: Path, parts: int, chunk: int, **options: Any) -> None:
+    layout = h5py.VirtualLayout((parts * 64, 1024), "int32")
+    for index in range(parts):
+        with h5py.File(path.with_name(f"part-{index}.h5"), "w") as file:
+            made = file.create_dataset("x", (64, 1024), "int32", chunks=(chunk, 1024), **options)
+            layout[index * 64 : (index + 1) * 64] = h5py.VirtualSource(made)
+    with h5py.File(path, "w") as file:
+        file.create_virtual_dataset("x", layout)
+        again = h5py.VirtualLayout((parts * 64, 1024), "int32")
+        again[...] = h5py.VirtualSource(".", "x", (parts * 64, 1024))
+        file.create_virtual_dataset("again", again)
+
+
+@pytest.mark.parametrize("name", ["x", "again"])
+def test_the_sources_of_a_virtual_dataset_are_counted(tmp_path: Path, name: str) -> None:
+    cache = 256 << 10  # all of a source, which HDF5 keeps as long as the virtual dataset is open
+    virtual(tmp_path / "few.h5", 2, 8, compression="gzip")
+    virtual(tmp_path / "many.h5", 40, 8, compression="gzip")
+    with open_source(tmp_path / "few.h5") as few, open_source(tmp_path / "many.h5") as many:
+        few.describe(), many.describe()
+        assert many.decoding(name) - few.decoding(name) == 38 * cache
+    large = h5py.File(tmp_path / "large.source", "w")
+    with large:
+        made = large.create_dataset("x", (64, MB), "int32", chunks=(64, MB), compression="gzip")
+        layout = h5py.VirtualLayout((64, MB), "int32")
+        layout[...] = h5py.VirtualSource(made)
+    with h5py.File(tmp_path / "large.h5", "w") as file:
+        file.create_virtual_dataset("x", layout)
+    with open_source(tmp_path / "large.h5") as reader:
+        reader.describe()
+        assert reader.decoding("x") >= 3 * 256 * MB
+
+
+def test_a_table_of_chunks_is_counted_before_it_is_made(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "tiny.h5", "w", libver="latest") as file:
+        file.create_dataset("x", data=np.zeros((30_000, 4), np.int32), chunks=(1, 4))
+    with open_source(tmp_path / "tiny.h5", None, memory(5 * MB)) as reader:
+        reader.describe()
+        with pytest.raises(NoRoom, match="30000 chunks"):
+            reader.slabs("x")
+    with open_source(tmp_path / "tiny.h5", None, memory(50 * MB)) as reader:
+        reader.describe()
+        assert reader.slabs("x") is not None
+
+
+def test_memory_that_a_thread_has_freed_counts_until_it_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An allocator keeps what a thread has freed for that thread: another one's is taken beside it."""
+    calls: list[str] = []
+    monkeypatch.setattr(memory_module, "give_back", lambda: calls.append("given back"))
+    monkeypatch.setattr(memory_module, "_STALE", 60)
+    gate = memory(100)
+
+    def take(nbytes: int) -> None:
+        with gate.take(nbytes, "a chunk"):
+            calls.append(f"took {nbytes}")
+
+    with (
+        ExitStack() as stack
+    ):  # threads that live side by side: one that has ended leaves its arena to the next
+        threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(3)]
+        for thread, nbytes in zip(threads, (60, 30, 50), strict=True):
+            thread.submit(take, nbytes).result(30)
+    assert calls == ["took 60", "took 30", "given back", "took 50"]
+    calls.clear()
+    for _ in range(3):
+        take(90)  # the same thread uses its own again
+    assert calls.count("given back") <= 1 and calls.count("took 90") == 3
