@@ -59,7 +59,7 @@ LONG = (
     "test_real_example_audio.py",
     "test_real_predict.py",
     "test_real_check.py",
-    "test_real_finder.py",
+    "test_real_batch_size.py",
     "test_real_dataloader_room.py",
     "test_real_demo.py",
     "test_real_example_chat.py",
