@@ -91,7 +91,7 @@ def test_we_are_among_the_processes_or_it_is_said_why_not(cuda: Any) -> None:
         return
     assert us.command and "pytest" in us.command
     assert us.used is None or us.used >= GIB
-    assert us.used is not None or "does not say" in (card.reason or "")
+    assert us.used is not None or "does not report" in (card.reason or "")
     del block
 
 

@@ -152,7 +152,7 @@ def test_a_namespace_below_an_older_mount_says_that_it_cannot_tell() -> None:
         top, _ = _hierarchy(group)
         seen = _look(group, "true", "--cgroup")
     assert seen["chain"] == [str(top)]
-    assert "hides where below" in seen["reason"]
+    assert "hides the path of this cgroup below" in seen["reason"]
 
 
 @pytest.mark.real("cgroup", "swap")

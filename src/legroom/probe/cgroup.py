@@ -47,7 +47,7 @@ def cgroup(host: Host, controller: str, pid: str = "self") -> Group:
     seen = _hierarchy_mounts(host, version, controller)
     if not seen:
         name = say("cgroup v2") if version == "v2" else say("cgroup v1's {name}", name=controller)
-        return Group(None, (), None, say("{name} is not mounted where it can be seen", name=name))
+        return Group(None, (), None, say("{name} is not mounted here", name=name))
     found = [_locate(host, version, mount, path) for mount in seen]
     # Of several mounts the best is one that shows one's own group, then the one that shows most above it.
     return max(found, key=lambda group: (bool(group.chain), group.reason is None, len(group.chain)))
@@ -82,16 +82,16 @@ def _locate(host: Host, version: Version, mount: Mount, path: str) -> Group:
     root = _parts(mount.root)
     inside, reason = _inside(root, _parts(path)), None
     if inside is None:
-        reason = say("{path} lies outside what is mounted at {point}", path=path, point=mount.point)
+        reason = say("{path} is outside the mount at {point}", path=path, point=mount.point)
         return Group(None, (), None, reason)
     if _unnamed(root, _parts(path)):
-        reason = say("the namespace hides where below {point} this group lies", point=mount.point)
+        reason = say("the cgroup namespace hides the path of this cgroup below {point}", point=mount.point)
     names = list(inside)
     top = mount.point.rstrip("/")
     while names and not host.exists("/".join((top, *names))):
         # A removed group reads "/gone (deleted)". Its parents are still there, and still limit.
         gone = "/".join((top, *names))
-        reason = reason or say("{path} does not exist; read from the group above it", path=gone)
+        reason = reason or say("{path} does not exist; its parent cgroup was read instead", path=gone)
         names.pop()
     chain = tuple("/".join((top, *names[:depth])) for depth in range(len(names), -1, -1))
     hidden = any(part != ".." for part in root) or _not_the_root(host, version, chain[-1])

@@ -79,7 +79,10 @@ def _where(host: Host) -> tuple[PlaceKind, str]:
     leftover = []
     if signs and all(in_initial_namespace(host, kind) for kind in ("pid", "ipc", "uts")):
         leftover.append(
-            say("{sign} is an image's leftover: these are the machine's own namespaces", sign=signs[0][1])
+            say(
+                "{sign} was left by an image: this process is in the machine's own namespaces",
+                sign=signs[0][1],
+            )
         )
         signs = []
     for engine, how in signs:
@@ -93,7 +96,7 @@ def _where(host: Host) -> tuple[PlaceKind, str]:
         return "wsl", how
     root = mounted_at(found, "/")
     if root is not None and root.kind == "overlay" and in_initial_namespace(host, "pid") is False:
-        return "container", say("unknown kind: a pid namespace of its own and an overlay at /")
+        return "container", say("unknown container: separate pid namespace, overlay at /")
     return "bare", joined((say("no sign of a container, WSL or a scheduler"), *leftover))
 
 
@@ -179,11 +182,13 @@ def _sudo(host: Host, status: dict[str, str]) -> tuple[bool | None, str]:
     if not any(host.exists(f"{folder}/sudo") for folder in folders):
         return False, say("no sudo")
     if status.get("NoNewPrivs") == "1":
-        return False, say("sudo cannot raise rights here (no_new_privs is set)")
+        return False, say("sudo has no effect here (no_new_privs is set)")
     allowed = sorted(host.groups & SUDO_GROUPS)
     if allowed:
         return True, say("may use sudo (in group {group})", group=allowed[0])
-    return None, say("sudo is there, but none of the groups {names}", names=listed(sorted(SUDO_GROUPS)))
+    return None, say(
+        "sudo is installed, but this user is in none of the groups {names}", names=listed(sorted(SUDO_GROUPS))
+    )
 
 
 def _rights(host: Host, capable: bool | None, sudo_how: str) -> str:

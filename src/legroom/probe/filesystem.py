@@ -157,7 +157,7 @@ def disk_pool(disks: tuple[Disk, ...]) -> Pool:
     """The store's disk as a pool."""
     store = next((disk for disk in disks if disk.role == "store"), None)
     if store is None:
-        return Pool("disk", None, None, None, say("no store"), say("no place for a store was looked for"))
+        return Pool("disk", None, None, None, say("no store"), say("no directory for the store was checked"))
     source = say("statvfs {path}", path=store.path or "?")
     return Pool("disk", store.size, store.used, store.free, source, store.reason)
 
@@ -169,13 +169,20 @@ def _store(host: Host) -> Disk:
         if problem is None:
             return _disk(host, "store", candidate.path)
         refused.append(say("{name} {path}: {why}", name=candidate.named_by, path=candidate.path, why=problem))
-    return Disk("store", "", None, None, None, say("no usable place: {refused}", refused=joined(refused)))
+    return Disk(
+        "store",
+        "",
+        None,
+        None,
+        None,
+        say("no usable directory for the store: {refused}", refused=joined(refused)),
+    )
 
 
 def _work(host: Host) -> Disk:
     path = _working_directory(host)
     if path is None:
-        return Disk("work", "", None, None, None, say("the working directory is not known or was removed"))
+        return Disk("work", "", None, None, None, say("the working directory is unknown or was removed"))
     return _disk(host, "work", path)
 
 
@@ -184,7 +191,7 @@ def _disk(host: Host, role: str, path: str) -> Disk:
     room = _room(host, path, mount.point if mount else None)
     reasons = []
     if room is None:
-        reasons.append(say("the room at {path} cannot be asked for", path=path))
+        reasons.append(say("cannot read the free space at {path}", path=path))
     if mount is None:
         reasons.append(say("kind of filesystem unknown: {why}", why=host.why("/proc/self/mountinfo")))
     elif is_network(mount.kind):
@@ -222,7 +229,7 @@ def _recorded_cannot_write(host: Host, path: str) -> str | None:
     try:
         owner = host.owner_mode(path)
     except (ValueError, TypeError, IndexError, AttributeError):
-        return say("the recording is not readable there")
+        return say("the recording is not valid here")
     if owner is None:  # not recorded: a room or a folder there is all that is known
         known = _room(host, path, path) is not None or host.exists(path)
         return None if known else say("does not exist")

@@ -62,7 +62,7 @@ def gpus(host: Host, nvml: Any = None, counters: CounterSource | None = None) ->
     if host.platform == "win32":
         spilled = spill(host, counters)
         cards = tuple(_with_spill(card, spilled) for card in cards)
-    return Gpus(cards, on_bus, driver, source, None if cards else say("the driver shows no card"))
+    return Gpus(cards, on_bus, driver, source, None if cards else say("the driver lists no GPU"))
 
 
 def gpu_pools(gpus: Gpus) -> tuple[Pool, ...]:
@@ -97,26 +97,26 @@ def _source(host: Host) -> str:
     if visible is None:
         return "NVML"
     if not visible.strip():
-        return say("NVML; CUDA_VISIBLE_DEVICES is empty: CUDA programs see no card")
+        return say("NVML; CUDA_VISIBLE_DEVICES is empty: CUDA programs find no GPU")
     return say(
-        "NVML; CUDA_VISIBLE_DEVICES={visible}: CUDA programs see and number these only", visible=visible
+        "NVML; CUDA_VISIBLE_DEVICES={visible}: CUDA programs use and number only these", visible=visible
     )
 
 
 def _bindings(host: Host, on_bus: int | None) -> tuple[Any, str]:
     """The pynvml module, or None and why it is not asked."""
     if not host.live:
-        return None, say("a recording cannot be asked by NVML")
+        return None, say("NVML cannot read a recording")
     if host.platform != "win32" and not any(host.exists(sign) for sign in _DRIVER_SIGNS):
         if on_bus:
-            return None, say("no NVIDIA driver is loaded, or this container was not given the card")
+            return None, say("no NVIDIA driver is loaded, or the container has no access to the GPU")
         return None, say("no NVIDIA driver is loaded") if on_bus is None else say(
-            "no NVIDIA card and no driver"
+            "no NVIDIA GPU and no driver"
         )
     try:
         import pynvml
     except Exception as problem:  # not installed, or a package of that name that breaks on import
-        return None, say("the bindings (nvidia-ml-py) cannot be imported: {problem}", problem=problem)
+        return None, say("cannot import pynvml (nvidia-ml-py): {problem}", problem=problem)
     return pynvml, ""
 
 
@@ -158,7 +158,7 @@ def _devices(nvml: Any, number: int) -> Iterator[tuple[Any, bool]]:
         some = True
     if not some:
         yield (
-            NvmlError(None, say("MIG mode is on and no slice was made: CUDA sees nothing of this card")),
+            NvmlError(None, say("MIG mode is on but no MIG instance exists: CUDA cannot use this GPU")),
             False,
         )
 
@@ -176,11 +176,11 @@ def _card(host: Host, nvml: Any, handle: Any, index: int, mig: bool) -> Gpu:
         size, free = info.total - (info.reserved if apart else 0), info.free
         used = size - free
         if not apart:
-            reasons.append(say("the driver is too old to tell its reserve apart: it is counted as used"))
+            reasons.append(say("the driver is too old to report its reserve, which is counted as used"))
     except NvmlError as trouble:
         reasons.append(
             say(
-                "memory unknown: {trouble} (it may share the machine's RAM)"
+                "memory unknown: {trouble} (the GPU may use the machine's RAM)"
                 if trouble.code == NOT_SUPPORTED
                 else "memory unknown: {trouble}",
                 trouble=trouble,
@@ -212,7 +212,7 @@ def _with_spill(card: Gpu, spilled: Spill) -> Gpu:
     if amount is not None:
         return replace(card, spilled=amount)
     reasons = [card.reason] if card.reason else []
-    return replace(card, reason=joined([*reasons, say("spilled memory unknown: {why}", why=why)]))
+    return replace(card, reason=joined([*reasons, say("GPU memory moved to RAM unknown: {why}", why=why)]))
 
 
 _NOT_AVAILABLE = (1 << 64) - 1  # NVML_VALUE_NOT_AVAILABLE, where the bindings let it through
@@ -272,15 +272,15 @@ def _command_elsewhere(pid: int) -> str | None:
 def _say_what_is_missing(host: Host, listed: tuple[GpuProcess, ...], reasons: list[str]) -> None:
     if any(process.used is None for process in listed):
         reasons.append(
-            say("Windows (WDDM) does not tell NVML what each process holds")
+            say("Windows (WDDM) does not report GPU memory per process to NVML")
             if host.platform == "win32"
-            else say("the driver does not say here what each process holds")
+            else say("the driver does not report GPU memory per process here")
         )
     hidden = sum(1 for process in listed if process.command is None)
     if hidden:
         reasons.append(
             say(
-                "{hidden} of {count} pids match no process that can be seen here: NVML's pids are the host's",
+                "{hidden} of {count} pids match no process here: NVML reports the host's pids",
                 hidden=hidden,
                 count=len(listed),
             )

@@ -53,9 +53,9 @@ class Host:
         root = Path(root)
         if not root.is_dir():
             raise NoSuchRoot(
-                say("{root} is not a directory to read a machine from", root=root),
-                why=say("it does not exist") if not root.exists() else say("it is a file"),
-                fix=(say("give a directory that holds proc/ and sys/, such as / or /host"),),
+                say("cannot read a machine from {root}", root=root),
+                why=say("it does not exist") if not root.exists() else say("it is not a directory"),
+                fix=(say("pass a directory that contains proc/ and sys/, such as / or /host"),),
             )
         notes = root / "recording.json"
         if not notes.is_file():
@@ -68,7 +68,7 @@ class Host:
             raise NoSuchRoot(
                 say("cannot read the recording in {root}", root=root),
                 why=f"recording.json: {problem}",
-                fix=(say("record the machine again, or remove recording.json to read the files alone"),),
+                fix=(say("record the machine again, or remove recording.json to read only the files"),),
             ) from problem
         return cls(
             root=root,
@@ -140,7 +140,7 @@ class Host:
             return say("{path} does not exist", path=path)
         except OSError as problem:
             return f"{path}: {problem.strerror or problem}"
-        return say("{path} holds nothing that can be read as expected", path=path)
+        return say("{path} has unexpected content", path=path)
 
     # System calls.
 

@@ -99,7 +99,7 @@ def _shm(segments: Segments, members: Sequence[Process], held: set[int], notes: 
     if closed:
         notes.append(
             say(
-                "shm: {closed} of {count} processes may not be looked into; the others hold {total}",
+                "shm: no permission to read {closed} of {count} processes; the others hold {total}",
                 closed=closed,
                 count=len(members),
                 total=say("an unknown amount") if total is None else format_size(total),
@@ -107,7 +107,7 @@ def _shm(segments: Segments, members: Sequence[Process], held: set[int], notes: 
         )
         return None
     if total is None:
-        notes.append(say("shm: the size of a segment without a name cannot be read"))
+        notes.append(say("shm: cannot read the size of an unlinked segment"))
     return total
 
 
@@ -116,8 +116,8 @@ def _ram(members: Sequence[Process], notes: list[str]) -> int | None:
     if unshared:
         notes.append(
             say(
-                "ram: PSS of {unshared} of {count} processes cannot be read; their RSS is used, which counts "
-                "what they share once for each",
+                "ram: cannot read PSS of {unshared} of {count} processes; their RSS is used, which counts shared "
+                "memory once per process",
                 unshared=unshared, count=len(members),
             )
         )  # fmt: skip
@@ -127,7 +127,7 @@ def _ram(members: Sequence[Process], notes: list[str]) -> int | None:
 def _pinned(members: Sequence[Process], notes: list[str]) -> int | None:
     total = _sum([process.pinned for process in members])
     if total:
-        notes.append(say("pinned: memory registered where it lies (cudaHostRegister) cannot be seen"))
+        notes.append(say("pinned: memory pinned by cudaHostRegister is not included"))
     return total
 
 

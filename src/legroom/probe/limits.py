@@ -49,7 +49,7 @@ def limits(host: Host) -> Limits:
 def fds_pool(limits: Limits, process: Process | None = None) -> Pool:
     """Descriptors: a limit on each process alone, so ``used`` means something for a named process only."""
     if process is None:
-        reason = say("the limit is each process's own; no process was named")
+        reason = say("the limit is per process, and no process was given")
         if limits.nofile_soft is None:
             reason = limits.reason or reason
         return Pool("fds", limits.nofile_soft, None, None, say("RLIMIT_NOFILE, soft"), reason)
@@ -58,7 +58,7 @@ def fds_pool(limits: Limits, process: Process | None = None) -> Pool:
     free = None if size is None or used is None else max(0, size - used)
     reason_named = None
     if used is None:
-        reason_named = say("the descriptors of process {pid} may not be looked at", pid=process.pid)
+        reason_named = say("no permission to list the descriptors of process {pid}", pid=process.pid)
     elif size is None:
         reason_named = limits.reason
     return Pool(
@@ -70,18 +70,18 @@ def pinned_pool(ram: Pool, limits: Limits, pinned: int | None = None) -> Pool:
     """Page-locked memory: as large as what RAM has left; ``pinned`` is the kernel's VmPin, where somebody read it."""
     bound = (
         say(
-            "RLIMIT_MEMLOCK is {size}; CUDA's pinned memory is not bounded by it",
+            "RLIMIT_MEMLOCK is {size}, which does not limit CUDA's pinned memory",
             size=format_size(limits.memlock_soft),
         )
         if limits.memlock_soft is not None
-        else say("no RLIMIT_MEMLOCK is known to apply")
+        else say("no RLIMIT_MEMLOCK found")
     )
     # VmPin misses what CUDA pins, so 0 says nothing and more than 0 is a least amount.
     used = pinned or None
     known = (
-        say("the kernel has no counter for what CUDA has pinned")
+        say("the kernel does not count memory pinned by CUDA")
         if used is None
-        else say("at least that much (VmPin): what CUDA has pinned is not counted")
+        else say("a lower bound (VmPin): memory pinned by CUDA is not counted")
     )
     return Pool(
         "pinned",
@@ -100,7 +100,7 @@ def _pair(host: Host, name: str, reasons: list[str]) -> tuple[int | None, int | 
     except (OSError, ValueError, TypeError, IndexError, AttributeError):  # a system or a recording without it
         pair = None
     if pair is None:
-        reasons.append(say("{label} cannot be asked for here", label=label))
+        reasons.append(say("{label} is not available here", label=label))
         return None, None
     if pair[0] == UNLIMITED:
         reasons.append(say("{label} is unlimited", label=label))

@@ -96,7 +96,7 @@ def ram_pool(memory: Memory) -> Pool:
     bounds = _bounds(memory)
     sized = [(bound.size, bound) for bound in bounds if bound.size is not None]
     if not sized:
-        reason = memory.reason or say("neither the machine's RAM nor a limit could be read")
+        reason = memory.reason or say("cannot read the machine's RAM or any limit")
         return Pool("ram", None, None, None, memory.source, reason)
     # Of equal bounds the fullest is the one that bites.
     size, tight = min(sized, key=lambda pair: (pair[0], -1 if pair[1].room is None else pair[1].room))
@@ -104,12 +104,12 @@ def ram_pool(memory: Memory) -> Pool:
     ceiling = memory.total if memory.total is not None else _NO_LIMIT
     for bound in bounds:
         if bound.room is None and (bound.size is None or bound.size <= ceiling):
-            reason = say("no use could be read beside {file}", file=bound.size_from)
+            reason = say("cannot read the usage for the limit in {file}", file=bound.size_from)
             return Pool("ram", size, tight.used, None, tight.size_from, memory.reason or reason)
     free, where = min((bound.room, bound.room_from) for bound in bounds if bound.room is not None)
     source = tight.size_from
     if free != tight.room:
-        source = say("{size}; free is bounded by {free}", size=source, free=where)
+        source = say("{size}; free is limited by {free}", size=source, free=where)
     return Pool("ram", size, tight.used, free, source)
 
 
@@ -242,7 +242,7 @@ def _elsewhere(host: Host) -> Memory:
     """macOS and Windows: no cgroups, and psutil knows the rest."""
     nothing = MemoryEvents(None, None, None, "machine", host.platform)
     if not host.live:
-        reason = say("a recording of {platform} says nothing about RAM", platform=host.platform)
+        reason = say("a recording of {platform} has no RAM figures", platform=host.platform)
         return Memory(None, None, None, (), None, nothing, None, "recording.json", reason)
     import psutil
 
@@ -326,7 +326,7 @@ def _amounts(host: Host) -> tuple[int | None, int | None, str, str | None]:
         reason = say("{file} has no {name}", file=_MEMINFO, name=name) if info else host.why(_MEMINFO)
         return total, None, source, reason
     if not host.live:
-        reason = say("a recording of {platform} says nothing about swap", platform=host.platform)
+        reason = say("a recording of {platform} has no swap figures", platform=host.platform)
         return None, None, "recording.json", reason
     import psutil
 
@@ -350,7 +350,7 @@ def swap_pool(swap: Swap) -> Pool:
             free = min(free, own)
     reason = None
     if size is None or used is None or free is None:
-        reason = swap.reason or say("how much of the swap is used could not be read")
+        reason = swap.reason or say("cannot read swap usage")
     return Pool("swap", size, used, free, swap.source, reason)
 
 

@@ -21,27 +21,25 @@ _ASK_OLDER = (_INVALID_ARGUMENT, NOT_SUPPORTED, TOO_OLD, _OTHER_VERSION)
 
 # By NVML's own numbers, which are part of its binary interface.
 _WORDS = {
-    1: phrase("NVML was not started"),
-    NOT_SUPPORTED: phrase("not supported by this card or driver"),
-    4: phrase("no permission to ask the driver; in a container the device files must be allowed too"),
+    1: phrase("NVML is not initialized"),
+    NOT_SUPPORTED: phrase("not supported by this GPU or driver"),
+    4: phrase("no permission to use the driver; a container also needs access to the device files"),
     NOT_FOUND: phrase("not found"),
     9: phrase("the NVIDIA driver is not loaded"),
-    10: phrase("the driver did not answer in time"),
-    11: phrase("the driver has an interrupt problem with the card"),
+    10: phrase("the driver timed out"),
+    11: phrase("the driver reports an interrupt problem with the GPU"),
     12: phrase(
-        "NVIDIA's management library (libnvidia-ml.so.1, nvml.dll) was not found; in a container "
-        "NVIDIA_DRIVER_CAPABILITIES must name utility"
+        "NVML (libnvidia-ml.so.1, nvml.dll) was not found; in a container NVIDIA_DRIVER_CAPABILITIES must "
+        "include utility"
     ),
-    TOO_OLD: phrase("the installed driver or its library is too old for this question"),
-    15: phrase("the card is lost: it fell off the bus or does not answer any more"),
-    16: phrase("the card must be reset before it can be used again"),
-    17: phrase("the operating system blocked the question"),
-    18: phrase(
-        "the library and the loaded kernel module are of different versions, as after an upgrade without a reboot"
-    ),
-    20: phrase("the driver had no memory to answer"),
-    _OTHER_VERSION: phrase("the library does not know this version of the question"),
-    999: phrase("the driver met an unknown error"),
+    TOO_OLD: phrase("the installed driver or its library is too old for this call"),
+    15: phrase("the GPU is lost: it fell off the bus or no longer responds"),
+    16: phrase("the GPU must be reset before it can be used again"),
+    17: phrase("the operating system blocked the call"),
+    18: phrase("driver and library versions differ, as after an upgrade without a reboot"),
+    20: phrase("the driver is out of memory"),
+    _OTHER_VERSION: phrase("the library does not support this version of the call"),
+    999: phrase("the driver reported an unknown error"),
 }
 
 

@@ -160,10 +160,10 @@ def tree(processes: Sequence[Process], pid: int) -> list[Process]:
     if not found:
         raise NoSuchProcess(
             say("there is no process {pid}", pid=pid),
-            why=say("{count} processes can be seen from here, none with that id", count=len(processes)),
+            why=say("{count} processes are visible here, none with that pid", count=len(processes)),
             fix=(
-                say("see those of this machine:\nps -e -o pid,args"),
-                say("inside a container, ids are the container's own"),
+                say("list the processes:\nps -e -o pid,args"),
+                say("inside a container, use the container's own pids"),
             ),
         )
     seen = {pid}
@@ -186,7 +186,7 @@ def matching(processes: Sequence[Process], pattern: str, us: int | None = None) 
         raise UsageError(
             say("cannot read {pattern!r} as a regular expression", pattern=pattern),
             why=str(problem),
-            fix=(say("escape the characters . * + ? ( ) [ ] with a backslash to mean themselves"),),
+            fix=(say("escape . * + ? ( ) [ ] with a backslash to match them literally"),),
         ) from problem
     ours = _ancestry(processes, os.getpid() if us is None else us)
     found = [p for p in processes if p.pid not in ours and expression.search(p.command)]
@@ -194,11 +194,11 @@ def matching(processes: Sequence[Process], pattern: str, us: int | None = None) 
         raise NothingMatches(
             say("no process's command line matches {pattern!r}", pattern=pattern),
             why=say(
-                "{count} processes were looked at; this one and its {above} ancestors do not count",
+                "{count} processes were checked; this one and its {above} ancestors are left out",
                 count=len(processes),
                 above=max(0, len(ours) - 1),
             ),
-            fix=(say("see the command lines:\nps -e -o pid,args"), say("give the process's id instead")),
+            fix=(say("list the command lines:\nps -e -o pid,args"), say("pass the pid instead")),
         )
     return found
 

@@ -42,7 +42,7 @@ def shm(host: Host, all_processes: Sequence[Process] | None = None) -> Shm:
     holders = SegmentHolders(Segments.of(host), listing, used if mounted else None)
     holders.find(all_processes)
     if listing.cut and reason is None:
-        reason = say("more than {count} files: the rest was not looked at", count=len(listing.files))
+        reason = say("more than {count} files: the rest was not read", count=len(listing.files))
     owner, mode = host.owner_mode(path) or (None, None)
     removed, how = removed_at_logout(host)
     return Shm(
@@ -76,10 +76,10 @@ def shm_space(host: Host, path: str) -> tuple[int | None, int | None, int | None
     if room is None:
         if not host.exists(path):
             return None, None, None, say("{path} does not exist", path=path)
-        return None, None, None, say("{path} cannot be asked for its room", path=path)
+        return None, None, None, say("cannot read the free space of {path}", path=path)
     size, free, used = room
     if size == 0:  # mounted with size=0, or ramfs
-        return None, None, None, say("{path} has no size of its own: only memory bounds it", path=path)
+        return None, None, None, say("{path} has no size limit: only RAM limits it", path=path)
     return size, used, free, None
 
 
@@ -88,7 +88,7 @@ def _source(path: str, mount: Mount | None, mounted: bool) -> str:
         return say("statvfs({path}), /proc/self/mountinfo", path=path)
     if mount is not None:
         return say("statvfs({path}), which is {kind}, not tmpfs", path=path, kind=mount.kind)
-    return say("statvfs({path}), a directory without a filesystem of its own", path=path)
+    return say("statvfs({path}), a directory, not a mount", path=path)
 
 
 def _writable(host: Host, path: str, mount: Mount | None) -> bool | None:
@@ -294,9 +294,9 @@ def removed_at_logout(host: Host) -> tuple[bool | None, str]:
     if uid is None:
         return None, say("this user has no numeric id")
     if not host.exists("/run/systemd/system"):
-        return False, say("systemd does not run here (/run/systemd/system does not exist)")
+        return False, say("systemd is not running (/run/systemd/system does not exist)")
     if uid < _FIRST_PERSON:
-        return False, say("logind spares system users, and uid {uid} is one", uid=uid)
+        return False, say("uid {uid} is a system user, whose files logind keeps", uid=uid)
     removes, where = _setting(host)
     if not removes:
         return False, say("RemoveIPC=no ({where})", where=where)
@@ -304,11 +304,13 @@ def removed_at_logout(host: Host) -> tuple[bool | None, str]:
     if lingering:
         name = _user_name(host, uid)
         if name is None:
-            why = say("RemoveIPC=yes ({where}); uid {uid} has no name to look up", where=where, uid=uid)
+            why = say("RemoveIPC=yes ({where}); uid {uid} has no user name to look up", where=where, uid=uid)
             return None, say("{why} in {linger}", why=why, linger=_LINGER)
         if name in lingering:
-            return False, say("{name} lingers ({linger}/{name} exists)", name=name, linger=_LINGER)
-    return True, say("RemoveIPC=yes ({where}), and uid {uid} does not linger", where=where, uid=uid)
+            return False, say(
+                "lingering is on for {name} ({linger}/{name} exists)", name=name, linger=_LINGER
+            )
+    return True, say("RemoveIPC=yes ({where}), and lingering is off for uid {uid}", where=where, uid=uid)
 
 
 def _setting(host: Host) -> tuple[bool, str]:
@@ -354,7 +356,7 @@ def _default(text: str, path: str) -> tuple[bool, str] | None:
     if not any("compile time defaults" in line or "compile-time defaults" in line for line in lines):
         return None
     shown = parse_remove_ipc("\n".join(line.removeprefix("#") for line in lines if line[:2] in ("[L", "#R")))
-    return None if shown is None else (shown, say("the default {path} shows", path=path))
+    return None if shown is None else (shown, say("the default shown in {path}", path=path))
 
 
 def _user_name(host: Host, uid: int) -> str | None:

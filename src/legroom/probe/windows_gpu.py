@@ -60,14 +60,14 @@ class Spill:
         is known where the processes have exactly one in common.
         """
         if self.processes is None or self.adapters is None:
-            return None, self.reason or say("the counters could not be read")
+            return None, self.reason or say("cannot read the performance counters")
         seen = [{luid for owner, luid in self.processes if owner == pid} for pid in pids]
         common = set.intersection(*(luids for luids in seen if luids)) if any(seen) else set()
         if len(common) != 1:
             return None, (
-                say("{count} adapters may be this card", count=len(common))
+                say("{count} adapters may be this GPU", count=len(common))
                 if common
-                else say("no adapter is known to be this card")
+                else say("no adapter matches this GPU")
             )
         luid = common.pop()
         if luid in self.adapters:
@@ -79,9 +79,9 @@ def spill(host: Host, counters: CounterSource | None = None) -> Spill:
     """What has spilled on this machine; None with a reason everywhere but on Windows."""
     source = f"PDH: {PROCESS_COUNTER}, {ADAPTER_COUNTER}"
     if host.platform != "win32":
-        return Spill(None, None, source, say("only Windows moves GPU memory into RAM by itself"))
+        return Spill(None, None, source, say("only Windows moves GPU memory to RAM"))
     if not host.live and counters is None:
-        return Spill(None, None, source, say("a recording cannot be asked for performance counters"))
+        return Spill(None, None, source, say("a recording has no performance counters"))
     try:
         counters = counters or PdhCounters()
         by_process, by_adapter = counters.read(PROCESS_COUNTER), counters.read(ADAPTER_COUNTER)
@@ -173,14 +173,14 @@ def _by_name(buffer: Any, count: int) -> dict[str, int]:
 
 
 def _failed(name: str, status: int) -> CounterError:
-    return CounterError(say("{name} answered {status:#010x}", name=name, status=status & 0xFFFFFFFF))
+    return CounterError(say("{name} returned {status:#010x}", name=name, status=status & 0xFFFFFFFF))
 
 
 def _load() -> Any:
     loader: Any = vars(ctypes).get("WinDLL")
     if loader is None:
-        raise CounterError(say("pdh.dll is not on this system"))
+        raise CounterError(say("this system has no pdh.dll"))
     try:
         return loader("pdh.dll")
     except OSError as problem:
-        raise CounterError(say("pdh.dll cannot be loaded: {problem}", problem=problem)) from problem
+        raise CounterError(say("cannot load pdh.dll: {problem}", problem=problem)) from problem

@@ -51,7 +51,7 @@ def test_descriptors_of_the_process_nearest_its_limit() -> None:
 
 def test_unknown_is_no_alarm() -> None:
     unknown = Pool("shm", None, None, None, "statvfs", "no /dev/shm here")
-    half = Pool("ram", 8 * GB, None, None, "meminfo", "no use could be read")
+    half = Pool("ram", 8 * GB, None, None, "meminfo", "cannot read the usage")
     nothing = MemoryEvents(None, None, None, "machine", "x")
     run = _run([sample(n, unknown, half, swap_in=None, swap_out=None, events=nothing) for n in range(100)])
     assert all(moment.alarms == () for moment in run)

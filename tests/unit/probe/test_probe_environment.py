@@ -127,7 +127,7 @@ def test_a_sign_in_the_machines_own_namespaces_is_an_images_leftover(
 ) -> None:
     found = environment(machine(tmp_path / "vm", links=OWN_NAMESPACES, **given_))
     assert found.kind == "bare"
-    assert sign in found.how and "leftover" in found.how
+    assert sign in found.how and "left by an image" in found.how
     for kind in OWN:
         links = OWN_NAMESPACES | {f"/proc/self/ns/{kind}": f"{kind}:[4026532000]"}
         assert environment(machine(tmp_path / kind, links=links, **given_)).kind in ("docker", "container")
@@ -189,7 +189,7 @@ def test_unreadable_capabilities_are_not_claimed(tmp_path: Path, status: str | N
         (True, ["sudo"], "", True, "group sudo"),
         (True, ["wheel", "users"], "", True, "group wheel"),
         (True, ["admin"], "NoNewPrivs:\t0\n", True, "group admin"),
-        (True, ["users"], "", None, "sudo is there"),
+        (True, ["users"], "", None, "sudo is installed"),
         (False, ["sudo"], "", False, "no sudo"),
         (True, ["sudo"], "NoNewPrivs:\t1\n", False, "no_new_privs"),
     ],

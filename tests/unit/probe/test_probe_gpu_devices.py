@@ -165,13 +165,13 @@ def test_names_in_bytes_are_text() -> None:
     [
         (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "was not found"),
         (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "driver is not loaded"),
-        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "different versions"),
+        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "versions differ"),
         (pynvml.NVML_ERROR_NO_PERMISSION, "no permission"),
         (pynvml.NVML_ERROR_GPU_IS_LOST, "lost"),
         (pynvml.NVML_ERROR_NOT_SUPPORTED, "not supported"),
         (pynvml.NVML_ERROR_UNKNOWN, "unknown error"),
         (pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, "too old"),
-        (pynvml.NVML_ERROR_TIMEOUT, "in time"),
+        (pynvml.NVML_ERROR_TIMEOUT, "timed out"),
         (4711, "4711"),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_card_without_a_name_still_has_its_memory() -> None:
 
 def test_no_cards_behind_a_working_driver() -> None:
     found = gpus(Host(), FakeNvml())
-    assert found.cards == () and found.reason == "the driver shows no card"
+    assert found.cards == () and found.reason == "the driver lists no GPU"
 
 
 def test_every_mig_slice_is_a_card_of_its_own() -> None:
@@ -252,7 +252,7 @@ def test_every_mig_slice_is_a_card_of_its_own() -> None:
 
 def test_mig_mode_without_slices_is_said() -> None:
     card = one(FakeNvml(Card(mig=[1, 1], slices=[error(pynvml.NVML_ERROR_NOT_FOUND)])))
-    assert card.size is None and "no slice" in (card.reason or "")
+    assert card.size is None and "no MIG instance" in (card.reason or "")
 
 
 def test_processes_of_all_kinds_are_joined() -> None:
@@ -295,7 +295,7 @@ def test_what_a_process_holds_is_unknown_rather_than_zero(nothing: int | None) -
     nvml = FakeNvml(Card(compute=[process(os.getpid(), nothing)]))
     card = one(nvml)
     assert card.processes is not None and card.processes[0].used is None
-    assert "does not say" in (card.reason or "")
+    assert "does not report" in (card.reason or "")
     windows = gpus(Host(platform="win32"), nvml).cards[0]
     assert "WDDM" in (windows.reason or "")
 
@@ -352,7 +352,7 @@ def test_commands_elsewhere_come_from_the_system() -> None:
     [
         (None, "NVML"),
         ("1,3", "CUDA_VISIBLE_DEVICES=1,3"),
-        ("", "CUDA programs see no card"),
+        ("", "CUDA programs find no GPU"),
         ("GPU-8", "=GPU-8"),
     ],
 )
@@ -378,7 +378,7 @@ def test_windows_says_what_has_spilled() -> None:
     card = gpus(windows, FakeNvml(Card(compute=[process(8)], graphics=[process(7)])), Counters()).cards[0]
     assert card.spilled == 3 * GIB  # of the adapter that both processes use
     card = gpus(windows, FakeNvml(Card(graphics=[process(7)])), Counters()).cards[0]
-    assert card.spilled is None and "spilled memory unknown: 2 adapters" in (card.reason or "")
+    assert card.spilled is None and "GPU memory moved to RAM unknown: 2 adapters" in (card.reason or "")
     assert gpus(Host(), FakeNvml(Card(compute=[process(8)])), Counters()).cards[0].spilled is None
 
 
@@ -394,7 +394,7 @@ def test_cards_on_the_bus_are_counted_without_a_driver(tmp_path: Path) -> None:
     assert cards_on_bus(host) is None
     device(tmp_path, "0000:00:02.0", "0x8086", "0x030000")
     assert cards_on_bus(host) == 0
-    assert gpus(host).reason == "no NVIDIA card and no driver"
+    assert gpus(host).reason == "no NVIDIA GPU and no driver"
     device(tmp_path, "0000:01:00.0", "0x10de", "0x030000")
     device(tmp_path, "0000:01:00.1", "0x10de", "0x040300")  # its sound
     device(tmp_path, "0000:02:00.0", "0x10de", "0x030200")

@@ -81,7 +81,7 @@ def test_why_says_what_is_wrong_with_a_file(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("")
     host = Host.at(tmp_path)
     assert host.why("/absent") == "/absent does not exist"
-    assert "holds nothing" in host.why("/empty")
+    assert "has unexpected content" in host.why("/empty")
     assert "irectory" in host.why("/")
 
 
@@ -89,7 +89,7 @@ def test_a_root_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NoSuchRoot, match="does not exist"):
         Host.at(tmp_path / "absent")
     (tmp_path / "file").write_text("")
-    with pytest.raises(NoSuchRoot, match="it is a file"):
+    with pytest.raises(NoSuchRoot, match="it is not a directory"):
         Host.at(tmp_path / "file")
 
 

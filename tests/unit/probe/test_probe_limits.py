@@ -101,7 +101,7 @@ def test_elsewhere_descriptors_are_looked_for_where_they_are(tmp_path: Path) -> 
 def test_descriptors_are_each_processs_own() -> None:
     pool = fds_pool(bounds())
     assert (pool.name, pool.size, pool.used, pool.free) == ("fds", 1024, None, None)
-    assert "no process was named" in (pool.reason or "")
+    assert "no process was given" in (pool.reason or "")
     assert (
         fds_pool(bounds(nofile_soft=None, reason="RLIMIT_NOFILE is unlimited")).reason
         == "RLIMIT_NOFILE is unlimited"
@@ -127,13 +127,13 @@ def test_pinned_memory_comes_out_of_ram() -> None:
     pool = pinned_pool(RAM, bounds())
     assert (pool.name, pool.size, pool.used, pool.free) == ("pinned", RAM.size, None, RAM.free)
     assert "/proc/meminfo" in pool.source
-    assert "64 KB" in (pool.reason or "") and "not bounded" in (pool.reason or "")
+    assert "64 KB" in (pool.reason or "") and "does not limit" in (pool.reason or "")
     assert "no RLIMIT_MEMLOCK" in (pinned_pool(RAM, bounds(memlock_soft=None)).reason or "")
 
 
 def test_a_kernels_count_of_pinned_pages_is_a_least_amount() -> None:
     pool = pinned_pool(RAM, bounds(), pinned=1 << 20)
-    assert pool.used == 1 << 20 and "at least" in (pool.reason or "")
+    assert pool.used == 1 << 20 and "a lower bound" in (pool.reason or "")
     assert (
         pinned_pool(RAM, bounds(), pinned=0).used is None
     )  # CUDA's pages are not in that count: 0 proves nothing

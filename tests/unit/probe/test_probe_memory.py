@@ -78,7 +78,7 @@ EXPECTED = {
     "swap-on": Expected(
         32768000 * KB, 1201120 * KB, [28 * GB, None, None, None, None], 26 * GB - 364 * MB,
         (0, 0, 91233, "cgroup"), 27 * GB,
-        (28 * GB, 26 * GB - 364 * MB, 1201120 * KB), f"{SERVICE}/memory.max; free is bounded by {AVAILABLE}",
+        (28 * GB, 26 * GB - 364 * MB, 1201120 * KB), f"{SERVICE}/memory.max; free is limited by {AVAILABLE}",
     ),
     "v1-unlimited": Expected(
         32888692 * KB, 24211340 * KB, [None] * 4, 6 * GB, (0, 0, None, "cgroup"), 15 * GB,
@@ -215,7 +215,7 @@ def test_a_limit_above_the_machine_does_not_bind() -> None:
     files = _v2_files({"memory.max": str(GB), "memory.current": str(GB - 5), "memory.stat": stat})
     pool = ram_pool(memory(FakeHost(files=files)))
     assert pool.size == 1000 * KB
-    assert (pool.free, pool.source) == (5, f"{TOTAL}; free is bounded by /c/memory.max")
+    assert (pool.free, pool.source) == (5, f"{TOTAL}; free is limited by /c/memory.max")
     # Where the use below such a limit is unknown, the machine's own figures stand.
     unknown = ram_pool(memory(FakeHost(files=_v2_files({"memory.max": str(GB)}))))
     assert (unknown.free, unknown.source) == (900 * KB, TOTAL)
@@ -224,7 +224,7 @@ def test_a_limit_above_the_machine_does_not_bind() -> None:
 def test_a_binding_limit_with_unknown_use_leaves_free_unknown() -> None:
     pool = ram_pool(memory(FakeHost(files=_v2_files({"memory.max": "4096", "memory.current": "100"}))))
     assert (pool.size, pool.used, pool.free) == (4096, None, None)
-    assert pool.reason == "no use could be read beside /c/memory.max"
+    assert pool.reason == "cannot read the usage for the limit in /c/memory.max"
 
 
 def test_of_equal_limits_the_fuller_level_binds() -> None:
@@ -237,7 +237,7 @@ def test_a_looser_level_that_is_fuller_bounds_what_is_free() -> None:
     own, pod = CgroupLevel("/c/p/x", 100, unreclaimable=10), CgroupLevel("/c/p", 200, unreclaimable=170)
     pool = ram_pool(_memory(1000, 900, own, pod))
     assert (pool.size, pool.used, pool.free) == (100, 10, 30)
-    assert pool.source == "/c/p/x/memory.max; free is bounded by /c/p/memory.max"
+    assert pool.source == "/c/p/x/memory.max; free is limited by /c/p/memory.max"
 
 
 def test_nothing_known_is_unknown() -> None:

@@ -47,7 +47,7 @@ def test_a_plain_directory_is_not_mounted_and_its_use_is_not_ours_to_explain(mac
     found = shm(machine.host)
     assert not found.mounted
     assert found.hidden is None
-    assert "without a filesystem of its own" in found.source
+    assert "a directory, not a mount" in found.source
 
 
 def test_a_disk_mounted_over_the_tmpfs_is_what_is_seen(machine: FakeMachine) -> None:
@@ -87,7 +87,7 @@ def test_no_size_limit_is_unknown_not_zero(machine: FakeMachine) -> None:
     machine.size = 0
     found = shm(machine.host)
     assert (found.size, found.used, found.free, found.hidden) == (None, None, None, None)
-    assert "no size of its own" in str(shm_pool(found).reason)
+    assert "no size limit" in str(shm_pool(found).reason)
 
 
 def test_a_machine_without_one(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def machine(tmp_path: Path) -> FakeMachine:
 def test_the_default_is_yes(machine: FakeMachine) -> None:
     assert removed_at_logout(machine.host) == (
         True,
-        "RemoveIPC=yes (systemd's default), and uid 1000 does not linger",
+        "RemoveIPC=yes (systemd's default), and lingering is off for uid 1000",
     )
 
 
@@ -68,12 +68,12 @@ def test_the_default_is_yes(machine: FakeMachine) -> None:
         (
             {"/etc/systemd/logind.conf": SHIPPED.format("no")},
             False,
-            "the default /etc/systemd/logind.conf shows",
+            "the default shown in /etc/systemd/logind.conf",
         ),
         (
             {"/etc/systemd/logind.conf": SHIPPED.format("yes")},
             True,
-            "the default /etc/systemd/logind.conf shows",
+            "the default shown in /etc/systemd/logind.conf",
         ),
         ({"/etc/systemd/logind.conf": "[Login]\n#RemoveIPC=no\n"}, True, "systemd's default"),
     ],
@@ -112,7 +112,7 @@ def test_a_lingering_user_keeps_them(machine: FakeMachine) -> None:
     machine.text("/var/lib/systemd/linger/ana", "")
     removed, how = removed_at_logout(machine.host)
     assert removed is False
-    assert "ana lingers" in how
+    assert "lingering is on for ana" in how
 
 
 def test_somebody_elses_lingering_helps_nobody(machine: FakeMachine) -> None:
@@ -125,7 +125,7 @@ def test_a_user_without_a_name_where_somebody_lingers_cannot_be_told(machine: Fa
     machine.uid = 4242
     removed, how = removed_at_logout(machine.host)
     assert removed is None
-    assert "4242 has no name" in how
+    assert "4242 has no user name" in how
 
 
 @pytest.mark.parametrize("uid", [0, 33, 999])
@@ -137,7 +137,7 @@ def test_system_users_are_spared(machine: FakeMachine, uid: int) -> None:
 def test_without_systemd_nothing_is_removed(tmp_path: Path) -> None:
     removed, how = removed_at_logout(FakeMachine(tmp_path).host)
     assert removed is False
-    assert "systemd does not run" in how
+    assert "systemd is not running" in how
 
 
 def test_recorded_machines() -> None:

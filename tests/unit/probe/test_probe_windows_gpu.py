@@ -62,7 +62,7 @@ def test_a_recording_of_a_windows_is_not_asked() -> None:
 def test_a_windows_without_the_counters_is_unknown() -> None:
     class Broken:
         def read(self, path: str) -> Mapping[str, int]:
-            raise CounterError("PdhAddEnglishCounterW answered 0xc0000bb8")
+            raise CounterError("PdhAddEnglishCounterW returned 0xc0000bb8")
 
     found = spill(WINDOWS, Broken())
     assert found.processes is None and "0xc0000bb8" in (found.reason or "")
@@ -183,6 +183,6 @@ def test_pdh_is_asked_again_when_the_list_grows() -> None:
 )
 def test_every_step_of_pdh_may_fail(step: str, name: str) -> None:
     pdh = FakePdh({"a": (0, 1)}, failing={step: 0xC0000BB8 - (1 << 32)})
-    with pytest.raises(CounterError, match=f"{name} answered 0xc0000bb8"):
+    with pytest.raises(CounterError, match=f"{name} returned 0xc0000bb8"):
         PdhCounters(pdh).read(PROCESS_COUNTER)
     assert pdh.open == 0
