@@ -79,7 +79,7 @@ def spill(host: Host, counters: CounterSource | None = None) -> Spill:
     """What has spilled on this machine; None with a reason everywhere but on Windows."""
     source = f"PDH: {PROCESS_COUNTER}, {ADAPTER_COUNTER}"
     if host.platform != "win32":
-        return Spill(None, None, source, say("only Windows moves GPU memory to RAM"))
+        return Spill(None, None, source, say("only Windows moves GPU memory to RAM on its own"))
     if not host.live and counters is None:
         return Spill(None, None, source, say("a recording has no performance counters"))
     try:
