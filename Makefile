@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := .venv-peers
+# The environment of the demo: the one for development where that is set up, else one with less in it.
+DEMO := $(if $(wildcard $(READY)),$(VENV),.venv-demo)
 PYTEST := $(BIN)/python -m pytest -m "not soak"
 RIGS := $(BIN)/python -m pytest tests/real -m
 SOAK := $(BIN)/python -m pytest -m soak
@@ -27,9 +29,14 @@ $(READY): pyproject.toml constraints.txt
 
 setup: $(READY) ## a virtual environment with everything, versions pinned
 
-demo: $(READY) ## what Legroom does, measured on this machine in a minute or so
+.venv-demo/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-demo
+	.venv-demo/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo]'
+	touch $@
+
+demo: $(DEMO)/.ready ## run the demo: what Legroom does, measured on this machine in about a minute
 	@mkdir -p build
-	$(BIN)/legroom demo --out build/legroom-demo.png
+	$(DEMO)/bin/legroom demo --out build/legroom-demo.png
 
 test: ## all checks and all tests
 	$(MAKE) --no-print-directory --output-sync -j 3 lint docs podman
@@ -134,4 +141,4 @@ soak: $(READY) ## random kills, damage and faults for ten minutes, and what else
 	LEGROOM_SOAK_SECONDS=$${LEGROOM_SOAK_SECONDS:-600} $(SOAK)
 
 clean: ## remove what was built
-	rm -rf $(VENV) $(PEERS) site build dist .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-demo $(PEERS) site build dist .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

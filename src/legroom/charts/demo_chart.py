@@ -111,7 +111,7 @@ def _bar_groups(result: Mapping[str, Any]) -> list[Shape]:
 
 def _groups(result: Mapping[str, Any]) -> list[tuple[str, list[_Bar]]]:
     memory, opening, loaders = result["memory"], result["opening"], result["loaders"]
-    names = {"torch": say("torch DataLoader"), "legroom": say("Legroom"), "batches": "data.batches"}
+    names = {"torch": say("torch DataLoader"), "legroom": "Legroom", "batches": "data.batches"}
     groups: list[tuple[str, list[_Bar]]] = []
     if None not in memory.values():
         groups.append((say("Memory"), [

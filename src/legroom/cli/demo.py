@@ -187,7 +187,7 @@ def bar_lines(pools: Sequence[Pool], children: Sequence[Child], columns: int) ->
         lines.append(pool_line(pool, (), "critical" if (pool.used_share or 0.0) >= 0.95 else None, columns))
     if children:
         heads = left(say("progress"), 25) + right(say("step"), 13) + right(say("loss"), 8)
-        memory = right(say("PSS"), 10) + right(say("RSS"), 10)
+        memory = right("PSS", 10) + right("RSS", 10)
         lines.append(Text(" " * _NAME + heads + memory, style="dim", no_wrap=True))
     lines += [_child_line(child) for child in children]
     held = [child.pss for child in children if child.pss is not None]

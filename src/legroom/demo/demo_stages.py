@@ -85,7 +85,7 @@ def why_not_here(host: Host) -> str | None:
 
 def _stages(loop: EventLoop, sandbox: Sandbox, shm_why: str | None, quick: bool, torch: bool) -> Result:
     host, where = loop.host, machine(loop.host)
-    no_torch = None if torch else say("--no-torch")
+    no_torch = None if torch else "--no-torch"
     if torch and importlib.util.find_spec("torch") is None:
         no_torch = say("torch is not installed")
     size = demo_size(ram_pool(memory(host)).free, free_bytes(sandbox.folder),
