@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from legroom.model import (
+    Annotations,
     EntryRow,
     Mark,
     MemoryEvents,
@@ -13,7 +14,6 @@ from legroom.model import (
     Pool,
     Pressure,
     ProcessRow,
-    Said,
     Sample,
 )
 from legroom.monitor.watch_loop import MomentStream
@@ -48,7 +48,7 @@ def _sample(number: int, clock: float, interval: float, start: float) -> Sample:
     )
     epoch = number // 75
     mark = (Mark(start + clock, f"epoch {epoch + 1}"),) if number % 75 == 0 else ()
-    said = Said(
+    said = Annotations(
         {"data": 3 * GB, "prefetch": 180 * MB, "model": int(1.4 * GB), "optimizer": int(2.8 * GB)},
         f"epoch {epoch + 1}",
         mark,

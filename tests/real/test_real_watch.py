@@ -176,7 +176,7 @@ def test_a_watch_by_command_line_waits_for_its_job_outlives_it_and_can_be_stoppe
     with _running(
         _watch("--match", word, "--log", str(log)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as watch:
-        assert watch.stderr is not None and "waiting for one" in watch.stderr.readline()
+        assert watch.stderr is not None and "waiting" in watch.stderr.readline()
         with _running([sys.executable, "-c", "import time; time.sleep(60)", word]) as job:
             _until(lambda: log.exists() and f'"pid":{job.pid},' in log.read_text())
         _until(lambda: '"processes":[]' in log.read_text().splitlines()[-1])  # between two runs

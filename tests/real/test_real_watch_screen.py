@@ -116,7 +116,7 @@ def test_it_stays_when_what_it_watches_ends() -> None:
             screen.until(b"RssShmem")
             sleeper.kill()
             sleeper.wait()
-            screen.until(b"ended, q leaves")
+            screen.until(b"ended, press q to quit")
             screen.type(b"q")
             assert screen.ends() == 0
     finally:
@@ -131,9 +131,9 @@ def test_a_finished_watch_and_a_file_that_is_none(tmp_path: Path) -> None:
         kept.show(moment)
     kept.close()
     with _screen("--replay", str(log)) as screen:
-        screen.until(b"ended, q leaves")
+        screen.until(b"ended, press q to quit")
         screen.type(b"\x1b[D")
-        screen.until(b"looking back 1 of 100")
+        screen.until(b"1 of 100 samples back")
         screen.type(b"q")
         assert screen.ends() == 0
     log.write_text("nonsense\nnonsense\n")

@@ -58,7 +58,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Annotations:
     """What scripts say of themselves: bytes by component, the phase they are in, their steps."""
 
     components: Mapping[str, int] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Sample:
     swap_out: float | None
     pressure: tuple[Pressure, ...]
     events: MemoryEvents
-    said: Said = Said()
+    said: Annotations = Annotations()
     entries: tuple[EntryRow, ...] | None = None  # None: not looked at
     gpu_at: float | None = None  # the sample clock at which the cards were asked; None: never
     cost: float | None = None  # seconds of CPU that taking it took

@@ -1,7 +1,10 @@
-"""What a script says of itself: its components, its phase, its steps.
+"""Annotations that a training script makes: phase marks, bytes by component, steps.
 
-Covers: gathering it in the script, from any thread; the rate of steps. Does not cover: carrying it to a watch in
-another process (board.py), the thread that samples (script.py).
+`legroom.watch` collects them in the script and writes them to one small file per process. A `legroom watch` in another
+process reads these files.
+
+They are in ``$XDG_RUNTIME_DIR/legroom-said`` or ``legroom-said-<uid>`` in the temporary directory. A directory that
+belongs to another user, is a link, or is open to others is not used.
 """
 
 from __future__ import annotations
@@ -18,19 +21,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from legroom.model import Mark, Said
+from legroom.model import Annotations, Mark
 from legroom.probe.host import Host
 from legroom.probe.process import started_at
 from legroom.system.atomic_file import replace_file
 from legroom.words import say
 
+SCHEMA = "legroom.said/1"
 _MOST_MARKS = 256  # between two samples
-_RATE_OVER = 10  # looks at the count of steps
+_MARKS_KEPT = 32  # in the file
+_LONGEST_FILE = 1 << 16  # bytes
+_RATE_OVER = 10  # samples over which the step rate is measured
 
 
 @dataclass
-class ScriptAnnotations:
-    """Filled by the script, read at every sample."""
+class AnnotationCollector:
+    """Collects annotations in the script, from any thread."""
 
     components: dict[str, int] = field(default_factory=dict)
     phase: str | None = None
@@ -39,17 +45,21 @@ class ScriptAnnotations:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def mark(self, text: str) -> None:
-        """What begins now."""
+        """Set the phase that begins now."""
         with self._lock:
             self.phase = str(text)
             self.marks.append(Mark(time.time(), self.phase))
 
     def component(self, **sizes: int | None) -> None:
-        """Bytes on the host by component; None takes one back."""
+        """Set the host memory of components in bytes; None removes one."""
         for name, size in sizes.items():
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
                 raise TypeError(
-                    say("component {name}: a whole number of bytes, not {size!r}", name=name, size=size)
+                    say(
+                        "component {name} must be an integer ≥ 0 in bytes (got {size!r})",
+                        name=name,
+                        size=size,
+                    )
                 )
         with self._lock:
             for name, size in sizes.items():
@@ -59,42 +69,37 @@ class ScriptAnnotations:
                     self.components[name] = size
 
     def step(self, count: int = 1) -> None:
-        """So many steps were done."""
+        """Add to the number of steps."""
         with self._lock:
             self.steps = (self.steps or 0) + count
 
-    def said(self) -> Said:
-        """Everything said so far, with the marks since this was last asked."""
+    def collect(self) -> Annotations:
+        """All annotations so far, with the marks since the last call."""
         with self._lock:
             marks = tuple(self.marks)
             self.marks.clear()
-            return Said(dict(self.components), self.phase, marks, self.steps)
+            return Annotations(dict(self.components), self.phase, marks, self.steps)
 
 
 @dataclass
 class StepRate:
-    """Steps a second, over the last few looks at a count."""
+    """Steps per second over the last few samples."""
 
     _seen: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RATE_OVER + 1))
 
     def at(self, clock: float, steps: int | None) -> float | None:
-        """The rate now; None where nobody counts, or not for long enough."""
+        """The rate now; None where steps are not counted, or before the second sample."""
         if steps is None:
             return None
         if self._seen and steps < self._seen[-1][1]:
-            self._seen.clear()  # counted anew: a restart
+            self._seen.clear()  # the script was restarted
         self._seen.append((clock, steps))
         (first, before), (last, now) = self._seen[0], self._seen[-1]
         return (now - before) / (last - first) if last > first else None
 
 
-SCHEMA = "legroom.said/1"
-_LONGEST = 1 << 16
-_MARKS_KEPT = 32
-
-
 def annotation_directory(host: Host, *, create: bool = False) -> Path | None:
-    """The directory, or None where there is none to be trusted."""
+    """The directory of the annotation files; None where there is none that only this user can write."""
     uid = host.uid
     if uid is None or not host.live:
         return None
@@ -103,93 +108,96 @@ def annotation_directory(host: Host, *, create: bool = False) -> Path | None:
     try:
         if create:
             path.mkdir(mode=0o700, exist_ok=True)
-        facts = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return None
-    ours = stat.S_ISDIR(facts.st_mode) and facts.st_uid == uid and not facts.st_mode & 0o077
-    return path if ours else None
+    private = stat.S_ISDIR(status.st_mode) and status.st_uid == uid and not status.st_mode & 0o077
+    return path if private else None
 
 
 class AnnotationFile:
-    """This process's file; gone when it is closed, or cleared away by the next one if it was killed."""
+    """The annotation file of this process; removed on close, or by the next process if this one is killed."""
 
     def __init__(self, host: Host) -> None:
         self._pid = os.getpid()
-        place = annotation_directory(host, create=True)
-        self._path = None if place is None else place / f"{self._pid}.json"
+        directory = annotation_directory(host, create=True)
+        self._path = None if directory is None else directory / f"{self._pid}.json"
         self._marks: list[Mark] = []
-        self._last = ""
-        if place is not None:
-            _clear_the_dead(place)
+        self._written = ""
+        if directory is not None:
+            _remove_files_of_dead_processes(directory)
 
-    def write(self, said: Said) -> None:
-        """Replace what is there, if it changed."""
+    def write(self, annotations: Annotations) -> None:
+        """Replace the file if anything changed."""
         if self._path is None:
             return
-        self._marks = [*self._marks, *said.marks][-_MARKS_KEPT:]
+        self._marks = [*self._marks, *annotations.marks][-_MARKS_KEPT:]
         text = json.dumps(
             {
                 "schema": SCHEMA,
-                "components": dict(said.components),
-                "phase": said.phase,
+                "components": dict(annotations.components),
+                "phase": annotations.phase,
                 "marks": [[mark.when, mark.text] for mark in self._marks],
-                "steps": said.steps,
+                "steps": annotations.steps,
             }
         )
-        if text == self._last:
+        if text == self._written:
             return
         try:
             replace_file(self._path, text)
-            self._last = text
+            self._written = text
         except OSError:
-            self._path = None  # the directory is gone or full: heard by our own watch only
+            self._path = (
+                None  # the directory is gone or full: only the script's own watch has the annotations
+            )
 
     def close(self) -> None:
-        """Take it away; a forked child leaves its parent's alone."""
+        """Remove the file; a forked child does not remove its parent's."""
         if self._path is not None and os.getpid() == self._pid:
             self._path.unlink(missing_ok=True)
 
 
 @dataclass
 class AnnotationReader:
-    """Reads the boards of watched processes, and puts them together."""
+    """Reads the annotation files of watched processes and combines them."""
 
     host: Host
-    _pace: StepRate = field(default_factory=StepRate)
-    _heard: float | None = None  # the time of the newest mark that was passed on
+    _step_rate: StepRate = field(default_factory=StepRate)
+    _newest_mark: float | None = None  # the time of the newest mark that was returned
 
-    def said(self, clock: float, pids: Iterable[int]) -> Said:
-        """What the scripts among those processes say: components added up, steps of the furthest, its phase."""
-        place = annotation_directory(self.host)
-        boards = [] if place is None else [one for pid in pids if (one := self._read(place, pid)) is not None]
+    def read(self, clock: float, pids: Iterable[int]) -> Annotations:
+        """Components added up; steps and phase of the process with the most steps; marks of all."""
+        directory = annotation_directory(self.host)
+        found = [] if directory is None else [one for pid in pids if (one := self._read(directory, pid))]
         components: dict[str, int] = {}
-        for board in boards:
-            for name, size in board.components.items():
+        for one in found:
+            for name, size in one.components.items():
                 components[name] = components.get(name, 0) + size
-        furthest = max(boards, key=lambda board: board.steps or 0, default=Said())
-        marks = sorted({mark for board in boards for mark in board.marks}, key=lambda mark: mark.when)
-        new = tuple(mark for mark in marks if self._heard is not None and mark.when > self._heard)
-        self._heard = max([self._heard or 0.0, *(mark.when for mark in marks)])
-        return Said(components, furthest.phase, new, furthest.steps, self._pace.at(clock, furthest.steps))
+        furthest = max(found, key=lambda one: one.steps or 0, default=Annotations())
+        marks = sorted({mark for one in found for mark in one.marks}, key=lambda mark: mark.when)
+        new = tuple(mark for mark in marks if self._newest_mark is not None and mark.when > self._newest_mark)
+        self._newest_mark = max([self._newest_mark or 0.0, *(mark.when for mark in marks)])
+        rate = self._step_rate.at(clock, furthest.steps)
+        return Annotations(components, furthest.phase, new, furthest.steps, rate)
 
-    def _read(self, place: Path, pid: int) -> Said | None:
+    def _read(self, directory: Path, pid: int) -> Annotations | None:
         try:
-            with open(place / f"{pid}.json", "rb") as file:
+            with open(directory / f"{pid}.json", "rb") as file:
                 written = os.fstat(file.fileno()).st_mtime
-                data = json.loads(file.read(_LONGEST))
+                data = json.loads(file.read(_LONGEST_FILE))
         except (OSError, ValueError, RecursionError):
             return None
-        began = started_at(self.host, pid)
-        if began is not None and written < began - 1.0:
-            return None  # of a process that had this number before
+        started = started_at(self.host, pid)
+        if started is not None and written < started - 1.0:
+            return None  # of an earlier process with this pid
         return _parsed(data)
 
 
-def _parsed(data: Any) -> Said | None:
+def _parsed(data: Any) -> Annotations | None:
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         return None
     try:
-        return Said(
+        return Annotations(
             {str(name): int(size) for name, size in data["components"].items()},
             None if data["phase"] is None else str(data["phase"]),
             tuple(Mark(float(when), str(text)) for when, text in data["marks"]),
@@ -199,8 +207,8 @@ def _parsed(data: Any) -> Said | None:
         return None
 
 
-def _clear_the_dead(place: Path) -> None:
-    for path in place.glob("*.*"):
+def _remove_files_of_dead_processes(directory: Path) -> None:
+    for path in directory.glob("*.*"):
         pid = path.name.partition(".")[0]  # of PID.json, and of a PID.json.….part
         if pid.isdecimal() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
             path.unlink(missing_ok=True)

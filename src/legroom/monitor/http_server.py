@@ -1,7 +1,7 @@
-"""Serving HTTP from inside a watch, to this machine unless another address is named.
+"""The HTTP server that the Prometheus metrics and the web view share.
 
-Covers: reading HOST:PORT, binding, whose Host header is answered, threads that a slow client cannot use up.
-Does not cover: what is served (prometheus.py, and whatever else serves a watch).
+It parses HOST:PORT, listens on loopback unless another address is given, and checks the Host header. A slow client
+cannot exhaust its threads.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from legroom.errors import CannotListen
 from legroom.words import say
 
+TEXT = "text/plain; charset=utf-8"
 LOOPBACK = "127.0.0.1"
-_CLIENT_TIMEOUT = 10.0  # seconds that a client may take to ask or to read
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+_CLIENT_TIMEOUT = 10.0  # seconds for a client to send its request or read the answer
 
 
 def parse_address(text: str, default_port: int) -> tuple[str, int]:
-    """``9464``, ``0.0.0.0:9464``, ``[::1]:9464``, ``localhost``: the host and port meant."""
+    """Host and port of ``9464``, ``0.0.0.0:9464``, ``[::1]:9464`` or ``localhost``."""
     host, port = LOOPBACK, text.strip()
     if ":" in port and not port.isdecimal():
         host, _, port = port.rpartition(":")
@@ -31,68 +32,57 @@ def parse_address(text: str, default_port: int) -> tuple[str, int]:
     host = host.strip().removeprefix("[").removesuffix("]") or LOOPBACK
     if not port.isdecimal() or int(port) > 65535:
         raise CannotListen(
-            say("cannot read {text!r} as an address to serve from", text=text),
-            why=say("a port is a number from 0 to 65535"),
+            say("invalid address {text!r}", text=text),
+            why=say("a port must be an integer from 0 to 65535"),
             fix=(say("write it like {port} or 127.0.0.1:{port}", port=default_port),),
         )
     return host, int(port)
 
 
-def serve(where: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> Server:
-    """A server at work in threads of its own; CannotListen where the address cannot be had."""
+def serve(where: tuple[str, int], handler: type[BaseHTTPRequestHandler], *, any_host: bool = False) -> Server:
+    """Start a server in its own threads; CannotListen where the address is not available.
+
+    With ``any_host`` an address that others can reach is served under any name.
+    """
     host, port = where
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        kind = type("_Server", (Server,), {"address_family": family})
-        found: Server = kind(where, handler)
+        server: Server = type("_Server", (Server,), {"address_family": family})(where, handler)
     except OSError as problem:
         raise CannotListen(
-            say("cannot serve from {host}:{port}", host=host, port=port),
+            say("cannot listen on {host}:{port}", host=host, port=port),
             why=problem.strerror or str(problem),
-            fix=(say("name another port, or 0 for one that is free"),),
+            fix=(say("choose another port, or 0 for any free port"),),
         ) from problem
-    threading.Thread(target=found.serve_forever, name="legroom-serve", daemon=True).start()
-    return found
+    server.hosts = AllowedHosts(host, str(server.server_address[0]), any_host=any_host)
+    threading.Thread(target=server.serve_forever, name="legroom-serve", daemon=True).start()
+    return server
 
 
 class Server(ThreadingHTTPServer):
-    """Answers each client in a thread that does not outlive the process."""
+    """Answers each client in a daemon thread."""
 
+    hosts: AllowedHosts
     daemon_threads = True
-    request_queue_size = 128  # of 5, the sixth client at once waits for a second
+    request_queue_size = 128  # with the default of 5, the sixth simultaneous client waits for a second
     block_on_close = False
 
     @property
     def url(self) -> str:
-        """Where it is served."""
         host, port = str(self.server_address[0]), self.server_address[1]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def stop(self) -> None:
-        """No further answers; the port is free again."""
+        """Stop answering and free the port."""
         self.shutdown()
         self.server_close()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that went away is no news."""
-
-    def answers(self, host_header: str | None) -> bool:
-        """Whether a request that names this host is meant for us.
-
-        A page elsewhere can point its own name at 127.0.0.1 and read what this server shows to the person's own
-        browser; then the Host header is that page's name. Bound to an address that was asked for, any name will do.
-        """
-        if not _is_loopback(str(self.server_address[0])):
-            return True
-        name = (host_header or "").strip()
-        if not name.endswith("]"):
-            head, colon, port = name.rpartition(":")
-            name = head if colon and port.isdecimal() else name
-        return name.removeprefix("[").removesuffix("]").lower() in _LOCAL_NAMES
+        """Ignore clients that disconnect."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """What every page of a watch shares: GET alone, a time limit, no lines on stderr."""
+    """Answers GET with a time limit; writes nothing to stderr."""
 
     server: Server
     timeout = _CLIENT_TIMEOUT
@@ -101,21 +91,21 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        if not self.server.answers(self.headers.get("Host")):
-            self.give(421, "text/plain; charset=utf-8", b"this address is served to this machine only\n")
+        if not self.server.hosts.allow(self.headers.get("Host")):
+            self.respond_text(421, say("wrong address: the request names another host"))
             return
         self.page(self.path.split("?", 1)[0])
 
     do_HEAD = do_GET  # noqa: N815
 
     def page(self, path: str) -> None:
-        """Answer for that path."""
-        self.give(404, "text/plain; charset=utf-8", b"nothing here\n")
+        """Answer a request for that path."""
+        raise NotImplementedError
 
-    def give(self, status: int, kind: str, body: bytes) -> None:
-        """One whole answer."""
+    def respond(self, status: int, content_type: str, body: bytes) -> None:
+        """Send a complete response."""
         self.send_response(status)
-        self.send_header("Content-Type", kind)
+        self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
@@ -123,45 +113,47 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
+    def respond_text(self, status: int, text: str) -> None:
+        """Send a line of text."""
+        self.respond(status, TEXT, text.encode() + b"\n")
+
     def log_message(self, format: str, *args: object) -> None:
-        """Scrapes are no news either."""
-
-
-def handler_for(page: Callable[[Handler, str], None]) -> type[Handler]:
-    """A handler class that answers with that function."""
-    return type("_Handler", (Handler,), {"page": lambda handler, path: page(handler, path)})
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-_LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+        """Do not log requests."""
 
 
 class AllowedHosts:
-    """What is answered when bound to a host."""
+    """The Host headers that are answered: protection against DNS rebinding.
 
-    def __init__(self, bound: str, full_name: Callable[[], str] = socket.getfqdn) -> None:
+    A web page elsewhere can point its own name at this address and read, in the user's browser, what is served here.
+    Such a request carries that page's name. On loopback only local names are allowed. On other addresses IP addresses
+    are allowed too, since they cannot be pointed elsewhere, and the names of this machine.
+    """
+
+    def __init__(
+        self,
+        bound: str,
+        address: str | None = None,
+        *,
+        any_host: bool = False,
+        full_name: Callable[[], str] = socket.getfqdn,
+    ) -> None:
         self._full_name = full_name
-        self._local = _is_loopback_name(bound)
-        self._names = _LOCAL if self._local else _LOCAL | {bound.lower(), socket.gethostname().lower()}
+        self._any_host = any_host
+        self._loopback = _is_loopback(address or bound)
+        self._names = _LOCAL_NAMES | {bound.lower()}
+        if not self._loopback:
+            self._names |= {socket.gethostname().lower()}
 
-    def answer(self, header: str | None) -> bool:
-        """Whether a request with that Host header may be answered."""
+    def allow(self, header: str | None) -> bool:
+        """Whether to answer a request with that Host header."""
         name = host_name(header)
         if name in self._names:
             return True
-        return not self._local and (_is_address(name) or name == self._full)
+        return not self._loopback and (self._any_host or _is_address(name) or name == self._fqdn)
 
     @cached_property
-    def _full(self) -> str:
-        return (
-            self._full_name().lower()
-        )  # asks a name server, which can take seconds: so only when it matters
+    def _fqdn(self) -> str:
+        return self._full_name().lower()  # may ask a name server for seconds, so only when needed
 
 
 def host_name(header: str | None) -> str:
@@ -183,5 +175,5 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _is_loopback_name(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)

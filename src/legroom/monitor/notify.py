@@ -1,10 +1,7 @@
-"""Alarms carried elsewhere: to a command, to a webhook, to a function.
+"""Sends alarms to a command, a webhook or a function, when they begin, get worse or end.
 
-Covers: telling each alarm when it begins (or gets worse) and when it ends, without ever holding up the watch.
-Does not cover: which alarms there are (alarms.py).
-
-A command gets the alarm as JSON on its standard input and the main fields in its environment; a webhook gets the
-same JSON, with a ``text`` that chat services show.
+A command gets the alarm as JSON on stdin and its main fields in the environment. A webhook gets the same JSON, with a
+``text`` that chat services show. Sending never delays the watch.
 """
 
 from __future__ import annotations
@@ -28,19 +25,19 @@ SCHEMA = "legroom.alarm/1"
 _COMMAND_TIMEOUT = 60.0
 _WEBHOOK_TIMEOUT = 10.0
 _MOST_WAITING = 100
-_LAST_WAIT = 5.0  # seconds at the end for what is still under way
+_LAST_WAIT = 5.0  # seconds for unsent alarms when the watch ends
 
 State = Literal["begun", "ended"]
 Send = Callable[[Alarm, State], None]
 
 
 class Notifier:
-    """Hands alarms to ``carry`` in a thread of its own; what goes wrong there is told, and watching goes on."""
+    """Calls ``send`` for each alarm in its own thread. An error is reported, and the watch continues."""
 
-    def __init__(self, carry: Send, tell: Callable[[str], object]) -> None:
-        self._carry, self._tell = carry, tell
-        self._waiting: queue.Queue[tuple[Alarm, State] | None] = queue.Queue(_MOST_WAITING)
-        self._thread = threading.Thread(target=self._work, name="legroom-deliver", daemon=True)
+    def __init__(self, send: Send, report: Callable[[str], object]) -> None:
+        self._send, self._report = send, report
+        self._queue: queue.Queue[tuple[Alarm, State] | None] = queue.Queue(_MOST_WAITING)
+        self._thread = threading.Thread(target=self._work, name="legroom-notify", daemon=True)
         self._thread.start()
 
     def show(self, moment: Moment) -> None:
@@ -51,40 +48,33 @@ class Notifier:
 
     def close(self) -> None:
         try:
-            self._waiting.put(None, timeout=_LAST_WAIT)
+            self._queue.put(None, timeout=_LAST_WAIT)
         except queue.Full:
-            return  # whoever takes them hangs, and does not keep the process from ending
+            return  # the receiver hangs; do not keep the process from ending
         self._thread.join(_LAST_WAIT)
 
     def _put(self, item: tuple[Alarm, State]) -> None:
         try:
-            self._waiting.put_nowait(item)
-        except queue.Full:  # whoever takes them hangs; the log has them all
+            self._queue.put_nowait(item)
+        except queue.Full:  # the receiver hangs; the log has every alarm
             pass
 
     def _work(self) -> None:
-        while (item := self._waiting.get()) is not None:
+        while (item := self._queue.get()) is not None:
             try:
-                self._carry(*item)
+                self._send(*item)
             except Exception as problem:
-                self._tell(say("could not tell of {code}: {problem}", code=item[0].code, problem=problem))
-
-
-def message(alarm: Alarm, state: State) -> dict[str, Any]:
-    """An alarm as it is sent."""
-    word = heading(alarm.level) if state == "begun" else say("ended")
-    text = f"legroom: {word} {alarm.code}: {alarm.message}"
-    return {"schema": SCHEMA, "state": state, "text": text, **alarm_object(alarm)}
+                self._report(say("could not send {code}: {problem}", code=item[0].code, problem=problem))
 
 
 def command_sender(command: str) -> Send:
     """Run a shell command for each alarm."""
     if not command.strip():
         raise UsageError(
-            say("--on-alarm names no command"), fix=(say("give one, such as 'notify-send legroom'"),)
+            say("--on-alarm is empty"), fix=(say("pass a command, such as 'notify-send legroom'"),)
         )
 
-    def carry(alarm: Alarm, state: State) -> None:
+    def send(alarm: Alarm, state: State) -> None:
         environment = {
             **os.environ,
             "LEGROOM_ALARM_STATE": state,
@@ -94,22 +84,22 @@ def command_sender(command: str) -> Send:
             "LEGROOM_ALARM_MESSAGE": alarm.message,
             "LEGROOM_ALARM_PIDS": " ".join(map(str, alarm.pids)),
         }
-        # The command is the watcher's own words, so a shell reads it; what the alarm says never becomes part of it.
+        # The user wrote the command, so a shell may run it. The alarm's text never becomes part of it.
         done = subprocess.run(
             command,
             shell=True,
             env=environment,
-            input=json.dumps(message(alarm, state)),
+            input=json.dumps(_alarm_message(alarm, state)),
             text=True,
             timeout=_COMMAND_TIMEOUT,
             stdout=subprocess.DEVNULL,
         )
         if done.returncode:
             raise RuntimeError(
-                say("{command!r} ended with {status}", command=command, status=done.returncode)
+                say("{command!r} exited with status {status}", command=command, status=done.returncode)
             )
 
-    return carry
+    return send
 
 
 def webhook_sender(url: str) -> Send:
@@ -118,15 +108,15 @@ def webhook_sender(url: str) -> Send:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(
             say("cannot post to {url!r}", url=url),
-            why=say("a webhook is an http or https address"),
+            why=say("a webhook must be an http or https address"),
             fix=(say("write it like https://example.org/hook"),),
         )
 
-    def carry(alarm: Alarm, state: State) -> None:
+    def send(alarm: Alarm, state: State) -> None:
         import urllib.error
-        import urllib.request  # brings in half of the network modules: not for watches without a webhook
+        import urllib.request  # imports many network modules
 
-        body = json.dumps(message(alarm, state)).encode()
+        body = json.dumps(_alarm_message(alarm, state)).encode()
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="POST")
         try:
             with urllib.request.urlopen(request, timeout=_WEBHOOK_TIMEOUT):
@@ -135,4 +125,20 @@ def webhook_sender(url: str) -> Send:
             problem.close()
             raise RuntimeError(say("{url} answered {status}", url=url, status=problem.code)) from problem
 
-    return carry
+    return send
+
+
+def function_sender(call: Callable[[Alarm], object]) -> Send:
+    """Call a function with each alarm that begins."""
+
+    def send(alarm: Alarm, state: State) -> None:
+        if state == "begun":
+            call(alarm)
+
+    return send
+
+
+def _alarm_message(alarm: Alarm, state: State) -> dict[str, Any]:
+    word = heading(alarm.level) if state == "begun" else say("ended")
+    text = f"legroom: {word} {alarm.code}: {alarm.message}"
+    return {"schema": SCHEMA, "state": state, "text": text, **alarm_object(alarm)}

@@ -22,46 +22,46 @@ KINDS = (".png", ".svg", ".html")
 class Plot:
     """Draws what it was shown when it is closed. A path that cannot work is refused before the watch begins."""
 
-    def __init__(self, path: str | os.PathLike[str], tell: Callable[[str], object]) -> None:
+    def __init__(self, path: str | os.PathLike[str], report: Callable[[str], object]) -> None:
         self.path = check_path(path, KINDS)
-        self._tell = tell
-        self._story = Timeline()
+        self._report = report
+        self._timeline = Timeline()
 
     def show(self, moment: Moment) -> None:
-        self._story.add(moment)
+        self._timeline.add(moment)
 
     def close(self) -> None:
-        if self._story.moment is None:
-            self._tell(say("no samples: {path} is not drawn", path=self.path))
+        if self._timeline.moment is None:
+            self._report(say("no samples: {path} is not drawn", path=self.path))
             return
         try:
-            replace_file(self.path, drawn(self._story, self.path.suffix.lower()))
+            replace_file(self.path, drawn(self._timeline, self.path.suffix.lower()))
         except OSError as problem:
             why = problem.strerror or problem
-            self._tell(say("cannot write {path}: {why}", path=self.path, why=why))
+            self._report(say("cannot write {path}: {why}", path=self.path, why=why))
         else:
-            self._tell(say("plot written to {path}", path=self.path))
+            self._report(say("plot written to {path}", path=self.path))
 
 
-def drawn(story: Timeline, kind: str) -> bytes:
+def drawn(timeline: Timeline, kind: str) -> bytes:
     """The watch as the content of a file of that kind."""
     if kind == ".html":
-        return watch_page(story).encode()
-    title = story.sample.watched if story.sample else ""
-    return render(pool_chart(story.dots(), story.marks, story.spells(), title=title), kind)
+        return watch_page(timeline).encode()
+    title = timeline.sample.watched if timeline.sample else ""
+    return render(pool_chart(timeline.points(), timeline.marks, timeline.alarm_spans(), title=title), kind)
 
 
-def watch_page(story: Timeline) -> str:
+def watch_page(timeline: Timeline) -> str:
     """The watch as a page: the chart, and its peaks, alarms and marks as tables."""
-    sample, began = story.sample, story.began or 0.0
+    sample, began = timeline.sample, timeline.began or 0.0
     lasted = max(0.0, sample.when - began) if sample else 0.0
     start = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(began))
-    pools, alarms = story.dots(), story.spells()
+    pools, alarms = timeline.points(), timeline.alarm_spans()
     return page(
         say("Memory of {what}", what=sample.watched if sample else ""),
         (
             element("p", say("Started {start}, ran for {time}.", start=start, time=format_duration(lasted)), "soft"),
-            figure(pool_chart(pools, story.marks, alarms)),
+            figure(pool_chart(pools, timeline.marks, alarms)),
             table(
                 say("Pools"),
                 (say("pool"), say("size"), say("peak"), say("share"), say("when")),
@@ -81,7 +81,7 @@ def watch_page(story: Timeline) -> str:
                     for alarm in alarms
                 ),
             ),
-            table(say("Marks"), (say("when"), say("mark")), ((since(m.when, began), m.text) for m in story.marks)),
+            table(say("Marks"), (say("when"), say("mark")), ((since(m.when, began), m.text) for m in timeline.marks)),
         ),
     )  # fmt: skip
 

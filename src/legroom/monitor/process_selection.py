@@ -1,10 +1,7 @@
-"""Which processes are watched.
+"""Selects the processes to watch: a process tree, a command-line match, one user's processes, or this process.
 
-Covers: a process and its descendants, those whose command line matches, everything of one user, this very process.
-Does not cover: listing processes (probe.process), reading what they hold (sampler.py).
-
-Who was once found below a watched process stays watched until it ends: a worker whose parent died belongs to init
-by then, and is the one that still holds the memory.
+A process found below a watched one stays watched until it ends. An orphaned worker then belongs to init and still
+holds its memory.
 """
 
 from __future__ import annotations
@@ -24,51 +21,51 @@ _Processes = Mapping[int, Process]
 
 @dataclass
 class ProcessSelection:
-    """A choice of processes, made again at every sample."""
+    """Chooses processes at every sample, with their descendants."""
 
-    words: str
-    find: Callable[[_Processes], Sequence[int]]  # the roots that are there now
-    ends: bool = False  # whether there is nothing to wait for once all have ended
-    follow: bool = True  # whether the cgroup and /dev/shm that count are those of the watched, not our own
-    with_us: bool = False  # whether this process itself is one of them
-    scope: str = "self"  # whose cgroup, /dev/shm and pressure count
-    kept: set[int] = field(default_factory=set)
+    description: str
+    find_roots: Callable[[_Processes], Sequence[int]]
+    ends: bool = False  # whether the watch ends with the last process
+    follow: bool = True  # read the cgroup and /dev/shm of the watched processes instead of our own
+    include_self: bool = False
+    scope: str = "self"  # the process whose cgroup, /dev/shm and pressure are read
+    watched: set[int] = field(default_factory=set)
 
-    def choose(self, everybody: _Processes) -> list[int]:
-        """The watched processes that are there, by pid."""
-        roots = [pid for pid in self.find(everybody) if pid in everybody]
+    def choose(self, processes: _Processes) -> list[int]:
+        """The pids to watch now, sorted."""
+        roots = [pid for pid in self.find_roots(processes) if pid in processes]
         children: dict[int, list[int]] = {}
-        for process in everybody.values():
+        for process in processes.values():
             children.setdefault(process.parent, []).append(process.pid)
-        waiting = [*roots, *self.kept.intersection(everybody)]
+        waiting = [*roots, *self.watched.intersection(processes)]
         found: set[int] = set()
         while waiting:
             pid = waiting.pop()
             if pid not in found:
                 found.add(pid)
                 waiting += children.get(pid, ())
-        if not self.with_us:
+        if not self.include_self:
             found.discard(os.getpid())
-        self.kept = found
+        self.watched = found
         if self.follow:
-            # An orphan of the same job is as a rule in the same cgroup. With none left it is our own that counts.
+            # An orphan is usually in the cgroup of its job. With no process left, our own cgroup is read.
             self.scope = str(roots[0] if roots else min(found)) if found else "self"
         return sorted(found)
 
 
-def process_tree(pid: int, everybody: _Processes) -> ProcessSelection:
-    """That process and its descendants; NoSuchProcess where it is not there."""
-    root = tree(list(everybody.values()), pid)[0]
-    words = say("process {pid} ({command}) and its children", pid=pid, command=root.command[:60])
-    return ProcessSelection(words, lambda _: (pid,), ends=True, scope=str(pid))
+def process_tree(pid: int, processes: _Processes) -> ProcessSelection:
+    """That process and its descendants; NoSuchProcess where it does not exist."""
+    root = tree(list(processes.values()), pid)[0]
+    description = say("process {pid} ({command}) and its children", pid=pid, command=root.command[:60])
+    return ProcessSelection(description, lambda _: (pid,), ends=True, scope=str(pid))
 
 
 def matching_processes(
-    host: Host, pattern: str, everybody: _Processes, *, wait: bool = True
+    host: Host, pattern: str, processes: _Processes, *, wait: bool = True
 ) -> ProcessSelection:
-    """Those whose command line the pattern finds, now and later, and their descendants.
+    """Processes whose command line matches, now or later, and their descendants.
 
-    NothingMatches where there is none now and ``wait`` is false.
+    NothingMatches where none does now and ``wait`` is false.
     """
     us = our_pid(host)
 
@@ -76,10 +73,10 @@ def matching_processes(
         try:
             return [process.pid for process in matching(list(now.values()), pattern, us=us or 0)]
         except NothingMatches:
-            return []  # before the first run and between two of them there is none
+            return []  # before the first run and between two runs
 
     try:
-        matching(list(everybody.values()), pattern, us=us or 0)  # a pattern that cannot be read is told now
+        matching(list(processes.values()), pattern, us=us or 0)  # raises now on an invalid pattern
     except NothingMatches:
         if not wait:
             raise
@@ -87,24 +84,24 @@ def matching_processes(
 
 
 def user_processes(host: Host) -> ProcessSelection:
-    """Everything that runs under this user's id."""
+    """All processes of this user."""
     uid = host.uid
     if uid is None:
         raise UsageError(
-            say("cannot tell which processes are yours on {platform}", platform=host.platform),
-            why=say("there are no user ids here"),
-            fix=(say("name one with --pid"),),
+            say("cannot find your processes on {platform}", platform=host.platform),
+            why=say("this platform has no user ids"),
+            fix=(say("select a process with --pid"),),
         )
     return ProcessSelection(
-        say("every process of user {uid}", uid=uid),
+        say("all processes of user {uid}", uid=uid),
         lambda now: [process.pid for process in now.values() if process.uid == uid],
         follow=False,
     )
 
 
 def this_process(host: Host) -> ProcessSelection:
-    """This process and its descendants: what a script watches from inside."""
+    """This process and its descendants: what ``legroom.watch`` watches."""
     pid = our_pid(host) or os.getpid()
     return ProcessSelection(
-        say("process {pid} and its children", pid=pid), lambda _: (pid,), follow=False, with_us=True
+        say("process {pid} and its children", pid=pid), lambda _: (pid,), follow=False, include_self=True
     )

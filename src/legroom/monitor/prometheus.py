@@ -1,7 +1,7 @@
-"""The latest moment, served to Prometheus.
+"""Prometheus metrics of a watch, and ``/metrics`` over HTTP.
 
-Covers: ``/metrics`` on this machine's own address unless another is named. Does not cover: the metrics (metrics.py),
-the dashboard and alert rules (share/).
+Base units: bytes, seconds, ratios from 0 to 1. Counters end in ``_total``. An unknown value is left out, never zero.
+The dashboard and alert rules are in share/.
 """
 
 from __future__ import annotations
@@ -12,24 +12,27 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from legroom.model import Moment, ProcessRow, Sample
-from legroom.monitor.http_server import Handler, handler_for, parse_address, serve
+from legroom.monitor.http_server import TEXT, Handler, parse_address, serve
 
 PORT = 9464
+MOST_PROCESSES = 64  # the largest: Prometheus stores a series for every process that is ever exported
 _FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Prometheus:
-    """An output that others come and fetch."""
+    """Serves the newest moment as metrics."""
 
     def __init__(self, where: str = str(PORT)) -> None:
         self._lock = threading.Lock()
         self._moment: Moment | None = None
         self._totals = Totals()
-        self._server = serve(parse_address(where, PORT), handler_for(self._page))
+        handler = type("_BoundHandler", (_MetricsHandler,), {"metrics": self})
+        # Scrapers use service names that this machine does not know.
+        self._server = serve(parse_address(where, PORT), handler, any_host=True)
 
     @property
     def url(self) -> str:
-        """What to give to Prometheus."""
+        """The address for the Prometheus configuration."""
         return f"{self._server.url}/metrics"
 
     def show(self, moment: Moment) -> None:
@@ -42,26 +45,26 @@ class Prometheus:
         self._server.stop()
 
     def text(self) -> str | None:
-        """What is served now; None before the first sample."""
+        """The metrics now; None before the first sample."""
         with self._lock:
             moment, totals = self._moment, self._totals
         return None if moment is None else metrics_text(moment, totals)
 
-    def _page(self, handler: Handler, path: str) -> None:
-        text = self.text() if path in ("/", "/metrics") else None
-        if text is not None:
-            handler.give(200, _FORMAT, text.encode("utf-8", "replace"))
-        elif path in ("/", "/metrics"):
-            handler.give(503, "text/plain; charset=utf-8", b"no sample yet\n")
+
+class _MetricsHandler(Handler):
+    metrics: Prometheus
+
+    def page(self, path: str) -> None:
+        if path not in ("/", "/metrics"):
+            self.respond(404, TEXT, b"see /metrics\n")
+        elif (text := self.metrics.text()) is None:
+            self.respond(503, TEXT, b"no sample yet\n")
         else:
-            handler.give(404, "text/plain; charset=utf-8", b"see /metrics\n")
-
-
-MOST_PROCESSES = 64  # of those that hold most: every process that ever was is a series for ever
+            self.respond(200, _FORMAT, text.encode("utf-8", "replace"))
 
 
 class Metric(NamedTuple):
-    """One metric's name, kind and help."""
+    """A metric: name, type and help."""
 
     name: str
     kind: Literal["gauge", "counter"]
@@ -69,7 +72,7 @@ class Metric(NamedTuple):
 
 
 class Value(NamedTuple):
-    """One figure of a metric."""
+    """One value of a metric."""
 
     metric: str
     labels: Mapping[str, str]
@@ -78,14 +81,14 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What the metrics need and one moment does not tell: sums since the watch began."""
+    """Sums since the watch began."""
 
     swapped_in: float = 0.0
     swapped_out: float = 0.0
-    alarms: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (code, pool) → how often it began
+    alarms: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (code, pool): how often it began
 
     def after(self, moment: Moment, seconds: float) -> Totals:
-        """The sums with that moment added, which came so long after the one before."""
+        """The sums with a moment added that came ``seconds`` after the one before."""
         alarms = dict(self.alarms)
         for alarm in moment.begun:
             key = (alarm.code, alarm.pool or "")
@@ -98,46 +101,50 @@ class Totals:
 
 
 METRICS = (
-    Metric("legroom_pool_size_bytes", "gauge", "How large a pool is; ram is bounded by the cgroup."),
-    Metric("legroom_pool_used_bytes", "gauge", "How much of a pool is used and cannot be reclaimed."),
-    Metric("legroom_pool_free_bytes", "gauge", "How much of a pool is left."),
-    Metric("legroom_pool_used_ratio", "gauge", "The share of a pool that is used, 0 to 1."),
-    Metric("legroom_pool_full_in_seconds", "gauge", "When a pool that is being filled will be full."),
+    Metric("legroom_pool_size_bytes", "gauge", "Size of a pool; ram is limited by the cgroup."),
+    Metric("legroom_pool_used_bytes", "gauge", "Used bytes of a pool, without what can be reclaimed."),
+    Metric("legroom_pool_free_bytes", "gauge", "Free bytes of a pool."),
+    Metric("legroom_pool_used_ratio", "gauge", "Used share of a pool, 0 to 1."),
+    Metric("legroom_pool_full_in_seconds", "gauge", "Seconds until a pool that is filling up is full."),
     Metric("legroom_swap_in_bytes_total", "counter", "Bytes the machine swapped in since the watch began."),
     Metric("legroom_swap_out_bytes_total", "counter", "Bytes the machine swapped out since the watch began."),
     Metric(
         "legroom_memory_pressure_ratio",
         "gauge",
-        "Share of 10 s in which some or all tasks waited for memory.",
+        "Share of the last 10 s in which some or all tasks stalled on memory (PSI).",
     ),
-    Metric("legroom_oom_kills_total", "counter", "Processes ended by the OOM killer, as the kernel counts."),
-    Metric("legroom_memory_limit_hits_total", "counter", "How often the cgroup's memory limit was hit."),
-    Metric("legroom_memory_throttled_total", "counter", "How often memory.high slowed the cgroup down."),
-    Metric("legroom_processes", "gauge", "Processes that are watched."),
-    Metric("legroom_process_resident_memory_bytes", "gauge", "A process's RSS."),
+    Metric(
+        "legroom_oom_kills_total", "counter", "Processes killed by the OOM killer, as the kernel counts them."
+    ),
+    Metric("legroom_memory_limit_hits_total", "counter", "Hits of the cgroup's memory limit."),
+    Metric("legroom_memory_throttled_total", "counter", "Times the cgroup was throttled at memory.high."),
+    Metric("legroom_processes", "gauge", "Watched processes."),
+    Metric("legroom_process_resident_memory_bytes", "gauge", "RSS of a process."),
     Metric(
         "legroom_process_shared_memory_bytes",
         "gauge",
-        "A process's RssShmem: /dev/shm, memfd, pinned memory.",
+        "RssShmem of a process: /dev/shm, memfd, pinned memory.",
     ),
-    Metric("legroom_process_swap_bytes", "gauge", "A process's VmSwap."),
-    Metric("legroom_process_proportional_memory_bytes", "gauge", "A process's PSS, read sparingly."),
-    Metric("legroom_process_proportional_memory_age_seconds", "gauge", "How old the PSS is."),
-    Metric("legroom_process_gpu_memory_bytes", "gauge", "What a process holds on all cards."),
-    Metric("legroom_process_open_fds", "gauge", "Descriptors a process has open."),
-    Metric("legroom_process_max_fds", "gauge", "Descriptors a process may open."),
-    Metric("legroom_component_bytes", "gauge", "Host memory by component, as the script marks it."),
+    Metric("legroom_process_swap_bytes", "gauge", "VmSwap of a process."),
+    Metric(
+        "legroom_process_proportional_memory_bytes", "gauge", "PSS of a process, read less often than RSS."
+    ),
+    Metric("legroom_process_proportional_memory_age_seconds", "gauge", "Age of the PSS reading."),
+    Metric("legroom_process_gpu_memory_bytes", "gauge", "GPU memory of a process, on all GPUs."),
+    Metric("legroom_process_open_fds", "gauge", "Open file descriptors of a process."),
+    Metric("legroom_process_max_fds", "gauge", "File descriptor limit of a process."),
+    Metric("legroom_component_bytes", "gauge", "Host memory by component, as the script reports it."),
     Metric("legroom_steps_total", "counter", "Training steps, as the script counts them."),
-    Metric("legroom_cache_entry_bytes", "gauge", "A dataset in the shared cache."),
-    Metric("legroom_alarm", "gauge", "1 for each alarm that stands."),
-    Metric("legroom_alarms_total", "counter", "How often each alarm began."),
-    Metric("legroom_sample_timestamp_seconds", "gauge", "When the sample was taken."),
-    Metric("legroom_sample_cost_seconds", "gauge", "CPU time that taking the sample took."),
+    Metric("legroom_cache_entry_bytes", "gauge", "Size of a dataset in the shared cache."),
+    Metric("legroom_alarm", "gauge", "1 for each active alarm."),
+    Metric("legroom_alarms_total", "counter", "Times each alarm began."),
+    Metric("legroom_sample_timestamp_seconds", "gauge", "Time of the sample."),
+    Metric("legroom_sample_cost_seconds", "gauge", "CPU time spent on the sample."),
 )
 
 
 def metrics_text(moment: Moment, totals: Totals) -> str:
-    """The moment in Prometheus's text format."""
+    """The moment in the Prometheus text format."""
     by_metric: dict[str, list[Value]] = {}
     for value in metric_values(moment, totals):
         by_metric.setdefault(value.metric, []).append(value)
@@ -151,7 +158,7 @@ def metrics_text(moment: Moment, totals: Totals) -> str:
 
 
 def metric_values(moment: Moment, totals: Totals) -> Iterator[Value]:
-    """Every figure that is known."""
+    """Every known value."""
     sample = moment.sample
     yield from _pools(sample)
     for alarm in moment.alarms:

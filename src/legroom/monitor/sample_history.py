@@ -1,6 +1,6 @@
-"""What has been seen so far, in bounded memory.
+"""Samples and free space over time, in bounded memory: all recent samples, older ones thinned out.
 
-Covers: samples and each pool's course, thinned with age; the peak of each pool. Does not cover: judging them.
+The alarm rules read this history. What charts draw is kept in timeline.py.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Generic, NamedTuple, TypeVar
 
 from legroom.model import ProcessRow, Sample
 
-_ROWS_KEPT = 16  # processes in an old sample: those that hold most
+Item = TypeVar("Item")
+_ROWS_KEPT = 16  # processes in an old sample, the largest
 
 
-class Point(NamedTuple):
-    """One pool at one moment of the sample clock."""
+class FreePoint(NamedTuple):
+    """Free space of a pool at one sample."""
 
     clock: float
     free: int
@@ -25,35 +26,35 @@ class Point(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The most that was used of a pool, and when."""
+    """The highest use of a pool."""
 
     used: int
     when: float
 
 
 class History:
-    """Samples in a row, newest last; ``samples`` and ``courses`` reach back for days at falling density."""
+    """Samples, oldest first, and the free space and the peak of each pool; reaches back four days at 1 Hz."""
 
     def __init__(self) -> None:
-        self._begin()
+        self._clear()
 
-    def _begin(self) -> None:
-        self.samples: ThinningBuffer[Sample] = ThinningBuffer(older=_thinner)
-        self.courses: dict[str, ThinningBuffer[Point]] = {}
+    def _clear(self) -> None:
+        self.samples: ThinningBuffer[Sample] = ThinningBuffer(shrink=keep_largest_processes)
         self.peaks: dict[str, Peak] = {}
+        self._free: dict[str, ThinningBuffer[FreePoint]] = {}
 
     def add(self, sample: Sample) -> None:
-        """The next sample. One that turns the clock back begins a new history."""
+        """Add a sample. A clock that runs backwards starts a new history: a second run in one log."""
         latest = self.latest
         if latest is not None and sample.clock < latest.clock:
-            self._begin()
+            self._clear()
         self.samples.add(sample)
         for pool in sample.pools:
             if pool.used is not None and pool.used >= self.peaks.get(pool.name, (-1,))[0]:
                 self.peaks[pool.name] = Peak(pool.used, sample.when)
             if pool.free is not None and pool.size:
-                course = self.courses.setdefault(pool.name, ThinningBuffer())
-                course.add(Point(sample.clock, pool.free, pool.size))
+                points = self._free.setdefault(pool.name, ThinningBuffer())
+                points.add(FreePoint(sample.clock, pool.free, pool.size))
 
     @property
     def latest(self) -> Sample | None:
@@ -61,67 +62,70 @@ class History:
         last = self.samples.last()
         return last[0] if last else None
 
-    def course(self, pool: str) -> list[Point]:
-        """A pool's points, oldest first."""
-        return list(self.courses.get(pool, ()))
+    def free_over_time(self, pool: str) -> list[FreePoint]:
+        """Free space of a pool, oldest first."""
+        return list(self._free.get(pool, ()))
 
     def at(self, clock: float) -> Sample | None:
-        """The last sample taken at or before ``clock``, else the oldest that is kept."""
+        """The last sample taken at or before ``clock``, else the oldest kept."""
         found: Sequence[Sample] = list(self.samples)
-        place = bisect_right(found, clock, key=lambda sample: sample.clock)
-        return found[max(0, place - 1)] if found else None
-
-
-def _thinner(sample: Sample) -> Sample:
-    """An old sample without the processes that hold least."""
-    if len(sample.processes) <= _ROWS_KEPT:
-        return sample
-    most = sorted(sample.processes, key=_weight, reverse=True)[:_ROWS_KEPT]
-    return replace(sample, processes=tuple(sorted(most, key=lambda row: row.pid)))
-
-
-def _weight(row: ProcessRow) -> int:
-    return max(row.host or 0, row.rss_shmem or 0, row.gpu or 0)
-
-
-Item = TypeVar("Item")
+        index = bisect_right(found, clock, key=lambda sample: sample.clock)
+        return found[max(0, index - 1)] if found else None
 
 
 class ThinningBuffer(Generic[Item]):
-    """The row; ``older`` may make an item smaller when it leaves the first tier."""
+    """A sequence of bounded length: all recent items, ever fewer of the older ones.
+
+    Items that leave a tier go into the next one, one in ``thin`` of them; the others are dropped. Six tiers of 256,
+    thinned by four, reach back four days at one item a second. ``shrink`` may make an item smaller when it leaves the
+    first tier.
+    """
 
     def __init__(
         self,
         each: int = 256,
         tiers: int = 6,
         thin: int = 4,
-        older: Callable[[Item], Item] = lambda item: item,
+        shrink: Callable[[Item], Item] = lambda item: item,
     ) -> None:
-        self._rows: list[deque[Item]] = [deque() for _ in range(tiers)]
-        self._fallen = [0] * tiers
-        self._each, self._thin, self._older = each, thin, older
+        self._tiers: list[deque[Item]] = [deque() for _ in range(tiers)]
+        self._left = [0] * tiers  # items that left each tier
+        self._each, self._thin, self._shrink = each, thin, shrink
 
     def add(self, item: Item) -> None:
-        """Put one at the end."""
-        for number, row in enumerate(self._rows):
-            row.append(item)
-            if len(row) <= self._each:
+        """Append an item."""
+        for number, tier in enumerate(self._tiers):
+            tier.append(item)
+            if len(tier) <= self._each:
                 return
-            item = row.popleft()
-            self._fallen[number] += 1
-            if self._fallen[number] % self._thin:
-                return  # one of those that are forgotten
+            item = tier.popleft()
+            self._left[number] += 1
+            if self._left[number] % self._thin:
+                return
             if number == 0:
-                item = self._older(item)
+                item = self._shrink(item)
 
     def __iter__(self) -> Iterator[Item]:
-        for row in reversed(self._rows):
-            yield from row
+        for tier in reversed(self._tiers):
+            yield from tier
 
     def __len__(self) -> int:
-        return sum(len(row) for row in self._rows)
+        return sum(len(tier) for tier in self._tiers)
 
     def last(self, count: int = 1) -> list[Item]:
-        """The newest few, oldest of them first; at most as many as the first tier holds."""
-        row = self._rows[0]
-        return [row[place] for place in range(max(0, len(row) - count), len(row))]
+        """The newest items, oldest of them first; at most as many as the first tier holds."""
+        tier = self._tiers[0]
+        return [tier[index] for index in range(max(0, len(tier) - count), len(tier))]
+
+
+def keep_largest_processes(sample: Sample, most: int = _ROWS_KEPT) -> Sample:
+    """The sample with only its largest processes, by pid."""
+    if len(sample.processes) <= most:
+        return sample
+    largest = sorted(sample.processes, key=largest_use, reverse=True)[:most]
+    return replace(sample, processes=tuple(sorted(largest, key=lambda row: row.pid)))
+
+
+def largest_use(row: ProcessRow) -> int:
+    """The most bytes that a process holds of any pool."""
+    return max(row.host or 0, row.rss_shmem or 0, row.gpu or 0)

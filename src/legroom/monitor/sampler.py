@@ -1,7 +1,7 @@
-"""Taking samples, cheaply enough to do so every second for hundreds of processes.
+"""Takes one sample: memory pools and the watched processes, cheaply enough for every second and hundreds of processes.
 
-Covers: the watched processes' status files at every sample; PSS and descriptors in turns, within a ration of the
-time; the pools; what scripts say of themselves. Does not cover: when the next sample is due (stream.py).
+Status files are read at every sample. Slower readings (PSS, file descriptors, GPUs, disks, cache entries) take turns
+within a fixed share of the time. The interval between samples is kept by watch_loop.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from legroom.errors import LegroomError
-from legroom.model import EntryRow, Gpus, Memory, Pool, Pressure, Process, ProcessRow, Said, Sample
+from legroom.model import Annotations, EntryRow, Gpus, Memory, Pool, Pressure, Process, ProcessRow, Sample
 from legroom.monitor.process_selection import ProcessSelection
 from legroom.probe.filesystem import disk_pool, disks
 from legroom.probe.gpu_devices import gpu_pools, gpus
@@ -33,69 +33,66 @@ from legroom.probe.shm_segments import SHM, shm_mount
 from legroom.words import say
 
 LONGEST_COMMAND = 160  # characters kept of a command line
-_DEEP_SHARE = 0.004  # of the time, for PSS and descriptors of all processes together
+_DETAIL_SHARE = 0.004  # of the time, for PSS and descriptors of all processes together
+_GPU_SHARE = _DISK_SHARE = 0.003
 _ENTRIES_SHARE = 0.001
-_ATTEMPTS = 3  # at a sample while the process whose cgroup counts is dying
+_ATTEMPTS = 3  # to read the pools while the process whose cgroup they belong to is exiting
 
 
 class Sampler:
-    """What is kept from one sample to the next."""
+    """Takes samples; keeps what the next one reuses."""
 
     def __init__(
         self,
-        targets: ProcessSelection,
+        selection: ProcessSelection,
         *,
         host: Host | None = None,
         interval: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
-        said: Callable[[float, list[int]], Said] | None = None,
+        annotations: Callable[[float, list[int]], Annotations] | None = None,
         entries: Callable[[], tuple[EntryRow, ...] | None] | None = None,
         table: ProcessTable | None = None,
     ) -> None:
         self.host = host or Host()
-        self.targets = targets
+        self.selection = selection
         self.interval = interval
         self._clock = clock
-        self._began = clock()
-        self._said = said
-        self._entries = entries
+        self._start = clock()
+        self._annotations = annotations
+        self._read_entries = entries
         self._table = table or ProcessTable(self.host)
         self._pools = PoolReader(self.host)
         self._rows: dict[int, ProcessRow] = {}
-        self._begun = False
-        self._seen: PoolReadings | None = None  # the last one with a watched process in it
-        self._deep = RateLimit(_DEEP_SHARE)
-        self._turn = 0  # the pid after which the next deep look begins
-        self._known_entries: tuple[EntryRow, ...] | None = None
-        self._entries_ration = RateLimit(_ENTRIES_SHARE, least_gap=10.0)
+        self._first_taken = False
+        self._last: PoolReadings | None = None  # the last readings with a watched process alive
+        self._detail_limit = RateLimit(_DETAIL_SHARE)
+        self._last_detailed = 0  # the pid after which the next detailed reading starts
+        self._entries: tuple[EntryRow, ...] | None = None
+        self._entries_limit = RateLimit(_ENTRIES_SHARE, min_gap=10.0)
 
     def take(self) -> Sample | None:
-        """The next sample; None once everything that was watched has ended and nothing can come.
+        """Take a sample; None once every watched process has ended and no other can match.
 
-        The first sample after the last watched process ended has the pools as they were, and the counters of that
-        process's cgroup as they are now: an OOM kill is counted there.
+        The first sample after the last watched process ended repeats its pools, with the counters of its cgroup read
+        now: an OOM kill is counted there.
         """
         began = time.thread_time()
-        clock = self._clock() - self._began
-        seen, scope = self._seen, self.targets.scope
-        everybody, pids, look = self._look(clock)
-        if look is None and seen is None:
+        clock = self._clock() - self._start
+        last, scope = self._last, self.selection.scope
+        processes, pids, readings = self._read(clock)
+        if readings is None and last is None:
             return None
-        parted = seen is not None and scope != "self" and int(scope) not in pids
-        self._seen = look if pids else None
-        if look is None or (parted and not pids):
-            assert seen is not None
-            look = replace(seen, swap_in=None, swap_out=None, pressure=())
-        events = events_of(self.host, seen.ram) if parted and seen is not None else look.ram.events
-        held: dict[int, int] = {}
-        for card in look.cards.cards:
-            for user in card.processes or ():
-                if user.used is not None and user.command is not None:
-                    held[user.pid] = held.get(user.pid, 0) + user.used
-        rows = {pid: self._row(everybody[pid], held.get(pid), clock) for pid in pids}
+        scope_ended = last is not None and scope != "self" and int(scope) not in pids
+        self._last = readings if pids else None
+        if readings is None or (scope_ended and not pids):
+            assert last is not None
+            readings = replace(last, swap_in=None, swap_out=None, pressure=())
+        events = events_of(self.host, last.ram) if scope_ended and last is not None else readings.ram.events
+        gpu_bytes = _gpu_bytes_by_pid(readings.gpus)
+        rows = {pid: self._row(processes[pid], gpu_bytes.get(pid), clock) for pid in pids}
         self._rows = {pid: row for pid, row in rows.items() if row is not None}
-        self._begun = True
-        self._look_deeper(clock)
+        self._first_taken = True
+        self._read_details(clock)
         notes = []
         if self.host.platform != "linux":
             notes.append(say("processes cannot be read on {platform}", platform=self.host.platform))
@@ -103,40 +100,40 @@ class Sampler:
             when=self.host.now,
             clock=clock,
             interval=self.interval,
-            watched=self.targets.words,
-            pools=look.pools,
+            watched=self.selection.description,
+            pools=readings.pools,
             processes=tuple(self._rows.values()),
-            swap_in=look.swap_in,
-            swap_out=look.swap_out,
-            pressure=look.pressure,
+            swap_in=readings.swap_in,
+            swap_out=readings.swap_out,
+            pressure=readings.pressure,
             events=events,
-            said=self._said(clock, pids) if self._said else Said(),
-            entries=self._look_at_entries(clock),
-            gpu_at=look.gpu_at,
+            said=self._annotations(clock, pids) if self._annotations else Annotations(),
+            entries=self._cache_entries(clock),
+            gpu_at=readings.gpu_at,
             cost=time.thread_time() - began,
             notes=tuple(notes),
         )
 
     def close(self) -> None:
-        """Let go of what is held between samples."""
+        """Release the GPU driver."""
         self._pools.close()
 
-    def _look(self, clock: float) -> tuple[Mapping[int, Process], list[int], PoolReadings | None]:
-        """Everybody, the watched among them, and the pools as one of these sees them.
+    def _read(self, clock: float) -> tuple[Mapping[int, Process], list[int], PoolReadings | None]:
+        """All processes, the pids of the watched ones, and the pools as one of these sees them.
 
-        No pools where all have ended and none can come.
+        No pools once all have ended and no other can match.
         """
         for _ in range(_ATTEMPTS):
-            everybody = self._table.refresh()
-            pids = self.targets.choose(everybody)
-            if not pids and self.targets.ends:
-                return everybody, pids, None
-            scope = self.targets.scope
-            look = self._pools.look(clock, scope)
-            # A process that dies while it is read is in no cgroup, and shows the root's: then choose again.
+            processes = self._table.refresh()
+            pids = self.selection.choose(processes)
+            if not pids and self.selection.ends:
+                return processes, pids, None
+            scope = self.selection.scope
+            readings = self._pools.read(clock, scope)
+            # A process that exits while it is read has left its cgroup and shows the root's: choose again.
             if scope == "self" or self._table.is_running(int(scope)):
-                return everybody, pids, look
-        return everybody, pids, self._pools.look(clock, "self")  # they end faster than they can be read
+                return processes, pids, readings
+        return processes, pids, self._pools.read(clock, "self")  # processes end faster than they can be read
 
     def _row(self, process: Process, gpu: int | None, clock: float) -> ProcessRow | None:
         now = status_of(self.host, process)
@@ -145,17 +142,17 @@ class Sampler:
         command = process.command[:LONGEST_COMMAND]
         old = self._rows.get(process.pid)
         if old is None or old.command != command:
-            old = ProcessRow(process.pid, now.parent, command, born=clock if self._begun else None)
+            old = ProcessRow(process.pid, now.parent, command, born=clock if self._first_taken else None)
         new = replace(old, parent=now.parent, rss=now.rss, rss_shmem=now.rss_shmem, swap=now.swap, gpu=gpu)
-        return old if new == old else new  # an idle process is one object in all of history
+        return old if new == old else new  # so that the history holds an idle process once
 
-    def _look_deeper(self, clock: float) -> None:
-        """PSS and descriptors of as many processes, in turn, as the ration pays for; newcomers first."""
-        if not self._deep.due(clock):
+    def _read_details(self, clock: float) -> None:
+        """Read PSS and descriptors of as many processes as the time limit allows, in turn, new ones first."""
+        if not self._detail_limit.due(clock):
             return
-        budget = _DEEP_SHARE * self.interval
+        allowed = _DETAIL_SHARE * self.interval
         began = time.perf_counter()
-        for pid in self._order():
+        for pid in self._detail_order():
             row = self._rows[pid]
             limit = row.fd_limit
             if limit is None:
@@ -163,122 +160,28 @@ class Sampler:
             self._rows[pid] = replace(
                 row, pss=pss_of(self.host, pid), pss_at=clock, fds=open_files(self.host, pid), fd_limit=limit
             )
-            self._turn = pid
-            if time.perf_counter() - began >= budget:
+            self._last_detailed = pid
+            if time.perf_counter() - began >= allowed:
                 break
-        self._deep.spent(clock, time.perf_counter() - began)
+        self._detail_limit.spent(clock, time.perf_counter() - began)
 
-    def _order(self) -> list[int]:
+    def _detail_order(self) -> list[int]:
         new = [pid for pid, row in self._rows.items() if row.pss_at is None]
         old = [pid for pid, row in self._rows.items() if row.pss_at is not None]
-        return new + [pid for pid in old if pid > self._turn] + [pid for pid in old if pid <= self._turn]
+        last = self._last_detailed
+        return new + [pid for pid in old if pid > last] + [pid for pid in old if pid <= last]
 
-    def _look_at_entries(self, clock: float) -> tuple[EntryRow, ...] | None:
-        if self._entries is not None and self._entries_ration.due(clock):
+    def _cache_entries(self, clock: float) -> tuple[EntryRow, ...] | None:
+        if self._read_entries is not None and self._entries_limit.due(clock):
             began = time.perf_counter()
-            self._known_entries = self._entries()
-            self._entries_ration.spent(clock, time.perf_counter() - began)
-        return self._known_entries
-
-
-_SPARING = 0.003  # of the time: cards, disks
-
-
-@dataclass(frozen=True, slots=True)
-class PoolReadings:
-    """One reading of all pools."""
-
-    pools: tuple[Pool, ...]
-    swap_in: float | None
-    swap_out: float | None
-    pressure: tuple[Pressure, ...]
-    ram: Memory  # with the counters of the cgroup
-    cards: Gpus
-    gpu_at: float
-
-
-@dataclass
-class PoolReader:
-    """What is kept from one reading to the next."""
-
-    host: Host
-    _counters: SwapCounters = field(
-        default_factory=lambda: SwapCounters(0.0, None, None)
-    )  # none yet: no rates
-    _disk: Pool | None = None
-    _cards: Gpus | None = None
-    _gpu_at: float = 0.0
-    _shm_path: str | None = None
-    _scope: str = ""
-    _disk_ration: RateLimit = field(default_factory=lambda: RateLimit(_SPARING, least_gap=5.0))
-    _gpu_ration: RateLimit = field(default_factory=lambda: RateLimit(_SPARING))
-    _nvml: NvmlSession = field(default_factory=NvmlSession)
-
-    def look(self, clock: float, scope: str) -> PoolReadings:
-        """All pools from the point of view of process ``scope``."""
-        ram = memory(self.host, scope)
-        swapped = swap(self.host, ram, self._counters)
-        self._counters = read_swap_counters(self.host)
-        cards = self._look_at_cards(clock)
-        return PoolReadings(
-            pools=(
-                self._shm(scope),
-                ram_pool(ram),
-                swap_pool(swapped),
-                self._look_at_disk(clock),
-                *gpu_pools(cards),
-            ),
-            swap_in=swapped.in_rate,
-            swap_out=swapped.out_rate,
-            pressure=pressure(self.host, scope),
-            ram=ram,
-            cards=cards,
-            gpu_at=self._gpu_at,
-        )
-
-    def close(self) -> None:
-        """Let go of the driver."""
-        self._nvml.close()
-
-    def _shm(self, scope: str) -> Pool:
-        if self.host.platform != "linux":
-            why = say("{platform} has no /dev/shm", platform=self.host.platform)
-            return Pool("shm", None, None, None, SHM, why)
-        if self._shm_path is None or scope != self._scope:
-            self._scope, self._shm_path = scope, self._shm_of(scope)
-        size, used, free, reason = shm_space(self.host, self._shm_path)
-        return Pool("shm", size, used, free, say("statvfs({path})", path=self._shm_path), reason)
-
-    def _shm_of(self, scope: str) -> str:
-        """The /dev/shm that process sees: a container's is another one than ours."""
-        namespace = self.host.link(f"/proc/{scope}/ns/mnt")
-        if namespace is not None and namespace != self.host.link("/proc/self/ns/mnt"):
-            theirs = f"/proc/{scope}/root{shm_mount(self.host, scope)[0]}"
-            if self.host.disk_space(theirs) is not None:  # else its root may not be entered
-                return theirs
-        return shm_mount(self.host)[0]
-
-    def _look_at_disk(self, clock: float) -> Pool:
-        if self._disk is None or self._disk_ration.due(clock):
-            began = time.perf_counter()
-            self._disk = disk_pool(disks(self.host))
-            self._disk_ration.spent(clock, time.perf_counter() - began)
-        return self._disk
-
-    def _look_at_cards(self, clock: float) -> Gpus:
-        if self._cards is None or self._gpu_ration.due(clock):
-            began = time.perf_counter()
-            self._cards = gpus(self.host)
-            self._gpu_at = clock
-            if self._cards.cards and self.host.live:
-                self._nvml.open()
-            self._gpu_ration.spent(clock, time.perf_counter() - began)
-        return self._cards
+            self._entries = self._read_entries()
+            self._entries_limit.spent(clock, time.perf_counter() - began)
+        return self._entries
 
 
 def cache_entries() -> tuple[EntryRow, ...] | None:
-    """Every entry of every store; None where the cache cannot be looked into."""
-    from legroom.cache.catalog import entries  # brings in numpy: not before somebody asks
+    """Every entry of the shared cache; None where it cannot be read."""
+    from legroom.cache.catalog import entries  # imports numpy
 
     try:
         found = entries()
@@ -298,10 +201,10 @@ def cache_entries() -> tuple[EntryRow, ...] | None:
 
 @dataclass
 class RateLimit:
-    """A share of the time that a reading may take: one that took 5 ms at a share of 0.5 % is due again in 1 s."""
+    """Limits a reading to a share of the time: one that took 5 ms at a share of 0.5 % is due again in 1 s."""
 
     share: float
-    least_gap: float = 0.0
+    min_gap: float = 0.0  # seconds
     due_at: float = 0.0
 
     def due(self, clock: float) -> bool:
@@ -309,5 +212,106 @@ class RateLimit:
         return clock >= self.due_at
 
     def spent(self, clock: float, cost: float) -> None:
-        """It was taken, and took that many seconds."""
-        self.due_at = clock + max(self.least_gap, cost / self.share)
+        """Record that it was taken at ``clock`` and took ``cost`` seconds."""
+        self.due_at = clock + max(self.min_gap, cost / self.share)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReadings:
+    """All pools, read once."""
+
+    pools: tuple[Pool, ...]
+    swap_in: float | None
+    swap_out: float | None
+    pressure: tuple[Pressure, ...]
+    ram: Memory  # with the counters of the cgroup
+    gpus: Gpus
+    gpu_at: float
+
+
+@dataclass
+class PoolReader:
+    """Reads the pools: /dev/shm, RAM, swap and pressure every time, disk and GPUs within their rate limits."""
+
+    host: Host
+    _counters: SwapCounters = field(
+        default_factory=lambda: SwapCounters(0.0, None, None)
+    )  # none yet: no rates
+    _disk: Pool | None = None
+    _gpus: Gpus | None = None
+    _gpu_at: float = 0.0
+    _shm_path: str | None = None
+    _scope: str = ""
+    _disk_limit: RateLimit = field(default_factory=lambda: RateLimit(_DISK_SHARE, min_gap=5.0))
+    _gpu_limit: RateLimit = field(default_factory=lambda: RateLimit(_GPU_SHARE))
+    _nvml: NvmlSession = field(default_factory=NvmlSession)
+
+    def read(self, clock: float, scope: str) -> PoolReadings:
+        """Read all pools as process ``scope`` sees them."""
+        ram = memory(self.host, scope)
+        swapped = swap(self.host, ram, self._counters)
+        self._counters = read_swap_counters(self.host)
+        found = self._read_gpus(clock)
+        return PoolReadings(
+            pools=(
+                self._read_shm(scope),
+                ram_pool(ram),
+                swap_pool(swapped),
+                self._read_disk(clock),
+                *gpu_pools(found),
+            ),
+            swap_in=swapped.in_rate,
+            swap_out=swapped.out_rate,
+            pressure=pressure(self.host, scope),
+            ram=ram,
+            gpus=found,
+            gpu_at=self._gpu_at,
+        )
+
+    def close(self) -> None:
+        """Release the GPU driver."""
+        self._nvml.close()
+
+    def _read_shm(self, scope: str) -> Pool:
+        if self.host.platform != "linux":
+            why = say("{platform} has no /dev/shm", platform=self.host.platform)
+            return Pool("shm", None, None, None, SHM, why)
+        if self._shm_path is None or scope != self._scope:
+            self._scope, self._shm_path = scope, self._shm_path_of(scope)
+        size, used, free, reason = shm_space(self.host, self._shm_path)
+        return Pool("shm", size, used, free, say("statvfs({path})", path=self._shm_path), reason)
+
+    def _shm_path_of(self, scope: str) -> str:
+        """Where the /dev/shm of that process is mounted: a container has its own."""
+        namespace = self.host.link(f"/proc/{scope}/ns/mnt")
+        if namespace is not None and namespace != self.host.link("/proc/self/ns/mnt"):
+            path = f"/proc/{scope}/root{shm_mount(self.host, scope)[0]}"
+            if self.host.disk_space(path) is not None:  # else its root may not be entered
+                return path
+        return shm_mount(self.host)[0]
+
+    def _read_disk(self, clock: float) -> Pool:
+        if self._disk is None or self._disk_limit.due(clock):
+            began = time.perf_counter()
+            self._disk = disk_pool(disks(self.host))
+            self._disk_limit.spent(clock, time.perf_counter() - began)
+        return self._disk
+
+    def _read_gpus(self, clock: float) -> Gpus:
+        if self._gpus is None or self._gpu_limit.due(clock):
+            began = time.perf_counter()
+            self._gpus = gpus(self.host)
+            self._gpu_at = clock
+            if self._gpus.cards and self.host.live:
+                self._nvml.open()
+            self._gpu_limit.spent(clock, time.perf_counter() - began)
+        return self._gpus
+
+
+def _gpu_bytes_by_pid(found: Gpus) -> dict[int, int]:
+    held: dict[int, int] = {}
+    for gpu in found.cards:
+        for user in gpu.processes or ():
+            if user.used is not None and user.command is not None:
+                held[user.pid] = held.get(user.pid, 0) + user.used
+    return held

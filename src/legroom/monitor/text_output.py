@@ -1,7 +1,7 @@
 """A watch as plain lines: for pipes, files, screen readers, and terminals without the full-screen view.
 
-Covers: one line a sample, one for each alarm that begins or ends, the largest processes every ten seconds, a summary
-at the end; within a terminal's width, where there is one. Does not cover: colours.
+One line per sample and per alarm, the largest processes every ten seconds, a summary at the end. Lines fit the
+terminal, where there is one.
 """
 
 from __future__ import annotations
@@ -18,32 +18,30 @@ from legroom.units import format_duration, format_size
 from legroom.words import counted, listed, phrase, say
 
 
-class _Form(NamedTuple):
-    """How much one line says."""
+class _Detail(NamedTuple):
+    """How much a line shows."""
 
     sizes: bool  # of the pools, besides their shares
-    command: int  # columns of it; 0: nothing about processes
+    command: int  # columns; 0: nothing about processes
     components: bool
 
 
-# The least telling goes first: sizes do not change, and a command is known by how it begins.
-_FORMS = (
-    _Form(sizes=True, command=40, components=True),
-    _Form(sizes=False, command=40, components=True),
-    _Form(sizes=False, command=24, components=True),
-    _Form(sizes=False, command=12, components=True),
-    _Form(sizes=False, command=12, components=False),
-    _Form(sizes=False, command=0, components=False),
+# The least useful is dropped first: sizes do not change, and the beginning identifies a command.
+_DETAILS = (
+    _Detail(sizes=True, command=40, components=True),
+    _Detail(sizes=False, command=40, components=True),
+    _Detail(sizes=False, command=24, components=True),
+    _Detail(sizes=False, command=12, components=True),
+    _Detail(sizes=False, command=12, components=False),
+    _Detail(sizes=False, command=0, components=False),
 )
-
-
 _LARGEST_EVERY = 10.0  # seconds between two lists of the largest processes
 
 
 class TextOutput:
-    """Writes through ``write``; ``history`` is the stream's, for the summary; ``columns`` says how wide it may be.
+    """Calls ``write`` for each line; ``history`` is for the summary; ``columns`` returns the width, None if unlimited.
 
-    ``top`` processes are listed with the first sample, every ten seconds, and when an alarm begins.
+    Lists the ``top`` largest processes with the first sample, every ten seconds, and when an alarm begins.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class TextOutput:
         columns: Callable[[], int | None] = lambda: None,
         top: int = 5,
     ) -> None:
-        self._put = write
+        self._write_line = write
         self._columns = columns
         self._history = history
         self._first: Sample | None = None
@@ -73,12 +71,12 @@ class TextOutput:
         stamp = time.strftime("%H:%M:%S", time.localtime(moment.sample.when))
         for mark in moment.sample.said.marks:
             self._write(f"-- {mark.text}", stamp)
-        self._put(f"{stamp}  {self._line(moment.sample, cells(stamp) + 2)}")
+        self._write_line(f"{stamp}  {self._line(moment.sample, cells(stamp) + 2)}")
         for alarm in moment.begun:
             self._write(f"{heading(alarm.level)} {alarm.code}: {alarm.message}", stamp)
         for alarm in moment.ended:
             lasted = format_duration(max(0.0, moment.sample.when - alarm.since))
-            self._write(say("over after {time}: {code}", time=lasted, code=alarm.code), stamp)
+            self._write(say("ended after {time}: {code}", time=lasted, code=alarm.code), stamp)
         self._list_largest(moment)
 
     def close(self) -> None:
@@ -107,63 +105,62 @@ class TextOutput:
 
     def _list_largest(self, moment: Moment) -> None:
         clock = moment.sample.clock
-        # A sample that comes a moment early still counts as ten seconds later.
+        # Half an interval of tolerance: samples do not come exactly every ten seconds.
         due = self._listed is None or clock - self._listed >= _LARGEST_EVERY - moment.sample.interval / 2
         if not (due or moment.begun):
             return
         largest = sorted(moment.sample.processes, key=_host, reverse=True)[: self._top]
         if len(moment.sample.processes) < 2:
-            return  # the line of the sample has it
+            return  # the line of the sample shows it
         self._listed = clock
         columns = self._columns()
         for row in largest:
             line = f"    {format_size(_host(row)):>9}  {row.pid:>7}  {row.command}"
-            self._put(line if columns is None else cut(line, columns))
+            self._write_line(line if columns is None else cut(line, columns))
 
     def _line(self, sample: Sample, taken: int) -> str:
         columns = self._columns()
         return sample_line(sample, None if columns is None else columns - taken)
 
     def _write(self, text: str, stamp: str = "") -> None:
-        """A sentence, wrapped where that is needed; what follows hangs below it."""
+        """Write a sentence, wrapped to the terminal with its continuation lines indented."""
         columns = self._columns()
         first = f"{stamp}  " if stamp else ""
         if columns is None or cells(first) + cells(text) <= columns:
-            self._put(first + text)
+            self._write_line(first + text)
         else:
-            self._put(fill(text, columns, first, " " * cells(first) or "  "))
+            self._write_line(fill(text, columns, first, " " * cells(first) or "  "))
 
 
 def sample_line(sample: Sample, columns: int | None = None) -> str:
-    """One sample on one line: pools, whether swap moves, who holds most, steps; as much of it as has room."""
+    """One sample on one line: pools, swap traffic, the largest process, steps; as much as fits."""
     line = ""
-    for form in _FORMS:
-        line = _said(sample, form)
+    for detail in _DETAILS:
+        line = _line(sample, detail)
         if columns is None or cells(line) <= columns:
             return line
     return cut(line, columns or 0)
 
 
-def _said(sample: Sample, form: _Form) -> str:
-    parts = [_pool(pool, form.sizes) for pool in sample.pools if pool.size != 0]
-    moving = (sample.swap_in or 0.0) + (sample.swap_out or 0.0)
-    if moving >= 1:
-        parts.append(say("swap moving {rate}/s", rate=format_size(int(moving))))
-    most = max(sample.processes, key=_host, default=None)
+def _line(sample: Sample, detail: _Detail) -> str:
+    parts = [_pool(pool, detail.sizes) for pool in sample.pools if pool.size != 0]
+    traffic = (sample.swap_in or 0.0) + (sample.swap_out or 0.0)
+    if traffic >= 1:
+        parts.append(say("swap traffic {rate}/s", rate=format_size(int(traffic))))
+    largest = max(sample.processes, key=_host, default=None)
     count = len(sample.processes)
-    if most is not None and form.command:
+    if largest is not None and detail.command:
         parts.append(
             say(
                 "{processes}, largest {pid} {command} {size}",
                 processes=counted(count, phrase("{count} process"), phrase("{count} processes")),
-                pid=most.pid,
-                command=cut(most.command, form.command),
-                size=format_size(_host(most)),
+                pid=largest.pid,
+                command=cut(largest.command, detail.command),
+                size=format_size(_host(largest)),
             )
         )
-    if sample.said.components and form.components:
-        held = listed(f"{name} {format_size(size)}" for name, size in sample.said.components.items())
-        parts.append(held)
+    if sample.said.components and detail.components:
+        parts.append(listed(f"{name} {format_size(size)}" for name, size in sample.said.components.items()))
     if sample.said.steps_per_second is not None:
         parts.append(say("{rate:.2f} steps/s", rate=sample.said.steps_per_second))
     return "  ".join(parts)

@@ -1,8 +1,7 @@
-"""A watch as it is shown and drawn: every pool's course, what was marked, which alarms stood from when to when.
+"""A watch as charts and views show it: pool use over time, marks, and alarms with start and end; in bounded memory.
 
-Covers: gathering that from moments, in bounded memory. Does not cover: showing it (terminal, web, plot).
-
-Not for several threads at once: an output that is read from another thread than it is fed from locks around it.
+The rules read sample_history.py instead. A timeline is not thread-safe: an output that is read from another thread
+takes a lock.
 """
 
 from __future__ import annotations
@@ -14,21 +13,23 @@ from itertools import islice
 
 from legroom.model import Alarm, AlarmSpan, Mark, Moment, PoolPoint, Sample
 
+RECENT = 900  # points kept as they are: 15 minutes at 1 Hz
+_OLDER = 1024  # points kept of everything before, at most
 _MOST_MARKS = 400
-_MOST_SPELLS = 200
-_GAP = 5.0  # intervals without a sample: the watch was away, and the line is broken
+_MOST_ALARMS = 200
+_GAP = 5.0  # intervals without a sample that break the line
 
 
 class Timeline:
-    """Everything so far."""
+    """What has happened so far."""
 
     def __init__(self) -> None:
-        self.courses: dict[str, PoolSeries] = {}
+        self.pools: dict[str, PoolSeries] = {}
         self.marks: deque[Mark] = deque(maxlen=_MOST_MARKS)
-        self.over: deque[AlarmSpan] = deque(maxlen=_MOST_SPELLS)
         self.moment: Moment | None = None
         self.began: float | None = None
-        self._standing: dict[tuple[str, str | None], AlarmSpan] = {}
+        self._ended: deque[AlarmSpan] = deque(maxlen=_MOST_ALARMS)
+        self._active: dict[tuple[str, str | None], AlarmSpan] = {}
 
     @property
     def sample(self) -> Sample | None:
@@ -36,106 +37,104 @@ class Timeline:
         return self.moment.sample if self.moment else None
 
     def add(self, moment: Moment) -> None:
-        """What comes next."""
+        """Add the next moment."""
         sample, before = moment.sample, self.sample
         if self.began is None:
             self.began = sample.when
-        if before is not None and _away(before, sample):
-            for course in self.courses.values():
-                course.add(PoolPoint(sample.when, None, None))
+        if before is not None and _interrupted(before, sample):
+            for series in self.pools.values():
+                series.add(PoolPoint(sample.when, None, None))
         for pool in sample.pools:
-            self.courses.setdefault(pool.name, PoolSeries()).add(PoolPoint(sample.when, pool.used, pool.size))
+            self.pools.setdefault(pool.name, PoolSeries()).add(PoolPoint(sample.when, pool.used, pool.size))
         self.marks.extend(sample.said.marks)
         for alarm in moment.ended:
-            spell = self._standing.pop(alarm.key, None) or _spell(alarm)
-            self.over.append(replace(spell, until=sample.when))
-        self._standing = {alarm.key: self._told(alarm) for alarm in moment.alarms}
+            span = self._active.pop(alarm.key, None) or _span(alarm)
+            self._ended.append(replace(span, until=sample.when))
+        self._active = {alarm.key: self._updated(alarm) for alarm in moment.alarms}
         self.moment = moment
 
-    def spells(self) -> list[AlarmSpan]:
-        """Every alarm that is kept, in the order of their beginnings."""
-        return sorted((*self.over, *self._standing.values()), key=lambda spell: spell.since)
+    def alarm_spans(self) -> list[AlarmSpan]:
+        """Ended and active alarms, in the order in which they began."""
+        return sorted((*self._ended, *self._active.values()), key=lambda span: span.since)
 
-    def dots(self) -> dict[str, list[PoolPoint]]:
-        """Every pool's dots, oldest first; pools of no size, such as swap where there is none, are left out."""
+    def points(self) -> dict[str, list[PoolPoint]]:
+        """The points of each pool, oldest first; without pools of size 0, such as swap where there is none."""
         sizes = {pool.name: pool.size for pool in (self.sample.pools if self.sample else ())}
-        return {name: course.dots() for name, course in self.courses.items() if sizes.get(name) != 0}
+        return {name: series.points() for name, series in self.pools.items() if sizes.get(name) != 0}
 
-    def _told(self, alarm: Alarm) -> AlarmSpan:
-        """What it said when it began, which is when it was of use; its worst level."""
-        before = self._standing.get(alarm.key)
-        return _spell(alarm) if before is None else replace(before, level=alarm.level)
-
-
-def _spell(alarm: Alarm) -> AlarmSpan:
-    return AlarmSpan(alarm.code, alarm.pool, alarm.level, alarm.message, alarm.since)
-
-
-def _away(before: Sample, now: Sample) -> bool:
-    """Whether there was no watch between the two: a second run in one log, a machine that slept."""
-    return now.clock < before.clock or now.when - before.when > _GAP * max(now.interval, before.interval)
-
-
-RECENT = 900  # dots kept as they came: a quarter of an hour at one a second
-_OLDER = 1024  # dots kept of everything before, at most
+    def _updated(self, alarm: Alarm) -> AlarmSpan:
+        """Its message from the beginning, when it was useful, and its newest level."""
+        before = self._active.get(alarm.key)
+        return _span(alarm) if before is None else replace(before, level=alarm.level)
 
 
 class PoolSeries:
-    """Dots in the order of time; never more than RECENT and 1024."""
+    """Points of one pool in order of time; older ones are thinned so that no peak is lost."""
 
     def __init__(self) -> None:
         self._recent: deque[PoolPoint] = deque()
         self._older: list[PoolPoint] = []
 
-    def add(self, dot: PoolPoint) -> None:
-        """The next one."""
-        self._recent.append(dot)
+    def add(self, point: PoolPoint) -> None:
+        """Append a point."""
+        self._recent.append(point)
         if len(self._recent) > RECENT:
             self._older.append(self._recent.popleft())
             if len(self._older) >= _OLDER:
                 self._older = thin_points(self._older)
 
-    def dots(self) -> list[PoolPoint]:
-        """All that is kept, oldest first."""
+    def points(self) -> list[PoolPoint]:
+        """All points kept, oldest first."""
         return [*self._older, *self._recent]
 
     def last(self, count: int) -> list[PoolPoint]:
-        """The newest few, oldest of them first."""
+        """The newest points, oldest of them first."""
         found = list(islice(reversed(self._recent), count))
         found.reverse()
         return found
 
 
-def thin_points(dots: Sequence[PoolPoint]) -> list[PoolPoint]:
+def thin_points(points: Sequence[PoolPoint]) -> list[PoolPoint]:
     """Half as many: of every four the highest and the lowest, or the highest and a gap where there is one."""
     kept: list[PoolPoint] = []
-    for start in range(0, len(dots), 4):
-        four = dots[start : start + 4]
-        known = [dot for dot in four if dot.used is not None]
-        gap = next((dot for dot in four if dot.used is None), None)
+    for start in range(0, len(points), 4):
+        four = points[start : start + 4]
+        known = [point for point in four if point.used is not None]
+        gap = next((point for point in four if point.used is None), None)
         if not known:
             kept.append(four[0])
             continue
-        highest = max(known, key=_height)
-        other = gap if gap is not None else min(known, key=_height)
-        kept += [highest] if other is highest else sorted((highest, other), key=lambda dot: dot.when)
+        highest = max(known, key=_used)
+        other = gap if gap is not None else min(known, key=_used)
+        kept += [highest] if other is highest else sorted((highest, other), key=lambda point: point.when)
     return kept
 
 
-def column_shares(dots: Sequence[PoolPoint], count: int) -> list[float | None]:
-    """The highest share in each of so many equal spans of time; None where nothing is known of a span."""
-    if not dots or count < 1:
+def column_shares(points: Sequence[PoolPoint], count: int) -> list[float | None]:
+    """The highest used share in each of ``count`` equal spans of time; None where it is unknown."""
+    if not points or count < 1:
         return []
-    first, span = dots[0].when, dots[-1].when - dots[0].when
+    first, duration = points[0].when, points[-1].when - points[0].when
     found: list[float | None] = [None] * count
-    for dot in dots:
-        share = dot.share
+    for point in points:
+        share = point.share
         if share is not None:
-            place = min(count - 1, int((dot.when - first) / span * count)) if span > 0 else count - 1
-            before = found[place]
-            found[place] = share if before is None else max(before, share)
+            column = (
+                min(count - 1, int((point.when - first) / duration * count)) if duration > 0 else count - 1
+            )
+            before = found[column]
+            found[column] = share if before is None else max(before, share)
     return found
 
 
-def _height(dot: PoolPoint) -> int:
-    return dot.used if dot.used is not None else -1
+def _used(point: PoolPoint) -> int:
+    return point.used if point.used is not None else -1
+
+
+def _span(alarm: Alarm) -> AlarmSpan:
+    return AlarmSpan(alarm.code, alarm.pool, alarm.level, alarm.message, alarm.since)
+
+
+def _interrupted(before: Sample, now: Sample) -> bool:
+    """Whether the watch was not running between the two: a second run in one log, or a machine that slept."""
+    return now.clock < before.clock or now.when - before.when > _GAP * max(now.interval, before.interval)

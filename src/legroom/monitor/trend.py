@@ -1,18 +1,14 @@
-"""Whether a pool is being filled by something that does not stop, and when it will be full.
+"""Decides whether a pool grows like a leak, when it will be full, and which processes grow. Pure functions.
 
-Covers: a robust slope over windows of many lengths, and telling a leak from a warm-up. Pure.
-Does not cover: who grows (growth.py), when to say it (alarms.py).
+The first minutes of a healthy training run grow too. A leak differs in four ways, and all four are required:
 
-A leak and the first minutes of a healthy training both grow. What sets a leak apart, and is asked for here:
+- it grows *evenly*: the second half of the window like the first. Loading levels off, a model arrives in one step;
+- it grows *all the time*: nine of ten pairs of samples are in order. Collected garbage falls back;
+- it reaches *new ground*: less was used before the window began. A sawtooth returns to the same level;
+- it has grown *twice as long* as the free space will last. A cache that fills evenly has the shape of a leak, but one
+  that stops with more than a third of the pool free never reaches this point.
 
-- it grows *evenly*: in the first half of the window as in the second (loading that levels off does not, nor does a
-  single step such as a model or a validation set coming in);
-- it grows *all the time*: nine of ten pairs of moments are in order (garbage that is collected falls back);
-- it reaches *new ground*: what was used before the window began was less (a sawtooth has been there before);
-- it has grown for *twice as long* as what is left would last. A cache that fills at an even pace cannot be told
-  from a leak by its shape; one that ends with more than a third of the room left never gets there.
-
-Lengths are counted in sampling intervals, so that a watch at 0.1 s sees in seconds what one at 1 s sees in minutes.
+Lengths are counted in sampling intervals: a watch at 0.1 s finds in seconds what one at 1 s finds in minutes.
 """
 
 from __future__ import annotations
@@ -24,39 +20,38 @@ from itertools import pairwise
 from statistics import median
 
 from legroom.model import ProcessRow, Sample
-from legroom.monitor.sample_history import Point
+from legroom.monitor.sample_history import FreePoint
 from legroom.words import listed, say
 
 _BINS = 16
-SHORTEST = 32  # intervals of the shortest window
-_WIDER = 2**0.5  # each window against the one before
-HORIZON = 1800  # intervals: further ahead nobody can see
-OUTLASTS = 2.0  # the window against the time that is left
-_ROOMY = (
-    0.45  # of the pool is free: an even growth from nothing has not outlasted it yet; with room for noise
-)
-_FEW = 9  # points at either end of a window for a first look
-_ORDERED = 0.9  # share of pairs of bins that grow
-_EVEN_FIRST, _EVEN_LAST = 0.4, 0.65  # slope of each half against the whole
-_EVEN_NOW = 0.5  # slope of the last quarter against the whole
-_STEADY = 0.6  # slope of the second half against the first
-_OVER_NOISE = 4.0  # growth against the scatter around the line
-_LEAST = 0.002  # growth as a share of the pool
-_NEW_GROUND = 0.6  # share of the growth that lies above everything before
+SHORTEST = 32  # window, in intervals
+_WIDER = 2**0.5  # each window relative to the one before
+_HORIZON = 1800  # intervals: no forecast further ahead
+_OUTLASTS = 2.0  # window relative to the time left
+# With this share of the pool free, even growth from empty has not yet lasted twice the time left; includes noise.
+_ROOMY = 0.45
+_FEW = 9  # points at either end of a window for the quick test
+_ORDERED = 0.9  # share of pairs of bins that must grow
+_EVEN_FIRST, _EVEN_LAST = 0.4, 0.65  # slope of each half relative to the whole
+_EVEN_NOW = 0.5  # slope of the last quarter relative to the whole
+_STEADY = 0.6  # slope of the second half relative to the first
+_OVER_NOISE = 4.0  # growth relative to the scatter around the line
+_LEAST = 0.002  # growth, as a share of the pool
+_NEW_GROUND = 0.6  # share of the growth above all earlier levels
 
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """A pool that fills: bytes a second, seconds until it is full, over which seconds that was seen."""
+    """A pool that is filling up."""
 
-    rate: float
-    full_in: float
-    window: float
-    growth: float
+    rate: float  # bytes per second
+    full_in: float  # seconds
+    window: float  # seconds over which it was measured
+    growth: float  # bytes in the window
 
 
-def find_trend(points: Sequence[Point], interval: float) -> Trend | None:
-    """The course of a pool as a leak, by the longest window that shows one; None where it is none."""
+def find_trend(points: Sequence[FreePoint], interval: float) -> Trend | None:
+    """The leak in the longest window that shows one; None where no window does."""
     if len(points) < SHORTEST or points[-1].free > _ROOMY * points[-1].size:
         return None
     clocks = [point.clock for point in points]
@@ -76,9 +71,9 @@ def _leak(clocks: list[float], taken: list[int], size: int, interval: float) -> 
     window = clocks[-1] - clocks[0]
     edge = max(1, len(taken) // _BINS)
     few = min(edge, _FEW)
-    left_over = max(0, -max(taken[-edge:]))  # of its peaks, which is where it will be full first
-    # What has grown twice as long as the rest lasts has grown by twice the rest. Most pools most of the time have
-    # not, and are spared what follows.
+    left_over = max(0, -max(taken[-edge:]))  # above the peaks, which fill the pool first
+    # Quick test, since it fails for most pools most of the time: growth for twice the time left means growth by twice
+    # what is left.
     if median(taken[-few:]) - median(taken[:few]) < max(_LEAST * size, left_over):
         return None
     times, levels = _binned(clocks, taken)
@@ -93,12 +88,12 @@ def _leak(clocks: list[float], taken: list[int], size: int, interval: float) -> 
         return None
     quarter = half + half // 2
     if theil_sen(times[quarter:], levels[quarter:]) < _EVEN_NOW * slope:
-        return None  # it has just come to an end
+        return None  # it has just stopped
     growth = slope * window
     if growth < _OVER_NOISE * _scatter(times, levels, slope):
         return None
     left = left_over / slope
-    if left > HORIZON * interval or window < OUTLASTS * left:
+    if left > _HORIZON * interval or window < _OUTLASTS * left:
         return None
     return Trend(slope, left, window, growth)
 
@@ -108,7 +103,7 @@ def _new_ground(taken: list[int], first: int, seen: Trend) -> bool:
 
 
 def _binned(clocks: list[float], taken: list[int]) -> tuple[list[float], list[float]]:
-    """The middle of each sixteenth of the window; empty ones are left out."""
+    """The median of each sixteenth of the window; empty ones are left out."""
     start, width = clocks[0], (clocks[-1] - clocks[0]) / _BINS
     edges = [0, *(bisect_left(clocks, start + width * number) for number in range(1, _BINS)), len(clocks)]
     spans = [(low, high) for low, high in pairwise(edges) if low < high]
@@ -117,7 +112,7 @@ def _binned(clocks: list[float], taken: list[int]) -> tuple[list[float], list[fl
 
 
 def theil_sen(times: Sequence[float], levels: Sequence[float]) -> float:
-    """The median of the slopes of all pairs: a third of the points may be wild and it does not move."""
+    """The median slope of all pairs (Theil-Sen): robust against up to 29 % outliers."""
     slopes = sorted(
         (levels[later] - levels[earlier]) / (times[later] - times[earlier])
         for later in range(len(levels))
@@ -144,10 +139,13 @@ _WORTH_NAMING = 0.1  # of the largest growth
 
 @dataclass(frozen=True, slots=True)
 class GrowingProcesses:
-    """Processes that grew, most first, and all their growth together."""
+    """Processes that grew, the fastest first.
+
+    Shared memory counts for each process that maps it, so these figures rank processes and are not shares of a pool.
+    """
 
     rows: tuple[ProcessRow, ...]
-    total: int
+    total: int  # bytes, of all processes that grew
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -155,8 +153,8 @@ class GrowingProcesses:
 
 
 def growing_processes(before: Sample, after: Sample, pool: str) -> GrowingProcesses:
-    """Who holds more of that pool in ``after`` than in ``before``; who was not there then held nothing."""
-    held = _holding(pool)
+    """Processes that hold more of the pool in ``after`` than in ``before``."""
+    held = _usage_of(pool)
     earlier = {row.pid: held(row) or 0 for row in before.processes}
     grown = [(amount - earlier.get(row.pid, 0), row) for row in after.processes if (amount := held(row))]
     grown = sorted((pair for pair in grown if pair[0] > 0), key=lambda pair: -pair[0])
@@ -165,20 +163,22 @@ def growing_processes(before: Sample, after: Sample, pool: str) -> GrowingProces
 
 
 def held_by_new_processes(before: Sample, after: Sample, pool: str) -> int:
-    """What processes hold of that pool that came after ``before``."""
-    held = _holding(pool)
-    # By their birth: an old sample lists only those that held most.
-    born = [row for row in after.processes if row.born is not None and row.born > before.clock]
-    return sum(held(row) or 0 for row in born)
+    """Bytes of the pool held by processes that started after ``before``."""
+    held = _usage_of(pool)
+    # By their start: an old sample lists only the largest processes.
+    new = [row for row in after.processes if row.born is not None and row.born > before.clock]
+    return sum(held(row) or 0 for row in new)
 
 
 def describe_growth(found: GrowingProcesses, growth: float) -> str:
-    """The growers in words, for the end of a sentence; honest where they do not explain it."""
+    """Which processes grow, for the end of a sentence; reports where they do not explain the growth."""
     if not found.rows:
-        return say("from no process that is watched")
+        return say("not from any watched process")
     names = _names(found.rows)
     if found.total < 0.3 * growth:
-        return say("mostly not from what is watched, of which {names} grew most", names=names)
+        return say(
+            "mostly from processes that are not watched; of the watched ones {names} grew most", names=names
+        )
     return say("from {names}", names=names)
 
 
@@ -206,7 +206,7 @@ def _names(rows: Sequence[ProcessRow]) -> str:
     )
 
 
-def _holding(pool: str) -> Callable[[ProcessRow], int | None]:
+def _usage_of(pool: str) -> Callable[[ProcessRow], int | None]:
     if pool == "shm":
         return lambda row: row.rss_shmem
     if pool == "swap":

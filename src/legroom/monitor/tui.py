@@ -1,16 +1,11 @@
-"""The terminal view of a watch: what it keeps, and running the screen beside the watch.
+"""The full-screen terminal view of `legroom watch`, drawn by Textual. What its lines show is in tui_lines.py.
 
-Covers: handing moments from the watch's thread to the screen's. Does not cover: the screen (terminal_app.py, which
-needs Textual), what is on it (terminal_desk.py, terminal_rows.py).
-
-The screen has the main thread, because signals and Textual want it; the watch runs in another, and neither waits for
-the other: the screen looks for the newest moment when it is ready to draw.
+The screen runs in the main thread, as signals and Textual require, and the watch in another. Neither waits for the
+other: the screen draws the newest moment when it is ready.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -22,223 +17,22 @@ from rich.text import Text
 from legroom.columns import cut
 from legroom.errors import MissingPackage
 from legroom.model import Moment, PoolPoint
-from legroom.monitor import tui_lines as rows
-from legroom.monitor.sample_history import ThinningBuffer
+from legroom.monitor import tui_lines
+from legroom.monitor.sample_history import ThinningBuffer, keep_largest_processes
 from legroom.monitor.timeline import Timeline
 from legroom.monitor.watch_loop import Output, feed_outputs
-from legroom.words import phrase, say
+from legroom.words import counted, phrase, say
 
 if TYPE_CHECKING:
     from textual.app import App
 
-
 _NOTES_KEPT = 4
+_NOTES_SHOWN = 2
+_ALARMS_SHOWN = 3
 _ROWS_KEPT = 24  # processes in an old moment
-_PATIENCE = 15.0  # seconds for the sample under way
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """What the screen shows: one moment, each pool's course up to it."""
-
-    moment: Moment | None
-    dots: dict[str, list[PoolPoint]]
-    ended: bool
-    notes: tuple[str, ...]
-
-
-class TerminalView:
-    """An output that is drawn by whoever asks for a view; keeps moments to look back at, in bounded memory."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._story = Timeline()
-        self._moments: ThinningBuffer[Moment] = ThinningBuffer(each=160, tiers=5, older=_thinner)
-        self._notes: deque[str] = deque(maxlen=_NOTES_KEPT)
-        self._ended = False
-        self.number = 0  # of changes so far
-
-    def show(self, moment: Moment) -> None:
-        with self._lock:
-            self._story.add(moment)
-            self._moments.add(moment)
-            self.number += 1
-
-    def close(self) -> None:
-        with self._lock:
-            self._ended = True
-            self.number += 1
-
-    def tell(self, text: str) -> None:
-        """A sentence for the person, which would spoil the screen if it were printed."""
-        with self._lock:
-            self._notes.append(text)
-            self.number += 1
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """The last few sentences that were told."""
-        with self._lock:
-            return tuple(self._notes)
-
-    @property
-    def kept(self) -> int:
-        """How many moments there are to look back at."""
-        return len(self._moments)
-
-    def view(self, back: int = 0, span: float = float("inf")) -> View:
-        """The moment so many before the newest, and so many seconds of the courses up to it."""
-        with self._lock:
-            moment = self._story.moment
-            if back:
-                kept = list(self._moments)
-                moment = kept[max(0, len(kept) - 1 - back)] if kept else None
-            dots = self._story.dots()
-            ended, notes = self._ended, tuple(self._notes)
-        if moment is not None:
-            until = moment.sample.when
-            dots = {
-                name: [dot for dot in one if until - span <= dot.when <= until] for name, one in dots.items()
-            }
-        return View(moment, dots, ended, notes)
-
-
-def _thinner(moment: Moment) -> Moment:
-    """An old moment without the processes that hold least."""
-    rows = moment.sample.processes
-    if len(rows) <= _ROWS_KEPT:
-        return moment
-    most = sorted(rows, key=lambda row: max(row.host or 0, row.rss_shmem or 0, row.gpu or 0))[-_ROWS_KEPT:]
-    return replace(moment, sample=replace(moment.sample, processes=tuple(most)))
-
-
-def why_no_screen() -> str | None:
-    """Why there is no screen to draw on, or None."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return say("not a terminal")
-    if os.environ.get("TERM") in (None, "", "dumb"):
-        return say("a terminal without a screen (TERM)")
-    return None
-
-
-def require_textual() -> None:
-    """MissingPackage where Textual is not installed."""
-    try:
-        import textual  # noqa: F401
-    except ImportError as problem:
-        raise MissingPackage(
-            say("the full-screen view needs the package textual"),
-            why=str(problem),
-            fix=(say("pip install 'legroom[watch]'"), say("or ask for lines with --plain")),
-        ) from problem
-
-
-def run_full_screen(
-    stream: Iterable[Moment], outputs: Sequence[Output], terminal: TerminalView, stop: threading.Event
-) -> Moment | None:
-    """Drive the watch and show it full screen until the person leaves or ``stop`` is set; the last moment."""
-    require_textual()
-
-    last: list[Moment | None] = [None]
-    trouble: list[BaseException] = []
-
-    def watch() -> None:
-        try:
-            last[0] = feed_outputs(stream, [*outputs, terminal])
-        except BaseException as problem:  # raised again below, where somebody hears it
-            trouble.append(problem)
-            stop.set()
-
-    thread = threading.Thread(target=watch, name="legroom-watch", daemon=True)
-    thread.start()
-    try:
-        make_app(terminal, stop).run()
-    finally:
-        stop.set()
-        thread.join(_PATIENCE)
-    if trouble:
-        raise trouble[0]
-    return last[0]
-
-
-_MOST_ALARMS = 3
-_MOST_NOTES = 2
 _SPANS = ((300.0, "5 min"), (3600.0, "1 h"), (float("inf"), phrase("all")))
-
-
-class ScreenState:
-    """The choices, changed by keys."""
-
-    def __init__(self, terminal: TerminalView) -> None:
-        self.terminal = terminal
-        self.sort = "p"
-        self.cache = False
-        self._span = 0
-        self._back = 0
-        self._seen = -1
-
-    def sort_by(self, key: str) -> None:
-        """Processes by another of their columns."""
-        self.sort, self.cache = key, False
-
-    def toggle_cache(self) -> None:
-        """Cache entries instead of processes, and back."""
-        self.cache = not self.cache
-
-    def next_span(self) -> None:
-        """More history, then little again."""
-        self._span = (self._span + 1) % len(_SPANS)
-
-    def look_back(self, samples: int) -> None:
-        """So many samples further back, or nearer."""
-        self._back = max(0, min(self._back + samples, self.terminal.kept - 1))
-
-    def newest(self) -> None:
-        """Back to now."""
-        self._back = 0
-
-    def news(self) -> bool:
-        """Whether there is something to draw anew; a moment that is looked back at stays."""
-        number = self.terminal.number
-        if number == self._seen:
-            return False
-        if self._back and self._seen >= 0:
-            self.look_back(number - self._seen)
-        return True
-
-    def lines(self, width: int) -> dict[str, list[Text]]:
-        """The lines of each part of the screen, by its name; only the head before the first sample."""
-        self._seen = self.terminal.number
-        view = self.terminal.view(self._back, _SPANS[self._span][0])
-        moment = view.moment
-        sample = moment.sample if moment else None
-        parts = {"head": [rows.head_line(sample, self._note(view), width)]}
-        if moment is None or sample is None:
-            return parts
-        worst = rows.worst_by_pool(moment.alarms)
-        what = say("cache entries") if self.cache else say("{count} processes", count=len(sample.processes))
-        notes = [Text(cut(say("note: {note}", note=note), width)) for note in view.notes[-_MOST_NOTES:]]
-        return {
-            **parts,
-            "pools": [
-                rows.pool_line(pool, view.dots.get(pool.name, ()), worst.get(pool.name), width)
-                for pool in sample.pools
-            ],
-            "alarms": rows.alarm_lines(moment.alarms, width, _MOST_ALARMS),
-            "facts": [*rows.fact_lines(sample, width), *notes],
-            "title": [Text(say("{what}; history: {span}", what=what, span=say(_SPANS[self._span][1])))],
-            "table": rows.entry_lines(sample.entries, width)
-            if self.cache
-            else rows.process_lines(sample, self.sort, width),
-        }
-
-    def _note(self, view: View) -> str:
-        if self._back:
-            return say("looking back {count} of {all}", count=self._back, all=self.terminal.kept)
-        return say("ended, q leaves") if view.ended else ""
-
-
-_TICK = 0.2  # seconds between looks at whether there is something new
+_JOIN_TIMEOUT = 15.0  # seconds for the sample being taken
+_TICK = 0.2  # seconds between checks for a new moment
 _CSS = """
 Screen { overflow: hidden; }
 #head { height: 1; }
@@ -249,15 +43,201 @@ Screen { overflow: hidden; }
 """
 
 
-def make_app(terminal: TerminalView, stop: threading.Event) -> App[None]:
-    """The application that shows what the terminal keeps, until the person leaves or ``stop`` is set."""
+def require_textual() -> None:
+    """Raise MissingPackage where Textual is not installed."""
+    try:
+        import textual  # noqa: F401
+    except ImportError as problem:
+        raise MissingPackage(
+            say("the full-screen view needs the package textual"),
+            why=str(problem),
+            fix=(say("pip install 'legroom[watch]'"), say("or use --plain")),
+        ) from problem
+
+
+def run_full_screen(
+    moments: Iterable[Moment], outputs: Sequence[Output], view: TerminalView, stop: threading.Event
+) -> Moment | None:
+    """Run the watch and show it full screen until the user quits or ``stop`` is set; returns the last moment."""
+    require_textual()
+    last: list[Moment | None] = [None]
+    errors: list[BaseException] = []
+
+    def watch() -> None:
+        try:
+            last[0] = feed_outputs(moments, [*outputs, view])
+        except BaseException as error:  # raised again in the main thread
+            errors.append(error)
+            stop.set()
+
+    thread = threading.Thread(target=watch, name="legroom-watch", daemon=True)
+    thread.start()
+    try:
+        make_app(view, stop).run()
+    finally:
+        stop.set()
+        thread.join(_JOIN_TIMEOUT)
+    if errors:
+        raise errors[0]
+    return last[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What the screen shows: one moment, and the points of each pool up to it."""
+
+    moment: Moment | None
+    points: dict[str, list[PoolPoint]]
+    ended: bool
+    notes: tuple[str, ...]
+
+
+class TerminalView:
+    """An output that keeps moments for the screen to draw, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._timeline = Timeline()
+        self._moments: ThinningBuffer[Moment] = ThinningBuffer(each=160, tiers=5, shrink=_smaller)
+        self._notes: deque[str] = deque(maxlen=_NOTES_KEPT)
+        self._ended = False
+        self.changes = 0
+
+    def show(self, moment: Moment) -> None:
+        with self._lock:
+            self._timeline.add(moment)
+            self._moments.add(moment)
+            self.changes += 1
+
+    def close(self) -> None:
+        with self._lock:
+            self._ended = True
+            self.changes += 1
+
+    def report(self, text: str) -> None:
+        """Add a note. Printing it would damage the screen."""
+        with self._lock:
+            self._notes.append(text)
+            self.changes += 1
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The last few notes."""
+        with self._lock:
+            return tuple(self._notes)
+
+    @property
+    def kept(self) -> int:
+        """The number of moments kept."""
+        return len(self._moments)
+
+    def snapshot(self, back: int = 0, span: float = float("inf")) -> Snapshot:
+        """The moment ``back`` before the newest, and ``span`` seconds of points up to it."""
+        with self._lock:
+            moment = self._timeline.moment
+            if back:
+                kept = list(self._moments)
+                moment = kept[max(0, len(kept) - 1 - back)] if kept else None
+            points = self._timeline.points()
+            ended, notes = self._ended, tuple(self._notes)
+        if moment is not None:
+            until = moment.sample.when
+            points = {
+                name: [point for point in series if until - span <= point.when <= until]
+                for name, series in points.items()
+            }
+        return Snapshot(moment, points, ended, notes)
+
+
+def _smaller(moment: Moment) -> Moment:
+    return replace(moment, sample=keep_largest_processes(moment.sample, _ROWS_KEPT))
+
+
+class ScreenState:
+    """What the user has chosen with keys (sorting, cache or processes, history, looking back), and its lines."""
+
+    def __init__(self, view: TerminalView) -> None:
+        self.view = view
+        self.sort = "p"
+        self.cache = False
+        self._span = 0
+        self._back = 0
+        self._drawn = -1  # changes of the view that are on the screen
+
+    def sort_by(self, key: str) -> None:
+        """Sort processes by another column."""
+        self.sort, self.cache = key, False
+
+    def toggle_cache(self) -> None:
+        """Show cache entries instead of processes, or processes again."""
+        self.cache = not self.cache
+
+    def next_span(self) -> None:
+        """Show more history; after the longest the shortest."""
+        self._span = (self._span + 1) % len(_SPANS)
+
+    def look_back(self, samples: int) -> None:
+        """Show an older moment, or a newer one for a negative number."""
+        self._back = max(0, min(self._back + samples, self.view.kept - 1))
+
+    def newest(self) -> None:
+        """Show the newest moment."""
+        self._back = 0
+
+    def changed(self) -> bool:
+        """Whether to redraw. An older moment stays on the screen while new ones arrive."""
+        changes = self.view.changes
+        if changes == self._drawn:
+            return False
+        if self._back and self._drawn >= 0:
+            self.look_back(changes - self._drawn)
+        return True
+
+    def lines(self, width: int) -> dict[str, list[Text]]:
+        """The lines of each part of the screen by name; only the head before the first sample."""
+        self._drawn = self.view.changes
+        shown = self.view.snapshot(self._back, _SPANS[self._span][0])
+        moment = shown.moment
+        sample = moment.sample if moment else None
+        parts = {"head": [tui_lines.head_line(sample, self._status(shown), width)]}
+        if moment is None or sample is None:
+            return parts
+        levels = tui_lines.level_by_pool(moment.alarms)
+        processes = counted(len(sample.processes), phrase("{count} process"), phrase("{count} processes"))
+        what = say("cache entries") if self.cache else processes
+        notes = [Text(cut(say("note: {note}", note=note), width)) for note in shown.notes[-_NOTES_SHOWN:]]
+        return {
+            **parts,
+            "pools": [
+                tui_lines.pool_line(pool, shown.points.get(pool.name, ()), levels.get(pool.name), width)
+                for pool in sample.pools
+            ],
+            "alarms": tui_lines.alarm_lines(moment.alarms, width, _ALARMS_SHOWN),
+            "facts": [*tui_lines.fact_lines(sample, width), *notes],
+            "title": [Text(say("{what}; history: {span}", what=what, span=say(_SPANS[self._span][1])))],
+            "table": tui_lines.entry_lines(sample.entries, width)
+            if self.cache
+            else tui_lines.process_lines(sample, self.sort, width),
+        }
+
+    def _status(self, shown: Snapshot) -> str:
+        if self._back:
+            return say("{count} of {all} samples back", count=self._back, all=self.view.kept)
+        return say("ended, press q to quit") if shown.ended else ""
+
+
+def make_app(view: TerminalView, stop: threading.Event) -> App[None]:
+    """The Textual application.
+
+    Its class is defined here because Textual is optional and takes a third of a second to import.
+    """
     from textual.app import App, ComposeResult
     from textual.binding import Binding, BindingType
     from textual.containers import VerticalScroll
     from textual.widgets import Footer, Static
 
     class WatchApp(App[None]):
-        """Redraws when there is a new moment, a key, or another size."""
+        """Redraws on a new moment, a key or a resize; exits when ``stop`` is set."""
 
         CSS = _CSS
         TITLE = "legroom watch"
@@ -278,7 +258,7 @@ def make_app(terminal: TerminalView, stop: threading.Event) -> App[None]:
             Binding("shift+right", "look_back(-60)", show=False, priority=True),
             Binding("end", "newest", show=False, priority=True),
         ]
-        desk = ScreenState(terminal)
+        state = ScreenState(view)
 
         def compose(self) -> ComposeResult:
             yield Static(id="head", markup=False)
@@ -292,45 +272,43 @@ def make_app(terminal: TerminalView, stop: threading.Event) -> App[None]:
 
         def on_mount(self) -> None:
             self.query_one("#lower").focus()
-            self.set_interval(_TICK, self.look)
+            self.set_interval(_TICK, self.check)
             self.redraw()
 
         def on_resize(self) -> None:
             self.redraw()
 
         def action_sort(self, key: str) -> None:
-            self.desk.sort_by(key)
+            self.state.sort_by(key)
             self.redraw()
 
         def action_cache(self) -> None:
-            self.desk.toggle_cache()
+            self.state.toggle_cache()
             self.redraw()
 
         def action_span(self) -> None:
-            self.desk.next_span()
+            self.state.next_span()
             self.redraw()
 
         def action_look_back(self, samples: int) -> None:
-            self.desk.look_back(samples)
+            self.state.look_back(samples)
             self.redraw()
 
         def action_newest(self) -> None:
-            self.desk.newest()
+            self.state.newest()
             self.redraw()
 
-        def look(self) -> None:
-            """What the clock does."""
+        def check(self) -> None:
             if stop.is_set():
                 self.exit()
-            elif self.desk.news():
+            elif self.state.changed():
                 self.redraw()
 
         def redraw(self) -> None:
-            """Everything anew; some thirty lines of text."""
-            for place, lines in self.desk.lines(max(20, self.size.width)).items():
-                if place == "title":
+            for part, lines in self.state.lines(max(20, self.size.width)).items():
+                if part == "title":
                     self.query_one("#lower").border_title = lines[0].plain
                 else:
-                    self.query_one(f"#{place}", Static).update(Text("\n").join(lines))
+                    self.query_one(f"#{part}", Static).update(Text("\n").join(lines))
 
     return WatchApp()

@@ -1,7 +1,4 @@
-"""What the terminal view says, line by line, for a screen of so many columns. Pure.
-
-Covers: bars, history lines, pools, alarms, processes, cache entries, what scripts say. Does not cover: the screen.
-"""
+"""The lines of the full-screen view for a given width: pools, alarms, processes, cache entries. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,45 +13,44 @@ from legroom.model import Alarm, EntryRow, Pool, PoolPoint, ProcessRow, Sample
 from legroom.model.advice import heading, scope_name
 from legroom.monitor.timeline import column_shares
 from legroom.units import format_duration, format_size
-from legroom.words import phrase, say
+from legroom.words import counted, phrase, say
 
-_LEVELS = "▁▂▃▄▅▆▇█"
-_BAR = 16
-_NAME = 6
+_HEIGHTS = "▁▂▃▄▅▆▇█"
+_BAR_WIDTH = 16
+_NAME_WIDTH = 6
 MOST_ROWS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """A column of the processes: its key, what it sorts by, its text."""
+class _ProcessColumn:
+    """A column of the process table."""
 
-    key: str
+    key: str  # sorts by this column
     name: str
     width: int
-    of: Callable[[ProcessRow], int | None]
+    value: Callable[[ProcessRow], int | None]
     text: Callable[[ProcessRow, float], str]
 
 
-def size_or(count: int | None, otherwise: str | None = None) -> str:
-    """A size, or the word for not having it."""
+def _size_or(count: int | None, otherwise: str | None = None) -> str:
+    """A size, or the word to show where it is unknown."""
     if count is not None:
         return format_size(count)
     return say("unknown") if otherwise is None else otherwise
 
 
-COLUMNS = (
-    Column("p", "PSS", 9, lambda row: row.pss, lambda row, _: size_or(row.pss, _pss_missing(row))),
-    Column("a", phrase("PSS age"), 9, lambda row: None, lambda row, clock: _age(row, clock)),
-    Column("m", "RssShmem", 10, lambda row: row.rss_shmem, lambda row, _: size_or(row.rss_shmem)),
-    Column("w", "VmSwap", 9, lambda row: row.swap, lambda row, _: size_or(row.swap)),
-    Column("r", "RSS", 9, lambda row: row.rss, lambda row, _: size_or(row.rss)),
-    Column("g", "GPU", 8, lambda row: row.gpu, lambda row, _: size_or(row.gpu, "–")),
+_COLUMNS = (
+    _ProcessColumn("p", "PSS", 9, lambda row: row.pss, lambda row, _: _size_or(row.pss, _pss_missing(row))),
+    _ProcessColumn("a", phrase("PSS age"), 9, lambda row: None, lambda row, clock: _age(row, clock)),
+    _ProcessColumn("m", "RssShmem", 10, lambda row: row.rss_shmem, lambda row, _: _size_or(row.rss_shmem)),
+    _ProcessColumn("w", "VmSwap", 9, lambda row: row.swap, lambda row, _: _size_or(row.swap)),
+    _ProcessColumn("r", "RSS", 9, lambda row: row.rss, lambda row, _: _size_or(row.rss)),
+    _ProcessColumn("g", "GPU", 8, lambda row: row.gpu, lambda row, _: _size_or(row.gpu, "–")),
 )
-SORTS = tuple(column.key for column in COLUMNS if column.key != "a")
 
 
-def bar(share: float, width: int = _BAR) -> str:
-    """A share as cells; at least one for anything above nothing, and not all of them before it is full."""
+def bar(share: float, width: int = _BAR_WIDTH) -> str:
+    """A share as a bar: at least one cell above 0 %, and not all cells below 100 %."""
     share = min(1.0, max(0.0, share))
     full = round(share * width)
     if 0 < share < 1:
@@ -63,15 +59,15 @@ def bar(share: float, width: int = _BAR) -> str:
 
 
 def history_line(shares: Sequence[float | None]) -> str:
-    """Shares as columns of eight heights; a dot where nothing is known."""
+    """Shares as columns of eight heights; a dot where unknown."""
     return "".join(
-        "·" if share is None else _LEVELS[min(7, max(0, int(min(1.0, share) * 8)))] for share in shares
+        "·" if share is None else _HEIGHTS[min(7, max(0, int(min(1.0, share) * 8)))] for share in shares
     )
 
 
-def pool_line(pool: Pool, dots: Sequence[PoolPoint], level: str | None, width: int) -> Text:
-    """One pool: its bar, its figures, its history in what is left of the width."""
-    line = _begun(f"{pool.name:<{_NAME}}")
+def pool_line(pool: Pool, points: Sequence[PoolPoint], level: str | None, width: int) -> Text:
+    """A pool: bar, figures, and history in the rest of the width."""
+    line = _line(f"{pool.name:<{_NAME_WIDTH}}")
     if pool.size == 0:
         return line.append(say("none"), style="dim")
     share = pool.used_share
@@ -86,19 +82,19 @@ def pool_line(pool: Pool, dots: Sequence[PoolPoint], level: str | None, width: i
     figures = say("{used} of {size}", used=format_size(pool.used), size=format_size(pool.size))
     line.append("  " + left(figures, 18))
     room = width - line.cell_len - 2
-    if room >= 8 and dots:
-        line.append("  " + history_line(column_shares(dots, room)), style="cyan")
+    if room >= 8 and points:
+        line.append("  " + history_line(column_shares(points, room)), style="cyan")
     return line
 
 
 def alarm_lines(alarms: Sequence[Alarm], width: int, most: int) -> list[Text]:
-    """The alarms that stand, the worst first, so many of them."""
+    """Active alarms, the worst first, at most ``most``."""
     if not alarms:
         return [Text(say("no alarms"), style="dim")]
     lines = []
     for alarm in alarms[:most]:
         style = "bold red" if alarm.level == "critical" else "bold yellow"
-        line = _begun(left(heading(alarm.level), 9), style)
+        line = _line(left(heading(alarm.level), 9), style)
         line.append(alarm.message)
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
@@ -110,7 +106,7 @@ def alarm_lines(alarms: Sequence[Alarm], width: int, most: int) -> list[Text]:
 
 
 def fact_lines(sample: Sample, width: int) -> list[Text]:
-    """The kernel's word, the script's, the cache's: a line each, where there is something to say."""
+    """What the kernel, the script and the cache report, a line each; empty ones are left out."""
     counts = sample.events
     kernel = [
         say("swap {into}/s in, {out}/s out", into=_rate(sample.swap_in), out=_rate(sample.swap_out)),
@@ -124,19 +120,19 @@ def fact_lines(sample: Sample, width: int) -> list[Text]:
     script = [] if said.phase is None else [_printable(said.phase)]
     if said.steps is not None:
         rate = said.steps_per_second
-        script.append(say("{count} steps", count=said.steps))
+        script.append(counted(said.steps, phrase("{count} step"), phrase("{count} steps")))
         script.append(say("unknown steps/s") if rate is None else say("{rate:.2f} steps/s", rate=rate))
-    holds = [f"{_printable(name)} {format_size(size)}" for name, size in said.components.items()]
+    components = [f"{_printable(name)} {format_size(size)}" for name, size in said.components.items()]
     lines = [
         (say("kernel"), kernel),
         (say("script"), script),
-        (say("holds"), holds),
+        (say("memory"), components),
         (say("cache"), _cache_summary(sample.entries)),
     ]
     found = []
     for name, words in lines:
         if words:
-            line = _begun(left(name, _NAME + 1))
+            line = _line(left(name, _NAME_WIDTH + 1))
             line.append(" · ".join(words))
             line.truncate(width, overflow="ellipsis")
             found.append(line)
@@ -144,15 +140,15 @@ def fact_lines(sample: Sample, width: int) -> list[Text]:
 
 
 def process_lines(sample: Sample, sort: str, width: int) -> list[Text]:
-    """A heading and the processes, those that hold most first; what is not known sorts last."""
-    shown = [column for column in COLUMNS if column.key != "g" or _has_cards(sample)]
+    """A heading and the processes, the largest first; unknown sorts last."""
+    shown = [column for column in _COLUMNS if column.key != "g" or _has_gpus(sample)]
     sorting = next((column for column in shown if column.key == sort), shown[0])
     head = Text(f"{'pid':>7}", no_wrap=True, style="bold")
     for column in shown:
         name = ("▾" if column is sorting else "") + say(column.name)
         head.append(right(name, column.width), style="reverse" if column is sorting else "")
     head.append("  " + say("command"))
-    rows = sorted(sample.processes, key=lambda row: _place(sorting.of(row), row.pid))
+    rows = sorted(sample.processes, key=lambda row: _sort_key(sorting.value(row), row.pid))
     lines = [head]
     for row in rows[:MOST_ROWS]:
         line = Text(f"{row.pid:>7}", no_wrap=True)
@@ -169,12 +165,12 @@ def process_lines(sample: Sample, sort: str, width: int) -> list[Text]:
 
 
 def entry_lines(entries: Sequence[EntryRow] | None, width: int) -> list[Text]:
-    """The shared cache."""
+    """The entries of the shared cache."""
     if not entries:
-        return [Text(say("not looked at") if entries is None else say("no cache entries"), style="dim")]
+        return [Text(say("cache not read") if entries is None else say("no cache entries"), style="dim")]
     lines = [
         Text(
-            f"{right(say('bytes'), 10)}  {left(say('kept in'), 8)} {left(say('in use'), 8)} {say('source')}",
+            f"{right(say('bytes'), 10)}  {left(say('stored in'), 8)} {left(say('in use'), 8)} {say('source')}",
             style="bold",
             no_wrap=True,
         )
@@ -188,45 +184,45 @@ def entry_lines(entries: Sequence[EntryRow] | None, width: int) -> list[Text]:
     return lines
 
 
-def head_line(sample: Sample | None, note: str, width: int) -> Text:
-    """What is watched, and when this was."""
-    line = _begun("legroom watch")
+def head_line(sample: Sample | None, status: str, width: int) -> Text:
+    """What is watched, and the time of the sample."""
+    line = _line("legroom watch")
     stamp = "" if sample is None else time.strftime("%H:%M:%S", time.localtime(sample.when))
-    end = f"{note}  {stamp}" if note else stamp
+    end = f"{status}  {stamp}" if status else stamp
     room = width - line.cell_len - cells(end) - 4
     what = say("waiting for the first sample") if sample is None else _printable(sample.watched)
     if room > 3:
         shown = Text(f"  {what}", no_wrap=True)
         shown.truncate(room + 2, overflow="ellipsis")
         line.append_text(shown)
-    line.append(" " * max(2, width - line.cell_len - cells(end)) + end, style="bold" if note else "")
+    line.append(" " * max(2, width - line.cell_len - cells(end)) + end, style="bold" if status else "")
     line.truncate(width)
     return line
 
 
-def worst_by_pool(alarms: Sequence[Alarm]) -> Mapping[str, str]:
-    """The worst level that stands for each pool."""
-    worst: dict[str, str] = {}
+def level_by_pool(alarms: Sequence[Alarm]) -> Mapping[str, str]:
+    """The worst level of the active alarms of each pool."""
+    levels: dict[str, str] = {}
     for alarm in alarms:
-        if alarm.pool is not None and worst.get(alarm.pool) != "critical":
-            worst[alarm.pool] = alarm.level
-    return worst
+        if alarm.pool is not None and levels.get(alarm.pool) != "critical":
+            levels[alarm.pool] = alarm.level
+    return levels
 
 
-def _begun(name: str, style: str = "bold") -> Text:
-    """A line that begins with a name; what is appended is plain."""
+def _line(name: str, style: str = "bold") -> Text:
+    """A line that starts with a styled name."""
     return Text(no_wrap=True).append(name, style=style)
 
 
 def _cache_summary(entries: Sequence[EntryRow] | None) -> list[str]:
     if not entries:
         return []
-    held = format_size(sum(entry.bytes for entry in entries))
+    size = format_size(sum(entry.bytes for entry in entries))
     used = sum(entry.in_use is True for entry in entries)
     return [
-        say("{count} entries", count=len(entries)),
-        held,
-        say("{used} in use (c shows them)", used=used),
+        counted(len(entries), phrase("{count} entry"), phrase("{count} entries")),
+        size,
+        say("{used} in use (press c to list)", used=used),
     ]
 
 
@@ -245,14 +241,14 @@ def _age(row: ProcessRow, clock: float) -> str:
     return f"{seconds} s" if seconds < 60 else format_duration(seconds - seconds % 60)
 
 
-def _has_cards(sample: Sample) -> bool:
+def _has_gpus(sample: Sample) -> bool:
     return any(pool.name.startswith("gpu") and pool.size for pool in sample.pools)
 
 
-def _place(value: int | None, pid: int) -> tuple[bool, int, int]:
+def _sort_key(value: int | None, pid: int) -> tuple[bool, int, int]:
     return value is None, -(value or 0), pid
 
 
 def _printable(text: str) -> str:
-    """A process can be called anything, and a screen must not be driven by it."""
+    """A process can have any name; control characters must not reach the terminal."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)

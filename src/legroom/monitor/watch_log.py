@@ -1,9 +1,7 @@
-"""Moments as JSON objects, there and back.
+"""The log of a watch: one JSON object (``legroom.watch/1``) per line, written, appended and read back.
 
-Covers: ``legroom.watch/1``, one object a line. Does not cover: files (log.py, replay.py).
-
-The names are those of the records in model.sample; ``alarms`` is added. Readers leave fields alone that they do not
-know, and take a missing one for its default where it has one.
+Fields have the names of the records in model.sample, plus ``alarms``. Readers ignore unknown fields and use the default
+of a missing one. A kill at any time costs at most the line being written.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from typing import Any, TypeVar
 from legroom.errors import DamagedSource, UnreadableSource, UsageError
 from legroom.model import (
     Alarm,
+    Annotations,
     EntryRow,
     Mark,
     MemoryEvents,
@@ -25,15 +24,15 @@ from legroom.model import (
     Pool,
     Pressure,
     ProcessRow,
-    Said,
     Sample,
 )
-from legroom.words import say
+from legroom.words import counted, phrase, say
 
 SCHEMA = "legroom.watch/1"
 Record = TypeVar("Record")
 
-_PLAIN: dict[str, tuple[type, ...]] = {
+_LONGEST_LINE = 32 << 20  # bytes; a thousand processes take 300 kB
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),
     "str": (str,),
@@ -42,17 +41,103 @@ _PLAIN: dict[str, tuple[type, ...]] = {
 }
 
 
+class WatchLog:
+    """Appends moments to a file. A write error is reported once; the watch continues without the log."""
+
+    def __init__(self, path: str | os.PathLike[str], report: Callable[[str], object]) -> None:
+        self.path = Path(path)
+        self._report = report
+        try:
+            # Unbuffered and appending: a line is one write, also when another process appends.
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+        except OSError as problem:
+            raise UsageError(
+                say("cannot write the log {path}", path=self.path),
+                why=problem.strerror or str(problem),
+                fix=(say("choose a file in an existing directory that you can write to"),),
+            ) from problem
+        try:
+            if _ends_without_newline(self.path):
+                self._file.write(b"\n")  # a watch was killed during a write; its partial line stays separate
+        except OSError:
+            pass  # a pipe or a device cannot be read
+
+    def show(self, moment: Moment) -> None:
+        if self._file.closed:
+            return
+        try:
+            line = memoryview(json_line(moment).encode("utf-8", "replace") + b"\n")
+            while line:
+                line = line[self._file.write(line) or 0 :]
+        except OSError as problem:
+            self._file.close()
+            self._report(
+                say(
+                    "cannot write to {path} ({why}); the watch continues without a log",
+                    path=self.path,
+                    why=problem.strerror or problem,
+                )
+            )
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_samples(path: str | os.PathLike[str], report: Callable[[str], object]) -> Iterator[Sample]:
+    """The samples of a log, one at a time. Unreadable lines are counted and reported at the end."""
+    name = os.fspath(path)
+    try:
+        file = open(path, "rb")  # noqa: SIM115
+    except OSError as problem:
+        raise UnreadableSource(
+            say("cannot read the log {path}", path=name),
+            why=problem.strerror or str(problem),
+            fix=(say("pass a file written by legroom watch --log"),),
+        ) from problem
+    unreadable, truncated, found = 0, False, 0
+    why = say("the file is empty")
+    with file:
+        while line := _next_line(file.readline):
+            try:
+                sample = parse_sample(json.loads(line))
+            except (ValueError, RecursionError) as problem:
+                if not line.strip():
+                    continue
+                truncated = not line.endswith(b"\n")  # only the last line can have no end
+                unreadable += 1
+                if found == 0 and unreadable == 1:
+                    text = str(problem) if isinstance(problem, InvalidRecord) else say("not JSON")
+                    why = say("line 1: {problem}", problem=text)
+                if found == 0 and not truncated and unreadable > 1:
+                    break  # two lines and neither is a record: another kind of file
+                continue
+            found += 1
+            yield sample
+    if not found:
+        raise DamagedSource(
+            say("{path} is not a log of legroom watch", path=name),
+            why=why,
+            fix=(say("pass a file written by legroom watch --log (lines of {schema})", schema=SCHEMA),),
+        )
+    if truncated:
+        unreadable -= 1
+        report(say("skipped the last line of {path}: it is incomplete", path=name))
+    if unreadable:
+        lines = counted(unreadable, phrase("{count} line"), phrase("{count} lines"))
+        report(say("skipped {lines} of {path}: not readable", lines=lines, path=name))
+
+
 class InvalidRecord(ValueError):
-    """An object that is no moment; the text says what is wrong with it."""
+    """The object is not a moment; the message names the field."""
 
 
 def json_line(moment: Moment) -> str:
-    """The moment as one line of JSON, without its end."""
+    """The moment as one line of JSON, without the newline."""
     return json.dumps(moment_object(moment), ensure_ascii=False, separators=(",", ":"))
 
 
 def moment_object(moment: Moment) -> dict[str, Any]:
-    """The moment as other programs read it."""
+    """The moment as a JSON object."""
     sample = moment.sample
     return {
         "schema": SCHEMA,
@@ -73,17 +158,17 @@ def moment_object(moment: Moment) -> dict[str, Any]:
 
 
 def alarm_object(alarm: Alarm) -> dict[str, Any]:
-    """An alarm as other programs read it."""
+    """The alarm as a JSON object."""
     return {**_flat(alarm), "evidence": dict(alarm.evidence), "pids": list(alarm.pids)}
 
 
 def parse_sample(data: object) -> Sample:
-    """The sample of such an object; NotARecord where it is none."""
+    """The sample of a JSON object; InvalidRecord where it is not one."""
     if not isinstance(data, dict):
         raise InvalidRecord(say("not an object"))
     if data.get("schema") != SCHEMA:
         raise InvalidRecord(
-            say("its schema is {schema!r}, not {ours!r}", schema=data.get("schema"), ours=SCHEMA)
+            say("schema must be {expected!r} (got {schema!r})", schema=data.get("schema"), expected=SCHEMA)
         )
     said = _object(data, "said", {})
     entries = data.get("entries")
@@ -96,10 +181,10 @@ def parse_sample(data: object) -> Sample:
             "pressure": tuple(_build(Pressure, one) for one in _array(data, "pressure")),
             "events": _build(MemoryEvents, _object(data, "events")),
             "said": _build(
-                Said,
+                Annotations,
                 {
                     **said,
-                    "components": _amounts(_object(said, "components", {})),
+                    "components": _components(_object(said, "components", {})),
                     "marks": tuple(_build(Mark, one) for one in _array(said, "marks", [])),
                 },
             ),
@@ -115,31 +200,30 @@ def _flat(record: Any) -> dict[str, Any]:
     return {one.name: getattr(record, one.name) for one in fields(record)}
 
 
-def _build(kind: type[Record], data: object) -> Record:
+def _build(record: type[Record], data: object) -> Record:
     if not isinstance(data, dict):
-        raise InvalidRecord(say("a {kind} that is no object", kind=kind.__name__))
+        raise InvalidRecord(say("{name} must be an object", name=record.__name__))
     values = {}
-    for one in fields(kind):  # type: ignore[arg-type]
+    for one in fields(record):  # type: ignore[arg-type]
         if one.name in data:
-            values[one.name] = _checked(kind.__name__, one, data[one.name])
+            values[one.name] = _checked(record.__name__, one, data[one.name])
         elif one.default is MISSING and one.default_factory is MISSING:
-            raise InvalidRecord(say("a {kind} without {name}", kind=kind.__name__, name=one.name))
-    return kind(**values)
+            raise InvalidRecord(say("{name} is missing", name=f"{record.__name__}.{one.name}"))
+    return record(**values)
 
 
 def _checked(owner: str, one: Field[Any], value: Any) -> Any:
-    kinds = [_PLAIN.get(part) for part in str(one.type).split(" | ")]
-    if None in kinds:  # a record of its own, built already
+    groups = [_JSON_TYPES.get(part) for part in str(one.type).split(" | ")]
+    if None in groups:  # a nested record, built already
         return value
-    wanted = tuple(kind for group in kinds if group for kind in group)
-    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+    allowed = tuple(kind for group in groups if group for kind in group)
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
         raise InvalidRecord(
             say(
-                "{owner}.{name} is {value!r}, not {type}",
-                owner=owner,
-                name=one.name,
-                value=value,
+                "{name} must be {type} (got {value!r})",
+                name=f"{owner}.{one.name}",
                 type=one.type,
+                value=value,
             )
         )
     return value
@@ -148,66 +232,24 @@ def _checked(owner: str, one: Field[Any], value: Any) -> Any:
 def _array(data: dict[str, Any], name: str, default: list[Any] | None = None) -> list[Any]:
     value = data.get(name, default)
     if not isinstance(value, list):
-        raise InvalidRecord(say("{name} is no list", name=name))
+        raise InvalidRecord(say("{name} must be a list", name=name))
     return value
 
 
 def _object(data: dict[str, Any], name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
     value = data.get(name, default)
     if not isinstance(value, dict):
-        raise InvalidRecord(say("{name} is no object", name=name))
+        raise InvalidRecord(say("{name} must be an object", name=name))
     return value
 
 
-def _amounts(data: dict[str, Any]) -> dict[str, int]:
+def _components(data: dict[str, Any]) -> dict[str, int]:
     if not all(isinstance(value, int) for value in data.values()):
-        raise InvalidRecord(say("components are not whole numbers of bytes"))
+        raise InvalidRecord(say("components must be integers (bytes)"))
     return data
 
 
-class WatchLog:
-    """Appends to a file. Trouble on the way (a full disk) is told once; watching goes on without the log."""
-
-    def __init__(self, path: str | os.PathLike[str], tell: Callable[[str], object]) -> None:
-        self.path = Path(path)
-        self._tell = tell
-        try:
-            # Unbuffered and appending: a line is one write, whoever else appends to the file.
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
-        except OSError as problem:
-            raise UsageError(
-                say("cannot write the log {path}", path=self.path),
-                why=problem.strerror or str(problem),
-                fix=(say("name a file in a directory that exists and is yours to write in"),),
-            ) from problem
-        try:
-            if _ends_in_the_middle(self.path):
-                self._file.write(b"\n")  # a watch was killed while it wrote; its half line stays its own
-        except OSError:
-            pass  # a pipe or a device: nothing to look at
-
-    def show(self, moment: Moment) -> None:
-        if self._file.closed:
-            return
-        try:
-            line = memoryview(json_line(moment).encode("utf-8", "replace") + b"\n")
-            while line:
-                line = line[self._file.write(line) or 0 :]
-        except OSError as problem:
-            self._file.close()
-            self._tell(
-                say(
-                    "cannot write to {path} any more ({why}); watching goes on without a log",
-                    path=self.path,
-                    why=problem.strerror or problem,
-                )
-            )
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _ends_in_the_middle(path: Path) -> bool:
+def _ends_without_newline(path: Path) -> bool:
     with open(path, "rb") as file:
         if file.seek(0, os.SEEK_END) == 0:
             return False
@@ -215,60 +257,11 @@ def _ends_in_the_middle(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-_LONGEST = 32 << 20  # bytes of a line: a thousand processes take 300 kB
-
-
-def read_samples(path: str | os.PathLike[str], tell: Callable[[str], object]) -> Iterator[Sample]:
-    """The samples of a log; what had to be left out is told at the end. A file that is no log is an error."""
-    name = os.fspath(path)
-    try:
-        file = open(path, "rb")  # noqa: SIM115
-    except OSError as problem:
-        raise UnreadableSource(
-            say("cannot read the log {path}", path=name),
-            why=problem.strerror or str(problem),
-            fix=(say("give a file that legroom watch --log wrote"),),
-        ) from problem
-    left_out, cut, found = 0, False, 0
-    trouble = say("it is empty")
-    with file:
-        while raw := _line(file.readline):
-            try:
-                sample = parse_sample(json.loads(raw))
-            except (ValueError, RecursionError) as problem:
-                if not raw.strip():
-                    continue
-                cut = not raw.endswith(b"\n")  # only the last line has no end
-                left_out += 1
-                if found == 0 and left_out == 1:
-                    trouble = say("line 1: {problem}", problem=_words(problem))
-                if found == 0 and not cut and left_out > 1:
-                    break  # two lines and neither is ours: it is something else
-                continue
-            found += 1
-            yield sample
-    if not found:
-        raise DamagedSource(
-            say("{path} is not the log of a watch", path=name),
-            why=trouble,
-            fix=(say("give a file that legroom watch --log wrote: lines of {schema}", schema=SCHEMA),),
-        )
-    if cut:
-        left_out -= 1
-        tell(say("the last line of {path} was cut short and is left out", path=name))
-    if left_out:
-        tell(say("{count} line(s) of {path} could not be read and are left out", count=left_out, path=name))
-
-
-def _line(readline: Callable[[int], bytes]) -> bytes:
-    """The next line; of one that is too long only its beginning, the rest is passed over."""
-    line = readline(_LONGEST)
+def _next_line(readline: Callable[[int], bytes]) -> bytes:
+    """The next line; of one that is too long only the beginning."""
+    line = readline(_LONGEST_LINE)
     rest = line
-    while rest and not rest.endswith(b"\n") and len(rest) == _LONGEST:
-        rest = readline(_LONGEST)
+    while rest and not rest.endswith(b"\n") and len(rest) == _LONGEST_LINE:
+        rest = readline(_LONGEST_LINE)
         line = line[:1024] + b"\n"
     return line
-
-
-def _words(problem: Exception) -> str:
-    return str(problem) if isinstance(problem, InvalidRecord) else say("not JSON")

@@ -1,9 +1,6 @@
-"""Samples become moments, and every output gets each of them.
+"""The loop of a watch: take samples at the interval, evaluate alarms, pass each moment to every output.
 
-Covers: sampling at an even pace, judging, handing on. Does not cover: where moments go (one file an output).
-
-This is the seam: whatever shows or keeps a watch is an Output, and whatever gives samples (the sampler, a log that
-is replayed, a test) can be the source.
+Samples come from the sampler, a replayed log or a test. Anything that shows or stores a watch is an Output.
 """
 
 from __future__ import annotations
@@ -21,12 +18,12 @@ from legroom.monitor.alarms import AlarmTracker
 from legroom.monitor.sample_history import History
 from legroom.words import say
 
-_MOST_WAITING = 256  # moments that wait for a slow output
-_LAST_WAIT = 2.0  # seconds for what is not yet written, once the watch was told to stop
+_MOST_WAITING = 256  # moments queued for a slow output
+_LAST_WAIT = 2.0  # seconds for unwritten output once the watch is stopped
 
 
 class Output(Protocol):
-    """Something that shows or keeps moments. The next sample waits for it: what may block goes into InBackground."""
+    """Shows or stores moments. The next sample waits for ``show``; wrap one that may block in BackgroundOutput."""
 
     def show(self, moment: Moment) -> None: ...
 
@@ -34,21 +31,18 @@ class Output(Protocol):
 
 
 class MomentStream:
-    """Moments, from any source of samples; ``history`` is what has been seen so far."""
+    """Samples with the alarms that they raise; ``history`` holds the samples so far, in bounded memory."""
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self._samples = samples
-        self._watchman = AlarmTracker()
+        self._alarms = AlarmTracker()
 
     @property
     def history(self) -> History:
-        """Everything seen so far, in bounded memory."""
-        return self._watchman.history
+        return self._alarms.history
 
     def __iter__(self) -> Iterator[Moment]:
-        for sample in self._samples:
-            self._watchman.history.add(sample)
-            yield self._watchman.judge()
+        return map(self._alarms.add, self._samples)
 
 
 def sample_periodically(
@@ -57,121 +51,124 @@ def sample_periodically(
     stop: threading.Event,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Sample]:
-    """A sample at every beat until there is none, or ``stop`` is set; a beat that was missed is left out."""
-    beat = clock()
+    """Take a sample at every interval until ``take`` returns None or ``stop`` is set. Skip missed intervals."""
+    due = clock()
     while not stop.is_set():
         sample = take()
         if sample is None:
             return
         yield sample
         now = clock()
-        beat += interval
-        if beat < now:  # too slow, or the machine slept
-            beat = now + interval - (now - beat) % interval
-        stop.wait(beat - now)
+        due += interval
+        if due < now:  # too slow, or the machine slept
+            due = now + interval - (now - due) % interval
+        stop.wait(due - now)
+
+
+def feed_outputs(moments: Iterable[Moment], outputs: Sequence[Output]) -> Moment | None:
+    """Show every moment to every output; close the outputs at the end, also after an error. Returns the last moment."""
+    last = None
+    with ExitStack() as closing:
+        for output in outputs:
+            closing.callback(output.close)
+        for last in moments:
+            for output in outputs:
+                output.show(last)
+    return last
 
 
 class BackgroundOutput:
-    """An output whose writes may block (a pipe that is not read, a hung disk), shown from a thread of its own.
+    """Runs an output whose writes may block (a pipe without a reader, a hung disk) in its own thread.
 
-    Up to ``_MOST_WAITING`` moments wait; further ones are left out and counted, and the other outputs go on. What the
-    output raises is raised again by the next ``show`` or by ``close``. ``close`` waits for what is still to be
-    written; once ``stop`` is set it gives that two seconds, so that a signal always ends the watch.
+    Moments beyond ``_MOST_WAITING`` are dropped and counted. An exception of the output is raised by the next ``show``
+    or by ``close``. ``close`` waits for what is queued; once ``stop`` is set it waits two seconds, so that a signal
+    always ends the watch.
     """
 
-    def __init__(self, output: Output, stop: threading.Event, tell: Callable[[str], object]) -> None:
-        self._output, self._stop, self._tell = output, stop, tell
-        self._waiting: queue.Queue[Moment | None] = queue.Queue(_MOST_WAITING)
-        self._trouble: BaseException | None = None
-        self._left_out = 0
+    def __init__(self, output: Output, stop: threading.Event, report: Callable[[str], object]) -> None:
+        self._output, self._stop, self._report = output, stop, report
+        self._queue: queue.Queue[Moment | None] = queue.Queue(_MOST_WAITING)
+        self._error: BaseException | None = None
+        self._dropped = 0
         self._thread = threading.Thread(target=self._work, name="legroom-output", daemon=True)
         self._thread.start()
 
     def show(self, moment: Moment) -> None:
         self._raise()
         try:
-            self._waiting.put_nowait(moment)
+            self._queue.put_nowait(moment)
         except queue.Full:
-            self._left_out += 1
+            self._dropped += 1
             return
-        if self._left_out:
-            self._tell(
-                say(
-                    "{count} samples were left out: the output was not read fast enough", count=self._left_out
-                )
+        if self._dropped:
+            self._report(
+                say("{count} samples dropped: the output is not read fast enough", count=self._dropped)
             )
-            self._left_out = 0
+            self._dropped = 0
 
     def close(self) -> None:
         deadline: float | None = None
-        told = False
+        end_queued = False
         while self._thread.is_alive():
-            if not told:
+            if not end_queued:
                 try:
-                    self._waiting.put_nowait(None)
-                    told = True
+                    self._queue.put_nowait(None)
+                    end_queued = True
                 except queue.Full:
                     pass
             if self._stop.is_set():
                 now = time.monotonic()
                 deadline = now + _LAST_WAIT if deadline is None else deadline
                 if now >= deadline:
-                    return  # the thread is a daemon's: it ends with the process
+                    return  # a daemon thread ends with the process
             self._thread.join(0.05)
         self._raise()
 
     def _work(self) -> None:
         try:
             try:
-                while (moment := self._waiting.get()) is not None:
+                while (moment := self._queue.get()) is not None:
                     self._output.show(moment)
             finally:
                 self._output.close()
-        except BaseException as problem:
-            self._trouble = problem
+        except BaseException as error:
+            self._error = error
 
     def _raise(self) -> None:
-        if self._trouble is not None:
-            trouble, self._trouble = self._trouble, None
-            raise trouble
-
-
-def feed_outputs(stream: Iterable[Moment], outputs: Sequence[Output]) -> Moment | None:
-    """Hand every moment to every output, and close them at the end whatever ends it; the last moment."""
-    last = None
-    with ExitStack() as closing:
-        for output in outputs:
-            closing.callback(output.close)
-        for last in stream:
-            for output in outputs:
-                output.show(last)
-    return last
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
 
 class StopEvent(threading.Event):
-    """An event that a signal handler may set; it is never cleared."""
+    """An event that a signal handler may set; it is never cleared.
+
+    ``threading.Event.set`` takes the lock that ``wait`` holds. A signal handler runs in the main thread between any two
+    instructions, so setting an event for which its own thread is about to wait can deadlock: measured, one Ctrl-C in
+    twelve right after a line was written. A bare lock may be released at any point.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._done = False
-        self._shut = _thread.allocate_lock()
-        self._shut.acquire()
+        self._locked = _thread.allocate_lock()
+        self._locked.acquire()
 
     def is_set(self) -> bool:
         return self._done
 
     def set(self) -> None:
         self._done = True
-        self._open()
+        self._unlock()
 
     def wait(self, timeout: float | None = None) -> bool:
-        # Not a queue.SimpleQueue: one that a signal interrupted at the end of its timeout was seen to wait for ever.
-        if not self._done and self._shut.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-            self._open()  # for whoever else waits
+        # Not a queue.SimpleQueue: interrupted by a signal at the end of its timeout, one was seen to wait for ever.
+        if not self._done and self._locked.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            self._unlock()  # for other waiting threads
         return self._done
 
-    def _open(self) -> None:
+    def _unlock(self) -> None:
         try:
-            self._shut.release()
-        except RuntimeError:  # it is open: it was set before, or a handler came between
+            self._locked.release()
+        except RuntimeError:  # released already: set before, or by a handler in between
             pass

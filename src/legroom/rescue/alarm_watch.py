@@ -29,14 +29,14 @@ class AlarmWatch:
 
     readings: Readings
     raised: deque[Alarm] = field(default_factory=lambda: deque(maxlen=_MOST_KEPT))
-    _watchman: AlarmTracker = field(default_factory=AlarmTracker)
+    _alarms: AlarmTracker = field(default_factory=AlarmTracker)
     _born: dict[int, float | None] = field(default_factory=dict)
     _swap: SwapCounters | None = None
 
     def look(self, reading: Reading) -> tuple[Alarm, ...]:
         """Those that begin, or turn critical, with this reading; ``since`` says when, from the job's start."""
-        self._watchman.history.add(self._sample(reading))
-        begun = tuple(replace(alarm, since=reading.when) for alarm in self._watchman.judge().begun)
+        moment = self._alarms.add(self._sample(reading))
+        begun = tuple(replace(alarm, since=reading.when) for alarm in moment.begun)
         self.raised.extend(begun)
         return begun
 

@@ -66,7 +66,7 @@ def test_a_log_is_written_and_replayed(tmp_path: Path, capsys: pytest.CaptureFix
     with open(log, "ab") as file:
         file.write(b'{"schema":"legroom.wat')
     status, out, err = _run(capsys, "--replay", log, "--json")
-    assert status == 0 and len(out.splitlines()) == 2 and "cut short" in err
+    assert status == 0 and len(out.splitlines()) == 2 and "incomplete" in err
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from monitor_samples import GB, MB, codes, moments, pool, row, sample
 
 from legroom.model import MemoryEvents, Moment, Pool, Pressure, ProcessRow, Sample
-from legroom.monitor.alarms import AlarmTracker, raised_alarms
+from legroom.monitor.alarms import raised_alarms
 from legroom.monitor.sample_history import History
 
 
@@ -159,15 +159,13 @@ def test_a_kill_names_who_is_gone_and_one_elsewhere_is_not_claimed() -> None:
     for after in (0, None):
         elsewhere = _run([at(0, 0, 5, True), at(1, after, 6, False)])[-1].begun
         assert [(a.code, a.level) for a in elsewhere] == [("oom-kill", "warning")]
-        assert "may have been another process" in elsewhere[0].message
+        assert "another process may have been killed" in elsewhere[0].message
     # A kill elsewhere while everything watched is still there is none of ours.
     assert _run([at(0, 0, 5, True), at(1, 0, 6, True)])[-1].alarms == ()
 
 
-def test_speaking_is_pure() -> None:
+def test_rules_are_pure() -> None:
     history = History()
     for n in range(50):
         history.add(sample(n, pool("shm", 100 * MB, 90 * MB)))
     assert raised_alarms(history) == raised_alarms(history)
-    with pytest.raises(ValueError, match="no sample"):
-        AlarmTracker().judge()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from monitor_samples import GB, MB, moments, pool, row, sample
 
 from legroom.errors import DamagedSource, UnreadableSource, UsageError
-from legroom.model import EntryRow, Mark, Moment, Pressure, Said, Sample
+from legroom.model import Annotations, EntryRow, Mark, Moment, Pressure, Sample
 from legroom.monitor.watch_log import (
     InvalidRecord,
     WatchLog,
@@ -41,7 +41,7 @@ def _full(clock: float = 5.0) -> Sample:
             ),
         ),
         pressure=(Pressure("cgroup", 1.5, 2.5, 0.0, 0.0, "memory.pressure"),),
-        said=Said({"model": 5, "data": 6}, "epoch 3", (Mark(1.0, "epoch 3"),), 12, 0.5),
+        said=Annotations({"model": 5, "data": 6}, "epoch 3", (Mark(1.0, "epoch 3"),), 12, 0.5),
         entries=(EntryRow("abc", "/data/x.h5", "shm", GB, True),),
         swap_in=None,
         notes=("a note",),
@@ -111,7 +111,7 @@ def test_a_log_cut_anywhere_gives_what_is_whole(tmp_path: Path, seed: int) -> No
     on_the_edge = cut + 1 in ends  # only the line's end is missing: the line itself is whole
     assert list(read_samples(path, told.append)) == made[: kept + on_the_edge]
     if cut not in ends and not on_the_edge:
-        assert told == [f"the last line of {path} was cut short and is left out"]
+        assert told == [f"skipped the last line of {path}: it is incomplete"]
     # The next watch appends; only the half line is lost.
     more = _write(path, 2, first=50)
     told.clear()
@@ -122,7 +122,7 @@ def test_a_log_cut_anywhere_gives_what_is_whole(tmp_path: Path, seed: int) -> No
 @pytest.mark.parametrize(
     ("content", "why"),
     [(b"", "empty"), (b"\n\n", "empty"), (b"hello\nworld\n", "not JSON"), (b"\x89PNG\r\n\x00\xff" * 99, "not JSON"),
-     (b'{"schema": "legroom.watch/2"}\n', "legroom.watch/2"), (b'{"a": 1}\n{"b": 2}\n', "schema is None"),
+     (b'{"schema": "legroom.watch/2"}\n', "legroom.watch/2"), (b'{"a": 1}\n{"b": 2}\n', "schema must be"),
      (b'{"schema":"legroom.watch/1"}', "pools"), (b"[" * 100_000, "not JSON")],
 )  # fmt: skip
 def test_a_file_that_is_no_log_is_said_to_be_none(tmp_path: Path, content: bytes, why: str) -> None:
@@ -136,7 +136,7 @@ def test_a_file_that_is_no_log_is_said_to_be_none(tmp_path: Path, content: bytes
 def test_a_line_without_end_is_passed_over_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("legroom.monitor.watch_log._LONGEST", 4096)
+    monkeypatch.setattr("legroom.monitor.watch_log._LONGEST_LINE", 4096)
     path = tmp_path / "run.jsonl"
     made = _write(path, 1)
     with path.open("ab") as file:

@@ -20,7 +20,7 @@ from monitor_samples import GB, MB, moments, pool, row, sample
 
 from legroom.columns import cells
 from legroom.errors import CannotListen, UsageError
-from legroom.model import EntryRow, Mark, MemoryEvents, Moment, Pool, Pressure, Said
+from legroom.model import Annotations, EntryRow, Mark, MemoryEvents, Moment, Pool, Pressure
 from legroom.monitor.http_server import parse_address
 from legroom.monitor.notify import Notifier, command_sender, webhook_sender
 from legroom.monitor.prometheus import METRICS, MOST_PROCESSES, Prometheus, Totals, metrics_text
@@ -43,7 +43,7 @@ def _moment() -> Moment:
                 ),
                 pressure=(Pressure("machine", 50.0, 0, 25.0, 0, "x"),),
                 events=MemoryEvents(1, 2, 3, "cgroup", "memory.events"),
-                said=Said({"model": 5}, "epoch 1", (), 7, 1.0),
+                said=Annotations({"model": 5}, "epoch 1", (), 7, 1.0),
                 entries=(EntryRow("abc", "/data/x.h5", "shm", GB, True),),
                 swap_in=1.0,
                 swap_out=2.0,
@@ -296,7 +296,7 @@ def test_what_an_alarm_says_is_never_part_of_the_command(tmp_path: Path) -> None
 def test_a_command_that_fails_is_told(tmp_path: Path) -> None:
     told: list[str] = []
     _carry(Notifier(command_sender("exit 3"), told.append))
-    assert len(told) == 2 and "ended with 3" in told[0]
+    assert len(told) == 2 and "exited with status 3" in told[0]
     with pytest.raises(UsageError):
         command_sender("  ")
 
@@ -365,7 +365,7 @@ def test_lines_say_samples_alarms_marks_and_a_summary() -> None:
             pool("shm", 100 * MB, (90 if n < 3 else 10) * MB),
             pool("swap", 0, 0),
             processes=(row(7, rss=GB),),
-            said=Said({"model": MB}, "epoch 1", (Mark(0.0, "epoch 1"),) if n == 0 else (), 5, 2.5),
+            said=Annotations({"model": MB}, "epoch 1", (Mark(0.0, "epoch 1"),) if n == 0 else (), 5, 2.5),
         )
         for n in range(30)
     ]
@@ -378,7 +378,7 @@ def test_lines_say_samples_alarms_marks_and_a_summary() -> None:
     assert (
         "shm 90% of 100 MB" in text and "largest 7 python train.py 7 1 GB" in text and "2.50 steps/s" in text
     )
-    assert text.count("WARNING shm-nearly-full") == 1 and text.count("over after") == 1
+    assert text.count("WARNING shm-nearly-full") == 1 and text.count("ended after") == 1
     assert told[-1].startswith("watched for 29 s; peaks: shm 90 MB of 100 MB") and told[-1].endswith(
         "1 alarm"
     )
@@ -406,7 +406,7 @@ def test_lines_fit_a_terminal_and_say_the_most_that_fits() -> None:
         0.0,
         *(pool(name, 100 * GB, 42 * GB) for name in ("shm", "ram", "swap", "gpu0", "disk")),
         processes=tuple(row(pid, rss=pid * GB, command=command) for pid in range(1, 9)),
-        said=Said({"model": MB}, "epoch 1", (), 5, 2.5),
+        said=Annotations({"model": MB}, "epoch 1", (), 5, 2.5),
     )
     whole = sample_line(watched)
     assert (

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.errors import MissingPackage, UsageError
-from legroom.model import Mark, Moment, Pool, PoolPoint, Said
+from legroom.model import Annotations, Mark, Moment, Pool, PoolPoint
 from legroom.monitor.plot import Plot, drawn
 from legroom.monitor.timeline import RECENT, PoolSeries, Timeline, column_shares, thin_points
 from watch_runs import HOSTILE, START, moments, samples
@@ -28,90 +28,90 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def test_a_course_is_bounded_and_loses_no_peak() -> None:
     rng = random.Random(3)
-    course, used = PoolSeries(), [rng.randrange(100) for _ in range(20_000)]
+    series, used = PoolSeries(), [rng.randrange(100) for _ in range(20_000)]
     used[1234], used[1300] = 9999, -1  # one spike and one dip, long ago
     for place, one in enumerate(used):
-        course.add(PoolPoint(float(place), one, 10_000))
-    dots = course.dots()
-    assert len(dots) <= RECENT + 1024
-    assert [dot.when for dot in dots] == sorted(dot.when for dot in dots)
-    assert max(dots, key=lambda dot: dot.used or 0) == PoolPoint(1234.0, 9999, 10_000)
-    assert PoolPoint(1300.0, -1, 10_000) in dots
-    assert dots[-RECENT:] == [
+        series.add(PoolPoint(float(place), one, 10_000))
+    points = series.points()
+    assert len(points) <= RECENT + 1024
+    assert [point.when for point in points] == sorted(point.when for point in points)
+    assert max(points, key=lambda point: point.used or 0) == PoolPoint(1234.0, 9999, 10_000)
+    assert PoolPoint(1300.0, -1, 10_000) in points
+    assert points[-RECENT:] == [
         PoolPoint(float(place), used[place], 10_000) for place in range(20_000 - RECENT, 20_000)
     ]
-    assert course.last(3) == dots[-3:]
+    assert series.last(3) == points[-3:]
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 50)), max_size=60))
 def test_thinning_keeps_extremes_gaps_and_order(used: list[int | None]) -> None:
-    dots = [PoolPoint(float(place), one, 50) for place, one in enumerate(used)]
-    kept = thin_points(dots)
-    assert len(kept) <= 2 * -(-len(dots) // 4)
-    assert [dot.when for dot in kept] == sorted({dot.when for dot in kept})
-    assert set(kept) <= set(dots)
+    points = [PoolPoint(float(place), one, 50) for place, one in enumerate(used)]
+    kept = thin_points(points)
+    assert len(kept) <= 2 * -(-len(points) // 4)
+    assert [point.when for point in kept] == sorted({point.when for point in kept})
+    assert set(kept) <= set(points)
     known = [one for one in used if one is not None]
     if known:
-        assert max(dot.used for dot in kept if dot.used is not None) == max(known)
-    assert any(one is None for one in used) == any(dot.used is None for dot in kept)
+        assert max(point.used for point in kept if point.used is not None) == max(known)
+    assert any(one is None for one in used) == any(point.used is None for point in kept)
 
 
 def test_columns_show_the_highest_and_leave_gaps() -> None:
-    dots = [PoolPoint(0, 1, 10), PoolPoint(1, 9, 10), PoolPoint(2, None, None), PoolPoint(4, 5, 10)]
-    assert column_shares(dots, 4) == [0.1, 0.9, None, 0.5]
-    assert column_shares([], 4) == [] and column_shares(dots[:1], 3) == [None, None, 0.1]
+    points = [PoolPoint(0, 1, 10), PoolPoint(1, 9, 10), PoolPoint(2, None, None), PoolPoint(4, 5, 10)]
+    assert column_shares(points, 4) == [0.1, 0.9, None, 0.5]
+    assert column_shares([], 4) == [] and column_shares(points[:1], 3) == [None, None, 0.1]
 
 
 # Stories.
 
 
-def _story(count: int = 300) -> Timeline:
-    story = Timeline()
+def _timeline(count: int = 300) -> Timeline:
+    timeline = Timeline()
     for moment in moments(count):
-        story.add(moment)
-    return story
+        timeline.add(moment)
+    return timeline
 
 
 def test_a_story_tells_alarms_as_they_began() -> None:
     every = list(moments(300))
-    story = _story()
+    timeline = _timeline()
     begun = {alarm.key: alarm for moment in reversed(every) for alarm in moment.begun}
-    spells = story.spells()
+    spells = timeline.alarm_spans()
     assert {spell.code for spell in spells} >= {"shm-filling", "shm-nearly-full", "gpu-nearly-full"}
     assert [spell.since for spell in spells] == sorted(spell.since for spell in spells)
     for spell in spells:
         assert spell.message == begun[(spell.code, spell.pool)].message
-    assert [mark.text for mark in story.marks] == ["epoch 1", "epoch 2", "epoch 3", "epoch 4"]
+    assert [mark.text for mark in timeline.marks] == ["epoch 1", "epoch 2", "epoch 3", "epoch 4"]
 
 
 def test_an_alarm_that_ended_has_an_end() -> None:
-    story = Timeline()
+    timeline = Timeline()
     full = Pool("shm", 100, 95, 5, "x")
     empty = replace(full, used=5, free=95)
     run = [replace(one, pools=(full if place < 5 else empty,)) for place, one in enumerate(samples(40))]
     from legroom.monitor.watch_loop import MomentStream
 
     for moment in MomentStream(run):
-        story.add(moment)
-    (spell,) = story.spells()
+        timeline.add(moment)
+    (spell,) = timeline.alarm_spans()
     assert (
         spell.code == "shm-nearly-full" and spell.until is not None and spell.since < spell.until < START + 39
     )
 
 
 def test_a_second_run_in_one_log_breaks_the_line() -> None:
-    story = Timeline()
+    timeline = Timeline()
     for one in [*samples(5), *samples(5, start=START + 4000)]:
-        story.add(Moment(one))
-    assert [dot.used is None for dot in story.dots()["shm"]] == [False] * 5 + [True] + [False] * 5
+        timeline.add(Moment(one))
+    assert [point.used is None for point in timeline.points()["shm"]] == [False] * 5 + [True] + [False] * 5
 
 
 def test_pools_of_no_size_are_left_out() -> None:
-    story = Timeline()
-    story.add(
+    timeline = Timeline()
+    timeline.add(
         Moment(replace(next(samples(1)), pools=(Pool("swap", 0, 0, 0, "x"), Pool("ram", 5, 1, 4, "x"))))
     )
-    assert list(story.dots()) == ["ram"]
+    assert list(timeline.points()) == ["ram"]
 
 
 # The picture.
@@ -124,8 +124,8 @@ def _parts(svg: str, kind: str, name: str) -> list[ET.Element]:
 
 
 def test_the_picture_has_a_panel_for_each_pool_with_marks_and_alarms() -> None:
-    story = _story()
-    svg = drawn(story, ".svg").decode()
+    timeline = _timeline()
+    svg = drawn(timeline, ".svg").decode()
     names = [node.text for node in _parts(svg, "text", "pool")]
     assert names == ["shm", "ram", "swap", "disk", "gpu0", "gpu1"]
     assert (
@@ -133,7 +133,7 @@ def test_the_picture_has_a_panel_for_each_pool_with_marks_and_alarms() -> None:
     )  # the disk is not known, so not drawn
     assert len(_parts(svg, "polyline", "mark")) == 4 and "epoch 3" in svg
     bands = _parts(svg, "polygon", "alarm")
-    assert len(bands) == len(story.spells()) == 3 and "shm-filling" in svg
+    assert len(bands) == len(timeline.alarm_spans()) == 3 and "shm-filling" in svg
 
 
 # Files.
@@ -174,11 +174,11 @@ def test_html_stands_alone(tmp_path: Path) -> None:
 
 
 def test_html_escapes_what_a_script_says() -> None:
-    story = Timeline()
+    timeline = Timeline()
     one = next(samples(1))
-    story.add(Moment(replace(one, watched=HOSTILE, said=Said(marks=(Mark(one.when, HOSTILE),)))))
+    timeline.add(Moment(replace(one, watched=HOSTILE, said=Annotations(marks=(Mark(one.when, HOSTILE),)))))
     page = _Reads()
-    page.feed(drawn(story, ".html").decode())
+    page.feed(drawn(timeline, ".html").decode())
     assert "script" not in page.tags and "img" not in page.tags and HOSTILE in page.text
 
 

@@ -97,7 +97,7 @@ def test_an_idle_process_is_one_object_in_all_samples(machine: FakeMachine) -> N
     host = machine.host
     clock = Clock()
     sampler = Sampler(process_tree(20, ProcessTable(host).refresh()), host=host, clock=clock)
-    sampler._deep = RateLimit(1e-9)  # not again within this test
+    sampler._detail_limit = RateLimit(1e-9)  # not again within this test
     _take(sampler)
     one, two = _take(sampler), _take(sampler)
     assert one.processes[0] is two.processes[0]
@@ -140,7 +140,7 @@ def test_cards_are_asked_within_their_ration_and_joined_by_pid(
     host = machine.host
     clock = Clock()
     sampler = Sampler(process_tree(20, ProcessTable(host).refresh()), host=host, clock=clock)
-    sampler._pools._gpu_ration = RateLimit(1e-9, least_gap=3.0)
+    sampler._pools._gpu_limit = RateLimit(1e-9, min_gap=3.0)
     first = _take(sampler)
     assert {row.pid: row.gpu for row in first.processes} == {20: 6 * MB, 21: None}
     assert [one.name for one in first.pools if one.name.startswith("gpu")] == ["gpu0", "gpu1"]
@@ -180,7 +180,7 @@ def test_the_driver_is_held_once_and_given_back() -> None:
 
 
 def test_a_ration() -> None:
-    ration = RateLimit(0.01, least_gap=0.5)
+    ration = RateLimit(0.01, min_gap=0.5)
     assert ration.due(0.0)
     ration.spent(10.0, 0.1)
     assert not ration.due(19.9) and ration.due(20.0)

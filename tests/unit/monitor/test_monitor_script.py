@@ -15,11 +15,11 @@ from monitor_samples import sample
 
 import legroom
 from legroom.errors import BadDuration, UsageError
-from legroom.model import Alarm, Mark, Moment, Said
+from legroom.model import Alarm, Annotations, Mark, Moment
 from legroom.monitor.annotations import (
+    AnnotationCollector,
     AnnotationFile,
     AnnotationReader,
-    ScriptAnnotations,
     StepRate,
     annotation_directory,
 )
@@ -97,16 +97,16 @@ def test_what_breaks_in_the_watch_never_reaches_the_training() -> None:
 
 
 def test_bad_arguments(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="too short"):
+    with pytest.raises(UsageError, match="at least"):
         legroom.watch(interval=0.01)
     with pytest.raises(BadDuration):
         legroom.watch(interval="soon")
     with pytest.raises(UsageError), legroom.watch(log=tmp_path / "no" / "where"):
         pass
     with legroom.watch(interval=0.1) as w:
-        with pytest.raises(TypeError, match="whole number of bytes"):
+        with pytest.raises(TypeError, match="integer ≥ 0"):
             w.component(model=1.5)  # type: ignore[arg-type]
-        with pytest.raises(UsageError, match="started already"):
+        with pytest.raises(UsageError, match="already started"):
             w.__enter__()
 
 
@@ -139,27 +139,27 @@ def test_a_forked_child_leaves_the_watch_alone(tmp_path: Path) -> None:
 
 def test_another_process_hears_it(tmp_path: Path) -> None:
     host = Host()
-    board, voice, listener = AnnotationFile(host), ScriptAnnotations(), AnnotationReader(host)
+    file, collector, reader = AnnotationFile(host), AnnotationCollector(), AnnotationReader(host)
     me = os.getpid()
-    assert listener.said(0.0, [me]) == Said()
-    voice.component(model=3, optimizer=4)
-    voice.step(10)
-    board.write(voice.said())
-    first = listener.said(1.0, [me, 1])
+    assert reader.read(0.0, [me]) == Annotations()
+    collector.component(model=3, optimizer=4)
+    collector.step(10)
+    file.write(collector.collect())
+    first = reader.read(1.0, [me, 1])
     assert (
         first.components == {"model": 3, "optimizer": 4}
         and first.steps == 10
         and first.steps_per_second is None
     )
-    voice.mark("epoch 1")
-    voice.step(30)
-    board.write(voice.said())
-    second = listener.said(3.0, [me])
+    collector.mark("epoch 1")
+    collector.step(30)
+    file.write(collector.collect())
+    second = reader.read(3.0, [me])
     assert second.phase == "epoch 1" and [mark.text for mark in second.marks] == ["epoch 1"]
     assert second.steps_per_second == pytest.approx(15.0)
-    assert listener.said(4.0, [me]).marks == ()  # heard once
-    board.close()
-    assert listener.said(5.0, [me]) == Said()
+    assert reader.read(4.0, [me]).marks == ()  # heard once
+    file.close()
+    assert reader.read(5.0, [me]) == Annotations()
 
 
 def test_ranks_are_put_together(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_ranks_are_put_together(tmp_path: Path) -> None:
             "steps": steps,
         }
         (place / f"{pid}.json").write_text(json.dumps(text))
-    said = AnnotationReader(Host()).said(0.0, [1, os.getpid()])
+    said = AnnotationReader(Host()).read(0.0, [1, os.getpid()])
     assert said.components == {"model": 20} and said.steps == 9 and said.phase == "p1"
 
 
@@ -183,18 +183,18 @@ def test_nonsense_on_a_board_is_not_heard(text: str) -> None:
     place = annotation_directory(Host(), create=True)
     assert place is not None
     (place / f"{os.getpid()}.json").write_text(text)
-    assert AnnotationReader(Host()).said(0.0, [os.getpid()]) == Said()
+    assert AnnotationReader(Host()).read(0.0, [os.getpid()]) == Annotations()
 
 
 def test_a_board_of_the_number_s_last_owner_is_not_heard() -> None:
     host = Host()
-    board = AnnotationFile(host)
-    board.write(Said(phase="old"))
+    file = AnnotationFile(host)
+    file.write(Annotations(phase="old"))
     place = annotation_directory(host)
     assert place is not None
     os.utime(place / f"{os.getpid()}.json", (1.0, 1.0))
-    assert AnnotationReader(host).said(0.0, [os.getpid()]) == Said()
-    board.close()
+    assert AnnotationReader(host).read(0.0, [os.getpid()]) == Annotations()
+    file.close()
 
 
 def test_a_directory_that_others_could_write_is_not_used(tmp_path: Path) -> None:
@@ -207,9 +207,9 @@ def test_a_directory_that_others_could_write_is_not_used(tmp_path: Path) -> None
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     place.symlink_to(tmp_path / "elsewhere")
     assert annotation_directory(Host()) is None
-    board = AnnotationFile(Host())  # heard by our own watch only
-    board.write(Said(phase="x"))
-    board.close()
+    file = AnnotationFile(Host())  # heard by our own watch only
+    file.write(Annotations(phase="x"))
+    file.close()
 
 
 def test_boards_of_the_dead_are_cleared_away() -> None:
@@ -231,9 +231,9 @@ def test_pace() -> None:
 
 
 def test_marks_between_two_samples_are_bounded() -> None:
-    voice = ScriptAnnotations()
+    collector = AnnotationCollector()
     for number in range(1000):
-        voice.mark(str(number))
-    said = voice.said()
+        collector.mark(str(number))
+    said = collector.collect()
     assert len(said.marks) == 256 and said.marks[-1].text == "999" and isinstance(said.marks[0], Mark)
     assert sample(said=said).said.phase == "999"

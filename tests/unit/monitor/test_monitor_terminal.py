@@ -14,8 +14,8 @@ import pytest
 
 from legroom.columns import cells
 from legroom.errors import MissingPackage
-from legroom.model import Moment, Pool, PoolPoint, ProcessRow, Said, Sample
-from legroom.monitor import tui_lines as rows
+from legroom.model import Annotations, Moment, Pool, PoolPoint, ProcessRow, Sample
+from legroom.monitor import tui_lines
 from legroom.monitor.tui import ScreenState, TerminalView, require_textual, run_full_screen
 from legroom.monitor.watch_loop import MomentStream
 from legroom.words import speak
@@ -96,22 +96,22 @@ def test_keys_sort_show_the_cache_and_look_back() -> None:
         assert "history: 1 h" in "\n".join(_screen(app))
         newest = _screen(app)[0]
         await pilot.press("left", "left")
-        assert "looking back 2 of" in _screen(app)[0]
+        assert "2 of 12" in _screen(app)[0]
         await pilot.press("end")
         assert _screen(app)[0] == newest
         await pilot.press("left")
-        app.desk.terminal.show(_later(app))  # what one looks back at stays while the watch goes on
+        app.state.view.show(_later(app))  # what one looks back at stays while the watch goes on
         for _ in range(50):
             await pilot.pause(0.05)
-            if "looking back 2 of" in _screen(app)[0]:
+            if "2 of 12" in _screen(app)[0]:
                 break
-        assert "looking back 2 of" in _screen(app)[0]
+        assert "2 of 12" in _screen(app)[0]
 
     _on_screen(_fed(), work, (100, 30))
 
 
 def _later(app: Any) -> Moment:
-    moment = app.desk.terminal.view().moment
+    moment = app.state.view.snapshot().moment
     return replace(
         moment, sample=replace(moment.sample, when=moment.sample.when + 1, clock=moment.sample.clock + 1)
     )
@@ -157,14 +157,14 @@ def test_before_the_first_sample_and_after_the_last() -> None:
 
     async def work(app: Any, pilot: Any) -> None:
         assert "waiting for the first sample" in _screen(app)[0]
-        terminal.tell("the log is full")
+        terminal.report("the log is full")
         for moment in moments(3):
             terminal.show(moment)
         terminal.close()
         app.redraw()
         await pilot.pause()
         text = "\n".join(_screen(app))
-        assert "ended, q leaves" in text and "note: the log is full" in text
+        assert "press q to quit" in text and "note: the log is full" in text
 
     _on_screen(terminal, work)
 
@@ -199,23 +199,23 @@ def test_it_leaves_by_key_and_when_it_is_stopped() -> None:
     [(0, "░" * 16), (0.001, "█" + "░" * 15), (0.999, "█" * 15 + "░"), (1, "█" * 16), (2.0, "█" * 16)],
 )
 def test_bars(share: float, text: str) -> None:
-    assert rows.bar(share) == text
+    assert tui_lines.bar(share) == text
 
 
 def test_history_lines() -> None:
-    assert rows.history_line([None, 0.0, 0.5, 1.0, 7.0]) == "·▁▅██"
+    assert tui_lines.history_line([None, 0.0, 0.5, 1.0, 7.0]) == "·▁▅██"
 
 
 def test_a_machine_without_swap_has_none() -> None:
-    line = rows.pool_line(Pool("swap", 0, 0, 0, "meminfo"), [], None, 80)
+    line = tui_lines.pool_line(Pool("swap", 0, 0, 0, "meminfo"), [], None, 80)
     assert line.plain == "swap  none"
 
 
 def test_history_is_left_out_where_there_is_no_room() -> None:
     pool = Pool("ram", GB, MB, GB - MB, "x")
-    dots = [PoolPoint(float(n), n * MB, GB) for n in range(50)]
-    assert "▁" in rows.pool_line(pool, dots, None, 80).plain
-    assert "▁" not in rows.pool_line(pool, dots, None, 50).plain
+    points = [PoolPoint(float(n), n * MB, GB) for n in range(50)]
+    assert "▁" in tui_lines.pool_line(pool, points, None, 80).plain
+    assert "▁" not in tui_lines.pool_line(pool, points, None, 50).plain
 
 
 def test_unknown_sorts_last_and_control_characters_are_not_passed_on() -> None:
@@ -227,33 +227,33 @@ def test_unknown_sorts_last_and_control_characters_are_not_passed_on() -> None:
             ProcessRow(2, 0, "b", 5, swap=0),
             ProcessRow(3, 0, HOSTILE, 9),
         ),
-        said=Said(phase="\x1b]0;owned\x07"),
+        said=Annotations(phase="\x1b]0;owned\x07"),
     )
-    lines = [line.plain for line in rows.process_lines(sample, "r", 100)]
+    lines = [line.plain for line in tui_lines.process_lines(sample, "r", 100)]
     assert [line.split()[0] for line in lines] == ["pid", "3", "2", "1"]
-    text = "\n".join(line.plain for line in rows.fact_lines(sample, 100)) + "\n".join(lines)
+    text = "\n".join(line.plain for line in tui_lines.fact_lines(sample, 100)) + "\n".join(lines)
     assert "\x1b" not in text and "\x07" not in text and "a\ufffd[2Jb\ufffdc" in text
 
 
 def test_the_card_column_is_there_where_cards_are() -> None:
     first = next(samples(1))
-    assert "GPU" in rows.process_lines(first, "p", 100)[0].plain
+    assert "GPU" in tui_lines.process_lines(first, "p", 100)[0].plain
     bare = replace(first, pools=first.pools[:3])
-    assert "GPU" not in rows.process_lines(bare, "g", 100)[0].plain
+    assert "GPU" not in tui_lines.process_lines(bare, "g", 100)[0].plain
 
 
 def test_many_alarms_are_counted() -> None:
     alarm = list(moments(290))[-1].alarms[0]
-    lines = rows.alarm_lines([alarm] * 9, 60, 3)
+    lines = tui_lines.alarm_lines([alarm] * 9, 60, 3)
     assert len(lines) == 3 and lines[-1].plain.endswith("(and 6 more)") and len(lines[-1].plain) <= 60
-    assert rows.alarm_lines([], 60, 3)[0].plain == "no alarms"
+    assert tui_lines.alarm_lines([], 60, 3)[0].plain == "no alarms"
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_chinese_stays_within_its_columns(width: int) -> None:
     speak("zh")
     terminal = _fed(290)
-    terminal.tell("日志已满" * 20)
+    terminal.report("日志已满" * 20)
     desk = ScreenState(terminal)
     for _ in range(2):
         lines = [line.plain for part in desk.lines(width).values() for line in part]
@@ -264,7 +264,7 @@ def test_chinese_stays_within_its_columns(width: int) -> None:
 
 def test_figures_stand_under_their_chinese_heads() -> None:
     speak("zh")
-    head, *lines = [line.plain for line in rows.process_lines(next(samples(1)), "p", 200)]
+    head, *lines = [line.plain for line in tui_lines.process_lines(next(samples(1)), "p", 200)]
     ends = cells(head[: head.index("PSS 时效") + len("PSS 时效")])
     known = [line for line in lines if " s " in line]
     assert known and all(cells(line[: line.index(" s ") + 2]) == ends for line in known)
@@ -280,7 +280,7 @@ def test_the_watch_runs_beside_the_screen(monkeypatch: pytest.MonkeyPatch) -> No
 
     def run() -> None:
         for _ in range(600):
-            if terminal.view().ended:
+            if terminal.snapshot().ended:
                 return
             stop.wait(0.05)
 
@@ -309,7 +309,7 @@ def test_what_is_kept_is_bounded() -> None:
         terminal.show(Moment(replace(sample, processes=rows_)))
     assert terminal.kept <= 800
     assert sum(len(one.sample.processes) for one in terminal._moments) < 160 * 100 + 640 * 30
-    assert terminal.view(10**6).moment is not None
+    assert terminal.snapshot(10**6).moment is not None
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from monitor_samples import GB, MB, moments, pool, row, sample
 from monitor_traces import HEALTHY, SIZE, Course, healthy, leak, workers_starting
 
 from legroom.model import Alarm, ProcessRow, Sample
-from legroom.monitor.sample_history import Point
+from legroom.monitor.sample_history import FreePoint
 from legroom.monitor.trend import SHORTEST, find_trend, theil_sen
 
 LEAD = 30  # samples, which at one a second are the seconds before death
@@ -113,7 +113,7 @@ def test_growth_that_no_watched_process_explains_is_said_to_be_so() -> None:
         for n in range(580)
     )
     found = _first_trend(samples)
-    assert found is not None and found[1].message.endswith("from no process that is watched")
+    assert found is not None and found[1].message.endswith("not from any watched process")
 
 
 def test_a_trend_that_stops_ends_its_alarm() -> None:
@@ -124,11 +124,11 @@ def test_a_trend_that_stops_ends_its_alarm() -> None:
 
 
 def test_no_trend_from_too_little() -> None:
-    points = [Point(float(n), SIZE - int(SIZE * n / SHORTEST), SIZE) for n in range(SHORTEST - 1)]
+    points = [FreePoint(float(n), SIZE - int(SIZE * n / SHORTEST), SIZE) for n in range(SHORTEST - 1)]
     assert find_trend(points, 1.0) is None
     assert find_trend([], 1.0) is None
     # The same over enough samples is one.
-    longer = [Point(float(n), SIZE - int(SIZE * n / 100), SIZE) for n in range(90)]
+    longer = [FreePoint(float(n), SIZE - int(SIZE * n / 100), SIZE) for n in range(90)]
     found = find_trend(longer, 1.0)
     assert (
         found is not None
@@ -137,8 +137,8 @@ def test_no_trend_from_too_little() -> None:
     )
 
 
-def _points(shares: list[float]) -> list[Point]:
-    return [Point(float(n), SIZE - int(share * SIZE), SIZE) for n, share in enumerate(shares)]
+def _points(shares: list[float]) -> list[FreePoint]:
+    return [FreePoint(float(n), SIZE - int(share * SIZE), SIZE) for n, share in enumerate(shares)]
 
 
 def _ever(shares: list[float]) -> bool:

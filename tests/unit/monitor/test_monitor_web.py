@@ -197,7 +197,7 @@ def test_foreign_hosts_are_refused(web: WebView) -> None:
 
 
 def test_names_when_another_address_was_asked_for() -> None:
-    names = AllowedHosts("0.0.0.0", lambda: "node7.lab.example")
+    names = AllowedHosts("0.0.0.0", full_name=lambda: "node7.lab.example")
     for host in (
         "192.168.1.5:80",
         "[fe80::1]:80",
@@ -205,11 +205,11 @@ def test_names_when_another_address_was_asked_for() -> None:
         socket.gethostname(),
         "node7.lab.example:9465",
     ):
-        assert names.answer(host), host
+        assert names.allow(host), host
     for host in ("evil.example", "node7.evil.example", "1.2.3.4.evil.example", "", None, "999.1.1.1"):
-        assert not names.answer(host), host
-    assert AllowedHosts("watch.lab", lambda: "x").answer("WATCH.lab")
-    assert not AllowedHosts("::1").answer("192.168.1.5")
+        assert not names.allow(host), host
+    assert AllowedHosts("watch.lab", full_name=lambda: "x").allow("WATCH.lab")
+    assert not AllowedHosts("::1").allow("192.168.1.5")
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_port_in_use_is_said_to_be() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(CannotListen, match="cannot serve from") as caught:
+        with pytest.raises(CannotListen, match="cannot listen on") as caught:
             WebView(f"127.0.0.1:{taken.getsockname()[1]}")
     assert caught.value.exit_status == 2 and caught.value.fix
 
@@ -253,7 +253,7 @@ def test_before_the_first_sample_and_after_the_last(web: WebView) -> None:
         assert client.event() == ("story", {"courses": {}})
         web.show(next(moments(1)))
         assert client.event()[0] == "moment"
-        web.feed.end()
+        web.events.end()
         assert client.event()[0] == "end"
         with pytest.raises(EOFError):
             client.event()
@@ -262,7 +262,7 @@ def test_before_the_first_sample_and_after_the_last(web: WebView) -> None:
 
 
 def test_signs_of_life_when_nothing_happens(web: WebView, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web_module, "_HEARTBEAT", 0.05)
+    monkeypatch.setattr(web_module, "_KEEPALIVE", 0.05)
     with _client(web) as client:
         client.event()
         assert client._file.readline().startswith(b"\n")
@@ -280,7 +280,7 @@ def test_many_processes_and_a_long_watch_are_cut_down() -> None:
     feed = EventFeed()
     rows = tuple(ProcessRow(pid, 1, "x", pid) for pid in range(1000))
     for sample in samples(2500):
-        feed.put(Moment(replace(sample, processes=rows)))
+        feed.add(Moment(replace(sample, processes=rows)))
     _, event = feed.event("story")
     story = json.loads(event.decode().split("data: ", 1)[1])
     assert story["processes_in_all"] == 1000 and len(story["processes"]) == MOST_PROCESSES
@@ -309,7 +309,7 @@ def test_two_hundred_clients_see_the_watch(web: WebView) -> None:
 
     def noticed() -> bool:
         web.show(every[2])  # whoever left is noticed when it is written to
-        return web.feed.listening == 0
+        return web.events.subscribers == 0
 
     _until(noticed)
 
@@ -340,7 +340,7 @@ def test_connections_that_say_nothing_are_bounded(web: WebView) -> None:
 
 
 def test_a_client_that_never_reads_holds_up_nobody(web: WebView, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web_module._Page, "timeout", 1.0)
+    monkeypatch.setattr(web_module._PageHandler, "timeout", 1.0)
     every = [Moment(replace(sample, processes=sample.processes * 40)) for sample in samples(100)]
     web.show(every[0])
     deaf = socket.socket()
@@ -350,11 +350,11 @@ def test_a_client_that_never_reads_holds_up_nobody(web: WebView, monkeypatch: py
     try:
         with _client(web) as client:
             client.event()
-            _until(lambda: web.feed.listening == 2)
+            _until(lambda: web.events.subscribers == 2)
             longest = 0.0
             deadline = time.monotonic() + PATIENCE
             place = 0
-            while web.feed.listening == 2:  # until the deaf one is let go
+            while web.events.subscribers == 2:  # until the deaf one is let go
                 assert time.monotonic() < deadline
                 place += 1
                 began = time.monotonic()
@@ -363,7 +363,7 @@ def test_a_client_that_never_reads_holds_up_nobody(web: WebView, monkeypatch: py
                 client.event()
             web.show(every[0])
             assert client.event()[1]["clock"] == 0.0 and longest < 1.0
-            _until(lambda: web.feed.listening == 1)
+            _until(lambda: web.events.subscribers == 1)
     finally:
         deaf.close()
 
