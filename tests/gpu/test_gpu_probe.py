@@ -15,7 +15,7 @@ import pytest
 
 from legroom.model import Gpu
 from legroom.probe.environment import in_initial_namespace
-from legroom.probe.gpu_devices import cards_on_bus, gpu_pools, gpus
+from legroom.probe.gpu_devices import gpu_pools, gpus, gpus_on_bus
 from legroom.probe.host import Host
 from legroom.probe.limits import limits, pinned_pool
 
@@ -99,7 +99,7 @@ def test_pools_and_bus() -> None:
     found = gpus(Host())
     assert found.driver and len(found.cards) >= torch.cuda.device_count() >= 1
     assert [pool.name for pool in gpu_pools(found)] == [f"gpu{n}" for n in range(len(found.cards))]
-    on_bus = cards_on_bus(Host())
+    on_bus = gpus_on_bus(Host())
     if on_bus is not None and not any(card.mig for card in found.cards):
         assert on_bus == 0 or on_bus >= len(found.cards)  # 0: WSL and some sandboxes show no such bus
 

@@ -69,7 +69,7 @@ def _membership(text: str, controller: str) -> tuple[Version, str] | None:
 
 
 def _hierarchy_mounts(host: Host, version: Version, controller: str) -> list[Mount]:
-    # Below another root than "/", the reader's own mounts are not those of the machine looked at; init's are.
+    # Below another root than "/", the reader's own mounts are not those of that machine; init's are.
     first = ("self",) if host.recording is not None or str(host.root) == "/" else ("1", "self")
     found = next((listing for pid in first if (listing := mounts(host, pid))), [])
     seen = [mount for mount in found if mounted_at(found, mount.point) is mount]

@@ -48,7 +48,7 @@ def environment(host: Host) -> Place:
 
 
 def in_initial_namespace(host: Host, kind: str) -> bool | None:
-    """Whether this process is in the machine's own namespace of that kind; None where it cannot be told."""
+    """Whether this process is in the machine's own namespace of that kind; None where that is unknown."""
     link = host.link(f"/proc/self/ns/{kind}")
     return None if link is None else link == f"{kind}:[{_INITIAL[kind]}]"
 

@@ -27,14 +27,14 @@ from legroom.words import joined, say
 
 _PCI = "/sys/bus/pci/devices"
 _NVIDIA = "0x10de"
-_DISPLAY = "0x03"  # PCI base class: display controllers, of which 0x0302 are compute cards
+_DISPLAY = "0x03"  # PCI base class: display controllers, of which 0x0302 are compute GPUs
 _DRIVER_SIGNS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
 _MODULE = re.compile(r"Kernel Module(?:\s+for\s+\S+)?\s+(\d+(?:\.\d+)+)", re.A)
 
 
 def gpus(host: Host, nvml: Any = None, counters: CounterSource | None = None) -> Gpus:
-    """Every card that can be asked about; ``nvml`` is the pynvml module unless a test brings its own."""
-    on_bus = cards_on_bus(host)
+    """Every GPU that NVML lists; ``nvml`` is the pynvml module unless a test passes its own."""
+    on_bus = gpus_on_bus(host)
     module = module_version(host.text("/proc/driver/nvidia/version") or "")
     source = _source(host)
     if nvml is None:
@@ -61,20 +61,19 @@ def gpus(host: Host, nvml: Any = None, counters: CounterSource | None = None) ->
             pass  # what was read is read
     if host.platform == "win32":
         spilled = spill(host, counters)
-        cards = tuple(_with_spill(card, spilled) for card in cards)
+        cards = tuple(_with_spill(gpu, spilled) for gpu in cards)
     return Gpus(cards, on_bus, driver, source, None if cards else say("the driver lists no GPU"))
 
 
 def gpu_pools(gpus: Gpus) -> tuple[Pool, ...]:
-    """One pool a card, gpu0 and on."""
+    """One pool per GPU: gpu0, gpu1, …"""
     return tuple(
-        Pool(f"gpu{card.index}", card.size, card.used, card.free, gpus.source, card.reason)
-        for card in gpus.cards
+        Pool(f"gpu{gpu.index}", gpu.size, gpu.used, gpu.free, gpus.source, gpu.reason) for gpu in gpus.cards
     )
 
 
-def cards_on_bus(host: Host) -> int | None:
-    """NVIDIA display controllers on the PCI bus, driver or not; None where the bus cannot be looked at."""
+def gpus_on_bus(host: Host) -> int | None:
+    """NVIDIA display controllers on the PCI bus, driver or not; None where the bus cannot be read."""
     if not host.exists(_PCI):
         return None
     devices = [f"{_PCI}/{name}" for name in host.names(_PCI)]
@@ -133,24 +132,24 @@ def _cards(host: Host, nvml: Any) -> Iterator[Gpu]:
 
 
 def _devices(nvml: Any, number: int) -> Iterator[tuple[Any, bool]]:
-    """(handle or trouble, is a MIG slice): the card itself, or its slices where it is cut."""
+    """(handle or error, is a MIG instance): the GPU itself, or its instances where MIG is on."""
     try:
-        card = call(nvml, "nvmlDeviceGetHandleByIndex", number)
+        gpu = call(nvml, "nvmlDeviceGetHandleByIndex", number)
     except NvmlError as trouble:
         yield trouble, False
         return
     try:
-        sliced = bool(call(nvml, "nvmlDeviceGetMigMode", card)[0])
-        most = call(nvml, "nvmlDeviceGetMaxMigDeviceCount", card) if sliced else 0
-    except NvmlError:  # most cards cannot be cut
+        sliced = bool(call(nvml, "nvmlDeviceGetMigMode", gpu)[0])
+        most = call(nvml, "nvmlDeviceGetMaxMigDeviceCount", gpu) if sliced else 0
+    except NvmlError:  # most GPUs have no MIG
         sliced, most = False, 0
     if not sliced:
-        yield card, False
+        yield gpu, False
         return
     some = False
     for place in range(most):
         try:
-            yield call(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", card, place), True
+            yield call(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", gpu, place), True
         except NvmlError as trouble:
             if trouble.code == NOT_FOUND:  # an empty place
                 continue
@@ -207,19 +206,19 @@ def _or_none(nvml: Any, name: str, *arguments: Any) -> str | None:
         return None
 
 
-def _with_spill(card: Gpu, spilled: Spill) -> Gpu:
-    amount, why = spilled.of_card([process.pid for process in card.processes or ()])
+def _with_spill(gpu: Gpu, spilled: Spill) -> Gpu:
+    amount, why = spilled.of_card([process.pid for process in gpu.processes or ()])
     if amount is not None:
-        return replace(card, spilled=amount)
-    reasons = [card.reason] if card.reason else []
-    return replace(card, reason=joined([*reasons, say("GPU memory moved to RAM unknown: {why}", why=why)]))
+        return replace(gpu, spilled=amount)
+    reasons = [gpu.reason] if gpu.reason else []
+    return replace(gpu, reason=joined([*reasons, say("GPU memory moved to RAM unknown: {why}", why=why)]))
 
 
 _NOT_AVAILABLE = (1 << 64) - 1  # NVML_VALUE_NOT_AVAILABLE, where the bindings let it through
 
 
 def processes_on(host: Host, nvml: Any, handle: Any, reasons: list[str]) -> tuple[GpuProcess, ...] | None:
-    """Everybody on a card, by pid; None where that cannot be told. Why something is missing goes to ``reasons``."""
+    """All processes on a GPU, by pid; None where that is unknown. Reasons for gaps go to ``reasons``."""
     try:
         found = running(nvml, handle, "Compute")
     except NvmlError as trouble:
@@ -229,7 +228,7 @@ def processes_on(host: Host, nvml: Any, handle: Any, reasons: list[str]) -> tupl
         try:
             found += running(nvml, handle, which)
         except NvmlError:
-            continue  # cards without graphics, drivers without MPS
+            continue  # GPUs without graphics, drivers without MPS
     held: dict[int, int | None] = {}
     for process in found:
         amount = _amount(process.usedGpuMemory)
@@ -242,7 +241,7 @@ def processes_on(host: Host, nvml: Any, handle: Any, reasons: list[str]) -> tupl
 
 
 def _amount(used: int | None) -> int | None:
-    # A process on a card holds a context at least; some drivers say 0 inside a container, where they cannot tell.
+    # A process on a GPU holds at least a context; some drivers report 0 inside a container.
     return None if not used or used == _NOT_AVAILABLE else used
 
 
@@ -253,7 +252,7 @@ def _command(host: Host, pid: int) -> str | None:
     if process is None:
         return None
     if in_initial_namespace(host, "pid") is False:
-        # Some drivers give the host's pids here, and a stranger may bear the number. A user of a card maps it.
+        # Some drivers report the host's pids here, and another process may have that pid. A process on a GPU maps it.
         maps = host.text(f"/proc/{pid}/maps") or ""
         if "/dev/nvidia" not in maps and "libcuda" not in maps:
             return None

@@ -162,7 +162,7 @@ class Host:
             stats = os.statvfs(self.path(path))
         except OSError:
             return None
-        # What is reserved for root is neither free to us nor used by anybody.
+        # What is reserved for root is neither free to us nor used.
         used = stats.f_blocks - stats.f_bfree
         return DiskSpace(
             stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize, used * stats.f_frsize

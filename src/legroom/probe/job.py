@@ -73,7 +73,7 @@ def _job(host: Host, all_processes: Sequence[Process], pid: int) -> Job:
 
 
 def _on_their_way(host: Host, segments: Segments, members: Sequence[Process]) -> set[int]:
-    """Batches that a worker has sent and nobody has fetched yet: no process holds them, the job does."""
+    """Batches that a worker has sent and that are not fetched yet: no process holds them, the job does."""
     named = {
         file.path.removeprefix(segments.path + "/"): file for file in files_below(host, segments.path).files
     }

@@ -67,7 +67,7 @@ def fds_pool(limits: Limits, process: Process | None = None) -> Pool:
 
 
 def pinned_pool(ram: Pool, limits: Limits, pinned: int | None = None) -> Pool:
-    """Page-locked memory: as large as what RAM has left; ``pinned`` is the kernel's VmPin, where somebody read it."""
+    """Page-locked memory: as large as what RAM has left; ``pinned`` is the kernel's VmPin, where it was read."""
     bound = (
         say(
             "RLIMIT_MEMLOCK is {size}, which does not limit CUDA's pinned memory",
@@ -76,7 +76,7 @@ def pinned_pool(ram: Pool, limits: Limits, pinned: int | None = None) -> Pool:
         if limits.memlock_soft is not None
         else say("no RLIMIT_MEMLOCK found")
     )
-    # VmPin misses what CUDA pins, so 0 says nothing and more than 0 is a least amount.
+    # VmPin misses what CUDA pins, so 0 means unknown and more than 0 is a lower bound.
     used = pinned or None
     known = (
         say("the kernel does not count memory pinned by CUDA")
@@ -156,7 +156,7 @@ def _affinity(host: Host, pid: str) -> tuple[int | None, str]:
 
 
 def _quota(host: Host, version: Version | None, path: str) -> tuple[float | None, str]:
-    """The cores one group's quota allows, None where it has none, and the file that says so."""
+    """The cores one group's quota allows, None where it has none, and the file it was read from."""
     if version == "v2":
         file = f"{path}/cpu.max"
         words = (host.text(file) or "").split()

@@ -174,7 +174,7 @@ def _level_v1(host: Host, path: str) -> CgroupLevel:
 
 
 def _above_v1(host: Host, levels: list[CgroupLevel]) -> CgroupLevel | None:
-    """v1 tells the tightest limit of all ancestors even where a container hides them."""
+    """v1 shows the tightest limit of all ancestors even where a container hides them."""
     if not levels:
         return None
     top = levels[-1]
@@ -195,7 +195,7 @@ def _unreclaimable(usage: int | None, stat: dict[str, int], prefix: str) -> int 
     inactive, active = amount(stat.get(f"{prefix}inactive_file")), amount(stat.get(f"{prefix}active_file"))
     if usage is None or inactive is None or active is None:
         return None
-    slab = amount(stat.get(f"{prefix}slab_reclaimable")) or 0  # v1 does not tell it apart
+    slab = amount(stat.get(f"{prefix}slab_reclaimable")) or 0  # v1 does not report it
     return max(0, usage - inactive - active - slab)  # the two files are not read at one instant
 
 
@@ -227,7 +227,7 @@ def _hits_v1(host: Host, level: CgroupLevel) -> int | None:
     names = ("memory.failcnt", "memory.memsw.failcnt")
     fails = [count for name in names if (count := _count(host, f"{level.path}/{name}")) is not None]
     # Where no swap is allowed on top, it is the joint limit that is met, and Linux 6.18 does not count that:
-    # a zero then says nothing, even after a kill.
+    # a zero then means unknown, even after a kill.
     uncounted = level.limit is not None and level.swap_limit == 0
     return sum(fails) if any(fails) or (fails and not uncounted) else None
 

@@ -52,7 +52,7 @@ class NvmlError(Exception):
 
 
 def call(nvml: Any, name: str, *arguments: Any, **options: Any) -> Any:
-    """Ask; whatever goes wrong becomes an NvmlError."""
+    """Call a function of pynvml; every failure becomes an NvmlError."""
     function = getattr(nvml, name, None)
     if function is None:
         raise NvmlError(TOO_OLD, say("the installed nvidia-ml-py is too old: it has no {name}", name=name))
@@ -63,7 +63,7 @@ def call(nvml: Any, name: str, *arguments: Any, **options: Any) -> Any:
 
 
 def memory_info(nvml: Any, handle: Any) -> tuple[Any, bool]:
-    """The memory of a card, and whether the driver's reserve is told apart in it."""
+    """The memory of a GPU, and whether it has the driver's reserve as a field of its own."""
     version = getattr(nvml, "nvmlMemory_v2", None)
     if version is not None:
         try:
@@ -75,7 +75,7 @@ def memory_info(nvml: Any, handle: Any) -> tuple[Any, bool]:
 
 
 def running(nvml: Any, handle: Any, which: str) -> list[Any]:
-    """The processes of one kind (Compute, Graphics, MPSCompute) on a card, by the newest question it answers."""
+    """The processes of one kind (Compute, Graphics, MPSCompute) on a GPU, by the newest call that works."""
     name = f"nvmlDeviceGet{which}RunningProcesses"
     last = NvmlError(TOO_OLD, say(_WORDS[TOO_OLD]))
     for version in ("_v3", "_v2", ""):

@@ -23,7 +23,7 @@ from legroom.probe.shm_segments import Segments
 from legroom.words import say
 
 # What could move a terminal's cursor or turn its text around is replaced; line ends and tabs become blanks.
-_MOST_HOLDERS = 16  # a look into one takes under a millisecond
+_MOST_HOLDERS = 16  # reading one takes under a millisecond
 _BLANK = re.compile("[\t\n\v\f\r\x85\u2028\u2029]")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
 _KTHREADD = 2
@@ -127,7 +127,7 @@ def holdings(host: Host, process: Process, segments: Segments | None = None) -> 
 def with_shm(host: Host, all_processes: Sequence[Process], *, most: int = _MOST_HOLDERS) -> list[Process]:
     """Everybody, with what the likeliest holders of /dev/shm hold of it; the others' share stays None.
 
-    RssShmem also counts what is not in /dev/shm, so it tells where to look, not how much is there.
+    RssShmem also counts what is not in /dev/shm, so it shows which processes to read, not how much they hold.
     """
     segments = Segments.of(host)
     likely = sorted((p for p in all_processes if p.rss_shmem), key=lambda p: -(p.rss_shmem or 0))[:most]
@@ -234,7 +234,7 @@ def _pinned(locked_in: int | None, maps: str | None) -> int | None:
 
 
 def open_files(host: Host, pid: int) -> int | None:
-    """How many descriptors that process has open; None where it may not be looked into."""
+    """How many descriptors that process has open; None where that may not be read."""
     try:
         return len(os.listdir(host.path(f"/proc/{pid}/fd")))
     except OSError:

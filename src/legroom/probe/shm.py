@@ -138,7 +138,7 @@ class SegmentHolders:
 
     segments: Segments
     listing: FileListing
-    used: int | None  # of the whole filesystem; None where that says nothing
+    used: int | None  # of the whole filesystem; None where that is unknown
     held: set[int] = field(default_factory=set)  # inodes
     unreadable: set[int] = field(default_factory=set)  # pids that may not be read
     _unheld: set[int] = field(
@@ -236,9 +236,9 @@ def makers_alive(host: Host, names: Iterable[str], living: Container[int]) -> di
 
 
 def on_its_way(file: FileFacts, name: str, makers: Mapping[int, float | None]) -> bool:
-    """Whether a segment of torch's may wait to be fetched, held by nobody ("file_system" sharing).
+    """Whether a segment of torch's may wait to be fetched, held by no process ("file_system" sharing).
 
-    Its name tells its maker, which must live; a process younger than the file only has the same id.
+    Its name holds the pid of its maker, which must live; a process younger than the file only has the same id.
     """
     maker = maker_of(name)
     if maker is None or maker not in makers:
@@ -250,7 +250,7 @@ def on_its_way(file: FileFacts, name: str, makers: Mapping[int, float | None]) -
 def _managers(
     host: Host, all_processes: Sequence[Process], segments: Segments
 ) -> list[tuple[int | None, float]]:
-    """(user, when it began) of each process of torch's that deletes what nobody fetches from this /dev/shm."""
+    """(user, when it began) of each process of torch's that deletes unfetched segments from this /dev/shm."""
     found = []
     for process in all_processes:
         if process.command.partition(" ")[0].endswith(_MANAGER):

@@ -66,7 +66,7 @@ class Segments:
     path: str
     device: str | None  # as maps writes it; None: no filesystem of its own, so segments are known by path
     sizes: dict[int, int] = field(default_factory=dict)
-    seen: dict[int, frozenset[int]] = field(default_factory=dict)  # by pid, of those looked at whole
+    seen: dict[int, frozenset[int]] = field(default_factory=dict)  # by pid, of those read whole
     _at_least: set[int] = field(default_factory=set)  # sizes that are only what one process has touched
 
     @classmethod
@@ -80,7 +80,7 @@ class Segments:
         self.sizes.update((file.inode, file.size) for file in files)
 
     def of_process(self, pid: int) -> HeldSegments | None:
-        """Everything that process maps or has open; None where it may not be looked into."""
+        """Everything that process maps or has open; None where that may not be read."""
         mapped, opened = self.mapped(pid), self.opened(pid)
         if mapped is None or opened is None:
             return None
@@ -94,7 +94,7 @@ class Segments:
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
     def mapped(self, pid: int) -> dict[int, MappedSegment] | None:
-        """By inode, the segments that process maps; None where it may not be looked into."""
+        """By inode, the segments that process maps; None where that may not be read."""
         text = self.host.text(f"/proc/{pid}/maps")
         if text is None:
             return None if self.host.exists(f"/proc/{pid}") else {}
@@ -107,7 +107,7 @@ class Segments:
         return areas
 
     def opened(self, pid: int) -> set[int] | None:
-        """The inodes of the segments that process has open; None where it may not be looked into."""
+        """The inodes of the segments that process has open; None where that may not be read."""
         folder = f"/proc/{pid}/fd"
         try:
             names = os.listdir(self.host.path(folder))
@@ -134,7 +134,7 @@ class Segments:
         self._at_least.discard(file.inode)
 
     def _unsure(self, inode: int, area: MappedSegment) -> bool:
-        """Whether another process's view could tell more about a segment's size."""
+        """Whether another process may show more of a segment's size."""
         return inode not in self.sizes or (inode in self._at_least and self.sizes[inode] < area.size)
 
     def _measure(self, pid: int, areas: Mapping[int, MappedSegment]) -> None:
@@ -174,7 +174,7 @@ def maps_device(device: str) -> str | None:
 def parse_maps(text: str, device: str | None, path: str) -> dict[int, MappedSegment]:
     """The segments of one /dev/shm in the text of a maps file, by inode."""
     if (device is not None and f" {device} " not in text) or (device is None and f" {path}/" not in text):
-        return {}  # most processes: no need to look at each of a thousand lines
+        return {}  # most processes: no need to parse a thousand lines
     found: dict[int, MappedSegment] = {}
     for match in _AREA.finditer(text):
         start, end, where, inode, name = match.groups()
@@ -215,7 +215,7 @@ _DEEPEST = 16
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What stat says about a file."""
+    """The facts of stat about a file."""
 
     path: str
     inode: int
@@ -288,7 +288,7 @@ def files_below(host: Host, path: str, *, most: int = MOST_FILES) -> FileListing
 
 
 def has_writer(host: Host, path: str) -> bool | None:
-    """Whether anybody, seen from here or not, has that file open or mapped for writing; None: cannot tell.
+    """Whether any process, visible here or not, has that file open or mapped for writing; None: unknown.
 
     The kernel refuses a read lease on a file that is open for writing, whichever container or user the writer
     is in: the one answer that does not depend on whose /proc may be read. Only a file's owner (or root) may ask.
@@ -303,8 +303,8 @@ def has_writer(host: Host, path: str) -> bool | None:
     except (OSError, ValueError):
         return None
     try:
-        # Should a writer come between these calls, it waits for the second one, and the kernel tells us by a
-        # signal. The usual one, SIGIO, would end this process; SIGURG is ignored unless somebody listens.
+        # Should a writer come between these calls, it waits for the second one, and the kernel notifies us by a
+        # signal. The usual one, SIGIO, would end this process; SIGURG is ignored unless it is handled.
         fcntl.fcntl(opened, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(opened, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         fcntl.fcntl(opened, fcntl.F_SETLEASE, fcntl.F_UNLCK)

@@ -37,7 +37,7 @@ class CounterError(Exception):
 
 
 class CounterSource(Protocol):
-    """Whoever can read performance counters."""
+    """A reader of performance counters."""
 
     def read(self, path: str) -> Mapping[str, int]:
         """The value of every instance of a counter by the instance's name; raises CounterError."""
@@ -54,9 +54,9 @@ class Spill:
     reason: str | None = None
 
     def of_card(self, pids: Iterable[int]) -> tuple[int | None, str]:
-        """What the card these processes use has spilled, or None and why.
+        """What was moved to RAM from the GPU that these processes use, or None and why.
 
-        No counter names its card. But every process on a card has a counter on the card's adapter, so the adapter
+        No counter names its GPU. But every process on a GPU has a counter on its adapter, so the adapter
         is known where the processes have exactly one in common.
         """
         if self.processes is None or self.adapters is None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.model import Gpu, Gpus
-from legroom.probe.gpu_devices import cards_on_bus, gpu_pools, gpus, module_version
+from legroom.probe.gpu_devices import gpu_pools, gpus, gpus_on_bus, module_version
 from legroom.probe.host import Host
 from legroom.probe.nvml import NvmlError, call
 
@@ -391,9 +391,9 @@ def device(root: Path, name: str, vendor: str, kind: str) -> None:
 
 def test_cards_on_the_bus_are_counted_without_a_driver(tmp_path: Path) -> None:
     host = Host(root=tmp_path)
-    assert cards_on_bus(host) is None
+    assert gpus_on_bus(host) is None
     device(tmp_path, "0000:00:02.0", "0x8086", "0x030000")
-    assert cards_on_bus(host) == 0
+    assert gpus_on_bus(host) == 0
     assert gpus(host).reason == "no NVIDIA GPU and no driver"
     device(tmp_path, "0000:01:00.0", "0x10de", "0x030000")
     device(tmp_path, "0000:01:00.1", "0x10de", "0x040300")  # its sound

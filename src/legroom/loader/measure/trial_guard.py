@@ -18,6 +18,7 @@ from legroom.errors import DatasetFailed
 from legroom.loader.measure.apart import last_words
 from legroom.loader.measure.guarded import Watched, become_guard, earlier_folder, finished, forked, guarded
 from legroom.model import Measured, Transport, Trial
+from legroom.system.child_processes import ExitStatus
 from legroom.units import format_duration
 from legroom.words import say
 
@@ -143,7 +144,10 @@ def _result(name: str, timeout: float, ran: Watched, folder: Path) -> Trial:
         return found.short_of(None, why)
     lines = error["tail"] if error else words
     if error is None:
-        lines = [say("it ended with exit status {status} before it gave a batch", status=status), *lines]
+        lines = [
+            say("the process ended before it gave a batch: {how}", how=str(ExitStatus.of(status))),
+            *lines,
+        ]
     raise DatasetFailed(
         say("drawing batches from {name} through the loader failed", name=name),
         why="\n".join(line for line in lines if line),
