@@ -144,10 +144,8 @@ def _result(name: str, timeout: float, ran: Watched, folder: Path) -> Trial:
         return found.short_of(None, why)
     lines = error["tail"] if error else words
     if error is None:
-        lines = [
-            say("the process ended before it gave a batch: {how}", how=str(ExitStatus.of(status))),
-            *lines,
-        ]
+        how = say("unknown") if status is None else str(ExitStatus.of(status))
+        lines = [say("the process ended before it gave a batch: {how}", how=how), *lines]
     raise DatasetFailed(
         say("drawing batches from {name} through the loader failed", name=name),
         why="\n".join(line for line in lines if line),
