@@ -59,13 +59,13 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Annotations:
-    """What scripts say of themselves: bytes by component, the phase they are in, their steps."""
+    """What a training script reports: bytes by component, its phase, its steps."""
 
     components: Mapping[str, int] = field(default_factory=dict)
     phase: str | None = None
     marks: tuple[Mark, ...] = ()  # new since the last sample
-    steps: int | None = None  # in all; None: nobody counts
-    steps_per_second: float | None = None  # None: nobody counts, or not yet two looks at the count
+    steps: int | None = None  # in total; None: not counted
+    steps_per_second: float | None = None  # None: not counted, or only one sample so far
 
 
 @dataclass(frozen=True, slots=True)
