@@ -304,3 +304,17 @@ def test_bad_input_is_exit_2(arguments: tuple[str, ...], capsys: pytest.CaptureF
 def test_what_is_missing_is_named_as_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
     err = _run(capsys, "--batch", "8")[2]
     assert all(option in err for option in ("--dataset", "--data FILE", "--sample-bytes")), err
+
+
+def test_a_trial_is_left_out_only_where_one_batch_does_not_fit() -> None:
+    """Not for what drawing took of the process: that counts the measuring code too, and said no to what ran."""
+    from legroom.budget.demand import Batch
+    from legroom.loader.preflight import _worth_trying
+    from legroom.probe.host import Host
+    from legroom.probe.snapshot import snapshot
+
+    box = snapshot(Host.at(str(TREES / "bare-v2")))
+    ram = box.pool("ram")
+    assert ram is not None and ram.free is not None
+    assert _worth_trying(Batch((ram.free - 1,), 1, "given"), box)
+    assert not _worth_trying(Batch((ram.free,), 1, "given"), box)
