@@ -28,19 +28,12 @@ _MEASURE = 0.5  # seconds between two measurements: for each the kernel walks ev
 
 
 class Screen(Protocol):
-    """Where the demo is shown; ``clock`` is in seconds since its start."""
+    """Where the demo is shown: stages, events, and the state now. ``clock`` is in seconds since the start."""
 
-    def headline(self, clock: float, title: str) -> None:
-        """A new stage."""
-
-    def tell(self, clock: float, text: str) -> None:
-        """An event."""
-
-    def draw(self, clock: float, pools: Sequence[Pool], children: Sequence[Child]) -> None:
-        """The state now."""
-
-    def close(self) -> None:
-        """The end of it."""
+    def headline(self, clock: float, title: str) -> None: ...
+    def tell(self, clock: float, text: str) -> None: ...
+    def draw(self, clock: float, pools: Sequence[Pool], children: Sequence[Child]) -> None: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def test_a_recorded_machine_comes_out_as_a_recording_of_itself(tree: str, tmp_pa
     assert about_memory <= {finding.code for finding in findings(after)}
 
 
-def test_no_process_is_recorded_and_commands_lose_their_words() -> None:
+def test_no_process_is_recorded_and_commands_lose_their_values() -> None:
     parts = _bundle(Host.at(rigs.TREES / "bare-v2"))
     assert not any(name.startswith(f"{MACHINE}/proc/{digit}") for name in parts for digit in "123456789")
     box = json.loads(parts["box.json"].text)
@@ -85,7 +85,7 @@ def test_no_process_is_recorded_and_commands_lose_their_words() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such sockets")
 @pytest.mark.parametrize("length", [75, 76, 101, 300])
-def test_how_long_the_path_for_temporary_files_is_comes_over_and_nothing_else_of_it(
+def test_only_the_length_of_the_path_for_temporary_files_is_recorded(
     length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "_moves_away", lambda: False)
@@ -108,7 +108,7 @@ def test_how_long_the_path_for_temporary_files_is_comes_over_and_nothing_else_of
     assert recorded and not any("jeltz" in text or "vogsphere" in text for text in recorded)
 
 
-def test_every_part_is_listed_and_nothing_private_is_in_any(
+def test_every_part_is_listed_and_has_nothing_private(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, out = tmp_path / "train.log", tmp_path / "report.zip"
@@ -131,7 +131,7 @@ def test_every_part_is_listed_and_nothing_private_is_in_any(
     assert str(tmp_path).casefold() not in everything
 
 
-def test_a_tar_says_the_same_and_names_no_owner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tar_has_the_same_parts_and_no_owner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report.tar.gz"
     assert run(["report", "--json", "--out", str(out)]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -158,9 +158,7 @@ def test_show_prints_it_all_and_writes_nothing(
     assert os.listdir(tmp_path) == []
 
 
-def test_nothing_is_replaced_and_nothing_half_is_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_file_is_overwritten_or_half_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there = tmp_path / "report.zip"
     there.write_text("mine")
     assert run(["report", "--out", str(there)]) == 2
@@ -174,7 +172,9 @@ def test_nothing_is_replaced_and_nothing_half_is_left(
         checked_path("report.rar")
 
 
-def test_without_links_it_is_still_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_is_overwritten_where_there_are_no_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(1, "no links here")
 
@@ -186,14 +186,14 @@ def test_without_links_it_is_still_never_replaced(tmp_path: Path, monkeypatch: p
     assert os.listdir(tmp_path) == ["a.zip"]
 
 
-def test_two_within_a_second_have_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_reports_in_one_second_have_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("legroom.cli.report.time.strftime", lambda _: "now")
     assert run(["report", "--json"]) == run(["report", "--json"]) == 0
     assert sorted(os.listdir(tmp_path)) == ["now-2.zip", "now.zip"]
 
 
-def test_packing_is_the_same_for_the_same_parts() -> None:
+def test_the_same_parts_make_the_same_archive() -> None:
     parts = [RedactedPart("a.txt", "", "ä"), RedactedPart("b/c.txt", "", "")]
     assert pack(parts, "x.zip", 1e9) == pack(parts, "y.zip", 1e9)
     with tarfile.open(fileobj=io.BytesIO(pack(parts, "x.tgz", 1e9))) as bag:
@@ -209,7 +209,7 @@ def test_a_long_log_is_cut_between_lines() -> None:
     assert log_end(b"short") == "short"
 
 
-def test_a_run_and_a_watch_come_in_at_their_ends(tmp_path: Path) -> None:
+def test_the_ends_of_a_run_report_and_a_watch_log_are_attached(tmp_path: Path) -> None:
     story = {"schema": "legroom.run/1", "command": ["python", "t.py", "--token", "abc123x"], "attempts": []}
     story["attempts"] = [{"number": 1, "readings": [{"when": at} for at in range(500)]}]
     (tmp_path / "run.json").write_text(json.dumps(story))
@@ -230,7 +230,7 @@ def test_a_run_and_a_watch_come_in_at_their_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("option", "code"), [("--run", DamagedSource), ("--watch", DamagedSource)])
-def test_files_that_are_something_else(
+def test_attachments_of_another_kind_are_refused(
     option: str, code: type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = tmp_path / "wrong.json"
@@ -242,7 +242,7 @@ def test_files_that_are_something_else(
         assert f"[{UnreadableSource.code}]" in capsys.readouterr().err
 
 
-def test_settings_are_ours_alone_and_secrets_stay() -> None:
+def test_only_legroom_variables_are_listed_and_secrets_hidden() -> None:
     environment = {"LEGROOM_DIR": "/x", "LEGROOM_WEB_TOKEN": "abc", "HF_TOKEN": "t", "PATH": "/bin"}
     assert settings(environment) == {"LEGROOM_DIR": "/x", "LEGROOM_WEB_TOKEN": "<secret>"}
 
@@ -254,7 +254,7 @@ def test_versions_import_nothing() -> None:
     assert not {"torch", "lightning", "transformers"} & (set(sys.modules) - before)
 
 
-def test_who_is_private_here(tmp_path: Path) -> None:
+def test_private_names_of_a_machine(tmp_path: Path) -> None:
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc" / "passwd").write_text(
         "root:x:0:0::/root:/bin/sh\nzaphod:x:1000:1000::/home/zaphod:/bin/sh\nford:x:1001:1::/srv/towel:/bin/sh\n"
