@@ -98,7 +98,7 @@ def test_it_draws_and_leaves_by_key(leave: bytes, tmp_path: Path) -> None:
         assert (
             b"\x1b[?1049l" in screen.seen and b"Traceback" not in screen.seen
         )  # the screen from before is back
-        assert b"drawn: " in screen.seen.split(b"\x1b[?1049l")[1]
+        assert b"plot written to " in screen.seen.split(b"\x1b[?1049l")[1]
     assert log.read_bytes().endswith(b"\n") and plot.exists()
 
 
@@ -139,7 +139,7 @@ def test_a_finished_watch_and_a_file_that_is_none(tmp_path: Path) -> None:
     log.write_text("nonsense\nnonsense\n")
     with _screen("--replay", str(log)) as screen:
         assert screen.ends() == 2
-        screen.until(b"is not the log of a watch")
+        screen.until(b"is not a log of legroom watch")
         assert b"Traceback" not in screen.seen
 
 
