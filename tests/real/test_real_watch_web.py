@@ -256,7 +256,7 @@ def test_a_finished_watch_is_drawn(kind: str, tmp_path: Path) -> None:
         kept.show(moment)
     kept.close()
     found = _run("--replay", str(log), "--plot", str(out))
-    assert found.returncode == 0 and f"drawn: {out}" in found.stderr and found.stdout == ""
+    assert found.returncode == 0 and f"plot written to {out}" in found.stderr and found.stdout == ""
     assert out.stat().st_size > 3000
 
 
