@@ -25,7 +25,8 @@ from legroom.loader.arena.pool import Pool
 from legroom.loader.arena.sent import Sent
 from legroom.loader.arena.slot import SENT, Slot, supported
 from legroom.loader.progress import position_of
-from legroom.loader.torch_internals import result_is_sent
+from legroom.loader.rejoin import TurnKept
+from legroom.loader.torch_internals import fetching
 from legroom.system.imports import require
 from legroom.units import parse_size
 from legroom.words import say
@@ -88,25 +89,42 @@ class Carried:
         info = get_worker_info()
         if info is None:
             return self.fn(samples)
-        if not result_is_sent():
-            return self._within(samples)
+        if not self._is_sent(samples):
+            return self.fn(samples)
         pool = self._pool
         if pool is None or self._pid != os.getpid():
             return self._first(samples, info)
         return self._made(samples, info, pool, pool.take(pool.want) if pool.want else None)
 
-    def _within(self, samples: Any) -> Any:
-        """The batch itself, for a function or a loader in this worker that does more with it."""
-        if not self._told:
-            self._told = True
-            _log.warning(
-                say(
-                    "legroom.collate() was called by another function, which gets a plain batch: "
-                    "it travels torch's way, through /dev/shm. "
-                    "Put legroom.collate() around the outermost function to change that"
-                )
+    def _is_sent(self, samples: Any) -> bool:
+        """Whether torch's worker loop sends what this call returns.
+
+        Other code that calls this function gets the plain batch. Where that code is the loader's collate function, what
+        it returns is carried from the next batch on.
+        """
+        found = fetching(samples)
+        if found is None:
+            self._warn_once()
+            return False
+        fetcher, drawn = found
+        outermost = fetcher.collate_fn
+        if isinstance(outermost, TurnKept):
+            outermost = outermost.fn
+        if not isinstance(outermost, Carried):
+            fetcher.collate_fn = Carried(outermost, self.budget)
+        return drawn and outermost is self
+
+    def _warn_once(self) -> None:
+        if self._told:
+            return
+        self._told = True
+        _log.warning(
+            say(
+                "legroom.collate() was called by another function, which gets a plain batch: "
+                "it travels torch's way, through /dev/shm. "
+                "Put legroom.collate() around the outermost function to change that"
             )
-        return self.fn(samples)
+        )
 
     def _first(self, samples: Any, info: Any) -> Any:
         """This worker's first batch, by which others may learn what one takes."""

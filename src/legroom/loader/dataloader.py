@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from legroom.budget.crew import Each
 from legroom.errors import Unpicklable
 from legroom.loader import deaths, resume
-from legroom.loader.arena import inbox as arena_inbox
 from legroom.loader.arena.door import Door, careful
 from legroom.loader.arena.inbox import Pinner, unopened
 from legroom.loader.arena.pin import cuda_pinner
@@ -219,10 +218,7 @@ class Loader:
     def _end_workers(self) -> None:
         """End lasting workers: they are not where the next pass begins."""
         loader: Any = self
-        crew, self._crew = self._crew, None
-        if crew is not None:
-            arena_inbox.close(crew.pids)  # one that waits for room must not wait for us
-        self._heir = loader._iterator = None
+        self._heir = self._crew = loader._iterator = None
 
     def _pass(self, progress: Progress, start: Any, lasting: bool) -> Epoch:
         """A pass over what ``start`` gives; ``lasting``: by workers that this loader keeps."""

@@ -78,12 +78,9 @@ class Epoch:
         arena_inbox.sweep()
 
     def _let_go(self) -> None:
-        """Hold up no worker: one that waits for room, or to start, must not wait for us."""
-        if self._crew is None:
-            return
+        """Hold up no worker that waits to start."""
         if self._door is not None:
             self._door.close()
-        arena_inbox.close(self._crew.pids)
 
     def __next__(self) -> Any:
         item = self._take()

@@ -5,13 +5,11 @@ A torch that has a name no longer is torch's loader with less: each function say
 
 from __future__ import annotations
 
-import dis
 import sys
 from collections.abc import Callable, Collection
-from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import Any
 
 
@@ -66,25 +64,39 @@ def watch_parent(lives: Callable[[], bool]) -> None:
     worker.ManagerWatchdog = type("ManagerWatchdog", (kind,), {"is_alive": is_alive})
 
 
-def result_is_sent() -> bool:
-    """Whether what the calling function returns goes into a worker's queue, and through no other code before that.
+def workers_ending() -> Callable[[], bool] | None:
+    """In a worker: asks, without waiting for anything, whether the loader is ending its workers.
 
-    So it is where torch's worker loop fetches a batch, and all between it and the caller hand on the result as it is.
-    False where that cannot be told: then the batch travels torch's way.
+    None where torch does not tell. Without it, torch waits five seconds for each worker that waits for memory.
+    """
+    frame = sys._getframe(1) if hasattr(sys, "_getframe") else None
+    while frame is not None and frame.f_code.co_name != "_worker_loop":
+        frame = frame.f_back
+    event = None if frame is None else frame.f_locals.get("done_event")
+    # Not is_set(), which takes a lock: a program that is killed while it holds that lock never releases it.
+    semaphore = getattr(getattr(event, "_flag", None), "_semlock", None)
+    is_zero: Callable[[], bool] | None = getattr(semaphore, "_is_zero", None)
+    return None if is_zero is None else lambda: not is_zero()
+
+
+def fetching(samples: Any) -> tuple[Any, bool] | None:
+    """In a worker, from within a collate function: (torch's fetcher, whether it has drawn exactly these samples).
+
+    The fetcher calls its ``collate_fn`` with what it has drawn, and torch's worker loop sends the result. None in a
+    loader that runs inside a worker, and where torch has no such object: then the batch travels torch's way.
     """
     frame = sys._getframe(2) if hasattr(sys, "_getframe") else None
-    while frame is not None and _hands_on(frame.f_code, frame.f_lasti):
-        name, frame = frame.f_code.co_name, frame.f_back
-        if name == "fetch" and frame is not None and frame.f_code.co_name == "_worker_loop":
-            return True
-    return False
-
-
-@cache
-def _hands_on(code: CodeType, at: int) -> bool:
-    """Whether a function returns the result of the call at this place of its code without a look at it."""
-    following = (code.co_code[place] for place in range(at + 2, len(code.co_code), 2))
-    return next((dis.opname[op] for op in following if dis.opname[op] != "CACHE"), "") == "RETURN_VALUE"
+    while frame is not None:
+        caller = frame.f_back
+        if frame.f_code.co_name == "fetch":
+            variables = frame.f_locals
+            found = variables.get("self")
+            if hasattr(found, "collate_fn"):
+                called_by_loop = caller is not None and caller.f_code.co_name == "_worker_loop"
+                drawn = any(value is samples for value in variables.values())
+                return (found, drawn) if called_by_loop else None
+        frame = caller
+    return None
 
 
 def release_frames(problem: BaseException) -> None:

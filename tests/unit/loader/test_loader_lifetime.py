@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 import legroom
+from legroom.loader.arena import door as arena_door
 from legroom.loader.arena import inbox as arena_inbox
+from legroom.loader.arena.refusal import Left
 
 torch = pytest.importorskip("torch")
 data = torch.utils.data
@@ -33,6 +36,16 @@ class Rows(data.Dataset):  # type: ignore[misc, name-defined]
         return torch.full((MB // 4,), float(index))
 
 
+class Slow(Rows):
+    """At work on its first samples."""
+
+    def __getitem__(self, index: int) -> Any:
+        until = time.monotonic() + 3
+        while time.monotonic() < until:
+            pass
+        return super().__getitem__(index)
+
+
 def slots() -> tuple[int, int]:
     """How many slots this process has mapped, and the bytes of them that are in memory."""
     text, resident = Path("/proc/self/smaps").read_text(), 0
@@ -48,6 +61,31 @@ def _none_before() -> Iterator[None]:
     arena_inbox.sweep()
     assert slots() == (0, 0)
     yield
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+@pytest.mark.parametrize("waiting", ["for room, ours", "for room, torch's", "to start"])
+def test_workers_that_wait_end_with_their_loader(
+    lasting: bool, waiting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch waits that long for each worker that does not end by itself.
+    monkeypatch.setattr(data._utils, "MP_STATUS_CHECK_INTERVAL", 60)
+    options: dict[str, Any] = {"num_workers": 3, "prefetch_factor": 8, "batch_size": 1}
+    options |= {"multiprocessing_context": "fork", "persistent_workers": lasting}
+    if waiting == "for room, ours":
+        loader = legroom.DataLoader(Rows(), memory_budget=7 * MB, **options)
+    elif waiting == "for room, torch's":
+        loader = data.DataLoader(Rows(), collate_fn=legroom.collate(memory_budget=7 * MB), **options)
+    else:
+        monkeypatch.setattr(arena_door, "left", lambda: Left(900 * MB, "here"))
+        loader = legroom.DataLoader(Slow(), **options)
+    iterator = iter(loader)
+    if waiting != "to start":
+        next(iterator)
+    time.sleep(1.5)
+    began = time.monotonic()
+    del loader, iterator
+    assert time.monotonic() - began < 50
 
 
 @pytest.mark.parametrize("lasting", [True, False])

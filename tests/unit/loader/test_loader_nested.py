@@ -53,6 +53,14 @@ class HandsOn(Changes):
         return self.inner(samples)
 
 
+class Keeps(Changes):
+    """As one that gives the result a name before it returns it."""
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self.inner(samples)
+        return batch  # noqa: RET504 - that is what is tested
+
+
 class Inner(data.Dataset):  # type: ignore[misc, name-defined]
     """A loader within a worker."""
 
@@ -93,14 +101,40 @@ def test_a_loader_or_dataset_in_a_worker_gets_a_batch(dataset: Any) -> None:
     assert torch.equal(torch.cat(got)[:, 0], torch.arange(24.0))
 
 
-@pytest.mark.parametrize("wrap", [HandsOn, lambda: functools.partial(HandsOn())])
-def test_a_function_that_hands_the_batch_on_keeps_the_transport(wrap: Any) -> None:
+@pytest.mark.parametrize("wrap", [HandsOn, Keeps, Changes, lambda: functools.partial(HandsOn())])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_what_a_function_around_it_returns_is_carried_from_the_second_batch_on(
+    wrap: Any, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
     iterator = iter(
-        data.DataLoader(Rows(), 4, num_workers=1, collate_fn=wrap(), multiprocessing_context="fork")
+        data.DataLoader(Rows(), 4, num_workers=1, collate_fn=wrap(), multiprocessing_context=method)
     )
-    batch = next(iterator)
-    assert arena_inbox.mapped() and batch["x"][3, 0] == 3
-    del batch, iterator
+    first, second = next(iterator), next(iterator)
+    assert arena_inbox.mapped() and first["x"][3, 0] == 3 and second["x"][3, 0] == 7
+    assert set(second) == set(first) and not caplog.records
+    del second, iterator
+    arena_inbox.sweep()
+
+
+class Mapped(data.IterableDataset):  # type: ignore[misc, name-defined]
+    """Its samples are made by the very function that collates them."""
+
+    def __init__(self, collate: Any) -> None:
+        self.collate = collate
+
+    def __iter__(self) -> Any:
+        return map(self.collate, ([torch.full((300,), float(number))] * 2 for number in range(4)))
+
+
+def test_a_dataset_that_calls_the_loaders_own_collate_function_gets_batches() -> None:
+    collate = legroom.collate()
+    loader = data.DataLoader(
+        Mapped(collate), 2, num_workers=1, collate_fn=collate, multiprocessing_context="fork"
+    )
+    got = list(loader)
+    assert [tuple(batch.shape) for batch in got] == [(2, 2, 300)] * 2 and arena_inbox.mapped()
+    assert torch.equal(torch.cat(got)[:, 0, 0], torch.arange(4.0))
+    del got, loader
     arena_inbox.sweep()
 
 

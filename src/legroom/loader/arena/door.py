@@ -13,7 +13,7 @@ waits for nobody.
 
 Workers may wait for each other: at a barrier, for a file that another one writes. So a first worker that is blocked for
 a second, neither computing nor growing, is not waited for any longer. Those who come in by that are watched while they
-draw, as it is. Whoever waits here ends when the program that started it has ended.
+draw, as it is. Whoever waits here ends when its loader, or the program that started it, has ended.
 
 The door is a ``worker_init_fn`` around the user's: the only place that a worker passes before its first sample. The
 numbers lie in memory shared with all workers, however those are started.
@@ -31,7 +31,7 @@ from typing import Any
 from legroom.budget.crew import SPARE, Each, fits, least
 from legroom.errors import BudgetTooSmall, LoaderClosed
 from legroom.loader.arena.ending import watch_end
-from legroom.loader.arena.processes import Blocked, Guarded, end_with_parent
+from legroom.loader.arena.processes import Blocked, Guarded, end_if_told
 from legroom.loader.arena.refusal import Left, left, refused
 from legroom.loader.arena.watch import May, Watch
 from legroom.loader.measure.bare import bare
@@ -221,7 +221,7 @@ class Door:
     def _stand(self, still: Callable[[], bool], patience: float) -> None:
         until = time.monotonic() + patience
         while still() and time.monotonic() < until:
-            end_with_parent()
+            end_if_told()
             time.sleep(_LOOK_S)
 
 

@@ -23,8 +23,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -250,14 +249,14 @@ class unopened:  # noqa: N801 - reads as a word: ``with unopened():``
         _thread.unopened = False
 
 
-@contextmanager
-def arriving(descriptors: Descriptors) -> Iterator[None]:
-    """Within it, slots that this thread does not know yet are looked for among these."""
+def look_among(descriptors: Descriptors | None) -> Descriptors | None:
+    """Look for slots that this thread does not know yet among these; returns those looked among before.
+
+    Not a context manager: one made of a generator costs 2 µs for every batch.
+    """
+    before: Descriptors | None = getattr(_thread, "descriptors", None)
     _thread.descriptors = descriptors
-    try:
-        yield
-    finally:
-        _thread.descriptors = None
+    return before
 
 
 def receive(
@@ -320,13 +319,6 @@ def sweep() -> None:
             _slots.pop(arrival.slot.id, None)
 
 
-def close(pids: Collection[int]) -> None:
-    """Tell these workers that nothing will be given back any more."""
-    for arrival in list(_slots.values()):
-        if arrival.worker.pid in pids:
-            arrival.slot.close()
-
-
 def lives_with(iterator: Any, pids: Collection[int]) -> None:
     """Forget the slots of these workers when torch's iterator, which owns them, is gone."""
     if iterator not in _owners:  # one that lasts begins many passes
@@ -337,7 +329,6 @@ def lives_with(iterator: Any, pids: Collection[int]) -> None:
 def _forget(pids: Collection[int], owner: int) -> None:
     if os.getpid() != owner:
         return
-    close(pids)
     workers = [worker for pid, worker in list(_workers.items()) if pid in pids]
     for worker in workers:
         worker.ended = True

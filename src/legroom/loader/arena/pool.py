@@ -23,7 +23,7 @@ from collections import deque
 from legroom.budget.crew import Each, fits
 from legroom.cache.room import memory_bounds, tightest
 from legroom.errors import BudgetTooSmall, LoaderClosed
-from legroom.loader.arena.processes import parent_lives
+from legroom.loader.arena.processes import must_end
 from legroom.loader.arena.refusal import left, refused
 from legroom.loader.arena.slot import FREE, HEADER, HELD, RETIRED, SENT, NoSlot, Slot
 from legroom.units import exact_size, format_size
@@ -172,7 +172,7 @@ class Pool:
         )  # fmt: skip
 
     def _somebody_there(self) -> None:
-        if any(slot.closing for slot in self.slots) or not parent_lives():
+        if must_end():
             raise LoaderClosed(
                 say("the loader was closed while a worker waited for room"),
                 why=say("nobody will take its batches any more"),

@@ -1,4 +1,4 @@
-"""Other processes as a worker sees them: whether the program that started it lives, whether another worker is blocked.
+"""Other processes as a worker sees them: whether it must end, whether another worker is blocked.
 
 multiprocessing tells a worker that its parent has ended by a pipe. Workers that are forked later inherit that pipe and
 keep it open, so each of thirty workers saw a parent for as long as a later worker lived. torch remembers who the parent
@@ -12,12 +12,13 @@ import os
 import time
 from collections.abc import Callable
 
-from legroom.loader.torch_internals import watch_parent
+from legroom.loader.torch_internals import watch_parent, workers_ending
 
 _BLOCKED_S = 1.0  # without a sign of work
 _LOOK_S = 0.05
 _CPU = 0.2  # of a core: below it, a process waits
 _GROWTH = 1 << 20
+_asked: tuple[int, Callable[[], bool] | None] = (0, None)  # of which process, and how to ask
 
 
 def parent_lives() -> bool:
@@ -31,10 +32,19 @@ def parent_lives() -> bool:
     return _runs(parent.pid)
 
 
-def end_with_parent() -> None:
-    """End this worker where the program that it works for has ended."""
-    if not parent_lives():
-        raise SystemExit(1)
+def must_end() -> bool:
+    """Whether this worker has nothing left to wait for: its loader is ending its workers, or its program has ended."""
+    global _asked
+    if _asked[0] != os.getpid():
+        _asked = os.getpid(), workers_ending()
+    ending = _asked[1]
+    return (ending is not None and ending()) or not parent_lives()
+
+
+def end_if_told() -> None:
+    """End this worker where it must; with 0, because torch reports any other exit code as a failure."""
+    if must_end():
+        raise SystemExit(0)
 
 
 class Guarded:

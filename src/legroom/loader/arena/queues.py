@@ -25,7 +25,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from legroom.loader.arena.descriptors import Descriptors
-from legroom.loader.arena.inbox import arriving
+from legroom.loader.arena.inbox import look_among
 from legroom.loader.arena.sent import Sent
 
 _HEADER = 4  # bytes that a connection writes before a small message
@@ -37,21 +37,20 @@ class _Direct:
     descriptors: Descriptors | None = None  # of slots whose batches come through this queue
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
-        if (
-            self.descriptors is not None
-            and isinstance(obj, tuple)
-            and len(obj) == 2
-            and isinstance(obj[1], Sent)
-        ):
-            obj[1].hand_over(self.descriptors)
+        descriptors = self.descriptors
+        if descriptors is not None and type(obj) is tuple and len(obj) == 2 and type(obj[1]) is Sent:
+            obj[1].hand_over(descriptors)
         if not self._put_now(obj):
             super().put(obj, block, timeout)  # type: ignore[misc]
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         if self.descriptors is None:
             return super().get(block, timeout)  # type: ignore[misc]
-        with arriving(self.descriptors):
+        before = look_among(self.descriptors)
+        try:
             return super().get(block, timeout)  # type: ignore[misc]
+        finally:
+            look_among(before)
 
     def __getstate__(self) -> Any:
         return super().__getstate__(), self.descriptors

@@ -23,7 +23,7 @@ class Sent:
 
     def hand_over(self, descriptors: Descriptors) -> None:
         """Send its slot's descriptor ahead, so that it is there when this arrives."""
-        _, fd, number, *_ = self._arguments
+        fd, number = self._arguments[1:3]
         if fd >= 0:
             descriptors.send(number, fd)
 

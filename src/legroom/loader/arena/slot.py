@@ -12,8 +12,7 @@ it under a map. Its first page says who it is and whose turn it is:
               SENT      a batch is in it, on its way            set by the worker
               HELD      tensors of the other process lie on it  set by the other process
               RETIRED   as FREE, but a forked child of the other process may still look at it: never to be written again
-    byte 1    not zero: the loader is closing, nobody will free anything any more
-    byte 2    not zero: the worker has given the slot up, and nothing will come in it any more
+    byte 1    not zero: the worker has given the slot up, and nothing will come in it any more
     byte 8…   a random number, so that a wrong file is never taken for a slot
 
 At any moment only one side may change the state, so no lock is needed.
@@ -68,7 +67,7 @@ class Slot:
     """One mapped slot. ``fd`` is None where this process did not make it."""
 
     __slots__ = (
-        "__weakref__", "_closing", "_given_up", "_kind", "_lent", "_state", "_unmap",
+        "__weakref__", "_given_up", "_kind", "_lent", "_state", "_unmap",
         "address", "before_unmap", "capacity", "fd", "id",
     )  # fmt: skip
 
@@ -83,8 +82,7 @@ class Slot:
         self.address, self.capacity = address, capacity
         self._unmap = libc().munmap
         self._state = ctypes.c_ubyte.from_address(address)
-        self._closing = ctypes.c_ubyte.from_address(address + 1)
-        self._given_up = ctypes.c_ubyte.from_address(address + 2)
+        self._given_up = ctypes.c_ubyte.from_address(address + 1)
         self._kind = ctypes.c_char * length  # made once: a new ctypes type for every batch would be slow
         self._lent: Any = None
         here = ctypes.c_uint64.from_address(address + _ID)
@@ -132,15 +130,6 @@ class Slot:
     @state.setter
     def state(self, state: int) -> None:
         self._state.value = state
-
-    @property
-    def closing(self) -> bool:
-        """Whether the other process has said that it will free nothing more."""
-        return self._closing.value != 0
-
-    def close(self) -> None:
-        """Tell the worker not to wait for anything."""
-        self._closing.value = 1
 
     @property
     def given_up(self) -> bool:
