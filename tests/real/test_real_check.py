@@ -67,6 +67,15 @@ def test_a_loop_that_hangs_for_want_of_shared_memory_is_a_no() -> None:
     assert ran.status == 1 and '"pool": "shm"' in ran.output and ran.seconds < 40, ran
 
 
+def test_a_stream_that_loses_a_refused_batch_and_ends_well_is_a_no() -> None:
+    """Each worker has one batch of 4 MB for 9 MB: two fit, the third is dropped, and the loop ends with status 0."""
+    asked = {**PLAIN, "workers": 3, "source": "stream", "kind": "torch", "collate": "padded", "samples": 12}
+    loop = check_rig.run([sys.executable, str(check_rig.PLAYER)], asked, 2 << 30, 9 << 20, 1024)
+    assert "unable to allocate shared memory" in loop.errors and loop.status == 0, loop
+    ran = check_rig.run(check_rig.check_command(asked), asked, 2 << 30, 9 << 20, 1024, 90)
+    assert ran.status == 1 and '"pool": "shm"' in ran.output, ran
+
+
 def test_a_worker_that_runs_out_of_descriptors_is_a_no() -> None:
     """The loop sees only a connection that was closed; the worker's own output has the reason."""
     asked = {

@@ -31,6 +31,8 @@ Cause = Literal[
     "unknown",
 ]
 
+Role = Literal["main", "worker"]  # a process that trains and has loader workers; such a worker
+
 # Causes that say memory (or what a loader needs like memory) ran out; the other five do not.
 MEMORY_CAUSES: frozenset[Cause] = frozenset(
     {
@@ -90,12 +92,12 @@ class LogFacts:
     last_error: Sign | None = None  # the last exception that ended a program
     chain_from: int | None = None  # how far back the tracebacks that belong to it begin
     errors: tuple[Sign, ...] = ()  # every exception, the last one included
+    raised_in: Role | None = (
+        None  # the process that raised the last one; None: the traceback does not show it
+    )
     progress: tuple[int, ...] = ()  # lines in which the program reports a step; the last ones only
     lines: int = 0  # that were looked at
     skipped: int = 0  # bytes that were not
-
-
-Role = Literal["main", "worker"]  # a process that trains and has loader workers; such a worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,7 @@ class Verdict:
     fix: tuple[str, ...] = ()
     likely: tuple[Likely, ...] = ()  # where the cause is unknown, or a guess: what it could be, in order
     victim: Victim | None = None  # the process that the OOM killer took
+    refused: Role | None = None  # the process that an allocation failed in; None: the log does not show it
 
     @property
     def memory(self) -> bool:

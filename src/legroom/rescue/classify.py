@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from legroom.model.death import Cause, Evidence, Likely, Verdict
+from legroom.model.death import Cause, Evidence, Likely, Role, Verdict
 from legroom.rescue import rules_counters, rules_endings, rules_texts
 from legroom.rescue.because import Because
 from legroom.rescue.log_signs import Signs
@@ -132,4 +132,11 @@ def classify(evidence: Evidence) -> Verdict:
         evidence=tuple(dict.fromkeys(lines)),
         likely=tuple(Likely(cause, say(_TELLS[cause])) for cause in because.likely),
         victim=victim,
+        refused=_refused(evidence) if because.cause == "ram-allocation" else None,
     )
+
+
+def _refused(evidence: Evidence) -> Role | None:
+    """The process that an allocation failed in: known where the exception that ended the job reports it."""
+    last = evidence.log.last_error
+    return evidence.log.raised_in if last is not None and last.code in ("ram", "ram-likely") else None

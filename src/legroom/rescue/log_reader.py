@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from legroom.errors import UnreadableSource
-from legroom.model.death import LogFacts, Sign
+from legroom.model.death import LogFacts, Role, Sign
 from legroom.rescue.signatures import NUMBERS, code_of, start_of
 from legroom.words import say
 
@@ -57,6 +57,9 @@ _LAST_WORDS = frozenset({
     "fault", "assertion", "oom-kill", "oom-daemon", "worker-bus", "bus", "killed", "child-killed", "crash", "abort",
     "shm", "shm-other", "ended-by", "gpu-hint", "pinned",
 })  # fmt: skip
+_FROM_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d")
+_REMOTE = re.compile(r"RemoteTraceback|DataLoader worker")
+_IN_SCRIPT = re.compile(r'File "[^"<>]+", line \d+, in <module>')
 _FRAME = re.compile(r'^\s+\S|^\s*File "|^\s*\^+$|^$')
 _INSIDE = re.compile(r' {2}|File "|\^\^')
 
@@ -157,6 +160,7 @@ def facts_of(data: bytes, skipped: int = 0) -> LogFacts:
         last_error=errors[-1] if errors else None,
         chain_from=chain,
         errors=errors,
+        raised_in=_raised_in(lines, faults[-1]) if faults else None,
         progress=_progress(lines, by_number),
         lines=count,
         skipped=skipped,
@@ -192,6 +196,20 @@ def _faults(lines: list[str]) -> list[_Fault]:
         if name is not None and (owner is None or not owner.ignored):
             faults.append(_Fault(name, at, _frames_start(lines, at) if owner is None else owner.start))
     return list(faults)
+
+
+def _raised_in(lines: list[str], fault: _Fault) -> Role | None:
+    """The process that raised that exception, where its traceback proves it.
+
+    torch passes a worker's exception on with the worker's number. The training process's traceback begins in its
+    script; that of a thread or of another child process does not.
+    """
+    if _FROM_WORKER.search(lines[fault.at]):
+        return "worker"
+    if any(_REMOTE.search(line) for line in lines[max(0, fault.start - NEAR) : fault.at + 1]):
+        return None  # passed on from a process pool
+    first = next((line for line in lines[fault.start : fault.at] if 'File "' in line), "")
+    return "main" if _IN_SCRIPT.search(first) else None
 
 
 def _signs(lines: list[str], faults: list[_Fault]) -> tuple[Sign, ...]:

@@ -7,8 +7,8 @@ command (flags.py), restarting (supervisor.py).
 
 The order is by what a step costs: prefetch and workers cost speed at most, low-memory data costs disk reads, a smaller
 micro-batch costs speed on the GPU. Each step changes one thing, so that the report says which one it was. What
-cannot help against a cause is not touched: workers do not use the GPU's memory. Where the OOM killer took the process
-that trains, that one held most: prefetch and workers come last then.
+cannot help against a cause is not touched: workers do not use the GPU's memory. Where the training process was killed
+or failed to allocate, prefetch and workers come last.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def next_step(
         cause = verdict.likely[0].cause
     if cause not in _LEVERS:
         return _stop(knobs, _why_no_lever(verdict.cause))
-    trainer = cause == "ram-oom-kill" and verdict.victim is not None and verdict.victim.role == "main"
+    killed = cause == "ram-oom-kill" and verdict.victim is not None and verdict.victim.role == "main"
+    trainer = killed or (cause == "ram-allocation" and verdict.refused == "main")
     step = _first_that_works(cause, knobs, descriptors_raised, trainer=trainer)
     if verdict.cause == "unknown" and not step.stop:
         return replace(
@@ -75,7 +76,7 @@ def _first_that_works(cause: Cause, knobs: Knobs, descriptors_raised: bool, *, t
             continue
         step = _pull(lever, knobs)
         if step is not None and trainer:
-            why = say("{why} (the process that trains was killed, not a worker)", why=step.why)
+            why = say("{why} (the training process ran out of memory, not a worker)", why=step.why)
             return replace(step, why=why)
         if step is not None:
             return step

@@ -28,7 +28,7 @@ from legroom.rescue.order import Order
 from legroom.rescue.output import Output
 from legroom.rescue.readings import Cards, Readings
 from legroom.rescue.rules_counters import oom_lines
-from legroom.rescue.stall import StallWatch, cpu_seconds, hangs_on_shm, held_shm
+from legroom.rescue.stall import StallWatch, cpu_seconds, hangs_on_shm, held_shm, refused_shm
 from legroom.system.child_processes import ExitStatus, signal_name
 from legroom.units import format_size
 from legroom.words import say
@@ -143,9 +143,13 @@ class Watched:
                     self._end_stall(child, stall)
 
     def _hangs(self, child: Child, readings: Readings) -> bool:
-        self.held_shm = held_shm(self.host, child.pids(self.host))
+        pids = child.pids(self.host)
+        self.held_shm = held_shm(self.host, pids)
         log = facts_of(self._output.tail.bytes())
-        return hangs_on_shm(readings.shm(), self.held_shm, log, loader=readings.victims.loader)
+        refused = refused_shm(self.host, pids)
+        return hangs_on_shm(
+            readings.shm(), self.held_shm, log, loader=readings.victims.loader, refused=refused
+        )
 
     def _end_stall(self, child: Child, stall: StallWatch) -> None:
         held = format_size(self.held_shm or 0)

@@ -15,7 +15,7 @@ from legroom.rescue.cgroup_home import Home, make_home
 from legroom.rescue.kernel_log import KernelLog
 from legroom.rescue.log_reader import facts_of
 from legroom.rescue.readings import Readings, recent_rate, since_look, thinned, worst_stall
-from legroom.rescue.stall import StallWatch, cpu_seconds, hangs_on_shm, held_shm
+from legroom.rescue.stall import StallWatch, cpu_seconds, hangs_on_shm, held_shm, refused_shm
 from legroom.rescue.sweep import names_there, sweep
 
 MB = 1 << 20
@@ -111,6 +111,17 @@ def test_a_job_that_works_or_writes_does_not_stall() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_refused_request_is_a_segment_with_a_size_and_no_pages() -> None:
+    path = f"/dev/shm/legroom-test-{os.getpid()}"
+    before = refused_shm(Host(), [os.getpid()])
+    with open(path, "w+b") as file:
+        os.unlink(path)
+        file.truncate(before + 96 * MB)
+        assert refused_shm(Host(), [os.getpid()]) == before + 96 * MB
+    assert refused_shm(Host(), [os.getpid(), 1 << 22]) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_only_a_job_whose_own_bytes_fill_dev_shm_now_and_whose_loader_waits_hangs() -> None:
     level = Level(60 * MB, 64 * MB)
     refused = facts_of(
@@ -124,6 +135,11 @@ def test_only_a_job_whose_own_bytes_fill_dev_shm_now_and_whose_loader_waits_hang
         level, 48 * MB, facts_of(b"step 1\n"), loader=True
     )  # batches that wait their turn
     assert not hangs_on_shm(level, None, refused, loader=True)
+    # One batch larger than all of /dev/shm: nothing of it is there, and the request stays.
+    assert hangs_on_shm(Level(0, 64 * MB), 0, refused, loader=True, refused=96 * MB)
+    assert not hangs_on_shm(Level(0, 64 * MB), 0, refused, loader=True, refused=32 * MB)  # it would fit now
+    assert not hangs_on_shm(Level(0, 64 * MB), 0, refused, loader=False, refused=96 * MB)
+    assert not hangs_on_shm(Level(0, 64 * MB), 0, facts_of(b"step 1\n"), loader=True, refused=96 * MB)
     long_ago = facts_of(b"unable to allocate shared memory(shm)\n" + b"step\n" * 500)
     assert not hangs_on_shm(level, 48 * MB, long_ago, loader=True)
 

@@ -9,9 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom.errors import UsageError
-from legroom.model.death import Cause, Likely, Verdict, Victim
+from legroom.model.death import Cause, Evidence, Likely, Role, Verdict, Victim
+from legroom.rescue.classify import classify
 from legroom.rescue.flags import Knobs, Named, knobs, parse_named, rewrite, with_resume
+from legroom.rescue.log_reader import facts_of
 from legroom.rescue.policy import next_step
+from legroom.system.child_processes import ExitStatus
 
 ACC = "--gradient_accumulation_steps"
 
@@ -190,3 +193,45 @@ def test_every_walk_ends_and_keeps_the_effective_batch(
 def test_nothing_recognised_says_how_to_name_it() -> None:
     step = next_step(_v("ram-oom-kill"), Knobs())
     assert step.stop and "--flag" in step.why
+
+
+@pytest.mark.parametrize(
+    ("refused", "first"), [("main", "batch"), ("worker", "prefetch"), (None, "prefetch")]
+)
+def test_an_allocation_that_failed_in_the_training_process_lowers_the_batch_first(
+    refused: Role | None, first: str
+) -> None:
+    found = knobs(["train.py", "--batch", "8", "--accumulation", "1", "--workers", "4", "--prefetch", "4"])
+    step = next_step(replace(_v("ram-allocation"), refused=refused), found)
+    assert first in step.values
+
+
+_SCRIPT = b'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n    step()\n'
+_FED = b'Traceback (most recent call last):\n  File "/lib/python3.12/multiprocessing/queues.py", line 264, in _feed\n'
+_SPAWNED = b'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\n'
+_FAILED = b"MemoryError: Unable to allocate 8.00 GiB\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "who"),
+    [
+        (_SCRIPT + _FAILED, "main"),
+        (b"[rank1]: " + (_SCRIPT + _FAILED).replace(b"\n", b"\n[rank1]: "), "main"),
+        (_SCRIPT + b"MemoryError: Caught MemoryError in DataLoader worker process 0.\nOriginal " + _FED, "worker"),
+        (_FED + _FAILED, None),  # a thread, of whichever process
+        (_SPAWNED + _FAILED, None),
+        (b"Process SpawnProcess-1:\n" + _FED + _FAILED, None),
+        (_FAILED, None),  # no traceback
+        (b"step 1\n" + _FAILED + b"step 2\n", None),
+        (
+            b'multiprocessing.pool.RemoteTraceback: \n"""\n' + _FED + _FAILED + b'"""\n\nThe above exception was the '
+            b"direct cause of the following exception:\n\n" + _SCRIPT + _FAILED,
+            None,
+        ),
+    ],
+)  # fmt: skip
+def test_the_process_that_an_allocation_failed_in_is_read_from_the_traceback(
+    log: bytes, who: Role | None
+) -> None:
+    verdict = classify(Evidence(ending=ExitStatus(1), log=facts_of(log)))
+    assert (verdict.cause, verdict.refused) == ("ram-allocation", who)
