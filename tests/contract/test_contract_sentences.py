@@ -23,7 +23,7 @@ _FOR_PROGRAMMERS = frozenset({"AttributeError", "AssertionError", "NotImplemente
 
 # A file, or a file and how a literal in it begins; and why that is no sentence of ours to translate.
 ALLOWED = {
-    "rescue/signatures.py": "patterns of what other programs write",
+    "rescue/log_patterns.py": "patterns of what other programs write",
     "rescue/log_reader.py": "patterns of what Python writes",
     "report/redact.py: root user": "common names, which are not private",
     "report/redact.py: h5 hdf5": "suffixes of data files",

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from legroom.model.death import Evidence, Verdict
-from legroom.rescue.classify import classify
 from legroom.rescue.log_reader import facts_of
+from legroom.rescue.verdict import classify
 
 HERE = Path(__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "explain.md"

@@ -31,7 +31,7 @@ UNIT_TESTS = (  # that need no more than this
     "tests/unit/budget/test_findings.py",
     "tests/unit/probe",
     "tests/unit/report",
-    "tests/unit/rescue/test_rescue_classify.py",
+    "tests/unit/rescue/test_rescue_verdict.py",
 )
 
 

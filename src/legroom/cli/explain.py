@@ -23,10 +23,8 @@ def command(log: str, as_json: bool) -> int:
     """
     from legroom.model.death import Evidence
     from legroom.probe.snapshot import snapshot
-    from legroom.rescue.classify import classify
     from legroom.rescue.log_reader import read_log
-    from legroom.rescue.report import verdict_object
-    from legroom.rescue.watched import with_fixes
+    from legroom.rescue.verdict import classify, verdict_object, with_fixes
 
     facts = read_log(log)
     evidence = Evidence(log=facts)
@@ -42,7 +40,7 @@ def command(log: str, as_json: bool) -> int:
 
 def as_text(verdict: Verdict) -> str:
     """The verdict as text."""
-    from legroom.rescue.because import headline
+    from legroom.rescue.verdict_rule import headline
 
     lines = [
         paint(headline(verdict), "critical" if verdict.memory else "info", bold=True),

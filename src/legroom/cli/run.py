@@ -68,10 +68,9 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
     """
     from legroom.budget.findings import findings
     from legroom.probe.snapshot import snapshot
-    from legroom.rescue.flags import parse_named
-    from legroom.rescue.injection import with_gpu_limit, with_loader
-    from legroom.rescue.order import Order
-    from legroom.rescue.report import as_object, write_report
+    from legroom.rescue.command_line import parse_named, with_gpu_limit, with_loader
+    from legroom.rescue.job_attempt import RunOptions
+    from legroom.rescue.run_report import run_object, write_report
     from legroom.rescue.supervisor import supervise
 
     def tell(line: str) -> None:
@@ -93,7 +92,7 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
         raise click.UsageError(say("--resume-flag needs --checkpoint"))
     if options["resume_existing"] and not options["checkpoint"]:
         raise click.UsageError(say("--resume-existing needs --checkpoint"))
-    order = Order(
+    order = RunOptions(
         command=words,
         retries=options["retries"],
         named=tuple(parse_named(text) for text in options["flags"]),
@@ -121,7 +120,7 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
         except OSError as problem:  # the directory is gone or the disk is full: keep the command's status
             tell(say("cannot write {path}: {why}", path=report, why=problem.strerror or problem))
     if as_json:
-        click.echo(json.dumps(as_object(story), ensure_ascii=False))
+        click.echo(json.dumps(run_object(story), ensure_ascii=False))
     return story.ending.shell_status
 
 

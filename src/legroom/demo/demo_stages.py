@@ -36,9 +36,9 @@ from legroom.errors import DemoFailed
 from legroom.probe.host import Host
 from legroom.probe.limits import cpu
 from legroom.probe.memory import memory, ram_pool
-from legroom.rescue.checkpoints import newest_whole
-from legroom.rescue.flags import with_resume
-from legroom.rescue.sweep import names_there, sweep
+from legroom.rescue.checkpoints import newest_complete
+from legroom.rescue.command_line import with_resume
+from legroom.rescue.job_attempt import remove_leftover_shm, shm_names
 from legroom.units import format_duration, format_size
 from legroom.words import say
 
@@ -172,14 +172,14 @@ def _loader_trial(loop: EventLoop, child: Child) -> Result:
             heard, since = len(child.messages), loop.clock
         return child.first("opened") is not None and loop.clock - since > _NO_BATCH
 
-    before, stood_still = names_there(loop.host), False
+    before, stood_still = shm_names(loop.host), False
     loop.start(child)
     try:
         loop.until(lambda: child.ended or stalled(), say("a DataLoader"))
         stood_still = not child.ended
     finally:
         end_all([child])
-        sweep(loop.host, before)  # what torch's workers left in a /dev/shm that others may use
+        remove_leftover_shm(loop.host, before)  # what torch's workers left in a /dev/shm that others may use
     child.read_messages()
     opened = child.first("opened")
     if opened is None or opened["loader"] != child.name:  # it must be the loader that its name says
@@ -370,7 +370,7 @@ def kill_and_resume(loop: EventLoop, child: Child) -> Result:
                   sure=report.get("confidence") or 0.0, summary=report.get("summary")))  # fmt: skip
     for line in report.get("evidence") or ():
         loop.tell(say("evidence: {line}", line=line))
-    found = newest_whole(str(child.folder / "checkpoints" / "step-*.npz"))
+    found = newest_complete(str(child.folder / "checkpoints" / "step-*.npz"))
     if found.path is None:
         raise DemoFailed(say("training run {name} has no whole checkpoint", name=child.name))
     child.start(with_resume(child.command, "--resume", found.path))

@@ -222,7 +222,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class SupervisedRun:
     """A supervised run from its first start to its last end."""
 
     command: tuple[str, ...]

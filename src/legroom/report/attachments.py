@@ -18,10 +18,8 @@ from legroom.model.death import Evidence
 from legroom.monitor.watch_log import SCHEMA as WATCH
 from legroom.report.bundle import Attachments, Part
 from legroom.report.redact import shape_of
-from legroom.rescue.classify import classify
 from legroom.rescue.log_reader import read_log
-from legroom.rescue.report import verdict_object
-from legroom.rescue.watched import with_fixes
+from legroom.rescue.verdict import classify, verdict_object, with_fixes
 from legroom.words import say
 
 LOG_END = 256 << 10  # bytes

@@ -1,14 +1,11 @@
-"""The newest checkpoint that is whole.
+"""Find the newest complete checkpoint.
 
-Covers: torch's files (zip and the older pickles), safetensors, npz, HDF5, and directories of them as transformers,
-DeepSpeed and torch.distributed.checkpoint write them; why each newer one was passed over; which were there before.
-Does not cover: whether a whole checkpoint is a good one, or what is in it.
+Checks torch files (zip and old pickles), safetensors, npz, HDF5 and directories of them as transformers, DeepSpeed and
+torch.distributed.checkpoint write them. A job that dies while saving leaves a truncated file, the newest of all. A zip
+has its directory at the end and safetensors stores its length, so truncation shows without loading a tensor.
 
-A training that dies while it writes leaves half a file behind, newest of all. A zip has its directory at the end and a
-safetensors file says how long it must be, so half a file is known without reading it all. No tensor is loaded.
-
-A file of an earlier run matches the pattern as well. What was there before the start is known by its inode, size and
-time: clocks of file servers differ, and a file that is renamed or linked is still the same file.
+Files of an earlier run also match the pattern. They are recognized by inode, size and modification time: clocks of file
+servers differ, and a renamed or linked file is still the same file.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ Stamp = frozenset[tuple[int, int, int, int]]  # of its files: device, inode, siz
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCheckpoint:
     """The newest whole checkpoint, and the newer ones that are not whole, each with the reason."""
 
     path: str | None
@@ -45,19 +42,19 @@ class Found:
     older: str | None = None  # the newest that would have been taken, had it not been there before
 
 
-def newest_whole(pattern: str, before: Collection[Stamp] = ()) -> Found:
+def newest_complete(pattern: str, before: Collection[Stamp] = ()) -> FoundCheckpoint:
     """Of what the pattern matches, the newest that is whole and is not one of ``before``."""
     passed: list[str] = []
     older: str | None = None
     for path in _matches(pattern):
-        problem = why_torn(Path(path))
+        problem = why_incomplete(Path(path))
         if stamp(Path(path)) in before:
             older = older or (path if problem is None else None)
         elif problem is None:
-            return Found(path, tuple(passed))
+            return FoundCheckpoint(path, tuple(passed))
         else:
             passed.append(say("{path}: {why}", path=path, why=problem))
-    return Found(None, tuple(passed), older)
+    return FoundCheckpoint(None, tuple(passed), older)
 
 
 def stamps(pattern: str) -> frozenset[Stamp]:
@@ -95,7 +92,7 @@ def _age(path: str) -> tuple[int, list[tuple[int, str]]]:
         return 0, natural
 
 
-def why_torn(path: Path) -> str | None:
+def why_incomplete(path: Path) -> str | None:
     """Why that checkpoint cannot be resumed from, or None."""
     try:
         return _directory(path) if path.is_dir() else _file(path)
@@ -177,6 +174,6 @@ def _directory(path: Path) -> str | None:
     if not weights:
         return say("no weights in it")
     for entry in weights:
-        if (problem := why_torn(entry)) is not None:
+        if (problem := why_incomplete(entry)) is not None:
             return say("{name}: {why}", name=entry.name, why=problem)
     return None

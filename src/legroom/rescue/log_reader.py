@@ -1,11 +1,7 @@
-"""The end of a log, read in bounded memory.
+"""Read the end of a log in bounded memory: failure messages, exceptions, tracebacks, reported steps.
 
-Covers: a file, a pipe or the bytes a supervisor kept; which lines are signs, which exceptions there are, how far back
-the tracebacks of the last one reach, and where the program still made progress. Does not cover: what follows
-from the signs (classify.py).
-
-What ended a program stands at the end of its log, so the end is read first. Where nothing in it names an ending (ranks
-that print for a long time after the first has failed), more is read, up to a bound; what was passed over is counted.
+The cause of a failure is usually at the end of the log, so the end is read first. If it contains no failure (ranks that
+print long after the first one failed), more is read, up to a limit; the bytes skipped are counted.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 from legroom.errors import UnreadableSource
 from legroom.model.death import LogFacts, Role, Sign
-from legroom.rescue.signatures import NUMBERS, code_of, start_of
+from legroom.rescue.log_patterns import NUMBERS, code_of, start_of
 from legroom.words import say
 
 KEEP = 4 << 20  # bytes of a log's end: 64 ranks that each print a long traceback fit
@@ -64,7 +60,7 @@ _FRAME = re.compile(r'^\s+\S|^\s*File "|^\s*\^+$|^$')
 _INSIDE = re.compile(r' {2}|File "|\^\^')
 
 
-class Tail:
+class LogTail:
     """The last bytes of a stream."""
 
     def __init__(self, keep: int = KEEP) -> None:
@@ -119,7 +115,7 @@ def _of_file(file: BinaryIO, size: int) -> LogFacts:
 
 
 def _to_its_end(stream: BinaryIO) -> LogFacts:
-    tail = Tail(MOST)
+    tail = LogTail(MOST)
     while data := stream.read(_CHUNK):
         tail.feed(data)
     held = tail.bytes()
@@ -134,7 +130,7 @@ class _Traceback(NamedTuple):
     ignored: bool
 
 
-class _Fault(NamedTuple):
+class _LoggedException(NamedTuple):
     name: str
     at: int
     start: int  # the first line that belongs to it
@@ -144,7 +140,7 @@ def facts_of(data: bytes, skipped: int = 0) -> LogFacts:
     """What these bytes, the end of a log, say."""
     lines = _lines(data, skipped)
     count = len(lines)
-    faults = _faults(lines)
+    faults = _exceptions(lines)
     signs = _signs(lines, faults)
     by_number = {sign.number: sign for sign in signs}
     errors = tuple(
@@ -167,9 +163,9 @@ def facts_of(data: bytes, skipped: int = 0) -> LogFacts:
     )
 
 
-def _faults(lines: list[str]) -> list[_Fault]:
+def _exceptions(lines: list[str]) -> list[_LoggedException]:
     """The exceptions, each with the line where its traceback begins."""
-    faults: deque[_Fault] = deque(maxlen=_MOST_ERRORS)
+    faults: deque[_LoggedException] = deque(maxlen=_MOST_ERRORS)
     open_tracebacks: list[_Traceback] = []
     ignored = False
     for at, line in enumerate(lines):
@@ -194,11 +190,13 @@ def _faults(lines: list[str]) -> list[_Fault]:
         if owner is not None:
             open_tracebacks.remove(owner)
         if name is not None and (owner is None or not owner.ignored):
-            faults.append(_Fault(name, at, _frames_start(lines, at) if owner is None else owner.start))
+            faults.append(
+                _LoggedException(name, at, _frames_start(lines, at) if owner is None else owner.start)
+            )
     return list(faults)
 
 
-def _raised_in(lines: list[str], fault: _Fault) -> Role | None:
+def _raised_in(lines: list[str], fault: _LoggedException) -> Role | None:
     """The process that raised that exception, where its traceback proves it.
 
     torch passes a worker's exception on with the worker's number. The training process's traceback begins in its
@@ -212,7 +210,7 @@ def _raised_in(lines: list[str], fault: _Fault) -> Role | None:
     return "main" if _IN_SCRIPT.search(first) else None
 
 
-def _signs(lines: list[str], faults: list[_Fault]) -> tuple[Sign, ...]:
+def _signs(lines: list[str], faults: list[_LoggedException]) -> tuple[Sign, ...]:
     """The signs near the end and near exceptions; what stands elsewhere was survived, whatever it is."""
     count = len(lines)
     signs: deque[Sign] = deque(maxlen=_MOST_SIGNS)

@@ -1,11 +1,8 @@
-"""Which process an OOM kill took: one of the job, another in the same cgroup, or one that was not seen.
+"""Find which process an OOM kill took: one of the job, another in the same cgroup, or unknown.
 
-Covers: the processes in the job's cgroup at every reading, and which of them are gone once the OOM counter has risen.
-Does not cover: the counter itself (cgroup_home.py), what follows from it (rules_counters.py).
-
-A container may mostly not make cgroups, so the counter that can be read there counts for everything in it. Its
-processes can be listed, though: one system call every reading. A counter that rises while the job loses a process and
-nothing else in the group does was the job's; while another loses one, it was the other's. Anything else is not known.
+A container usually may not create cgroups, so its OOM counter covers every process in it. Its processes can be listed
+with one system call per sample. If the counter rises while only the job loses a process, the victim is the job's; if
+only another loses one, it is the other's. Otherwise it is unknown.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from dataclasses import dataclass, field
 from legroom.model.death import Role, Victim
 from legroom.probe.host import Host
 from legroom.probe.process import arguments, command_text, is_ending
-from legroom.rescue.cgroup_home import Home
+from legroom.rescue.job_cgroup import JobCgroup
 
 _DYING = 0.5  # seconds after the counter rose in which a process goes that was killed
 _SIGKILL = 1 << 8  # in a mask of pending signals
@@ -69,7 +66,7 @@ class OomVictims:
     """The OOM kills of one attempt, and who they took."""
 
     host: Host
-    home: Home
+    home: JobCgroup
     root: int | None = None  # the job's first process, which leads its process group
     job_pids: set[int] = field(default_factory=set)  # every process of the job that was ever seen
     other_pids: set[int] = field(default_factory=set)  # and of the rest of the group

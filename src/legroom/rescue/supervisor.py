@@ -1,47 +1,66 @@
-"""The one that acts: starts a command, says what killed it, starts it again with less.
+"""Run a command, restart it with lower settings after an out-of-memory failure, and remember what worked.
 
-Covers: attempts one after the other, restarting by the policy from the newest whole checkpoint, telling people on
-standard error. Does not cover: one attempt's life (watched.py), deciding (classify.py, policy.py).
+The supervisor creates the job's cgroup before the first attempt and removes it after the last. Each attempt has its own
+process, output and evidence (job_attempt.py), closed before the next one starts. After `supervise` returns, only
+processes that a successful job left running remain.
 
-Who owns what: the supervisor makes the cgroup before the first attempt and removes it after the last; every attempt has
-a child, an output and a witness of its own, closed before the next one begins. Nothing outlives ``supervise`` but
-processes that a job which ended well left behind itself.
+The settings of the last successful run are stored per command and working directory, one small file each, in
+$XDG_STATE_HOME/legroom/run (default ~/.local/state). They are not used on a machine with more /dev/shm or RAM than
+before: the command as written may fit there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from legroom.model import Box
-from legroom.model.death import Attempt, Story
+from legroom.model.death import Attempt, SupervisedRun
 from legroom.model.settings_env import VARIABLE, from_environment, to_environment
 from legroom.probe.host import Host
-from legroom.rescue import last_good
-from legroom.rescue.because import headline
-from legroom.rescue.cgroup_home import Home, make_home
-from legroom.rescue.checkpoints import Stamp, newest_whole, stamps
-from legroom.rescue.child import find_command
-from legroom.rescue.flags import Knobs, knobs, rewrite, with_resume
-from legroom.rescue.order import Order
-from legroom.rescue.policy import Step, next_step
-from legroom.rescue.rules_counters import process_name
-from legroom.rescue.sweep import names_there, sweep
-from legroom.rescue.watched import Watched
+from legroom.rescue.checkpoints import Stamp, newest_complete, stamps
+from legroom.rescue.command_line import (
+    SETTINGS,
+    CommandSettings,
+    NamedFlag,
+    command_settings,
+    find_flags,
+    with_resume,
+    with_settings,
+)
+from legroom.rescue.job_attempt import RunningAttempt, RunOptions, remove_leftover_shm, shm_names
+from legroom.rescue.job_cgroup import JobCgroup, make_job_cgroup
+from legroom.rescue.job_process import find_command
+from legroom.rescue.retry_policy import RetryStep, next_step
+from legroom.rescue.verdict_from_exit import process_name
+from legroom.rescue.verdict_rule import headline
+from legroom.system.atomic_file import PRIVATE, replace_file
 from legroom.units import format_duration, format_size
 from legroom.words import counted, listed, phrase, say
 
 _BELOW = " " * 8
+
 _BY_ENVIRONMENT = frozenset({"workers", "prefetch", "low_memory", "pin_memory"})
+
+
+def supervise(
+    order: RunOptions, box: Box, tell: Callable[[str], None], host: Host | None = None
+) -> SupervisedRun:
+    """Run an order to its end."""
+    return Supervisor(order, box, tell, host or Host()).run()
 
 
 @dataclass
 class Supervisor:
     """One supervised run."""
 
-    order: Order
+    order: RunOptions
     box: Box
     tell: Callable[[str], None]
     host: Host
@@ -50,32 +69,32 @@ class Supervisor:
     raise_descriptors: bool = False
     existing: frozenset[Stamp] = frozenset()  # checkpoints that were there before the start
 
-    def run(self) -> Story:
+    def run(self) -> SupervisedRun:
         """Run the command until it ends well or nothing more can be done."""
         find_command(self.order.command[0])
         began, cpu = time.time(), time.process_time()
         if self.order.checkpoint is not None and not self.order.resume_existing:
             self.existing = stamps(self.order.checkpoint)
-        home = make_home(self.host, f"legroom-run-{os.getpid()}")
+        home = make_job_cgroup(self.host, f"legroom-run-{os.getpid()}")
         isolation = _isolation(home)
         try:
             attempts, stopped = self._attempts(home)
         finally:
             home.close()
-        return Story(
+        return SupervisedRun(
             self.order.command, tuple(attempts), began, isolation, stopped, time.process_time() - cpu
         )
 
-    def _attempts(self, home: Home) -> tuple[list[Attempt], str | None]:
+    def _attempts(self, home: JobCgroup) -> tuple[list[Attempt], str | None]:
         order = self.order
-        state = last_good.state_folder(order.environment)
-        key = last_good.key_of(order.command, order.named, os.getcwd())
-        changed = self._recall(last_good.recall(state, key, self.box))
+        state = state_folder(order.environment)
+        key = command_key(order.command, order.named, os.getcwd())
+        changed = self._recall(recall_settings(state, key, self.box))
         attempts: list[Attempt] = []
         notes: list[str] = []
         while True:
-            before = names_there(self.host)
-            watched = Watched(order, self.box, home, self.host, self.tell)
+            before = shm_names(self.host)
+            watched = RunningAttempt(order, self.box, home, self.host, self.tell)
             attempt = watched.run(
                 len(attempts) + 1,
                 self._command(),
@@ -98,9 +117,9 @@ class Supervisor:
                 if attempt.verdict is not None:
                     return attempts, None  # no settings to keep: a process of it was OOM-killed with these
                 if self.lowered:
-                    last_good.keep(state, key, self.lowered, self.box)
+                    remember_settings(state, key, self.lowered, self.box)
                 else:
-                    last_good.forget(state, key)
+                    forget_settings(state, key)
                 return attempts, None
             step = self._step(attempts, asked=watched.asked is not None)
             if step.stop:
@@ -113,7 +132,7 @@ class Supervisor:
             self._tell_retry(len(attempts), step.why, notes)
 
     def _command(self) -> list[str]:
-        command = rewrite(self.order.command, self.lowered, self.order.named)
+        command = with_settings(self.order.command, self.lowered, self.order.named)
         if self.resumed is not None and self.order.resume_flag is not None:
             return with_resume(command, self.order.resume_flag, self.resumed)
         return command
@@ -124,21 +143,23 @@ class Supervisor:
             environment[VARIABLE] = to_environment({**from_environment(environment), **self.lowered})
         return environment
 
-    def _step(self, attempts: Sequence[Attempt], *, asked: bool) -> Step:
+    def _step(self, attempts: Sequence[Attempt], *, asked: bool) -> RetryStep:
         now = self._knobs()
         verdict = attempts[-1].verdict
         assert verdict is not None
         if asked:
-            return Step(now, {}, say("it was asked to stop"), stop=True)
+            return RetryStep(now, {}, say("it was asked to stop"), stop=True)
         if len(attempts) > self.order.retries:
             used = say("all {count} attempts are used up", count=len(attempts))
-            return Step(now, {}, used if self.order.retries else say("no retry was asked for"), stop=True)
+            return RetryStep(
+                now, {}, used if self.order.retries else say("no retry was asked for"), stop=True
+            )
         killed = sum(1 for one in attempts if one.verdict and one.verdict.cause == "worker-killed")
         return next_step(verdict, now, descriptors_raised=self.raise_descriptors, repeated=killed > 1)
 
-    def _knobs(self) -> Knobs:
+    def _knobs(self) -> CommandSettings:
         """What can be changed: on the command line, or, where nothing is recognised there, in the environment."""
-        found = knobs(self._command(), self.order.named)
+        found = command_settings(self._command(), self.order.named)
         if found.can:
             return found
         asked = from_environment(self._environment())
@@ -151,19 +172,19 @@ class Supervisor:
             can=_BY_ENVIRONMENT,
         )
 
-    def _take(self, step: Step, before: frozenset[str]) -> list[str]:
+    def _take(self, step: RetryStep, before: frozenset[str]) -> list[str]:
         """Make the step the next attempt's settings; what there is to say about it."""
         self.lowered.update(step.values)
         self.raise_descriptors = self.raise_descriptors or step.raise_descriptors
         notes = self._find_checkpoint()
-        if freed := sweep(self.host, before):
+        if freed := remove_leftover_shm(self.host, before):
             notes.append(say("{size} that it left in /dev/shm were removed", size=format_size(freed)))
         return notes
 
     def _find_checkpoint(self) -> list[str]:
         if self.order.checkpoint is None:
             return []
-        found = newest_whole(self.order.checkpoint, self.existing)
+        found = newest_complete(self.order.checkpoint, self.existing)
         self.resumed = found.path
         notes = [say("passed over: {why}", why=why) for why in found.passed_over]
         if found.path is not None:
@@ -248,11 +269,6 @@ class Supervisor:
             self.tell(f"  {note}")
 
 
-def supervise(order: Order, box: Box, tell: Callable[[str], None], host: Host | None = None) -> Story:
-    """Run an order to its end."""
-    return Supervisor(order, box, tell, host or Host()).run()
-
-
 def _settings(lowered: Mapping[str, int | bool], first: Attempt) -> str:
     """The settings that were changed, each with what it was: ``workers 1 (was 4)``."""
     shown = []
@@ -269,7 +285,58 @@ def _shown(value: object) -> object:
     return (say("on") if value else say("off")) if isinstance(value, bool) else value
 
 
-def _isolation(home: Home) -> str:
+def _isolation(home: JobCgroup) -> str:
     if home.own:
         return say("a memory cgroup of its own ({version}): {path}", version=home.version, path=home.path)
     return say("a process group; no cgroup of its own: {why}", why=home.reason)
+
+
+def state_folder(environment: Mapping[str, str]) -> Path:
+    """Where such files are kept."""
+    base = environment.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    return Path(base) / "legroom" / "run"
+
+
+def command_key(command: Sequence[str], named: Sequence[NamedFlag], folder: str) -> str:
+    """The same for one command whatever the values of its levers."""
+    words: list[str | None] = list(command)
+    for name, flag in find_flags(command, named).items():
+        if name in SETTINGS and flag.at >= 0:
+            joined = "=" in command[flag.at]
+            words[flag.at] = f"<{name}>"
+            if not joined and flag.at + 1 < len(words) and words[flag.at + 1] == flag.value:
+                words[flag.at + 1] = None
+    text = json.dumps([folder, *words])
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def remember_settings(folder: Path, key: str, values: Mapping[str, int | bool], box: Box) -> None:
+    """Remember that these worked here. A state directory that cannot be written is no reason to fail."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        text = json.dumps({"values": dict(values), "sizes": _sizes(box)})
+        replace_file(folder / f"{key}.json", text, mode=PRIVATE)
+
+
+def forget_settings(folder: Path, key: str) -> None:
+    """The command works as it is written."""
+    with contextlib.suppress(OSError):
+        (folder / f"{key}.json").unlink()
+
+
+def recall_settings(folder: Path, key: str, box: Box) -> dict[str, int | bool]:
+    """What worked last, where the box has not grown since; empty where nothing is known."""
+    try:
+        record = json.loads((folder / f"{key}.json").read_text())
+        values, sizes = dict(record["values"]), dict(record["sizes"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
+    now = _sizes(box)
+    if any(now[name] is None or sizes.get(name) is None or now[name] > sizes[name] for name in now):
+        return {}
+    return {name: value for name, value in values.items() if name in SETTINGS and isinstance(value, int)}
+
+
+def _sizes(box: Box) -> dict[str, int | None]:
+    pools = {name: box.pool(name) for name in ("shm", "ram")}
+    return {name: None if pool is None else pool.size for name, pool in pools.items()}

@@ -22,9 +22,9 @@ from legroom.errors import LegroomError
 from legroom.model import Place
 from legroom.model.death import Attempt, Level, Verdict
 from legroom.probe.host import Host
-from legroom.rescue.fixes import fixes
-from legroom.rescue.order import Order
+from legroom.rescue.job_attempt import RunOptions
 from legroom.rescue.supervisor import Supervisor
+from legroom.rescue.verdict import fixes
 from legroom.system.child_processes import ExitStatus
 
 SOURCE = Path(legroom.__file__).parent
@@ -149,7 +149,7 @@ def test_translations_have_the_same_commands() -> None:
 
 def test_run_tells_a_command_on_a_line_without_its_own_name() -> None:
     told: list[str] = []
-    supervisor = Supervisor(Order(("true",)), healthy(), told.append, Host())
+    supervisor = Supervisor(RunOptions(("true",)), healthy(), told.append, Host())
     verdict = Verdict("shm-full", 0.9, "full", fix=("now:\nmount -o remount,size=8G /dev/shm",))
     supervisor._tell_death([Attempt(1, ("true",), {}, ExitStatus(status=1), 1.0, verdict=verdict)])
     lines = "\n".join(f"legroom: {line}" for line in told).splitlines()

@@ -11,12 +11,19 @@ import pytest
 
 from legroom.model.death import Level, Reading
 from legroom.probe.host import Host
-from legroom.rescue.cgroup_home import Home, make_home
-from legroom.rescue.kernel_log import KernelLog
+from legroom.rescue.evidence import KernelLog
+from legroom.rescue.job_attempt import (
+    StallDetector,
+    cpu_seconds,
+    hangs_on_shm,
+    held_shm,
+    refused_shm,
+    remove_leftover_shm,
+    shm_names,
+)
+from legroom.rescue.job_cgroup import JobCgroup, make_job_cgroup
+from legroom.rescue.job_sampling import JobSampler, recent_rate, seconds_unread, thinned, worst_stall
 from legroom.rescue.log_reader import facts_of
-from legroom.rescue.readings import Readings, recent_rate, since_look, thinned, worst_stall
-from legroom.rescue.stall import StallWatch, cpu_seconds, hangs_on_shm, held_shm, refused_shm
-from legroom.rescue.sweep import names_there, sweep
 
 MB = 1 << 20
 
@@ -50,7 +57,7 @@ def test_a_day_of_looks_stays_small_and_keeps_the_peak() -> None:
             return DiskSpace(64 * MB, 64 * MB - used, used)
 
     host = Small(root=Path("/nowhere"), recording={})
-    readings = Readings(host, Home(None, None, False), list, clock=lambda: clock[0])
+    readings = JobSampler(host, JobCgroup(None, None, False), list, clock=lambda: clock[0])
     readings.begin()
     for second in range(20_000):
         clock[0] = float(second)
@@ -94,20 +101,20 @@ def test_daemons_that_kill_for_memory_are_found_by_the_pid(tmp_path: Path) -> No
 
 def test_no_cgroup_is_no_reason_to_fail(tmp_path: Path) -> None:
     host = Host(root=tmp_path, recording={}, platform="linux")
-    home = make_home(host, "legroom-run-1")
+    home = make_job_cgroup(host, "legroom-run-1")
     assert not home.own and home.reason and home.pids() == []
     assert home.counters(host)[0] is None
     home.close()
-    elsewhere = make_home(Host(root=tmp_path, recording={}, platform="darwin"), "x")
+    elsewhere = make_job_cgroup(Host(root=tmp_path, recording={}, platform="darwin"), "x")
     assert elsewhere.path is None and elsewhere.reason
 
 
 def test_a_job_that_works_or_writes_does_not_stall() -> None:
-    watch = StallWatch(patience=10)
+    watch = StallDetector(patience=10)
     assert not any(watch.stalled(float(t), cpu=t * 0.5, written=0) for t in range(60))
     assert not any(watch.stalled(float(60 + t), cpu=30, written=t) for t in range(60))
     assert any(watch.stalled(float(120 + t), cpu=30 + t * 0.001, written=60) for t in range(12))
-    assert not any(StallWatch(patience=0).stalled(float(t), 0, 0) for t in range(100))
+    assert not any(StallDetector(patience=0).stalled(float(t), 0, 0) for t in range(100))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -179,7 +186,7 @@ def test_only_what_the_dead_job_left_is_removed() -> None:
     other = Path(f"/dev/shm/notes_{os.getpid()}.txt")
     kept.write_bytes(bytes(8192))
     try:
-        before = names_there(host)
+        before = shm_names(host)
         left.write_bytes(bytes(8192))
         other.write_bytes(b"x")
         held = subprocess.Popen(
@@ -187,10 +194,10 @@ def test_only_what_the_dead_job_left_is_removed() -> None:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert held.stdout is not None and held.stdout.readline() == "\n"
-        sweep(host, before)
+        remove_leftover_shm(host, before)
         assert left.exists()  # somebody uses it
         held.communicate("\n")
-        sweep(host, before)
+        remove_leftover_shm(host, before)
         assert not left.exists() and kept.exists() and other.exists()
     finally:
         for path in (kept, left, other):
@@ -206,14 +213,14 @@ def test_the_kernel_s_peak_counts_where_it_is_of_this_attempt(
     peak = group / name
     peak.write_text(f"{50 * MB}\n")
 
-    def looked(home: Home) -> Readings:
-        readings = Readings(Host(root=tmp_path), home, list)
+    def looked(home: JobCgroup) -> JobSampler:
+        readings = JobSampler(Host(root=tmp_path), home, list)
         readings.begin()
         readings.peaks["ram"] = Level(18 * MB, 120 * MB)
         return readings
 
-    own = Home("/sys/job", version, True)  # type: ignore[arg-type]
-    readings, shared = looked(own), looked(Home("/sys/job", version, False))  # type: ignore[arg-type]
+    own = JobCgroup("/sys/job", version, True)  # type: ignore[arg-type]
+    readings, shared = looked(own), looked(JobCgroup("/sys/job", version, False))  # type: ignore[arg-type]
     assert readings.ram_peak() is None  # what an attempt before this one took
     peak.write_text(f"{119 * MB}\n")
     assert readings.ram_peak() == Level(119 * MB, 120 * MB)
@@ -226,5 +233,5 @@ def test_the_kernel_s_peak_counts_where_it_is_of_this_attempt(
 
 def test_how_long_ago_a_pool_was_looked_at() -> None:
     history = [Reading(1.0, {"ram": Level(1, 2)}), Reading(1.5, {"shm": Level(1, 2)}), Reading(1.9, {})]
-    assert since_look(history, "ram") == pytest.approx(0.9)
-    assert since_look(history, "swap") is None and since_look([], "ram") is None
+    assert seconds_unread(history, "ram") == pytest.approx(0.9)
+    assert seconds_unread(history, "swap") is None and seconds_unread([], "ram") is None

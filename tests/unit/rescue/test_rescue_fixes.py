@@ -6,7 +6,7 @@ import pytest
 
 from legroom.model import Place
 from legroom.model.death import Level
-from legroom.rescue.fixes import fixes
+from legroom.rescue.verdict import fixes
 
 GB = 1 << 30
 ROOT = Place("bare", "", "linux", root=True, may_mount=True, sudo=False, rights_how="")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from legroom.errors import UnreadableSource
-from legroom.rescue.log_reader import KEEP, MOST, Tail, facts_of, read_log
-from legroom.rescue.signatures import code_of
+from legroom.rescue.log_patterns import code_of
+from legroom.rescue.log_reader import KEEP, MOST, LogTail, facts_of, read_log
 
 TEXTS = {
     "RuntimeError: unable to allocate shared memory(shm) for file </torch_12_99_0>: Resource temporarily unavailable (11)": "shm",
@@ -111,7 +111,7 @@ def test_what_python_could_not_raise_while_it_ended_is_not_the_end() -> None:
 
 
 def test_a_tail_keeps_the_end_and_counts_the_rest() -> None:
-    tail = Tail(keep=10)
+    tail = LogTail(keep=10)
     for _ in range(100):
         tail.feed(b"abcde")
     assert tail.bytes().endswith(b"abcde") and 10 <= len(tail.bytes()) < 20

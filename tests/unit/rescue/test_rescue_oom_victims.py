@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from legroom.probe.host import Host
-from legroom.rescue.cgroup_home import Home
-from legroom.rescue.kernel_log import killed_in
+from legroom.rescue.job_cgroup import JobCgroup
+from legroom.rescue.log_patterns import killed_in
 from legroom.rescue.oom_victims import OomVictims
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
@@ -45,7 +45,7 @@ class Group:
         (self.folder / "cgroup.procs").write_text("".join(f"{pid}\n" for pid in self.running))
 
     def watched(self, *, own: bool = False) -> OomVictims:
-        return OomVictims(Host(), Home(str(self.folder), "v1", own))
+        return OomVictims(Host(), JobCgroup(str(self.folder), "v1", own))
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom.model.death import Evidence, Verdict
-from legroom.rescue.classify import LOG_ALONE, classify
+from legroom.rescue.log_patterns import SIGNATURES
 from legroom.rescue.log_reader import facts_of
-from legroom.rescue.signatures import SIGNATURES
+from legroom.rescue.verdict import LOG_ALONE, classify
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "failure_texts"))
 

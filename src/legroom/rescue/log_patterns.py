@@ -1,41 +1,49 @@
-"""What programs, schedulers and kernels write when something fails: one table.
+"""Patterns for the messages that programs, schedulers and kernels print on a failure: one table.
 
-Covers: the texts of Python, numpy, torch, CUDA, HIP, NCCL, TensorFlow, JAX, Ray, vLLM, shells, Slurm, LSF, PBS, SGE,
-Kubernetes and Windows, each with the code that the rules reason with. Does not cover: what follows from them
-(classify.py), finding them (log_reader.py).
-
-Patterns are tried on one line, in this order, and the first that fits names the line: what is specific comes first.
+Covers Python, numpy, torch, CUDA, HIP, NCCL, TensorFlow, JAX, Ray, vLLM, shells, Slurm, LSF, PBS, SGE, Kubernetes and
+Windows. Each pattern has a code that the verdict rules use. Patterns are tried on one line in this order and the first
+match gives its code, so specific ones come first.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 # Errors that name a thing in shared memory and are not about room: permissions, a file that is gone or already there.
 _NOT_ROOM = (
     r"(?:No such file or directory|Permission denied|Operation not permitted|File exists|Invalid argument"
     r"|Function not implemented|Read-only file system|\((?:1|2|13|17|22|30|38)\)\s*$)"
 )
+
 # Files that only ever lie in /dev/shm: torch's, Python's SharedMemory and its heaps, semaphores, NCCL's.
 _SHM_FILE = (
     r"(?:/dev/shm|</?torch_\d|/torch_\d|/psm_|/wnsm_|pym-\d|/mp-|/sem\.|nccl-\w{6}|SemLock|sem_open|shm_open)"
 )
+
 _NO_SPACE = (
     r"(?:[Nn]o space left on device|\bENOSPC\b|\[Errno 28\]|errno ?[=:] ?28\b|\(os error 28\)|\[WinError 112\]"
     r"|设备上没有空间|设备空间不足|磁盘空间不足|not enough space on the disk)"
 )
+
 _NO_MEMORY = (
     r"(?:(?i:(?:cannot|can't|unable to|could not|failed to) allocate memory)|\[Errno 12\]|\bENOMEM\b"
     r"|errno ?[=:] ?12\b|\(os error 12\)|无法分配内存)"
 )
+
 _TRY_AGAIN = r"(?:Resource temporarily unavailable|资源暂时不可用|\bEAGAIN\b|\[Errno 11\])"
+
 _PINNED_CALL = (
     r"(?:cudaHostAlloc|cudaHostRegister|cudaMallocHost|hipHostMalloc|hipHostAlloc|CachingHostAllocator"
     r"|cuMemHostAlloc|cuMemAllocHost|cuMemHostRegister|HostMalloc)"
 )
+
 _CUDA_OOM = r"(?i:out of memory|out_of_memory|OutOfMemory|MemoryAllocation|memory allocation)"
+
 _WORKER = r"worker \(pid\(?s?\)? ?[\d, ]+\) (?:is|was) killed by signal: "
+
 _SHELL = r"^(?:\S+: (?:line )?\d+:? +\d+ )?"  # what bash puts before its word on a signal
+
 _EXIT = r"(?i:exit(?:ed)?|terminated|returned?)[ -]*(?:with )?(?:non-zero )?(?:exit )?(?:code|status)?s?\s*[=:]?\s*\(?"
 
 
@@ -369,6 +377,7 @@ CONSEQUENCE = re.compile(
 NUMBERS = frozenset(re.findall(r"\d+", " ".join(pattern.pattern for _, pattern in SIGNATURES)))
 
 _PATTERNS: dict[str, list[re.Pattern[str]]] = {}
+
 for _code, _pattern in SIGNATURES:
     _PATTERNS.setdefault(_code, []).append(_pattern)
 
@@ -381,3 +390,20 @@ def code_of(line: str) -> str | None:
 def start_of(code: str, line: str) -> int:
     """Where in the line the words begin that give it that code."""
     return min((found.start() for one in _PATTERNS[code] if (found := one.search(line))), default=0)
+
+
+_RSS = re.compile(r"Kill(?:ed)? process (\d+)(?:.*?anon-rss:(\d+)kB)?")
+
+
+OOM_KILL = re.compile(r"Kill(?:ed)? process (\d+)|oom-kill:.*task_memcg=([^,]*),.*pid=(\d+)")
+
+
+def killed_in(lines: Iterable[str]) -> dict[int, int | None]:
+    """The processes that these lines say were killed, each with the memory it held, where a line has that."""
+    found: dict[int, int | None] = {}
+    for line in lines:
+        if match := _RSS.search(line):
+            found[int(match[1])] = int(match[2]) * 1024 if match[2] else found.get(int(match[1]))
+        elif match := OOM_KILL.search(line):
+            found.setdefault(int(match[3]), None)
+    return found

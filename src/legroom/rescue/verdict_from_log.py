@@ -1,7 +1,6 @@
-"""Rules on what a program wrote before it died, checked against what was measured. Pure.
+"""Verdict rules on what the program printed before it ended, checked against the samples. Pure.
 
-Covers: GPU, pinned memory, descriptors, sockets, /dev/shm, disk, refused host memory, bus errors. Does not cover: which
-lines count at all (log_signs.py).
+GPU memory, pinned memory, file descriptors, sockets, /dev/shm, disk, failed host allocations, bus errors.
 """
 
 from __future__ import annotations
@@ -9,12 +8,20 @@ from __future__ import annotations
 import re
 
 from legroom.model.death import Cause, Evidence, Level, Sign
-from legroom.rescue.because import Because, ended, level_line, quoted, unknown
-from legroom.rescue.log_signs import WINDOW, Signs, context
-from legroom.rescue.signatures import SHORTAGES
+from legroom.rescue.log_patterns import SHORTAGES
+from legroom.rescue.verdict_rule import (
+    WINDOW,
+    RuleResult,
+    Signs,
+    context,
+    exit_line,
+    level_line,
+    quoted_line,
+    unknown,
+)
 from legroom.words import say
 
-_BUS = 7
+_SIGBUS = 7
 FULL = 0.9  # a pool as full as this has no room for the next batch
 GREW = 0.5  # seen half full between two looks, and a bus error right after
 DISK_FULL = 0.98
@@ -44,7 +51,7 @@ _ALONE = re.compile(
 )
 
 
-def faults(evidence: Evidence, signs: Signs) -> Because | None:
+def faults(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """A fault of a GPU's kernel, of a driver or of a library, or a size that is garbage after one."""
     sign = signs.text("fault", "absurd-size", "shm-other", "assertion") or _library(signs)
     if sign is None:
@@ -56,12 +63,14 @@ def faults(evidence: Evidence, signs: Signs) -> Because | None:
         summary = say(
             "the size in the message is garbage, left by another failure: see what was written before it."
         )
-        return Because("not-memory", 0.7, (quoted(sign), ended(evidence.ending)), summary=summary)
+        return RuleResult("not-memory", 0.7, (quoted_line(sign), exit_line(evidence.ending)), summary=summary)
     if sign.code == "shm-other":
         summary = say("a file of shared memory could not be opened; the error is not one of missing room.")
-        return Because("not-memory", 0.78, (quoted(sign), ended(evidence.ending)), summary=summary)
+        return RuleResult(
+            "not-memory", 0.78, (quoted_line(sign), exit_line(evidence.ending)), summary=summary
+        )
     sure = 0.9 if sign.code == "fault" else 0.75
-    return Because("not-memory", sure, (quoted(sign), ended(evidence.ending)))
+    return RuleResult("not-memory", sure, (quoted_line(sign), exit_line(evidence.ending)))
 
 
 def _library(signs: Signs) -> Sign | None:
@@ -73,87 +82,93 @@ def _library(signs: Signs) -> Sign | None:
     return None if any(one.code not in ("library", "cleanup", "advice") for one in later) else sign
 
 
-def pinned(evidence: Evidence, signs: Signs) -> Because | None:
+def pinned(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """Page-locked host memory: CUDA's words for it are those for GPU memory, so it counts who said them."""
     if sign := signs.text("pinned"):
-        return Because("pinned-exhausted", 0.92, (quoted(sign), ended(evidence.ending)))
+        return RuleResult("pinned-exhausted", 0.92, (quoted_line(sign), exit_line(evidence.ending)))
     bare = signs.text("cuda-oom-bare")
     if bare and (thread := context(evidence, bare, "pin-thread")) and not signs.text("gpu-oom"):
-        return Because("pinned-exhausted", 0.88, (quoted(thread), quoted(bare), ended(evidence.ending)))
+        return RuleResult(
+            "pinned-exhausted", 0.88, (quoted_line(thread), quoted_line(bare), exit_line(evidence.ending))
+        )
     return None
 
 
-def gpu(evidence: Evidence, signs: Signs) -> Because | None:
+def gpu(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """The GPU's memory."""
     sign = signs.text("gpu-oom", "gpu-likely", "cuda-oom-bare")
     if sign is None:
         return None
     full = [level_line(name, level) for name, level in _gpus(evidence) if level.share >= FULL]
-    lines = (quoted(sign), *full, ended(evidence.ending))
+    lines = (quoted_line(sign), *full, exit_line(evidence.ending))
     if sign.code == "gpu-oom":
         if _room_for_it(sign.line) and not full:
             note = say(
                 "the message itself reports more free memory than was asked for: a limit, a driver or another process"
             )
-            return Because("gpu-oom", 0.6, (*lines, note), likely=("gpu-oom", "map-count", "not-memory"))
-        return Because("gpu-oom", 0.95, lines)
+            return RuleResult("gpu-oom", 0.6, (*lines, note), likely=("gpu-oom", "map-count", "not-memory"))
+        return RuleResult("gpu-oom", 0.95, lines)
     if full or evidence.live:
-        return Because("gpu-oom", 0.9 if full else 0.85, lines)
+        return RuleResult("gpu-oom", 0.9 if full else 0.85, lines)
     if sign.code == "gpu-likely":
-        return Because("gpu-oom", 0.75, lines)
+        return RuleResult("gpu-oom", 0.75, lines)
     if _in_traceback(evidence, sign):
-        return Because("gpu-oom", 0.7, lines)
+        return RuleResult("gpu-oom", 0.7, lines)
     return unknown(lines, "gpu-oom", "pinned-exhausted")
 
 
-def gpu_refused(evidence: Evidence, signs: Signs) -> Because | None:
+def gpu_refused(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """TensorFlow asked a GPU for less and less; where nothing else is said, that was the end."""
     sign = signs.text("gpu-refused")
     if sign is None or signs.decisive:
         return None
-    return Because("gpu-oom", 0.7, (quoted(sign), ended(evidence.ending)), likely=("gpu-oom", "not-memory"))
+    return RuleResult(
+        "gpu-oom", 0.7, (quoted_line(sign), exit_line(evidence.ending)), likely=("gpu-oom", "not-memory")
+    )
 
 
-def device(evidence: Evidence, signs: Signs) -> Because | None:
+def device(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """Out of memory on a device that the message does not name."""
     sign = signs.text("device-oom")
     if sign is None:
         return None
-    lines = (quoted(sign), ended(evidence.ending))
+    lines = (quoted_line(sign), exit_line(evidence.ending))
     if _ON_CPU.search(sign.line):
-        return Because("ram-allocation", 0.85, lines)
+        return RuleResult("ram-allocation", 0.85, lines)
     if hint := context(evidence, sign, "gpu-hint", "gpu-refused"):
-        return Because(
-            "gpu-oom", 0.78, (lines[0], quoted(hint), lines[1]), likely=("gpu-oom", "ram-allocation")
+        return RuleResult(
+            "gpu-oom", 0.78, (lines[0], quoted_line(hint), lines[1]), likely=("gpu-oom", "ram-allocation")
         )
     asked = _BYTES.search(sign.line)
     if asked and int(asked[1]) >= _LARGE:
-        return Because("gpu-oom", 0.7, lines, likely=("gpu-oom", "ram-allocation"))
+        return RuleResult("gpu-oom", 0.7, lines, likely=("gpu-oom", "ram-allocation"))
     if asked:
         return unknown(lines, "gpu-oom", "ram-allocation", "not-memory")
     return unknown(lines, "gpu-oom", "ram-allocation")
 
 
-def gpu_library(evidence: Evidence, signs: Signs) -> Because | None:
+def gpu_library(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """cuDNN, cuBLAS and the like could not start or run: a full GPU, or a mismatch of versions, or an earlier fault."""
     sign = signs.text("gpu-library")
     if sign is None:
         return None
-    lines = (quoted(sign), ended(evidence.ending))
+    lines = (quoted_line(sign), exit_line(evidence.ending))
     if hint := context(evidence, sign, "gpu-hint", "gpu-refused"):
-        return Because("gpu-oom", 0.7, (lines[0], quoted(hint), lines[1]), likely=("gpu-oom", "not-memory"))
+        return RuleResult(
+            "gpu-oom", 0.7, (lines[0], quoted_line(hint), lines[1]), likely=("gpu-oom", "not-memory")
+        )
     full = [level_line(name, level) for name, level in _gpus(evidence) if level.share >= FULL]
     if full:
-        return Because("gpu-oom", 0.85, (lines[0], *full, lines[1]))
+        return RuleResult("gpu-oom", 0.85, (lines[0], *full, lines[1]))
     return unknown(lines, "gpu-oom", "not-memory")
 
 
-def descriptors(evidence: Evidence, signs: Signs) -> Because | None:
+def descriptors(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """File descriptors."""
     sign = signs.text("fds", "fds-likely")
     if sign is None:
         return None
-    lines = [quoted(sign)]
+    lines = [quoted_line(sign)]
     peak = evidence.peaks.get("fds")
     if peak is not None and peak.share >= GREW:
         lines.append(
@@ -163,43 +178,45 @@ def descriptors(evidence: Evidence, signs: Signs) -> Because | None:
         )  # fmt: skip
     sure = 0.95 if sign.code == "fds" else 0.7
     likely: tuple[Cause, ...] = () if sign.code == "fds" else ("fds-exhausted", "shm-full", "not-memory")
-    return Because("fds-exhausted", sure, (*lines, ended(evidence.ending)), likely=likely)
+    return RuleResult("fds-exhausted", sure, (*lines, exit_line(evidence.ending)), likely=likely)
 
 
-def processes(evidence: Evidence, signs: Signs) -> Because | None:
+def processes(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """The number of processes and threads."""
     if sign := signs.text("processes"):
         # Without an error number it may be memory that a stack could not have.
         sure = 0.85 if _EAGAIN.search(sign.line) else 0.78
-        return Because("processes-exhausted", sure, (quoted(sign), ended(evidence.ending)))
+        return RuleResult("processes-exhausted", sure, (quoted_line(sign), exit_line(evidence.ending)))
     sign = signs.text("try-again")
     if sign is None:
         return None
-    lines = (quoted(sign), ended(evidence.ending))
+    lines = (quoted_line(sign), exit_line(evidence.ending))
     if fork := context(evidence, sign, "frame-fork"):
-        return Because("processes-exhausted", 0.85, (lines[0], quoted(fork), lines[1]))
+        return RuleResult("processes-exhausted", 0.85, (lines[0], quoted_line(fork), lines[1]))
     return unknown(lines, "processes-exhausted", "not-memory")
 
 
-def maps(evidence: Evidence, signs: Signs) -> Because | None:
+def maps(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """The number of mappings of a process (vm.max_map_count)."""
     if sign := signs.text("map-count"):
-        return Because("map-count", 0.78, (quoted(sign), ended(evidence.ending)))
+        return RuleResult("map-count", 0.78, (quoted_line(sign), exit_line(evidence.ending)))
     sign = signs.text("mmap-refused")
     if sign is None:
         return None
-    lines = (quoted(sign), ended(evidence.ending))
+    lines = (quoted_line(sign), exit_line(evidence.ending))
     count = _MAPPED.search(sign.line)
     if count and int(count[1]) >= _MANY_MAPS:
         note = say(
             "it is object {count} that the process shares; the kernel allows 65530 mappings by default",
             count=count[1],
         )
-        return Because("map-count", 0.75, (lines[0], note, lines[1]), likely=("map-count", "ram-allocation"))
+        return RuleResult(
+            "map-count", 0.75, (lines[0], note, lines[1]), likely=("map-count", "ram-allocation")
+        )
     return unknown(lines, "map-count", "ram-allocation")
 
 
-def sockets(evidence: Evidence, signs: Signs) -> Because | None:
+def sockets(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """No socket could be made below the folder for temporary files.
 
     torch loses every batch and waits for ever, until somebody loses patience: what ended it, a signal or an exception
@@ -211,10 +228,10 @@ def sockets(evidence: Evidence, signs: Signs) -> Because | None:
     sign = next((sign for sign in near if sign.code == "socket-path"), None)
     if sign is None:
         return None
-    return Because("tmpdir-too-long", 0.93, (quoted(sign), ended(evidence.ending)))
+    return RuleResult("tmpdir-too-long", 0.93, (quoted_line(sign), exit_line(evidence.ending)))
 
 
-def shm(evidence: Evidence, signs: Signs) -> Because | None:
+def shm(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """/dev/shm was refused; what torch only supposes below a bus error is judged as a bus error."""
     sign, sure = signs.text("shm"), 0.93
     if sign is None:
@@ -223,13 +240,17 @@ def shm(evidence: Evidence, signs: Signs) -> Because | None:
         sign, sure = signs.text("shm-likely"), 0.7
     if sign is None:
         vague = signs.text("shm-vague")
-        return unknown((quoted(vague), ended(evidence.ending)), "shm-full", "not-memory") if vague else None
+        return (
+            unknown((quoted_line(vague), exit_line(evidence.ending)), "shm-full", "not-memory")
+            if vague
+            else None
+        )
     level = fullest_shm(evidence)
-    lines = [quoted(sign)]
+    lines = [quoted_line(sign)]
     if level is not None:
         lines.append(level_line(say("/dev/shm at its fullest"), level))
         sure = 0.97 if level.share >= GREW else sure
-    return Because("shm-full", sure, (*lines, ended(evidence.ending)))
+    return RuleResult("shm-full", sure, (*lines, exit_line(evidence.ending)))
 
 
 def _space_in_shm(evidence: Evidence, signs: Signs) -> tuple[Sign | None, float]:
@@ -250,14 +271,14 @@ def _innermost(evidence: Evidence, sign: Sign) -> bool:
     )
 
 
-def bus(evidence: Evidence, signs: Signs) -> Because | None:
+def bus(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """SIGBUS: a page that a full tmpfs or a full disk could not give, or a mapped file that was truncated."""
     ending = evidence.ending
-    hit = ending is not None and (ending.signal == _BUS or ending.status == 128 + _BUS)
+    hit = ending is not None and (ending.signal == _SIGBUS or ending.status == 128 + _SIGBUS)
     sign = signs.text("worker-bus", "bus")
     if not hit and sign is None:
         return None
-    lines = [quoted(sign)] if sign else []
+    lines = [quoted_line(sign)] if sign else []
     level = fullest_shm(evidence)
     if not evidence.live or level is None:
         lines.append(
@@ -265,67 +286,69 @@ def bus(evidence: Evidence, signs: Signs) -> Because | None:
         )
         # Of a loader's worker it mostly is /dev/shm.
         if signs.text("worker-bus"):
-            return Because("shm-full", 0.7, (*lines, ended(evidence.ending)), likely=_BUS_CAUSES)
-        return unknown((*lines, ended(evidence.ending)), *_BUS_CAUSES)
+            return RuleResult("shm-full", 0.7, (*lines, exit_line(evidence.ending)), likely=_BUS_CAUSES)
+        return unknown((*lines, exit_line(evidence.ending)), *_BUS_CAUSES)
     lines.append(level_line(say("/dev/shm at its fullest"), level))
     disks = _full_disks(evidence)
     lines += [level_line(path, one) for path, one in disks.items()]
     near = _shm_near_end(evidence)
     if near is not None and near.share >= FULL:
-        return Because("shm-full", 0.65 if disks else 0.97, (*lines, ended(evidence.ending)))
+        return RuleResult("shm-full", 0.65 if disks else 0.97, (*lines, exit_line(evidence.ending)))
     if disks:
         summary = say("a bus error: a mapped file lies on a full disk, which had no block for a page of it.")
-        return Because("disk-full", 0.9, (*lines, ended(evidence.ending)), summary=summary)
+        return RuleResult("disk-full", 0.9, (*lines, exit_line(evidence.ending)), summary=summary)
     if level.share >= GREW:
-        return Because("shm-full", 0.8 if level.share < FULL else 0.75, (*lines, ended(evidence.ending)))
+        return RuleResult(
+            "shm-full", 0.8 if level.share < FULL else 0.75, (*lines, exit_line(evidence.ending))
+        )
     lines.append(
         say("no disk that it writes to was full; a mapped file that is truncated ends in a bus error")
     )
     summary = say("a bus error while /dev/shm had room: most often a mapped file was truncated while in use.")
-    return Because("not-memory", 0.7, (*lines, ended(evidence.ending)), summary=summary)
+    return RuleResult("not-memory", 0.7, (*lines, exit_line(evidence.ending)), summary=summary)
 
 
-def disk(evidence: Evidence, signs: Signs) -> Because | None:
+def disk(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """No space left, and not in /dev/shm."""
     sign = signs.text("disk-quota", "disk", "disk-write", "disk-io")
     if sign is None:
         return None
     full = _full_disks(evidence)
     level = fullest_shm(evidence)
-    lines = [quoted(sign), *(level_line(path, one) for path, one in full.items())]
+    lines = [quoted_line(sign), *(level_line(path, one) for path, one in full.items())]
     if not full and level is not None and level.share >= FULL and sign.code == "disk":
         lines.append(level_line(say("/dev/shm at its fullest"), level))
-        return Because("shm-full", 0.85, (*lines, ended(evidence.ending)))
+        return RuleResult("shm-full", 0.85, (*lines, exit_line(evidence.ending)))
     if sign.code in ("disk-write", "disk-io") and not full and evidence.live:
         return None  # torch says the same of a file system that went away
-    lines.append(ended(evidence.ending))
+    lines.append(exit_line(evidence.ending))
     if full or sign.code == "disk-quota":
-        return Because("disk-full", 0.97 if full else 0.93, tuple(lines))
+        return RuleResult("disk-full", 0.97 if full else 0.93, tuple(lines))
     if sign.code == "disk-io":
         return unknown(tuple(lines), "disk-full", "not-memory")
     if sign.code == "disk-write":
-        return Because("disk-full", 0.7, tuple(lines), likely=("disk-full", "not-memory"))
+        return RuleResult("disk-full", 0.7, tuple(lines), likely=("disk-full", "not-memory"))
     if evidence.live or _PATH.search(sign.line):
-        return Because("disk-full", 0.85, tuple(lines))
+        return RuleResult("disk-full", 0.85, tuple(lines))
     # A command names itself before the error; an exception without its traceback could be anything's.
     if _in_traceback(evidence, sign) or not _ALONE.search(sign.line):
-        return Because("disk-full", 0.75, tuple(lines), likely=("disk-full", "shm-full"))
+        return RuleResult("disk-full", 0.75, tuple(lines), likely=("disk-full", "shm-full"))
     return unknown(tuple(lines), "disk-full", "shm-full")
 
 
-def ram(evidence: Evidence, signs: Signs) -> Because | None:
+def ram(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """Host memory that was refused: an exception, not a kill."""
     sign = signs.text("ram", "ram-likely", "ram-thread")
     if sign is None:
         return None
-    lines = (quoted(sign), ended(evidence.ending))
+    lines = (quoted_line(sign), exit_line(evidence.ending))
     if sign.code == "ram":
-        return Because("ram-allocation", 0.95, lines)
+        return RuleResult("ram-allocation", 0.95, lines)
     if sign.code == "ram-thread":
         return unknown(lines, "ram-allocation", "map-count", "processes-exhausted")
     if "bad_alloc" in sign.line and context(evidence, sign, "frame-data"):
         return unknown(lines, "ram-allocation", "not-memory")
-    return Because("ram-allocation", 0.78, lines)
+    return RuleResult("ram-allocation", 0.78, lines)
 
 
 def fullest_shm(evidence: Evidence) -> Level | None:

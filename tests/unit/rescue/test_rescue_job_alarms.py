@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from legroom.model import Alarm
-from legroom.model.death import Attempt, Level, Reading, Story
+from legroom.model.death import Attempt, Level, Reading, SupervisedRun
 from legroom.probe.host import Host
-from legroom.rescue.alarm_watch import AlarmWatch
-from legroom.rescue.cgroup_home import Home
-from legroom.rescue.readings import Readings
-from legroom.rescue.report import as_object
-from legroom.rescue.report_html import run_page
+from legroom.rescue.job_cgroup import JobCgroup
+from legroom.rescue.job_sampling import JobAlarms, JobSampler
+from legroom.rescue.run_report import run_object, run_page
 from legroom.system.child_processes import ExitStatus
 
 MB = 1 << 20
@@ -27,9 +25,11 @@ class Job:
         (root / "proc" / str(TRAINER)).mkdir(parents=True)
         (root / f"proc/{TRAINER}/cmdline").write_bytes(b"python\0train.py\0")
         host = Host(root=root, recording={})
-        self.readings = Readings(host, Home(None, None, False), lambda: [TRAINER], clock=lambda: self.now)
+        self.readings = JobSampler(
+            host, JobCgroup(None, None, False), lambda: [TRAINER], clock=lambda: self.now
+        )
         self.readings.begin()
-        self.alarms = AlarmWatch(self.readings)
+        self.alarms = JobAlarms(self.readings)
 
     def hold(self, seconds: float, used: float) -> tuple[Alarm, ...]:
         """What is told at that age with so much in use."""
@@ -83,8 +83,8 @@ def test_the_report_keeps_and_draws_them() -> None:
     alarm = Alarm("ram-filling", "ram", "warning", "ram full, from pid 1 (<b>)", 12.0, {"growth": 5}, (1,))
     readings = tuple(Reading(float(when), {"ram": Level(when, 20)}) for when in range(20))
     attempt = Attempt(1, ("x",), {}, ExitStatus(0), 20.0, readings=readings, alarms=(alarm, alarm))
-    story = Story(("x",), (attempt,), 0.0, "a process group")
-    kept = as_object(story)["attempts"][0]["alarms"]
+    story = SupervisedRun(("x",), (attempt,), 0.0, "a process group")
+    kept = run_object(story)["attempts"][0]["alarms"]
     assert [(one["code"], one["since"], one["pids"]) for one in kept] == [("ram-filling", 12.0, [1])] * 2
     shown = run_page(story)
     assert "ram full, from pid 1 (&lt;b&gt;)" in shown

@@ -18,9 +18,9 @@ from legroom.model.death import (
     Sign,
     Victim,
 )
-from legroom.rescue.because import UNKNOWN
-from legroom.rescue.classify import LOG_ALONE, classify
 from legroom.rescue.log_reader import facts_of
+from legroom.rescue.verdict import LOG_ALONE, classify
+from legroom.rescue.verdict_rule import UNKNOWN
 from legroom.system.child_processes import ExitStatus
 
 KILLED = ExitStatus(signal=9)

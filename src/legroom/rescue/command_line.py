@@ -1,27 +1,35 @@
-"""A command line with other settings: finding them and writing them.
+"""Find settings on a job's command line, rewrite them, add the resume flag; inject Legroom into its Python.
 
-Covers: the usual names (of probe.training_flags) and names given by the person, in every spelling a command line has:
-``--x 4``, ``--x=4``, ``-b4``, ``data.batch_size=4``; under torchrun and accelerate the script's own words alone.
-Does not cover: which values to take (policy.py).
+Knows the usual flag names (probe.training_flags) and those given with --flag, in every spelling: ``--x 4``, ``--x=4``,
+``-b4``, ``data.batch_size=4``. Under torchrun and accelerate only the script's own words are read.
+
+Injection (`--loader legroom`, `--gpu-limit`) puts inject/sitecustomize.py on PYTHONPATH. It misses children that
+are not Python or run with -S, -I or -E.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from legroom.errors import UsageError
 from legroom.probe.training_flags import Flag, flags
 from legroom.words import listed, say
 
 # What the policy may change; the names are those of `--flag NAME=--spelling`.
-LEVERS = ("batch", "accumulation", "workers", "prefetch", "pin_memory", "low_memory")
+SETTINGS = ("batch", "accumulation", "workers", "prefetch", "pin_memory", "low_memory")
+
+
+LOADER = "LEGROOM_LOADER"
+
 _WHOLE = re.compile(r"(?:global|total)[-_]?batch", re.I)
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedFlag:
     """A flag that the person named: ``--flag accumulation=--accum_iter=16``."""
 
     lever: str
@@ -30,7 +38,7 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True)
-class Knobs:
+class CommandSettings:
     """The settings of a command line that can be changed, with their present values."""
 
     batch: int | None = None
@@ -45,29 +53,29 @@ class Knobs:
     ranks: int | None = None
 
 
-def parse_named(text: str) -> Named:
+def parse_named(text: str) -> NamedFlag:
     """``batch=--my-batch`` or ``accumulation=--accum_iter=16``."""
     lever, _, rest = text.partition("=")
     spelling, equals, value = rest.partition("=")
     lever = lever.strip().replace("-", "_")
-    if lever not in LEVERS or not spelling:
+    if lever not in SETTINGS or not spelling:
         raise UsageError(
             say("cannot read {text!r} as a flag's name", text=text),
-            why=say("it is NAME=FLAG with NAME one of {names}", names=listed(LEVERS)),
+            why=say("it is NAME=FLAG with NAME one of {names}", names=listed(SETTINGS)),
             fix=(say("write it like batch=--my-batch, or accumulation=--accum_iter=16 where 16 is its default"),),
         )  # fmt: skip
-    return Named(lever, spelling, value if equals else None)
+    return NamedFlag(lever, spelling, value if equals else None)
 
 
-def find(command: Sequence[str], named: Sequence[Named] = ()) -> dict[str, Flag]:
+def find_flags(command: Sequence[str], named: Sequence[NamedFlag] = ()) -> dict[str, Flag]:
     """Where each lever stands on the command line; ``at`` is -1 for a named flag that is not there."""
-    found = {name: flag for name, flag in flags(command).items() if name in LEVERS or name == "ranks"}
+    found = {name: flag for name, flag in flags(command).items() if name in SETTINGS or name == "ranks"}
     for one in named:
         found[one.lever] = _find_named(command, one)
     return found
 
 
-def _find_named(command: Sequence[str], named: Named) -> Flag:
+def _find_named(command: Sequence[str], named: NamedFlag) -> Flag:
     for at in range(len(command) - 1, 0, -1):
         word = command[at]
         if word == named.spelling and at + 1 < len(command):
@@ -77,15 +85,15 @@ def _find_named(command: Sequence[str], named: Named) -> Flag:
     return Flag(named.spelling, named.value or "", -1)
 
 
-def knobs(command: Sequence[str], named: Sequence[Named] = ()) -> Knobs:
+def command_settings(command: Sequence[str], named: Sequence[NamedFlag] = ()) -> CommandSettings:
     """The settings of that command line, as numbers; what is no number cannot be changed."""
-    found = find(command, named)
+    found = find_flags(command, named)
     numbers = {name: _number(flag.value) for name, flag in found.items()}
-    can = {name for name in LEVERS if name in found and (numbers[name] is not None or found[name].at < 0)}
+    can = {name for name in SETTINGS if name in found and (numbers[name] is not None or found[name].at < 0)}
     if "pin_memory" in found:
         can.add("pin_memory")
     batch = found.get("batch")
-    return Knobs(
+    return CommandSettings(
         batch=numbers.get("batch"),
         accumulation=numbers.get("accumulation"),
         workers=numbers.get("workers"),
@@ -110,13 +118,13 @@ def _second_batch(command: Sequence[str], batch: Flag | None) -> bool:
     return other is not None and _WHOLE.search(other.spelling) is not None
 
 
-def rewrite(
-    command: Sequence[str], values: Mapping[str, int | bool], named: Sequence[Named] = ()
+def with_settings(
+    command: Sequence[str], values: Mapping[str, int | bool], named: Sequence[NamedFlag] = ()
 ) -> list[str]:
     """The command with these values in the places of the old ones; a named flag that was absent is added."""
     words = list(command)
     for name, value in values.items():
-        flag = find(words, named).get(name)
+        flag = find_flags(words, named).get(name)
         if flag is None:
             continue
         words = _put(words, flag, value)
@@ -200,3 +208,24 @@ def _truth(text: str) -> bool | None:
     if lowered in ("true", "yes", "on", "1", "y", "t"):
         return True
     return False if lowered in ("false", "no", "off", "0", "n", "f") else None
+
+
+def with_loader(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which torch's DataLoader is replaced with ours."""
+    return {**_with_sitecustomize(environment), LOADER: "legroom"}
+
+
+def with_gpu_limit(environment: Mapping[str, str], amount: str) -> dict[str, str]:
+    """The environment in which a child's card is limited once it starts CUDA; BadLimit for what makes no sense."""
+    from legroom.gpu.memory_limit import with_limit  # only those who ask for it pay for the import
+
+    return with_limit(_with_sitecustomize(environment), amount)
+
+
+def _with_sitecustomize(environment: Mapping[str, str]) -> dict[str, str]:
+    """With our sitecustomize in front; a PYTHONPATH that was there stays behind it."""
+    ours = str(Path(__file__).with_name("inject"))
+    source = str(Path(__file__).parents[2])  # where this very legroom is imported from
+    old = environment.get("PYTHONPATH", "").split(os.pathsep)
+    between = [entry for entry in old if entry and entry not in (ours, source)]
+    return {**environment, "PYTHONPATH": os.pathsep.join([ours, *between, source])}

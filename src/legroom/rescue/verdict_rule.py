@@ -1,35 +1,105 @@
-"""Which lines of a log count at a death: a pure view of LogFacts.
+"""What a verdict rule gets and returns: the log lines that count, a rule's result, the wording of evidence.
 
-Covers: telling the trouble that ended a program from one it survived. Does not cover: finding the lines
-(log_reader.py), what they mean (the rules).
-
-A job that skips a batch after "CUDA out of memory" and fails with a ValueError an hour later did not fail for want of
-memory. So when an exception ended it, only what stands in the tracebacks that lead to that exception counts; unless the
-exception is the echo of another process's death or of a time-out, whose cause stands further up. There, what the
-program survived does not count either: it went on for many steps after it. A program that a signal ended has no
-last word: texts count for those signals only that a failed allocation leads to.
+A job that skips a batch after "CUDA out of memory" and fails with a ValueError an hour later did not run out of memory.
+So if an exception ended the program, only lines in the tracebacks that led to it count. An exception that only reports
+another process's exit or a timeout is a consequence: its cause is further up. There, messages that the program survived
+(it reported many steps afterwards) do not count. After most signals no message counts: only signals that a failed
+allocation can cause let messages decide.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from legroom.model.death import Evidence, LogFacts, Sign
-from legroom.rescue.signatures import CONSEQUENCE, SHORTAGES
+from legroom.model.death import Cause, Evidence, Level, LogFacts, Sign, Verdict
+from legroom.rescue.log_patterns import CONSEQUENCE, SHORTAGES
+from legroom.system.child_processes import ExitStatus
+from legroom.units import format_size
+from legroom.words import say
+
+UNKNOWN = 0.1  # the confidence of `unknown`: no cause is established
+
+_SHOWN = 200  # characters of a log's line
+
+_COMMAND = 60  # and of a command line
+
 
 WINDOW = 400  # lines from the end in which a sign counts that no exception leads to
+
 _WENT_ON = 10  # steps reported after a sign: it was survived
+
 _BEFORE_A_DEATH = 3  # the same, where a later line reports a death of another kind
+
 _DEATHS = frozenset(
     {"killed", "child-killed", "crash", "bus", "worker-bus", "ended-by", "oom-kill", "oom-daemon"}
 )
+
 _CONTEXT = 40  # lines between a frame, or a line that names a device, and the error that it belongs to
+
 _RIGHT_ABOVE = 30  # lines between a shortage that was handled and the exception that it may have led to
+
 _MUTE = frozenset(
     {2, 4, 8, 9, 11, 15}
 )  # INT, ILL, FPE, KILL, SEGV, TERM: no failed allocation ends like that
+
 _PATIENCE = re.compile(r"[Tt]ime(?:d )?-?out|TimeoutE|Pin memory thread exited|KeyboardInterrupt")
+
+
+class RuleResult(NamedTuple):
+    """A rule's answer."""
+
+    cause: Cause
+    confidence: float
+    lines: tuple[str, ...]
+    summary: str = ""  # where what is usually said of the cause would not be right
+    likely: tuple[Cause, ...] = ()  # what it could be, in order; always given for `unknown`
+
+
+def unknown(lines: tuple[str, ...], *likely: Cause, summary: str = "") -> RuleResult:
+    """No cause is established; it could be one of these, the most likely first."""
+    return RuleResult("unknown", UNKNOWN, lines, summary, likely)
+
+
+def headline(verdict: Verdict) -> str:
+    """The verdict's code and how sure it is."""
+    if verdict.cause == "unknown":
+        return verdict.cause
+    return say("{cause}, {sure:.0%} sure", cause=verdict.cause, sure=verdict.confidence)
+
+
+def quoted_line(sign: Sign) -> str:
+    """A line of the log as evidence: its beginning, or the part with the words that count."""
+    line = sign.line
+    if sign.at > _SHOWN // 2 and len(line) > _SHOWN:
+        line = "…" + line[sign.at - _SHOWN // 4 :]
+    return say("log, line {number} from the end: {line}", number=sign.number, line=line[:_SHOWN])
+
+
+def shortened_command(command: str) -> str:
+    """The beginning of a command line, which says what it is."""
+    return command if len(command) <= _COMMAND else command[: _COMMAND - 1].rstrip() + "…"
+
+
+def exit_line(ending: ExitStatus | None) -> str:
+    """The wait status in words."""
+    if ending is None:
+        return say("wait status: not known from a log")
+    return say("wait status: {how}", how=str(ending))
+
+
+def ctrl_c_summary(evidence: Evidence) -> str:
+    """What to say in short of Ctrl-C at the terminal; empty where it was not that."""
+    return say("it was stopped from the keyboard of this terminal (Ctrl-C).") if evidence.keyboard else ""
+
+
+def level_line(what: str, level: Level) -> str:
+    """How full something was."""
+    return say(
+        "{what}: {used} of {size} ({share:.0%})",
+        what=what, used=format_size(level.used), size=format_size(level.size), share=level.share,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

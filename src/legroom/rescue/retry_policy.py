@@ -1,13 +1,10 @@
-"""What to lower next, so that the next attempt lives: a pure function of the verdict and the settings.
+"""Choose what to lower for the next attempt: a pure function of the verdict and the settings.
 
-Covers: one step at a time in a fixed order, the effective batch kept, and when to stop. Does not cover: rewriting the
-command (flags.py), restarting (supervisor.py).
+    prefetch_factor -> num_workers -> low-memory data -> micro-batch down and accumulation up
 
-    prefetch → workers → low-memory data → micro-batch down and accumulation up
-
-The order is by what a step costs: prefetch and workers cost speed at most, low-memory data costs disk reads, a smaller
-micro-batch costs speed on the GPU. Each step changes one thing, so that the report says which one it was. What
-cannot help against a cause is not touched: workers do not use the GPU's memory. Where the training process was killed
+Cheapest first: prefetch and workers cost at most speed, low-memory data costs disk reads, a smaller micro-batch costs
+GPU speed. Each step changes one thing, so that the report shows which change helped, and keeps the effective batch.
+Settings that cannot help are not changed: workers use no GPU memory. If the training process itself was OOM-killed
 or failed to allocate, prefetch and workers come last.
 """
 
@@ -17,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from legroom.model.death import Cause, Verdict
-from legroom.rescue.flags import Knobs
+from legroom.rescue.command_line import CommandSettings
 from legroom.words import say
 
 # Which levers work against which cause, in the order they are pulled.
-_LEVERS: dict[Cause, tuple[str, ...]] = {
+_ORDER: dict[Cause, tuple[str, ...]] = {
     "shm-full": ("prefetch", "workers", "batch"),
     "ram-oom-kill": ("prefetch", "workers", "low_memory", "batch"),
     "ram-allocation": ("prefetch", "workers", "low_memory", "batch"),
@@ -36,10 +33,10 @@ _TRAINER_KILLED = ("low_memory", "batch", "prefetch", "workers")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RetryStep:
     """The next attempt's settings, or why there is none."""
 
-    knobs: Knobs
+    knobs: CommandSettings
     values: Mapping[str, int | bool]  # what changes
     why: str
     stop: bool = False
@@ -47,16 +44,18 @@ class Step:
 
 
 def next_step(
-    verdict: Verdict, knobs: Knobs, *, descriptors_raised: bool = False, repeated: bool = False
-) -> Step:
+    verdict: Verdict, knobs: CommandSettings, *, descriptors_raised: bool = False, repeated: bool = False
+) -> RetryStep:
     """What to change after that death. ``repeated``: it was already started once again unchanged."""
     if verdict.cause == "worker-killed" and not repeated:
-        return Step(knobs, {}, say("nothing shows that memory was short: once more with the same settings"))
+        return RetryStep(
+            knobs, {}, say("nothing shows that memory was short: once more with the same settings")
+        )
     cause = verdict.cause
     if cause == "unknown" and verdict.likely:
         cause = verdict.likely[0].cause
-    if cause not in _LEVERS:
-        return _stop(knobs, _why_no_lever(verdict.cause))
+    if cause not in _ORDER:
+        return _stop(knobs, _why_nothing_helps(verdict.cause))
     killed = cause == "ram-oom-kill" and verdict.victim is not None and verdict.victim.role == "main"
     trainer = killed or (cause == "ram-allocation" and verdict.refused == "main")
     step = _first_that_works(cause, knobs, descriptors_raised, trainer=trainer)
@@ -67,14 +66,16 @@ def next_step(
     return step
 
 
-def _first_that_works(cause: Cause, knobs: Knobs, descriptors_raised: bool, *, trainer: bool) -> Step:
-    for lever in _TRAINER_KILLED if trainer else _LEVERS[cause]:
+def _first_that_works(
+    cause: Cause, knobs: CommandSettings, descriptors_raised: bool, *, trainer: bool
+) -> RetryStep:
+    for lever in _TRAINER_KILLED if trainer else _ORDER[cause]:
         if lever == "descriptors":
             if not descriptors_raised:
                 why = say("open files: the soft limit is raised to the hard one")
-                return Step(knobs, {}, why, raise_descriptors=True)
+                return RetryStep(knobs, {}, why, raise_descriptors=True)
             continue
-        step = _pull(lever, knobs)
+        step = _lower(lever, knobs)
         if step is not None and trainer:
             why = say("{why} (the training process ran out of memory, not a worker)", why=step.why)
             return replace(step, why=why)
@@ -83,7 +84,7 @@ def _first_that_works(cause: Cause, knobs: Knobs, descriptors_raised: bool, *, t
     return _stop(knobs, _nothing_left(cause, knobs))
 
 
-def _pull(lever: str, knobs: Knobs) -> Step | None:
+def _lower(lever: str, knobs: CommandSettings) -> RetryStep | None:
     if lever == "batch":
         return _smaller_batch(knobs)
     if lever not in knobs.can:
@@ -103,7 +104,7 @@ def _pull(lever: str, knobs: Knobs) -> Step | None:
     return None
 
 
-def _prefetch(knobs: Knobs) -> Step | None:
+def _prefetch(knobs: CommandSettings) -> RetryStep | None:
     old = knobs.prefetch
     if knobs.workers == 0 or old == 1:
         return None
@@ -113,7 +114,7 @@ def _prefetch(knobs: Knobs) -> Step | None:
     return _step(knobs, why, prefetch=1)
 
 
-def _workers(knobs: Knobs) -> Step | None:
+def _workers(knobs: CommandSettings) -> RetryStep | None:
     old = knobs.workers
     if old == 0:
         return None
@@ -123,7 +124,7 @@ def _workers(knobs: Knobs) -> Step | None:
     return _step(knobs, why, workers=new)
 
 
-def _smaller_batch(knobs: Knobs) -> Step | None:
+def _smaller_batch(knobs: CommandSettings) -> RetryStep | None:
     """The micro-batch down by its smallest divisor, and accumulation up by the same."""
     batch = knobs.batch
     if "batch" not in knobs.can or batch is None or batch < 2:
@@ -151,15 +152,15 @@ def _smaller_batch(knobs: Knobs) -> Step | None:
     return _step(knobs, why, batch=new, accumulation=steps)
 
 
-def _step(knobs: Knobs, why: str, **values: int | bool) -> Step:
-    return Step(replace(knobs, **values), values, why)  # type: ignore[arg-type]
+def _step(knobs: CommandSettings, why: str, **values: int | bool) -> RetryStep:
+    return RetryStep(replace(knobs, **values), values, why)  # type: ignore[arg-type]
 
 
-def _stop(knobs: Knobs, why: str) -> Step:
-    return Step(knobs, {}, why, stop=True)
+def _stop(knobs: CommandSettings, why: str) -> RetryStep:
+    return RetryStep(knobs, {}, why, stop=True)
 
 
-def _why_no_lever(cause: Cause) -> str:
+def _why_nothing_helps(cause: Cause) -> str:
     if cause == "disk-full":
         return say("no setting makes room on a disk")
     if cause == "tmpdir-too-long":
@@ -171,7 +172,7 @@ def _why_no_lever(cause: Cause) -> str:
     return say("memory was not at fault: other settings would not help")
 
 
-def _nothing_left(cause: Cause, knobs: Knobs) -> str:
+def _nothing_left(cause: Cause, knobs: CommandSettings) -> str:
     if (
         knobs.batch is not None
         and knobs.batch > 1

@@ -10,10 +10,17 @@ from hypothesis import strategies as st
 
 from legroom.errors import UsageError
 from legroom.model.death import Cause, Evidence, Likely, Role, Verdict, Victim
-from legroom.rescue.classify import classify
-from legroom.rescue.flags import Knobs, Named, knobs, parse_named, rewrite, with_resume
+from legroom.rescue.command_line import (
+    CommandSettings,
+    NamedFlag,
+    command_settings,
+    parse_named,
+    with_resume,
+    with_settings,
+)
 from legroom.rescue.log_reader import facts_of
-from legroom.rescue.policy import next_step
+from legroom.rescue.retry_policy import next_step
+from legroom.rescue.verdict import classify
 from legroom.system.child_processes import ExitStatus
 
 ACC = "--gradient_accumulation_steps"
@@ -40,22 +47,22 @@ def _v(cause: Cause) -> Verdict:
     ],
 )  # fmt: skip
 def test_only_what_is_there_is_rewritten(command: str, values: dict[str, int | bool], wanted: str) -> None:
-    assert rewrite(command.split(), values) == wanted.split()
+    assert with_settings(command.split(), values) == wanted.split()
 
 
 def test_named_flags_are_found_or_added() -> None:
-    named = (Named("batch", "--my-batch"), Named("accumulation", "--acc", "4"))
+    named = (NamedFlag("batch", "--my-batch"), NamedFlag("accumulation", "--acc", "4"))
     words = ["python", "t.py", "--my-batch=32"]
-    found = knobs(words, named)
+    found = command_settings(words, named)
     assert (found.batch, found.accumulation) == (32, 4)
-    assert rewrite(words, {"batch": 16, "accumulation": 8}, named) == [
+    assert with_settings(words, {"batch": 16, "accumulation": 8}, named) == [
         "python",
         "t.py",
         "--my-batch=16",
         "--acc",
         "8",
     ]
-    assert parse_named("accumulation=--acc=4") == Named("accumulation", "--acc", "4")
+    assert parse_named("accumulation=--acc=4") == NamedFlag("accumulation", "--acc", "4")
     for text in ("batch", "nonsense=--x", "batch="):
         with pytest.raises(UsageError, match="cannot read"):
             parse_named(text)
@@ -77,14 +84,14 @@ def test_resuming(command: str, flag: str, wanted: str) -> None:
     assert with_resume(["python", *command.split()], flag, "c.pt") == ["python", *wanted.split()]
 
 
-def _walk(command: str, cause: Cause, named: tuple[Named, ...] = ()) -> list[str]:
+def _walk(command: str, cause: Cause, named: tuple[NamedFlag, ...] = ()) -> list[str]:
     """The commands of one attempt after another until nothing is left to lower."""
     words, seen = command.split(), []
     for _ in range(30):
-        step = next_step(_v(cause), knobs(words, named), descriptors_raised=True)
+        step = next_step(_v(cause), command_settings(words, named), descriptors_raised=True)
         if step.stop:
             return seen
-        words = rewrite(words, step.values, named)
+        words = with_settings(words, step.values, named)
         seen.append(" ".join(words))
     raise AssertionError("it never stops")
 
@@ -101,7 +108,7 @@ def test_the_order_is_prefetch_workers_then_batch() -> None:
 
 
 def test_the_ladder_begins_with_what_the_killed_process_held() -> None:
-    found = knobs(
+    found = command_settings(
         [
             "python",
             "t.py",
@@ -120,7 +127,7 @@ def test_the_ladder_begins_with_what_the_killed_process_held() -> None:
         step = next_step(Verdict("ram-oom-kill", 0.9, "", victim=victim), found)
         assert wanted in step.values, role
     # Without a flag that keeps the effective batch, what is left to try is tried.
-    bare = knobs(["python", "t.py", "--batch", "32", "--num_workers", "4"])
+    bare = command_settings(["python", "t.py", "--batch", "32", "--num_workers", "4"])
     step = next_step(Verdict("ram-oom-kill", 0.9, "", victim=Victim(7, "python t.py", None, "main")), bare)
     assert step.values == {"workers": 2}
 
@@ -133,7 +140,7 @@ def test_the_gpu_s_memory_is_only_helped_by_the_batch() -> None:
 
 
 def test_without_accumulation_the_batch_is_left_alone_and_the_reason_is_told() -> None:
-    step = next_step(_v("gpu-oom"), knobs(["python", "t.py", "--batch", "8"]))
+    step = next_step(_v("gpu-oom"), command_settings(["python", "t.py", "--batch", "8"]))
     assert step.stop and "accumulation" in step.why
 
 
@@ -149,11 +156,11 @@ def test_the_batch_of_all_ranks_stays_divisible() -> None:
 
 @pytest.mark.parametrize("cause", ["killed", "not-memory", "disk-full"])
 def test_what_no_setting_helps_is_not_started_again(cause: Cause) -> None:
-    assert next_step(_v(cause), knobs(["t", "--workers", "4"])).stop
+    assert next_step(_v(cause), command_settings(["t", "--workers", "4"])).stop
 
 
 def test_an_unknown_cause_is_treated_as_the_most_likely_one_and_said_to_be_unknown() -> None:
-    found = knobs(["t", "--workers", "4"])
+    found = command_settings(["t", "--workers", "4"])
     ram, bug = Likely("ram-oom-kill", ""), Likely("not-memory", "")
     step = next_step(replace(_v("unknown"), likely=(ram, bug)), found)
     assert step.values == {"workers": 2} and "not known" in step.why and "ram-oom-kill" in step.why
@@ -162,13 +169,13 @@ def test_an_unknown_cause_is_treated_as_the_most_likely_one_and_said_to_be_unkno
 
 
 def test_processes_and_mappings_are_saved_with_fewer_workers() -> None:
-    found = knobs(["t", "--workers", "4"])
+    found = command_settings(["t", "--workers", "4"])
     assert next_step(_v("processes-exhausted"), found).values == {"workers": 2}
     assert next_step(_v("map-count"), found).values == {"workers": 2}
 
 
 def test_a_killed_worker_is_tried_once_more_unchanged_and_descriptors_are_raised_first() -> None:
-    found = knobs(["t", "--workers", "4"])
+    found = command_settings(["t", "--workers", "4"])
     assert next_step(_v("worker-killed"), found).values == {}
     assert next_step(_v("worker-killed"), found, repeated=True).stop
     assert next_step(_v("fds-exhausted"), found).raise_descriptors
@@ -184,14 +191,14 @@ def test_every_walk_ends_and_keeps_the_effective_batch(
 ) -> None:
     command = f"python t.py --batch {batch} --accum_iter {steps} --num_workers {workers}"
     for line in _walk(command, cause):
-        found = knobs(line.split())
+        found = command_settings(line.split())
         assert found.batch is not None and found.accumulation is not None
         assert found.batch * found.accumulation == batch * steps
         assert found.workers is not None and found.workers <= workers
 
 
 def test_nothing_recognised_says_how_to_name_it() -> None:
-    step = next_step(_v("ram-oom-kill"), Knobs())
+    step = next_step(_v("ram-oom-kill"), CommandSettings())
     assert step.stop and "--flag" in step.why
 
 
@@ -201,7 +208,9 @@ def test_nothing_recognised_says_how_to_name_it() -> None:
 def test_an_allocation_that_failed_in_the_training_process_lowers_the_batch_first(
     refused: Role | None, first: str
 ) -> None:
-    found = knobs(["train.py", "--batch", "8", "--accumulation", "1", "--workers", "4", "--prefetch", "4"])
+    found = command_settings(
+        ["train.py", "--batch", "8", "--accumulation", "1", "--workers", "4", "--prefetch", "4"]
+    )
     step = next_step(replace(_v("ram-allocation"), refused=refused), found)
     assert first in step.values
 

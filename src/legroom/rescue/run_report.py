@@ -1,30 +1,94 @@
-"""The report of a supervised run as a page: the diagnosis, the chart and the fixes for every attempt."""
+"""The report of a supervised run: JSON for `--json`, and FILE.json and FILE.html for `--report FILE`."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import shlex
 import time
+from pathlib import Path
+from typing import Any
 
 from legroom.charts.page import bullets, element, figure, page, table
 from legroom.charts.pool_chart import amount, pool_chart
 from legroom.model import AlarmSpan, PoolPoint
-from legroom.model.death import Attempt, Story
-from legroom.rescue.because import ended, headline
+from legroom.model.death import Attempt, SupervisedRun
+from legroom.monitor.watch_log import alarm_object
+from legroom.rescue.verdict import verdict_object
+from legroom.rescue.verdict_rule import exit_line, headline
+from legroom.system.atomic_file import replace_file
 from legroom.units import format_duration
 from legroom.words import counted, phrase, say
 
 
-def run_page(story: Story) -> str:
+def run_object(story: SupervisedRun) -> dict[str, Any]:
+    """The run as other programs read it; ``verdict`` is the last attempt's, null where nothing was wrong."""
+    last = story.verdict
+    return {
+        "schema": "legroom.run/1",
+        "command": list(story.command),
+        "exit": story.ending.shell_status,
+        **verdict_object(last),
+        "isolation": story.isolation,
+        "stopped": story.stopped,
+        "began": story.began,
+        "own_cpu_seconds": story.own_cpu,
+        "attempts": [_attempt_object(attempt) for attempt in story.attempts],
+    }
+
+
+def _attempt_object(attempt: Attempt) -> dict[str, Any]:
+    victim = attempt.verdict.victim if attempt.verdict is not None else None
+    return {
+        "number": attempt.number,
+        "command": list(attempt.command),
+        "settings": {name: value for name, value in attempt.settings.items() if value is not None},
+        "changed": list(attempt.changed),
+        "resumed_from": attempt.resumed_from,
+        "notes": list(attempt.notes),
+        "seconds": round(attempt.seconds, 3),
+        "ending": dataclasses.asdict(attempt.ending),
+        "exit": attempt.ending.shell_status,
+        **verdict_object(attempt.verdict),
+        "finished": attempt.finished,
+        "victim": None if victim is None else dataclasses.asdict(victim),
+        "peaks": {name: dataclasses.asdict(level) for name, level in attempt.peaks.items()},
+        "alarms": [alarm_object(alarm) for alarm in attempt.alarms],
+        "readings": [
+            {
+                "when": round(reading.when, 3),
+                "levels": {name: [level.used, level.size] for name, level in reading.levels.items()},
+                "oom_kills": reading.oom_kills,
+                "swapped_back": reading.swapped_back,
+                "stalled": reading.stalled,
+            }
+            for reading in attempt.readings
+        ],
+    }
+
+
+def write_report(story: SupervisedRun, path: str) -> tuple[str, str]:
+    """Write FILE.json and FILE.html, whichever of the two FILE names; their paths."""
+
+    base = Path(path)
+    stem = base.with_suffix("") if base.suffix in (".json", ".html") else base
+    names = (f"{stem}.json", f"{stem}.html")
+    replace_file(names[0], json.dumps(run_object(story), ensure_ascii=False, indent=1))
+    replace_file(names[1], run_page(story))
+    return names
+
+
+def run_page(story: SupervisedRun) -> str:
     """The whole page."""
     body = [element("pre", shlex.join(story.command)), element("p", _started(story), "soft")]
     if story.stopped and story.verdict is not None:
         body.append(element("p", say("Not restarted: {why}.", why=story.stopped)))
     for attempt in story.attempts:
-        body += _attempt(attempt)
+        body += _attempt_section(attempt)
     return page(_title(story), body)
 
 
-def _title(story: Story) -> str:
+def _title(story: SupervisedRun) -> str:
     count = len(story.attempts)
     if story.verdict is None or story.attempts[-1].finished:
         return say("Finished after {count} attempts", count=count) if count > 1 else say("Finished")
@@ -32,7 +96,7 @@ def _title(story: Story) -> str:
     return say("Ended by {cause} after {attempts}", cause=story.verdict.cause, attempts=attempts)
 
 
-def _started(story: Story) -> str:
+def _started(story: SupervisedRun) -> str:
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(story.began))
     took = format_duration(sum(attempt.seconds for attempt in story.attempts))
     return say(
@@ -40,7 +104,7 @@ def _started(story: Story) -> str:
     )
 
 
-def _attempt(attempt: Attempt) -> list[str]:
+def _attempt_section(attempt: Attempt) -> list[str]:
     took = format_duration(attempt.seconds)
     parts = [element("h2", say("Attempt {number}: {took}", number=attempt.number, took=took))]
     changes = [*attempt.changed]
@@ -53,7 +117,7 @@ def _attempt(attempt: Attempt) -> list[str]:
     if verdict is not None:
         heading, summary = element("b", headline(verdict)), element("span", verdict.summary)
         parts.append(f'<p class="verdict">{heading}<br>{summary}</p>')
-        parts.append(bullets(verdict.evidence or (ended(attempt.ending),)))
+        parts.append(bullets(verdict.evidence or (exit_line(attempt.ending),)))
         parts.append(bullets([f"{one.cause}: {one.why}" for one in verdict.likely]))
     parts += [*_chart(attempt), _alarms(attempt), _peaks(attempt)]
     if verdict is not None and verdict.fix:

@@ -1,12 +1,8 @@
-"""A memory cgroup of the job's own, so that its counters are its own.
+"""A memory cgroup for the job, so that the kernel counts its OOM kills separately.
 
-Covers: making one below our own group where that is permitted (v1 and v2), moving in, counting, removing it; why it
-cannot be had, in words. Does not cover: limits (none is set: the job lives under those of our own group and above),
-process groups (supervisor.py).
-
-The group is made *below* ours and never beside it: there the job would escape the limits it is meant to live under.
-v2 lets a group have processes or controllers for its children, not both, so there we first step into a child of our
-own, which is possible only when nobody else lives in the group. ``close`` undoes all of it.
+No limit is set: the job stays under the limits of our own cgroup, because the new one is created *below* ours.
+cgroup v2 allows processes or child controllers in a group, not both. There we first move into a child group, which
+requires that no other process is in ours. `close` undoes everything.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ _CLOSE_WITHIN = 5.0  # seconds for processes that were killed to be gone
 
 
 @dataclass
-class Home:
+class JobCgroup:
     """The job's cgroup, or the one it shares with us."""
 
     path: str | None  # None: no memory cgroup at all
@@ -151,33 +147,33 @@ class Home:
         self.own = False
 
 
-def make_home(host: Host, name: str) -> Home:
+def make_job_cgroup(host: Host, name: str) -> JobCgroup:
     """A group of the job's own where it can be had; else the one it shares with us, and why."""
     group = cgroup(host, "memory")
     if group.version is None or not group.chain or host.platform != "linux":
-        return Home(None, None, False, group.reason or say("there is no memory cgroup here"))
+        return JobCgroup(None, None, False, group.reason or say("there is no memory cgroup here"))
     base = group.chain[0]
     if group.reason is not None:
-        return Home(base, group.version, False, group.reason)
+        return JobCgroup(base, group.version, False, group.reason)
     if group.version == "v1":
         return _make(host, base, "v1", name)
     return _make_v2(host, base, name, is_root=group.is_root)
 
 
-def _make(host: Host, base: str, version: Version, name: str, stepped_into: str | None = None) -> Home:
+def _make(host: Host, base: str, version: Version, name: str, stepped_into: str | None = None) -> JobCgroup:
     path = f"{base}/{name}"
-    home = Home(path, version, True, stepped_into=stepped_into)
+    home = JobCgroup(path, version, True, stepped_into=stepped_into)
     try:
         os.mkdir(path)
     except OSError as problem:
-        return Home(base, version, False, say("{path}: {why}", path=path, why=problem.strerror))
+        return JobCgroup(base, version, False, say("{path}: {why}", path=path, why=problem.strerror))
     if home.counters(host)[0] is None or not os.access(f"{path}/cgroup.procs", os.W_OK):
         home.close()
-        return Home(base, version, False, say("{path} has no counter of its own", path=path))
+        return JobCgroup(base, version, False, say("{path} has no counter of its own", path=path))
     return home
 
 
-def _make_v2(host: Host, base: str, name: str, *, is_root: bool) -> Home:
+def _make_v2(host: Host, base: str, name: str, *, is_root: bool) -> JobCgroup:
     control = Path(base, "cgroup.subtree_control")
     try:
         if "memory" in control.read_text().split():
@@ -188,11 +184,11 @@ def _make_v2(host: Host, base: str, name: str, *, is_root: bool) -> Home:
         inside = Path(base, "cgroup.procs").read_text().split()
         if inside != [str(os.getpid())]:
             template = phrase("{count} processes share {path}; only one that lives there alone may divide it")
-            return Home(base, "v2", False, say(template, count=len(inside), path=base))
+            return JobCgroup(base, "v2", False, say(template, count=len(inside), path=base))
         aside = f"{base}/{name}-supervisor"
         os.mkdir(aside)
     except OSError as problem:
-        return Home(base, "v2", False, say("{path}: {why}", path=base, why=problem.strerror))
+        return JobCgroup(base, "v2", False, say("{path}: {why}", path=base, why=problem.strerror))
     try:
         Path(aside, "cgroup.procs").write_text(str(os.getpid()))
         control.write_text("+memory")
@@ -201,8 +197,8 @@ def _make_v2(host: Host, base: str, name: str, *, is_root: bool) -> Home:
             Path(base, "cgroup.procs").write_text(str(os.getpid()))
         with contextlib.suppress(OSError):
             os.rmdir(aside)
-        return Home(base, "v2", False, say("{path}: {why}", path=base, why=problem.strerror))
+        return JobCgroup(base, "v2", False, say("{path}: {why}", path=base, why=problem.strerror))
     home = _make(host, base, "v2", name, stepped_into=aside)
     if not home.own:  # undo the step as well
-        Home(f"{base}/{name}", "v2", True, stepped_into=aside).close()
+        JobCgroup(f"{base}/{name}", "v2", True, stepped_into=aside).close()
     return home

@@ -1,0 +1,395 @@
+"""One attempt of a supervised job: start it, sample it, stop it if it hangs, collect the verdict.
+
+Stall rule: a torch >= 2.10 worker whose queue thread cannot get shared memory prints a traceback, drops the batch and
+continues, and the trainer waits for that batch forever. No process exits, so no exit status shows it. Healthy jobs also
+wait for minutes, for a peer or a disk. A job counts as hanging only if all of these hold: its DataLoader workers are
+alive; its own processes hold about half of /dev/shm or more (63 to 99 % measured with batches of 9 to 40 MB in 64 MB),
+or have a segment open without pages that is larger than what is free; and the allocation error is near the end of its
+output.
+
+Killing a process does not free tmpfs. Shared-memory files that the job left in /dev/shm are removed before the next
+attempt; files of others and files that were there before stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from legroom.model import Box
+from legroom.model.death import Attempt, Evidence, Level, LogFacts, Verdict
+from legroom.probe.host import Host
+from legroom.probe.shm import shm
+from legroom.probe.shm_segments import SHM, Segments
+from legroom.rescue.command_line import SETTINGS, NamedFlag, command_settings
+from legroom.rescue.evidence import EvidenceCollector
+from legroom.rescue.job_cgroup import JobCgroup
+from legroom.rescue.job_process import JobOutput, JobProcess, in_foreground
+from legroom.rescue.job_sampling import GpuLevels, JobAlarms, JobSampler
+from legroom.rescue.log_reader import facts_of
+from legroom.rescue.verdict import classify, with_fixes
+from legroom.rescue.verdict_from_exit import oom_lines
+from legroom.rescue.verdict_rule import WINDOW
+from legroom.system.child_processes import ExitStatus, signal_name
+from legroom.units import format_size
+from legroom.words import say
+
+_DRAIN = 2.0  # seconds for the last output after the end
+
+_STALL_EVERY = 2.0
+
+_STALL_GRACE = 5.0
+
+_PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGWINCH")
+
+_ENDS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
+
+
+_HELD_SHARE = 0.45  # of /dev/shm, by the job's own processes
+
+_IDLE = 0.02  # of one core: polling loops use less, anything that works uses more
+
+_TICKS = 100
+
+
+_OURS = ("torch", "python")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What to run, and how."""
+
+    command: tuple[str, ...]
+    retries: int = 0
+    named: tuple[NamedFlag, ...] = ()
+    checkpoint: str | None = None  # a pattern
+    resume_flag: str | None = None
+    resume_existing: bool = False  # also from checkpoints that were there before the start
+    grace: float = 30.0  # seconds between a passed-on SIGTERM and SIGKILL
+    stall: float = 60.0  # seconds of standing still on a full /dev/shm; 0: never ended for that
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    stdout: int = 1  # where the child's output goes
+    fresh: bool = False  # do not begin with the settings that worked last
+    quiet: bool = False  # nothing is told on standard error
+
+    @property
+    def folders(self) -> list[str]:
+        """Where it writes, as far as that is known: the directory of its checkpoints."""
+        if self.checkpoint is None:
+            return []
+        folder = os.path.dirname(os.path.abspath(os.path.expanduser(self.checkpoint)))
+        while "*" in folder or not os.path.isdir(folder):
+            folder = os.path.dirname(folder)
+        return [folder]
+
+
+@dataclass
+class RunningAttempt:
+    """One attempt while it lives."""
+
+    order: RunOptions
+    box: Box
+    home: JobCgroup
+    host: Host
+    tell: Callable[[str], None]
+    asked: int | None = None  # the signal that told us to stop
+    stalled_on: str | None = None
+    held_shm: int | None = None  # by the job, when it was last seen to do nothing
+    _child: JobProcess | None = None
+    _output: JobOutput = field(default_factory=JobOutput)
+    _deadline: float | None = None
+    _typed: bool = False  # we were in the terminal's foreground when that signal came
+    _had_terminal: bool = False  # the terminal was handed to the child
+
+    def run(
+        self, number: int, command: Sequence[str], environment: Mapping[str, str], *, raise_descriptors: bool
+    ) -> Attempt:
+        """Start it, wait for its end, say what ended it."""
+        self._output = JobOutput(stdout=self.order.stdout)
+        streams = self._output.open()
+        readings = JobSampler(self.host, self.home, list, look_at_cards=_gpu_reader(self.host))
+        alarms = JobAlarms(readings)
+        witness = EvidenceCollector(self.host, self.home, readings, self.order.folders)
+        witness.begin()
+        try:
+            with self._signals():
+                child = self._child = JobProcess.start(
+                    command, environment, streams, self.home, raise_descriptors=raise_descriptors
+                )
+                self._had_terminal = child.foreground is not None
+                self._output.start()
+                readings.pids = lambda: child.pids(self.host)
+                readings.victims.root = child.process.pid
+                readings.written = lambda: self._output.count
+                ending, shm_at_end = self._wait(child, readings, alarms)
+                fine = ending.success and self.stalled_on is None
+                if not fine:
+                    child.end_all()  # what is left of it would hold memory, ports and files of the next attempt
+                self._output.finish(_DRAIN)
+                child.close()
+            verdict: Verdict | None = None
+            notes: list[str] = []
+            if not fine or readings.kills():
+                verdict, evidence = self._verdict(witness, ending, shm_at_end)
+                if fine and verdict.cause != "ram-oom-kill":
+                    verdict, notes = None, oom_lines(evidence)  # a kill that may have been the job's
+                    for line in notes:
+                        self._say(line)
+        except OSError:
+            if self._child is None:
+                self._output.abandon()
+            raise
+        finally:
+            witness.close()
+        found = command_settings(command, self.order.named)
+        return Attempt(
+            number=number,
+            command=tuple(command),
+            settings={name: getattr(found, name) for name in SETTINGS},
+            ending=ending,
+            seconds=readings.age,
+            verdict=verdict,
+            notes=tuple(notes),
+            readings=tuple(readings.history),
+            peaks=dict(readings.peaks),
+            alarms=tuple(alarms.raised),
+        )
+
+    def begin_line(self) -> None:
+        """What is told next begins a line, also where the job's output ended in the middle of one."""
+        if not self.order.quiet:
+            self._output.begin_line()
+
+    def _say(self, line: str) -> None:
+        self.begin_line()
+        self.tell(line)
+
+    def _wait(
+        self, child: JobProcess, readings: JobSampler, alarms: JobAlarms
+    ) -> tuple[ExitStatus, Level | None]:
+        stall = StallDetector(self.order.stall)
+        stall_at = 0.0
+        while True:
+            ending = child.wait(readings.pause)
+            if ending is not None:
+                return ending, readings.last()
+            reading = readings.look()
+            if reading is not None:
+                for alarm in alarms.look(reading):
+                    self._say(f"{alarm.level} {alarm.code}: {alarm.message}")
+            now = time.monotonic()
+            if self._deadline is not None and now >= self._deadline:
+                child.end_all()
+                self._deadline = None
+            if now >= stall_at and self.stalled_on is None and self.asked is None:
+                stall_at = now + _STALL_EVERY
+                cpu = cpu_seconds(self.host, child.pids(self.host))
+                if stall.stalled(now, cpu, self._output.count) and self._hangs(child, readings):
+                    self._end_stall(child, stall)
+
+    def _hangs(self, child: JobProcess, readings: JobSampler) -> bool:
+        pids = child.pids(self.host)
+        self.held_shm = held_shm(self.host, pids)
+        log = facts_of(self._output.tail.bytes())
+        refused = refused_shm(self.host, pids)
+        return hangs_on_shm(
+            readings.shm(), self.held_shm, log, loader=readings.victims.loader, refused=refused
+        )
+
+    def _end_stall(self, child: JobProcess, stall: StallDetector) -> None:
+        held = format_size(self.held_shm or 0)
+        if not self.order.retries:
+            stall.patience = 0.0  # said once
+            self._say(
+                say("it hangs on a full /dev/shm, of which it holds {held}; --retries ends and restarts it", held=held)
+            )  # fmt: skip
+            return
+        self._say(say("it hangs on a full /dev/shm, of which it holds {held}: it is ended", held=held))
+        self.stalled_on = "shm"
+        child.signal(signal.SIGTERM)
+        self._deadline = time.monotonic() + min(self.order.grace, _STALL_GRACE)
+
+    def _verdict(
+        self, witness: EvidenceCollector, ending: ExitStatus, shm_at_end: Level | None
+    ) -> tuple[Verdict, Evidence]:
+        log = facts_of(self._output.tail.bytes(), self._output.tail.passed)
+        evidence = witness.evidence(
+            ending,
+            log,
+            shm_at_end,
+            asked_to_stop=self.asked,
+            stalled_on=self.stalled_on,
+            held_shm=self.held_shm,
+            keyboard=self._by_keyboard(ending, log),
+        )
+        return with_fixes(classify(evidence), evidence, self.box), evidence
+
+    def _by_keyboard(self, ending: ExitStatus, log: LogFacts) -> bool:
+        """Whether Ctrl-C ended it: typed to us, or to it where the terminal was its own."""
+        if self.asked is not None:
+            return self.asked == signal.SIGINT and self._typed
+        last = log.last_error
+        interrupted = last is not None and "KeyboardInterrupt" in last.line
+        return self._had_terminal and (ending.signal == signal.SIGINT or interrupted)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Pass signals on while it lives; only a main thread may ask for them."""
+        old = {}
+        if threading.current_thread() is threading.main_thread():
+            for name in _PASSED_ON:
+                number = getattr(signal, name, None)
+                if number is not None:
+                    old[number] = signal.signal(number, self._pass_on)
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+    def _pass_on(self, number: int, _frame: object) -> None:
+        if number == getattr(signal, "SIGWINCH", None):
+            self._output.resize()
+        if signal_name(number) in _ENDS:
+            if self.asked is None:
+                self.asked, self._typed = number, in_foreground()
+            if self._deadline is None:
+                self._deadline = time.monotonic() + self.order.grace
+        if self._child is not None:
+            self._child.signal(number)
+
+
+def _gpu_reader(host: Host) -> Callable[[], GpuLevels] | None:
+    if not host.exists("/dev/nvidiactl"):
+        return None
+
+    def look() -> GpuLevels:
+        from legroom.probe.gpu_devices import gpu_pools, gpus
+
+        found = gpus(host)
+        levels = {
+            pool.name: Level(pool.used, pool.size)
+            for pool in gpu_pools(found)
+            if pool.used is not None and pool.size
+        }
+        held: dict[int, int] = {}
+        for card in found.cards:
+            for user in card.processes or ():
+                if user.used is not None and user.command is not None:  # else its pid is of another namespace
+                    held[user.pid] = held.get(user.pid, 0) + user.used
+        return GpuLevels(levels, held)
+
+    return look
+
+
+@dataclass
+class StallDetector:
+    """When it last did something."""
+
+    patience: float
+    _since: float | None = None
+    _cpu: float = 0.0
+    _written: int = -1
+
+    def idle_for(self, now: float, cpu: float, written: int) -> float:
+        """Seconds since it last wrote or worked, by the CPU time and the bytes it has by now."""
+        span = 0.0 if self._since is None else now - self._since
+        worked = cpu - self._cpu > max(0.05, span * _IDLE)
+        # CPU time falls when a worker ends: that, too, is something that happened.
+        if self._since is None or worked or cpu < self._cpu or written != self._written:
+            self._since, self._cpu, self._written = now, cpu, written
+            return 0.0
+        return span
+
+    def stalled(self, now: float, cpu: float, written: int) -> bool:
+        """Whether it has stood still for longer than patience allows."""
+        return self.patience > 0 and self.idle_for(now, cpu, written) >= self.patience
+
+
+def cpu_seconds(host: Host, pids: Sequence[int]) -> float:
+    """CPU time that these processes have used."""
+    total = 0
+    for pid in pids:
+        fields = (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+        if len(fields) > 12:
+            total += int(fields[11]) + int(fields[12])
+    return total / _TICKS
+
+
+def held_shm(host: Host, pids: Sequence[int]) -> int | None:
+    """Bytes of /dev/shm that these processes map or have open; None where that cannot be read."""
+    if not pids:
+        return 0
+    segments = Segments.of(host, pids[0])
+    inodes: set[int] = set()
+    for pid in pids:
+        held = segments.of_process(pid)
+        if held is None:
+            return None
+        inodes |= held.inodes
+    return segments.total(inodes)
+
+
+def refused_shm(host: Host, pids: Sequence[int]) -> int:
+    """The largest segment of /dev/shm that these processes have open and that got no pages: a refused request.
+
+    torch sets the size of the file before it asks for its pages, and keeps a file that was refused.
+    """
+    most = 0
+    for pid in pids:
+        folder = host.path(f"/proc/{pid}/fd")
+        try:
+            names = os.listdir(folder)
+        except OSError:  # it has ended, or may not be read: no evidence
+            continue
+        for name in names:
+            # The link is read before the file is asked: asking a dead network filesystem would hang.
+            if (host.link(f"/proc/{pid}/fd/{name}") or "").startswith(SHM + "/"):
+                try:
+                    found = os.stat(folder / name)
+                except OSError:
+                    continue
+                most = max(most, found.st_size - found.st_blocks * 512)
+    return most
+
+
+def hangs_on_shm(
+    level: Level | None, held: int | None, log: LogFacts, *, loader: bool, refused: int = 0
+) -> bool:
+    """Whether a job that does nothing waits for a batch that /dev/shm had no room for. Pure.
+
+    ``refused``: bytes of the job's own request that got no pages. One that is larger than what is free now cannot be
+    met, however little the job holds.
+    """
+    if not loader or level is None or held is None:
+        return False
+    if held < level.size * _HELD_SHARE and refused <= level.size - level.used:
+        return False
+    return any(sign.code == "shm" and sign.number <= WINDOW for sign in log.signs)
+
+
+def shm_names(host: Host) -> frozenset[str]:
+    """The files in /dev/shm."""
+    return frozenset(host.names("/dev/shm"))
+
+
+def remove_leftover_shm(host: Host, before: Collection[str]) -> int:
+    """Remove what appeared since and is unused; the bytes that freed."""
+    freed = 0
+    for file in shm(host).files:
+        if (
+            file.name in before
+            or file.kind not in _OURS
+            or file.mapped is not False
+            or file.owner != host.uid
+        ):
+            continue
+        with contextlib.suppress(OSError):
+            os.unlink(host.path(f"/dev/shm/{file.name}"))
+            freed += file.size
+    return freed

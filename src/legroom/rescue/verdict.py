@@ -1,0 +1,271 @@
+"""Decide which memory pool ran out, from the evidence, and list the fixes. Pure.
+
+A signal or an exit status shows how a process ended, not why: 137 is an OOM kill, a `kill -9`, or `exit 137`. So kernel
+counters come first, then the program's messages checked against the samples, then bare signals. The first rule that
+applies gives the verdict and the lines it is based on. From a log alone, confidence is at most LOG_ALONE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from legroom.budget import remedy
+from legroom.model import Box, Place
+from legroom.model.death import Cause, Evidence, Level, Likely, Role, Verdict
+from legroom.probe.limits import NAMES, TAIL, longest_socket
+from legroom.rescue import verdict_from_exit, verdict_from_log
+from legroom.rescue.verdict_rule import RuleResult, Signs
+from legroom.units import format_size
+from legroom.words import phrase, say
+
+LOG_ALONE = 0.85
+
+
+_LEAST_SHM = 512 << 20
+
+_RULES: tuple[Callable[[Evidence, Signs], RuleResult | None], ...] = (
+    verdict_from_exit.oom_behind_success,
+    verdict_from_exit.stop_requested,
+    verdict_from_exit.stalled_on_shm,
+    verdict_from_exit.oom_killed,
+    verdict_from_exit.oom_daemon,
+    verdict_from_exit.oom_shared,
+    verdict_from_exit.oom_in_log,
+    verdict_from_log.faults,
+    verdict_from_log.pinned,
+    verdict_from_log.gpu,
+    verdict_from_log.descriptors,
+    verdict_from_log.processes,
+    verdict_from_log.sockets,
+    verdict_from_log.maps,
+    verdict_from_log.shm,
+    verdict_from_log.disk,
+    verdict_from_log.ram,
+    verdict_from_log.device,
+    verdict_from_log.gpu_library,
+    verdict_from_log.gpu_refused,
+    verdict_from_log.bus,
+    verdict_from_exit.swapping,
+    verdict_from_exit.ended_by,
+    verdict_from_exit.worker_killed,
+    verdict_from_exit.interrupted,
+    verdict_from_exit.killed_by_signal,
+    verdict_from_exit.crashed,
+    verdict_from_exit.crashed_worker,
+    verdict_from_exit.child_killed,
+    verdict_from_exit.other_exception,
+    verdict_from_exit.unexplained,
+)
+
+_SUMMARIES: dict[Cause, str] = {
+    "shm-full": phrase(
+        "/dev/shm was full: what passes between processes found no page there. It is not RAM, nor the GPU."
+    ),
+    "ram-oom-kill": phrase("RAM ran out and a process was killed for it by the OOM killer."),
+    "ram-allocation": phrase("RAM was refused: an allocation failed, and the program ended by itself."),
+    "swap-thrash": phrase(
+        "the working set was larger than the memory it may use: it did little but wait for swap."
+    ),
+    "gpu-oom": phrase("the GPU's memory ran out."),
+    "pinned-exhausted": phrase(
+        "page-locked (pinned) host memory ran out. It comes out of RAM, not out of the GPU's memory."
+    ),
+    "fds-exhausted": phrase("file descriptors ran out: every tensor that a worker sends needs one."),
+    "disk-full": phrase("a disk was full when the program wrote to it."),
+    "tmpdir-too-long": phrase(
+        "the path for temporary files (TMPDIR) was too long for a socket: what workers send is lost, or they do not "
+        "start."
+    ),
+    "worker-killed": phrase("a data loader's worker was killed, and nothing shows that it was for memory."),
+    "killed": phrase("somebody ended it with a signal; nothing shows that memory was at fault."),
+    "processes-exhausted": phrase(
+        "no further process or thread could be started: a limit on their number was reached."
+    ),
+    "map-count": phrase(
+        "a process has as many mappings as the kernel allows (vm.max_map_count): shared tensors take one or two each."
+    ),
+    "not-memory": phrase("an error of another kind ended it: it names no pool that ran out."),
+    "unknown": phrase(
+        "what is known does not show what ended it. The likely causes follow in order. A process that is killed for "
+        "memory writes nothing itself."
+    ),
+}
+
+# What would tell that it was this cause.
+_TELLS: dict[Cause, str] = {
+    "shm-full": phrase("`df -h /dev/shm` while it runs: it fills up"),
+    "ram-oom-kill": phrase(
+        'most often RAM: `dmesg -T` has a line "Killed process", or the scheduler\'s accounting names memory'
+    ),
+    "ram-allocation": phrase(
+        "the size that was asked for against `free -h`, `ulimit -v` and vm.overcommit_memory"
+    ),
+    "swap-thrash": phrase("`vmstat 1` while it runs: the column si does not rest"),
+    "gpu-oom": phrase("`nvidia-smi` while it runs: the memory is full just before the error"),
+    "pinned-exhausted": phrase("the same run with pin_memory=False ends in another way or not at all"),
+    "fds-exhausted": phrase("`ls /proc/PID/fd | wc -l` against `ulimit -n`"),
+    "processes-exhausted": phrase("`ps -eLf | wc -l` against `ulimit -u` and pids.max of the cgroup"),
+    "map-count": phrase("`wc -l /proc/PID/maps` against `sysctl vm.max_map_count`"),
+    "disk-full": phrase("`df -h` and `df -i` of every directory that it writes to, and the quota there"),
+    "tmpdir-too-long": phrase("the length of $TMPDIR"),
+    "worker-killed": phrase("another process sent the worker SIGKILL: the system's log may name it"),
+    "killed": phrase(
+        "a time limit, a scheduler or a person: its accounting (sacct, bhist, qstat, kubectl describe)"
+    ),
+    "not-memory": phrase("an error further up in the log, of this process or of another rank"),
+    "unknown": phrase("a run under `legroom run`"),
+}
+
+
+def classify(evidence: Evidence) -> Verdict:
+    """The verdict on that evidence; ``fix`` is left to the one who knows the place."""
+    signs = Signs.of(evidence)
+    because = next(found for rule in _RULES if (found := rule(evidence, signs)) is not None)
+    confidence = because.confidence if evidence.live else min(LOG_ALONE, because.confidence)
+    lines, victim = because.lines, None
+    if because.cause != "ram-oom-kill":
+        lines = (*lines, *verdict_from_exit.oom_lines(evidence))  # an OOM kill is always told
+    elif evidence.oom is not None and evidence.oom.victims:
+        victim = evidence.oom.victims[0]
+    return Verdict(
+        cause=because.cause,
+        confidence=round(confidence, 2),
+        summary=because.summary or say(_SUMMARIES[because.cause]),
+        evidence=tuple(dict.fromkeys(lines)),
+        likely=tuple(Likely(cause, say(_TELLS[cause])) for cause in because.likely),
+        victim=victim,
+        refused=_refused(evidence) if because.cause == "ram-allocation" else None,
+    )
+
+
+def _refused(evidence: Evidence) -> Role | None:
+    """The process that an allocation failed in, if the last exception shows it."""
+    last = evidence.log.last_error
+    return evidence.log.raised_in if last is not None and last.code in ("ram", "ram-likely") else None
+
+
+def with_fixes(verdict: Verdict, evidence: Evidence, box: Box) -> Verdict:
+    """The verdict with what to do about it on that box."""
+    ram = box.pool("ram")
+    lines = fixes(
+        verdict.cause,
+        box.place,
+        ram=None if ram is None else ram.size,
+        machine=box.memory.total,
+        shm=evidence.peaks.get("shm"),
+        nofile=box.limits.nofile_soft,
+        here=box.shm.size if box.shm.mounted else None,
+        keyboard=evidence.keyboard,
+    )
+    return replace(verdict, fix=lines)
+
+
+def fixes(
+    cause: Cause,
+    place: Place,
+    *,
+    ram: int | None,
+    shm: Level | None,
+    nofile: int | None,
+    here: int | None = None,
+    machine: int | None = None,
+    keyboard: bool = False,
+) -> tuple[str, ...]:
+    """The lines for that cause at that place.
+
+    ``ram`` is what RAM's pool allows, ``machine`` all the RAM there is, ``here`` the size of /dev/shm now;
+    ``keyboard``: Ctrl-C at this terminal.
+    """
+    if cause == "shm-full":
+        wanted = remedy.advised_shm(ram)
+        if shm is not None:
+            bigger = max(_LEAST_SHM, 2 * _power_of_two(shm.size))
+            wanted = max(wanted, bigger if ram is None else min(bigger, ram // 2))
+        # A log may come from elsewhere, and a large /dev/shm may be full: setting it to less than it has helps nobody.
+        larger = (_large_already(here),) if here and here >= wanted else remedy.enlarge_shm(place, wanted)
+        return (
+            say("num_workers=0 uses no shared memory; fewer workers, prefetch_factor=1 and smaller batches use less"),
+            say("legroom.DataLoader does not use it; for a script as it is:\nlegroom run --loader legroom -- …"),
+            *larger,
+        )  # fmt: skip
+    if cause in ("ram-oom-kill", "ram-allocation"):
+        return _more_ram(place, ram, machine)
+    if cause == "swap-thrash":
+        return remedy.settle_swap(place, moving=True)
+    if cause == "gpu-oom":
+        return remedy.use_less_gpu(place)
+    if cause == "pinned-exhausted":
+        less = say("pin_memory=False, or fewer batches in flight: prefetch_factor=1, fewer workers")
+        return (less, *_more_ram(place, ram, machine))
+    if cause == "fds-exhausted":
+        return remedy.raise_nofile(place, nofile or 1024, None)
+    if cause == "processes-exhausted":
+        return _more_processes(place)
+    if cause == "map-count":
+        return _more_maps(place)
+    if cause == "disk-full":
+        return remedy.free_disk(".")
+    if cause == "tmpdir-too-long":
+        return remedy.shorten_temporary(NAMES[0], longest_socket(place.platform) - TAIL)
+    if cause == "worker-killed":
+        who = say("see who kills: a time limit, a colleague, a daemon for memory (journalctl, dmesg)")
+        return (who, say("check:\nlegroom doctor"))
+    if cause == "killed" and keyboard:
+        return ()
+    if cause == "killed":
+        return (say("ask who sent it: a scheduler's time limit, a colleague, a daemon such as earlyoom"),)
+    if cause == "unknown":
+        return (say("have the next run watched, with the kernel's counters:\nlegroom run -- COMMAND …"),)
+    return (
+        say("read the lines above and the program's own last lines: no pool that ran out is named there"),
+    )
+
+
+def _more_ram(place: Place, ram: int | None, machine: int | None) -> tuple[str, ...]:
+    """A limit can be raised only where there is one below the machine's RAM; and the process is gone: no `ps`."""
+    limited = ram is not None and (machine is None or ram < machine)
+    return remedy.raise_ram_limit(place, ram if limited else None, machine, running=False)
+
+
+def _more_processes(place: Place) -> tuple[str, ...]:
+    lines = [say("fewer threads for each process, fewer workers:\nexport OMP_NUM_THREADS=1")]
+    if place.kind in ("docker", "podman"):
+        lines.append(say("start the container again with:\n{tool} run --pids-limit -1 …", tool=place.kind))
+    lines.append(say("in the shell that starts the training:\nulimit -u $(ulimit -Hu)"))
+    return (*lines, say("check:\nulimit -u\nps -eLf | wc -l"))
+
+
+def _more_maps(place: Place) -> tuple[str, ...]:
+    fewer = say(
+        "fewer tensors in a sample and in a batch, fewer batches in flight: each shared tensor is a mapping"
+    )
+    more = say("as root on the machine (also for its containers):\nsysctl -w vm.max_map_count=1048576")
+    return (fewer, more, say("check:\nsysctl vm.max_map_count"))
+
+
+def _large_already(size: int) -> str:
+    return say(
+        "/dev/shm has {size} on this machine, and more than that is not advised: see who holds it, or how large it "
+        "is where the training died:\nlegroom doctor",
+        size=format_size(size),
+    )
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(0, (size - 1).bit_length())
+
+
+def verdict_object(verdict: Verdict | None) -> dict[str, Any]:
+    """A verdict's fields as `explain` and `run` share them."""
+    if verdict is None:
+        return {"verdict": None, "confidence": None, "summary": None, "likely": [], "evidence": [], "fix": []}
+    return {
+        "verdict": verdict.cause,
+        "confidence": verdict.confidence,
+        "summary": verdict.summary,
+        "likely": [{"verdict": one.cause, "why": one.why} for one in verdict.likely],
+        "evidence": list(verdict.evidence),
+        "fix": list(verdict.fix),
+    }

@@ -1,0 +1,504 @@
+"""Verdict rules on how the process ended: OOM kills, swap thrashing, signals, crashes, exit statuses. Pure.
+
+The first half uses kernel counters and logs of OOM daemons and schedulers, and runs before the rules on messages
+(verdict_from_log.py). The second half runs after them, when no memory pool is named.
+"""
+
+from __future__ import annotations
+
+import re
+
+from legroom.model.death import Cause, Evidence, OomCount, Sign, Victim
+from legroom.rescue.log_patterns import CONSEQUENCE, killed_in
+from legroom.rescue.verdict_rule import (
+    RuleResult,
+    Signs,
+    context,
+    ctrl_c_summary,
+    exit_line,
+    level_line,
+    quoted_line,
+    shortened_command,
+    unknown,
+)
+from legroom.system.child_processes import signal_name
+from legroom.units import format_duration, format_size
+from legroom.words import listed, say
+
+_SIGKILL, _SIGTERM = 9, 15
+
+_AT_THE_END = 5.0  # seconds: an OOM kill and a SIGKILL as near as this are one
+
+_THRASH = 1 << 20  # bytes a second fetched back from swap, when everything stalls as well
+
+_THRASH_ALONE = 8 << 20  # when nobody can say whether it stalls
+
+_STALLED = 10.0  # percent of the time in which nothing ran for want of memory
+
+_FULL = 0.97
+
+_MOST_VICTIMS, _MOST_BESIDE = 3, 3  # named in the evidence
+
+_ENDS_A_STALL = frozenset({1, 2, 6, 9, 14, 15})  # what watchdogs, schedulers and people send
+
+
+_FROM_OUTSIDE = frozenset({1, 2, 3, 9, 15, 24, 25})  # HUP, INT, QUIT, KILL, TERM, XCPU, XFSZ
+
+_SHELL = 128
+
+# Exceptions that only the program's own code leads to.
+_OF_THE_PROGRAM = re.compile(
+    r"\b(?:Key|Index|Name|UnboundLocal|Import|ModuleNotFound|Syntax|Indentation|ZeroDivision|NotImplemented|Recursion)Error\b"
+)
+
+# A socket whose process has gone away, when the line names no file.
+_PEER_GONE = re.compile(r"FileNotFoundError: \[Errno 2\] [^:]*$|Connection\w*Error|OSError: handle is closed")
+
+_OF_MEMORY = re.compile(r"(?i:\bmemory|\ballocat|\boom\b|\bshm\b|no space|resources?\b)")
+
+_SHORT_OF: dict[str, Cause] = {
+    "gpu-oom": "gpu-oom", "gpu-likely": "gpu-oom", "cuda-oom-bare": "gpu-oom", "device-oom": "gpu-oom",
+    "oom-handled": "gpu-oom", "pinned": "pinned-exhausted", "fds": "fds-exhausted", "fds-likely": "fds-exhausted",
+    "shm": "shm-full",
+    "shm-likely": "shm-full", "worker-bus": "shm-full", "disk": "disk-full", "disk-quota": "disk-full",
+    "disk-write": "disk-full", "map-count": "map-count", "mmap-refused": "map-count",
+    "processes": "processes-exhausted",
+    "oom-kill": "ram-oom-kill", "oom-daemon": "ram-oom-kill",
+}  # fmt: skip
+
+
+def stop_requested(evidence: Evidence, signs: Signs) -> RuleResult | None:
+    """Somebody told the supervisor to stop."""
+    if evidence.asked_to_stop is None:
+        return None
+    name = signal_name(evidence.asked_to_stop)
+    line = say("legroom run itself was sent {name} and passed it on", name=name)
+    return RuleResult("killed", 1.0, (line, exit_line(evidence.ending)), summary=ctrl_c_summary(evidence))
+
+
+def stalled_on_shm(evidence: Evidence, signs: Signs) -> RuleResult | None:
+    """It hung on a full pool until the supervisor ended it."""
+    if evidence.stalled_on != "shm":
+        return None
+    lines = [say("no CPU time was used and nothing was written after /dev/shm was refused: the loader hung")]
+    if sign := signs.first("shm"):
+        lines.append(quoted_line(sign))
+    if evidence.held_shm is not None:
+        lines.append(say("the job itself held {size} of /dev/shm", size=format_size(evidence.held_shm)))
+    peak = evidence.peaks.get("shm")
+    if peak is not None:
+        lines.append(level_line(say("/dev/shm at its fullest"), peak))
+    return RuleResult("shm-full", 0.95, tuple(lines))
+
+
+def oom_behind_success(evidence: Evidence, signs: Signs) -> RuleResult | None:
+    """It ended with 0, and one of its processes was OOM-killed: a pipe, a `wait` or a handler hid it."""
+    if evidence.ending is None or not evidence.ending.success or evidence.stalled_on is not None:
+        return None
+    if not (kills := _job_kill_lines(evidence)):
+        return None
+    summary = say(
+        "the command exited with 0, but the OOM killer killed a process of it. A pipe (`| tee`) or `wait` hides "
+        "that: with `set -o pipefail` the exit status tells."
+    )
+    return RuleResult(
+        "ram-oom-kill", 0.9, (*kills, *_ram_peak_lines(evidence), exit_line(evidence.ending)), summary=summary
+    )
+
+
+def oom_killed(evidence: Evidence, signs: Signs) -> RuleResult | None:
+    """The kernel's OOM killer took a process of the job, and that ended the job.
+
+    How long before does not matter: a rank waits for a dead one until its timeout, which is 10 to 30 minutes. What
+    matters is whether the job went on.
+    """
+    lines = _job_kill_lines(evidence)
+    if not lines:
+        return None
+    count = evidence.oom
+    gap = (count.before_end if count is not None else None) or 0.0
+    ending = evidence.ending
+    if _killed(evidence):
+        sure = 0.99 if gap <= _AT_THE_END else 0.6  # later, SIGKILL came from elsewhere
+    elif sign := signs.first("worker-killed", "worker-gone", "child-killed", "killed"):
+        sure = 0.97
+        lines.append(quoted_line(sign))
+    elif _echo(evidence) or _ended_in_timeout(evidence):
+        sure = 0.95
+    elif signs.text("gpu-oom", "gpu-likely", "cuda-oom-bare", "shm", "fds", "disk", "disk-quota", "pinned"):
+        return None  # it died of what it says; the kill was another process's, and survived
+    elif count is not None and count.went_on:
+        return None
+    elif ending is not None and ending.signal in _ENDS_A_STALL and gap > _AT_THE_END:
+        sure = 0.6  # a time limit ends a job that waits for the dead process, and any other job
+    else:
+        sure = 0.85
+    if count is not None and not count.own and not evidence.kernel:
+        sure = min(sure, 0.9)
+    return RuleResult("ram-oom-kill", sure, (*lines, *_ram_peak_lines(evidence), exit_line(ending)))
+
+
+def oom_lines(evidence: Evidence) -> list[str]:
+    """What is known about OOM kills during the run, for any verdict."""
+    count = evidence.oom
+    lines = _job_kill_lines(evidence)
+    if lines and count is not None and count.before_end is not None:
+        lines.append(say("that was {ago} before the end", ago=format_duration(count.before_end)))
+    if count is not None and count.unattributed:
+        lines.append(_unattributed(count))
+    return lines
+
+
+def _job_kill_lines(evidence: Evidence) -> list[str]:
+    """The lines on OOM kills of the job's own processes; empty where there was none, or none that is known to be."""
+    count, kernel = evidence.oom, evidence.kernel or ()
+    lines: list[str] = []
+    if count is not None and count.of_job:
+        if count.own or kernel:
+            rose = say(
+                "oom_kill rose by {kills} during the run ({source})", kills=count.kills, source=count.source
+            )
+        else:
+            rose = say(
+                "oom_kill of the whole container rose by {kills} while the job lost a process ({source})",
+                kills=count.of_job, source=count.source,
+            )  # fmt: skip
+        lines.append(rose)
+        size = _ram_size(evidence)
+        lines += [_victim(victim, size) for victim in count.victims[:_MOST_VICTIMS]]
+        if count.beside and count.victims:
+            others = listed(say("{name}: {size}", name=process_name(one), size=format_size(one.rss or 0))
+                            for one in count.beside[:_MOST_BESIDE])  # fmt: skip
+            lines.append(say("the job's other processes then: {others}", others=others))
+    named = {victim.pid for victim in count.victims} if count is not None and count.of_job else set()
+    # The kernel's own lines are long; who was killed and what it held is what they add.
+    told = {pid: rss for pid, rss in killed_in(kernel).items() if pid not in named}
+    for pid, rss in list(told.items())[:_MOST_VICTIMS]:
+        held = "" if rss is None else say(", which held {size}", size=format_size(rss))
+        lines.append(say("kernel log: killed process {pid}{held}", pid=pid, held=held))
+    if kernel and not told:
+        lines.append(say("the kernel's log names it too"))
+    return lines
+
+
+def process_name(victim: Victim) -> str:
+    """``rank 1, pid 7770 (python train.py)``."""
+    words = {
+        "pid": victim.pid,
+        "command": shortened_command(victim.command),
+        "rank": victim.rank,
+    }
+    if victim.rank is not None:
+        return say("rank {rank}, pid {pid} ({command})", **words)
+    return say("pid {pid} ({command})", **words)
+
+
+def _victim(victim: Victim, size: int | None) -> str:
+    who = process_name(victim)
+    if victim.rss is None:
+        return say("killed: {who}", who=who)
+    held = format_size(victim.rss)
+    if size is None:
+        return say("killed: {who}, which held {held}", who=who, held=held)
+    return say("killed: {who}, which held {held} of {size}", who=who, held=held, size=format_size(size))
+
+
+def _ram_size(evidence: Evidence) -> int | None:
+    level = evidence.ram_peak or evidence.peaks.get("ram")
+    return None if level is None else level.size
+
+
+def _unattributed(count: OomCount) -> str:
+    return say(
+        "oom_kill rose by {kills} ({source}), a counter that other processes share: it is not known whose process "
+        "was killed",
+        kills=count.unattributed, source=count.source,
+    )  # fmt: skip
+
+
+def _ram_peak_lines(evidence: Evidence) -> list[str]:
+    """How full RAM was: by the kernel's own peak where there is one, else as it was last seen, and when."""
+    if evidence.ram_peak is not None:
+        return [
+            level_line(say("RAM of its cgroup at its fullest, by the kernel's own peak"), evidence.ram_peak)
+        ]
+    seen = evidence.peaks.get("ram")
+    if seen is None:
+        return []
+    line = level_line(say("RAM of its cgroup at its fullest"), seen)
+    if evidence.ram_unseen is None or seen.share >= _FULL:
+        return [line]
+    ago = format_duration(evidence.ram_unseen)
+    return [say("{line}, as far as it was seen: the last look was {ago} before the end", line=line, ago=ago)]
+
+
+def oom_daemon(evidence: Evidence, signs: Signs) -> RuleResult | None:
+    """systemd-oomd, earlyoom or a kubelet killed it for memory: to the kernel that is a plain signal."""
+    if not evidence.killers:
+        return None
+    if not (_killed(evidence) or (evidence.ending and evidence.ending.signal == _SIGTERM) or _echo(evidence)):
+        return None
+    return RuleResult("ram-oom-kill", 0.93, (*evidence.killers[:3], exit_line(evidence.ending)))
+
+
+def oom_shared(evidence: Evidence, signs: Signs) -> RuleResult | None:
+    """A counter that others share rose for a process that is not known, or RAM was nearly full, when SIGKILL came."""
+    lost = signs.first("worker-killed", "worker-gone", "child-killed", "killed")
+    if not (_killed(evidence) or lost):
+        return None
+    count = evidence.oom
+    lines = (quoted_line(lost),) if lost else ()
+    if count is not None and count.unattributed:
+        if (count.before_end or 0.0) > _AT_THE_END and _killed(evidence):
+            return None
+        return RuleResult("ram-oom-kill", 0.65, (_unattributed(count), *lines, exit_line(evidence.ending)))
+    peak = evidence.peaks.get("ram")
+    if count is None and peak is not None and peak.share >= _FULL:
+        full = level_line(say("RAM just before the end"), peak)
+        return RuleResult("ram-oom-kill", 0.65, (full, *lines, exit_line(evidence.ending)))
+    return None
+
+
+def oom_in_log(evidence: Evidence, signs: Signs) -> RuleResult | None:
+    """A kernel, a scheduler or a daemon says so in the log itself."""
+    sign = signs.first("oom-kill", "oom-daemon")
+    if sign is None:
+        return None
+    lines, sure = [quoted_line(sign)], 0.95 if sign.code == "oom-kill" else 0.9
+    count = evidence.oom
+    if sign.code == "oom-kill" and count is not None and not count.of_job and not count.unattributed:
+        # Of another job or an earlier one; unless the job ran elsewhere, below a scheduler's launcher.
+        lines.append(say("oom_kill counts no kill of a process of this job ({source})", source=count.source))
+        sure = 0.6
+    return RuleResult("ram-oom-kill", sure, (*lines, exit_line(evidence.ending)))
+
+
+def swapping(evidence: Evidence, signs: Signs) -> RuleResult | None:
+    """It did nothing but fetch pages back from swap until something lost patience."""
+    patience = signs.first("timeout")
+    signal = evidence.ending.signal if evidence.ending else None
+    if not (patience or _echo(evidence) or signal in _ENDS_A_STALL or _killed(evidence)):
+        return None
+    lines: list[str] = []
+    if evidence.swapped_back is not None:
+        rate = format_size(int(evidence.swapped_back))
+        lines.append(say("{rate} a second came back from swap in its last seconds", rate=rate))
+    if evidence.stalled is not None:
+        lines.append(
+            say("everything stood still for memory {share:.0f} % of the time", share=evidence.stalled)
+        )
+    if patience:
+        lines.append(quoted_line(patience))
+    moved = evidence.swapped_back or 0
+    hint = signs.first("swap-hint")
+    if moved >= _THRASH and (evidence.stalled or 0) >= _STALLED:
+        return RuleResult("swap-thrash", 0.9, (*lines, exit_line(evidence.ending)))
+    if moved >= _THRASH_ALONE:
+        return RuleResult("swap-thrash", 0.8, (*lines, exit_line(evidence.ending)))
+    if not evidence.live and patience and hint:
+        return RuleResult("swap-thrash", 0.6, (quoted_line(hint), *lines))
+    return None
+
+
+def _killed(evidence: Evidence) -> bool:
+    """Whether SIGKILL ended it, as its parent or a shell between sees it."""
+    ending = evidence.ending
+    return ending is not None and (ending.signal == _SIGKILL or ending.status == 128 + _SIGKILL)
+
+
+def _ended_in_timeout(evidence: Evidence) -> bool:
+    """Whether its last exception is that it waited for too long."""
+    last = evidence.log.last_error
+    return last is not None and last.code == "timeout"
+
+
+def _echo(evidence: Evidence) -> bool:
+    """Whether its last exception is about another process's death."""
+    last = evidence.log.last_error
+    return last is not None and CONSEQUENCE.search(last.line) is not None
+
+
+def worker_killed(evidence: Evidence, signs: Signs) -> RuleResult | None:
+    """A loader's worker was killed, and no counter says that it was for memory."""
+    sign = signs.text("worker-killed")
+    if sign is None:
+        return None
+    lines = (quoted_line(sign), _counter_line(evidence), exit_line(evidence.ending))
+    if not _counted_none(evidence):
+        if "Terminated" in sign.line:  # the OOM killer sends SIGKILL
+            return unknown(lines, "worker-killed", "killed", "ram-oom-kill")
+        return unknown(lines, "ram-oom-kill", "worker-killed", "killed")
+    return RuleResult("worker-killed", 0.93, lines)
+
+
+def crashed_worker(evidence: Evidence, signs: Signs) -> RuleResult | None:
+    """A process crashed by itself, as another or a shell saw it."""
+    sign = signs.text("worker-crash", "crash", "abort")
+    if sign is None or _before(signs.text("child-killed"), sign):
+        return None
+    lines = (quoted_line(sign), exit_line(evidence.ending))
+    summary = say("a process crashed in native code; nothing shows that a pool ran out.")
+    # A watchdog's abort may have been right about something that a log does not show, such as swap.
+    if not evidence.live and signs.first("timeout"):
+        return unknown(lines, "not-memory", "ram-oom-kill", "swap-thrash")
+    if sign.code == "abort":
+        if not evidence.live and not signs.origin and not signs.decisive:
+            return unknown(lines, "not-memory", "ram-allocation")
+        return RuleResult("not-memory", 0.7, lines, summary)
+    return RuleResult("not-memory", 0.85 if evidence.live else 0.75, lines, summary)
+
+
+def ended_by(evidence: Evidence, signs: Signs) -> RuleResult | None:
+    """A scheduler, a closed terminal or another user ended it, and the log says so."""
+    sign = signs.text("ended-by")
+    if sign is None:
+        return None
+    return RuleResult("killed", 0.85, (quoted_line(sign), exit_line(evidence.ending)))
+
+
+def child_killed(evidence: Evidence, signs: Signs) -> RuleResult | None:
+    """A shell, a launcher or the program itself reports that a process was killed."""
+    sign = signs.text("child-killed", "killed", "worker-gone", "terminated") or signs.text("oom-guess")
+    if sign is None or (signs.decisive and not _leads_to(sign, signs.decisive)):
+        return None
+    lines = (quoted_line(sign), _counter_line(evidence), exit_line(evidence.ending))
+    named = "SIGKILL" in sign.line and _counted_none(
+        evidence
+    )  # the signal is named, and no OOM kill was counted
+    if sign.code in ("worker-gone", "oom-guess") and not named:
+        if signs.origin is not None:
+            return None  # what that process said itself
+        return unknown(
+            lines, "ram-oom-kill", "worker-killed" if "oader" in sign.line else "killed", "not-memory"
+        )
+    if _counted_none(evidence):
+        return RuleResult("killed", 0.9, lines)
+    if sign.code == "terminated":
+        return RuleResult("killed", 0.6, lines, likely=("killed", "ram-oom-kill"))
+    return unknown(lines, "ram-oom-kill", "killed")
+
+
+def killed_by_signal(evidence: Evidence, signs: Signs) -> RuleResult | None:
+    """A signal that somebody sent."""
+    ending = evidence.ending
+    if ending is None or ending.signal not in _FROM_OUTSIDE:
+        return None
+    lines = [exit_line(ending)]
+    sure = 0.9
+    if ending.signal == _SIGKILL:
+        lines.append(_counter_line(evidence))
+        if not _counted_none(evidence):
+            return unknown(tuple(lines), "ram-oom-kill", "killed")
+        sure = 0.93
+    return RuleResult("killed", sure, tuple(lines), summary=ctrl_c_summary(evidence))
+
+
+def interrupted(evidence: Evidence, signs: Signs) -> RuleResult | None:
+    """Ctrl-C, as Python tells it."""
+    last = evidence.log.last_error
+    if last is None or "KeyboardInterrupt" not in last.line:
+        return None
+    return RuleResult(
+        "killed", 0.9, (quoted_line(last), exit_line(evidence.ending)), summary=ctrl_c_summary(evidence)
+    )
+
+
+def crashed(evidence: Evidence, signs: Signs) -> RuleResult | None:
+    """A signal that the program brought upon itself."""
+    ending = evidence.ending
+    if ending is None or ending.signal is None:
+        return None
+    name = signal_name(ending.signal)
+    return RuleResult(
+        "not-memory", 0.9, (exit_line(ending), say("{name} is a fault of the program", name=name))
+    )
+
+
+def other_exception(evidence: Evidence, signs: Signs) -> RuleResult | None:
+    """An exception of another kind."""
+    last = signs.decisive or signs.origin
+    if last is None:
+        return None
+    lines = (quoted_line(last), exit_line(evidence.ending))
+    if signs.handled is not None:
+        cause = _SHORT_OF.get(signs.handled.code, "ram-allocation")
+        summary = say("memory ran out, the program handled it, and another error came right after.")
+        return unknown((quoted_line(signs.handled), *lines), cause, "not-memory", summary=summary)
+    if last.code in ("oom-words", "oom-guess", "oom-handled", "gone") or _OF_MEMORY.search(last.line):
+        return unknown(lines, "gpu-oom", "ram-allocation", "not-memory")
+    if _PEER_GONE.search(last.line) and context(evidence, last, "frame-peer"):
+        summary = say(
+            "the process at the other end of a connection was gone: why it ended does not show here."
+        )
+        return unknown(lines, "ram-oom-kill", "worker-killed", "not-memory", summary=summary)
+    if signs.decisive is None:
+        return RuleResult("not-memory", 0.7, lines)
+    if evidence.live:
+        return RuleResult("not-memory", 0.93, lines)
+    return RuleResult("not-memory", 0.85 if _OF_THE_PROGRAM.search(last.line) else 0.75, lines)
+
+
+def unexplained(evidence: Evidence, signs: Signs) -> RuleResult:
+    """Nothing names a cause."""
+    lines = [exit_line(evidence.ending)]
+    status = evidence.ending.status if evidence.ending else None
+    if status is not None and status > _SHELL:
+        lines.append(
+            say("nothing shows that a signal came: a program may end with {status} by itself", status=status)
+        )
+    if evidence.live:
+        lines.append(_counter_line(evidence))
+    if evidence.log.lines:
+        lines.append(say("no line of the last {count} of the log names a cause", count=evidence.log.lines))
+    if evidence.live and _counted_none(evidence):
+        summary = say(
+            "it ended with a status of its own; no counter rose and no line names a pool that ran out."
+        )
+        return RuleResult("not-memory", 0.75, tuple(lines), summary)
+    if evidence.log.last_error is not None:
+        lines.insert(0, quoted_line(evidence.log.last_error))
+    if "timeout" in {sign.code for sign in signs.counting} or _message_timed_out(evidence):
+        return unknown(tuple(lines), "not-memory", "ram-oom-kill", "swap-thrash")
+    if pin := signs.first("pin-thread", "gone"):
+        if "in memory" in pin.line or pin.code == "pin-thread":
+            return unknown((quoted_line(pin), *lines), "not-memory", "pinned-exhausted")
+        return unknown((quoted_line(pin), *lines), "ram-oom-kill", "not-memory", "killed")
+    if words := signs.first("oom-words", "oom-handled"):
+        return unknown((quoted_line(words), *lines), "gpu-oom", "ram-allocation", "ram-oom-kill")
+    if not evidence.log.lines and not evidence.live:
+        lines.insert(0, say("the log is empty"))
+    return unknown(tuple(lines), "ram-oom-kill", "killed", "not-memory")
+
+
+def _leads_to(sign: Sign, error: Sign) -> bool:
+    """Whether the exception itself, or what stands above it in its tracebacks, reports the child's death."""
+    return sign.number == error.number or (sign.code == "child-killed" and sign.number > error.number)
+
+
+def _message_timed_out(evidence: Evidence) -> bool:
+    last = evidence.log.last_error
+    return last is not None and "imed out" in last.line
+
+
+def _before(first: Sign | None, second: Sign) -> bool:
+    return first is not None and first.number > second.number
+
+
+def _counted_none(evidence: Evidence) -> bool:
+    """Whether it is known that no OOM kill took a process of the job."""
+    count = evidence.oom
+    return count is not None and not count.of_job and not count.unattributed
+
+
+def _counter_line(evidence: Evidence) -> str:
+    count = evidence.oom
+    if count is None:
+        return say("no OOM counter could be read: SIGKILL alone proves nothing")
+    if count.kills == 0:
+        return say("oom_kill did not rise ({source}): not the OOM killer", source=count.source)
+    if _counted_none(evidence):
+        return say(
+            "oom_kill rose by {kills} ({source}), for processes that are not of this job",
+            kills=count.others, source=count.source,
+        )  # fmt: skip
+    return say("oom_kill rose by {kills} ({source})", kills=count.kills, source=count.source)
