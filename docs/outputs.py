@@ -2,7 +2,7 @@
 
     python docs/outputs.py docs/get-started.md        needs root, for a /dev/shm of its own
 
-A block marked ``<!-- output: shm=64m -->`` begins with its commands, each after ``$ ``. They run in one scratch folder,
+A block marked ``<!-- run: no: docs/outputs.py runs it with shm=64m -->`` begins with its commands, each after ``$ ``. They run in one scratch folder,
 which holds the files that the page shows (``<!-- run: file=NAME -->``), with a /dev/shm of that size.
 """
 
@@ -16,7 +16,10 @@ import tempfile
 from pathlib import Path
 
 _FILE = re.compile(r"<!-- run: file=(?P<name>\S+) -->\n```python\n(?P<text>.*?)```\n", re.S)
-_BLOCK = re.compile(r"(?P<mark><!-- output: shm=(?P<size>\w+) -->\n```console\n)(?P<body>.*?)```\n", re.S)
+_BLOCK = re.compile(
+    r"(?P<mark><!-- run: no: docs/outputs.py runs it with shm=(?P<size>\w+) -->\n```console\n)(?P<body>.*?)```\n",
+    re.S,
+)
 _MOUNT = 'mount -t tmpfs -o size="$SIZE" tmpfs /dev/shm && exec sh -s'
 _END = "----- end of the output -----"
 COLUMNS = "80"
