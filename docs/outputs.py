@@ -2,8 +2,8 @@
 
     python docs/outputs.py docs/get-started.md        needs root, for a /dev/shm of its own
 
-A block marked ``<!-- run: no: docs/outputs.py runs it with shm=64m -->`` begins with its commands, each after ``$ ``. They run in one scratch folder,
-which holds the files that the page shows (``<!-- run: file=NAME -->``), with a /dev/shm of that size.
+A block marked ``<!-- run: no: docs/outputs.py runs it with shm=64m -->`` begins with its commands, each after ``$ ``.
+They run in one scratch folder with the files of the page (``<!-- run: file=NAME -->``) and a /dev/shm of that size.
 """
 
 from __future__ import annotations

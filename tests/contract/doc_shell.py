@@ -21,7 +21,22 @@ from legroom.cli.main import cli
 # Programs that pages speak of and that are somebody else's: their words are not looked at, and they are not run.
 OTHERS = {
     *("accelerate", "torchrun", "docker", "kubectl", "sbatch", "srun", "ssh", "git", "nvidia-smi"),
-    *("cd", "eval", "exec", "export", "sh", "source", "ulimit", "cat", "ls", "mkdir", "df", "free", "dmesg"),
+    *(
+        "cd",
+        "eval",
+        "exec",
+        "export",
+        "sh",
+        "sleep",
+        "source",
+        "ulimit",
+        "cat",
+        "ls",
+        "mkdir",
+        "df",
+        "free",
+        "dmesg",
+    ),
     *("mount", "umount", "unshare", "swapoff", "swapon"),
 }
 NOT_RUN = [
