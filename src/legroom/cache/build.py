@@ -33,8 +33,8 @@ from legroom.cache.plan import plan
 from legroom.cache.steps import log, step
 from legroom.cache.work import Work
 from legroom.errors import EntryDamaged, NoRoom, NoStore, SourceChanged, SourceError, StoreError, UsageError
+from legroom.formats.decoding_memory import release_freed_memory
 from legroom.formats.detect import open_source
-from legroom.formats.memory import give_back
 from legroom.model import Finding
 from legroom.version import VERSION
 from legroom.words import joined, say
@@ -149,7 +149,7 @@ def _build(asked: Asked, places: Stores) -> Attached:
                 # Memory may fill up in the middle of the load, too. Its traceback would keep what was read.
                 refused.append(problem.with_traceback(None))
                 problem.__context__ = problem.__cause__ = None
-                give_back()
+                release_freed_memory()
                 log.info("%s", problem)
         raise _refused(job, refused)
 

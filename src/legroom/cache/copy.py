@@ -29,9 +29,9 @@ from legroom.cache.fileio import MOST_PARTS, read_at, write_all, write_parts
 from legroom.cache.identity import changed, gone
 from legroom.cache.plan import ArrayTarget, Piece, TableTarget
 from legroom.cache.work import Work
-from legroom.formats.memory import DecodingMemory
+from legroom.formats.decoding_memory import DecodingMemory
 from legroom.formats.protocol import Extent, Reader, Slab
-from legroom.formats.source import wrong_checksum
+from legroom.formats.source_file import wrong_checksum
 
 PART = 8 << 20
 _BUFFER = 1 << 20

@@ -22,9 +22,8 @@ from typing import Any, Literal, Protocol, cast
 
 from legroom.cache.fileio import read_at, write_back
 from legroom.errors import MissingPackage, SourceChanged, SourceError, UnreadableSource, UsageError
-from legroom.formats.folder import require_store
 from legroom.formats.protocol import Description, Lookup, Reader
-from legroom.formats.source import require_regular, unreadable
+from legroom.formats.source_file import require_regular, unreadable
 from legroom.system.imports import import_lock
 from legroom.words import say
 
@@ -197,7 +196,10 @@ def _is_folder(path: Path) -> bool:
 
 def _walk(path: Path, name: str, files: list[File], folders: list[File]) -> None:
     """Stamp everything below a directory, through symbolic links, as its reader goes."""
-    require_store(path)
+    with import_lock:  # here, because it brings the readers' base class, which attaching does not need
+        from legroom.formats.detect import require_zarr_store
+
+    require_zarr_store(path)
     waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(path, frozenset())]
     reached: set[tuple[int, int]] = set()
     again = 0
@@ -267,7 +269,7 @@ def unchanged(source: Source) -> bool:
 def repeats(lookup: Lookup) -> bool:
     """Whether a search still ends where it did."""
     with import_lock:
-        from legroom.formats.hdf5_files import look_up
+        from legroom.formats.hdf5_external import look_up
 
     return look_up(lookup.kind, lookup.name, lookup.holder).found == lookup.found
 

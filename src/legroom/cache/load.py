@@ -26,7 +26,7 @@ from legroom.cache.plan import ArrayTarget, Plan
 from legroom.cache.room import Need
 from legroom.cache.steps import step
 from legroom.cache.work import Work
-from legroom.formats.memory import DecodingMemory, give_back
+from legroom.formats.decoding_memory import DecodingMemory, release_freed_memory
 from legroom.formats.protocol import Reader
 from legroom.system.cpus import usable_cpus
 
@@ -133,7 +133,7 @@ def load(job: Job, work: Work) -> Written:
             wait(first)
             filler.close()
     if job.layout.decodes or job.plan.tables:
-        give_back()  # whoever loads goes on to train
+        release_freed_memory()  # whoever loads goes on to train
     # Closed by everybody: nothing changes the files' times from here on.
     step("seal")
     return _sealed(job, work, crcs, stats, sizes)

@@ -25,7 +25,7 @@ from legroom.cache.prefault import Prefault
 from legroom.errors import EntryUnreadable, LegroomError, NoRoom, UnreadableSource, UsageError
 from legroom.formats.protocol import Extent
 from legroom.formats.selection import Selection
-from legroom.formats.source import absolute
+from legroom.formats.source_file import absolute
 from legroom.system.imports import lazy_import
 from legroom.units import format_size
 from legroom.words import joined, listed, say

@@ -23,10 +23,10 @@ from legroom.cache.maps import Map
 from legroom.cache.plan import ArrayTarget, Plan, plan
 from legroom.cache.room import decoding_memory
 from legroom.errors import UnsupportedData
+from legroom.formats.buffers import bytes_of
 from legroom.formats.detect import open_source
-from legroom.formats.fill import bytes_of
 from legroom.formats.protocol import ArraySpec, Extent, Reader
-from legroom.formats.source import unreadable
+from legroom.formats.source_file import unreadable
 from legroom.model import Entry, EntryArray, EntryTable
 from legroom.words import say
 

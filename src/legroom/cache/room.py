@@ -20,7 +20,7 @@ from legroom.cache.place import Store, in_memory
 from legroom.cache.store_size import blocks, used
 from legroom.cache.trash import BUILDING, LOCK
 from legroom.errors import NoRoom
-from legroom.formats.memory import Allowed, DecodingMemory
+from legroom.formats.decoding_memory import Allowed, DecodingMemory
 from legroom.probe.cgroup import cgroup
 from legroom.probe.environment import environment
 from legroom.probe.host import Host

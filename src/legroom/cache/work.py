@@ -23,7 +23,7 @@ from legroom.cache.place import WORK, Store, in_memory
 from legroom.cache.steps import step
 from legroom.cache.store_size import blocks, counted
 from legroom.errors import NoRoom
-from legroom.formats.memory import Allowed
+from legroom.formats.decoding_memory import Allowed
 
 _CREDIT = 16 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT)  # no room, or no inode

@@ -1,5 +1,25 @@
-"""Files as arrays: describe() without loading, read_into(buffer).
+"""Readers of data files: describe a file without loading it, then read arrays into memory that the caller gives.
 
-Covers: HDF5, npy/npz, Parquet/Arrow, Zarr, safetensors behind one protocol.
-Does not cover: where the bytes go (cache) or in which order they are read (loader).
+protocol            the Reader protocol and its records: ArraySpec, TableSpec, Description, Extent, Slab
+detect              open_source(): recognize the format by the file's bytes and open the right reader
+selection           keys=[...]: which arrays, groups and columns of a file are read
+source_file         a file read at offsets; errors for missing, unreadable, truncated and damaged files
+buffers             fill the caller's arrays: threads, byte order, Fortran order
+decoding_memory     how much memory decoding may take at once; waits or raises NoRoom
+inflate             decompress deflate streams with the fastest library installed
+base_reader         what every reader shares: lookup by name, checks, attributes as JSON
+table_reader        what the readers of tables share: columns, Arrow IPC output, upper bounds of sizes
+npy_reader          .npy and .npz
+safetensors_reader  .safetensors
+zarr_reader         Zarr version 2 and 3
+parquet_reader      Parquet, its footer and page headers
+arrow_reader        Arrow IPC files and streams, Feather version 2
+hdf5_reader         HDF5: the reader itself, built from the following
+hdf5_open           open read-only, detect writers, translate h5py's errors
+hdf5_find           find datasets by name through groups and links
+hdf5_external       the other files behind links, virtual datasets and external storage
+hdf5_types          HDF5 types as numpy dtypes
+hdf5_filters        undo deflate, shuffle and fletcher32 without HDF5
+hdf5_chunks         decode chunked datasets in threads, into an array or as slabs
+hdf5_vlen           strings and sequences of variable length, and the global heaps that hold them
 """

@@ -1,25 +1,25 @@
-"""Opening a data file by what it holds, not by what it is called.
+"""Open a data file by its content, not by its name: recognize the format, then create its reader.
 
-Covers: recognising every format by its first and last bytes. Does not cover: reading any of them; and
-formats that cannot be read without running code (pickle, torch.save) or guessing (CSV).
+Refuses formats that run code when read (pickle, torch.save) or need guessing (CSV). A directory must be a Zarr store;
+nothing below it is listed, since it may be large.
 """
 
 from __future__ import annotations
 
 import os
-import zipfile
+from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
-from legroom.errors import UnknownFormat
-from legroom.formats.base import BaseReader
-from legroom.formats.folder import MARKS, require_store
+from legroom.errors import UnknownFormat, UnreadableSource
+from legroom.formats.base_reader import BaseReader
+from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
 from legroom.formats.hdf5_open import signature_at
-from legroom.formats.memory import UNLIMITED, DecodingMemory
-from legroom.formats.npy_header import MAGIC as NPY
+from legroom.formats.npy_reader import NPY_MAGIC, member_infos
 from legroom.formats.protocol import Reader
 from legroom.formats.selection import Selection
-from legroom.formats.source import SourceFile, damaged, unreadable
+from legroom.formats.source_file import SourceFile, damaged, unreadable
 from legroom.system.imports import lazy_import
 from legroom.words import phrase, say
 
@@ -27,15 +27,18 @@ READABLE = phrase(
     "HDF5, npy, npz, Parquet, Arrow IPC (file, stream, Feather v2), Zarr v2 and v3, safetensors"
 )
 
-_READERS = {
-    "hdf5": "Hdf5Reader",
-    "npy": "NpyReader",
-    "npz": "NpzReader",
-    "parquet": "ParquetReader",
-    "arrow": "ArrowReader",
-    "safetensors": "SafetensorsReader",
-    "zarr": "ZarrReader",
+_READERS = {  # format → module of this package, class
+    "hdf5": ("hdf5_reader", "Hdf5Reader"),
+    "npy": ("npy_reader", "NpyReader"),
+    "npz": ("npy_reader", "NpzReader"),
+    "parquet": ("parquet_reader", "ParquetReader"),
+    "arrow": ("arrow_reader", "ArrowReader"),
+    "safetensors": ("safetensors_reader", "SafetensorsReader"),
+    "zarr": ("zarr_reader", "ZarrReader"),
 }
+ZARR_FILES = (".zgroup", ".zarray", "zarr.json")
+_DATA = (".h5", ".hdf5", ".npy", ".npz", ".parquet", ".arrow", ".feather", ".safetensors", ".zarr")
+_LOOKED_AT = 10_000  # names, for the advice
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 _HINTS = {
     b"\x1f\x8b": (
@@ -108,7 +111,7 @@ def _is_folder(path: Path) -> bool:
 
 def _kind(file: SourceFile) -> str:
     head = file.read_at(0, min(64, file.size))
-    if head.startswith(NPY):
+    if head.startswith(NPY_MAGIC):
         return "npy"
     if head.startswith(_ZIP):
         return _zip_kind(file, head)
@@ -148,19 +151,8 @@ def _is_stream(head: bytes) -> bool:
 
 
 def _zip_kind(file: SourceFile, head: bytes) -> str:
-    try:
-        with file.as_stream() as stream, zipfile.ZipFile(stream) as archive:
-            names = archive.namelist()
-    except (
-        zipfile.BadZipFile,
-        ValueError,
-        NotImplementedError,
-        EOFError,
-        IndexError,
-        OverflowError,
-    ) as problem:
-        raise damaged(file.path, say("as a zip archive: {problem}", problem=problem)) from problem
-    if any(name in MARKS for name in names):
+    names = [info.filename for info in member_infos(file)]
+    if any(name in ZARR_FILES for name in names):
         return "zarr"
     if any(name.endswith(".npy") for name in names):
         return "npz"
@@ -187,11 +179,37 @@ def _unknown(path: Path, head: bytes, why: str = "", fix: str = "") -> UnknownFo
 
 
 def _open_folder(path: Path, selection: Selection) -> BaseReader:
-    require_store(path)
+    require_zarr_store(path)
     return _open("zarr", path, selection)
 
 
 def _open(kind: str, path: Path, selection: Selection) -> BaseReader:
     """Each format is imported only when a file of it is opened."""
-    reader: BaseReader = getattr(lazy_import("legroom.formats." + kind), _READERS[kind])(path, selection)
+    module, name = _READERS[kind]
+    reader: BaseReader = getattr(lazy_import("legroom.formats." + module), name)(path, selection)
     return reader
+
+
+def require_zarr_store(path: Path) -> None:
+    """UnreadableSource for a directory that is no Zarr store, with the pattern of the data files in it."""
+    if any(os.path.lexists(path / mark) for mark in ZARR_FILES):
+        return
+    found = Counter(ending for name in _names(path) if (ending := os.path.splitext(name)[1]) in _DATA)
+    if found:
+        pattern = path / f"*{found.most_common(1)[0][0]}"
+        fix = say("name the files in it by a pattern: '{pattern}'", pattern=pattern)
+    else:
+        fix = say("name a file in it")
+    raise UnreadableSource(
+        say("cannot read {path}", path=path),
+        why=say("it is a directory and no Zarr store: it has no .zgroup, .zarray or zarr.json"),
+        fix=(fix,),
+    )
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        with os.scandir(path) as found:
+            return [one.name for one in islice(found, _LOOKED_AT)]
+    except OSError as problem:
+        raise unreadable(path, problem) from problem

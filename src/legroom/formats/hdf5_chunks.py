@@ -1,10 +1,10 @@
-"""Chunked HDF5 datasets read without HDF5: chunk bytes from the file, decoded by threads, straight into ``out``.
+"""Read chunked HDF5 datasets without HDF5: threads decode chunks from the file, into an array or as slabs.
 
-Covers: datasets whose filters are deflate, shuffle and fletcher32, or none; edge chunks, chunks that were
-never written, filters that single chunks went without. Does not cover: other filters (h5py reads those).
+Handles datasets with the filters deflate, shuffle and fletcher32 or none, edge chunks, chunks that were never written,
+and chunks that skipped some filters. h5py reads datasets with other filters.
 
-HDF5 is asked only where the chunks lie. It holds one lock for the whole process while it decompresses; here
-every core decompresses.
+HDF5 is only asked for the chunks' offsets. It holds one lock for the whole process while it decompresses; here all
+cores decompress.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from typing import Any
 
 import numpy as np
 
-from legroom.formats.dtypes import DType
-from legroom.formats.fill import Array, bytes_of, in_parallel
-from legroom.formats.hdf5_filters import SHUFFLE, Filter, can_undo, filters_of, memory_to_undo, undo
-from legroom.formats.hdf5_open import hdf5_trouble
-from legroom.formats.memory import UNLIMITED, DecodingMemory
-from legroom.formats.protocol import Progress
-from legroom.formats.source import SourceFile, damaged
+from legroom.formats.buffers import Array, DType, bytes_of, in_parallel
+from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
+from legroom.formats.hdf5_filters import SHUFFLE, ChunkFilter, can_undo, filters_of, memory_to_undo, undo
+from legroom.formats.hdf5_open import hdf5_errors
+from legroom.formats.protocol import ArraySpec, Progress, Slab
+from legroom.formats.source_file import SourceFile, damaged
 from legroom.words import say
 
 _KNOWN, _KNOWN_AXIS = 300, 40  # bytes that knowing where a chunk lies takes, measured: 236 to 254 at the most
 _FEW = 4 << 20
 _TASK = 2 << 20  # bytes out of one task: small enough to share out, large enough to be worth a thread's while
+_PIECE = 1 << 20  # of a chunk that needs no decoding
+_SLAB = 2 << 20  # decoded bytes of one slab: small enough to share out, large enough for a thread
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ChunkLocation:
     """Where one chunk lies: its first element, its bytes, the filters it went without."""
 
     first: tuple[int, ...]
@@ -50,26 +51,26 @@ class ChunkedDataset:
     path: Path
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
-    filters: tuple[Filter, ...]
+    filters: tuple[ChunkFilter, ...]
     direct: bool  # chunk offsets are offsets in the file
     memory: DecodingMemory = UNLIMITED
 
-    def region(self, chunk: Chunk) -> tuple[slice, ...]:
+    def region(self, chunk: ChunkLocation) -> tuple[slice, ...]:
         """The part of the dataset that a chunk covers; numpy crops it at the edges."""
         return tuple(slice(first, first + step) for first, step in zip(chunk.first, self.chunk, strict=True))
 
-    def at_edge(self, chunk: Chunk) -> bool:
+    def at_edge(self, chunk: ChunkLocation) -> bool:
         """Whether the chunk reaches beyond the dataset."""
         ends = zip(chunk.first, self.chunk, self.shape, strict=True)
         return any(first + step > length for first, step, length in ends)
 
-    def read(self, chunk: Chunk) -> Array:
+    def read(self, chunk: ChunkLocation) -> Array:
         """Let HDF5 read one chunk."""
-        with hdf5_trouble(self.path, say("the chunk at {first}", first=chunk.first)):
+        with hdf5_errors(self.path, say("the chunk at {first}", first=chunk.first)):
             return np.asarray(self.dataset[self.region(chunk)])
 
     @cached_property
-    def table(self) -> list[Chunk]:
+    def table(self) -> list[ChunkLocation]:
         """Every chunk that exists, each once, in the order of the file."""
         return _chunk_table(self)
 
@@ -148,12 +149,12 @@ class _Decoder:
         self.chunk_shape = source.chunk + out.shape[len(source.shape) :]
         self.chunk_bytes = prod(self.chunk_shape) * file_dtype.itemsize
         self.as_is = source.direct and not source.filters and file_dtype == out.dtype
-        self.left_to_hdf5: list[Chunk] = []
+        self.left_to_hdf5: list[ChunkLocation] = []
 
-    def place_all(self, batch: list[Chunk]) -> int:
+    def place_all(self, batch: list[ChunkLocation]) -> int:
         return sum(self.place(chunk) for chunk in batch)
 
-    def place(self, chunk: Chunk) -> int:
+    def place(self, chunk: ChunkLocation) -> int:
         """Undo the filters of one chunk and put it into ``out``; returns the bytes that are there now."""
         target = self.out[self.source.region(chunk)]
         whole = target.shape == self.chunk_shape and target.flags.c_contiguous
@@ -164,7 +165,7 @@ class _Decoder:
         with self.memory.take(needed, called(self.source.path, chunk)):
             return self._decode(chunk, target)
 
-    def _decode(self, chunk: Chunk, target: Array) -> int:
+    def _decode(self, chunk: ChunkLocation, target: Array) -> int:
         try:
             plain = undo(self.source.filters, self._stored(chunk), chunk.mask, self.chunk_bytes)
         except ValueError as problem:
@@ -178,35 +179,35 @@ class _Decoder:
         target[...] = values[tuple(slice(length) for length in target.shape)]
         return int(target.nbytes)
 
-    def _stored(self, chunk: Chunk) -> bytes:
+    def _stored(self, chunk: ChunkLocation) -> bytes:
         if self.source.direct:
             return self.file.read_at(chunk.offset, chunk.size)
-        with hdf5_trouble(self.source.path, say("reading a chunk")):
+        with hdf5_errors(self.source.path, say("reading a chunk")):
             stored: bytes = self.source.dataset.id.read_direct_chunk(chunk.first)[1]
         return stored
 
-    def ask_hdf5(self, chunk: Chunk) -> int:
+    def ask_hdf5(self, chunk: ChunkLocation) -> int:
         """Let HDF5 read one chunk."""
         region = self.source.region(chunk)
         self.out[region] = self.source.read(chunk)
         return int(self.out[region].nbytes)
 
 
-def called(path: Path, chunk: Chunk) -> str:
+def called(path: Path, chunk: ChunkLocation) -> str:
     """A chunk in an error."""
     return say("the chunk at {first} of {path}", first=list(chunk.first), path=path)
 
 
-def _chunk_table(source: ChunkedDataset) -> list[Chunk]:
-    found: dict[tuple[int, ...], Chunk] = {}
+def _chunk_table(source: ChunkedDataset) -> list[ChunkLocation]:
+    found: dict[tuple[int, ...], ChunkLocation] = {}
 
     def note(info: Any) -> None:
         if info.size and info.byte_offset is not None:
             first = tuple(info.chunk_offset)
-            found[first] = Chunk(first, info.byte_offset, info.size, info.filter_mask)
+            found[first] = ChunkLocation(first, info.byte_offset, info.size, info.filter_mask)
 
     each = _KNOWN + _KNOWN_AXIS * len(source.shape)
-    with hdf5_trouble(source.path, say("looking for its chunks")):
+    with hdf5_errors(source.path, say("looking for its chunks")):
         # Counting them takes HDF5 as long as finding them, so it is asked only where they may be many.
         if source.count * each > _FEW:
             count = source.dataset.id.get_num_chunks()
@@ -224,7 +225,97 @@ def _chunk_table(source: ChunkedDataset) -> list[Chunk]:
 def _fill_value(source: ChunkedDataset, out: Array) -> Any:
     from h5py import h5d
 
-    with hdf5_trouble(source.path, say("its fill value")):
+    with hdf5_errors(source.path, say("its fill value")):
         if source.dataset.id.get_create_plist().fill_value_defined() != h5d.FILL_VALUE_USER_DEFINED:
             return np.zeros((), out.dtype)
         return source.dataset.fillvalue
+
+
+def slabs_of(
+    source: ChunkedDataset,
+    file: SourceFile,
+    file_dtype: DType,
+    spec: ArraySpec,
+    memory: DecodingMemory = UNLIMITED,
+) -> list[Slab] | None:
+    """The dataset as slabs, or None where its chunks are not the array cut into runs of rows."""
+    if not source.direct or not spec.nbytes or source.chunk[1:] != source.shape[1:]:
+        return None
+    table = sorted(source.table, key=lambda chunk: chunk.first)
+    if len(table) < source.count:
+        return None
+    row = spec.nbytes // source.shape[0]
+    decoder = _SlabDecoder(source, file, file_dtype, spec, row, memory)
+    step = max(1, _SLAB // (row * source.chunk[0]))
+    slabs = []
+    for index in range(0, len(table), step):
+        batch = table[index : index + step]
+        first = batch[0].first[0]
+        last = min(source.shape[0], batch[-1].first[0] + source.chunk[0])
+        decoding = max(map(decoder.decoding, batch))
+        slabs.append(Slab(first * row, (last - first) * row, partial(decoder.decode, batch), decoding))
+    return slabs
+
+
+class _SlabDecoder:
+    """Decodes chunks into the bytes of their rows; threads share it and it keeps no state."""
+
+    def __init__(
+        self,
+        source: ChunkedDataset,
+        file: SourceFile,
+        file_dtype: DType,
+        spec: ArraySpec,
+        row: int,
+        memory: DecodingMemory,
+    ) -> None:
+        self.source, self.file, self.row, self.memory = source, file, row, memory
+        self.file_dtype, self.dtype = file_dtype, spec.dtype
+        inner = spec.shape[len(source.shape) :]
+        self.chunk_bytes = prod((*source.chunk, *inner)) * file_dtype.itemsize
+
+    def decoding(self, chunk: ChunkLocation) -> int:
+        """Bytes of memory that the chunk takes at once."""
+        if self._is_plain(chunk):
+            return min(_PIECE, chunk.size)
+        convert = self.file_dtype != self.dtype
+        return memory_to_undo(self.source.filters, chunk.size, self.chunk_bytes, convert=convert)
+
+    def decode(self, batch: list[ChunkLocation]) -> Iterator[memoryview]:
+        for chunk in batch:
+            length = min(self.source.chunk[0], self.source.shape[0] - chunk.first[0]) * self.row
+            if self._is_plain(chunk):
+                for start in range(0, length, _PIECE):
+                    count = min(_PIECE, length - start)
+                    yield memoryview(self.file.read_at(chunk.offset + start, count))
+                continue
+            with self.memory.take(self.decoding(chunk), called(self.source.path, chunk)):
+                yield self._plain(chunk)[:length]
+
+    def _is_plain(self, chunk: ChunkLocation) -> bool:
+        """Whether the chunk's bytes lie in the file as they will lie in memory."""
+        plain = not self.source.filters and self.file_dtype == self.dtype
+        return plain and chunk.size == self.chunk_bytes
+
+    def _plain(self, chunk: ChunkLocation) -> memoryview:
+        try:
+            plain = undo(
+                self.source.filters,
+                self.file.read_at(chunk.offset, chunk.size),
+                chunk.mask,
+                self.chunk_bytes,
+            )
+        except ValueError as problem:
+            if chunk.size != self.chunk_bytes or not self.source.at_edge(chunk):
+                raise damaged(
+                    self.source.path,
+                    say("the chunk at {first}: {problem}", first=chunk.first, problem=problem),
+                ) from problem
+            return self._by_hdf5(chunk)  # left unfiltered, or damaged: HDF5 knows which
+        if self.file_dtype == self.dtype:
+            return plain.data
+        return plain.view(self.file_dtype).astype(self.dtype).view(np.uint8).data
+
+    def _by_hdf5(self, chunk: ChunkLocation) -> memoryview:
+        values = self.source.read(chunk).astype(self.dtype, copy=False)
+        return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data

@@ -26,7 +26,7 @@ _ROW = 256  # words whose weighted sum stays within 32 bits
 
 
 @dataclass(frozen=True, slots=True)
-class Filter:
+class ChunkFilter:
     """One filter of a dataset, in the order it was applied."""
 
     code: int
@@ -34,13 +34,13 @@ class Filter:
     name: str
 
 
-def filters_of(properties: Any) -> tuple[Filter, ...]:
+def filters_of(properties: Any) -> tuple[ChunkFilter, ...]:
     """The filters of a dataset's creation properties."""
     found = []
     for index in range(properties.get_nfilters()):
         code, _, values, name = properties.get_filter(index)
         shown = name.split(b"\0")[0].decode("ascii", "replace").strip()
-        found.append(Filter(code, tuple(values), _NAMES.get(code) or shown or "unnamed"))
+        found.append(ChunkFilter(code, tuple(values), _NAMES.get(code) or shown or "unnamed"))
     return tuple(found)
 
 
@@ -56,7 +56,7 @@ def memory_in_hdf5(dataset: Any) -> int:
     return chunk * (3 if any(one.code == DEFLATE for one in filters) else 2)
 
 
-def require_filters(filters: tuple[Filter, ...], name: str, path: Path) -> None:
+def require_filters(filters: tuple[ChunkFilter, ...], name: str, path: Path) -> None:
     """Refuse a dataset whose filters are not to be had; hdf5plugin is imported only where it may help."""
     from h5py import h5z
 
@@ -88,12 +88,12 @@ def require_filters(filters: tuple[Filter, ...], name: str, path: Path) -> None:
     )
 
 
-def can_undo(filters: tuple[Filter, ...]) -> bool:
+def can_undo(filters: tuple[ChunkFilter, ...]) -> bool:
     """Whether these can be undone here."""
     return all(one.code in (DEFLATE, SHUFFLE, FLETCHER32) for one in filters)
 
 
-def memory_to_undo(filters: tuple[Filter, ...], stored: int, size: int, *, convert: bool = False) -> int:
+def memory_to_undo(filters: tuple[ChunkFilter, ...], stored: int, size: int, *, convert: bool = False) -> int:
     """Bytes that a chunk of ``stored`` bytes takes until its ``size`` plain ones are there, at the worst moment.
 
     Each step holds what it is given and what it makes; ``convert`` is one more step.
@@ -107,7 +107,7 @@ def memory_to_undo(filters: tuple[Filter, ...], stored: int, size: int, *, conve
     return stored + size if steps == 1 else max(stored + size, 2 * size)
 
 
-def undo(filters: tuple[Filter, ...], stored: bytes, mask: int, size: int) -> np.ndarray[Any, Any]:
+def undo(filters: tuple[ChunkFilter, ...], stored: bytes, mask: int, size: int) -> np.ndarray[Any, Any]:
     """One chunk's plain bytes, exactly ``size`` of them; ValueError where that cannot be.
 
     Callers keep no reference to ``stored``: it is freed as soon as the first filter is undone.
@@ -131,7 +131,7 @@ def undo(filters: tuple[Filter, ...], stored: bytes, mask: int, size: int) -> np
     return np.frombuffer(data, np.uint8)
 
 
-def _sizes_before(applied: list[Filter], size: int) -> list[int]:
+def _sizes_before(applied: list[ChunkFilter], size: int) -> list[int]:
     """What each filter was given: only fletcher32 changes the length before deflate."""
     sizes = []
     for one in applied:

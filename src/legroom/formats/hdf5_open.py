@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import DamagedSource, LegroomError, SourceBeingWritten, SourceChanged, UnreadableSource
-from legroom.formats.source import SourceFile, damaged, unreadable
+from legroom.formats.source_file import SourceFile, damaged, unreadable
 from legroom.words import say
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -35,7 +35,7 @@ def signature_at(file: SourceFile) -> int | None:
 
 
 @contextmanager
-def hdf5_trouble(path: Path, doing: str) -> Iterator[None]:
+def hdf5_errors(path: Path, doing: str) -> Iterator[None]:
     """Turn whatever the library says about a file that breaks its rules into one error.
 
     h5py raises OSError, KeyError, RuntimeError, ValueError, TypeError and UnicodeError for damage, depending

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import UnsupportedData
-from legroom.formats.dtypes import DType, in_memory
+from legroom.formats.buffers import DType, native_dtype
 from legroom.words import say
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredType:
     """How the elements of a dataset lie in the file, and what they become."""
 
     dtype: DType  # of one element in memory; for variable length, of one value
@@ -32,7 +32,7 @@ class Stored:
     text: bool = False
 
 
-def stored_as(dataset: Any, name: str, path: Path) -> Stored:
+def stored_type(dataset: Any, name: str, path: Path) -> StoredType:
     """How that dataset is stored, or the reason it cannot be an array."""
     from h5py import check_string_dtype, check_vlen_dtype, h5t
 
@@ -43,7 +43,7 @@ def stored_as(dataset: Any, name: str, path: Path) -> Stored:
         raise _unsupported(name, path, str(problem)) from problem
     string = check_string_dtype(dtype)
     if string is not None and string.length is None:
-        return Stored(np.dtype(np.uint8), (), np.dtype(np.uint8), None, variable=True, text=True)
+        return StoredType(np.dtype(np.uint8), (), np.dtype(np.uint8), None, variable=True, text=True)
     base = check_vlen_dtype(dtype)
     if base is not None:
         return _sequence(kind, base, name, path)
@@ -57,10 +57,10 @@ def stored_as(dataset: Any, name: str, path: Path) -> Stored:
         except (TypeError, ValueError, RuntimeError) as problem:
             raise _unsupported(name, path, say("HDF5 cannot convert its type to one numpy has")) from problem
     notes = {"hdf5_enum": {str(k): int(v) for k, v in names.items()}} if (names := _enum(dtype)) else {}
-    return Stored(in_memory(element), inner, element if raw else None, memory_type, notes)
+    return StoredType(native_dtype(element), inner, element if raw else None, memory_type, notes)
 
 
-def _sequence(kind: Any, base: DType, name: str, path: Path) -> Stored:
+def _sequence(kind: Any, base: DType, name: str, path: Path) -> StoredType:
     from h5py import h5t
 
     if not isinstance(base, np.dtype) or base.hasobject:
@@ -69,7 +69,7 @@ def _sequence(kind: Any, base: DType, name: str, path: Path) -> Stored:
     if base.subdtype is not None:
         raise _unsupported(name, path, say("its rows are sequences of arrays"))
     raw = kind.get_super() == h5t.py_create(base, logical=True)
-    return Stored(in_memory(base), (), base if raw else None, None, variable=True)
+    return StoredType(native_dtype(base), (), base if raw else None, None, variable=True)
 
 
 def _memory_type(kind: Any, dtype: DType) -> Any:

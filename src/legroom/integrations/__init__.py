@@ -1,5 +1,10 @@
-"""Thin adapters to training frameworks.
+"""Thin adapters to training frameworks; they decide nothing themselves.
 
-Covers: callbacks that hand Legroom's answers to a trainer.
-Does not cover: any decision of their own.
+guard        what every adapter does: watch memory, tune at each epoch, log, ask for a checkpoint in time
+checkpoint   save and restore a training run, and decide when a checkpoint is due
+lightning    a callback for Lightning's Trainer
+huggingface  a callback for Hugging Face's Trainer
+accelerate   a guard for a loop under accelerate
+ray          a guard for a loop in a Ray Train worker
+deepspeed    a DeepSpeed configuration from Legroom's settings, and what each ZeRO stage saves
 """

@@ -1,14 +1,13 @@
-"""Checkpoints from which a training goes on as if nothing had happened.
+"""Save and restore a training run, and decide when a checkpoint is due.
 
     checkpoint.save("last.pt", model=model, optimizer=optimizer, batches=batches, step=step)
-    kept = checkpoint.restore("last.pt", model=model, optimizer=optimizer, batches=batches)   # None: there is none
+    kept = checkpoint.restore("last.pt", model=model, optimizer=optimizer, batches=batches)  # None: no such file
 
-Covers: the state of everything that has ``state_dict`` (models, optimizers, schedulers, ``data.batches``,
-``legroom.stream``, ``legroom.DataLoader``), plain values, the random generators; a file that is whole or not there.
-Does not cover: when to save, which files to keep, states divided among ranks: each rank saves its own file.
+A checkpoint holds the state of everything with ``state_dict`` (models, optimizers, schedulers, ``data.batches``,
+``legroom.stream``, ``legroom.DataLoader``), plain values and the random generators. Each rank saves its own file.
 
-The file is written beside its place, brought to the disk, and renamed: whoever is killed meanwhile leaves the one
-before. It holds tensors and plain values only and is loaded as such, so that a file from elsewhere runs no code.
+The file is written under a temporary name, synced and renamed: a process killed meanwhile leaves the previous one. It
+holds tensors and plain values only and is loaded as such, so that a file from elsewhere cannot run code.
 """
 
 from __future__ import annotations
@@ -16,14 +15,22 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from legroom.errors import UnreadableSource, UsageError
+from legroom.model import Alarm
 from legroom.words import listed, say
 
 VERSION = 1
 _KIND = "legroom_checkpoint"
+HORIZON = 180.0  # seconds: several times what a large checkpoint takes to write
+_AGAIN = 2  # horizons after a save, where the forecast still stands
+_NEARLY_FULL = {"ram-near-limit", "limit-hit", "shm-nearly-full", "gpu-nearly-full"}
+_FILLING = {"ram-filling", "shm-filling", "gpu-filling", "swap-filling"}
+_DISK_FULL = "disk-low"
 
 
 def save(path: str | os.PathLike[str], **parts: Any) -> None:
@@ -41,13 +48,13 @@ def save(path: str | os.PathLike[str], **parts: Any) -> None:
     scratch = place.with_name(f".{place.name}.part")  # one name: what a killed save left is written over
     try:
         with scratch.open("wb") as file:
-            torch.save({_KIND: VERSION, "states": states, "values": values, "random": _random()}, file)
+            torch.save({_KIND: VERSION, "states": states, "values": values, "random": _random_states()}, file)
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(place)
     finally:
         scratch.unlink(missing_ok=True)
-    _settle(place.parent)
+    _sync_folder(place.parent)
 
 
 def restore(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any] | None:
@@ -85,7 +92,7 @@ def restore(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any] | None
         )
     for name, part in parts.items():
         part.load_state_dict(kept["states"][name])
-    _reset(kept["random"])
+    _restore_random_states(kept["random"])
     values: dict[str, Any] = kept["values"]
     return values
 
@@ -94,7 +101,7 @@ def _has_state(part: Any) -> bool:
     return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
 
 
-def _random() -> dict[str, Any]:
+def _random_states() -> dict[str, Any]:
     """Every generator that this program can have drawn from."""
     import torch
 
@@ -108,7 +115,7 @@ def _random() -> dict[str, Any]:
     return found
 
 
-def _reset(states: dict[str, Any]) -> None:
+def _restore_random_states(states: dict[str, Any]) -> None:
     import torch
 
     random.setstate(states["python"])
@@ -122,7 +129,7 @@ def _reset(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(states["cuda"])
 
 
-def _settle(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """The rename itself reaches the disk with its directory; where directories cannot be opened, it does so later."""
     try:
         opened = os.open(folder, os.O_RDONLY)
@@ -134,3 +141,38 @@ def _settle(folder: Path) -> None:
         pass  # some filesystems cannot
     finally:
         os.close(opened)
+
+
+def threatens(alarm: Alarm, horizon: float) -> bool:
+    """Whether the training may die of this within the horizon."""
+    if alarm.code in _FILLING:
+        left = alarm.evidence.get("full_in_seconds")
+        return alarm.level == "critical" or (isinstance(left, (int, float)) and left <= horizon)
+    return alarm.code in _NEARLY_FULL and alarm.level == "critical"
+
+
+def disk_full(alarms: Iterable[Alarm]) -> Alarm | None:
+    """What speaks against saving: half a checkpoint on a full disk helps nobody."""
+    return next((alarm for alarm in alarms if alarm.code == _DISK_FULL and alarm.level == "critical"), None)
+
+
+@dataclass
+class CheckpointSchedule:
+    """Remembers what was saved for, and when."""
+
+    horizon: float = HORIZON
+    _saved: float | None = None
+    _for: frozenset[tuple[str, str | None]] = frozenset()
+
+    def ask(self, alarms: Iterable[Alarm], now: float) -> Alarm | None:
+        """The alarm to save for at this moment, or None."""
+        deadly = [alarm for alarm in alarms if threatens(alarm, self.horizon)]
+        fresh = self._saved is None or now - self._saved >= _AGAIN * self.horizon
+        return next((alarm for alarm in deadly if fresh or alarm.key not in self._for), None)
+
+    def saved(self, alarms: Iterable[Alarm], now: float) -> None:
+        """A checkpoint was asked for, and covers everything that threatens now."""
+        deadly = frozenset(alarm.key for alarm in alarms if threatens(alarm, self.horizon))
+        within = self._saved is not None and now - self._saved < _AGAIN * self.horizon
+        self._for = self._for | deadly if within else deadly
+        self._saved = now

@@ -1,36 +1,52 @@
-"""What every adapter does for a training: watch it, tune at each epoch, log one block, ask for a checkpoint in time.
+"""What every adapter does for a training run: watch memory, tune at each epoch, log, ask for a checkpoint in time.
 
-Covers: the order of these and what they share, without knowing any framework. Does not cover: a framework's hooks
-(lightning.py, huggingface.py, accelerate.py, ray.py), the parts themselves (monitor, loader.tuning, epoch_log.py,
-checkpoint_due.py).
+No framework is known here; lightning.py, huggingface.py, accelerate.py and ray.py call it from their hooks. Nothing
+here ends a training run: what cannot be done is logged. Steps are optimizer steps. Ranks save together, so they agree
+on a checkpoint: every ``agree_every`` steps they exchange one number.
 
-Nothing in here ends a training: what cannot be done is said. Steps are optimizer steps. Ranks agree on a checkpoint,
-because saving is something they do together: every ``agree_every`` steps they exchange one number.
+Tuning changes the loader's workers, prefetch and pinning. Batch size and accumulation stay, because the trainer has
+counted its steps with them. Host memory in the log is measured against the cgroup limit, not against the machine's RAM.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from legroom.errors import LegroomError
 from legroom.gpu.rank_consensus import RankConsensus
-from legroom.integrations.checkpoint_due import HORIZON, Due, no_room
-from legroom.integrations.epoch_log import Look, block, look
-from legroom.integrations.retune import apply, retune
+from legroom.integrations.checkpoint import HORIZON, CheckpointSchedule, disk_full
 from legroom.loader.rows.ranks import process_group, rank_and_world
-from legroom.model import Alarm, Settings
+from legroom.loader.tune.transport import Kind
+from legroom.loader.tune.tuning import tune
+from legroom.model import Alarm, Pool, Settings
 from legroom.monitor.script import Watch, watch
+from legroom.probe.gpu_devices import gpu_pools, gpus
+from legroom.probe.host import Host
+from legroom.probe.memory import memory, ram_pool, read_swap_counters, swap, swap_pool
 from legroom.system.argument_checks import check_choice
+from legroom.units import format_size
 from legroom.words import say
 
 Tune = Literal["apply", "advise", "off"]
 _TUNES = ("apply", "advise", "off")
 _LEVEL = {"warning": 1.0, "critical": 2.0}
+_SETTINGS_SHOWN = (
+    "low_memory",
+    "batch_size",
+    "accumulation",
+    "num_workers",
+    "prefetch_factor",
+    "pin_memory",
+    "threads",
+)
 
 
 class Guard:
@@ -60,9 +76,9 @@ class Guard:
         check_choice("tune", tune, _TUNES)
         self._log_file, self._interval, self._tune, self._on_alarm = log, interval, tune, on_alarm
         self._agree_every = max(1, agree_every)
-        self._due = Due(horizon)
+        self._due = CheckpointSchedule(horizon)
         self._alarms: deque[Alarm] = deque(maxlen=256)
-        self._looks: list[Look] = []
+        self._looks: list[MemorySnapshot] = []
         self._pending: tuple[int, list[str]] | None = None  # the epoch whose block is still to be logged
         self._steps = 0
         self._ranks = RankConsensus()
@@ -78,13 +94,13 @@ class Guard:
         """Training begins; a second time does nothing."""
         if self.watch is not None:
             return
-        self._looks = [look(say("at start"))]
+        self._looks = [memory_snapshot(say("at start"))]
         self._ranks = RankConsensus()
         self.watch = watch(self._own_log(), interval=self._interval, on_alarm=self._heard).__enter__()
 
     def model_ready(self) -> None:
         """The model and its optimizer are where they will be trained."""
-        self._looks = [*self._looks[:1], look(say("after the model"))]
+        self._looks = [*self._looks[:1], memory_snapshot(say("after the model"))]
 
     def epoch(self, number: int, loader: Any = None, accumulation: int = 1) -> Settings | None:
         """An epoch begins: decide the settings for it, from what memory there is now."""
@@ -97,7 +113,7 @@ class Guard:
             notes += [why_not] if why_not else []
             if found is not None:
                 self.settings = found
-                notes += apply(loader, found) if self._tune == "apply" else []
+                notes += apply_settings(loader, found) if self._tune == "apply" else []
         self._pending = (number, notes)
         return self.settings
 
@@ -106,7 +122,7 @@ class Guard:
         self._steps += 1
         if self.watch is not None:
             self.watch.step()
-        self._flush(look(say("at step 0")) if self._pending is not None else None)
+        self._flush(memory_snapshot(say("at step 0")) if self._pending is not None else None)
         self._tell()
         return self._checkpoint()
 
@@ -150,7 +166,7 @@ class Guard:
             return None
         alarms, now = self.watch.alarms, time.monotonic()
         cause = self._due.ask(alarms, now)
-        full = no_room(alarms)
+        full = disk_full(alarms)
         if cause is not None and full is not None:
             self.logger.warning(
                 "%s", say("no checkpoint though {cause}: {full}", cause=cause.message, full=full.message)
@@ -165,14 +181,14 @@ class Guard:
         self.logger.warning("%s", say("checkpoint asked for: {why}", why=why))
         return why
 
-    def _flush(self, last: Look | None = None) -> None:
+    def _flush(self, last: MemorySnapshot | None = None) -> None:
         """Log the block of the epoch that has begun, if it was not."""
         if self._pending is None:
             return
         (number, notes), self._pending = self._pending, None
         looks = [*self._looks, last] if last is not None else self._looks
         if self.main:
-            self.logger.info("%s", block(number, self.settings, looks, notes))
+            self.logger.info("%s", epoch_lines(number, self.settings, looks, notes))
 
     def _own_log(self) -> Path | None:
         if self._log_file is None:
@@ -180,3 +196,158 @@ class Guard:
         path = Path(self._log_file)
         rank, _ = rank_and_world(None, None, os.environ, process_group())
         return path if rank == 0 else path.with_name(f"{path.stem}-rank{rank}{path.suffix}")
+
+
+def unwrap_loader(loader: Any) -> Any:
+    """The DataLoader below accelerate's wrapping."""
+    return getattr(loader, "base_dataloader", loader)
+
+
+def retune(
+    loader: Any, *, accumulation: int, previous: Settings | None
+) -> tuple[Settings | None, str | None]:
+    """Settings for that loader on this box now, or why there are none: a training never ends because of this."""
+    from torch.utils.data import DataLoader
+
+    loader = unwrap_loader(loader)
+    if not isinstance(loader, DataLoader):
+        return None, say("not tuned: {kind} is no DataLoader", kind=type(loader).__name__)
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if not isinstance(size, int):
+        return None, say("not tuned: the loader has no batch size of its own")
+    kind: Kind = "legroom" if hasattr(loader, "memory_budget") else "torch"
+    _, world = rank_and_world(None, None, os.environ, process_group())
+    try:
+        found = tune(
+            loader,
+            batch_size=size,
+            effective_batch=size * accumulation * world,
+            ranks=world,
+            loader=kind,
+            previous=previous,
+        )
+    except (LegroomError, RuntimeError, OSError) as problem:
+        return None, say("not tuned: {problem}", problem=str(problem).partition("\n")[0])
+    if found.batch_size == size:
+        return found, None
+    note = say(
+        "batch {batch} × accumulation {steps} would fit better; a training that has begun keeps {size} × {now}",
+        batch=found.batch_size, steps=found.accumulation, size=size, now=accumulation,
+    )  # fmt: skip
+    return found.override(batch_size=size, accumulation=accumulation), note
+
+
+def apply_settings(loader: Any, settings: Settings) -> list[str]:
+    """Change the loader for its next epoch; what was changed, or what could not be, in words."""
+    loader = unwrap_loader(loader)
+    wanted = {"num_workers": settings.num_workers, "pin_memory": settings.pin_memory}
+    if settings.num_workers:
+        wanted["prefetch_factor"] = settings.prefetch_factor or 2
+    changes = {name: value for name, value in wanted.items() if getattr(loader, name) != value}
+    if not changes:
+        return []
+    if loader.persistent_workers:
+        return [say("kept as it is: its workers are persistent and live through all epochs")]
+    if settings.num_workers and getattr(loader, "transport", None) == "none":
+        # Made without workers, its collate carries nothing: workers' batches would travel through /dev/shm.
+        return [say("kept as it is: a legroom.DataLoader made without workers does not get any")]
+    told = [
+        say("{name}: {old} → {new}", name=name, old=getattr(loader, name), new=value)
+        for name, value in changes.items()
+    ]
+    for name, value in changes.items():
+        setattr(loader, name, value)
+    return told
+
+
+@dataclass(frozen=True, slots=True)
+class TorchMemory:
+    """What torch holds of one card for this process."""
+
+    device: str
+    allocated: int
+    reserved: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySnapshot:
+    """The memory at one moment of a training."""
+
+    moment: str
+    ram: Pool
+    swap: Pool
+    cards: tuple[Pool, ...] = ()
+    held: tuple[TorchMemory, ...] = ()
+
+
+def memory_snapshot(moment: str, host: Host | None = None, torch: Any = None) -> MemorySnapshot:
+    """The memory now, under that name."""
+    host = host or Host()
+    counters = read_swap_counters(host)
+    ram = memory(host)
+    return MemorySnapshot(
+        moment,
+        ram_pool(ram),
+        swap_pool(swap(host, ram, counters)),
+        gpu_pools(gpus(host)),
+        _torch_memory(torch),
+    )
+
+
+def _torch_memory(torch: Any) -> tuple[TorchMemory, ...]:
+    torch = torch or sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return ()
+    cuda = torch.cuda
+    return tuple(
+        TorchMemory(f"cuda:{index}", cuda.memory_allocated(index), cuda.memory_reserved(index))
+        for index in range(cuda.device_count())
+    )
+
+
+def epoch_lines(
+    epoch: int, settings: Settings | None, looks: Sequence[MemorySnapshot], notes: Sequence[str] = ()
+) -> str:
+    """The lines of one epoch, to be logged as one message."""
+    lines = [say("epoch {epoch}", epoch=epoch)]
+    if settings is not None:
+        mode = say("low-memory: map or stream the data") if settings.low_memory else say("normal")
+        lines.append(say("  mode: {mode}", mode=mode))
+        lines += [f"  {settings.why[name]}" for name in _SETTINGS_SHOWN if name in settings.why]
+        lines.append(say("  effective batch: {count}", count=settings.effective_batch))
+    lines += [f"  {note}" for note in notes]
+    for one in looks:
+        lines += _snapshot_lines(one)
+    return "\n".join(lines)
+
+
+def _snapshot_lines(one: MemorySnapshot) -> list[str]:
+    return [
+        say(
+            "  memory {moment}: {ram}; swap {swap}",
+            moment=one.moment,
+            ram=_pool_words(one.ram),
+            swap=_pool_words(one.swap),
+        ),
+        *(
+            say(
+                "    {device}: {allocated} allocated, {reserved} reserved by this process",
+                device=held.device, allocated=format_size(held.allocated), reserved=format_size(held.reserved),
+            )
+            for held in one.held
+        ),
+        *(say("    {name}: {used}", name=card.name, used=_pool_words(card)) for card in one.cards),
+    ]  # fmt: skip
+
+
+def _pool_words(pool: Pool) -> str:
+    if pool.size == 0:
+        return say("none")
+    if pool.used is None or pool.size is None:
+        return say("unknown ({reason})", reason=pool.reason or pool.source)
+    return say(
+        "{used} of {size} used ({share:.1%})",
+        used=format_size(pool.used),
+        size=format_size(pool.size),
+        share=pool.used / pool.size,
+    )

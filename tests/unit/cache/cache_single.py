@@ -13,7 +13,7 @@ import numpy as np
 
 import legroom
 from legroom.cache import build, dataset, prefault, steps  # noqa: F401  (a bare process has the code loaded)
-from legroom.formats import npy  # noqa: F401
+from legroom.formats import npy_reader  # noqa: F401
 from legroom.loader.open import open as _open  # noqa: F401
 
 

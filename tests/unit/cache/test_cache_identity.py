@@ -15,7 +15,7 @@ from legroom.cache.find import Request, own_options, row_order
 from legroom.cache.open import source_paths
 from legroom.errors import SourceChanged, UnreadableSource, UsageError
 from legroom.formats.protocol import Lookup
-from legroom.formats.source import absolute
+from legroom.formats.source_file import absolute
 
 
 def test_one_file_has_the_digest_that_md5sum_prints(tmp_path: Path) -> None:

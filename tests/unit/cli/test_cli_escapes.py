@@ -19,7 +19,7 @@ from rigs import TREES
 
 from legroom.cli.streams import ErrorOutput, Output, for_drawing
 from legroom.errors import UnreadableSource
-from legroom.formats.source import unreadable
+from legroom.formats.source_file import unreadable
 from legroom.words import say, shown
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07\x9b31m\u202eb\rc\nlegroom: all is well\x7f"

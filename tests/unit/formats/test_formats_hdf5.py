@@ -19,12 +19,12 @@ from legroom.errors import (
     UnreadableSource,
     UnsupportedData,
 )
-from legroom.formats import hdf5, hdf5_walk
+from legroom.formats import hdf5_find, hdf5_reader
 from legroom.formats.detect import open_source
-from legroom.formats.hdf5_heap import Heaps
-from legroom.formats.hdf5_walk import Walk
+from legroom.formats.hdf5_find import DatasetSearch
+from legroom.formats.hdf5_vlen import GlobalHeaps
 from legroom.formats.protocol import ArraySpec, Description
-from legroom.formats.source import SourceFile
+from legroom.formats.source_file import SourceFile
 
 
 def describe(path: Path, keys: Any = None) -> Description:
@@ -271,12 +271,12 @@ def test_a_heap_that_would_hang_hdf5_is_noticed_before_hdf5_reads_it(tmp_path: P
     base = options.get("userblock_size", 0)
     data = bytearray(path.read_bytes())
     with SourceFile(path) as source:
-        Heaps(source, base, path).check_attributes(header)  # all is well
+        GlobalHeaps(source, base, path).check_attributes(header)  # all is well
     heap = data.index(b"GCOL")
     data[heap + 64 : heap + 4096] = bytes(4096 - 64)  # as where a download stopped: zeros to the end
     path.write_bytes(data)
     with SourceFile(path) as source, pytest.raises(DamagedSource, match="object 0 of the heap"):
-        Heaps(source, base, path).check_attributes(header)
+        GlobalHeaps(source, base, path).check_attributes(header)
 
 
 # Filters.
@@ -494,15 +494,15 @@ def test_groups_whose_names_double_at_each_step_are_refused_soon(
     tmp_path: Path, soft: bool, bottom: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = 0
-    follow = Walk._follow
+    follow = DatasetSearch._follow
 
-    def counting(self: Walk, *arguments: Any) -> Any:
+    def counting(self: DatasetSearch, *arguments: Any) -> Any:
         nonlocal opened
         opened += 1
         return follow(self, *arguments)
 
-    monkeypatch.setattr(Walk, "_follow", counting)
-    monkeypatch.setattr(hdf5_walk, "_MOST_AGAIN", 1000)
+    monkeypatch.setattr(DatasetSearch, "_follow", counting)
+    monkeypatch.setattr(hdf5_find, "_MOST_AGAIN", 1000)
     with h5py.File(tmp_path / "x", "w", libver="latest") as file:
         file["top"] = np.arange(3)
         below = file.create_group("g22")
@@ -558,7 +558,7 @@ def test_any_error_of_the_library_while_the_contents_are_listed_is_damage(
 
     with h5py.File(tmp_path / "x", "w") as file:
         file["x"] = np.arange(3)
-    monkeypatch.setattr(hdf5, "dataset_names", broken)
+    monkeypatch.setattr(hdf5_reader, "dataset_names", broken)
     with (
         pytest.raises(DamagedSource, match="decode datatype"),
         open_source(tmp_path / "x", keys="x") as reader,

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from legroom.errors import NoRoom
-from legroom.formats import memory as memory_module
+from legroom.formats import decoding_memory as memory_module
+from legroom.formats.decoding_memory import Allowed, DecodingMemory
 from legroom.formats.detect import open_source
-from legroom.formats.memory import Allowed, DecodingMemory
 
 MB = 1 << 20
 
@@ -207,7 +207,7 @@ def test_memory_that_a_thread_has_freed_counts_until_it_is_given_back(
 ) -> None:
     """An allocator keeps what a thread has freed for that thread: another one's is taken beside it."""
     calls: list[str] = []
-    monkeypatch.setattr(memory_module, "give_back", lambda: calls.append("given back"))
+    monkeypatch.setattr(memory_module, "release_freed_memory", lambda: calls.append("given back"))
     monkeypatch.setattr(memory_module, "_STALE", 60)
     gate = memory(100)
 

@@ -12,7 +12,7 @@ import pytest
 
 from legroom.errors import DamagedSource, UnsupportedData
 from legroom.formats.detect import open_source
-from legroom.formats.npy_header import read_header
+from legroom.formats.npy_reader import read_header
 
 
 def read(path: Path, name: str = "array") -> np.ndarray:
@@ -212,6 +212,6 @@ def test_whatever_python_raises_for_a_header_is_damage(
         raise error
 
     np.save(tmp_path / "x.npy", np.arange(3))
-    monkeypatch.setattr("legroom.formats.npy_header.ast.literal_eval", broken)
+    monkeypatch.setattr("legroom.formats.npy_reader.ast.literal_eval", broken)
     with pytest.raises(DamagedSource), open_source(tmp_path / "x.npy") as reader:
         reader.describe()

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from legroom.errors import DamagedSource, MissingKey, UnreadableSource
-from legroom.formats import fill
-from legroom.formats.attributes import as_json
+from legroom.formats import buffers
+from legroom.formats.base_reader import as_json
+from legroom.formats.buffers import native_dtype
 from legroom.formats.detect import open_source
-from legroom.formats.dtypes import in_memory
-from legroom.formats.hdf5_filters import DEFLATE, FLETCHER32, SHUFFLE, Filter, fletcher32, undo
+from legroom.formats.hdf5_filters import DEFLATE, FLETCHER32, SHUFFLE, ChunkFilter, fletcher32, undo
 from legroom.formats.inflate import inflate
 from legroom.formats.selection import Selection, missing_key
-from legroom.formats.source import SourceFile
+from legroom.formats.source_file import SourceFile
 
 quick = settings(max_examples=80, deadline=None, derandomize=True)
 
@@ -85,14 +85,14 @@ def test_any_chunks_and_filters_read_as_h5py_reads_them(
 
 def test_what_does_not_fill_a_word_is_never_shuffled() -> None:
     shuffled = np.arange(10, dtype=np.uint8)  # two words of four bytes and two bytes more
-    plain = undo((Filter(SHUFFLE, (4,), "shuffle"),), shuffled.tobytes(), 0, 10)
+    plain = undo((ChunkFilter(SHUFFLE, (4,), "shuffle"),), shuffled.tobytes(), 0, 10)
     assert plain.tolist() == [0, 2, 4, 6, 1, 3, 5, 7, 8, 9]
 
 
 def test_a_checksum_inside_the_compression_is_undone_in_order() -> None:
     body = bytes(range(100))
     packed = zlib.compress(body + fletcher32(memoryview(body)).to_bytes(4, "little"))
-    filters = (Filter(FLETCHER32, (), "fletcher32"), Filter(DEFLATE, (6,), "deflate"))
+    filters = (ChunkFilter(FLETCHER32, (), "fletcher32"), ChunkFilter(DEFLATE, (6,), "deflate"))
     assert undo(filters, packed, 0, 100).tobytes() == body
     assert undo(filters, body, 3, 100).tobytes() == body  # both skipped
     with pytest.raises(ValueError, match="promised"):
@@ -102,7 +102,7 @@ def test_a_checksum_inside_the_compression_is_undone_in_order() -> None:
 def test_the_old_order_of_checksum_bytes_is_accepted() -> None:
     body = b"from a library before 1.6.3"
     good = fletcher32(memoryview(body)).to_bytes(4, "little")
-    filters = (Filter(FLETCHER32, (), "fletcher32"),)
+    filters = (ChunkFilter(FLETCHER32, (), "fletcher32"),)
     for tail in (good, bytes([good[1], good[0], good[3], good[2]])):
         assert undo(filters, body + tail, 0, len(body)).tobytes() == body
     with pytest.raises(ValueError, match="checksum"):
@@ -126,7 +126,7 @@ def test_a_promise_deflate_cannot_keep_takes_no_memory() -> None:
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_the_first_failure_ends_all_tasks_and_is_told(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(fill, "threads", lambda: count)
+    monkeypatch.setattr(buffers, "threads", lambda: count)
     done: list[int] = []
 
     def fail() -> int:
@@ -134,13 +134,13 @@ def test_the_first_failure_ends_all_tasks_and_is_told(monkeypatch: pytest.Monkey
 
     tasks = [lambda: 1, fail] + [lambda: 2] * 1000
     with pytest.raises(DamagedSource):
-        fill.in_parallel(iter(tasks), done.append)
+        buffers.in_parallel(iter(tasks), done.append)
     assert len(done) < 100
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("legroom-read")]
 
 
 def test_tasks_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fill, "threads", lambda: 3)
+    monkeypatch.setattr(buffers, "threads", lambda: 3)
     together = threading.Barrier(3, timeout=20)  # passes only if three wait at once
 
     def meet() -> int:
@@ -148,7 +148,7 @@ def test_tasks_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return 5
 
     seen: list[int] = []
-    fill.in_parallel([meet, meet, meet], seen.append)
+    buffers.in_parallel([meet, meet, meet], seen.append)
     assert seen == [5, 5, 5]
 
 
@@ -157,11 +157,11 @@ def test_large_arrays_are_copied_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"abc" + array.tobytes())
     out, seen = np.zeros_like(array), list[int]()
     with SourceFile(tmp_path / "x") as file:
-        fill.copy_raw(file, 3, out, seen.append)
+        buffers.copy_raw(file, 3, out, seen.append)
         np.testing.assert_array_equal(out, array)
         assert len(seen) == 3 and sum(seen) == array.nbytes
         with pytest.raises(DamagedSource, match="cut short"):
-            fill.copy_raw(file, 4, out, seen.append)
+            buffers.copy_raw(file, 4, out, seen.append)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_cut_short(tmp_path: Path) -> None:
@@ -262,9 +262,9 @@ def test_types_lose_metadata_and_foreign_order_but_keep_their_layout() -> None:
     kind = np.dtype(
         {"names": ["a", "b"], "formats": [">i4", ("<f8", (2,))], "offsets": [4, 16], "itemsize": 40}
     )
-    found = in_memory(kind)
+    found = native_dtype(kind)
     assert found.itemsize == 40 and found.fields is not None and found.fields["b"][1] == 16
     assert found["a"] == np.dtype("i4") and found["a"].isnative
-    assert in_memory(np.dtype("i4", metadata={"enum": {}})).metadata is None
-    assert in_memory(np.dtype(">M8[ns]")) == np.dtype("M8[ns]")
-    assert in_memory(np.dtype("V7")) == np.dtype("V7")
+    assert native_dtype(np.dtype("i4", metadata={"enum": {}})).metadata is None
+    assert native_dtype(np.dtype(">M8[ns]")) == np.dtype("M8[ns]")
+    assert native_dtype(np.dtype("V7")) == np.dtype("V7")

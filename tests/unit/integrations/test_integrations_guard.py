@@ -17,10 +17,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import legroom
 from legroom.errors import UsageError
-from legroom.integrations.checkpoint_due import Due, no_room, threatens
-from legroom.integrations.epoch_log import Held, Look, block, look
-from legroom.integrations.guard import Guard
-from legroom.integrations.retune import apply, retune
+from legroom.integrations.checkpoint import CheckpointSchedule, disk_full, threatens
+from legroom.integrations.guard import (
+    Guard,
+    MemorySnapshot,
+    TorchMemory,
+    apply_settings,
+    epoch_lines,
+    memory_snapshot,
+    retune,
+)
 from legroom.model import Alarm, Pool, Settings
 
 MB = 1 << 20
@@ -52,7 +58,7 @@ def test_what_threatens_a_training(alarm: Alarm, expected: bool) -> None:
 
 
 def test_one_checkpoint_a_threat_and_another_much_later() -> None:
-    due, alarm, other = Due(horizon=100), filling(50), filling(50, code="gpu-filling")
+    due, alarm, other = CheckpointSchedule(horizon=100), filling(50), filling(50, code="gpu-filling")
     assert due.ask([], 0) is None
     assert due.ask([filling(500)], 0) is None
     assert due.ask([alarm], 1) is alarm
@@ -66,8 +72,8 @@ def test_one_checkpoint_a_threat_and_another_much_later() -> None:
 
 def test_a_full_disk_speaks_against_it() -> None:
     low = Alarm("disk-low", "disk", "critical", "", 0.0)
-    assert no_room([filling(), low]) is low
-    assert no_room([filling(), replace(low, level="warning")]) is None
+    assert disk_full([filling(), low]) is low
+    assert disk_full([filling(), replace(low, level="warning")]) is None
 
 
 # The block.
@@ -84,9 +90,9 @@ def settings() -> Settings:
 def test_the_block_holds_what_was_decided_and_what_is_held() -> None:
     ram, none = Pool("ram", 1000 * MB, 900 * MB, 100 * MB, "cgroup"), Pool("swap", 0, 0, 0, "")
     card = Pool("gpu0", 20 << 30, 5 << 30, 15 << 30, "NVML")
-    held = Held("cuda:0", 1471 * MB, 2290 * MB)
-    looks = [Look("at start", ram, none), Look("at step 0", ram, none, (card,), (held,))]
-    text = block(4, settings(), looks, ["a note"])
+    held = TorchMemory("cuda:0", 1471 * MB, 2290 * MB)
+    looks = [MemorySnapshot("at start", ram, none), MemorySnapshot("at step 0", ram, none, (card,), (held,))]
+    text = epoch_lines(4, settings(), looks, ["a note"])
     assert text.splitlines()[:3] == ["epoch 4", "  mode: low-memory: map or stream the data", "  accumulation 2: 32 × 2 × 3 ranks = 192"]  # fmt: skip
     assert "effective batch: 192" in text and "a note" in text
     assert "memory at start: 900 MB of 1000 MB used (90.0%); swap none" in text
@@ -96,7 +102,7 @@ def test_the_block_holds_what_was_decided_and_what_is_held() -> None:
 
 def test_unknown_memory_is_said_to_be() -> None:
     dark = Pool("ram", None, None, None, "", "no /proc")
-    assert "memory now: unknown (no /proc)" in block(0, None, [Look("now", dark, dark)])
+    assert "memory now: unknown (no /proc)" in epoch_lines(0, None, [MemorySnapshot("now", dark, dark)])
 
 
 def test_a_look_at_this_machine() -> None:
@@ -106,8 +112,8 @@ def test_a_look_at_this_machine() -> None:
         memory_allocated=lambda i: i,
         memory_reserved=lambda i: 2 * i,
     )
-    found = look("now", torch=SimpleNamespace(cuda=cuda))
-    assert found.held == (Held("cuda:0", 0, 0), Held("cuda:1", 1, 2))
+    found = memory_snapshot("now", torch=SimpleNamespace(cuda=cuda))
+    assert found.held == (TorchMemory("cuda:0", 0, 0), TorchMemory("cuda:1", 1, 2))
     assert found.ram.used and found.ram.size and found.ram.used <= found.ram.size
 
 
@@ -137,19 +143,22 @@ def test_what_cannot_be_tuned_says_why() -> None:
 def test_workers_change_between_epochs(wrapped: bool) -> None:
     inner = DataLoader(dataset(), batch_size=8)
     loader: Any = SimpleNamespace(base_dataloader=inner) if wrapped else inner
-    told = apply(loader, Settings(8, num_workers=1, prefetch_factor=4))
+    told = apply_settings(loader, Settings(8, num_workers=1, prefetch_factor=4))
     assert "num_workers: 0 → 1" in told and "prefetch_factor: None → 4" in told
     assert len(list(inner)) == 8
-    assert "num_workers: 1 → 0" in apply(loader, Settings(8))
+    assert "num_workers: 1 → 0" in apply_settings(loader, Settings(8))
     assert len(list(inner)) == 8
-    assert apply(loader, Settings(8)) == []
+    assert apply_settings(loader, Settings(8)) == []
 
 
 def test_what_must_not_change_is_left_alone() -> None:
     lasting = DataLoader(dataset(), batch_size=8, num_workers=1, persistent_workers=True)
-    assert "persistent" in apply(lasting, Settings(8))[0] and lasting.num_workers == 1
+    assert "persistent" in apply_settings(lasting, Settings(8))[0] and lasting.num_workers == 1
     ours = legroom.DataLoader(dataset(), batch_size=8)
-    assert "made without workers" in apply(ours, Settings(8, num_workers=1))[0] and ours.num_workers == 0
+    assert (
+        "made without workers" in apply_settings(ours, Settings(8, num_workers=1))[0]
+        and ours.num_workers == 0
+    )
 
 
 # The guard.
@@ -233,7 +242,7 @@ def test_other_ranks_keep_logs_of_their_own(
 
 
 def test_an_unknown_way_of_tuning_is_refused() -> None:
-    with pytest.raises(UsageError, match="tune='always'"):
+    with pytest.raises(UsageError, match="tune must be one of"):
         Guard(tune="always")  # type: ignore[arg-type]
 
 

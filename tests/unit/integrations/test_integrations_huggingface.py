@@ -71,16 +71,17 @@ def alarming(stage: list[StagedWatch]) -> Any:
 def test_alarms_blocks_and_a_checkpoint_in_time(
     stage: list[StagedWatch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through_trainer: bool
 ) -> None:
-    from legroom.integrations import retune
+    from legroom.integrations import guard
     from legroom.integrations.huggingface import LegroomCallback
     from legroom.model import Settings
 
     loaders: list[Any] = []
     monkeypatch.setattr(
         "legroom.integrations.guard.retune",
-        lambda loader, **_: (loaders.append(retune.innermost(loader)), (Settings(4, 2, num_workers=1), None))[
-            1
-        ],
+        lambda loader, **_: (
+            loaders.append(guard.unwrap_loader(loader)),
+            (Settings(4, 2, num_workers=1), None),
+        )[1],
     )
     shown: list[logging.LogRecord] = []
     handler = logging.Handler()

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from stream_stage import ids, write
 
 from legroom.errors import BudgetTooSmall
-from legroom.formats.parquet_footer import from_footer, from_headers, row_groups
-from legroom.formats.source import SourceFile
+from legroom.formats.parquet_reader import from_footer, from_headers, row_groups
+from legroom.formats.source_file import SourceFile
 from legroom.loader.stream import parquet as stream_parquet
 from legroom.loader.stream import step as stream_step
 from legroom.loader.stream.door import stream

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from legroom.errors import SourceChanged, UnknownFormat, UnsupportedData, UsageError
-from legroom.formats.arrow import ArrowReader
+from legroom.formats.arrow_reader import ArrowReader
 from legroom.formats.detect import open_source
-from legroom.formats.source import SourceFile
+from legroom.formats.source_file import SourceFile
 from legroom.loader.stream import ipc as stream_ipc
 from legroom.loader.stream import parquet as stream_parquet
 from legroom.loader.stream.filter import Filter, column_error, groups_worth_reading, read_filter

@@ -15,7 +15,7 @@ from typing import Any
 
 from legroom.errors import MissingKey, UsageError
 from legroom.formats.selection import missing_key
-from legroom.formats.table import arrow_trouble
+from legroom.formats.table_reader import arrow_errors
 from legroom.system.imports import require
 from legroom.words import listed, say
 
@@ -102,7 +102,7 @@ def groups_worth_reading(path: Path, expression: Any, groups: set[int]) -> set[i
     """The row groups of a Parquet file that may hold a row that passes, by their statistics."""
     dataset = require("pyarrow.dataset", "parquet", "Parquet")
     local = require("pyarrow.fs", "parquet", "Parquet").LocalFileSystem()
-    with arrow_trouble(path, say("the statistics of its row groups")):
+    with arrow_errors(path, say("the statistics of its row groups")):
         fragment = dataset.ParquetFileFormat().make_fragment(str(path), filesystem=local)
         kept = fragment.subset(expression, schema=fragment.physical_schema).row_groups
         return {group.id for group in kept} & groups

@@ -14,10 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from legroom.formats.arrow_messages import Batch, read_layout
-from legroom.formats.arrow_types import buffer_count
-from legroom.formats.source import SourceFile
-from legroom.formats.table import arrow_trouble
+from legroom.formats.arrow_reader import BatchSizes, read_layout
+from legroom.formats.source_file import SourceFile
+from legroom.formats.table_reader import arrow_errors, buffer_count
 from legroom.loader.stream.room import Room, undecodable
 from legroom.loader.stream.step import Steps
 from legroom.system.imports import require
@@ -31,7 +30,7 @@ def look(path: Path) -> tuple[Any, list[int]]:
     arrow = require("pyarrow", "parquet", say("Arrow IPC"))
     with SourceFile(path) as source:
         is_file = source.read_at(0, len(_FILE)) == _FILE
-        with arrow_trouble(path, say("its schema")), arrow.OSFile(str(path), "rb") as file:
+        with arrow_errors(path, say("its schema")), arrow.OSFile(str(path), "rb") as file:
             schema = (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(file).schema
         layout = read_layout(source)
     return schema, [batch.rows for batch in layout.batches] if is_file else [layout.rows]
@@ -49,7 +48,7 @@ class IpcSource:
             self._layout = read_layout(source)
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        with arrow_trouble(path, say("its schema")):
+        with arrow_errors(path, say("its schema")):
             self._schema = self._reader(None).schema
             fields = [self._schema.get_field_index(name) for name in self._columns]
             self._options = self._arrow.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
@@ -62,14 +61,14 @@ class IpcSource:
         for number in numbers:
             facts, doing = self._layout.batches[number], say("record batch {number}", number=number)
             large = self._require_room(number, facts, room)
-            with arrow_trouble(self.path, doing):
+            with arrow_errors(self.path, doing):
                 batch = source.get_batch(number) if self._is_file else source.read_next_batch()
                 # Offsets come from the file and are followed. Checking all of a large batch would read all of it in.
                 batch.validate(full=not large)
                 batch = batch.select(self._columns)
             rows = self._steps.rows(self._plain(facts) // max(1, facts.rows))
             for start in range(0, facts.rows, rows):
-                with arrow_trouble(self.path, doing):
+                with arrow_errors(self.path, doing):
                     part = copied(batch.slice(start, rows))
                 self._steps.read(part.nbytes)
                 self._let_go(part.nbytes)
@@ -90,7 +89,7 @@ class IpcSource:
         opener = self._arrow.ipc.open_file if self._is_file else self._arrow.ipc.open_stream
         return opener(file, options=options)
 
-    def _plain(self, facts: Batch) -> int:
+    def _plain(self, facts: BatchSizes) -> int:
         """Bytes of the columns that are read, uncompressed; of all columns where they cannot be told apart."""
         counts = [buffer_count(field.type) for field in self._schema]
         if None in counts or sum(count or 0 for count in counts) != len(facts.buffers):
@@ -102,7 +101,7 @@ class IpcSource:
             at += count or 0
         return total
 
-    def _require_room(self, number: int, facts: Batch, room: Room) -> bool:
+    def _require_room(self, number: int, facts: BatchSizes, room: Room) -> bool:
         """Whether the batch is too large to be looked at as a whole; refuses one that must be and is."""
         held = sum(sum(one.buffers) for one in self._layout.dictionaries)
         needed = held + self._plain(facts)

@@ -16,10 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from legroom.formats.arrow_types import children, plain
-from legroom.formats.parquet_footer import ColumnChunk, Pages, from_footer, from_headers, row_groups
-from legroom.formats.source import SourceFile, damaged
-from legroom.formats.table import arrow_trouble
+from legroom.formats.parquet_reader import ColumnChunk, Pages, from_footer, from_headers, row_groups
+from legroom.formats.source_file import SourceFile, damaged
+from legroom.formats.table_reader import arrow_errors, children, without_dictionaries
 from legroom.loader.stream.room import Room, undecodable
 from legroom.loader.stream.step import Steps
 from legroom.system.imports import require
@@ -33,7 +32,7 @@ _PROBE_ROWS = 64
 
 def look(path: Path) -> tuple[Any, list[int]]:
     """The schema, and the rows of each row group."""
-    with arrow_trouble(path, say("its footer")), _open(path) as table:
+    with arrow_errors(path, say("its footer")), _open(path) as table:
         metadata = table.metadata
         counts = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
         if sum(counts) != metadata.num_rows or min(counts, default=0) < 0:
@@ -76,7 +75,7 @@ class ParquetSource:
         self._columns, self._steps, self._threads = list(columns), steps, threads
         self._file = SourceFile(path)
         try:
-            with arrow_trouble(path, say("its footer")):
+            with arrow_errors(path, say("its footer")):
                 self._table = _open(path)
                 schema = self._table.schema_arrow
                 self._leaves = _leaves(schema, self._columns)
@@ -91,10 +90,10 @@ class ParquetSource:
         """The rows of one row group from its first to its last, a step at a time."""
         doing = say("row group {group}", group=group)
         self._require_room(group, room)
-        with arrow_trouble(self.path, doing):
+        with arrow_errors(self.path, doing):
             source = self._iterate(group, self._steps.rows(self._row_bytes(group)))
         while True:
-            with arrow_trouble(self.path, doing):
+            with arrow_errors(self.path, doing):
                 batch = next(source, None)
             if batch is None:
                 return
@@ -198,7 +197,7 @@ def leaf_count(schema: Any) -> int:
 
 def _leaf_kinds(kind: Any) -> list[Any]:
     inner = children(kind)
-    return [leaf for child in inner for leaf in _leaf_kinds(child)] if inner else [plain(kind)]
+    return [leaf for child in inner for leaf in _leaf_kinds(child)] if inner else [without_dictionaries(kind)]
 
 
 def leaf_bytes(kind: Any, chunk: ColumnChunk) -> int | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from legroom.errors import UnreadableSource, UsageError
-from legroom.formats.source import unreadable
+from legroom.formats.source_file import unreadable
 from legroom.words import listed, say
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]

@@ -1,7 +1,7 @@
 """How a stream's memory bound is divided.
 
 Covers: pure arithmetic from the bound to what decoding, batches and the shuffle buffer may take, and the error for a
-bound that is too small. Does not cover: measuring what a file needs (formats/parquet_footer.py, stream/ipc.py).
+bound that is too small. Does not cover: measuring what a file needs (formats/parquet_reader.py, stream/ipc.py).
 
 The bound is on what the process grows by. Arrow's pool may take less than that: libraries map code and tables when
 they are first used (about 16 MB), and an allocator keeps up to about as much again as is in use at a time. Both

@@ -101,7 +101,7 @@ class DecodingMemory:
             while True:
                 count = min(most, self._room(each) // each)
                 if count < 1 and (self._kept or not self._in_use):
-                    give_back()
+                    release_freed_memory()
                     self._kept.clear()
                     self._limit = self._limit if self._in_use else None
                     count = min(most, self._room(each) // each)
@@ -150,7 +150,7 @@ class DecodingMemory:
 UNLIMITED = DecodingMemory()
 
 
-def give_back() -> None:
+def release_freed_memory() -> None:
     """Give freed memory back to the system: allocators keep what was freed, and it counts as used."""
     malloc_trim()
     arrow = sys.modules.get("pyarrow")

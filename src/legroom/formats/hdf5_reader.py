@@ -17,21 +17,18 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import SourceChanged
-from legroom.formats.attributes import as_json
-from legroom.formats.base import BaseReader
-from legroom.formats.fill import PIECE, Array, copy_raw
-from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks
-from legroom.formats.hdf5_files import Trail
+from legroom.formats.base_reader import BaseReader, as_json
+from legroom.formats.buffers import PIECE, Array, copy_raw
+from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks, slabs_of
+from legroom.formats.hdf5_external import ExternalFiles
 from legroom.formats.hdf5_filters import filters_of, memory_in_hdf5, require_filters
-from legroom.formats.hdf5_heap import Heaps
-from legroom.formats.hdf5_open import descriptor, hdf5_trouble, open_hdf5
-from legroom.formats.hdf5_rows import Rows
-from legroom.formats.hdf5_slabs import slabs_of
-from legroom.formats.hdf5_types import Stored, stored_as
-from legroom.formats.hdf5_walk import Found, Walk, dataset_names, readable
+from legroom.formats.hdf5_find import DatasetSearch, FoundNode, dataset_names, readable
+from legroom.formats.hdf5_open import descriptor, hdf5_errors, open_hdf5
+from legroom.formats.hdf5_types import StoredType, stored_type
+from legroom.formats.hdf5_vlen import GlobalHeaps, VariableLengthRows
 from legroom.formats.protocol import ArraySpec, Description, Extent, Lookup, Progress, Slab, TableSpec
 from legroom.formats.selection import Selection
-from legroom.formats.source import SourceFile, absolute
+from legroom.formats.source_file import SourceFile, absolute
 from legroom.words import say
 
 _MOST_ATTRIBUTE = 16 << 20  # more is not read: it would only be described
@@ -42,8 +39,8 @@ class _Entry:
     """What stands behind one array of the description."""
 
     dataset: Any
-    stored: Stored
-    rows: Rows | None = None
+    stored: StoredType
+    rows: VariableLengthRows | None = None
     behind: int = 0  # bytes of memory that HDF5 takes for the sources of a virtual dataset
 
 
@@ -62,7 +59,7 @@ class Hdf5Reader(BaseReader):
         self._chunks: dict[str, ChunkedDataset | None] = {}
 
     def _library_errors(self, doing: str) -> AbstractContextManager[None]:
-        return hdf5_trouble(self.path, doing)
+        return hdf5_errors(self.path, doing)
 
     # What there is.
 
@@ -72,8 +69,8 @@ class Hdf5Reader(BaseReader):
         items: list[ArraySpec] = []
         attributes = self._attributes(self._file)
         lookups: dict[Lookup, None] = {}
-        with Trail() as trail:
-            for found in Walk(self.path, self.selection, trail)(self._file):
+        with ExternalFiles() as trail:
+            for found in DatasetSearch(self.path, self.selection, trail)(self._file):
                 if isinstance(found.node, h5py.Group):
                     if self.selection.takes(found.name):
                         own = self._attributes(found.node)
@@ -90,7 +87,7 @@ class Hdf5Reader(BaseReader):
         others = sorted(path for path in founds if not _same(path, self.path))
         return Description("hdf5", tuple(items), attributes, (self.path, *others), tuple(lookups))
 
-    def _note(self, found: Found, lookups: dict[Lookup, None]) -> None:
+    def _note(self, found: FoundNode, lookups: dict[Lookup, None]) -> None:
         """Remember how a dataset or a group was reached, where that was by other files."""
         if found.through:
             from h5py import h5o
@@ -98,15 +95,15 @@ class Hdf5Reader(BaseReader):
             lookups.update(dict.fromkeys(found.through))
             self._linked.setdefault(h5o.get_info(found.node.id).fileno, found.node)
 
-    def _specs(self, found: Found, trail: Trail, lookups: dict[Lookup, None]) -> list[ArraySpec]:
+    def _specs(self, found: FoundNode, trail: ExternalFiles, lookups: dict[Lookup, None]) -> list[ArraySpec]:
         """One array for a dataset, two for one of variable length; none where it was not asked for."""
         wanted = self.selection.takes(found.name)
         parts = (found.name + "/offsets", found.name + "/values")
         if not wanted and not any(self.selection.takes(part) for part in parts):
             return []
         dataset, name = found.node, found.name
-        with hdf5_trouble(self.path, say("{name!r}", name=name)):
-            stored = stored_as(dataset, name, self.path)
+        with hdf5_errors(self.path, say("{name!r}", name=name)):
+            stored = stored_type(dataset, name, self.path)
             require_filters(filters_of(dataset.id.get_create_plist()), name, self.path)
             notes = {**self._attributes(dataset), **stored.notes}
             shape = (0,) if dataset.shape is None else dataset.shape
@@ -117,7 +114,7 @@ class Hdf5Reader(BaseReader):
         if not stored.variable:
             self._entries[name] = _Entry(dataset, stored, behind=behind)
             return [ArraySpec(name, shape + stored.inner, stored.dtype, notes)]
-        rows = Rows(dataset, stored, self._raw_file(dataset), name, self.memory, behind)
+        rows = VariableLengthRows(dataset, stored, self._raw_file(dataset), name, self.memory, behind)
         if len(shape) != 1:
             notes["ragged_shape"] = list(shape)
         entry = _Entry(dataset, stored, rows)
@@ -132,14 +129,14 @@ class Hdf5Reader(BaseReader):
     def _attributes(self, node: Any) -> dict[str, Any]:
         import h5py
 
-        with hdf5_trouble(self.path, say("the attributes of {name!r}", name=node.name)):
+        with hdf5_errors(self.path, say("the attributes of {name!r}", name=node.name)):
             kinds = {name: node.attrs.get_id(name) for name in node.attrs}
             header = h5py.h5o.get_info(node.id).addr
             file = self._raw_file(node)
         dtypes = {name: _numpy_type(kind) for name, kind in kinds.items()}
         if file is not None and any(dtype is not None and dtype.hasobject for dtype in dtypes.values()):
-            Heaps(file, node.file.userblock_size, self.path).check_attributes(header)
-        with hdf5_trouble(self.path, say("the attributes of {name!r}", name=node.name)):
+            GlobalHeaps(file, node.file.userblock_size, self.path).check_attributes(header)
+        with hdf5_errors(self.path, say("the attributes of {name!r}", name=node.name)):
             return {
                 readable(name): _attribute(node, name, kind, dtypes[name]) for name, kind in kinds.items()
             }
@@ -151,7 +148,7 @@ class Hdf5Reader(BaseReader):
         dataset, stored = entry.dataset, entry.stored
         if entry.rows is not None or stored.file_dtype != stored.dtype or dataset.shape is None:
             return None
-        with hdf5_trouble(self.path, say("{name!r}", name=spec.name)):
+        with hdf5_errors(self.path, say("{name!r}", name=spec.name)):
             offset = dataset.id.get_offset()
             whole = dataset.id.get_storage_size() == spec.nbytes
         if offset is None or not whole or dataset.external or dataset.chunks is not None:
@@ -173,7 +170,7 @@ class Hdf5Reader(BaseReader):
 
     def _chunked(self, name: str) -> ChunkedDataset | None:
         if name not in self._chunks:
-            with hdf5_trouble(self.path, say("{name!r}", name=name)):
+            with hdf5_errors(self.path, say("{name!r}", name=name)):
                 self._chunks[name] = chunked(self._entries[name].dataset, self.memory)
         return self._chunks[name]
 
@@ -225,7 +222,7 @@ class Hdf5Reader(BaseReader):
 
         dataset, kind = entry.dataset, entry.stored.memory_type
         shape = dataset.shape
-        with hdf5_trouble(self.path, say("{name!r}", name=name)):
+        with hdf5_errors(self.path, say("{name!r}", name=name)):
             if shape == ():
                 dataset.id.read(h5s.ALL, h5s.ALL, out, kind)
                 progress(out.nbytes)

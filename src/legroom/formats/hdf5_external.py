@@ -22,9 +22,9 @@ from typing import Any
 
 from legroom.errors import UnreadableSource, UnsupportedData
 from legroom.formats.hdf5_filters import memory_in_hdf5
-from legroom.formats.hdf5_open import hdf5_trouble, open_hdf5
+from legroom.formats.hdf5_open import hdf5_errors, open_hdf5
 from legroom.formats.protocol import Lookup
-from legroom.formats.source import absolute, damaged, require_regular
+from legroom.formats.source_file import absolute, damaged, require_regular
 from legroom.words import say
 
 _ORIGIN = "${ORIGIN}"
@@ -140,7 +140,7 @@ def _which(dataset: Any) -> _Which:
     return absolute(dataset.file.filename), dataset.name
 
 
-class Trail:
+class ExternalFiles:
     """Follows links and virtual datasets through files, noting each search; used as a context, it closes them."""
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class Trail:
         # By virtual dataset, the datasets whose data it shows, and what reading each takes of memory.
         self._sources: dict[_Which, dict[_Which, _Source]] = {}
 
-    def __enter__(self) -> Trail:
+    def __enter__(self) -> ExternalFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -174,7 +174,7 @@ class Trail:
         if dataset.external:
             yield from external_storage(dataset, name)
         if dataset.is_virtual:
-            with hdf5_trouble(holder, say("the sources of {name!r}", name=name)):
+            with hdf5_errors(holder, say("the sources of {name!r}", name=name)):
                 sources = sorted(
                     {(source.file_name, source.dset_name) for source in dataset.virtual_sources()}
                 )

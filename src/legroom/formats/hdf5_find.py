@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import SourceChanged, UnreadableSource, UnsupportedData
-from legroom.formats.hdf5_files import Trail, link_of
-from legroom.formats.hdf5_open import descriptor, hdf5_trouble
+from legroom.formats.hdf5_external import ExternalFiles, link_of
+from legroom.formats.hdf5_open import descriptor, hdf5_errors
 from legroom.formats.protocol import Lookup
 from legroom.formats.selection import Selection
-from legroom.formats.source import absolute, damaged
+from legroom.formats.source_file import absolute, damaged
 from legroom.words import say
 
 _MOST_LINKS = 1_000_000
@@ -29,7 +29,7 @@ _DEEPEST = 200  # groups inside one another: each takes a frame of Python's stac
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundNode:
     """A dataset or a group under one of its names; ``through`` are the searches for the files that links led into."""
 
     name: str
@@ -37,21 +37,23 @@ class Found:
     through: tuple[Lookup, ...] = ()
 
 
-class Walk:
+class DatasetSearch:
     """One walk through a file."""
 
-    def __init__(self, path: Path, selection: Selection, trail: Trail) -> None:
+    def __init__(self, path: Path, selection: Selection, trail: ExternalFiles) -> None:
         self._path = path
         self._selection = selection
         self._trail = trail
         self._links = self._again = 0
         self._reached: set[tuple[int, ...]] = set()
 
-    def __call__(self, file: Any) -> Iterator[Found]:
+    def __call__(self, file: Any) -> Iterator[FoundNode]:
         """Groups asked for and datasets that may be asked for, in the order of the file."""
-        yield from self._group(Found("", file), frozenset({self._identity(file)}), again=False)
+        yield from self._group(FoundNode("", file), frozenset({self._identity(file)}), again=False)
 
-    def _group(self, group: Found, above: frozenset[tuple[int, ...]], *, again: bool) -> Iterator[Found]:
+    def _group(
+        self, group: FoundNode, above: frozenset[tuple[int, ...]], *, again: bool
+    ) -> Iterator[FoundNode]:
         import h5py
 
         if len(above) > _DEEPEST:
@@ -61,7 +63,7 @@ class Walk:
                 fix=(say("name the datasets you need with keys=[…]"),),
             )
 
-        with hdf5_trouble(self._path, say("the group {name!r}", name=group.name or "/")):
+        with hdf5_errors(self._path, say("the group {name!r}", name=group.name or "/")):
             keys = list(group.node)
         for key in keys:
             name = group.name + "/" + readable(key) if group.name else readable(key)
@@ -92,12 +94,12 @@ class Walk:
                 fix=(say("name the datasets you need with keys=[…]"),),
             )
 
-    def _follow(self, group: Found, key: str | bytes, name: str) -> Found:
+    def _follow(self, group: FoundNode, key: str | bytes, name: str) -> FoundNode:
         import h5py
 
         through = group.through
         holder = absolute(group.node.file.filename)
-        with hdf5_trouble(self._path, say("the link {name!r}", name=name)):
+        with hdf5_errors(self._path, say("the link {name!r}", name=name)):
             try:
                 link = link_of(group.node, key)
             except TypeError:  # user-defined
@@ -105,7 +107,7 @@ class Walk:
         searches = self._trail.behind_link(group.node, link, name, holder)
         through = (*through, *searches)
         try:
-            with hdf5_trouble(self._path, say("{name!r}", name=name)):
+            with hdf5_errors(self._path, say("{name!r}", name=name)):
                 node = group.node[key]
         except Exception:
             if not isinstance(link, h5py.SoftLink | h5py.ExternalLink):
@@ -119,12 +121,12 @@ class Walk:
                 why=say("HDF5 followed it into {file}", file=node.file.filename),
                 fix=(say("try again once nobody replaces files"), say("or leave it out with keys=[…]")),
             )
-        return Found(name, node, through)
+        return FoundNode(name, node, through)
 
     def _identity(self, group: Any) -> tuple[int, ...]:
         import h5py
 
-        with hdf5_trouble(self._path, "a group"):
+        with hdf5_errors(self._path, "a group"):
             info = h5py.h5o.get_info(group.id)
             return (info.fileno, info.addr)
 

@@ -1,14 +1,14 @@
-"""What all readers share: names, checks, closing.
+"""Base class of all readers: lookup by name, argument checks, memory accounting, closing, attributes as JSON.
 
-Covers: the parts of the Reader protocol that do not depend on the format. Does not cover: any format; a
-subclass says what is in the file (``_look``) and brings arrays (``_read``) or tables (``_write``).
+To add a format, subclass BaseReader, implement the methods under "Implemented by each format", and register the class
+in detect.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,8 +16,8 @@ from typing import Any, Self
 import numpy as np
 
 from legroom.errors import UnsupportedData, UsageError
-from legroom.formats.fill import PIECE, check_out
-from legroom.formats.memory import UNLIMITED, DecodingMemory
+from legroom.formats.buffers import PIECE, check_out
+from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
 from legroom.formats.protocol import (
     ArraySpec,
     Description,
@@ -32,6 +32,8 @@ from legroom.words import say
 
 _MOST_BYTES = 1 << 50  # what a manifest may say
 _MOST_AXES = 32  # of numpy 1
+MOST_ELEMENTS = 1024
+_MOST_TEXT = 1 << 20
 
 
 class BaseReader:
@@ -189,3 +191,45 @@ class BaseReader:
             raise UsageError(
                 say("{path} was closed", path=self.path), fix=(say("open it again with open_source(path)"),)
             )
+
+
+def as_json(value: object) -> Any:
+    """The value as JSON can hold it."""
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, str):
+        return value if len(value) <= _MOST_TEXT else {"omitted": "text", "length": len(value)}
+    if isinstance(value, float):
+        return value if isfinite(value) else str(value)
+    if isinstance(value, complex):
+        return [as_json(value.real), as_json(value.imag)]
+    if isinstance(value, (bytes, bytearray)):
+        return as_json(bytes(value).decode("utf-8", "replace"))
+    if isinstance(value, np.generic):
+        return _scalar(value)
+    if isinstance(value, np.ndarray):
+        return _array(value)
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    return {"omitted": type(value).__name__}
+
+
+def _scalar(value: np.generic) -> Any:
+    if isinstance(value, np.void) and value.dtype.names:
+        return {name: as_json(value[name]) for name in value.dtype.names}
+    if isinstance(value, (np.datetime64, np.timedelta64)):
+        return str(value)
+    if isinstance(value, np.longdouble):
+        return as_json(float(value))
+    plain = value.item()
+    return {"omitted": type(value).__name__} if isinstance(plain, np.generic) else as_json(plain)
+
+
+def _array(value: np.ndarray[Any, Any]) -> Any:
+    if value.size > MOST_ELEMENTS:
+        return {"omitted": "array", "shape": list(value.shape), "dtype": str(value.dtype)}
+    if value.ndim == 0:
+        return as_json(value[()])
+    return [_array(row) if isinstance(row, np.ndarray) else as_json(row) for row in value]

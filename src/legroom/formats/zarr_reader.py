@@ -22,13 +22,11 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import LegroomError, UnsupportedData
-from legroom.formats.attributes import as_json
-from legroom.formats.base import BaseReader
-from legroom.formats.dtypes import in_memory
-from legroom.formats.fill import PIECE, Array
+from legroom.formats.base_reader import BaseReader, as_json
+from legroom.formats.buffers import PIECE, Array, native_dtype
 from legroom.formats.protocol import ArraySpec, Description, Extent, Progress, TableSpec
 from legroom.formats.selection import Selection
-from legroom.formats.source import alias, damaged, unreadable
+from legroom.formats.source_file import alias, damaged, unreadable
 from legroom.system.imports import require
 from legroom.words import say
 
@@ -94,7 +92,7 @@ class ZarrReader(BaseReader):
                     say("or store fixed-length strings"),
                 ),
             )
-        return ArraySpec(name, tuple(node.shape), in_memory(dtype), as_json(node.attrs.asdict()))
+        return ArraySpec(name, tuple(node.shape), native_dtype(dtype), as_json(node.attrs.asdict()))
 
     def _library_errors(self, doing: str) -> AbstractContextManager[None]:
         return _trouble(self.path, doing)

@@ -1,13 +1,18 @@
-"""Several arrays in an .npz file: a zip archive of .npy members.
+"""Read .npy files (one array) and .npz files (a zip archive of .npy members).
 
-Covers: stored members (read raw, by threads) and deflated ones (inflated as they stream), checked against
-the archive's own checksums. Does not cover: members that are no arrays, which are left out, encrypted
-members and arrays of Python objects, which are refused.
+Reads all header versions, both byte orders, C and Fortran order, records, and stored or deflated members, whose CRC-32
+is verified. Refuses arrays of Python objects and encrypted members; ignores members that are not arrays.
+
+The header is a Python literal. It is parsed with ``ast.literal_eval`` under a limit on its length, and type strings
+are matched against those that numpy writes before numpy sees them. So no file can name an object type or run code.
 """
 
 from __future__ import annotations
 
+import ast
+import re
 import struct
+import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,18 +22,62 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import SourceError, UnsupportedData
-from legroom.formats.base import BaseReader
-from legroom.formats.dtypes import in_memory
-from legroom.formats.fill import PIECE, Take, bytes_of, copy_raw, fill_in_order
+from legroom.formats.base_reader import BaseReader
+from legroom.formats.buffers import PIECE, Take, bytes_of, copy_raw, fill_in_order, native_dtype, sequential
 from legroom.formats.inflate import zlib_module
-from legroom.formats.npy import is_raw
-from legroom.formats.npy_header import NpyHeader, read_header
 from legroom.formats.protocol import ArraySpec, Checksum, Description, Extent, Progress
 from legroom.formats.selection import Selection
-from legroom.formats.source import SourceFile, damaged, wrong_checksum
+from legroom.formats.source_file import SourceFile, damaged, wrong_checksum
 from legroom.words import say
 
+NAME = "array"  # a .npy file has no name for the one thing it holds
 _ENCRYPTED, _UTF8 = 0x1, 0x800
+NPY_MAGIC = b"\x93NUMPY"
+_MOST_HEADER = 1 << 18
+_TYPE = re.compile(r"[<>|=]?(?:[?bBhHiIlLqQefdgFDG]|[biufcSUV][0-9]{1,9}|[Mm]8(?:\[[0-9A-Za-zμ/]{0,20}\])?)")
+
+
+def is_raw(header: NpyHeader) -> bool:
+    """Whether the bytes lie in the file as they will lie in memory."""
+    fortran = header.fortran and len(header.shape) > 1
+    return not fortran and header.dtype == native_dtype(header.dtype)
+
+
+class NpyReader(BaseReader):
+    """A .npy file: one array."""
+
+    def __init__(self, path: Path, selection: Selection) -> None:
+        super().__init__(path, selection)
+        self._file = SourceFile(path)
+        try:
+            self._header = read_header(self._file.read_at, path, NAME)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _look(self) -> Description:
+        spec = ArraySpec(NAME, self._header.shape, native_dtype(self._header.dtype))
+        self.selection.check([NAME], [NAME], self.path)
+        self._file.require(self._header.size, spec.nbytes)
+        return Description("npy", (spec,), {}, (self.path,))
+
+    def _extent(self, spec: ArraySpec) -> Extent | None:
+        return Extent(self.path, self._header.size, spec.nbytes) if is_raw(self._header) else None
+
+    def _read(self, spec: ArraySpec, out: np.ndarray[Any, Any], progress: Progress) -> None:
+        header = self._header
+        if is_raw(header):
+            copy_raw(self._file, header.size, out, progress)
+        else:
+            take = sequential(self._file, header.size)
+            fill_in_order(take, out, header.dtype, header.fortran, progress)
+
+    def descriptors(self) -> list[int]:
+        """Of its file."""
+        return [self._file.fileno()]
+
+    def _close(self) -> None:
+        self._file.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +109,7 @@ class NpzReader(BaseReader):
             name: self._member(name, info, starts[info.filename]) for name, info in taken.items()
         }
         specs = tuple(
-            ArraySpec(name, member.header.shape, in_memory(member.header.dtype))
+            ArraySpec(name, member.header.shape, native_dtype(member.header.dtype))
             for name, member in self._members.items()
         )
         for spec in specs:
@@ -117,7 +166,7 @@ class NpzReader(BaseReader):
 
     def _read(self, spec: ArraySpec, out: np.ndarray[Any, Any], progress: Progress) -> None:
         member = self._members[spec.name]
-        crc = _Checksum()
+        crc = _RunningCrc()
         if self._is_raw(member):
             crc.add(self._file.read_at(member.start, member.header.size))
             copy_raw(self._file, member.start + member.header.size, out, progress)
@@ -129,7 +178,7 @@ class NpzReader(BaseReader):
         if crc.value != member.info.CRC:
             raise wrong_checksum(self.path, spec.name, crc.value, member.info.CRC)
 
-    def _take(self, info: zipfile.ZipInfo, start: int, crc: _Checksum | None) -> Take:
+    def _take(self, info: zipfile.ZipInfo, start: int, crc: _RunningCrc | None) -> Take:
         """The member's bytes from its beginning, in order."""
         stream = _open_member(self._file, info, start)
 
@@ -161,7 +210,7 @@ class NpzReader(BaseReader):
         self._file.close()
 
 
-class _Checksum:
+class _RunningCrc:
     """A running CRC-32."""
 
     def __init__(self) -> None:
@@ -249,3 +298,85 @@ def _deflated(file: SourceFile, info: zipfile.ZipInfo, start: int) -> Callable[[
         return b""
 
     return read
+
+
+@dataclass(frozen=True, slots=True)
+class NpyHeader:
+    """What a .npy file says of its array."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]  # as in the file
+    fortran: bool
+    size: int  # bytes before the data
+
+
+def read_header(read: Callable[[int, int], bytes], path: Path, name: str) -> NpyHeader:
+    """Parse the header; ``read(offset, count)`` gives exactly the bytes asked for, or raises."""
+    lead = read(0, 8)
+    if lead[:6] != NPY_MAGIC:
+        raise damaged(path, say("{name!r} does not begin like a .npy array", name=name))
+    version = lead[6]
+    if version not in (1, 2, 3) or lead[7] != 0:
+        raise damaged(path, say("{name!r}: no .npy version {a}.{b} exists", name=name, a=version, b=lead[7]))
+    width = 2 if version == 1 else 4
+    length = int.from_bytes(read(8, width), "little")
+    if length > _MOST_HEADER:
+        raise damaged(path, say("{name!r}: a header of {length} bytes", name=name, length=length))
+    text = read(8 + width, length)
+    try:
+        shape, dtype, fortran = _parse(text.decode("utf-8" if version == 3 else "latin-1"))
+    except _Objects:
+        raise UnsupportedData(
+            say("{name!r} of {path} holds Python objects", name=name, path=path),
+            why=say("they are stored as a pickle, and a pickle runs code when it is read"),
+            fix=(
+                say(
+                    "save it as numbers, fixed-length strings or records: numpy.save(..., allow_pickle=False)"
+                ),
+            ),
+        ) from None
+    except Exception as problem:  # literal_eval also raises MemoryError, RecursionError and SystemError
+        raise damaged(path, say("the header of {name!r}: {problem}", name=name, problem=problem)) from problem
+    return NpyHeader(shape, dtype, fortran, 8 + width + length)
+
+
+class _Objects(Exception):
+    """The type is, or has, a Python object."""
+
+
+def _parse(text: str) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
+    header = ast.literal_eval(text.strip())
+    if not isinstance(header, dict) or set(header) != {"descr", "fortran_order", "shape"}:
+        raise ValueError(say("it is not a dictionary of descr, fortran_order and shape"))
+    shape, fortran = header["shape"], header["fortran_order"]
+    if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n <= sys.maxsize for n in shape):
+        raise ValueError(say("shape is not a tuple of lengths"))
+    if len(shape) > 32:
+        raise ValueError(say("{count} dimensions", count=len(shape)))
+    if not isinstance(fortran, bool):
+        raise ValueError(say("fortran_order is neither True nor False"))
+    _check_type(header["descr"])
+    dtype = np.lib.format.descr_to_dtype(header["descr"])
+    if dtype.hasobject:
+        raise _Objects
+    return shape, dtype, fortran
+
+
+def _check_type(descr: object, depth: int = 0) -> None:
+    """Let only what numpy itself writes through to numpy."""
+    if depth > 32:
+        raise ValueError(say("types nested too deeply"))
+    if isinstance(descr, str):
+        if descr.lstrip("<>|=").startswith("O"):
+            raise _Objects
+        if not _TYPE.fullmatch(descr):
+            raise ValueError(say("{descr!r} is no type", descr=descr))
+    elif isinstance(descr, list):
+        for field in descr:
+            if not isinstance(field, tuple) or len(field) not in (2, 3):
+                raise ValueError(say("a field is not (name, type) or (name, type, shape)"))
+            _check_type(field[1], depth + 1)
+    elif isinstance(descr, tuple) and len(descr) == 2:
+        _check_type(descr[0], depth + 1)
+    else:
+        raise ValueError(say("{descr!r} is no type", descr=descr))

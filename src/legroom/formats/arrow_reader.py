@@ -1,10 +1,11 @@
-"""The messages of an Arrow IPC file or stream, without their bodies.
+"""Read Arrow IPC files, Arrow streams and Feather version 2 as one table.
 
-Covers: how many rows there are and how many bytes each batch takes uncompressed, from the messages' headers
-and, for compressed buffers, from the length that each begins with. Does not cover: values; pyarrow reads them.
+Handles compressed batches, dictionaries and streams without an end marker. Refuses streams that replace a dictionary,
+because an IPC file holds one dictionary per column.
 
-The headers are flatbuffers. Four tables of the format are needed here (Message, RecordBatch,
-DictionaryBatch, Buffer), few enough to read them by hand; every offset is checked against the bytes there.
+Sizes come from the message headers alone; no values are read for them. The headers are flatbuffers. Only four tables
+of the format are needed (Message, RecordBatch, DictionaryBatch, Buffer), so they are parsed here; every offset is
+checked against the bytes available. Writing takes the memory of all dictionaries and of the largest batch.
 """
 
 from __future__ import annotations
@@ -12,8 +13,22 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from legroom.formats.source import SourceFile, damaged
+from legroom.errors import UnsupportedData
+from legroom.formats.protocol import ArraySpec, Description, TableSpec
+from legroom.formats.selection import Selection
+from legroom.formats.source_file import SourceFile, damaged
+from legroom.formats.table_reader import (
+    FILE_OVERHEAD,
+    TableReader,
+    arrow_errors,
+    batch_overhead,
+    buffer_count,
+    schema_bytes,
+)
+from legroom.system.imports import require
 from legroom.words import say
 
 _CONTINUATION = 0xFFFFFFFF
@@ -22,8 +37,91 @@ _MOST_HEADER = 1 << 28
 _MAGIC = b"ARROW1\0\0"
 
 
+class ArrowReader(TableReader):
+    """An Arrow IPC file or stream."""
+
+    def __init__(self, path: Path, selection: Selection) -> None:
+        super().__init__(path, selection)
+        self._is_file = self._file.size >= 8 and self._file.read_at(0, 6) == b"ARROW1"
+        self._names: list[str] = []
+        self._memory_needed = 0
+        try:
+            self._arrow = require("pyarrow", "parquet", say("Arrow IPC"))
+            with self._source() as source:
+                self._whole_schema = source.schema
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _source(self) -> Any:
+        """pyarrow's reader; a file for itself, closed with it."""
+        with arrow_errors(self.path, say("its schema")):
+            file = self._arrow.OSFile(self._file.alias, "rb")
+            opener = self._arrow.ipc.open_file if self._is_file else self._arrow.ipc.open_stream
+            return opener(file)
+
+    def _look(self) -> Description:
+        self._names = self._columns(self._whole_schema)
+        layout = read_layout(self._file)
+        if layout.replaced:
+            raise UnsupportedData(
+                say("{path} replaces a dictionary on the way", path=self.path),
+                why=say("an IPC file, which can be mapped, holds one dictionary for a column"),
+                fix=(say("rewrite it with unified dictionaries: pyarrow.Table.unify_dictionaries()"),),
+            )
+        largest = max((batch.decoding for batch in layout.batches), default=0)
+        self._memory_needed = largest + sum(batch.decoding for batch in layout.dictionaries)
+        with arrow_errors(self.path, say("its schema")):
+            spec = self._spec(self._schema(), layout.rows, self._bound(layout))
+        name = "arrow" if self._is_file else "arrow-stream"
+        return Description(name, (spec,), dict(spec.attributes), (self.path,))
+
+    def _schema(self) -> Any:
+        fields = [self._whole_schema.field(name) for name in self._names]
+        return self._arrow.schema(fields, metadata=self._whole_schema.metadata)
+
+    def _bound(self, layout: IpcLayout) -> int:
+        """The most the table takes: buffers of the columns asked for, where they can be told apart."""
+        counts = [buffer_count(part.type) for part in self._whole_schema]
+        total = sum(sum(batch.buffers) + batch.header for batch in layout.dictionaries)
+        taken = set(self._names)
+        for batch in layout.batches:
+            total += batch.header
+            if None in counts or sum(count or 0 for count in counts) != len(batch.buffers):
+                total += sum(batch.buffers)
+                continue
+            at = 0
+            for part, count in zip(self._whole_schema, counts, strict=True):
+                if part.name in taken:
+                    total += sum(batch.buffers[at : at + (count or 0)])
+                at += count or 0
+        messages = len(layout.batches) + len(layout.dictionaries)
+        overhead = batch_overhead(self._whole_schema)
+        return total + messages * overhead + schema_bytes(self._whole_schema) + FILE_OVERHEAD
+
+    def _decoding(self, spec: ArraySpec | TableSpec) -> int:
+        return self._memory_needed
+
+    def _batches(self) -> Iterator[Any]:
+        with self._source() as source:
+            for index in range(source.num_record_batches) if self._is_file else iter(int, 1):
+                with arrow_errors(self.path, say("its batches")):
+                    if self._is_file:
+                        batch = source.get_batch(index)
+                    else:
+                        try:
+                            batch = source.read_next_batch()
+                        except StopIteration:
+                            return
+                    # Offsets and indices come from the file: writing follows them.
+                    batch.validate(full=True)
+                    batch = batch.select(self._names)
+                yield batch
+                del batch  # before the next is read
+
+
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchSizes:
     """One batch of records, or one dictionary."""
 
     rows: int
@@ -39,11 +137,11 @@ class Batch:
 
 
 @dataclass(slots=True)
-class Layout:
+class IpcLayout:
     """All that the messages say."""
 
-    batches: list[Batch] = field(default_factory=list)
-    dictionaries: list[Batch] = field(default_factory=list)
+    batches: list[BatchSizes] = field(default_factory=list)
+    dictionaries: list[BatchSizes] = field(default_factory=list)
     replaced: bool = False  # a dictionary was replaced on the way
     schema: int = 0  # bytes of the schema's message
 
@@ -52,9 +150,9 @@ class Layout:
         return sum(batch.rows for batch in self.batches)
 
 
-def read_layout(file: SourceFile) -> Layout:
+def read_layout(file: SourceFile) -> IpcLayout:
     """Walk over the messages of a file or a stream, skipping the bodies."""
-    layout = Layout()
+    layout = IpcLayout()
     known: set[int] = set()
     try:
         for kind, header, body in _messages(file):
@@ -151,7 +249,7 @@ def _messages(file: SourceFile) -> Iterator[tuple[_Message, int, int]]:
         at += body
 
 
-def _batch(file: SourceFile, header: int, table: _Table, body: int) -> Batch:
+def _batch(file: SourceFile, header: int, table: _Table, body: int) -> BatchSizes:
     rows = table.number(0, "<q", 0)
     if rows < 0:
         raise ValueError(say("{rows} rows", rows=rows))
@@ -168,4 +266,4 @@ def _batch(file: SourceFile, header: int, table: _Table, body: int) -> Batch:
             if length < 0:
                 raise ValueError(say("a buffer of {length} bytes", length=length))
         sizes.append(length)
-    return Batch(rows, tuple(sizes), header, stored, compressed)
+    return BatchSizes(rows, tuple(sizes), header, stored, compressed)

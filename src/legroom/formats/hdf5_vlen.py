@@ -1,12 +1,12 @@
-"""HDF5 strings and sequences of variable length, as one array of offsets and one of values.
+"""Read HDF5 strings and sequences of variable length as one array of offsets and one of values.
 
-Covers: the lengths of all rows without their content, and the content of all rows. Does not cover: rows that
-hold rows.
+Each element of such a dataset is a reference (length, address, index) into a global heap of the file. Where the
+references can be read raw, their lengths are known without reading the heap, and threads copy the rows from it. In
+all other cases (compact and virtual datasets, uncommon filters) h5py reads the rows, a few megabytes at a time.
 
-Each element of such a dataset is a reference (length, address, index) into a heap of the file. Where the
-references can be read raw, the lengths are known without touching the heap and the rows are copied from it
-by threads, each checked against its bounds; HDF5 trusts these numbers and can crash on a damaged file.
-Everywhere else (compact and virtual datasets, rare filters) h5py reads rows, a few megabytes at a time.
+HDF5 trusts the sizes in a heap. A wrong bit, or a page of zeros after an interrupted download, makes it loop forever or
+crash. So heaps are parsed here with every number checked, and verified before HDF5 reads string attributes from them.
+Not verified: attributes stored outside their object's header, as very many or very large ones are.
 """
 
 from __future__ import annotations
@@ -19,30 +19,35 @@ from typing import Any
 
 import numpy as np
 
-from legroom.errors import UnsupportedData
-from legroom.formats.fill import PIECE, Array, bytes_of, copy_raw, in_parallel
+from legroom.errors import DamagedSource, UnsupportedData
+from legroom.formats.buffers import PIECE, Array, bytes_of, copy_raw, in_parallel
+from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
 from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks
-from legroom.formats.hdf5_heap import Heaps, Places
-from legroom.formats.hdf5_open import hdf5_trouble
-from legroom.formats.hdf5_types import Stored
-from legroom.formats.memory import UNLIMITED, DecodingMemory
+from legroom.formats.hdf5_open import hdf5_errors
+from legroom.formats.hdf5_types import StoredType
 from legroom.formats.protocol import Progress, no_progress
-from legroom.formats.source import SourceFile, damaged
+from legroom.formats.source_file import SourceFile, damaged
 from legroom.units import format_size
 from legroom.words import say
 
 _REFERENCE = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])
 _LENGTHS = 16  # bytes a row: its length and its offset
 _ORDER = 56  # bytes a row: which are filled, their addresses, sorted, summed up
+_SIGNATURE = b"GCOL"
+_HEADER = 16  # of a heap, and of each object in it
+_FIRST_READ = 4096  # the size of a heap unless an object is larger
+_CONTINUATION = 0x10
+_MOST_BLOCKS = 1000
+HeapObjects = dict[int, tuple[int, int]]  # an object's index: where it begins in the heap, how long it is
 
 
-class Rows:
+class VariableLengthRows:
     """The rows of one dataset of variable length."""
 
     def __init__(
         self,
         dataset: Any,
-        stored: Stored,
+        stored: StoredType,
         file: SourceFile | None,
         name: str,
         memory: DecodingMemory = UNLIMITED,
@@ -57,7 +62,7 @@ class Rows:
         self._path = Path(dataset.file.filename)
         self._shape = (0,) if dataset.shape is None else dataset.shape  # None: a dataset without a space
         # Asked here, once: threads must not call h5py.
-        self._heaps = Heaps(file, dataset.file.userblock_size, self._path) if file is not None else None
+        self._heaps = GlobalHeaps(file, dataset.file.userblock_size, self._path) if file is not None else None
         references = self._references()
         if references is None and stored.file_dtype != stored.dtype:
             # h5py gives the rows' bytes as they lie in the file and calls them native.
@@ -107,7 +112,7 @@ class Rows:
         file = self._file
         if file is None or self._stored.file_dtype is None or self._dataset.shape is None:
             return None
-        with hdf5_trouble(self._path, say("{name!r}", name=self._name)):
+        with hdf5_errors(self._path, say("{name!r}", name=self._name)):
             offset, chunks = self._storage()
             if offset is None and chunks is None:
                 return None
@@ -192,7 +197,7 @@ class Rows:
         heaps = self._heaps
         assert heaps is not None  # there are no references without a file to read
         here, done = None, 0
-        heap, places = b"", Places()
+        heap, places = b"", HeapObjects()
         for row, (length, address, index) in zip(rows.tolist(), references[rows].tolist(), strict=True):
             if address != here:
                 heap, places = heaps.read(address)
@@ -254,7 +259,7 @@ class Rows:
 
 def _guarded(path: Path, doing: str) -> Callable[[Callable[[], Any]], Any]:
     def read(call: Callable[[], Any]) -> Any:
-        with hdf5_trouble(path, doing):
+        with hdf5_errors(path, doing):
             return call()
 
     return read
@@ -267,3 +272,103 @@ def _has_fill(dataset: Any) -> bool:
     # Asked for, not read: a fill value of variable length is itself a reference that may be damaged.
     defined = dataset.id.get_create_plist().fill_value_defined()
     return bool(defined == h5d.FILL_VALUE_USER_DEFINED)
+
+
+class GlobalHeaps:
+    """The heaps of one file; ``base`` is where its addresses count from."""
+
+    def __init__(self, file: SourceFile, base: int, path: Path) -> None:
+        self._file = file
+        self._base = base
+        self._path = path
+
+    def read(self, address: int) -> tuple[bytes, HeapObjects]:
+        """One heap: its bytes, and where each object lies in them."""
+        start = self._base + address
+        self._file.require(start, _HEADER)
+        heap = self._file.read_at(start, min(_FIRST_READ, self._file.size - start))
+        if heap[:4] != _SIGNATURE or heap[4] != 1:
+            raise damaged(self._path, say("no heap begins at byte {start}", start=start))
+        size = int.from_bytes(heap[8:16], "little")
+        self._file.require(start, size)
+        if size > len(heap):
+            heap = self._file.read_at(start, size)
+        return heap, self._places(heap, size, start)
+
+    def _places(self, heap: bytes, size: int, start: int) -> HeapObjects:
+        places: HeapObjects = {}
+        at = _HEADER
+        while at + _HEADER <= size:
+            index = int.from_bytes(heap[at : at + 2], "little")
+            length = int.from_bytes(heap[at + 8 : at + 16], "little")
+            # Index 0 is free space, whose length counts its own header; the others are rounded up to 8.
+            step = _HEADER + (length + 7) // 8 * 8 if index else length
+            if step < _HEADER or at + step > size:
+                what = say("object {index} of the heap at byte {start}", index=index, start=start)
+                raise damaged(self._path, say("{what} has {length} bytes", what=what, length=length))
+            if index:
+                places[index] = (at + _HEADER, length)
+            at += step
+        return places
+
+    def check_attributes(self, header: int) -> None:
+        """Look over every heap that the object with its header at ``header`` refers to."""
+        seen: set[int] = set()
+        for block in self._header_blocks(header):
+            # Anything in the header that is the address of a heap is taken for a reference to it.
+            for shift in range(8):
+                words = np.frombuffer(block[shift : shift + (len(block) - shift) // 8 * 8], "<u8")
+                seen.update(words[(words > 0) & (words < self._file.size)].tolist())
+        for address in seen:
+            start = self._base + address
+            if start + 4 <= self._file.size and self._file.read_at(start, 4) == _SIGNATURE:
+                self.read(address)
+
+    def _header_blocks(self, address: int) -> Iterator[bytes]:
+        """The blocks of an object header, as far as they can be followed; HDF5 has followed them before."""
+        waiting, seen = [(address, 0)], set[int]()
+        while waiting and len(seen) < _MOST_BLOCKS:
+            at, length = waiting.pop()
+            if at in seen:
+                continue
+            seen.add(at)
+            try:
+                block, messages = self._block(at, length)
+            except (DamagedSource, IndexError):
+                continue
+            yield block
+            for kind, data in messages:
+                if kind == _CONTINUATION and len(data) >= 16:
+                    waiting.append((int.from_bytes(data[:8], "little"), int.from_bytes(data[8:16], "little")))
+
+    def _block(self, address: int, length: int) -> tuple[bytes, list[tuple[int, bytes]]]:
+        """One block and its messages; the first of a header (length 0) says itself how long it is."""
+        start = self._base + address
+        lead = self._file.read_at(start, min(64, self._file.size - start))
+        if lead[:4] == b"OHDR":
+            flags = lead[5]
+            at = 6 + (16 if flags & 0x20 else 0) + (4 if flags & 0x10 else 0)
+            width = 1 << (flags & 3)
+            length = int.from_bytes(lead[at : at + width], "little")
+            block = self._file.read_at(start + at + width, length)
+            return block, list(_messages(block, 0, 6 if flags & 4 else 4))
+        if lead[:4] == b"OCHK":
+            block = self._file.read_at(start, length)
+            # Whether messages carry their order is said in the first block only: try without, then with.
+            return block, [*_messages(block, 4, 4), *_messages(block, 4, 6)]
+        if length == 0:
+            length = int.from_bytes(lead[8:12], "little")
+            start += 16
+        block = self._file.read_at(start, length)
+        return block, list(_messages(block, 0, 8))
+
+
+def _messages(block: bytes, at: int, head: int) -> Iterator[tuple[int, bytes]]:
+    """(type, data) of each message; headers of 8 bytes have types of two, the newer ones of one."""
+    old = head == 8
+    while at + head <= len(block):
+        kind = int.from_bytes(block[at : at + (2 if old else 1)], "little")
+        first = at + (2 if old else 1)
+        size = int.from_bytes(block[first : first + 2], "little")
+        yield kind, block[at + head : at + head + size]
+        at += head + size

@@ -1,10 +1,7 @@
-"""Filling buffers that are given: checks, pieces, threads, byte order and Fortran order.
+"""Fill arrays given by the caller: checks, pieces, threads, byte order and Fortran order.
 
-Covers: what every reader of raw bytes needs between a file and ``out``. Does not cover: where the bytes
-come from (a callable) or decompression.
-
-Threads are started and ended within one call, and progress is told from the calling thread alone: nothing
-here survives a fork or needs a lock around a progress line.
+Threads start and end within one call, and ``progress`` is called from the calling thread only. So nothing here survives
+a fork, and progress callbacks need no lock.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import numpy as np
 
 from legroom.errors import UsageError
 from legroom.formats.protocol import ArraySpec, Progress
-from legroom.formats.source import SourceFile
+from legroom.formats.source_file import SourceFile
 from legroom.system.cpus import usable_cpus
 from legroom.words import say
 
@@ -26,6 +23,7 @@ _MOST_THREADS = 8  # of sixteen cores' threads, more than this took longer for c
 
 Array = np.ndarray[Any, Any]
 Take = Callable[[memoryview], None]  # fills the view with the next bytes of the file
+DType = np.dtype[Any]
 
 
 def check_out(spec: ArraySpec, out: Array) -> None:
@@ -77,15 +75,15 @@ def in_parallel(tasks: Iterable[Callable[[], int]], progress: Progress) -> None:
             for task in tasks:
                 running.add(pool.submit(task))
                 if len(running) >= 3 * count:
-                    running = _settle(running, progress)
+                    running = _report_finished(running, progress)
             while running:
-                running = _settle(running, progress)
+                running = _report_finished(running, progress)
         finally:
             for future in running:
                 future.cancel()
 
 
-def _settle(running: set[Future[int]], progress: Progress) -> set[Future[int]]:
+def _report_finished(running: set[Future[int]], progress: Progress) -> set[Future[int]]:
     done, rest = wait(running, return_when=FIRST_COMPLETED)
     for future in done:
         progress(future.result())
@@ -146,7 +144,7 @@ def _convert(take: Take, target: Array, file_dtype: np.dtype[Any], progress: Pro
         progress(part.nbytes)
 
 
-def one_after_another(file: SourceFile, offset: int) -> Take:
+def sequential(file: SourceFile, offset: int) -> Take:
     """The bytes of a file from ``offset`` on, in order."""
     position = offset
 
@@ -156,3 +154,28 @@ def one_after_another(file: SourceFile, offset: int) -> Take:
         position += len(view)
 
     return take
+
+
+def native_dtype(dtype: DType) -> DType:
+    """The same values in native byte order; offsets and padding of records are kept, metadata is not.
+
+    Metadata would be lost, with a warning, by anyone who saves the array.
+    """
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return np.dtype((native_dtype(base), shape))
+    if dtype.names is None or dtype.fields is None:
+        return (
+            np.dtype(dtype.newbyteorder("=").str)
+            if dtype.kind != "V"
+            else np.dtype((np.void, dtype.itemsize))
+        )
+    fields = [dtype.fields[name] for name in dtype.names]
+    return np.dtype(
+        {
+            "names": list(dtype.names),
+            "formats": [native_dtype(field[0]) for field in fields],
+            "offsets": [field[1] for field in fields],
+            "itemsize": dtype.itemsize,
+        }
+    )

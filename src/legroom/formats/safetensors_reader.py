@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import UnsupportedData
-from legroom.formats.base import BaseReader
-from legroom.formats.dtypes import in_memory
-from legroom.formats.fill import copy_raw, fill_in_order, one_after_another
+from legroom.formats.base_reader import BaseReader
+from legroom.formats.buffers import copy_raw, fill_in_order, native_dtype, sequential
 from legroom.formats.protocol import ArraySpec, Description, Extent, Progress
 from legroom.formats.selection import Selection
-from legroom.formats.source import SourceFile, damaged
+from legroom.formats.source_file import SourceFile, damaged
 from legroom.words import say
 
 MOST_HEADER = 100_000_000  # the format's own limit
@@ -118,7 +117,7 @@ class SafetensorsReader(BaseReader):
                 ),
             )
         notes = {"safetensors_dtype": kind} if kind in _BITS else {}
-        return ArraySpec(name, tuple(shape), in_memory(dtype), notes)
+        return ArraySpec(name, tuple(shape), native_dtype(dtype), notes)
 
     def _file_dtype(self, spec: ArraySpec) -> np.dtype[Any]:
         return spec.dtype.newbyteorder("<")
@@ -133,7 +132,7 @@ class SafetensorsReader(BaseReader):
         if self._extent(spec) is not None:
             copy_raw(self._file, offset, out, progress)
         else:
-            fill_in_order(one_after_another(self._file, offset), out, self._file_dtype(spec), False, progress)
+            fill_in_order(sequential(self._file, offset), out, self._file_dtype(spec), False, progress)
 
     def descriptors(self) -> list[int]:
         """Of its file."""

@@ -1,0 +1,261 @@
+"""Base class of the readers of tables (Parquet, Arrow IPC): choose columns, write an uncompressed Arrow IPC file.
+
+Also computes upper bounds of what Arrow types take in an IPC file. Disk space and memory are reserved by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from legroom.errors import LegroomError, UnsupportedData
+from legroom.formats.base_reader import BaseReader, as_json
+from legroom.formats.protocol import ArraySpec, Extent, Progress, TableSpec, no_progress
+from legroom.formats.selection import Selection, column_names
+from legroom.formats.source_file import SourceFile, damaged, unreadable
+from legroom.system.imports import require
+from legroom.words import say
+
+NAME = "table"  # the file has no name for the one table it holds
+_SILENT = {b"ARROW:schema"}  # the schema itself, encoded
+FILE_OVERHEAD = 4096  # magic numbers, end marks, and slack
+_BUFFER = 16 + 64 + 16  # its place in the header, the padding after it, one offset more than rows
+_BATCH = 512 + 24 + 64  # a message's frame, its block in the footer, padding
+
+
+class TableReader(BaseReader):
+    """A file that is one table."""
+
+    def __init__(self, path: Path, selection: Selection) -> None:
+        super().__init__(path, selection)
+        self._file = SourceFile(path)
+
+    def _library_errors(self, doing: str) -> AbstractContextManager[None]:
+        return arrow_errors(self.path, doing)
+
+    def _batches(self) -> Iterator[Any]:
+        """Record batches with the columns asked for, checked so that writing them is safe."""
+        raise NotImplementedError
+
+    def _columns(self, schema: Any) -> list[str]:
+        """The columns asked for, by their own names or below ``table``, which alone means all."""
+        with arrow_errors(self.path, say("the names of its columns")):
+            names: list[str] = schema.names
+        double = {name for name in names if names.count(name) > 1}
+        if double:
+            raise UnsupportedData(
+                say("{path} has two columns named {name!r}", path=self.path, name=min(double)),
+                why=say("a table is a mapping of names to columns"),
+                fix=(say("rename one of them"),),
+            )
+        taken = self.selection.columns(NAME, names)
+        self.selection.check(column_names(NAME, taken), names, self.path)
+        return taken
+
+    def _spec(self, schema: Any, rows: int, nbytes: int) -> TableSpec:
+        metadata = schema.metadata or {}
+        notes = {as_json(key): as_json(value) for key, value in metadata.items() if key not in _SILENT}
+        return TableSpec(NAME, rows, {part.name: str(part.type) for part in schema}, nbytes, notes)
+
+    def _read(self, spec: ArraySpec, out: Any, progress: Progress) -> None:
+        raise NotImplementedError  # no arrays here; BaseReader refuses before this
+
+    def _extent(self, spec: ArraySpec) -> Extent | None:
+        raise NotImplementedError
+
+    def _write(self, spec: TableSpec, path: Path, progress: Progress, ask: Progress) -> int:
+        rows, taken = write_ipc(self._schema(), self._batches(), path, spec.nbytes, progress, self.path, ask)
+        if rows != spec.rows:
+            raise damaged(
+                self.path, say("{rows} rows where {promised} were promised", rows=rows, promised=spec.rows)
+            )
+        return taken
+
+    def _schema(self) -> Any:
+        raise NotImplementedError
+
+    def descriptors(self) -> list[int]:
+        """Of its file."""
+        return [self._file.fileno()]
+
+    def _close(self) -> None:
+        # What decoding freed stays with Arrow's allocator otherwise, and whoever builds an entry goes on to train.
+        require("pyarrow", "parquet", say("tables")).default_memory_pool().release_unused()
+        self._file.close()
+
+
+def write_ipc(
+    schema: Any,
+    batches: Iterable[Any],
+    path: Path,
+    most: int,
+    progress: Progress,
+    source: Path,
+    ask: Progress = no_progress,
+) -> tuple[int, int]:
+    """Write batches as an uncompressed Arrow IPC file; returns its rows and bytes.
+
+    Room was reserved for ``most`` bytes: a file whose metadata promised less than it holds is damaged.
+    """
+    arrow = require("pyarrow", "parquet", say("tables"))
+    options = arrow.ipc.IpcWriteOptions(compression=None, emit_dictionary_deltas=True)
+    rows = told = 0
+    with arrow.OSFile(str(path), "wb") as sink:
+        with arrow.ipc.new_file(sink, schema, options=options) as writer:
+            for batch in batches:
+                ask(batch.nbytes)
+                writer.write_batch(batch)
+                rows += batch.num_rows
+                del batch  # before the next is read: one at a time is what was counted
+                if sink.tell() > most:
+                    raise damaged(
+                        source, say("it holds more than the {most} bytes its metadata promise", most=most)
+                    )
+                progress(sink.tell() - told)
+                told = sink.tell()
+        taken = sink.tell()
+    progress(taken - told)
+    return rows, taken
+
+
+@contextmanager
+def arrow_errors(path: Path, doing: str) -> Iterator[None]:
+    """Turn whatever pyarrow says about a file that breaks its rules into one error."""
+    try:
+        yield
+    except (LegroomError, MemoryError):
+        raise
+    except Exception as problem:
+        text = (str(problem).splitlines() or [type(problem).__name__])[0]
+        if isinstance(problem, OSError) and problem.errno:  # of the system: it proves nothing about the file
+            raise unreadable(path, problem) from problem
+        if "launch worker thread" in text:
+            raise MemoryError(text) from problem
+        arrow = require("pyarrow", "parquet", say("tables"))
+        if isinstance(problem, arrow.ArrowNotImplementedError):
+            raise UnsupportedData(
+                say("{path} cannot be read: {doing}", path=path, doing=doing),
+                why=text,
+                fix=(say("leave the column out: name those you need with keys=[…]"),),
+            ) from problem
+        raise damaged(path, say("{doing}: {text}", doing=doing, text=text)) from problem
+
+
+def batch_overhead(schema: Any) -> int:
+    """What a batch takes beside its buffers' bytes, at most."""
+    fields = sum(1 for part in schema for _ in every_type(part.type))
+    return _BATCH + fields * (16 + 3 * _BUFFER)
+
+
+def schema_bytes(schema: Any) -> int:
+    """What the schema takes: once at the beginning, once in the footer."""
+    return 2 * int(schema.serialize().size)
+
+
+def every_type(kind: Any) -> Iterator[Any]:
+    """The type and all types within it."""
+    yield kind
+    for child in children(kind):
+        yield from every_type(child)
+
+
+def children(kind: Any) -> list[Any]:
+    """The types a nested type is made of."""
+    types = require("pyarrow", "parquet", say("Arrow data")).types
+    if isinstance(kind, require("pyarrow", "parquet", say("Arrow data")).BaseExtensionType):
+        return [kind.storage_type]
+    if types.is_dictionary(kind):
+        return []
+    return [kind.field(index).type for index in range(kind.num_fields)]
+
+
+def without_dictionaries(kind: Any) -> Any:
+    """The type without dictionaries: an IPC file allows one dictionary a column, and row groups have many."""
+    arrow = require("pyarrow", "parquet", say("Arrow data"))
+    if arrow.types.is_dictionary(kind):
+        return without_dictionaries(kind.value_type)
+    if arrow.types.is_struct(kind):
+        return arrow.struct([part.with_type(without_dictionaries(part.type)) for part in kind])
+    for test, make in ((arrow.types.is_list, arrow.list_), (arrow.types.is_large_list, arrow.large_list)):
+        if test(kind):
+            return make(kind.value_field.with_type(without_dictionaries(kind.value_type)))
+    return kind
+
+
+def buffer_count(kind: Any) -> int | None:
+    """How many buffers a column of that type has in an IPC batch; None where it depends on the data."""
+    types = require("pyarrow", "parquet", say("Arrow data")).types
+    if types.is_union(kind) or types.is_run_end_encoded(kind) or "view" in str(kind):
+        return None
+    inner = [buffer_count(child) for child in children(kind)]
+    if None in inner:
+        return None
+    below = sum(count or 0 for count in inner)
+    if isinstance(kind, require("pyarrow", "parquet", say("Arrow data")).BaseExtensionType):
+        return below
+    if types.is_null(kind):
+        return 0
+    if types.is_struct(kind) or types.is_fixed_size_list(kind):
+        return 1 + below
+    if types.is_nested(kind):  # lists, large lists, maps: validity and offsets
+        return 2 + below
+    varying = types.is_string(kind) or types.is_binary(kind) or types.is_large_string(kind)
+    return 3 if varying or types.is_large_binary(kind) else 2
+
+
+@dataclass(frozen=True, slots=True)
+class LeafColumn:
+    """What is known of one stored column: entries, and bytes where they vary (None: not known)."""
+
+    entries: int
+    data: int | None
+
+
+def column_bound(kind: Any, leaves: Iterator[LeafColumn]) -> int | None:
+    """The most bytes that a column of ``kind`` takes; draws its leaves in order. None: cannot be told.
+
+    No level of a nested column has more elements than its leaf has entries, for every element shows as at
+    least one; only fixed-size lists multiply, a missing one takes its whole room.
+    """
+    taken, _ = _column_bound(kind, leaves, 1)
+    return taken
+
+
+def _column_bound(kind: Any, leaves: Iterator[LeafColumn], times: int) -> tuple[int | None, int]:
+    """(bytes, entries)."""
+    arrow = require("pyarrow", "parquet", say("Arrow data"))
+    types = arrow.types
+    if isinstance(kind, arrow.BaseExtensionType):
+        return _column_bound(kind.storage_type, leaves, times)
+    if types.is_nested(kind):
+        inner = times * kind.list_size if types.is_fixed_size_list(kind) else times
+        parts = [_column_bound(child, leaves, max(1, inner)) for child in children(kind)]
+        if not parts or any(part is None for part, _ in parts):
+            return None, 0
+        entries = max(count for _, count in parts)
+        own = _validity(entries * times) + (0 if types.is_struct(kind) else 8 * (entries * times + 1))
+        return sum(part or 0 for part, _ in parts) + own, entries
+    leaf = next(leaves)
+    count = leaf.entries * times
+    if types.is_null(kind):
+        return 0, leaf.entries
+    width = _bits(kind)
+    if width is not None:
+        return (count * width + 7) // 8 + _validity(count), leaf.entries
+    if leaf.data is None:
+        return None, leaf.entries
+    return leaf.data + 16 * (count + 1) + _validity(count), leaf.entries  # offsets of 4 or 8, views of 16
+
+
+def _validity(count: int) -> int:
+    return (count + 7) // 8
+
+
+def _bits(kind: Any) -> int | None:
+    try:
+        return int(kind.bit_width)
+    except ValueError:  # strings and bytes
+        return None
