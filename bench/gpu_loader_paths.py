@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import legroom
 from gpu_loader_rig import DEVICE, ROW, Bench, Contender, clocked, epochs, loop, on_path, repeated
-from legroom.loader.cuda.driver import Driver, Refused, open_driver
+from legroom.loader.batches.cuda_driver import CudaRefused, Driver, open_driver
 
 SIZES = (64, 256, 1024)
 CARD_SIZES = (*SIZES, 2048)
@@ -237,7 +237,7 @@ def _refusing(name: str) -> Iterator[None]:
     """CUDA refuses one thing for a while."""
 
     def refuse(*_: object) -> None:
-        raise Refused("refused by the benchmark")
+        raise CudaRefused("refused by the benchmark")
 
     before = getattr(Driver, name)
     setattr(Driver, name, refuse)

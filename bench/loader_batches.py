@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import legroom
 from cache_rig import Bench
-from legroom.loader.rows import batches as batches_module
-from legroom.loader.rows.order import permutation
+from legroom.loader.batches import batch_iterator as batches_module
+from legroom.loader.sampling import permutation
 from measure import RESULTS, Row, alternate, as_json, best, in_words, machine, places, save, show, spreads
 
 PAGE = 4096

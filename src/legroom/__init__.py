@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from legroom import gpu
     from legroom.budget.planning import plan
     from legroom.errors import LegroomError
+    from legroom.loader.batches.open_data import open
     from legroom.loader.collate import collate
     from legroom.loader.dataloader import DataLoader
-    from legroom.loader.open import open
     from legroom.loader.preflight import check
-    from legroom.loader.stream.door import stream
+    from legroom.loader.stream.stream_dataset import stream
     from legroom.loader.tune.tuning import tune
     from legroom.model import Box
     from legroom.monitor.script import watch
@@ -51,9 +51,9 @@ _HOMES = {
     "Box": "legroom.model",
     "LegroomError": "legroom.errors",
     "gpu": "legroom.gpu",
-    "open": "legroom.loader.open",
+    "open": "legroom.loader.batches.open_data",
     "snapshot": "legroom.probe.snapshot",
-    "stream": "legroom.loader.stream.door",
+    "stream": "legroom.loader.stream.stream_dataset",
     "tune": "legroom.loader.tune.tuning",
     "watch": "legroom.monitor.script",
 }

@@ -40,7 +40,7 @@ ALLOWED = {
     "loader/measure/trial.py: no space left on device": "the system's words",
     "loader/measure/trial.py: unable to resize file": "torch's words",
     "cache/dataset.py: The given NumPy array": "torch's warning, to be silenced",
-    "loader/cuda/resident.py: The given NumPy array": "torch's warning, to be silenced",
+    "loader/batches/cuda_resident.py: The given NumPy array": "torch's warning, to be silenced",
     "loader/dataloader.py: torch's DataLoader, with": "the docstring of a class that is made when it is asked for",
     "monitor/tui.py: \nScreen {": "a style sheet",
     "rescue/inject/sitecustomize.py: legroom: ": "said where legroom itself could not be imported",

@@ -19,12 +19,11 @@ import numpy as np
 import pytest
 
 from legroom.errors import NoRoom, UsageError
-from legroom.loader.cuda import driver as cuda_driver
-from legroom.loader.cuda import staged as cuda_staged
-from legroom.loader.cuda.driver import Driver, Refused
-from legroom.loader.cuda.keep import KEEP
-from legroom.loader.cuda.lane import STEPS_AHEAD
-from legroom.loader.cuda.ways import open_gatherer
+from legroom.loader.batches import cuda_driver
+from legroom.loader.batches import cuda_pinned as cuda_staged
+from legroom.loader.batches.cuda_driver import CudaRefused, Driver
+from legroom.loader.batches.cuda_gather import RESOURCES, STEPS_AHEAD
+from legroom.loader.batches.transfer_path import open_gatherer
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
@@ -72,11 +71,11 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield memory
     # A loop that was left early may still have a thread that fills its next batch, and with it the arrays.
     deadline = time.monotonic() + 10
-    while gc.collect() is not None and len(KEEP) and time.monotonic() < deadline:
+    while gc.collect() is not None and len(RESOURCES) and time.monotonic() < deadline:
         time.sleep(0.01)
     shutil.rmtree(memory)
     shutil.rmtree(disk)
-    assert len(KEEP) == 0
+    assert len(RESOURCES) == 0
 
 
 @pytest.fixture
@@ -137,7 +136,7 @@ def test_registering_refused_by_cuda_itself(shared: Any, monkeypatch: pytest.Mon
 
 def test_page_locking_refused(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise Refused("refused by the test")
+        raise CudaRefused("refused by the test")
 
     monkeypatch.setattr(Driver, "register", refuse)
     monkeypatch.setattr(Driver, "pinned", refuse)
@@ -184,7 +183,7 @@ def test_more_words_than_32_bits_count() -> None:
             gatherer.close()
         del gatherer, wide
         gc.collect()
-    assert len(KEEP) == 0
+    assert len(RESOURCES) == 0
 
 
 # The order of things on the GPU.
@@ -303,7 +302,7 @@ def test_registered_once_and_let_go_with_the_data(stores: Path, source: Path) ->
         next(iter(third))
         del third
         gc.collect()
-        assert "r--s" not in entry_maps() and len(KEEP) == 0
+        assert "r--s" not in entry_maps() and len(RESOURCES) == 0
         assert batch["labels"].sum() >= 0
 
 
@@ -315,7 +314,7 @@ def test_nothing_is_left_registered_when_one_array_is_refused(
     def second_fails(driver: Driver, address: int, length: int) -> None:
         calls.append(address)
         if len(calls) == 2:
-            raise Refused("refused by the test")
+            raise CudaRefused("refused by the test")
         real(driver, address, length)
 
     monkeypatch.setattr(Driver, "register", second_fails)
@@ -430,7 +429,7 @@ def test_page_locked_memory_is_given_back(stores: Path, source: Path) -> None:
         for _ in batches:
             pass
         staged = batches._gatherer
-        assert isinstance(staged, cuda_staged.StagedGatherer)
+        assert isinstance(staged, cuda_staged.PinnedGatherer)
         assert all(buffer._bytes.is_pinned() for buffer in staged._buffers)
         staged.close()
         with pytest.raises(UsageError, match="closed"):

@@ -26,10 +26,10 @@ import torch._dynamo  # which the first optimizer imports: a second in every tra
 from torch.nn.functional import cross_entropy
 
 import legroom
+import legroom.loader.batches.batch_iterator
+import legroom.loader.batches.open_data
 import legroom.loader.dataloader
-import legroom.loader.open
-import legroom.loader.rows.batches
-import legroom.loader.stream.door
+import legroom.loader.stream.stream_dataset
 from legroom.integrations import checkpoint
 
 FEATURES = [f"c{number}" for number in range(8)]

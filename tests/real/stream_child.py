@@ -18,7 +18,7 @@ import pyarrow.compute
 import pyarrow.dataset
 import pyarrow.parquet as pq
 
-from legroom.loader.stream.door import stream
+from legroom.loader.stream.stream_dataset import stream
 
 
 def resident(name: str) -> int:

@@ -55,7 +55,7 @@ def load(
     as_json: bool,
 ) -> None:
     """Load files into the cache."""
-    from legroom.loader.open import open as open_data
+    from legroom.loader.batches.open_data import open as open_data
 
     names = [name.strip() for name in keys.split(",") if name.strip()] if keys else None
     loaded: list[dict[str, Any]] = []

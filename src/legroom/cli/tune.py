@@ -82,7 +82,7 @@ def command(
     Loads a few samples and one batch in a child process, in under five seconds. Exits 1 if nothing fits.
     """
     from legroom.budget.zero import Shape, zero_rows
-    from legroom.loader.tune import named_tuning as tuning
+    from legroom.loader.tune import tuning
     from legroom.probe.host import Host
     from legroom.probe.memory import memory, ram_pool
 

@@ -23,8 +23,8 @@ from typing import Any, Literal
 from legroom.errors import LegroomError
 from legroom.gpu.rank_consensus import RankConsensus
 from legroom.integrations.checkpoint import HORIZON, CheckpointSchedule, disk_full
-from legroom.loader.rows.ranks import process_group, rank_and_world
-from legroom.loader.tune.transport import Kind
+from legroom.loader.measure.transport import LoaderKind
+from legroom.loader.ranks import process_group, rank_and_world
 from legroom.loader.tune.tuning import tune
 from legroom.model import Alarm, Pool, Settings
 from legroom.monitor.script import Watch, watch
@@ -215,7 +215,7 @@ def retune(
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if not isinstance(size, int):
         return None, say("not tuned: the loader has no batch size of its own")
-    kind: Kind = "legroom" if hasattr(loader, "memory_budget") else "torch"
+    kind: LoaderKind = "legroom" if hasattr(loader, "memory_budget") else "torch"
     _, world = rank_and_world(None, None, os.environ, process_group())
     try:
         found = tune(

@@ -25,7 +25,7 @@ from typing import Any
 
 from legroom.errors import UsageError
 from legroom.integrations.guard import Guard
-from legroom.loader.rows.ranks import process_group
+from legroom.loader.ranks import process_group
 from legroom.model import Settings
 from legroom.system.imports import require
 from legroom.words import say

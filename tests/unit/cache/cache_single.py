@@ -14,7 +14,7 @@ import numpy as np
 import legroom
 from legroom.cache import build, dataset, prefault, steps  # noqa: F401  (a bare process has the code loaded)
 from legroom.formats import npy_reader  # noqa: F401
-from legroom.loader.open import open as _open  # noqa: F401
+from legroom.loader.batches.open_data import open as _open  # noqa: F401
 
 
 def private() -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from legroom.loader.open import Data, open
+from legroom.loader.batches.open_data import Data, open
 
 ROWS = 97
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from legroom.loader.cuda.driver import Refused
+from legroom.loader.batches.cuda_driver import CudaRefused
 
 
 class FakeEvent:
@@ -82,7 +82,7 @@ class FakeDriver:
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         if "pinned" in self.refuse or f"pinned {nbytes}" in self.refuse:
-            raise Refused("out of memory (2)")
+            raise CudaRefused("out of memory (2)")
         self.pinned_sizes.append(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8)
 
@@ -94,18 +94,18 @@ class FakeDriver:
 
     def register(self, address: int, length: int) -> None:
         if "register" in self.refuse:
-            raise Refused("operation not permitted (800)")
+            raise CudaRefused("operation not permitted (800)")
         assert address not in self.registered
         self.registered[address] = length
 
     def unregister(self, address: int) -> None:
         if "unregister" in self.refuse:
-            raise Refused("invalid argument (1)")
+            raise CudaRefused("invalid argument (1)")
         del self.registered[address]
 
     def window(self, address: int, words: int, width: int) -> torch.Tensor:
         if "window" in self.refuse:
-            raise Refused("torch does not see registered memory in place")
+            raise CudaRefused("torch does not see registered memory in place")
         start = next(base for base, length in self.registered.items() if base <= address < base + length)
         assert address + words * width <= start + self.registered[start]
         kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]

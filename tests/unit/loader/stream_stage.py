@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 
-from legroom.loader.stream import dataset as stream_dataset
-from legroom.loader.stream import step as stream_step
+from legroom.loader.stream import stream_dataset
+from legroom.loader.stream import stream_memory as stream_step
 
 
 def table(first: int, rows: int) -> pa.Table:

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import legroom
 from legroom.errors import MissingKey, MissingPackage, UnsupportedData, UsageError
-from legroom.loader.open import Data
-from legroom.loader.rows.order import permutation
+from legroom.loader.batches.open_data import Data
+from legroom.loader.sampling import permutation
 
 
 @pytest.fixture
@@ -369,7 +369,7 @@ def test_what_a_device_cannot_hold_stays_in_memory(tmp_path: Path, monkeypatch: 
         told.append((sorted(columns), entry.backing, device, resident, sorted(files)))
         return Device()
 
-    monkeypatch.setattr("legroom.loader.cuda.ways.open_gatherer", opened)
+    monkeypatch.setattr("legroom.loader.batches.transfer_path.open_gatherer", opened)
     data = plain(tmp_path, monkeypatch, ids=np.array([b"id"] * ROWS))
     batches = data.batches(60, device="cuda:1", resident=True)
     assert told == [(["images", "labels"], "memory", "cuda:1", True, [])]

@@ -14,8 +14,8 @@ import pytest
 import torch
 from batch_data import ROWS, flat, labels, plain
 
-from legroom.loader.open import Data
-from legroom.loader.rows.buffers import Buffers
+from legroom.loader.batches.gather import BufferPool
+from legroom.loader.batches.open_data import Data
 
 HOLDS: dict[str, Callable[[torch.Tensor], Any]] = {
     "itself": lambda tensor: tensor,
@@ -67,7 +67,7 @@ def test_memory_is_used_again(data: Data) -> None:
 
 
 def test_what_was_kept_goes_back_to_the_system() -> None:
-    buffers = Buffers(1 << 16)
+    buffers = BufferPool(1 << 16)
     kept = [buffers.take(1 << 16) for _ in range(50)]
     assert len({array.ctypes.data for array in kept}) == 50
     kept.clear()
@@ -75,7 +75,7 @@ def test_what_was_kept_goes_back_to_the_system() -> None:
 
 
 def test_buffers_outlive_their_owner() -> None:
-    buffers = Buffers(100)
+    buffers = BufferPool(100)
     array = buffers.take(100)
     array[:] = 7
     del buffers

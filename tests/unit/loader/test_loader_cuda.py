@@ -19,13 +19,11 @@ import torch
 from cuda_fake import FakeDriver
 
 from legroom.errors import NoRoom, UnsupportedData, UsageError
-from legroom.loader.cuda import driver as cuda_driver
-from legroom.loader.cuda import staged as cuda_staged
-from legroom.loader.cuda.driver import Driver, Refused, open_driver
-from legroom.loader.cuda.keep import KEEP, Keep
-from legroom.loader.cuda.lane import STEPS_AHEAD
-from legroom.loader.cuda.rows import rows_of
-from legroom.loader.cuda.ways import open_gatherer
+from legroom.loader.batches import cuda_driver
+from legroom.loader.batches import cuda_pinned as cuda_staged
+from legroom.loader.batches.cuda_driver import CudaRefused, Driver, open_driver
+from legroom.loader.batches.cuda_gather import RESOURCES, STEPS_AHEAD, ResourceCache, row_layout
+from legroom.loader.batches.transfer_path import open_gatherer
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="maps files of shared memory")
 
@@ -79,7 +77,7 @@ def stored(tmp_path: Path) -> Iterator[Stored]:
     yield found
     found.columns.clear()  # pytest holds on to fixtures
     gc.collect()
-    assert len(KEEP) == 0
+    assert len(RESOURCES) == 0
 
 
 def same(batch: dict[str, torch.Tensor], columns: dict[str, np.ndarray[Any, Any]], rows: Any) -> None:
@@ -107,7 +105,7 @@ def test_rows_come_back_as_what_they_are(name: str, shape: tuple[int, ...]) -> N
         else random.integers(0, 99, count).astype(name)
     )
     column = whole.reshape(20, *shape)
-    kind = rows_of("x", column)
+    kind = row_layout("x", column)
     words = torch.index_select(torch.from_numpy(kind.words(column)), 0, torch.as_tensor(ROWS % 20))
     assert words.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
     back = kind.restore(words)
@@ -120,7 +118,7 @@ def test_rows_come_back_as_what_they_are(name: str, shape: tuple[int, ...]) -> N
     [(196608, 128, 8), (12, 64, 4), (6, 64, 2), (105, 64, 1), (8, 4, 4), (8, 3, 1)],
 )
 def test_the_widest_integer_that_fits(nbytes: int, address: int, width: int) -> None:
-    assert rows_of("x", np.empty((2, nbytes), np.uint8)).width(address) == width
+    assert row_layout("x", np.empty((2, nbytes), np.uint8)).width(address) == width
 
 
 @pytest.mark.parametrize("dtype", ["U4", "S3", "datetime64[s]", [("a", "f4"), ("b", "i2")]])
@@ -480,7 +478,7 @@ class Array:
 
 
 def test_keeping() -> None:
-    keep, made, dropped = Keep(), [], []
+    keep, made, dropped = ResourceCache(), [], []
 
     def make() -> str:
         made.append(1)
@@ -496,13 +494,13 @@ def test_keeping() -> None:
     assert not dropped
     second.release()
     assert dropped == ["thing"] and len(keep) == 0
-    with pytest.raises(Refused):
+    with pytest.raises(CudaRefused):
         keep.use("key", Array(), refuse, dropped.append)
     assert len(keep) == 0
 
 
 def refuse() -> None:
-    raise Refused("no")
+    raise CudaRefused("no")
 
 
 # The driver, as far as it goes without a card.
@@ -565,10 +563,10 @@ def test_registering_tries_the_flags_and_leaves_no_error_behind() -> None:
     driver_on(fake).register(4096, 4096)
     assert fake.asked == [11, "kernel", 8]
     fake = FakeTorch(1, 801)
-    with pytest.raises(Refused, match=r"invalid argument \(801\)"):
+    with pytest.raises(CudaRefused, match=r"invalid argument \(801\)"):
         driver_on(fake).register(4096, 4096)
     assert fake.asked == [11, "kernel", 8, "kernel"]
-    with pytest.raises(Refused):
+    with pytest.raises(CudaRefused):
         driver_on(FakeTorch(1)).unregister(4096)
     driver_on(FakeTorch(0)).unregister(4096)
 
@@ -586,6 +584,6 @@ class Elsewhere(FakeTorch):
 def test_a_copy_in_place_of_a_view_is_noticed_at_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "_device_address", lambda address: address)
     fake = Elsewhere()
-    with pytest.raises(Refused, match="in place"):
+    with pytest.raises(CudaRefused, match="in place"):
         driver_on(fake).window(4096, 1 << 40, 8)
     assert fake.asked == [(1,)]

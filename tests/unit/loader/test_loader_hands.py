@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from legroom.loader.rows import hands
-from legroom.loader.rows.hands import Copier
+from legroom.loader.batches import gather
+from legroom.loader.batches.gather import RowCopier
 
 NDArray = np.ndarray[Any, Any]
 ROW = 1 << 18
@@ -18,9 +18,9 @@ ROW = 1 << 18
 
 @pytest.fixture(autouse=True)
 def _nothing_learnt() -> Iterator[None]:
-    hands._trials.cache_clear()
+    gather._trials.cache_clear()
     yield
-    hands._trials.cache_clear()
+    gather._trials.cache_clear()
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def source() -> NDArray:
     return np.random.default_rng(0).integers(0, 256, (16, ROW), dtype=np.uint8)
 
 
-def copied(copier: Copier, source: NDArray, rows: NDArray, **how: bool) -> bool:
+def copied(copier: RowCopier, source: NDArray, rows: NDArray, **how: bool) -> bool:
     out = np.zeros((len(rows), ROW), np.uint8)
     copier.copy(rows, out, **how)
     return bool((out == source[rows]).all())
@@ -38,8 +38,8 @@ def copied(copier: Copier, source: NDArray, rows: NDArray, **how: bool) -> bool:
 def test_whoever_copies_the_rows_are_right(
     cpus: int, source: NDArray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hands, "usable_cpus", lambda: cpus)
-    copier, draw = Copier(source), np.random.default_rng(1)
+    monkeypatch.setattr(gather, "usable_cpus", lambda: cpus)
+    copier, draw = RowCopier(source), np.random.default_rng(1)
     for count in [16, *range(1, 17), *[16] * 12]:
         assert copied(copier, source, draw.integers(0, 16, count))
 
@@ -55,12 +55,12 @@ def test_the_fastest_stays_for_every_copy_of_that_size(
         seen.append(count)
         now[0] += 1.0 if count == best else 2.0
 
-    monkeypatch.setattr(hands, "usable_cpus", lambda: 4)
-    monkeypatch.setattr(hands, "_copied", fake)
-    monkeypatch.setattr(hands, "_clock", lambda: now[0])
+    monkeypatch.setattr(gather, "usable_cpus", lambda: 4)
+    monkeypatch.setattr(gather, "_copied", fake)
+    monkeypatch.setattr(gather, "_clock", lambda: now[0])
     out = np.empty((16, ROW), np.uint8)
     for _ in range(10):  # as many loops over the data
-        copier = Copier(source)
+        copier = RowCopier(source)
         copier.copy(np.arange(16), out)
         copier.copy(np.arange(16), out)
     assert sorted(seen[:9]) == [1, 1, 1, 2, 2, 2, 4, 4, 4]
@@ -73,9 +73,9 @@ def test_one_thread_beside_a_consumer_and_for_small_batches(
     def nobody(*_: object) -> None:
         raise AssertionError("this copy was divided")
 
-    monkeypatch.setattr(hands, "_copied", nobody)
-    assert copied(Copier(source), source, np.arange(16), alone=True)
-    assert copied(Copier(source), source, np.arange(2))
+    monkeypatch.setattr(gather, "_copied", nobody)
+    assert copied(RowCopier(source), source, np.arange(16), alone=True)
+    assert copied(RowCopier(source), source, np.arange(2))
 
 
 def test_where_no_thread_is_to_be_had(source: NDArray, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,11 +83,11 @@ def test_where_no_thread_is_to_be_had(source: NDArray, monkeypatch: pytest.Monke
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(_thread, "start_new_thread", none_left)
-    monkeypatch.setattr(hands, "usable_cpus", lambda: 4)
-    assert copied(Copier(source), source, np.arange(16))
+    monkeypatch.setattr(gather, "usable_cpus", lambda: 4)
+    assert copied(RowCopier(source), source, np.arange(16))
 
 
 def test_a_threads_error_comes_out(source: NDArray, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hands, "usable_cpus", lambda: 4)
+    monkeypatch.setattr(gather, "usable_cpus", lambda: 4)
     with pytest.raises((ValueError, TypeError, IndexError)):
-        Copier(source).copy(np.arange(16), np.empty((16, ROW + 1), np.uint8))
+        RowCopier(source).copy(np.arange(16), np.empty((16, ROW + 1), np.uint8))

@@ -15,7 +15,7 @@ from legroom.errors import DatasetFailed, MissingKey, UsageError
 from legroom.loader.measure import meter
 from legroom.loader.measure.contents import contents
 from legroom.loader.measure.measuring import measure, measure_dataset
-from legroom.loader.tune.remembered import key_of
+from legroom.loader.tune.settings_history import key_of
 
 HERE = Path(__file__).parent
 IMAGE = 3 * 16 * 16 * 4

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.errors import UsageError
-from legroom.loader.rows.order import permutation
-from legroom.loader.rows.ranks import process_group, rank_and_world
-from legroom.loader.rows.share import UNEVEN, Share, Step
+from legroom.loader.ranks import process_group, rank_and_world
+from legroom.loader.sampling import UNEVEN, RankSampler, SampledBatch, permutation
 
 # What these seeds have always given. If a line here must change, every checkpoint in the world goes on elsewhere.
 GOLDEN = {
@@ -49,7 +48,7 @@ def test_seeds_and_epochs_differ_and_orders_are_even() -> None:
 def test_steps_deal_out_the_order(data: st.DataObject) -> None:
     rows, size, world = (data.draw(st.integers(low, high)) for low, high in ((0, 300), (1, 40), (1, 9)))
     uneven, drop_last = data.draw(st.sampled_from(UNEVEN)), data.draw(st.booleans())
-    shares = [Share(rows, size, drop_last, rank, world, uneven) for rank in range(world)]
+    shares = [RankSampler(rows, size, drop_last, rank, world, uneven) for rank in range(world)]
     dealt = [_places(share) for share in shares]
     assert [len(share) for share in shares] == [len(batches) for batches in dealt]
     seen = [place % rows for batches in dealt for batch in batches for place in batch]
@@ -75,7 +74,7 @@ def test_every_row_once_over_any_stops_and_worlds(data: st.DataObject) -> None:
     while True:
         world, size = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 30))
         stop_after = data.draw(st.integers(1, 6) | st.none())
-        shares = [Share(rows, size, False, rank, world, "all") for rank in range(world)]
+        shares = [RankSampler(rows, size, False, rank, world, "all") for rank in range(world)]
         after = position
         for share in shares:
             batches, reached = _dealt(share, position, stop_after)
@@ -87,11 +86,11 @@ def test_every_row_once_over_any_stops_and_worlds(data: st.DataObject) -> None:
     assert sorted(seen) == list(range(rows))
 
 
-def _places(share: Share) -> list[range]:
+def _places(share: RankSampler) -> list[range]:
     return _dealt(share, 0, None)[0]
 
 
-def _dealt(share: Share, position: int, most: int | None) -> tuple[list[range], int]:
+def _dealt(share: RankSampler, position: int, most: int | None) -> tuple[list[range], int]:
     found: list[range] = []
     while (most is None or len(found) < most) and (step := share.step(position)) is not None:
         found.append(range(step.first, step.last))
@@ -100,7 +99,7 @@ def _dealt(share: Share, position: int, most: int | None) -> tuple[list[range], 
 
 
 def test_padding_begins_again_at_the_start() -> None:
-    assert Share(5, 4, rank=1, world_size=2).step(0) == Step(3, 6, 5)  # place 5 is place 0
+    assert RankSampler(5, 4, rank=1, world_size=2).step(0) == SampledBatch(3, 6, 5)  # place 5 is place 0
 
 
 LAUNCHED = [

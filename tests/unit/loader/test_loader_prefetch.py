@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from legroom.loader.rows.prefetch import Ahead, pays
+from legroom.loader.batches.prefetch import Prefetcher, prefetch_pays
 
 NDArray = np.ndarray[Any, Any]
 
@@ -41,7 +41,7 @@ class Slow:
     def close(self) -> None: ...
 
 
-def run(ahead: Ahead, batches: int, consume: Callable[[], object] = lambda: None) -> list[int]:
+def run(ahead: Prefetcher, batches: int, consume: Callable[[], object] = lambda: None) -> list[int]:
     """A consumer's loop."""
     rows, found = np.array([0]), []
     for number in range(batches):
@@ -65,19 +65,19 @@ def run(ahead: Ahead, batches: int, consume: Callable[[], object] = lambda: None
     ],
 )
 def test_when_a_thread_pays(gathering: float, consuming: float, answer: bool) -> None:
-    assert pays(gathering, consuming) is answer
+    assert prefetch_pays(gathering, consuming) is answer
 
 
 def test_a_busy_consumer_gets_a_thread_and_an_idle_one_does_not() -> None:
     busy, idle = Slow(), Slow()
-    assert run(Ahead(busy), 12, lambda: time.sleep(0.02)) == list(range(12))
-    assert run(Ahead(idle), 12) == list(range(12))
+    assert run(Prefetcher(busy), 12, lambda: time.sleep(0.02)) == list(range(12))
+    assert run(Prefetcher(idle), 12) == list(range(12))
     assert set(idle.threads) == {_thread.get_ident()}
     assert len(set(busy.threads)) > 1
 
 
 def test_rows_that_were_not_begun_are_gathered_all_the_same() -> None:
-    ahead = Ahead(Slow())
+    ahead = Prefetcher(Slow())
     run(ahead, 8, lambda: time.sleep(0.02))
     other = np.array([99])
     assert ahead.gather(other)["rows"].tolist() == [99]
@@ -86,7 +86,7 @@ def test_rows_that_were_not_begun_are_gathered_all_the_same() -> None:
 def test_a_problem_in_the_thread_comes_to_the_consumer() -> None:
     slow = Slow(problem=MemoryError("no room"))
     with pytest.raises(MemoryError, match="no room"):
-        run(Ahead(slow), 12, lambda: time.sleep(0.02))
+        run(Prefetcher(slow), 12, lambda: time.sleep(0.02))
     assert slow.threads[-1] != _thread.get_ident()
 
 
@@ -94,7 +94,7 @@ def test_nothing_stays_when_a_loop_is_left() -> None:
     before = _thread._count()
     slow = Slow()
     gone = weakref.ref(slow)
-    ahead = Ahead(slow)
+    ahead = Prefetcher(slow)
     run(ahead, 8, lambda: time.sleep(0.02))
     assert ahead._pending is not None
     del ahead, slow
@@ -107,7 +107,7 @@ def test_nothing_stays_when_a_loop_is_left() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_does_not_wait_for_a_thread_it_has_not() -> None:
-    ahead = Ahead(Slow(0.05))
+    ahead = Prefetcher(Slow(0.05))
     run(ahead, 6, lambda: time.sleep(0.06))
     rows = np.array([41])
     ahead.begin(rows)

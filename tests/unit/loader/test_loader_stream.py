@@ -13,7 +13,7 @@ from stream_stage import as_worker, ids, small_steps, table, write, write_one
 
 import legroom
 from legroom.errors import NoLength
-from legroom.loader.stream.door import stream
+from legroom.loader.stream.stream_dataset import stream
 
 KINDS = ("parquet", "feather", "arrow", "stream")
 

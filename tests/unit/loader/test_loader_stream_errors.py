@@ -27,7 +27,7 @@ from legroom.errors import (
     UnsupportedData,
     UsageError,
 )
-from legroom.loader.stream.door import stream
+from legroom.loader.stream.stream_dataset import stream
 from legroom.units import parse_size
 
 
@@ -39,14 +39,14 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("given", "kind", "said"),
     [
-        ({"batch_size": 0}, UsageError, "batch_size=0"),
-        ({"batch_size": "many"}, UsageError, "batch_size='many'"),
-        ({"shuffle_buffer": -1}, UsageError, "shuffle_buffer=-1"),
-        ({"seed": -1}, UsageError, "seed=-1"),
-        ({"epoch": -1}, UsageError, "epoch=-1"),
+        ({"batch_size": 0}, UsageError, "batch_size must be an integer >= 1 (got 0)"),
+        ({"batch_size": "many"}, UsageError, "(got 'many')"),
+        ({"shuffle_buffer": -1}, UsageError, "shuffle_buffer must be an integer >= 0 (got -1)"),
+        ({"seed": -1}, UsageError, "seed must be an integer >= 0 (got -1)"),
+        ({"epoch": -1}, UsageError, "epoch must be an integer >= 0 (got -1)"),
         ({"memory": "lots"}, BadSize, "lots"),
         ({"memory": "1MB"}, BudgetTooSmall, "memory=1 MB is too small"),
-        ({"uneven": "maybe"}, UsageError, "uneven='maybe'"),
+        ({"uneven": "maybe"}, UsageError, "uneven must be one of pad, drop, all (got 'maybe')"),
         ({"rank": 2, "world_size": 2}, UsageError, "no rank 2 of 2"),
         ({"rank": 2}, UsageError, "say half"),
         ({"columns": []}, UsageError, "no choice of columns"),
@@ -60,7 +60,7 @@ def path(tmp_path: Path) -> Path:
         ({"filters": pc.field("part")}, UsageError, "cannot be used"),
     ],
 )
-def test_requests_that_make_no_sense(path: Path, given: dict[str, Any], kind: type, said: str) -> None:
+def test_invalid_arguments_are_refused(path: Path, given: dict[str, Any], kind: type, said: str) -> None:
     with pytest.raises(kind) as caught:
         stream(path, **given)
     assert said in caught.value.what

@@ -12,7 +12,7 @@ import pytest
 from stream_stage import write
 
 from legroom.errors import UnsupportedData, UsageError
-from legroom.loader.stream.door import stream
+from legroom.loader.stream.stream_dataset import stream
 
 
 def _file(folder: Path, **columns: object) -> Path:

@@ -16,11 +16,18 @@ from stream_stage import ids, write
 from legroom.errors import BudgetTooSmall
 from legroom.formats.parquet_reader import from_footer, from_headers, row_groups
 from legroom.formats.source_file import SourceFile
-from legroom.loader.stream import parquet as stream_parquet
-from legroom.loader.stream import step as stream_step
-from legroom.loader.stream.door import stream
-from legroom.loader.stream.room import KEPT, LIBRARIES, Demand, divide, least_memory
-from legroom.loader.stream.step import Steps, resident
+from legroom.loader.stream import parquet_row_groups as stream_parquet
+from legroom.loader.stream import stream_memory as stream_step
+from legroom.loader.stream.stream_dataset import stream
+from legroom.loader.stream.stream_memory import (
+    KEPT,
+    LIBRARIES,
+    DecodeSteps,
+    StreamDemand,
+    divide,
+    least_memory,
+    resident,
+)
 
 SIZES = st.one_of(st.none(), st.integers(0, 1 << 32))
 
@@ -31,7 +38,7 @@ SIZES = st.one_of(st.none(), st.integers(0, 1 << 32))
 def test_the_parts_never_add_up_to_more_than_the_bound(
     memory: int, batch: int | None, copies: int, window: int | None, decode: int
 ) -> None:
-    demand = Demand(batch, copies, window)
+    demand = StreamDemand(batch, copies, window)
     least = least_memory(demand, decode)
     assert divide(least, demand).decode >= decode
     try:
@@ -49,18 +56,18 @@ def test_the_parts_never_add_up_to_more_than_the_bound(
 
 
 def test_steps_are_whole_batches_where_several_fit() -> None:
-    steps = Steps(1000, 30, 1 << 30)
+    steps = DecodeSteps(1000, 30, 1 << 30)
     assert steps.rows(1) == 990
     assert steps.rows(25) == 30
     assert steps.rows(50) == 20
     assert steps.rows(5000) == 1
-    assert Steps(1 << 40, 1000, 1 << 30).rows(1) <= 1 << 16
+    assert DecodeSteps(1 << 40, 1000, 1 << 30).rows(1) <= 1 << 16
 
 
 def test_memory_is_given_back_when_the_process_has_grown_and_not_before() -> None:
     sizes = [100 << 20]
     with patch.object(stream_step, "resident", lambda: sizes[0]):
-        steps = Steps(1 << 20, 1, 64 << 20)
+        steps = DecodeSteps(1 << 20, 1, 64 << 20)
         steps._pool = pool = Mock()
         for size, calls in ((100, 0), (131, 0), (133, 1), (140, 1), (148, 1), (150, 2)):
             sizes[0] = size << 20
@@ -70,7 +77,7 @@ def test_memory_is_given_back_when_the_process_has_grown_and_not_before() -> Non
 
 def test_where_the_size_is_not_known_what_was_decoded_stands_for_it() -> None:
     with patch.object(stream_step, "resident", lambda: None):
-        steps = Steps(1 << 20, 1, 64 << 20)
+        steps = DecodeSteps(1 << 20, 1, 64 << 20)
         steps._pool = pool = Mock()
         for _ in range(20):
             steps.read(1 << 20)

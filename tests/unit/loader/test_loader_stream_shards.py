@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from stream_stage import as_worker, ids, small_steps, write
 
 from legroom.errors import UsageError
-from legroom.loader.stream.door import stream
-from legroom.loader.stream.shard import Piece, pieces, rank_stretch, worker_stretch
+from legroom.loader.stream.shards import ShardPiece, pieces, rank_stretch, worker_stretch
+from legroom.loader.stream.stream_dataset import stream
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 KINDS = st.sampled_from(["parquet", "arrow", "stream"])
@@ -139,7 +139,7 @@ def test_rows_of_a_line_are_shared_as_documented() -> None:
     assert [worker_stretch(5, 30, w, 2, 10, False) for w in range(2)] == [(5, 15), (15, 30)]
     assert [worker_stretch(5, 30, w, 2, 10, True) for w in range(2)] == [(5, 15), (15, 25)]
     assert pieces([4, 3, 5], [2, 0, 1], 3, 13) == [
-        Piece(2, 3, 5), Piece(0, 0, 4), Piece(1, 0, 3), Piece(2, 0, 1),
+        ShardPiece(2, 3, 5), ShardPiece(0, 0, 4), ShardPiece(1, 0, 3), ShardPiece(2, 0, 1),
     ]  # fmt: skip
     assert pieces([0, 0], [0, 1], 0, 5) == []
 

@@ -10,16 +10,16 @@ pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as pq  # noqa: E402
 
 import legroom  # noqa: E402
-from legroom.loader.stream.room import Demand, divide  # noqa: E402
+from legroom.loader.stream.stream_memory import StreamDemand, divide  # noqa: E402
 
 MB = 1 << 20
 
 
 @pytest.mark.parametrize(("columns", "step"), [(1, 2), (4, 2), (8, 4), (16, 8), (40, 8)])
 def test_a_step_grows_with_the_columns(columns: int, step: int) -> None:
-    assert divide(1024 * MB, Demand(None, 3, 0, columns)).step == step * MB
+    assert divide(1024 * MB, StreamDemand(None, 3, 0, columns)).step == step * MB
     assert (
-        divide(40 * MB, Demand(None, 3, 0, columns)).step == 12 * MB // 16
+        divide(40 * MB, StreamDemand(None, 3, 0, columns)).step == 12 * MB // 16
     )  # a small bound decides before that
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from stream_stage import ids, write
 
-from legroom.loader.stream.door import stream
+from legroom.loader.stream.stream_dataset import stream
 
 torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader, IterableDataset  # noqa: E402

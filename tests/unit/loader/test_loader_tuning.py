@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 import legroom
 from legroom.errors import UsageError
-from legroom.loader.tune.remembered import key_of, recall, remember
-from legroom.loader.tune.stepping import time_step
+from legroom.loader.measure.benchmark import time_step
+from legroom.loader.tune.settings_history import key_of, recall, remember
 from legroom.model import Settings
 from legroom.model.settings_env import VARIABLE
 

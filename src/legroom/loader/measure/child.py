@@ -21,10 +21,10 @@ from typing import Any
 
 from legroom.budget.choose import Rung
 from legroom.errors import DatasetFailed, LegroomError
+from legroom.loader.measure.benchmark import run_loader
 from legroom.loader.measure.measuring import FIX, measure
 from legroom.loader.measure.named import resolve
 from legroom.loader.measure.trial import first_to_go
-from legroom.loader.tune.attempt import attempt
 from legroom.words import say
 
 _TAIL = 5  # lines of a traceback that say where it came from
@@ -65,7 +65,7 @@ def _measure(spec: str, collate: str | None, **how: Any) -> dict[str, Any]:
 
 def _attempt(spec: str, collate: str | None, rung: dict[str, Any], **how: Any) -> dict[str, Any]:
     found = resolve(spec, collate)
-    return {"rate": attempt(found.dataset, found.collate_fn, Rung(**rung), **how)}
+    return {"rate": run_loader(found.dataset, found.collate_fn, Rung(**rung), **how)}
 
 
 _WORK: dict[str, Callable[..., dict[str, Any]]] = {"measure": _measure, "attempt": _attempt}

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from legroom.loader.measure.clock import Clock
 from legroom.loader.measure.contents import contents
-from legroom.loader.tune.clock import Clock
 
 _MOST = 1 << 16  # of an order drawn up in advance
 

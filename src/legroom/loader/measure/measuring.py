@@ -15,11 +15,11 @@ from typing import Any
 
 from legroom.errors import DatasetFailed
 from legroom.loader.measure.apart import measure_dataset
+from legroom.loader.measure.clock import Clock
 from legroom.loader.measure.contents import Contents, contents
 from legroom.loader.measure.draw import Drawn, draw, is_iterable, length
 from legroom.loader.measure.private import free_bytes, idle_worker, private_bytes, start_method
-from legroom.loader.tune.clock import Clock
-from legroom.loader.tune.transport import Kind, measure_transport
+from legroom.loader.measure.transport import LoaderKind, measure_transport
 from legroom.model import Measured
 from legroom.system.argument_checks import check_integer
 from legroom.system.imports import require
@@ -39,7 +39,7 @@ def measure(
     collate_fn: Callable[[Any], Any] | None = None,
     samples: int = 32,
     seconds: float = 2.0,
-    transport: Kind | None = None,
+    transport: LoaderKind | None = None,
     method: str | None = None,
 ) -> Measured:
     """Draw up to ``samples`` samples, or for ``seconds``, at random places; then collate them.

@@ -1,5 +1,7 @@
-"""``legroom.tune``: settings chosen by measuring.
+"""``legroom.tune``: DataLoader settings chosen by measuring.
 
-Covers: short attempts, what transport and a step cost, settings that worked. Does not cover: the choice itself, which
-is pure (legroom.budget).
+    tuning             legroom.tune, and the same for a dataset that is named on the command line
+    settings_history   remembers between runs the settings that worked
+
+The measurements are in ``loader/measure``, the choice is in ``legroom.budget``.
 """

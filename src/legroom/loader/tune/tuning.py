@@ -1,30 +1,30 @@
-"""`legroom.tune`: settings for this dataset on this machine, now.
+"""``legroom.tune``: chooses settings for a dataset on this machine, from measurements of both.
 
-Covers: measuring, choosing, overrides, climbing, adapting what was chosen before. Does not cover: the choice itself
-(budget.choose), a dataset that has to be kept at arm's length (apart.py).
+``tune`` measures a dataset in this process; ``tune_named``, for the command line, measures one in a child process.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any, Literal
 
-from legroom.budget.choose import Ask, choose
+from legroom.budget.choose import Ask, Rung, choose
 from legroom.budget.climbing import Climbed, climb
 from legroom.budget.effective import per_rank
 from legroom.budget.pace import Step
 from legroom.budget.presets import preset as named_preset
 from legroom.budget.settle import changes, settle
-from legroom.errors import UsageError
+from legroom.errors import DatasetFailed, UsageError
+from legroom.loader.measure.apart import in_child, measure_dataset
+from legroom.loader.measure.benchmark import run_loader_in_child, time_step
 from legroom.loader.measure.measuring import measure
+from legroom.loader.measure.transport import LoaderKind
 from legroom.loader.measure.untouched import untouched_randomness
-from legroom.loader.rows.ranks import process_group, rank_and_world
-from legroom.loader.tune.attempt import attempt_apart
-from legroom.loader.tune.remembered import key_of, recall, remember
-from legroom.loader.tune.stepping import time_step
-from legroom.loader.tune.transport import Kind
+from legroom.loader.ranks import process_group, rank_and_world
+from legroom.loader.tune.settings_history import key_of, recall, remember
 from legroom.model import Box, Measured, Settings
 from legroom.model.settings_env import checked, from_environment
 from legroom.probe.snapshot import snapshot
@@ -48,7 +48,7 @@ def tune(
     collate_fn: Callable[[Any], Any] | None = None,
     preset: str | None = None,
     climb: bool = False,
-    loader: Kind = "legroom",
+    loader: LoaderKind = "legroom",
     previous: Settings | Literal["last"] | None = None,
     box: Box | None = None,
     **overrides: Any,
@@ -126,7 +126,7 @@ def _measured(
     dataset: Any,
     collate_fn: Callable[[Any], Any] | None,
     batch_size: int,
-    kind: Kind,
+    kind: LoaderKind,
     before: Settings | None,
 ) -> Measured:
     if before is not None and before.measured is not None and before.measured.batch_size == batch_size:
@@ -159,7 +159,7 @@ def _climbed(
 ) -> Climbed:
     return climb(
         measured, box, ask, choose(measured, box, ask),
-        lambda rung: attempt_apart(dataset, collate_fn, rung, ask.loader_kind, ask.step.seconds),
+        lambda rung: run_loader_in_child(dataset, collate_fn, rung, ask.loader_kind, ask.step.seconds),
     )  # fmt: skip
 
 
@@ -173,3 +173,62 @@ def _tell(settings: Settings, before: Settings | None) -> None:
     if settings.plan is not None and settings.plan.verdict == "too-big":
         for problem in settings.plan.problems:
             log.warning("%s", problem.message)
+
+
+def tune_named(
+    spec: str,
+    *,
+    batch_size: int,
+    effective_batch: int | None = None,
+    step_seconds: float = 0.0,
+    ranks: int = 1,
+    collate: str | None = None,
+    preset: str | None = None,
+    climbing: bool = False,
+    kind: LoaderKind = "legroom",
+    by_hand: Mapping[str, Any] | None = None,
+    timeout: float = 60,
+) -> Settings:
+    """Like legroom.tune; the training that is to run is counted with the memory its dataset took in the child."""
+    wanted = checked(by_hand or {})
+    per_rank(batch_size, effective_batch, ranks)
+    named_preset(preset)
+    measured = measure_dataset(
+        spec, batch_size=batch_size, collate=collate, timeout=timeout, seconds=1.5, transport=kind
+    )
+    ask = Ask(
+        batch_size=batch_size,
+        effective_batch=effective_batch,
+        ranks=ranks,
+        step=Step(step_seconds),
+        loader_kind=kind,
+        preset=preset,
+        process_ram=measured.process_ram or 0,
+    )
+    box = snapshot()
+
+    def run(rung: Rung) -> float | str:
+        try:
+            told = in_child(
+                spec, timeout, work="attempt", spec=spec, collate=collate, rung=asdict(rung), kind=kind,
+                step_seconds=step_seconds,
+            )  # fmt: skip
+        except DatasetFailed as problem:
+            return problem.why
+        return float(told["rate"])
+
+    climbed = climb(measured, box, ask, choose(measured, box, ask), run) if climbing else None
+    settings = settle(measured, box, ask, wanted, climbed)
+    if climbed is not None:
+        remember(named_key(spec), settings.roll_back())  # what was set by hand was not climbed with
+    return settings
+
+
+def named_key(spec: str) -> str:
+    """What a named dataset is remembered by: where it was asked for, and its name."""
+    return key_of(spec, script=os.getcwd())
+
+
+def last_named(spec: str) -> Settings | None:
+    """The last settings that worked for that dataset from this directory."""
+    return recall(named_key(spec))

@@ -1,0 +1,236 @@
+"""The calls to torch.cuda and the CUDA runtime that the CUDA gatherers need; tests replace the Driver with a fake.
+
+Each failing CUDA call becomes ``CudaRefused`` with CUDA's message. A failed ``cudaHostRegister`` leaves its error code
+in the thread, and torch would report it for the next kernel. So a small kernel is launched that takes that error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from legroom.errors import UsageError
+from legroom.system.imports import require
+from legroom.words import say
+
+if TYPE_CHECKING:
+    import torch
+
+_PORTABLE, _MAPPED, _READ_ONLY = 1, 2, 8  # cudaHostRegister*
+# All three is what the documentation asks for; with unified addresses the last alone does as well.
+_FLAGS = (_READ_ONLY | _PORTABLE | _MAPPED, _READ_ONLY)
+_TYPES = {8: "<i8", 4: "<i4", 2: "<i2", 1: "|u1"}
+
+NDArray = np.ndarray[Any, Any]
+
+
+class CudaRefused(Exception):
+    """CUDA said no; the words are its own where it has some."""
+
+
+class Driver:
+    """One CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self.device = device
+        self._torch: Any = torch
+
+    def stream(self) -> Any:
+        """A stream of one's own."""
+        return self._torch.cuda.Stream(self.device)
+
+    def current(self) -> Any:
+        """The stream this thread works on now."""
+        return self._torch.cuda.current_stream(self.device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """While it lasts, this thread's work goes to ``stream``."""
+        lasting: AbstractContextManager[Any] = self._torch.cuda.stream(stream)
+        return lasting
+
+    def mark(self, stream: Any, *, sleep: bool = False) -> Any:
+        """An event behind all that is queued on ``stream``; with ``sleep``, waiting for it costs no processor."""
+        event = self._torch.cuda.Event(blocking=sleep)
+        event.record(stream)
+        return event
+
+    def lend(self, tensor: torch.Tensor, stream: Any) -> None:
+        """``tensor`` is used on ``stream`` too: its memory is not to be given away before that is done."""
+        tensor.record_stream(stream)
+
+    def settle(self) -> None:
+        """Wait until the device has done all it was asked to do, on every stream."""
+        self._torch.cuda.synchronize(self.device)
+
+    def row_numbers(self, rows: NDArray) -> torch.Tensor:
+        """Row numbers on the device, by the current stream.
+
+        From pinned memory: for a copy from anywhere else CUDA first waits until the stream is empty. torch keeps the
+        pinned block to itself until the copy is done.
+        """
+        staged: torch.Tensor = self._torch.empty(
+            len(rows), dtype=self._torch.int64, device="cpu", pin_memory=True
+        )
+        staged.numpy()[:] = rows
+        return staged.to(self.device, non_blocking=True)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Page-locked bytes."""
+        try:
+            found: torch.Tensor = self._torch.empty(
+                nbytes, dtype=self._torch.uint8, device="cpu", pin_memory=True
+            )
+        except RuntimeError as problem:
+            raise CudaRefused(first_line(problem)) from problem
+        return found
+
+    def room(self) -> tuple[int, int]:
+        """Free and total bytes of the card."""
+        free, total = self._torch.cuda.mem_get_info(self.device)
+        return int(free), int(total)
+
+    def why_no_registering(self) -> str | None:
+        """Why host memory cannot be registered whatever it is, or None."""
+        if self._torch.version.hip is not None:
+            return say("this torch is built for ROCm, where registering read-only maps is not tried")
+        return None
+
+    def register(self, address: int, length: int) -> None:
+        """Lock the pages of a read-only map and give them to the device."""
+        words = ""
+        with self._torch.cuda.device(self.device):
+            for flags in _FLAGS:
+                answer = self._torch.cuda.cudart().cudaHostRegister(address, length, flags)
+                if int(answer) == 0:
+                    return
+                words = self._refused(answer)
+        raise CudaRefused(words)
+
+    def unregister(self, address: int) -> None:
+        """Undo ``register``."""
+        with self._torch.cuda.device(self.device):
+            answer = self._torch.cuda.cudart().cudaHostUnregister(address)
+            if int(answer) != 0:
+                raise CudaRefused(self._refused(answer))
+
+    def window(self, address: int, words: int, width: int) -> torch.Tensor:
+        """Registered memory from ``address`` on, as a tensor of integers ``width`` bytes wide on the device."""
+        with self._torch.cuda.device(self.device):
+            there = _device_address(address)
+            # One word first: were it not seen in place, torch would copy, and all of it.
+            for count in (1, words):
+                seen: torch.Tensor = self._torch.as_tensor(_Window(there, count, width), device=self.device)
+                if seen.data_ptr() != there or seen.device != self.device:
+                    raise CudaRefused(say("torch does not see registered memory in place"))
+        return seen
+
+    def _refused(self, answer: Any) -> str:
+        """CUDA's words for an error, which is not left behind for the next kernel."""
+        words = self._torch.cuda.cudart().cudaGetErrorString(answer)
+        try:
+            self._torch.ones(1, device=self.device).add_(1)
+        except RuntimeError:
+            pass  # this very error
+        return say("{words} ({code})", words=words, code=int(answer))
+
+
+class _Window:
+    """An address, in the words in which torch takes it for a CUDA array."""
+
+    def __init__(self, address: int, words: int, width: int) -> None:
+        self._interface: dict[str, object] = {
+            "data": (address, False),  # torch refuses what says that it is read-only
+            "shape": (words,),
+            "strides": None,
+            "typestr": _TYPES[width],
+            "version": 3,
+        }
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return self._interface
+
+
+def open_driver(device: object) -> Driver:
+    """The driver for a device as people write it: "cuda", "cuda:1", 1, a torch.device."""
+    torch = require(
+        "torch",
+        "torch",
+        say("batches on a CUDA device"),
+        instead=(say("format='numpy' without a device needs no torch"),),
+    )
+    cuda: Any = torch.cuda
+    try:
+        asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(str(device))
+    except RuntimeError as problem:
+        raise UsageError(
+            say("{device!r} is no device", device=device), why=first_line(problem), fix=("device='cuda'",)
+        ) from problem
+    if asked.type != "cuda":
+        raise UsageError(
+            say("{device} is no CUDA device", device=asked), fix=(say("device='cuda', or device=None"),)
+        )
+    if not cuda.is_available():
+        raise UsageError(
+            say("there is no CUDA here"),
+            why=say("torch {version} is built without it", version=torch.__version__)
+            if torch.version.cuda is None
+            else say("torch {version} finds no card that it can use", version=torch.__version__),
+            fix=(
+                say("device=None gives batches in memory"),
+                say("see which cards there are:\nlegroom doctor"),
+            ),
+        )
+    try:
+        index = cuda.current_device() if asked.index is None else asked.index
+        count = cuda.device_count()
+        if index >= count:
+            raise UsageError(
+                say("there is no cuda:{index}", index=index),
+                why=say("torch sees {count} devices", count=count),
+                fix=(say("look at CUDA_VISIBLE_DEVICES"),),
+            )
+        cuda.init()
+    except RuntimeError as problem:  # a fork of a process that used CUDA, a broken driver
+        raise cannot_use_cuda(first_line(problem)) from problem
+    return Driver(torch.device("cuda", index))
+
+
+def cannot_use_cuda(why: str) -> UsageError:
+    """CUDA is there and this process cannot use it."""
+    return UsageError(
+        say("this process cannot use CUDA"),
+        why=why,
+        fix=(
+            say(
+                "after CUDA was used, start processes by spawn or forkserver: "
+                "multiprocessing.set_start_method('spawn')"
+            ),
+            say("make the batches in the process that trains; they need no worker processes"),
+        ),
+    )
+
+
+def first_line(problem: BaseException) -> str:
+    """The first line of what an exception says: CUDA's go on for many."""
+    return (str(problem).strip() or type(problem).__name__).splitlines()[0]
+
+
+def _device_address(address: int) -> int:
+    """Where the device sees registered memory: at the same address, nearly always."""
+    try:
+        ask = ctypes.CDLL("libcuda.so.1").cuMemHostGetDevicePointer_v2
+    except (OSError, AttributeError):
+        return address
+    found = ctypes.c_uint64()
+    code = ask(ctypes.byref(found), ctypes.c_void_p(address), ctypes.c_uint(0))
+    if code != 0:
+        raise CudaRefused(
+            say("the device has no address for registered memory (CUDA error {code})", code=code)
+        )
+    return found.value

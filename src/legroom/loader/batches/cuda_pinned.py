@@ -1,0 +1,170 @@
+"""Paths cuda-pinned and cuda-copy: the CPU gathers a batch into a buffer that is then copied to the GPU.
+
+One thread prepares one batch after the other while the training step runs. It splits large batches among helper
+threads, because one core fills a buffer at a tenth of the speed at which the GPU reads it. A buffer is reused only
+after its copy is done. torch rounds page-locked allocations up to powers of two, so all columns share one buffer of
+such a size. Where page-locking fails, ordinary memory is used and each copy is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from legroom.loader.batches.cuda_driver import CudaRefused, Driver
+from legroom.loader.batches.cuda_gather import CudaGatherer, QueuedBatch, RowLayout
+from legroom.system.cpus import usable_cpus
+from legroom.words import say
+
+if TYPE_CHECKING:
+    import torch
+
+NDArray = np.ndarray[Any, Any]
+_BUFFERS = 2
+_ALIGNMENT = 64
+_MOST_HELPERS = 8
+_PIECE = 1 << 20  # bytes that are worth a helper's while
+
+
+class StagingBuffer:
+    """Host memory that grows to the largest batch, and the event behind its last copy."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._bytes: torch.Tensor | None = None
+        self.copied: Any = None
+
+    def take(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
+        """The memory, for at least so many bytes, when its last copy is done."""
+        if self.copied is not None:
+            self.copied.synchronize()
+            self.copied = None
+        if self._bytes is None or len(self._bytes) < nbytes:
+            size = 1 << max(12, (nbytes - 1).bit_length())
+            self._bytes = None  # given back first: to torch, which keeps page-locked memory
+            self._bytes = self._driver.pinned(size) if pinned else _ordinary(size)
+        return self._bytes
+
+
+class PinnedGatherer(CudaGatherer):
+    """Gathers on the processor; ``path`` changes from cuda-pinned to cuda-copy when CUDA page-locks no more."""
+
+    def __init__(
+        self, driver: Driver, columns: Mapping[str, NDArray], rows: Mapping[str, RowLayout], why: str
+    ) -> None:
+        super().__init__(driver, "cuda-pinned", why)
+        self._columns, self._rows = dict(columns), dict(rows)
+        self._buffers = [StagingBuffer(driver) for _ in range(_BUFFERS)]
+        self._turn = 0
+        self._maker = ThreadPoolExecutor(1, thread_name_prefix="legroom-batch")
+        self._helpers = ThreadPoolExecutor(_helpers(), thread_name_prefix="legroom-gather")
+        try:
+            for buffer in self._buffers:
+                buffer.take(1, pinned=True)
+        except CudaRefused as refusal:
+            self._copy_instead(refusal)
+
+    def _copy_instead(self, refusal: CudaRefused) -> None:
+        self.path = "cuda-copy"
+        self.why = say("{why}; memory cannot be page-locked: {refusal}", why=self.why, refusal=refusal)
+        self._buffers = [StagingBuffer(self.lane.driver)]
+
+    def _start(self, rows: NDArray) -> Callable[[], QueuedBatch]:
+        made: Future[QueuedBatch] = self._maker.submit(self._make, rows)
+        return made.result
+
+    def _make(self, rows: NDArray) -> QueuedBatch:
+        starts, total = _places(self._rows, len(rows))
+        parts: dict[str, torch.Tensor] = {}
+        with self.lane.queueing():  # from the start: page-locked memory, too, belongs to this thread's device
+            memory, buffer = self._memory(total)
+            filled = memory.numpy()
+            self._fill(rows, {name: filled[start:] for name, start in starts.items()})
+            self.lane.wait_for_room()
+            pinned = self.path == "cuda-pinned"
+            for name, kind in self._rows.items():
+                parts[name] = kind.empty(len(rows), self.lane.driver.device)
+                size = len(rows) * kind.nbytes
+                if size:
+                    part = memory[starts[name] : starts[name] + size].view(kind.dtype)
+                    parts[name].copy_(part.view(len(rows), *kind.shape), non_blocking=pinned)
+        made = self.lane.queued(parts)
+        buffer.copied = made.done
+        return made
+
+    def _memory(self, total: int) -> tuple[torch.Tensor, StagingBuffer]:
+        self._turn = (self._turn + 1) % len(self._buffers)
+        buffer = self._buffers[self._turn]
+        try:
+            return buffer.take(total, pinned=self.path == "cuda-pinned"), buffer
+        except CudaRefused as refusal:
+            self.lane.stream.synchronize()  # the other buffer goes too, and may be on its way
+            self._copy_instead(refusal)
+            self._turn = 0
+            return self._buffers[0].take(total, pinned=False), self._buffers[0]
+
+    def _fill(self, rows: NDArray, into: Mapping[str, NDArray]) -> None:
+        pieces = [
+            (column, rows[start:end], into[name][start * kind.nbytes : end * kind.nbytes])
+            for name, column in self._columns.items()
+            for kind in (self._rows[name],)
+            if kind.nbytes
+            for start, end in _ranges(len(rows), kind.nbytes)
+        ]
+        if len(pieces) <= 1 + len(self._columns):
+            for piece in pieces:
+                _take(*piece)
+            return
+        for done in wait([self._helpers.submit(_take, *piece) for piece in pieces]).done:
+            done.result()
+
+    def _stop(self) -> None:
+        for pool in (self._maker, self._helpers):
+            try:
+                pool.shutdown(cancel_futures=True)
+            except RuntimeError:
+                pass  # this is the pool's own thread, whose last job had the last hold on the gatherer
+
+    def _release(self) -> None:
+        self._buffers.clear()
+        self._columns.clear()
+
+
+def _take(column: NDArray, rows: NDArray, into: NDArray) -> None:
+    """Some rows of a column as bytes; numpy lets the other threads run meanwhile."""
+    count = len(rows)
+    if not column.flags.c_contiguous:  # numpy would make a contiguous copy of all of it
+        into.reshape(count, -1)[:] = np.ascontiguousarray(column[rows]).reshape(count, -1).view(np.uint8)
+        return
+    whole = column.reshape(len(column), -1).view(np.uint8)
+    np.take(whole, rows, axis=0, out=into.reshape(count, -1), mode="clip")
+
+
+def _places(rows: Mapping[str, RowLayout], count: int) -> tuple[dict[str, int], int]:
+    """Where each column's rows start in a buffer, and how long it must be."""
+    starts: dict[str, int] = {}
+    total = 0
+    for name, kind in rows.items():
+        starts[name] = total
+        total += -(-count * kind.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return starts, max(total, 1)
+
+
+def _ranges(count: int, row: int) -> Iterator[tuple[int, int]]:
+    """The rows in runs of about a piece's bytes."""
+    step = max(1, _PIECE // row)
+    for start in range(0, count, step):
+        yield start, min(start + step, count)
+
+
+def _ordinary(nbytes: int) -> torch.Tensor:
+    import torch
+
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def _helpers() -> int:
+    return min(_MOST_HELPERS, usable_cpus())

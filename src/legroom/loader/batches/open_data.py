@@ -1,0 +1,121 @@
+"""``legroom.open``: the data of a file, one copy for every process, and the loops over them.
+
+Covers: the public door. Does not cover: how the data come about (cache.open), how batches do (batches.py).
+
+The cache knows nothing of loaders; a Data that has ``batches`` is made here, on top of its own. See
+docs/decisions/0009-the-door-is-in-the-loader.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from legroom.cache.dataset import Data as CachedData
+from legroom.cache.open import Where, open_as
+from legroom.formats.selection import Selection
+
+if TYPE_CHECKING:
+    from legroom.loader.batches.batch_iterator import Batches
+    from legroom.loader.batches.gather import HostGatherer
+    from legroom.loader.sampling import Uneven
+
+
+class Data(CachedData):
+    """A read-mostly mapping of names to arrays on the shared copy, and batches of them."""
+
+    next_epoch: int = 0  # of the next shuffled loop that was given none
+
+    @cached_property
+    def warm(self) -> dict[object, HostGatherer]:
+        """Gatherers of the latest loops, whose buffers need not be faulted in again by the next loop of their kind."""
+        return {}
+
+    def close(self) -> None:
+        """Let go of everything; arrays that somebody still holds stay valid. A second time does nothing."""
+        self.warm.clear()
+        super().close()
+
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        epoch: int | None = None,
+        device: Any = None,
+        format: str = "torch",
+        keys: str | Iterable[str] | None = None,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        uneven: Uneven = "pad",
+        transform: Callable[[dict[str, Any]], Any] | None = None,
+        resident: bool = False,
+    ) -> Batches:
+        """Loops over batches of rows: dicts of names to tensors, gathered from the shared copy without workers.
+
+        Args:
+            batch_size: Rows a batch, on every rank.
+            shuffle: A random order, which is a function of ``seed`` and ``epoch`` alone.
+            seed: Of that order.
+            epoch: The epoch's number; None: every new shuffled loop over these data has the next one.
+            device: ``"cuda"`` makes batches on the GPU; None, in memory.
+            format: ``"torch"``, or ``"numpy"``, which gives arrays and needs no torch.
+            keys: The columns, or groups of them; None takes all.
+            drop_last: Leave out batches smaller than ``batch_size``.
+            rank: This process's part of the rows; None: torch.distributed's, or the launcher's.
+            world_size: How many parts there are; None: likewise.
+            uneven: What becomes of rows that do not divide among the ranks: ``"pad"`` gives some twice, ``"drop"``
+                leaves some out, ``"all"`` gives each once and ranks may differ by a batch.
+            transform: Gets every batch, in the consumer's thread; what it returns is handed out.
+            resident: With a device, keep the arrays in its memory.
+        """
+        from legroom.loader.batches.batch_arguments import BatchSettings
+        from legroom.loader.batches.batch_iterator import Batches
+
+        settings = BatchSettings(
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            epoch=epoch,
+            device=device,
+            format=format,
+            keys=Selection(keys).keys,
+            drop_last=drop_last,
+            rank=rank,
+            world_size=world_size,
+            uneven=uneven,
+            transform=transform,
+            resident=resident,
+        )
+        return Batches(self, settings)
+
+
+def open(
+    path: Where | Iterable[Where],
+    keys: str | Iterable[str] | None = None,
+    *,
+    backing: str = "auto",
+    hash: str = "md5",
+    wait: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+    evict: bool = True,
+) -> Data:
+    """The arrays of a file (or of several, joined along the first axis), shared by every process of this user.
+
+    The first process loads it, later ones attach. HDF5, npy, npz, Parquet, Arrow, Zarr and safetensors can be read.
+
+    Args:
+        path: A file, the directory of a Zarr store, a pattern (``"shards/*.h5"``, its matches sorted), or several of
+            them: shards of one dataset, in the order given.
+        keys: The arrays, groups, or columns of a table to take, by name; None takes all.
+        backing: ``"shm"``, ``"disk"``, or ``"auto"`` for the first of them with room; ``"inplace"`` maps an
+            uncompressed file where it lies, without a copy.
+        hash: What identifies the file: ``"md5"``, or ``"blake3"`` or ``"xxh3"`` with ``legroom[hash]``.
+        wait: Wait for another process that is loading the file; False raises NotLoaded then.
+        progress: Called with (done, total) bytes while it loads.
+        evict: Let unused entries go when room is needed; False raises NoRoom instead.
+    """
+    return open_as(Data, path, keys, backing=backing, hash=hash, wait=wait, progress=progress, evict=evict)

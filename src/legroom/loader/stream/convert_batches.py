@@ -1,0 +1,137 @@
+"""Converts record batches to the format asked for: Arrow, numpy arrays, torch tensors or Python objects.
+
+Nothing is guessed: nulls become NaN where the type has one and are refused where it has none. Texts are numpy object
+arrays, or lists with torch. Arrays and tensors own their memory. Images and tokens in a column stay bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+from legroom.errors import UnsupportedData, UsageError
+from legroom.system.imports import require
+from legroom.words import listed, say
+
+Format = Literal["arrow", "numpy", "torch", "python"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+
+# Copies of a batch while it is handed out: the last one, still in the consumer's hands, the parts it is joined
+# from, the joined one; and the converted one.
+COPIES: dict[Format, int] = {"arrow": 3, "numpy": 4, "torch": 4, "python": 4}
+_OBJECT = 56  # a Python number or short string, and the place that refers to it
+
+
+def converter(form: Format) -> Callable[[Any], Any]:
+    """What turns a record batch into that form."""
+    if form not in FORMATS:
+        raise UsageError(
+            say("format={form!r} is none of the formats", form=form),
+            fix=(say("one of: {names}", names=listed(FORMATS)),),
+        )
+    if form == "torch":
+        require("torch", "torch", say("batches as tensors"))
+        return lambda batch: {name: _tensor(name, batch.column(name)) for name in batch.schema.names}
+    if form == "numpy":
+        return lambda batch: {name: _array(name, batch.column(name)) for name in batch.schema.names}
+    if form == "python":
+        return lambda batch: batch.to_pylist()
+    return lambda batch: batch
+
+
+def object_bytes(batch: Any) -> int:
+    """About what a batch takes as Python objects."""
+    return int(batch.nbytes) + _OBJECT * sum(_cells(column) for column in batch.columns)
+
+
+def _cells(column: Any) -> int:
+    types = require("pyarrow", "parquet", say("Arrow data")).types
+    kind = column.type
+    if types.is_struct(kind):
+        return sum(_cells(child) for child in column.flatten()) + len(column)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _cells(column.flatten()) + len(column)
+    return len(column)
+
+
+def _array(name: str, column: Any) -> Any:
+    """A numpy array; a list of them for rows of differing lengths, a dictionary of them for a struct."""
+    arrow = require("pyarrow", "parquet", say("Arrow data"))
+    types, kind = arrow.types, column.type
+    if types.is_dictionary(kind):
+        return _array(name, column.dictionary_decode())
+    if isinstance(kind, arrow.FixedShapeTensorType):
+        _require_whole(name, column)
+        return _owned(column.to_numpy_ndarray())
+    if isinstance(kind, arrow.BaseExtensionType):
+        return _array(name, column.storage)
+    if types.is_struct(kind):
+        _require_whole(name, column)
+        children = zip(kind, column.flatten(), strict=True)
+        return {field.name: _array(f"{name}.{field.name}", child) for field, child in children}
+    if types.is_fixed_size_list(kind):
+        _require_whole(name, column)
+        inner = _array(name, column.flatten())
+        return inner.reshape(len(column), kind.list_size, *inner.shape[1:])
+    if types.is_list(kind) or types.is_large_list(kind):
+        _require_whole(name, column)
+        return [_array(name, row.values) for row in column]
+    if types.is_floating(kind) or types.is_temporal(kind):
+        return _owned(column.to_numpy(zero_copy_only=False))
+    if types.is_integer(kind) or types.is_boolean(kind):
+        _require_whole(name, column)
+        return _owned(column.to_numpy(zero_copy_only=False))
+    return _objects(column.to_pylist())
+
+
+def _tensor(name: str, column: Any) -> Any:
+    """A torch tensor; lists where there is none for the type."""
+    return _as_tensor(name, _array(name, column))
+
+
+def _as_tensor(name: str, value: Any) -> Any:
+    import torch
+
+    if isinstance(value, dict):
+        return {key: _as_tensor(f"{name}.{key}", part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_as_tensor(name, part) for part in value]
+    if value.dtype == object:
+        return value.tolist()
+    try:
+        return torch.from_numpy(value)
+    except TypeError as problem:
+        raise UnsupportedData(
+            say("column {name!r} cannot be a tensor", name=name),
+            why=say("torch has no {dtype}", dtype=value.dtype),
+            fix=(
+                say("leave it out: columns=[…]"),
+                say("or take format='numpy' and convert it as you mean it"),
+            ),
+        ) from problem
+
+
+def _owned(array: Any) -> Any:
+    """The array on memory of its own, so that it may be written to and keeps nothing else alive."""
+    return array if array.flags.owndata and array.flags.writeable else array.copy()
+
+
+def _objects(values: list[Any]) -> Any:
+    import numpy as np
+
+    found = np.empty(len(values), object)
+    found[:] = values
+    return found
+
+
+def _require_whole(name: str, column: Any) -> None:
+    if column.null_count:
+        raise UnsupportedData(
+            say("column {name!r} cannot be an array: {nulls} of {rows} rows are null", name=name,
+                nulls=column.null_count, rows=len(column)),
+            why=say("{kind} has no value that means missing, and none is made up", kind=column.type),
+            fix=(
+                say('leave such rows out: filters=pyarrow.compute.field({name!r}).is_valid()', name=name),
+                say("or take format='arrow' and fill them as you mean it"),
+            ),
+        )  # fmt: skip

@@ -1,0 +1,205 @@
+"""Reads Parquet row groups in small steps, and refuses a row group that cannot be decoded within the memory limit.
+
+Neither pre-buffering nor whole column chunks: a reader that buffers 64 kB of each column needs a few megabytes for row
+groups of any size (docs/evidence/parquet-memory.md). Threads decode columns in parallel; each keeps memory of its own,
+so a small limit does without them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from legroom.formats.parquet_reader import ColumnChunk, Pages, from_footer, from_headers, row_groups
+from legroom.formats.source_file import SourceFile, damaged
+from legroom.formats.table_reader import arrow_errors, children, without_dictionaries
+from legroom.loader.stream.stream_memory import DecodeSteps, MemoryDivision, undecodable
+from legroom.system.imports import require
+from legroom.units import format_size
+from legroom.words import say
+
+_BUFFER = 64 << 10
+_MOST_FOOTER = 512 << 10  # reading it by hand takes a second a megabyte
+_PROBE_ROWS = 64
+
+
+def read_schema(path: Path) -> tuple[Any, list[int]]:
+    """The schema, and the rows of each row group."""
+    with arrow_errors(path, say("its footer")), _open(path) as table:
+        metadata = table.metadata
+        counts = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+        if sum(counts) != metadata.num_rows or min(counts, default=0) < 0:
+            raise damaged(path, say("its row groups do not add up to {rows} rows", rows=metadata.num_rows))
+        return table.schema_arrow, counts
+
+
+def _open(path: Path) -> Any:
+    arrow = require("pyarrow", "parquet", "Parquet")
+    parquet = require("pyarrow.parquet", "parquet", "Parquet")
+    # Given a name, pyarrow would look for a filesystem by its scheme.
+    return parquet.ParquetFile(
+        arrow.OSFile(str(path), "rb"), pre_buffer=False, buffer_size=_BUFFER, page_checksum_verification=True
+    )
+
+
+@lru_cache(maxsize=2)
+def _footer(path: Path, size: int, changed: int) -> list[tuple[int, list[ColumnChunk]]] | None:
+    """What the footer says of every column chunk; None where it is too long to ask, or cannot be followed.
+
+    Kept, because every epoch opens the same files; ``size`` and ``changed`` tell one file from the next in its place.
+    """
+    with SourceFile(path) as file:
+        length = int.from_bytes(file.read_at(size - 8, 4), "little")
+        return None if length > _MOST_FOOTER else row_groups(file)
+
+
+@lru_cache(maxsize=1024)
+def _pages(path: Path, size: int, changed: int, chunk: ColumnChunk) -> Pages | None:
+    """What the headers of its pages say; kept like the footer: in a large file they are thousands of small reads."""
+    with SourceFile(path) as file:
+        return from_headers(file, chunk)
+
+
+class ParquetSource:
+    """An opened Parquet file; owns its descriptors until it is closed."""
+
+    def __init__(self, path: Path, columns: Sequence[str], steps: DecodeSteps, threads: bool) -> None:
+        self.path = path
+        self._columns, self._steps, self._threads = list(columns), steps, threads
+        self._file = SourceFile(path)
+        try:
+            with arrow_errors(path, say("its footer")):
+                self._table = _open(path)
+                schema = self._table.schema_arrow
+                self._leaves = _leaves(schema, self._columns)
+                self._nested = {field.name for field in schema if children(field.type)}
+            self._version = self._file.size, os.stat(path).st_mtime_ns
+            self._groups = _footer(path, *self._version)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def read(self, group: int, room: MemoryDivision) -> Iterator[Any]:
+        """The rows of one row group from its first to its last, a step at a time."""
+        doing = say("row group {group}", group=group)
+        self._require_room(group, room)
+        with arrow_errors(self.path, doing):
+            source = self._iterate(group, self._steps.rows(self._row_bytes(group)))
+        while True:
+            with arrow_errors(self.path, doing):
+                batch = next(source, None)
+            if batch is None:
+                return
+            self._steps.read(batch.get_total_buffer_size())
+            yield batch
+
+    def row_bytes(self, group: int) -> int | None:
+        """What a row takes on average, by the footer; None where the footer does not say."""
+        if self._groups is None:
+            return None
+        rows, _ = self._groups[group]
+        total = 0
+        for name, chunks in self._chunks(group).items():
+            sizes = [
+                leaf_bytes(leaf.kind, chunk) for leaf, chunk in zip(self._leaves[name], chunks, strict=True)
+            ]
+            if None in sizes:
+                return None
+            total += sum(size or 0 for size in sizes)
+            if name in self._nested:
+                total += 8 * rows  # the offsets of lists
+        return -(-total // max(1, rows))
+
+    def close(self) -> None:
+        self._table.close(force=True)
+        self._file.close()
+
+    def _row_bytes(self, group: int) -> int:
+        known = self.row_bytes(group)
+        if known is not None:
+            return known
+        # A dictionary hides how long the values are: look at some.
+        probe = next(self._iterate(group, _PROBE_ROWS))
+        return 2 * int(probe.nbytes) // max(1, int(probe.num_rows))
+
+    def _iterate(self, group: int, rows: int) -> Any:
+        return self._table.iter_batches(
+            batch_size=rows, row_groups=[group], columns=self._columns, use_threads=self._threads
+        )
+
+    def _chunks(self, group: int) -> dict[str, list[ColumnChunk]]:
+        """The column chunks behind each column that is read."""
+        if self._groups is None:
+            return {}
+        _, every = self._groups[group]
+        return {name: [every[leaf.number] for leaf in leaves] for name, leaves in self._leaves.items()}
+
+    def _require_room(self, group: int, room: MemoryDivision) -> None:
+        chunks = self._chunks(group)
+        if from_footer(chunk for own in chunks.values() for chunk in own) <= room.decode:
+            return
+        needs: dict[str, tuple[int, int]] = {}
+        for name, own in chunks.items():
+            found = [_pages(self.path, *self._version, chunk) for chunk in own]
+            pages = [one for one in found if one is not None]
+            needs[name] = sum(page.dictionary for page in pages), sum(page.page for page in pages)
+        needed = sum(map(sum, needs.values()))
+        if needed > room.decode:
+            name, (dictionary, page) = max(needs.items(), key=lambda item: sum(item[1]))
+            raise undecodable(
+                say("row group {group} of {path}", group=group, path=self.path),
+                needed,
+                room,
+                say(
+                    "pages and dictionaries of {count} columns, most of it {name!r}: dictionary {dictionary}, "
+                    "largest page {page}",
+                    count=len(needs),
+                    name=name,
+                    dictionary=format_size(dictionary),
+                    page=format_size(page),
+                ),
+                say(
+                    "or write the file with smaller pages and dictionaries: pyarrow.parquet.write_table(…, "
+                    "data_page_size=1 << 20, dictionary_pagesize_limit=1 << 20)"
+                ),
+            )
+
+
+class _Leaf(NamedTuple):
+    """A stored column: which one of the file, and the type of its values."""
+
+    number: int
+    kind: Any
+
+
+def _leaves(schema: Any, columns: Sequence[str]) -> dict[str, list[_Leaf]]:
+    """The stored columns behind each column that is read."""
+    found, at = {}, 0
+    for field in schema:
+        kinds = _leaf_kinds(field.type)
+        if field.name in columns:
+            found[field.name] = [_Leaf(at + number, kind) for number, kind in enumerate(kinds)]
+        at += len(kinds)
+    return found
+
+
+def leaf_count(schema: Any) -> int:
+    """How many stored columns a schema has."""
+    return sum(len(_leaf_kinds(field.type)) for field in schema)
+
+
+def _leaf_kinds(kind: Any) -> list[Any]:
+    inner = children(kind)
+    return [leaf for child in inner for leaf in _leaf_kinds(child)] if inner else [without_dictionaries(kind)]
+
+
+def leaf_bytes(kind: Any, chunk: ColumnChunk) -> int | None:
+    """What the values of a column chunk take in memory; None where the footer does not say."""
+    try:
+        width = int(kind.bit_width)
+    except ValueError:  # strings and bytes: with an offset, or a view, each
+        return None if chunk.data is None else chunk.data + 16 * chunk.entries
+    return (chunk.entries * (width + 1) + 7) // 8

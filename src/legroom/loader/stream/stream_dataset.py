@@ -1,0 +1,372 @@
+"""``legroom.stream``: batches from Parquet and Arrow files of any size, within a memory limit.
+
+The limit holds for each process that loops: every DataLoader worker has its own. A Stream holds only metadata of its
+files; each loop opens them one at a time and closes them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from legroom.errors import BudgetTooSmall, NoLength
+from legroom.loader.ranks import process_group, rank_and_world
+from legroom.loader.sampling import UNEVEN, Uneven
+from legroom.loader.stream import stream_state
+from legroom.loader.stream.arrow_ipc import copied
+from legroom.loader.stream.convert_batches import COPIES, Format, converter, object_bytes
+from legroom.loader.stream.parquet_row_groups import leaf_count
+from legroom.loader.stream.shards import (
+    Shard,
+    ShardPiece,
+    ShardReader,
+    batch_count,
+    count_rows,
+    epoch_order,
+    pieces,
+    rank_stretch,
+    read_pieces,
+    worker_stretch,
+)
+from legroom.loader.stream.shuffle import (
+    BatchProgress,
+    RowChunk,
+    StreamPosition,
+    batches,
+    dropped,
+    window_order,
+    windows,
+)
+from legroom.loader.stream.source_files import Catalog, Paths, expand, read_catalog
+from legroom.loader.stream.stream_memory import MemoryDivision, StreamDemand, divide, too_small
+from legroom.system.argument_checks import check_choice, check_integer
+from legroom.system.imports import require
+from legroom.units import parse_size
+from legroom.words import say
+
+
+def stream(
+    paths: Paths,
+    columns: str | Iterable[str] | None = None,
+    batch_size: int = 1024,
+    memory: str | int = "256MB",
+    shuffle_buffer: int = 0,
+    seed: int = 0,
+    *,
+    epoch: int | None = None,
+    filters: Any = None,
+    format: Format = "arrow",
+    rank: int | None = None,
+    world_size: int | None = None,
+    uneven: Uneven = "pad",
+    drop_last: bool = False,
+    shuffle_groups: bool | None = None,
+) -> Stream:
+    """Batches of rows from Parquet and Arrow files, within a bound of memory that is kept.
+
+    Args:
+        paths: A file, a directory, a pattern, or a list of them.
+        columns: The columns to read, in the order wanted; None reads all.
+        batch_size: Rows a batch; only a rank's last one may have fewer.
+        memory: What this process may grow by while it loops, as bytes or ``"256MB"``.
+        shuffle_buffer: So many consecutive rows are shuffled among themselves; 0: none.
+        seed: Of every order.
+        epoch: The epoch's number; None: every new loop has the next one.
+        filters: As for ``pyarrow.parquet.read_table``.
+        format: ``"arrow"``, ``"numpy"``, ``"torch"`` or ``"python"``: what a batch is.
+        rank: This process's part of the rows; None: torch.distributed's, or the launcher's.
+        world_size: How many parts there are; None: likewise.
+        uneven: What becomes of rows that do not divide among the ranks: ``"pad"``, ``"drop"`` or ``"all"``.
+        drop_last: Leave out a batch smaller than ``batch_size``.
+        shuffle_groups: Shuffle the order of files and row groups; None: where there is a shuffle buffer.
+    """
+    rank, world_size = rank_and_world(rank, world_size, os.environ, process_group())
+    settings = StreamSettings(
+        batch_size=batch_size,
+        memory=parse_size(memory),
+        shuffle_buffer=shuffle_buffer,
+        shuffle_groups=bool(shuffle_buffer) if shuffle_groups is None else bool(shuffle_groups),
+        seed=seed,
+        form=format,
+        rank=rank,
+        world_size=world_size,
+        uneven=uneven,
+        drop_last=bool(drop_last),
+    )
+    converter(format)
+    if epoch is not None:
+        check_integer("epoch", epoch, 0)
+    catalog = read_catalog(expand(paths), columns, filters)
+    room = _room(catalog, settings)
+    # Ranks of equal length need to know how many rows pass; else rows are divided before they are filtered.
+    counted = catalog.condition is not None and world_size > 1 and uneven != "all"
+    if counted:
+        sizes = _count(catalog, settings, room)
+    else:
+        sizes = [group.rows for group in catalog.groups]
+    made: Stream = iterable_class(Stream)(catalog, settings, room, sizes, counted, epoch)
+    return made
+
+
+def _room(catalog: Catalog, settings: StreamSettings) -> MemoryDivision:
+    """The bound, divided by what the first file says about its rows."""
+    stored = leaf_count(catalog.schema) + len(catalog.read_columns) - len(catalog.columns)
+    unknown = StreamDemand(
+        None, COPIES[settings.form], None if settings.shuffle_buffer else 0, max(1, stored)
+    )
+    tried = divide(settings.memory, unknown)
+    reader = ShardReader(catalog, catalog.read_columns, tried, settings.batch_size, threads=False)
+    try:
+        known = [reader.source(0).row_bytes(group.index) for group in catalog.groups if group.file == 0]
+    finally:
+        reader.close()
+    if not known or None in known:
+        return tried
+    row = max(size or 0 for size in known)
+    batch = row * min(settings.batch_size, catalog.rows)
+    return divide(settings.memory, replace(unknown, batch=batch, window=row * settings.shuffle_buffer))
+
+
+def _count(catalog: Catalog, settings: StreamSettings, room: MemoryDivision) -> list[int]:
+    needed = catalog.condition.columns if catalog.condition is not None else ()
+    reader = ShardReader(catalog, needed, room, settings.batch_size, threads=settings.memory >= THREADS_FROM)
+    try:
+        return count_rows(reader, catalog)
+    finally:
+        reader.close()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSettings:
+    """One stream's wishes."""
+
+    batch_size: int
+    memory: int
+    shuffle_buffer: int
+    shuffle_groups: bool
+    seed: int
+    form: Format
+    rank: int
+    world_size: int
+    uneven: Uneven
+    drop_last: bool
+
+    def __post_init__(self) -> None:
+        check_integer("batch_size", self.batch_size, 1)
+        check_integer("shuffle_buffer", self.shuffle_buffer, 0)
+        check_integer("seed", self.seed, 0)
+        check_choice("uneven", self.uneven, UNEVEN)
+
+    def order(self) -> dict[str, Any]:
+        """What decides which rows come when: a saved state is of use only where all of it is the same."""
+        found: dict[str, Any] = {
+            "batch_size": self.batch_size,
+            "shuffle_buffer": self.shuffle_buffer,
+            "shuffle_groups": self.shuffle_groups,
+            "seed": self.seed,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "uneven": self.uneven,
+            "drop_last": self.drop_last,
+        }
+        if self.shuffle_buffer:
+            # A shuffle buffer that is full in bytes before it is in rows depends on the bound and on its parts.
+            found |= {"memory": self.memory, "format": self.form}
+        return found
+
+
+THREADS_FROM = 128 << 20  # below, what threads keep for themselves would be too much of the bound
+
+
+class Stream:
+    """Batches of a stream; ``len`` is the batches of one rank's epoch. Made by ``legroom.stream``."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        settings: StreamSettings,
+        room: MemoryDivision,
+        sizes: list[int],
+        counted: bool,
+        epoch: int | None,
+    ) -> None:
+        self.catalog, self.settings, self.room = catalog, settings, room
+        self._sizes, self._counted, self._epoch = sizes, counted, epoch
+        self._next_epoch = 0
+        self._resume: _LoopState | None = None
+        self._going: _LoopState | None = None
+        self._facts = {
+            "data": catalog.digest,
+            "filters": None if catalog.condition is None else str(catalog.condition),
+            **settings.order(),
+        }
+
+    @property
+    def schema(self) -> Any:
+        """The Arrow schema of the batches."""
+        return self.catalog.schema
+
+    def __len__(self) -> int:
+        if self.catalog.condition is not None and not self._counted:
+            raise NoLength(
+                say("the number of batches is not known"),
+                why=say("only reading tells how many rows pass the filters"),
+                fix=(say("loop over it"), say("len() is known without filters")),
+            )
+        settings = self.settings
+        first, last = rank_stretch(sum(self._sizes), settings.rank, settings.world_size, settings.uneven)
+        return batch_count(last - first, settings.batch_size, settings.drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        shard = Shard(self.settings.rank, self.settings.world_size, *this_worker())
+        place, self._resume = self._resume or _LoopState(self._current_epoch(), shard), None
+        stream_state.require_shard(place.shard, shard)
+        if self._epoch is None:
+            self._next_epoch = place.epoch + 1
+        self._going = place
+        return self._loop(place)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Every loop from now on has the order of that epoch, until another is set."""
+        self._epoch = check_integer("epoch", epoch, 0)
+        self._going = None
+        if self._resume is not None and self._resume.epoch != epoch:
+            self._resume = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the latest loop stands: what ``load_state_dict`` needs to go on with the batch after it."""
+        place = self._going or self._resume
+        if place is None or place.done:
+            place = _LoopState(
+                self._current_epoch(), Shard(self.settings.rank, self.settings.world_size, *this_worker())
+            )
+        return stream_state.pack(self._facts, place.epoch, place.shard, place.position, place.batches)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next loop goes on from there; a state of other data or settings is refused."""
+        self._resume = _LoopState(*stream_state.unpack(state, self._facts))
+        self._going = None
+        if self._epoch is not None:
+            self._epoch = self._resume.epoch
+
+    def dataset(self) -> Any:
+        """This stream as a torch IterableDataset; where torch was imported before the stream was made, it is one."""
+        return _remake(torch_class(Stream), self._state())
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _unpickled, (self._state(),)
+
+    def _state(self) -> tuple[Any, ...]:
+        made = (self.catalog, self.settings, self.room, self._sizes, self._counted, self._epoch)
+        return made, self._next_epoch, self._resume
+
+    def _current_epoch(self) -> int:
+        return self._next_epoch if self._epoch is None else self._epoch
+
+    def _plan(self, epoch: int, shard: Shard) -> list[ShardPiece]:
+        """The rows that this shard reads in that epoch."""
+        settings = self.settings
+        order = epoch_order(len(self._sizes), settings.seed, epoch, settings.shuffle_groups)
+        first, last = rank_stretch(sum(self._sizes), shard.rank, shard.world_size, settings.uneven)
+        # Before filtering nobody knows which rows make the last, short batch.
+        exact = self.catalog.condition is None or self._counted
+        first, last = worker_stretch(
+            first, last, shard.worker, shard.workers, settings.batch_size, settings.drop_last and exact
+        )
+        return pieces(self._sizes, order, first, last)
+
+    def _loop(self, place: _LoopState) -> Iterator[Any]:
+        settings, shard = self.settings, place.shard
+        alone = shard.workers == 1
+        # Workers decode side by side already. What leaves one is pickled, and a slice pickles all it is a slice of.
+        threads = alone and settings.memory >= THREADS_FROM
+        as_is = settings.form == "arrow" and alone
+        convert = copied if settings.form == "arrow" else self._converted
+        reader = ShardReader(
+            self.catalog, self.catalog.read_columns, self.room, settings.batch_size, threads=threads
+        )
+        try:
+            chunks = self._chunks(reader, place)
+            for batch, progress in batches(
+                chunks, settings.batch_size, self.room.batch, self._too_large, drop_last=settings.drop_last
+            ):
+                made = batch if as_is else convert(batch)
+                del batch
+                place.progress, place.batches = progress, place.batches + 1
+                yield made
+                del made
+            place.done = True
+        finally:
+            reader.close()
+
+    def _converted(self, batch: Any) -> Any:
+        if self.settings.form == "python" and (size := object_bytes(batch)) > self.room.batch:
+            raise self._too_large(batch.num_rows, size)
+        return converter(self.settings.form)(batch)
+
+    def _chunks(self, reader: ShardReader, place: _LoopState) -> Iterator[RowChunk]:
+        """The shard's rows from that place on, in the order in which they are handed out."""
+        plan, mark = self._plan(place.epoch, place.shard), place.position or StreamPosition()
+        chunks = read_pieces(reader, self.catalog, plan, mark, counted=self._counted)
+        chunks = dropped(chunks, mark.skip)
+        if self.settings.shuffle_buffer:
+            shard = place.shard
+            order = window_order(self.settings.seed, place.epoch, shard.rank, shard.worker)
+            chunks = windows(chunks, self.settings.shuffle_buffer, self.room.window, order, mark.window)
+        return dropped(chunks, mark.taken)
+
+    def _too_large(self, rows: int, nbytes: int) -> BudgetTooSmall:
+        settings = self.settings
+        expected = nbytes * settings.batch_size // max(1, rows)
+        return too_small(settings.memory, replace(self.room.demand, batch=expected))
+
+
+class _LoopState:
+    """How far a loop has come; outlives the loop, which ``break`` drops."""
+
+    def __init__(
+        self, epoch: int, shard: Shard, start: StreamPosition | None = None, batches: int = 0
+    ) -> None:
+        self.epoch, self.shard, self.batches = epoch, shard, batches
+        self._start = start
+        self.progress: BatchProgress | None = None
+        self.done = False
+
+    @property
+    def position(self) -> StreamPosition | None:
+        """Where to go on; None: at the beginning."""
+        return self._start if self.progress is None else self.progress.position()
+
+
+def _remake(kind: type[Stream], state: tuple[Any, ...]) -> Stream:
+    made, next_epoch, resume = state
+    again = kind(*made)
+    again._next_epoch, again._resume = next_epoch, resume
+    return again
+
+
+def _unpickled(state: tuple[Any, ...]) -> Stream:
+    return _remake(iterable_class(Stream), state)
+
+
+def iterable_class(plain: Any) -> Any:
+    """``plain``, and torch's IterableDataset too if the program has imported torch."""
+    return torch_class(plain) if "torch.utils.data" in sys.modules else plain
+
+
+@cache
+def torch_class(plain: Any) -> Any:
+    """``plain`` and torch's IterableDataset in one class."""
+    data = require("torch.utils.data", "torch", say("streams as torch datasets"))
+    return type(plain.__name__, (plain, data.IterableDataset), {"__module__": plain.__module__})
+
+
+def this_worker() -> tuple[int, int]:
+    """(worker, workers) of the DataLoader this process works for; 0 of 1 where it works for none."""
+    data = sys.modules.get("torch.utils.data")
+    found = None if data is None else data.get_worker_info()
+    return (0, 1) if found is None else (found.id, found.num_workers)

@@ -1,0 +1,172 @@
+"""Divides a stream's memory limit among decoding, batches and shuffle buffer, and returns freed memory to the system.
+
+The limit is on the growth of the process. Arrow's pool may take less: libraries map code and tables at first use (about
+16 MB), and an allocator keeps up to as much again as is in use. Both figures were measured, with unused memory of the
+pool returned as described at ``DecodeSteps`` (docs/evidence/parquet-memory.md).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from legroom.errors import BudgetTooSmall
+from legroom.system.imports import require
+from legroom.units import exact_size, format_size
+from legroom.words import say
+
+LIBRARIES = 16 << 20  # what first use of Arrow's readers maps
+KEPT = 2  # an allocator's resident memory over what is in use
+# Decoding holds a step about three times. What one costs beside its bytes, it costs for each stored column: larger
+# steps than these are no faster.
+_MOST_STEP = 8 << 20
+_FEW_COLUMNS_STEP = 2 << 20
+_COLUMN_STEP = 512 << 10
+_LEAST_STEP = 64 << 10
+_STEPS = 3  # the one being decoded, what a filter lets through of it, and the last one, still held by a slice
+
+
+@dataclass(frozen=True, slots=True)
+class StreamDemand:
+    """What a stream's rows will take, in bytes, as far as the files say (None: they do not)."""
+
+    batch: int | None
+    copies: int  # of a batch, at the moment it is handed out
+    window: int | None = 0  # the shuffle buffer when it is full
+    columns: int = 16  # stored columns that are decoded side by side
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryDivision:
+    """The bound and its parts, in bytes."""
+
+    demand: StreamDemand
+    memory: int  # the bound, as given
+    arrow: int  # what Arrow's pool may hold of it
+    step: int  # decoded at a time
+    batch: int  # the largest batch that may be handed out
+    window: int  # rows waiting in the shuffle buffer
+    decode: int  # pages and dictionaries of the columns being read
+
+
+def divide(memory: int, demand: StreamDemand) -> MemoryDivision:
+    """Share the bound out, or say that it is too small."""
+    room = _divided(memory, demand)
+    if room is None:
+        raise too_small(memory, demand)
+    return room
+
+
+def _divided(memory: int, demand: StreamDemand) -> MemoryDivision | None:
+    arrow = max(0, memory - LIBRARIES) // KEPT
+    wanted = min(_MOST_STEP, max(_FEW_COLUMNS_STEP, demand.columns * _COLUMN_STEP))
+    step = min(wanted, max(_LEAST_STEP, arrow // 16))
+    most_batch = (arrow - _STEPS * step) // (demand.copies + 1)
+    batch = most_batch if demand.batch is None else demand.batch
+    if most_batch < _LEAST_STEP or batch > most_batch:
+        return None
+    free = arrow - _STEPS * step - demand.copies * batch
+    # Filled in pieces, then joined: for a moment the rows are there twice.
+    window = free // 4 if demand.window is None else min(free // 4, demand.window)
+    return MemoryDivision(demand, memory, arrow, step, most_batch, window, free - 2 * window)
+
+
+def least_memory(demand: StreamDemand, decode: int = 0) -> int:
+    """The smallest bound, in whole megabytes, that leaves so much for decoding."""
+    low, high = 0, 1
+    while not _enough(high, demand, decode):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _enough(middle, demand, decode) else (middle, high)
+    return high << 20
+
+
+def _enough(megabytes: int, demand: StreamDemand, decode: int) -> bool:
+    room = _divided(megabytes << 20, demand)
+    return room is not None and room.decode >= decode
+
+
+def too_small(memory: int, demand: StreamDemand) -> BudgetTooSmall:
+    """The error for a bound below what one batch needs."""
+    return BudgetTooSmall(
+        say("memory={memory} is too small for this stream", memory=format_size(memory)),
+        why=say(
+            "a batch takes {batch}, room for {copies} of them is needed to make one and hand it out, and Arrow's "
+            "libraries and allocator take {libraries} and as much again as the data",
+            batch=say("at least 64 KB") if demand.batch is None else format_size(demand.batch),
+            copies=demand.copies + 1,
+            libraries=format_size(LIBRARIES),
+        ),
+        fix=(
+            say("give it at least memory={least!r}", least=exact_size(least_memory(demand))),
+            say("or make batches smaller: a lower batch_size, or fewer columns"),
+        ),
+    )
+
+
+def undecodable(where: str, needed: int, room: MemoryDivision, parts: str, fix: str) -> BudgetTooSmall:
+    """The error for a group whose pages, dictionaries or batches cannot be decoded within the bound."""
+    return BudgetTooSmall(
+        say("{where} cannot be decoded within memory={memory}", where=where, memory=format_size(room.memory)),
+        why=say(
+            "it needs {needed} at once ({parts}); the bound leaves {left} for decoding",
+            needed=format_size(needed),
+            parts=parts,
+            left=format_size(room.decode),
+        ),
+        fix=(
+            say("give it at least memory={least!r}", least=exact_size(least_memory(room.demand, needed))),
+            say("or read fewer columns: columns=[…]"),
+            fix,
+        ),
+    )
+
+
+_MOST_ROWS = 1 << 16
+_LOOKS = 32  # at the process's size, while as much is decoded as the bound
+
+
+class DecodeSteps:
+    """The size of steps, and the watch over what the process keeps."""
+
+    def __init__(self, nbytes: int, batch_size: int, memory: int) -> None:
+        self._nbytes, self._batch_size, self._memory = nbytes, batch_size, memory
+        self._pool = require("pyarrow", "parquet", "Parquet").default_memory_pool()
+        self._since = 0
+        size = resident()
+        self._limit = None if size is None else size + memory // 2
+
+    def rows(self, row_bytes: int) -> int:
+        """Rows of a step: whole batches where several fit, so that few batches must be joined from two steps."""
+        rows = max(1, min(_MOST_ROWS, self._nbytes // max(1, row_bytes)))
+        return rows - rows % self._batch_size if rows > self._batch_size else rows
+
+    def read(self, nbytes: int) -> None:
+        """So much was decoded."""
+        self._since += nbytes
+        if self._limit is None:
+            if self._since > self._memory // 8:
+                self._since = 0
+                self._pool.release_unused()
+        elif self._since > self._memory // _LOOKS:
+            self._since = 0
+            if (resident() or 0) > self._limit:
+                self._pool.release_unused()
+                # What is there now is in use, or is not ours: only further growth is looked at again.
+                self._limit = max(self._limit, (resident() or 0) + self._memory // 4)
+
+
+def resident(read: Callable[[str], bytes] | None = None) -> int | None:
+    """Bytes of this process that are in memory; None where the system does not say."""
+    try:
+        text = (read or _contents)("/proc/self/statm")
+        return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
+
+
+def _contents(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.read()
