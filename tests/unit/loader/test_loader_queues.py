@@ -5,6 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -154,3 +157,79 @@ def test_contexts_of_others_stay_as_they_are() -> None:
     assert direct(theirs) is theirs
     again = direct(multiprocessing.get_context("fork"))
     assert direct(again) is again
+
+
+def _take_and_die(lock: Any) -> None:
+    lock.acquire()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_lock_of_a_process_that_was_killed_blocks_no_put(queue: Any) -> None:
+    killed = multiprocessing.get_context("fork").Process(target=_take_and_die, args=(queue._wlock,))
+    killed.start()
+    killed.join()
+    put = threading.Thread(target=queue.put, args=((0, [1]),), daemon=True)
+    put.start()
+    put.join(30)
+    assert not put.is_alive()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_event_is_seen_by_other_processes(method: str) -> None:
+    context: Any = direct(multiprocessing.get_context(method))
+    there, back = context.Event(), context.Event()
+    other = context.Process(target=_answer, args=(there, back))
+    other.start()
+    assert not back.is_set() and not back.wait(0.05)
+    there.set()
+    there.set()
+    assert back.wait(60) and back.is_set()
+    other.join()
+    there.clear()
+    assert not there.is_set()
+
+
+def _answer(there: Any, back: Any) -> None:
+    if there.wait(60):
+        back.set()
+
+
+KILLED_IN_IS_SET = """
+import os, signal, sys, warnings
+import torch, legroom
+warnings.filterwarnings("ignore")
+wanted, steps = int(sys.argv[1]), 0
+
+def trace(frame, event, _):
+    global steps
+    caller = frame.f_back
+    if frame.f_code.co_name != "is_set" and (caller is None or caller.f_code.co_name != "is_set"):
+        return None
+    steps += event == "line"
+    if steps == wanted:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return trace
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, index):
+        sys.settrace(trace)
+        return torch.zeros(10)
+
+loader = legroom.DataLoader(Rows(), 1, num_workers=1, multiprocessing_context="fork")
+iterator = iter(loader)
+try:
+    for _ in iterator: pass
+except RuntimeError:
+    print("killed", flush=True)
+del iterator, loader
+print("ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize("line", [1, 2, 3])
+def test_a_worker_killed_while_it_reads_the_event_blocks_no_loader(line: int) -> None:
+    pytest.importorskip("torch")
+    program = [sys.executable, "-c", KILLED_IN_IS_SET, str(line)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["killed", "ended"], done.stderr

@@ -3,17 +3,24 @@
 multiprocessing tells a worker that its parent has ended by a pipe. Workers that are forked later inherit that pipe and
 keep it open, so each of thirty workers saw a parent for as long as a later worker lived. torch remembers who the parent
 is after ``worker_init_fn``, which is too late where the program was killed before. Here the kernel is asked.
+
+torch's loop asks between two batches. A worker whose sample takes long, or whose batch waits for a pipe that no process
+reads, would not end: a thread ends it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable
 
 from legroom.loader.torch_internals import watch_parent, workers_ending
 
+_PARENT_S = 1.0  # between two checks of the program
+_GRACE_S = 10.0  # for a worker to end by itself after its program: torch's loop asks every five
 _BLOCKED_S = 1.0  # without a sign of work
 _LOOK_S = 0.05
 _CPU = 0.2  # of a core: below it, a process waits
@@ -56,8 +63,19 @@ class Guarded:
     def __call__(self, worker: int) -> None:
         """In a worker, before it draws."""
         watch_parent(parent_lives)
+        # Without the thread, where no more can be started, torch's loop ends the worker.
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=_end_after_program, name="legroom-parent", daemon=True).start()
         if self._before is not None:
             self._before(worker)
+
+
+def _end_after_program() -> None:
+    """End this worker when its program has ended, whatever it is doing."""
+    while parent_lives():
+        time.sleep(_PARENT_S)
+    time.sleep(_GRACE_S)
+    os._exit(0)  # not sys.exit, which would wait for the thread that writes to the pipe
 
 
 def _runs(pid: int) -> bool:

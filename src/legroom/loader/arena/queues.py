@@ -1,7 +1,7 @@
-"""Queues between a loader and its workers that need no thread for small messages.
+"""Queues between a loader and its workers that need no thread for small messages, and an event without a lock.
 
-Covers: contexts of multiprocessing whose queues write small messages at once. Does not cover: what is sent (pack.py,
-inbox.py).
+Covers: contexts of multiprocessing whose queues write small messages at once and whose events take no lock.
+Does not cover: what is sent (pack.py, inbox.py).
 
 multiprocessing hands every message to a thread that writes it, so that nobody who puts ever waits for a pipe. Waking
 that thread costs more than the writing: with batches of 32 kB a quarter of all CPU time. Here a message is written by
@@ -19,6 +19,7 @@ import contextlib
 import errno
 import multiprocessing
 import select
+import time
 from functools import cache
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
@@ -29,6 +30,8 @@ from legroom.loader.arena.inbox import look_among
 from legroom.loader.arena.sent import Sent
 
 _HEADER = 4  # bytes that a connection writes before a small message
+_POLL_S = 0.01
+_LOCK_S = 1.0  # a worker that was killed while it held the lock of a queue never releases it
 
 
 class _Direct:
@@ -66,18 +69,49 @@ class _Direct:
         message = ForkingPickler.dumps(obj)
         if len(message) + _HEADER > select.PIPE_BUF:
             return False
-        with inner._wlock:
+        if not inner._wlock.acquire(timeout=_LOCK_S):
+            return False  # the thread waits for it: the worker still ends when its loader does
+        try:
             if not _has_room(inner._writer.fileno()) or not inner._sem.acquire(False):
                 return False
-            try:
-                inner._writer.send_bytes(message)
-            except BrokenPipeError:
-                pass  # nothing reads it any more: multiprocessing's thread drops it as well
-            except OSError as problem:
-                # The word to end, from a loader that is collected together with its pipes: they may be closed first.
-                if obj is not None or problem.errno != errno.EBADF:
-                    raise
+            inner._writer.send_bytes(message)
+        except BrokenPipeError:
+            pass  # nothing reads it any more: multiprocessing's thread drops it as well
+        except OSError as problem:
+            # The message to end, from a loader that is collected together with its pipes: they may be closed first.
+            if obj is not None or problem.errno != errno.EBADF:
+                raise
+        finally:
+            inner._wlock.release()
         return True
+
+
+class LockFreeEvent:
+    """An event of multiprocessing without a lock, so a process that is killed in any of its methods blocks no other.
+
+    multiprocessing's own takes a lock in ``is_set`` too. Each worker calls that once a batch. A worker that is killed
+    there leaves the lock taken, and the loader then waits for ever in ``set``.
+    """
+
+    def __init__(self, context: BaseContext) -> None:
+        self._flag: Any = context.Semaphore(0)  # its value is read by torch_internals.workers_ending, too
+
+    def is_set(self) -> bool:
+        return not self._flag._semlock._is_zero()
+
+    def set(self) -> None:
+        if not self.is_set():
+            self._flag.release()
+
+    def clear(self) -> None:
+        while self._flag.acquire(False):
+            pass
+
+    def wait(self, timeout: float | None = None) -> bool:
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self.is_set() and (until is None or time.monotonic() < until):
+            time.sleep(_POLL_S)
+        return self.is_set()
 
 
 def _harmless(message: Any) -> bool:
@@ -126,6 +160,10 @@ class _Context:
             with contextlib.suppress(OSError):
                 queue.descriptors = Descriptors()
         return queue
+
+    def Event(self) -> LockFreeEvent:  # noqa: N802 multiprocessing's name
+        context: Any = self
+        return LockFreeEvent(context.get_context())
 
 
 @cache
