@@ -51,7 +51,7 @@ from legroom.words import listed, say
 @click.option("--gpu-limit", metavar="SHARE|SIZE", help="GPU memory limit per process: 0.8, 1/6, 8GB.")
 @click.option("--fresh", is_flag=True, help="Ignore remembered settings.")
 @click.option("--report", metavar="FILE", help="Write FILE.json and FILE.html.")
-@click.option("--quiet", is_flag=True, help="Print nothing of Legroom's own on stderr.")
+@click.option("--quiet", is_flag=True, help="Do not print Legroom's messages on stderr.")
 @click.option(
     "--json",
     "as_json",

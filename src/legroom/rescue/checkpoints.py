@@ -107,7 +107,7 @@ def _file(path: Path) -> str | None:
     with path.open("rb") as file:
         head = file.read(_SHORTEST)
         if len(head) < _SHORTEST and _WEIGHTS.search(path.name):
-            return say("{size} bytes", size=size)
+            return say("only {size} bytes", size=size)
         if path.suffix == ".safetensors":
             return _safetensors(file, head, size)
         if head.startswith(_ZIP_LOCAL):
@@ -116,9 +116,9 @@ def _file(path: Path) -> str | None:
             return _hdf5(head, size)
         if path.suffix in (".pkl", ".pickle"):
             file.seek(-1, os.SEEK_END)
-            return None if file.read(1) == b"." else say("the pickle does not end")
+            return None if file.read(1) == b"." else say("the pickle is truncated")
     if _WEIGHTS.search(path.name) and not head.strip(b"\0"):
-        return say("begins with zeros: it was never written out")
+        return say("starts with zeros: the data never reached the disk")
     return None  # of another kind: nothing says how long it should be
 
 
@@ -128,14 +128,14 @@ def _zip(file: BinaryIO) -> str | None:
         for info in archive.infolist():
             file.seek(info.header_offset)
             if file.read(4) != _ZIP_LOCAL:
-                return say("{name} in it was never written out", name=info.filename)
+                return say("{name} in the archive never reached the disk", name=info.filename)
     return None
 
 
 def _safetensors(file: BinaryIO, head: bytes, size: int) -> str | None:
     (length,) = struct.unpack("<Q", head[:8])
     if length > min(size - 8, _LARGEST_HEADER):
-        return say("its header of {length} bytes is cut", length=length)
+        return say("its header of {length} bytes is truncated", length=length)
     file.seek(8)
     header = json.loads(file.read(length))
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
@@ -172,7 +172,7 @@ def _directory(path: Path) -> str | None:
         return say("trainer_state.json is missing: it is written last")
     weights = [entry for entry in sorted(path.rglob("*")) if entry.is_file() and _WEIGHTS.search(entry.name)]
     if not weights:
-        return say("no weights in it")
+        return say("it contains no weights")
     for entry in weights:
         if (problem := why_incomplete(entry)) is not None:
             return say("{name}: {why}", name=entry.name, why=problem)

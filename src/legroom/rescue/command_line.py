@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from legroom.errors import UsageError
+from legroom.model.settings_env import ALIASES
 from legroom.probe.training_flags import Flag, flags
 from legroom.words import listed, say
 
-# What the policy may change; the names are those of `--flag NAME=--spelling`.
-SETTINGS = ("batch", "accumulation", "workers", "prefetch", "pin_memory", "low_memory")
-
-
+# What a retry may lower. `--flag` also takes the short names batch, workers and prefetch.
+SETTINGS = ("batch_size", "accumulation", "num_workers", "prefetch_factor", "pin_memory", "low_memory")
+SHORT_NAMES = {full: short for short, full in ALIASES.items()}  # of `--flag`, and in JSON
 LOADER = "LEGROOM_LOADER"
 
 _WHOLE = re.compile(r"(?:global|total)[-_]?batch", re.I)
@@ -30,48 +31,52 @@ _WHOLE = re.compile(r"(?:global|total)[-_]?batch", re.I)
 
 @dataclass(frozen=True, slots=True)
 class NamedFlag:
-    """A flag that the person named: ``--flag accumulation=--accum_iter=16``."""
+    """A flag given with --flag: ``--flag accumulation=--accum_iter=16``."""
 
-    lever: str
+    setting: str
     spelling: str
-    value: str | None = None  # what the script uses when the flag is not given, where the person said so
+    value: str | None = None  # the script's default, if it was given
 
 
 @dataclass(frozen=True, slots=True)
 class CommandSettings:
-    """The settings of a command line that can be changed, with their present values."""
+    """The settings of a command line that a retry can change, with their present values."""
 
-    batch: int | None = None
+    batch_size: int | None = None
     accumulation: int | None = None
-    workers: int | None = None
-    prefetch: int | None = None
+    num_workers: int | None = None
+    prefetch_factor: int | None = None
     pin_memory: bool | None = None
     low_memory: bool | None = None
-    can: frozenset[str] = frozenset()  # those that have a place on the command line, or in the environment
-    batch_of_all: bool = False  # the batch is all ranks' together: it must stay divisible among them
-    derives_accumulation: bool = False  # the script is told the whole batch too, and accumulates by itself
+    changeable: frozenset[str] = (
+        frozenset()
+    )  # those with a flag on the command line or a place in the environment
+    batch_is_global: bool = False  # batch_size is for all ranks together and must stay divisible among them
+    derives_accumulation: bool = False  # the script also gets the global batch and accumulates by itself
     ranks: int | None = None
 
 
 def parse_named(text: str) -> NamedFlag:
     """``batch=--my-batch`` or ``accumulation=--accum_iter=16``."""
-    lever, _, rest = text.partition("=")
+    name, _, rest = text.partition("=")
     spelling, equals, value = rest.partition("=")
-    lever = lever.strip().replace("-", "_")
-    if lever not in SETTINGS or not spelling:
+    name = name.strip().replace("-", "_")
+    setting = ALIASES.get(name, name)
+    if setting not in SETTINGS or not spelling:
         raise UsageError(
-            say("cannot read {text!r} as a flag's name", text=text),
-            why=say("it is NAME=FLAG with NAME one of {names}", names=listed(SETTINGS)),
-            fix=(say("write it like batch=--my-batch, or accumulation=--accum_iter=16 where 16 is its default"),),
+            say("--flag {text!r} is not NAME=FLAG", text=text),
+            why=say("NAME must be one of {names}", names=listed(SHORT_NAMES.get(one, one) for one in SETTINGS)),
+            fix=(say("for example batch=--my-batch, or accumulation=--accum_iter=16 if 16 is the script's default"),),
         )  # fmt: skip
-    return NamedFlag(lever, spelling, value if equals else None)
+    return NamedFlag(setting, spelling, value if equals else None)
 
 
 def find_flags(command: Sequence[str], named: Sequence[NamedFlag] = ()) -> dict[str, Flag]:
-    """Where each lever stands on the command line; ``at`` is -1 for a named flag that is not there."""
-    found = {name: flag for name, flag in flags(command).items() if name in SETTINGS or name == "ranks"}
+    """Each setting's flag on the command line; ``at`` is -1 for a named flag that is not there."""
+    all_flags = {ALIASES.get(name, name): flag for name, flag in flags(command).items()}
+    found = {name: flag for name, flag in all_flags.items() if name in SETTINGS or name == "ranks"}
     for one in named:
-        found[one.lever] = _find_named(command, one)
+        found[one.setting] = _find_named(command, one)
     return found
 
 
@@ -86,29 +91,29 @@ def _find_named(command: Sequence[str], named: NamedFlag) -> Flag:
 
 
 def command_settings(command: Sequence[str], named: Sequence[NamedFlag] = ()) -> CommandSettings:
-    """The settings of that command line, as numbers; what is no number cannot be changed."""
+    """The settings of that command line. A value that is not a number cannot be changed."""
     found = find_flags(command, named)
     numbers = {name: _number(flag.value) for name, flag in found.items()}
-    can = {name for name in SETTINGS if name in found and (numbers[name] is not None or found[name].at < 0)}
-    if "pin_memory" in found:
-        can.add("pin_memory")
-    batch = found.get("batch")
+    changeable = {
+        name for name in SETTINGS if name in found and (numbers[name] is not None or found[name].at < 0)
+    }
+    batch = found.get("batch_size")
     return CommandSettings(
-        batch=numbers.get("batch"),
+        batch_size=numbers.get("batch_size"),
         accumulation=numbers.get("accumulation"),
-        workers=numbers.get("workers"),
-        prefetch=numbers.get("prefetch"),
+        num_workers=numbers.get("num_workers"),
+        prefetch_factor=numbers.get("prefetch_factor"),
         pin_memory=_truth(found["pin_memory"].value) if "pin_memory" in found else None,
         low_memory=_truth(found["low_memory"].value) if "low_memory" in found else None,
-        can=frozenset(can | ({"low_memory"} & found.keys())),
-        batch_of_all=batch is not None and _WHOLE.search(batch.spelling) is not None,
+        changeable=frozenset(changeable | ({"pin_memory", "low_memory"} & found.keys())),
+        batch_is_global=batch is not None and _WHOLE.search(batch.spelling) is not None,
         derives_accumulation=_second_batch(command, batch),
         ranks=numbers.get("ranks"),
     )
 
 
 def _second_batch(command: Sequence[str], batch: Flag | None) -> bool:
-    """Whether beside the batch of one process that of all is given (Megatron's, DeepSpeed's way)."""
+    """Whether the global batch is given beside the micro-batch, as Megatron and DeepSpeed do."""
     if batch is None or batch.at < 0 or _WHOLE.search(batch.spelling):
         return False
     rest = list(command)
@@ -121,7 +126,7 @@ def _second_batch(command: Sequence[str], batch: Flag | None) -> bool:
 def with_settings(
     command: Sequence[str], values: Mapping[str, int | bool], named: Sequence[NamedFlag] = ()
 ) -> list[str]:
-    """The command with these values in the places of the old ones; a named flag that was absent is added."""
+    """The command with these values. A named flag that is absent is added."""
     words = list(command)
     for name, value in values.items():
         flag = find_flags(words, named).get(name)
@@ -149,22 +154,22 @@ def _put(words: list[str], flag: Flag, value: int | bool) -> list[str]:
 
 
 def _put_switch(words: list[str], flag: Flag, value: bool) -> list[str]:
-    """A flag that may stand alone: ``--pin_memory``, ``--pin_memory true``, ``--no-pin-memory``."""
+    """Set a flag that may have no value: ``--pin_memory``, ``--pin_memory true``, ``--no-pin-memory``."""
     if flag.at < 0:
         return [*words, flag.spelling] if value else words
     word = words[flag.at]
-    said = _truth(flag.value)
+    present = _truth(flag.value)
     if "=" in word:
         words[flag.at] = f"{word.partition('=')[0]}={_like(word.partition('=')[2], value)}"
     elif flag.at + 1 < len(words) and _truth(words[flag.at + 1]) is not None:
         words[flag.at + 1] = _like(words[flag.at + 1], value)
-    elif said is not value:
-        del words[flag.at]  # a bare switch is turned off by leaving it out
+    elif present is not value:
+        del words[flag.at]  # a flag without a value is turned off by removing it
     return words
 
 
 def _like(old: str, value: bool) -> str:
-    """The value in the old one's way of writing."""
+    """The value in the spelling of the old one: True, true, yes, on, 1."""
     for yes, no in (("True", "False"), ("true", "false"), ("yes", "no"), ("on", "off"), ("1", "0")):
         if old in (yes, no):
             return yes if value else no
@@ -172,13 +177,11 @@ def _like(old: str, value: bool) -> str:
 
 
 def with_resume(command: Sequence[str], flag: str, path: str) -> list[str]:
-    """The command resuming from that checkpoint.
+    """The command with the flag that resumes from that checkpoint.
 
-    ``--resume`` takes the path as its next word, ``--resume=`` in the same one, ``{}`` stands for it anywhere, and a
-    flag with a value of its own (``--resume auto``) is taken as it is.
+    ``--resume`` takes the path as the next word, ``--resume=`` in the same word, ``{}`` anywhere. A flag with a value
+    (``--resume auto``) is used unchanged.
     """
-    import shlex
-
     words = list(command)
     parts = shlex.split(flag)
     name = parts[0].partition("=")[0]
@@ -211,19 +214,19 @@ def _truth(text: str) -> bool | None:
 
 
 def with_loader(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which torch's DataLoader is replaced with ours."""
+    """The environment in which torch's DataLoader is replaced with Legroom's."""
     return {**_with_sitecustomize(environment), LOADER: "legroom"}
 
 
 def with_gpu_limit(environment: Mapping[str, str], amount: str) -> dict[str, str]:
-    """The environment in which a child's card is limited once it starts CUDA; BadLimit for what makes no sense."""
-    from legroom.gpu.memory_limit import with_limit  # only those who ask for it pay for the import
+    """The environment in which GPU memory is limited once CUDA starts; raises BadLimit for an invalid amount."""
+    from legroom.gpu.memory_limit import with_limit  # slow to import, and rarely needed
 
     return with_limit(_with_sitecustomize(environment), amount)
 
 
 def _with_sitecustomize(environment: Mapping[str, str]) -> dict[str, str]:
-    """With our sitecustomize in front; a PYTHONPATH that was there stays behind it."""
+    """PYTHONPATH with our sitecustomize first, then the entries that were there."""
     ours = str(Path(__file__).with_name("inject"))
     source = str(Path(__file__).parents[2])  # where this very legroom is imported from
     old = environment.get("PYTHONPATH", "").split(os.pathsep)

@@ -66,13 +66,13 @@ class KernelLog:
         """Remember where every log ends now."""
         log = cls()
         if not same_pids():
-            log.reason = say("the kernel's log: its process ids are those of another PID namespace")
+            log.reason = say("kernel log: its process IDs belong to another PID namespace")
             return log
         try:
             log.kmsg = os.open(kmsg, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
             os.lseek(log.kmsg, 0, os.SEEK_END)
         except OSError as problem:
-            log.reason = say("the kernel's log: {path}: {why}", path=kmsg, why=problem.strerror)
+            log.reason = say("kernel log: {path}: {why}", path=kmsg, why=problem.strerror)
             log.close()
         for path in logs:
             with contextlib.suppress(OSError):

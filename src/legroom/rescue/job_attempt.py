@@ -206,10 +206,16 @@ class RunningAttempt:
         if not self.order.retries:
             stall.patience = 0.0  # said once
             self._say(
-                say("it hangs on a full /dev/shm, of which it holds {held}; --retries ends and restarts it", held=held)
+                say("the job hangs: /dev/shm has no room for its next batch (the job holds {held}). With "
+"--retries it would be restarted", held=held)
             )  # fmt: skip
             return
-        self._say(say("it hangs on a full /dev/shm, of which it holds {held}: it is ended", held=held))
+        self._say(
+            say(
+                "the job hangs: /dev/shm has no room for its next batch (the job holds {held}). Stopping it",
+                held=held,
+            )
+        )
         self.stalled_on = "shm"
         child.signal(signal.SIGTERM)
         self._deadline = time.monotonic() + min(self.order.grace, _STALL_GRACE)

@@ -73,7 +73,7 @@ class JobCgroup:
         for name in ("user.oomd_kill", "user.oomd_ooms"):
             with contextlib.suppress(OSError, ValueError):
                 if int(os.getxattr(self.path, name)) > 0:
-                    return say("systemd-oomd killed in {path} ({name})", path=self.path, name=name)
+                    return say("systemd-oomd killed processes in {path} ({name})", path=self.path, name=name)
         return None
 
     def members(self) -> set[int] | None:
@@ -151,7 +151,7 @@ def make_job_cgroup(host: Host, name: str) -> JobCgroup:
     """A group of the job's own where it can be had; else the one it shares with us, and why."""
     group = cgroup(host, "memory")
     if group.version is None or not group.chain or host.platform != "linux":
-        return JobCgroup(None, None, False, group.reason or say("there is no memory cgroup here"))
+        return JobCgroup(None, None, False, group.reason or say("no memory cgroup here"))
     base = group.chain[0]
     if group.reason is not None:
         return JobCgroup(base, group.version, False, group.reason)
@@ -169,7 +169,7 @@ def _make(host: Host, base: str, version: Version, name: str, stepped_into: str 
         return JobCgroup(base, version, False, say("{path}: {why}", path=path, why=problem.strerror))
     if home.counters(host)[0] is None or not os.access(f"{path}/cgroup.procs", os.W_OK):
         home.close()
-        return JobCgroup(base, version, False, say("{path} has no counter of its own", path=path))
+        return JobCgroup(base, version, False, say("{path} has no OOM counter", path=path))
     return home
 
 
@@ -183,7 +183,9 @@ def _make_v2(host: Host, base: str, name: str, *, is_root: bool) -> JobCgroup:
             return _make(host, base, "v2", name)
         inside = Path(base, "cgroup.procs").read_text().split()
         if inside != [str(os.getpid())]:
-            template = phrase("{count} processes share {path}; only one that lives there alone may divide it")
+            template = phrase(
+                "{count} processes share {path}; a cgroup can be split only by a process that is alone in it"
+            )
             return JobCgroup(base, "v2", False, say(template, count=len(inside), path=base))
         aside = f"{base}/{name}-supervisor"
         os.mkdir(aside)

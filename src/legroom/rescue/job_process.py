@@ -48,17 +48,22 @@ def find_command(word: str) -> str:
     if found is not None:
         return found
     if os.path.exists(word):
-        why = say("it is a directory") if os.path.isdir(word) else say("it may not be executed")
+        why = say("it is a directory") if os.path.isdir(word) else say("it is not executable")
         raise CommandNotRunnable(
             say("cannot run {word}", word=word),
             why=why,
-            fix=(say("chmod +x it, or name its interpreter:\nlegroom run -- python {word} …", word=word),),
+            fix=(
+                say(
+                    "make it executable with chmod +x, or name its interpreter:\nlegroom run -- python {word} …",
+                    word=word,
+                ),
+            ),
         )
     raise CommandNotFound(
-        say("there is no command {word}", word=word),
-        why=say("it is no file, and in no directory of PATH"),
+        say("command not found: {word}", word=word),
+        why=say("it is not a file and not in any directory of PATH"),
         fix=(
-            say("check the spelling, or give its path; the command comes after --:\nlegroom run -- python …"),
+            say("check the spelling or give its path. The command comes after --:\nlegroom run -- python …"),
         ),
     )
 

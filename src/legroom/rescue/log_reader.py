@@ -101,7 +101,7 @@ def read_log(path: str, standard_input: BinaryIO | None = None) -> LogFacts:
         raise UnreadableSource(
             say("cannot read the log {path}", path=path),
             why=why,
-            fix=(say("give a file that you may read, or - to read from a pipe:\ndmesg | legroom explain -"),),
+            fix=(say("give a readable file, or - to read from a pipe:\ndmesg | legroom explain -"),),
         ) from problem
 
 

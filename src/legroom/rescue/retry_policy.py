@@ -17,26 +17,26 @@ from legroom.model.death import Cause, Verdict
 from legroom.rescue.command_line import CommandSettings
 from legroom.words import say
 
-# Which levers work against which cause, in the order they are pulled.
+# Which settings work against which cause, in the order they are pulled.
 _ORDER: dict[Cause, tuple[str, ...]] = {
-    "shm-full": ("prefetch", "workers", "batch"),
-    "ram-oom-kill": ("prefetch", "workers", "low_memory", "batch"),
-    "ram-allocation": ("prefetch", "workers", "low_memory", "batch"),
-    "swap-thrash": ("prefetch", "workers", "low_memory", "batch"),
-    "pinned-exhausted": ("pin_memory", "prefetch", "workers", "batch"),
-    "gpu-oom": ("batch",),
-    "fds-exhausted": ("descriptors", "prefetch", "workers"),
-    "processes-exhausted": ("workers",),
-    "map-count": ("prefetch", "workers", "batch"),
+    "shm-full": ("prefetch_factor", "num_workers", "batch_size"),
+    "ram-oom-kill": ("prefetch_factor", "num_workers", "low_memory", "batch_size"),
+    "ram-allocation": ("prefetch_factor", "num_workers", "low_memory", "batch_size"),
+    "swap-thrash": ("prefetch_factor", "num_workers", "low_memory", "batch_size"),
+    "pinned-exhausted": ("pin_memory", "prefetch_factor", "num_workers", "batch_size"),
+    "gpu-oom": ("batch_size",),
+    "fds-exhausted": ("descriptors", "prefetch_factor", "num_workers"),
+    "processes-exhausted": ("num_workers",),
+    "map-count": ("prefetch_factor", "num_workers", "batch_size"),
 }
-_TRAINER_KILLED = ("low_memory", "batch", "prefetch", "workers")
+_TRAINER_KILLED = ("low_memory", "batch_size", "prefetch_factor", "num_workers")
 
 
 @dataclass(frozen=True, slots=True)
 class RetryStep:
     """The next attempt's settings, or why there is none."""
 
-    knobs: CommandSettings
+    settings: CommandSettings
     values: Mapping[str, int | bool]  # what changes
     why: str
     stop: bool = False
@@ -44,148 +44,146 @@ class RetryStep:
 
 
 def next_step(
-    verdict: Verdict, knobs: CommandSettings, *, descriptors_raised: bool = False, repeated: bool = False
+    verdict: Verdict, settings: CommandSettings, *, descriptors_raised: bool = False, repeated: bool = False
 ) -> RetryStep:
     """What to change after that death. ``repeated``: it was already started once again unchanged."""
     if verdict.cause == "worker-killed" and not repeated:
-        return RetryStep(
-            knobs, {}, say("nothing shows that memory was short: once more with the same settings")
-        )
+        return RetryStep(settings, {}, say("no sign that memory ran out: retrying with the same settings"))
     cause = verdict.cause
     if cause == "unknown" and verdict.likely:
         cause = verdict.likely[0].cause
     if cause not in _ORDER:
-        return _stop(knobs, _why_nothing_helps(verdict.cause))
+        return _stop(settings, _why_nothing_helps(verdict.cause))
     killed = cause == "ram-oom-kill" and verdict.victim is not None and verdict.victim.role == "main"
     trainer = killed or (cause == "ram-allocation" and verdict.refused == "main")
-    step = _first_that_works(cause, knobs, descriptors_raised, trainer=trainer)
+    step = _first_that_works(cause, settings, descriptors_raised, trainer=trainer)
     if verdict.cause == "unknown" and not step.stop:
-        return replace(
-            step, why=say("the cause is not known, most likely {cause}; {why}", cause=cause, why=step.why)
-        )
+        return replace(step, why=say("cause unknown, most likely {cause}; {why}", cause=cause, why=step.why))
     return step
 
 
 def _first_that_works(
-    cause: Cause, knobs: CommandSettings, descriptors_raised: bool, *, trainer: bool
+    cause: Cause, settings: CommandSettings, descriptors_raised: bool, *, trainer: bool
 ) -> RetryStep:
-    for lever in _TRAINER_KILLED if trainer else _ORDER[cause]:
-        if lever == "descriptors":
+    for setting in _TRAINER_KILLED if trainer else _ORDER[cause]:
+        if setting == "descriptors":
             if not descriptors_raised:
-                why = say("open files: the soft limit is raised to the hard one")
-                return RetryStep(knobs, {}, why, raise_descriptors=True)
+                why = say("raising the open-file soft limit to the hard limit")
+                return RetryStep(settings, {}, why, raise_descriptors=True)
             continue
-        step = _lower(lever, knobs)
+        step = _lower(setting, settings)
         if step is not None and trainer:
             why = say("{why} (the training process ran out of memory, not a worker)", why=step.why)
             return replace(step, why=why)
         if step is not None:
             return step
-    return _stop(knobs, _nothing_left(cause, knobs))
+    return _stop(settings, _nothing_left(cause, settings))
 
 
-def _lower(lever: str, knobs: CommandSettings) -> RetryStep | None:
-    if lever == "batch":
-        return _smaller_batch(knobs)
-    if lever not in knobs.can:
+def _lower(setting: str, settings: CommandSettings) -> RetryStep | None:
+    if setting == "batch_size":
+        return _lower_batch(settings)
+    if setting not in settings.changeable:
         return None
-    if lever == "prefetch":
-        return _prefetch(knobs)
-    if lever == "workers":
-        return _workers(knobs)
-    if lever == "pin_memory" and knobs.pin_memory is not False:
-        return _step(knobs, say("pin_memory off: page-locked memory is not needed"), pin_memory=False)
-    if lever == "low_memory" and not knobs.low_memory:
+    if setting == "prefetch_factor":
+        return _lower_prefetch(settings)
+    if setting == "num_workers":
+        return _lower_workers(settings)
+    if setting == "pin_memory" and settings.pin_memory is not False:
+        return _step(settings, say("pin_memory → off: use no page-locked memory"), pin_memory=False)
+    if setting == "low_memory" and not settings.low_memory:
         return _step(
-            knobs,
-            say("low-memory data: read as it is needed instead of held in each process"),
+            settings,
+            say("low_memory → on: read data on demand instead of holding it in each process"),
             low_memory=True,
         )
     return None
 
 
-def _prefetch(knobs: CommandSettings) -> RetryStep | None:
-    old = knobs.prefetch
-    if knobs.workers == 0 or old == 1:
+def _lower_prefetch(settings: CommandSettings) -> RetryStep | None:
+    old = settings.prefetch_factor
+    if settings.num_workers == 0 or old == 1:
         return None
     why = say(
-        "prefetch {old} → 1: fewer batches wait in memory", old=old if old is not None else say("unset")
+        "prefetch_factor {old} → 1: fewer batches wait in memory",
+        old=old if old is not None else say("unset"),
     )
-    return _step(knobs, why, prefetch=1)
+    return _step(settings, why, prefetch_factor=1)
 
 
-def _workers(knobs: CommandSettings) -> RetryStep | None:
-    old = knobs.workers
+def _lower_workers(settings: CommandSettings) -> RetryStep | None:
+    old = settings.num_workers
     if old == 0:
         return None
     # Half, then none: with none nothing passes through shared memory, and no worker holds anything.
     new = old // 2 if old is not None and old >= 4 else 0
-    why = say("workers {old} → {new}", old=old if old is not None else say("unset"), new=new)
-    return _step(knobs, why, workers=new)
+    why = say("num_workers {old} → {new}", old=old if old is not None else say("unset"), new=new)
+    return _step(settings, why, num_workers=new)
 
 
-def _smaller_batch(knobs: CommandSettings) -> RetryStep | None:
+def _lower_batch(settings: CommandSettings) -> RetryStep | None:
     """The micro-batch down by its smallest divisor, and accumulation up by the same."""
-    batch = knobs.batch
-    if "batch" not in knobs.can or batch is None or batch < 2:
+    batch = settings.batch_size
+    if "batch_size" not in settings.changeable or batch is None or batch < 2:
         return None
-    if "accumulation" not in knobs.can and not knobs.derives_accumulation:
+    if "accumulation" not in settings.changeable and not settings.derives_accumulation:
         return None
-    ranks = knobs.ranks or 1
-    divisible = knobs.batch_of_all and batch % ranks == 0
+    ranks = settings.ranks or 1
+    divisible = settings.batch_is_global and batch % ranks == 0
     share = batch // ranks if divisible else batch
     if share < 2:
         return None
     factor = next(number for number in range(2, share + 1) if share % number == 0)
     new = batch // factor
-    if knobs.derives_accumulation:
-        why = say("batch {old} → {new}: the script keeps the whole batch by itself", old=batch, new=new)
-        return _step(knobs, why, batch=new)
-    old_steps = knobs.accumulation or 1
+    if settings.derives_accumulation:
+        why = say("batch_size {old} → {new}: the script keeps the effective batch itself", old=batch, new=new)
+        return _step(settings, why, batch_size=new)
+    old_steps = settings.accumulation or 1
     steps = old_steps * factor
     why = say(
-        "batch {old} → {new}, accumulation {old_steps} → {steps}: the effective batch stays {whole}",
+        "batch_size {old} → {new}, accumulation {old_steps} → {steps}: the effective batch stays {whole}",
         old=batch, new=new, old_steps=old_steps, steps=steps, whole=batch * old_steps,
     )  # fmt: skip
-    if knobs.accumulation is None:
-        why = say("{why} (accumulation was not given and is taken to be 1)", why=why)
-    return _step(knobs, why, batch=new, accumulation=steps)
+    if settings.accumulation is None:
+        why = say("{why} (accumulation was not given; assuming 1)", why=why)
+    return _step(settings, why, batch_size=new, accumulation=steps)
 
 
-def _step(knobs: CommandSettings, why: str, **values: int | bool) -> RetryStep:
-    return RetryStep(replace(knobs, **values), values, why)  # type: ignore[arg-type]
+def _step(settings: CommandSettings, why: str, **values: int | bool) -> RetryStep:
+    return RetryStep(replace(settings, **values), values, why)  # type: ignore[arg-type]
 
 
-def _stop(knobs: CommandSettings, why: str) -> RetryStep:
-    return RetryStep(knobs, {}, why, stop=True)
+def _stop(settings: CommandSettings, why: str) -> RetryStep:
+    return RetryStep(settings, {}, why, stop=True)
 
 
 def _why_nothing_helps(cause: Cause) -> str:
     if cause == "disk-full":
-        return say("no setting makes room on a disk")
+        return say("no setting frees disk space")
     if cause == "tmpdir-too-long":
-        return say("no setting shortens the path for temporary files")
+        return say("no setting shortens the temporary directory path")
     if cause == "worker-killed":
-        return say("a worker was killed again, and nothing shows that memory was short")
+        return say("a worker was killed again, with no sign that memory ran out")
     if cause == "unknown":
-        return say("the cause is not known, and the most likely one is not a pool that ran out")
-    return say("memory was not at fault: other settings would not help")
+        return say("cause unknown, and the most likely one is not a memory pool that ran out")
+    return say("memory was not the cause: lower settings would not help")
 
 
-def _nothing_left(cause: Cause, knobs: CommandSettings) -> str:
+def _nothing_left(cause: Cause, settings: CommandSettings) -> str:
     if (
-        knobs.batch is not None
-        and knobs.batch > 1
-        and "accumulation" not in knobs.can
-        and not knobs.derives_accumulation
+        settings.batch_size is not None
+        and settings.batch_size > 1
+        and "accumulation" not in settings.changeable
+        and not settings.derives_accumulation
     ):
         return say(
-            "the batch of {batch} could be smaller, but nothing on the command line would keep the effective batch: "
-            "name the script's flag with --flag accumulation=--ITS-FLAG",
-            batch=knobs.batch,
+            "batch_size {batch} could be lowered, but no accumulation flag is known that keeps the effective "
+"batch. Name it with --flag accumulation=--ITS-FLAG",
+            batch=settings.batch_size,
         )  # fmt: skip
-    if not knobs.can:
+    if not settings.changeable:
         return say(
-            "no setting was recognised on the command line: name them with --flag batch=--ITS-FLAG, workers=…"
+            "no setting was recognized on the command line. Name the flags: --flag batch=--ITS-FLAG --flag "
+            "workers=--ITS-FLAG"
         )
     return say("nothing is left to lower")

@@ -14,6 +14,7 @@ from legroom.charts.pool_chart import amount, pool_chart
 from legroom.model import AlarmSpan, PoolPoint
 from legroom.model.death import Attempt, SupervisedRun
 from legroom.monitor.watch_log import alarm_object
+from legroom.rescue.command_line import SHORT_NAMES
 from legroom.rescue.verdict import verdict_object
 from legroom.rescue.verdict_rule import exit_line, headline
 from legroom.system.atomic_file import replace_file
@@ -42,7 +43,11 @@ def _attempt_object(attempt: Attempt) -> dict[str, Any]:
     return {
         "number": attempt.number,
         "command": list(attempt.command),
-        "settings": {name: value for name, value in attempt.settings.items() if value is not None},
+        "settings": {
+            SHORT_NAMES.get(name, name): value
+            for name, value in attempt.settings.items()
+            if value is not None
+        },
         "changed": list(attempt.changed),
         "resumed_from": attempt.resumed_from,
         "notes": list(attempt.notes),

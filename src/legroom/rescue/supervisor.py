@@ -46,7 +46,7 @@ from legroom.words import counted, listed, phrase, say
 
 _BELOW = " " * 8
 
-_BY_ENVIRONMENT = frozenset({"workers", "prefetch", "low_memory", "pin_memory"})
+_IN_ENVIRONMENT = frozenset({"num_workers", "prefetch_factor", "low_memory", "pin_memory"})
 
 
 def supervise(
@@ -124,7 +124,7 @@ class Supervisor:
             step = self._step(attempts, asked=watched.asked is not None)
             if step.stop:
                 if order.retries:
-                    self.tell(say("not started again: {why}", why=step.why))
+                    self.tell(say("not retrying: {why}", why=step.why))
                     self._tell_failure(attempts)
                 return attempts, step.why
             changed = [step.why]
@@ -144,32 +144,32 @@ class Supervisor:
         return environment
 
     def _step(self, attempts: Sequence[Attempt], *, asked: bool) -> RetryStep:
-        now = self._knobs()
+        now = self._changeable_settings()
         verdict = attempts[-1].verdict
         assert verdict is not None
         if asked:
-            return RetryStep(now, {}, say("it was asked to stop"), stop=True)
+            return RetryStep(now, {}, say("legroom run was asked to stop"), stop=True)
         if len(attempts) > self.order.retries:
-            used = say("all {count} attempts are used up", count=len(attempts))
+            used = say("all {count} attempts are used", count=len(attempts))
             return RetryStep(
-                now, {}, used if self.order.retries else say("no retry was asked for"), stop=True
+                now, {}, used if self.order.retries else say("no retries requested (--retries)"), stop=True
             )
         killed = sum(1 for one in attempts if one.verdict and one.verdict.cause == "worker-killed")
         return next_step(verdict, now, descriptors_raised=self.raise_descriptors, repeated=killed > 1)
 
-    def _knobs(self) -> CommandSettings:
+    def _changeable_settings(self) -> CommandSettings:
         """What can be changed: on the command line, or, where nothing is recognised there, in the environment."""
         found = command_settings(self._command(), self.order.named)
-        if found.can:
+        if found.changeable:
             return found
         asked = from_environment(self._environment())
         return replace(
             found,
-            workers=asked.get("num_workers"),
-            prefetch=asked.get("prefetch_factor"),
+            num_workers=asked.get("num_workers"),
+            prefetch_factor=asked.get("prefetch_factor"),
             low_memory=asked.get("low_memory"),
             pin_memory=asked.get("pin_memory"),
-            can=_BY_ENVIRONMENT,
+            changeable=_IN_ENVIRONMENT,
         )
 
     def _take(self, step: RetryStep, before: frozenset[str]) -> list[str]:
@@ -178,7 +178,7 @@ class Supervisor:
         self.raise_descriptors = self.raise_descriptors or step.raise_descriptors
         notes = self._find_checkpoint()
         if freed := remove_leftover_shm(self.host, before):
-            notes.append(say("{size} that it left in /dev/shm were removed", size=format_size(freed)))
+            notes.append(say("removed {size} that the job left in /dev/shm", size=format_size(freed)))
         return notes
 
     def _find_checkpoint(self) -> list[str]:
@@ -186,18 +186,18 @@ class Supervisor:
             return []
         found = newest_complete(self.order.checkpoint, self.existing)
         self.resumed = found.path
-        notes = [say("passed over: {why}", why=why) for why in found.passed_over]
+        notes = [say("skipped checkpoint {why}", why=why) for why in found.passed_over]
         if found.path is not None:
             return notes
         if found.older is not None:
             notes.append(
                 say(
-                    "{path} was there before this run started and is not resumed from; --resume-existing allows it",
+                    "{path} is older than this run and is not used; --resume-existing allows it",
                     path=found.older,
                 )
             )
         else:
-            notes.append(say("no whole checkpoint matches {pattern}", pattern=self.order.checkpoint))
+            notes.append(say("no complete checkpoint matches {pattern}", pattern=self.order.checkpoint))
         return notes
 
     def _recall(self, values: Mapping[str, int | bool]) -> list[str]:
@@ -205,7 +205,7 @@ class Supervisor:
             return []
         self.lowered.update(values)
         shown = listed(f"{name} {value}" for name, value in values.items())
-        line = say("begins with what worked last: {shown} (--fresh begins as written)", shown=shown)
+        line = say("starting with the settings that worked last: {shown} (--fresh ignores them)", shown=shown)
         self.tell(line)
         return [line]
 
@@ -221,7 +221,7 @@ class Supervisor:
                 self.tell(say("{name} again", name=headline(verdict)))
             else:
                 who = process_name(victim)
-                self.tell(say("{name} again: {who} held {held}", name=headline(verdict), who=who, held=held))
+                self.tell(say("{name} again: {who} used {held}", name=headline(verdict), who=who, held=held))
             return
         self.tell(say("{name}: {why}", name=headline(verdict), why=verdict.summary))
         for line in verdict.evidence:
@@ -264,7 +264,7 @@ class Supervisor:
         everything = self.order.retries + 1
         self.tell(say("attempt {next} of {all}: {why}", next=done + 1, all=everything, why=why))
         if self.resumed is not None:
-            self.tell(say("  resumes from {path}", path=self.resumed))
+            self.tell(say("  resuming from {path}", path=self.resumed))
         for note in notes:
             self.tell(f"  {note}")
 
@@ -278,7 +278,7 @@ def _settings(lowered: Mapping[str, int | bool], first: Attempt) -> str:
         shown.append(
             text if before is None else say("{setting} (was {before})", setting=text, before=_shown(before))
         )
-    return listed(shown) or say("the settings as written")
+    return listed(shown) or say("the settings as given")
 
 
 def _shown(value: object) -> object:
@@ -287,8 +287,8 @@ def _shown(value: object) -> object:
 
 def _isolation(home: JobCgroup) -> str:
     if home.own:
-        return say("a memory cgroup of its own ({version}): {path}", version=home.version, path=home.path)
-    return say("a process group; no cgroup of its own: {why}", why=home.reason)
+        return say("its own memory cgroup ({version}): {path}", version=home.version, path=home.path)
+    return say("a process group without its own cgroup: {why}", why=home.reason)
 
 
 def state_folder(environment: Mapping[str, str]) -> Path:

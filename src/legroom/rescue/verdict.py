@@ -61,61 +61,62 @@ _RULES: tuple[Callable[[Evidence, Signs], RuleResult | None], ...] = (
 
 _SUMMARIES: dict[Cause, str] = {
     "shm-full": phrase(
-        "/dev/shm was full: what passes between processes found no page there. It is not RAM, nor the GPU."
+        "/dev/shm was full: processes could not pass data through shared memory. This is not RAM or GPU memory."
     ),
-    "ram-oom-kill": phrase("RAM ran out and a process was killed for it by the OOM killer."),
-    "ram-allocation": phrase("RAM was refused: an allocation failed, and the program ended by itself."),
+    "ram-oom-kill": phrase("RAM ran out and the OOM killer killed a process."),
+    "ram-allocation": phrase("a RAM allocation failed and the program exited by itself."),
     "swap-thrash": phrase(
-        "the working set was larger than the memory it may use: it did little but wait for swap."
+        "the working set was larger than the memory limit: the job spent its time waiting for swap."
     ),
-    "gpu-oom": phrase("the GPU's memory ran out."),
+    "gpu-oom": phrase("GPU memory ran out."),
     "pinned-exhausted": phrase(
-        "page-locked (pinned) host memory ran out. It comes out of RAM, not out of the GPU's memory."
+        "page-locked (pinned) host memory ran out. It is taken from RAM, not from GPU memory."
     ),
-    "fds-exhausted": phrase("file descriptors ran out: every tensor that a worker sends needs one."),
+    "fds-exhausted": phrase("file descriptors ran out: each tensor that a worker sends needs one."),
     "disk-full": phrase("a disk was full when the program wrote to it."),
     "tmpdir-too-long": phrase(
-        "the path for temporary files (TMPDIR) was too long for a socket: what workers send is lost, or they do not "
-        "start."
+        "the temporary directory path (TMPDIR) is too long for a Unix socket: workers do not start, or their "
+        "batches are lost."
     ),
-    "worker-killed": phrase("a data loader's worker was killed, and nothing shows that it was for memory."),
-    "killed": phrase("somebody ended it with a signal; nothing shows that memory was at fault."),
+    "worker-killed": phrase("a DataLoader worker was killed; no sign of an out-of-memory kill."),
+    "killed": phrase("killed by a signal from another process; no sign of an out-of-memory kill."),
     "processes-exhausted": phrase(
-        "no further process or thread could be started: a limit on their number was reached."
+        "a new process or thread could not be started: the limit on their number was reached."
     ),
     "map-count": phrase(
-        "a process has as many mappings as the kernel allows (vm.max_map_count): shared tensors take one or two each."
+        "a process reached the kernel's limit on memory mappings (vm.max_map_count): each shared tensor "
+        "needs one or two."
     ),
-    "not-memory": phrase("an error of another kind ended it: it names no pool that ran out."),
+    "not-memory": phrase("the job failed with an error that does not name a memory pool."),
     "unknown": phrase(
-        "what is known does not show what ended it. The likely causes follow in order. A process that is killed for "
-        "memory writes nothing itself."
+        "the evidence does not show the cause. Likely causes follow, most likely first. OOM-killed processes "
+        "leave no log."
     ),
 }
 
 # What would tell that it was this cause.
 _TELLS: dict[Cause, str] = {
-    "shm-full": phrase("`df -h /dev/shm` while it runs: it fills up"),
+    "shm-full": phrase("check `df -h /dev/shm` while it runs: it fills up"),
     "ram-oom-kill": phrase(
-        'most often RAM: `dmesg -T` has a line "Killed process", or the scheduler\'s accounting names memory'
+        'usually RAM: `dmesg -T` shows "Killed process", or the scheduler\'s accounting reports memory'
     ),
     "ram-allocation": phrase(
-        "the size that was asked for against `free -h`, `ulimit -v` and vm.overcommit_memory"
+        "compare the requested size with `free -h`, `ulimit -v` and vm.overcommit_memory"
     ),
-    "swap-thrash": phrase("`vmstat 1` while it runs: the column si does not rest"),
-    "gpu-oom": phrase("`nvidia-smi` while it runs: the memory is full just before the error"),
-    "pinned-exhausted": phrase("the same run with pin_memory=False ends in another way or not at all"),
-    "fds-exhausted": phrase("`ls /proc/PID/fd | wc -l` against `ulimit -n`"),
-    "processes-exhausted": phrase("`ps -eLf | wc -l` against `ulimit -u` and pids.max of the cgroup"),
-    "map-count": phrase("`wc -l /proc/PID/maps` against `sysctl vm.max_map_count`"),
-    "disk-full": phrase("`df -h` and `df -i` of every directory that it writes to, and the quota there"),
-    "tmpdir-too-long": phrase("the length of $TMPDIR"),
-    "worker-killed": phrase("another process sent the worker SIGKILL: the system's log may name it"),
+    "swap-thrash": phrase("check `vmstat 1` while it runs: column si stays above 0"),
+    "gpu-oom": phrase("check `nvidia-smi` while it runs: memory is full just before the error"),
+    "pinned-exhausted": phrase("with pin_memory=False the error changes or disappears"),
+    "fds-exhausted": phrase("compare `ls /proc/PID/fd | wc -l` with `ulimit -n`"),
+    "processes-exhausted": phrase("compare `ps -eLf | wc -l` with `ulimit -u` and the cgroup's pids.max"),
+    "map-count": phrase("compare `wc -l /proc/PID/maps` with `sysctl vm.max_map_count`"),
+    "disk-full": phrase("check `df -h`, `df -i` and the quota of every directory it writes to"),
+    "tmpdir-too-long": phrase("check the length of $TMPDIR"),
+    "worker-killed": phrase("another process sent SIGKILL to the worker: the system log may name it"),
     "killed": phrase(
-        "a time limit, a scheduler or a person: its accounting (sacct, bhist, qstat, kubectl describe)"
+        "a time limit, a scheduler or a person: see the accounting (sacct, bhist, qstat, kubectl describe)"
     ),
-    "not-memory": phrase("an error further up in the log, of this process or of another rank"),
-    "unknown": phrase("a run under `legroom run`"),
+    "not-memory": phrase("look for an error further up in the log, from this process or another rank"),
+    "unknown": phrase("run it under `legroom run`"),
 }
 
 
@@ -187,7 +188,8 @@ def fixes(
         larger = (_large_already(here),) if here and here >= wanted else remedy.enlarge_shm(place, wanted)
         return (
             say("num_workers=0 uses no shared memory; fewer workers, prefetch_factor=1 and smaller batches use less"),
-            say("legroom.DataLoader does not use it; for a script as it is:\nlegroom run --loader legroom -- …"),
+            say("legroom.DataLoader does not use /dev/shm. For an unmodified script:\nlegroom run --loader "
+"legroom -- …"),
             *larger,
         )  # fmt: skip
     if cause in ("ram-oom-kill", "ram-allocation"):
@@ -210,16 +212,23 @@ def fixes(
     if cause == "tmpdir-too-long":
         return remedy.shorten_temporary(NAMES[0], longest_socket(place.platform) - TAIL)
     if cause == "worker-killed":
-        who = say("see who kills: a time limit, a colleague, a daemon for memory (journalctl, dmesg)")
+        who = say("find out what killed it: a time limit, another user, an OOM daemon (journalctl, dmesg)")
         return (who, say("check:\nlegroom doctor"))
     if cause == "killed" and keyboard:
         return ()
     if cause == "killed":
-        return (say("ask who sent it: a scheduler's time limit, a colleague, a daemon such as earlyoom"),)
+        return (
+            say(
+                "find out what sent the signal: a scheduler's time limit, another user, a daemon such as "
+                "earlyoom"
+            ),
+        )
     if cause == "unknown":
-        return (say("have the next run watched, with the kernel's counters:\nlegroom run -- COMMAND …"),)
+        return (
+            say("run it under Legroom next time, to record the kernel's counters:\nlegroom run -- COMMAND …"),
+        )
     return (
-        say("read the lines above and the program's own last lines: no pool that ran out is named there"),
+        say("read the lines above and the end of the program's output: the error is not about a memory pool"),
     )
 
 
@@ -230,25 +239,25 @@ def _more_ram(place: Place, ram: int | None, machine: int | None) -> tuple[str, 
 
 
 def _more_processes(place: Place) -> tuple[str, ...]:
-    lines = [say("fewer threads for each process, fewer workers:\nexport OMP_NUM_THREADS=1")]
+    lines = [say("use fewer threads per process and fewer workers:\nexport OMP_NUM_THREADS=1")]
     if place.kind in ("docker", "podman"):
         lines.append(say("start the container again with:\n{tool} run --pids-limit -1 …", tool=place.kind))
-    lines.append(say("in the shell that starts the training:\nulimit -u $(ulimit -Hu)"))
+    lines.append(say("in the shell that starts the job:\nulimit -u $(ulimit -Hu)"))
     return (*lines, say("check:\nulimit -u\nps -eLf | wc -l"))
 
 
 def _more_maps(place: Place) -> tuple[str, ...]:
     fewer = say(
-        "fewer tensors in a sample and in a batch, fewer batches in flight: each shared tensor is a mapping"
+        "use fewer tensors per sample and batch, and fewer batches in flight: each shared tensor is a mapping"
     )
-    more = say("as root on the machine (also for its containers):\nsysctl -w vm.max_map_count=1048576")
+    more = say("as root on the host (also applies to its containers):\nsysctl -w vm.max_map_count=1048576")
     return (fewer, more, say("check:\nsysctl vm.max_map_count"))
 
 
 def _large_already(size: int) -> str:
     return say(
-        "/dev/shm has {size} on this machine, and more than that is not advised: see who holds it, or how large it "
-        "is where the training died:\nlegroom doctor",
+        "/dev/shm already has {size} on this machine, and more is not advised. Check what uses it, or its "
+        "size where the job failed:\nlegroom doctor",
         size=format_size(size),
     )
 

@@ -72,7 +72,7 @@ def stop_requested(evidence: Evidence, signs: Signs) -> RuleResult | None:
     if evidence.asked_to_stop is None:
         return None
     name = signal_name(evidence.asked_to_stop)
-    line = say("legroom run itself was sent {name} and passed it on", name=name)
+    line = say("legroom run received {name} and passed it on", name=name)
     return RuleResult("killed", 1.0, (line, exit_line(evidence.ending)), summary=ctrl_c_summary(evidence))
 
 
@@ -80,14 +80,19 @@ def stalled_on_shm(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """It hung on a full pool until the supervisor ended it."""
     if evidence.stalled_on != "shm":
         return None
-    lines = [say("no CPU time was used and nothing was written after /dev/shm was refused: the loader hung")]
+    lines = [
+        say(
+            "the job used no CPU and printed nothing after an allocation in /dev/shm failed: the "
+            "DataLoader hung"
+        )
+    ]
     if sign := signs.first("shm"):
         lines.append(quoted_line(sign))
     if evidence.held_shm is not None:
-        lines.append(say("the job itself held {size} of /dev/shm", size=format_size(evidence.held_shm)))
+        lines.append(say("the job held {size} of /dev/shm", size=format_size(evidence.held_shm)))
     peak = evidence.peaks.get("shm")
     if peak is not None:
-        lines.append(level_line(say("/dev/shm at its fullest"), peak))
+        lines.append(level_line(say("/dev/shm peak"), peak))
     return RuleResult("shm-full", 0.95, tuple(lines))
 
 
@@ -98,8 +103,8 @@ def oom_behind_success(evidence: Evidence, signs: Signs) -> RuleResult | None:
     if not (kills := _job_kill_lines(evidence)):
         return None
     summary = say(
-        "the command exited with 0, but the OOM killer killed a process of it. A pipe (`| tee`) or `wait` hides "
-        "that: with `set -o pipefail` the exit status tells."
+        "the command exited with 0, but the OOM killer killed one of its processes. A pipe (`| tee`) or "
+        "`wait` hides the status; `set -o pipefail` shows it."
     )
     return RuleResult(
         "ram-oom-kill", 0.9, (*kills, *_ram_peak_lines(evidence), exit_line(evidence.ending)), summary=summary
@@ -169,15 +174,18 @@ def _job_kill_lines(evidence: Evidence) -> list[str]:
         if count.beside and count.victims:
             others = listed(say("{name}: {size}", name=process_name(one), size=format_size(one.rss or 0))
                             for one in count.beside[:_MOST_BESIDE])  # fmt: skip
-            lines.append(say("the job's other processes then: {others}", others=others))
+            lines.append(say("other processes of the job at that time: {others}", others=others))
     named = {victim.pid for victim in count.victims} if count is not None and count.of_job else set()
     # The kernel's own lines are long; who was killed and what it held is what they add.
     told = {pid: rss for pid, rss in killed_in(kernel).items() if pid not in named}
     for pid, rss in list(told.items())[:_MOST_VICTIMS]:
-        held = "" if rss is None else say(", which held {size}", size=format_size(rss))
-        lines.append(say("kernel log: killed process {pid}{held}", pid=pid, held=held))
+        if rss is None:
+            lines.append(say("kernel log: killed process {pid}", pid=pid))
+        else:
+            used = format_size(rss)
+            lines.append(say("kernel log: killed process {pid}, which used {size}", pid=pid, size=used))
     if kernel and not told:
-        lines.append(say("the kernel's log names it too"))
+        lines.append(say("the kernel log names it too"))
     return lines
 
 
@@ -199,8 +207,8 @@ def _victim(victim: Victim, size: int | None) -> str:
         return say("killed: {who}", who=who)
     held = format_size(victim.rss)
     if size is None:
-        return say("killed: {who}, which held {held}", who=who, held=held)
-    return say("killed: {who}, which held {held} of {size}", who=who, held=held, size=format_size(size))
+        return say("killed: {who}, which used {held}", who=who, held=held)
+    return say("killed: {who}, which used {held} of {size}", who=who, held=held, size=format_size(size))
 
 
 def _ram_size(evidence: Evidence) -> int | None:
@@ -210,8 +218,8 @@ def _ram_size(evidence: Evidence) -> int | None:
 
 def _unattributed(count: OomCount) -> str:
     return say(
-        "oom_kill rose by {kills} ({source}), a counter that other processes share: it is not known whose process "
-        "was killed",
+        "oom_kill rose by {kills} ({source}), but other processes share this counter: which process was "
+"killed is unknown",
         kills=count.unattributed, source=count.source,
     )  # fmt: skip
 
@@ -219,17 +227,15 @@ def _unattributed(count: OomCount) -> str:
 def _ram_peak_lines(evidence: Evidence) -> list[str]:
     """How full RAM was: by the kernel's own peak where there is one, else as it was last seen, and when."""
     if evidence.ram_peak is not None:
-        return [
-            level_line(say("RAM of its cgroup at its fullest, by the kernel's own peak"), evidence.ram_peak)
-        ]
+        return [level_line(say("RAM peak of its cgroup, recorded by the kernel"), evidence.ram_peak)]
     seen = evidence.peaks.get("ram")
     if seen is None:
         return []
-    line = level_line(say("RAM of its cgroup at its fullest"), seen)
+    line = level_line(say("RAM peak of its cgroup"), seen)
     if evidence.ram_unseen is None or seen.share >= _FULL:
         return [line]
     ago = format_duration(evidence.ram_unseen)
-    return [say("{line}, as far as it was seen: the last look was {ago} before the end", line=line, ago=ago)]
+    return [say("{line}; last sampled {ago} before the end", line=line, ago=ago)]
 
 
 def oom_daemon(evidence: Evidence, signs: Signs) -> RuleResult | None:
@@ -268,7 +274,7 @@ def oom_in_log(evidence: Evidence, signs: Signs) -> RuleResult | None:
     count = evidence.oom
     if sign.code == "oom-kill" and count is not None and not count.of_job and not count.unattributed:
         # Of another job or an earlier one; unless the job ran elsewhere, below a scheduler's launcher.
-        lines.append(say("oom_kill counts no kill of a process of this job ({source})", source=count.source))
+        lines.append(say("oom_kill shows no kill in this job ({source})", source=count.source))
         sure = 0.6
     return RuleResult("ram-oom-kill", sure, (*lines, exit_line(evidence.ending)))
 
@@ -282,10 +288,10 @@ def swapping(evidence: Evidence, signs: Signs) -> RuleResult | None:
     lines: list[str] = []
     if evidence.swapped_back is not None:
         rate = format_size(int(evidence.swapped_back))
-        lines.append(say("{rate} a second came back from swap in its last seconds", rate=rate))
+        lines.append(say("{rate}/s were swapped in during the last seconds", rate=rate))
     if evidence.stalled is not None:
         lines.append(
-            say("everything stood still for memory {share:.0f} % of the time", share=evidence.stalled)
+            say("all tasks were stalled on memory {share:.0f} % of the time (PSI)", share=evidence.stalled)
         )
     if patience:
         lines.append(quoted_line(patience))
@@ -337,7 +343,7 @@ def crashed_worker(evidence: Evidence, signs: Signs) -> RuleResult | None:
     if sign is None or _before(signs.text("child-killed"), sign):
         return None
     lines = (quoted_line(sign), exit_line(evidence.ending))
-    summary = say("a process crashed in native code; nothing shows that a pool ran out.")
+    summary = say("a process crashed in native code; no sign that a memory pool ran out.")
     # A watchdog's abort may have been right about something that a log does not show, such as swap.
     if not evidence.live and signs.first("timeout"):
         return unknown(lines, "not-memory", "ram-oom-kill", "swap-thrash")
@@ -410,7 +416,7 @@ def crashed(evidence: Evidence, signs: Signs) -> RuleResult | None:
         return None
     name = signal_name(ending.signal)
     return RuleResult(
-        "not-memory", 0.9, (exit_line(ending), say("{name} is a fault of the program", name=name))
+        "not-memory", 0.9, (exit_line(ending), say("{name} means that the program itself crashed", name=name))
     )
 
 
@@ -422,14 +428,12 @@ def other_exception(evidence: Evidence, signs: Signs) -> RuleResult | None:
     lines = (quoted_line(last), exit_line(evidence.ending))
     if signs.handled is not None:
         cause = _SHORT_OF.get(signs.handled.code, "ram-allocation")
-        summary = say("memory ran out, the program handled it, and another error came right after.")
+        summary = say("memory ran out and the program handled it; another error followed right after.")
         return unknown((quoted_line(signs.handled), *lines), cause, "not-memory", summary=summary)
     if last.code in ("oom-words", "oom-guess", "oom-handled", "gone") or _OF_MEMORY.search(last.line):
         return unknown(lines, "gpu-oom", "ram-allocation", "not-memory")
     if _PEER_GONE.search(last.line) and context(evidence, last, "frame-peer"):
-        summary = say(
-            "the process at the other end of a connection was gone: why it ended does not show here."
-        )
+        summary = say("the process at the other end of a connection had exited; the log does not show why.")
         return unknown(lines, "ram-oom-kill", "worker-killed", "not-memory", summary=summary)
     if signs.decisive is None:
         return RuleResult("not-memory", 0.7, lines)
@@ -443,16 +447,14 @@ def unexplained(evidence: Evidence, signs: Signs) -> RuleResult:
     lines = [exit_line(evidence.ending)]
     status = evidence.ending.status if evidence.ending else None
     if status is not None and status > _SHELL:
-        lines.append(
-            say("nothing shows that a signal came: a program may end with {status} by itself", status=status)
-        )
+        lines.append(say("no sign of a signal: a program can exit with {status} by itself", status=status))
     if evidence.live:
         lines.append(_counter_line(evidence))
     if evidence.log.lines:
-        lines.append(say("no line of the last {count} of the log names a cause", count=evidence.log.lines))
+        lines.append(say("no cause found in the log (lines read: {count})", count=evidence.log.lines))
     if evidence.live and _counted_none(evidence):
         summary = say(
-            "it ended with a status of its own; no counter rose and no line names a pool that ran out."
+            "it exited by itself; no OOM counter rose and no message names a memory pool that ran out."
         )
         return RuleResult("not-memory", 0.75, tuple(lines), summary)
     if evidence.log.last_error is not None:
@@ -493,12 +495,12 @@ def _counted_none(evidence: Evidence) -> bool:
 def _counter_line(evidence: Evidence) -> str:
     count = evidence.oom
     if count is None:
-        return say("no OOM counter could be read: SIGKILL alone proves nothing")
+        return say("no OOM counter is readable here: SIGKILL alone does not prove an OOM kill")
     if count.kills == 0:
         return say("oom_kill did not rise ({source}): not the OOM killer", source=count.source)
     if _counted_none(evidence):
         return say(
-            "oom_kill rose by {kills} ({source}), for processes that are not of this job",
+            "oom_kill rose by {kills} ({source}), for processes outside this job",
             kills=count.others, source=count.source,
         )  # fmt: skip
     return say("oom_kill rose by {kills} ({source})", kills=count.kills, source=count.source)

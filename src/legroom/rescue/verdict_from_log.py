@@ -60,12 +60,10 @@ def faults(evidence: Evidence, signs: Signs) -> RuleResult | None:
     if before is not None and before.number > sign.number and before.code not in _VAGUE:
         return None  # it had run out of something before
     if sign.code == "absurd-size":
-        summary = say(
-            "the size in the message is garbage, left by another failure: see what was written before it."
-        )
+        summary = say("the size in the message is garbage from an earlier failure: see the lines before it.")
         return RuleResult("not-memory", 0.7, (quoted_line(sign), exit_line(evidence.ending)), summary=summary)
     if sign.code == "shm-other":
-        summary = say("a file of shared memory could not be opened; the error is not one of missing room.")
+        summary = say("a shared-memory file could not be opened; the error is not about free space.")
         return RuleResult(
             "not-memory", 0.78, (quoted_line(sign), exit_line(evidence.ending)), summary=summary
         )
@@ -104,7 +102,8 @@ def gpu(evidence: Evidence, signs: Signs) -> RuleResult | None:
     if sign.code == "gpu-oom":
         if _room_for_it(sign.line) and not full:
             note = say(
-                "the message itself reports more free memory than was asked for: a limit, a driver or another process"
+                "the message reports more free memory than was requested: check limits, the driver and other "
+                "processes"
             )
             return RuleResult("gpu-oom", 0.6, (*lines, note), likely=("gpu-oom", "map-count", "not-memory"))
         return RuleResult("gpu-oom", 0.95, lines)
@@ -173,7 +172,7 @@ def descriptors(evidence: Evidence, signs: Signs) -> RuleResult | None:
     if peak is not None and peak.share >= GREW:
         lines.append(
             say(
-                "descriptors open in one process: {used} of {size}", used=peak.used, size=peak.size
+                "open file descriptors in one process: {used} of {size}", used=peak.used, size=peak.size
             )
         )  # fmt: skip
     sure = 0.95 if sign.code == "fds" else 0.7
@@ -207,7 +206,7 @@ def maps(evidence: Evidence, signs: Signs) -> RuleResult | None:
     count = _MAPPED.search(sign.line)
     if count and int(count[1]) >= _MANY_MAPS:
         note = say(
-            "it is object {count} that the process shares; the kernel allows 65530 mappings by default",
+            "this is shared object {count} of the process; the kernel's default limit is 65530 mappings",
             count=count[1],
         )
         return RuleResult(
@@ -248,7 +247,7 @@ def shm(evidence: Evidence, signs: Signs) -> RuleResult | None:
     level = fullest_shm(evidence)
     lines = [quoted_line(sign)]
     if level is not None:
-        lines.append(level_line(say("/dev/shm at its fullest"), level))
+        lines.append(level_line(say("/dev/shm peak"), level))
         sure = 0.97 if level.share >= GREW else sure
     return RuleResult("shm-full", sure, (*lines, exit_line(evidence.ending)))
 
@@ -281,30 +280,30 @@ def bus(evidence: Evidence, signs: Signs) -> RuleResult | None:
     lines = [quoted_line(sign)] if sign else []
     level = fullest_shm(evidence)
     if not evidence.live or level is None:
-        lines.append(
-            say("how full /dev/shm was is not known; a truncated file behind a map ends the same way")
-        )
+        lines.append(say("/dev/shm usage is unknown; a truncated memory-mapped file causes the same error"))
         # Of a loader's worker it mostly is /dev/shm.
         if signs.text("worker-bus"):
             return RuleResult("shm-full", 0.7, (*lines, exit_line(evidence.ending)), likely=_BUS_CAUSES)
         return unknown((*lines, exit_line(evidence.ending)), *_BUS_CAUSES)
-    lines.append(level_line(say("/dev/shm at its fullest"), level))
+    lines.append(level_line(say("/dev/shm peak"), level))
     disks = _full_disks(evidence)
     lines += [level_line(path, one) for path, one in disks.items()]
     near = _shm_near_end(evidence)
     if near is not None and near.share >= FULL:
         return RuleResult("shm-full", 0.65 if disks else 0.97, (*lines, exit_line(evidence.ending)))
     if disks:
-        summary = say("a bus error: a mapped file lies on a full disk, which had no block for a page of it.")
+        summary = say(
+            "bus error: a memory-mapped file is on a full disk, which had no space for one of its pages."
+        )
         return RuleResult("disk-full", 0.9, (*lines, exit_line(evidence.ending)), summary=summary)
     if level.share >= GREW:
         return RuleResult(
             "shm-full", 0.8 if level.share < FULL else 0.75, (*lines, exit_line(evidence.ending))
         )
-    lines.append(
-        say("no disk that it writes to was full; a mapped file that is truncated ends in a bus error")
+    lines.append(say("no disk that it writes to was full; a truncated memory-mapped file causes a bus error"))
+    summary = say(
+        "bus error while /dev/shm had free space: usually a memory-mapped file was truncated while in use."
     )
-    summary = say("a bus error while /dev/shm had room: most often a mapped file was truncated while in use.")
     return RuleResult("not-memory", 0.7, (*lines, exit_line(evidence.ending)), summary=summary)
 
 
@@ -317,7 +316,7 @@ def disk(evidence: Evidence, signs: Signs) -> RuleResult | None:
     level = fullest_shm(evidence)
     lines = [quoted_line(sign), *(level_line(path, one) for path, one in full.items())]
     if not full and level is not None and level.share >= FULL and sign.code == "disk":
-        lines.append(level_line(say("/dev/shm at its fullest"), level))
+        lines.append(level_line(say("/dev/shm peak"), level))
         return RuleResult("shm-full", 0.85, (*lines, exit_line(evidence.ending)))
     if sign.code in ("disk-write", "disk-io") and not full and evidence.live:
         return None  # torch says the same of a file system that went away

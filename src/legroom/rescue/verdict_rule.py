@@ -85,13 +85,13 @@ def shortened_command(command: str) -> str:
 def exit_line(ending: ExitStatus | None) -> str:
     """The wait status in words."""
     if ending is None:
-        return say("wait status: not known from a log")
-    return say("wait status: {how}", how=str(ending))
+        return say("exit status: unknown (from a log only)")
+    return say("exit status: {how}", how=str(ending))
 
 
 def ctrl_c_summary(evidence: Evidence) -> str:
     """What to say in short of Ctrl-C at the terminal; empty where it was not that."""
-    return say("it was stopped from the keyboard of this terminal (Ctrl-C).") if evidence.keyboard else ""
+    return say("stopped with Ctrl-C in this terminal.") if evidence.keyboard else ""
 
 
 def level_line(what: str, level: Level) -> str:

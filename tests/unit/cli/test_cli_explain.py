@@ -58,7 +58,7 @@ def test_a_bug_is_still_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFix
     log.write_text("Traceback (most recent call last):\n  File 'a'\nKeyError: 'x'\n")
     assert run(["explain", "--json", str(log)]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["verdict"] == "not-memory" and "names no pool that ran out" in report["summary"]
+    assert report["verdict"] == "not-memory" and "does not name a memory pool" in report["summary"]
     assert report["likely"] == []
 
 

@@ -53,7 +53,7 @@ def test_blocks_that_never_reached_the_disk(tmp_path: Path) -> None:
     second = whole.index(b"PK\x03\x04", 10)
     whole[second : second + 2000] = bytes(2000)
     path.write_bytes(whole)
-    assert "never written out" in (why_incomplete(path) or "")
+    assert "never reached the disk" in (why_incomplete(path) or "")
 
 
 def test_torch_s_own_files(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_directories(tmp_path: Path) -> None:
     folder.mkdir()
     assert why_incomplete(folder) == "empty"
     (folder / "config.json").write_text("{}")
-    assert why_incomplete(folder) == "no weights in it"
+    assert why_incomplete(folder) == "it contains no weights"
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     _safetensors(folder / "model-1.safetensors")

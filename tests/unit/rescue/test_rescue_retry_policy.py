@@ -33,17 +33,17 @@ def _v(cause: Cause) -> Verdict:
 @pytest.mark.parametrize(
     ("command", "values", "wanted"),
     [
-        ("python t.py --batch 32 --num_workers 4", {"workers": 2}, "python t.py --batch 32 --num_workers 2"),
-        ("python t.py --batch-size=32", {"batch": 16}, "python t.py --batch-size=16"),
-        ("python t.py -b32 -j 4", {"batch": 16, "workers": 0}, "python t.py -b16 -j 0"),
-        ("python t.py data.batch_size=32", {"batch": 8}, "python t.py data.batch_size=8"),
-        ("torchrun --nproc_per_node 8 t.py --workers 8", {"workers": 4}, "torchrun --nproc_per_node 8 t.py --workers 4"),
-        ("accelerate launch --num_processes 2 t.py --per_device_train_batch_size 8 " + ACC + " 2", {"batch": 4, "accumulation": 4},
+        ("python t.py --batch 32 --num_workers 4", {"num_workers": 2}, "python t.py --batch 32 --num_workers 2"),
+        ("python t.py --batch-size=32", {"batch_size": 16}, "python t.py --batch-size=16"),
+        ("python t.py -b32 -j 4", {"batch_size": 16, "num_workers": 0}, "python t.py -b16 -j 0"),
+        ("python t.py data.batch_size=32", {"batch_size": 8}, "python t.py data.batch_size=8"),
+        ("torchrun --nproc_per_node 8 t.py --workers 8", {"num_workers": 4}, "torchrun --nproc_per_node 8 t.py --workers 4"),
+        ("accelerate launch --num_processes 2 t.py --per_device_train_batch_size 8 " + ACC + " 2", {"batch_size": 4, "accumulation": 4},
          "accelerate launch --num_processes 2 t.py --per_device_train_batch_size 4 " + ACC + " 4"),
-        ("python t.py --dataloader_num_workers 4 --prefetch_factor 4", {"prefetch": 1}, "python t.py --dataloader_num_workers 4 --prefetch_factor 1"),
+        ("python t.py --dataloader_num_workers 4 --prefetch_factor 4", {"prefetch_factor": 1}, "python t.py --dataloader_num_workers 4 --prefetch_factor 1"),
         ("python t.py --pin_memory --epochs 3", {"pin_memory": False}, "python t.py --epochs 3"),
         ("python t.py --pin_memory True", {"pin_memory": False}, "python t.py --pin_memory False"),
-        ("python t.py --epochs 3", {"batch": 4}, "python t.py --epochs 3"),
+        ("python t.py --epochs 3", {"batch_size": 4}, "python t.py --epochs 3"),
     ],
 )  # fmt: skip
 def test_only_what_is_there_is_rewritten(command: str, values: dict[str, int | bool], wanted: str) -> None:
@@ -51,11 +51,11 @@ def test_only_what_is_there_is_rewritten(command: str, values: dict[str, int | b
 
 
 def test_named_flags_are_found_or_added() -> None:
-    named = (NamedFlag("batch", "--my-batch"), NamedFlag("accumulation", "--acc", "4"))
+    named = (NamedFlag("batch_size", "--my-batch"), NamedFlag("accumulation", "--acc", "4"))
     words = ["python", "t.py", "--my-batch=32"]
     found = command_settings(words, named)
-    assert (found.batch, found.accumulation) == (32, 4)
-    assert with_settings(words, {"batch": 16, "accumulation": 8}, named) == [
+    assert (found.batch_size, found.accumulation) == (32, 4)
+    assert with_settings(words, {"batch_size": 16, "accumulation": 8}, named) == [
         "python",
         "t.py",
         "--my-batch=16",
@@ -63,8 +63,9 @@ def test_named_flags_are_found_or_added() -> None:
         "8",
     ]
     assert parse_named("accumulation=--acc=4") == NamedFlag("accumulation", "--acc", "4")
+    assert parse_named("batch=--b") == parse_named("batch_size=--b") == NamedFlag("batch_size", "--b")
     for text in ("batch", "nonsense=--x", "batch="):
-        with pytest.raises(UsageError, match="cannot read"):
+        with pytest.raises(UsageError, match="is not NAME=FLAG"):
             parse_named(text)
 
 
@@ -122,14 +123,14 @@ def test_the_ladder_begins_with_what_the_killed_process_held() -> None:
             "1",
         ]
     )
-    for role, wanted in (("main", "batch"), ("worker", "prefetch"), (None, "prefetch")):
+    for role, wanted in (("main", "batch_size"), ("worker", "prefetch_factor"), (None, "prefetch_factor")):
         victim = Victim(7, "python t.py", 1 << 30, role)  # type: ignore[arg-type]
         step = next_step(Verdict("ram-oom-kill", 0.9, "", victim=victim), found)
         assert wanted in step.values, role
     # Without a flag that keeps the effective batch, what is left to try is tried.
     bare = command_settings(["python", "t.py", "--batch", "32", "--num_workers", "4"])
     step = next_step(Verdict("ram-oom-kill", 0.9, "", victim=Victim(7, "python t.py", None, "main")), bare)
-    assert step.values == {"workers": 2}
+    assert step.values == {"num_workers": 2}
 
 
 def test_the_gpu_s_memory_is_only_helped_by_the_batch() -> None:
@@ -149,7 +150,7 @@ def test_a_script_that_is_told_the_whole_batch_accumulates_by_itself() -> None:
     assert walked[0] == "python t.py --micro-batch-size 2 --global-batch-size 64"
 
 
-def test_the_batch_of_all_ranks_stays_divisible() -> None:
+def test_the_batch_is_global_ranks_stays_divisible() -> None:
     walked = _walk("torchrun --nproc_per_node 8 t.py --global_batch_size 32 --accum_iter 16", "gpu-oom")
     assert walked[-1] == "torchrun --nproc_per_node 8 t.py --global_batch_size 8 --accum_iter 64"
 
@@ -163,15 +164,15 @@ def test_an_unknown_cause_is_treated_as_the_most_likely_one_and_said_to_be_unkno
     found = command_settings(["t", "--workers", "4"])
     ram, bug = Likely("ram-oom-kill", ""), Likely("not-memory", "")
     step = next_step(replace(_v("unknown"), likely=(ram, bug)), found)
-    assert step.values == {"workers": 2} and "not known" in step.why and "ram-oom-kill" in step.why
+    assert step.values == {"num_workers": 2} and "cause unknown" in step.why and "ram-oom-kill" in step.why
     assert next_step(replace(_v("unknown"), likely=(bug, ram)), found).stop
     assert next_step(_v("unknown"), found).stop
 
 
 def test_processes_and_mappings_are_saved_with_fewer_workers() -> None:
     found = command_settings(["t", "--workers", "4"])
-    assert next_step(_v("processes-exhausted"), found).values == {"workers": 2}
-    assert next_step(_v("map-count"), found).values == {"workers": 2}
+    assert next_step(_v("processes-exhausted"), found).values == {"num_workers": 2}
+    assert next_step(_v("map-count"), found).values == {"num_workers": 2}
 
 
 def test_a_killed_worker_is_tried_once_more_unchanged_and_descriptors_are_raised_first() -> None:
@@ -179,7 +180,7 @@ def test_a_killed_worker_is_tried_once_more_unchanged_and_descriptors_are_raised
     assert next_step(_v("worker-killed"), found).values == {}
     assert next_step(_v("worker-killed"), found, repeated=True).stop
     assert next_step(_v("fds-exhausted"), found).raise_descriptors
-    assert next_step(_v("fds-exhausted"), found, descriptors_raised=True).values == {"workers": 2}
+    assert next_step(_v("fds-exhausted"), found, descriptors_raised=True).values == {"num_workers": 2}
 
 
 @settings(deadline=None)  # a starved machine is no failure
@@ -192,9 +193,9 @@ def test_every_walk_ends_and_keeps_the_effective_batch(
     command = f"python t.py --batch {batch} --accum_iter {steps} --num_workers {workers}"
     for line in _walk(command, cause):
         found = command_settings(line.split())
-        assert found.batch is not None and found.accumulation is not None
-        assert found.batch * found.accumulation == batch * steps
-        assert found.workers is not None and found.workers <= workers
+        assert found.batch_size is not None and found.accumulation is not None
+        assert found.batch_size * found.accumulation == batch * steps
+        assert found.num_workers is not None and found.num_workers <= workers
 
 
 def test_nothing_recognised_says_how_to_name_it() -> None:
@@ -203,7 +204,7 @@ def test_nothing_recognised_says_how_to_name_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("refused", "first"), [("main", "batch"), ("worker", "prefetch"), (None, "prefetch")]
+    ("refused", "first"), [("main", "batch_size"), ("worker", "prefetch_factor"), (None, "prefetch_factor")]
 )
 def test_an_allocation_that_failed_in_the_training_process_lowers_the_batch_first(
     refused: Role | None, first: str
