@@ -82,7 +82,7 @@ def test_a_command_that_is_not_there_or_not_runnable(tmp_path: Path) -> None:
     assert done.returncode == 127 and b"command not found: no-such-command-anywhere" in done.stderr
     (tmp_path / "plain.txt").write_text("x")
     done = _run("--", "./plain.txt", folder=tmp_path)
-    assert done.returncode == 126 and b"may not be executed" in done.stderr
+    assert done.returncode == 126 and b"it is not executable" in done.stderr
     assert _run(folder=tmp_path).returncode == 2
     assert _run("--flag", "nonsense=--x", "--", "true", folder=tmp_path).returncode == 2
     assert _run("--resume-flag", "--resume", "--", "true", folder=tmp_path).returncode == 2
@@ -167,7 +167,10 @@ def test_settings_reach_a_script_without_flags_through_the_environment(tmp_path:
     text = "import json, os\ns = json.loads(os.environ.get('LEGROOM_SETTINGS', '{}'))\nprint(s, flush=True)\nif s.get('num_workers') != 0: raise MemoryError\n"
     done = _run("--retries", "3", "--", sys.executable, _script(tmp_path, text), folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.decode().splitlines()[-1] == "{'low_memory': True, 'prefetch_factor': 1, 'num_workers': 0}"
+    assert (
+        done.stdout.decode().splitlines()[-1]
+        == "{'low_memory': True, 'prefetch_factor': 1, 'num_workers': 0}"
+    )
 
 
 def test_the_report_tells_the_story(tmp_path: Path) -> None:

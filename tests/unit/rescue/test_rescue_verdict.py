@@ -61,7 +61,9 @@ def test_a_kill_that_cannot_be_attributed_is_unsure_and_told() -> None:
     cause, sure = _verdict(ending=KILLED, oom=shared)
     assert cause == "ram-oom-kill" and sure < 0.7
     said = classify(Evidence(ending=ExitStatus(1), oom=shared, log=facts_of(BUG.encode())))
-    assert said.cause == "not-memory" and any("which process was killed is unknown" in line for line in said.evidence)
+    assert said.cause == "not-memory" and any(
+        "which process was killed is unknown" in line for line in said.evidence
+    )
 
 
 @pytest.mark.parametrize(
@@ -247,7 +249,7 @@ def test_an_oom_kill_shows_the_kernel_s_peak_or_when_it_was_last_looked() -> Non
     seen = " | ".join(classify(Evidence(**known)).evidence)
     assert "18 MB of 120 MB (15%)" in seen and "last sampled 900 ms before the end" in seen
     by_kernel = " | ".join(classify(Evidence(**known, ram_peak=Level(119 * MB, 120 * MB))).evidence)
-    assert "the kernel's own peak: 119 MB of 120 MB (99%)" in by_kernel and "18 MB" not in by_kernel
+    assert "recorded by the kernel: 119 MB of 120 MB (99%)" in by_kernel and "18 MB" not in by_kernel
     full = {**known, "peaks": {"ram": Level(119 * MB, 120 * MB)}}
     assert not any("last sampled" in line for line in classify(Evidence(**full)).evidence)
 
@@ -322,6 +324,6 @@ def test_an_oom_kill_names_who_held_how_much() -> None:
         "killed: rank 1, pid 7770 (python train.py --flag" in lines
         and "which used 888 MB of 1.17 GB" in lines
     )
-    assert "the job's other processes then: rank 0, pid 7769 (python train.py): 210 MB" in lines
+    assert "other processes of the job at that time: rank 0, pid 7769 (python train.py): 210 MB" in lines
     assert "kernel log: killed process 8888, which used 1 MB" in lines  # the other is named already
     assert max(map(len, found.evidence)) < 200
