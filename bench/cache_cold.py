@@ -18,7 +18,7 @@ import h5py
 
 from cache_rig import CHILD, ROW, Bench, Measured, preload
 from formats import by_legroom, images, write
-from legroom.cache.large import LargePages
+from legroom.cache.page_placement import HugePages
 from legroom.formats.inflate import inflate
 from legroom.system.cpus import usable_cpus
 from measure import Row, alternate, best, settle, spreads, timed, warm
@@ -116,7 +116,7 @@ def _processor_seconds(path: Path, there: Path) -> dict[str, float]:
     def put() -> None:
         with there.open("w+b", buffering=0) as out:
             out.truncate(ROW * len(stored))
-            LargePages().take(out.fileno(), 0, ROW * len(stored))
+            HugePages().take(out.fileno(), 0, ROW * len(stored))
             for _ in stored:
                 out.write(plain)
 

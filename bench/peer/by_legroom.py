@@ -15,13 +15,13 @@ class Contender(Peer):
         super().__init__(place)
         os.environ.update(LEGROOM_SHM=str(place.memory), LEGROOM_DIR=str(place.folder))
         import legroom
-        from legroom.cache import build, steps  # noqa: F401
+        from legroom.cache import build, store  # noqa: F401
 
         def trace(step: str) -> None:
             if step in ("read", "done"):
                 place.mark({"read": "loading", "done": "loaded"}[step])
 
-        steps.trace = trace
+        store.step_hook = trace
         self._open = legroom.open
 
     def attach(self) -> Any:
@@ -34,6 +34,6 @@ class Contender(Peer):
         return data[KEY]
 
     def tidy(self) -> None:
-        from legroom.cache.reap import gc
+        from legroom.cache.drop_and_gc import gc
 
         gc()

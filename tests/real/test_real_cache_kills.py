@@ -9,16 +9,14 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "cache"))
-from cache_stage import Stage, small_file
-
-from legroom.cache.steps import BUILD_STEPS
+from cache_scenario_process import BUILD_STEPS, ScenarioProcess, small_file
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScenarioProcess]:
     if sys.platform != "linux":
         pytest.skip("needs /dev/shm and /proc")
-    stage = Stage(tmp_path_factory.mktemp("stage"))
+    stage = ScenarioProcess(tmp_path_factory.mktemp("stage"))
     yield stage
     stage.close()
 
@@ -30,7 +28,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 
 @pytest.mark.real()
 @pytest.mark.parametrize("at", BUILD_STEPS)
-def test_a_builder_killed_at_any_step_is_survived(stage: Stage, small: tuple[Path, int], at: str) -> None:
+def test_a_builder_killed_at_any_step_is_survived(
+    stage: ScenarioProcess, small: tuple[Path, int], at: str
+) -> None:
     path, crc = small
     result = stage.play("kill_at", path=str(path), at=at, waiters=4, forks=2)
     assert result["signal"] == 9
@@ -41,7 +41,9 @@ def test_a_builder_killed_at_any_step_is_survived(stage: Stage, small: tuple[Pat
 
 
 @pytest.mark.real()
-def test_builders_killed_at_random_moments_are_survived(stage: Stage, small: tuple[Path, int]) -> None:
+def test_builders_killed_at_random_moments_are_survived(
+    stage: ScenarioProcess, small: tuple[Path, int]
+) -> None:
     path, crc = small
     result = stage.play("kill_randomly", path=str(path), seed=7, rounds=20, waiters=4, longest=0.05)
     assert result.get("crc") == crc, result
@@ -51,7 +53,7 @@ def test_builders_killed_at_random_moments_are_survived(stage: Stage, small: tup
 @pytest.mark.real()
 @pytest.mark.parametrize("forks", [0, 3])
 def test_a_killed_users_lease_goes_with_the_last_of_its_processes(
-    stage: Stage, small: tuple[Path, int], forks: int
+    stage: ScenarioProcess, small: tuple[Path, int], forks: int
 ) -> None:
     result = stage.play("users_die", path=str(small[0]), forks=forks)
     assert result["refused"] == ["entry-in-use"] * (2 if forks else 1)
@@ -60,7 +62,7 @@ def test_a_killed_users_lease_goes_with_the_last_of_its_processes(
 
 
 @pytest.mark.real()
-def test_users_and_droppers_at_once(stage: Stage, small: tuple[Path, int]) -> None:
+def test_users_and_droppers_at_once(stage: ScenarioProcess, small: tuple[Path, int]) -> None:
     path, crc = small
     result = stage.play("churn", path=str(path), seed=3, seconds=4, users=4, droppers=2, least=10)
     for one in result["results"]:

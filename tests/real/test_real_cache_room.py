@@ -20,7 +20,6 @@ OPEN = """
 import json, os, sys
 import numpy as np
 import legroom
-from legroom.cache import reap
 path, options = sys.argv[1], json.loads(sys.argv[2])
 def left():
     return [name for root in (os.environ["LEGROOM_SHM"], os.environ["LEGROOM_DIR"])
@@ -107,14 +106,14 @@ def test_a_disk_that_fills_up_during_the_load_is_an_error_too(tmp_path: Path, ch
     disk = tmp_path / "disk"
     disk.mkdir()
     thief = (
-        "from legroom.cache import steps\n"
+        "from legroom.cache import store\n"
         "def steal(name):\n"
         "    if name == 'allocate':\n"
         "        import os\n"
         "        fd = os.open(os.environ['LEGROOM_DIR'] + '/thief', os.O_CREAT | os.O_RDWR)\n"
         "        os.posix_fallocate(fd, 0, 24 << 20)\n"
         "        os.unlink(os.environ['LEGROOM_DIR'] + '/thief')\n"
-        "steps.trace = steal\n"
+        "store.step_hook = steal\n"
     )
     inner = [sys.executable, "-c", thief + OPEN, str(tmp_path / "a.h5"), '{"backing": "disk"}']
     script = f'mount -t tmpfs -o size=40m tmpfs {disk} && exec "$@"'
@@ -175,7 +174,7 @@ def test_a_shm_full_to_the_last_page_is_passed_by(tmp_path: Path) -> None:
 
 @pytest.mark.real("mount")
 def test_a_user_in_another_pid_namespace_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from legroom.cache import catalog, reap
+    from legroom.cache import drop_and_gc, list_and_verify
     from legroom.errors import EntryInUse
 
     write(tmp_path / "a.npy", MB)
@@ -199,7 +198,7 @@ def test_a_user_in_another_pid_namespace_is_alive(tmp_path: Path, monkeypatch: p
         assert user.stdin is not None and user.stdout is not None
         assert user.stdout.readline() == "on\n"
         # And seen from inside another one, where the user has no number at all.
-        look = "import sys; from legroom.cache import catalog; print(catalog.info(sys.argv[1]).in_use)"
+        look = "import sys; from legroom.cache import list_and_verify; print(list_and_verify.info(sys.argv[1]).in_use)"
         inside = [
             "unshare",
             "--pid",
@@ -212,18 +211,18 @@ def test_a_user_in_another_pid_namespace_is_alive(tmp_path: Path, monkeypatch: p
         ]
         assert subprocess.run(inside, env=env, capture_output=True, text=True, check=True).stdout == "True\n"
         with pytest.raises(EntryInUse):
-            reap.drop(tmp_path / "a.npy")
+            drop_and_gc.drop(tmp_path / "a.npy")
         user.stdin.close()
-    assert catalog.info(tmp_path / "a.npy").in_use is False
-    reap.drop(tmp_path / "a.npy")
+    assert list_and_verify.info(tmp_path / "a.npy").in_use is False
+    drop_and_gc.drop(tmp_path / "a.npy")
 
 
 BLIND = """
 import os, sys
 import legroom
-from legroom.cache import room
+from legroom.cache import capacity
 
-room.bounds = room.bounds_now = lambda store, env=None: [room.Bound(1 << 40, "whoever looks sees room")]
+capacity.bounds = capacity.bounds_now = lambda store, env=None: [capacity.Bound(1 << 40, "every check sees free space")]
 try:
     legroom.open(sys.argv[1], backing="shm")
 except legroom.LegroomError as problem:
@@ -281,7 +280,7 @@ def test_what_another_cgroup_is_charged_for_is_not_evicted_in_vain(tmp_path: Pat
             command = [sys.executable, "-c", OPEN, str(tmp_path / "new.npy"), "{}"]
             assert opened(group.command(command), env) == {"backing": "disk", "sum": total}
             assert group.oom_kills() == 0
-        look = "import sys; from legroom.cache import catalog; print(catalog.info(sys.argv[1]).backing)"
+        look = "import sys; from legroom.cache import list_and_verify; print(list_and_verify.info(sys.argv[1]).backing)"
         command = [sys.executable, "-c", look, str(tmp_path / "old.npy")]
         assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout == "shm\n"
     finally:

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import catalog, reap, verify
+from legroom.cache import drop_and_gc, list_and_verify
 
-SINGLE = Path(__file__).parents[1] / "unit" / "cache" / "cache_single.py"
+SINGLE = Path(__file__).parents[1] / "unit" / "cache" / "cache_open_process.py"
 
 
 @pytest.fixture
@@ -58,9 +58,9 @@ def test_48_processes_read_a_cold_file_once_and_share_it(memory: Path, tmp_path:
         wait_for_files(folder, "opened-*", count, processes)
         (folder / "measure").touch()
         wait_for_files(folder, "measured-*", count, processes)
-        (entry,) = catalog.entries(with_users=True)
+        (entry,) = list_and_verify.entries(with_users=True)
         with pytest.raises(legroom.LegroomError, match="in use"):
-            reap.drop(path)
+            drop_and_gc.drop(path)
     finally:
         (folder / "end").touch()
         codes = [process.wait(60) for process in processes]
@@ -75,7 +75,7 @@ def test_48_processes_read_a_cold_file_once_and_share_it(memory: Path, tmp_path:
     assert sum(one["pss"] for one in results) <= 1.02 * entry.bytes
     assert all(one["written"] == 0 for one in results)
     assert max(one["grown"] for one in results if str(one["pid"]) != readers[0]) <= 1 << 20
-    reap.drop(path)
+    drop_and_gc.drop(path)
 
 
 @pytest.mark.real()
@@ -86,8 +86,8 @@ def test_writes_are_private_and_shown(memory: Path, tmp_path: Path) -> None:
     mine["array"][: 1 << 20] = 1
     assert not theirs["array"].any()
     assert not legroom.open(path)["array"].any()
-    (check,) = verify.verify(path)
+    (check,) = list_and_verify.verify(path)
     assert check.whole and check.source == "same"
-    (user,) = catalog.info(path).users or ()
+    (user,) = list_and_verify.info(path).users or ()
     assert user.pid == os.getpid()
     assert user.privatised == (1 << 20) + 4096  # the header shifts the data by part of a page

@@ -16,7 +16,7 @@ import pytest
 AS_USER = """
 import os, sys
 import numpy, h5py, legroom
-from legroom.cache import build, catalog, plain
+from legroom.cache import build, list_and_verify, uncached
 os.setgroups([])
 os.setegid(int(sys.argv[1]))
 os.seteuid(int(sys.argv[1]))
@@ -90,7 +90,7 @@ def test_a_file_that_may_not_be_read(shared: Path) -> None:
 IN_NAMESPACE = """
 import ctypes, os, sys
 import numpy, legroom
-from legroom.cache import build, catalog, place, plain
+from legroom.cache import build, list_and_verify, store, uncached
 ready, go = os.pipe(), os.pipe()
 child = os.fork()
 if child == 0:
@@ -102,8 +102,8 @@ if child == 0:
         os.setresuid(65534, 65534, 65534)
     try:
         assert os.geteuid() == 65534
-        with place.stores(make=True) as found:
-            print([str(store.root) for store in found.found if sys.argv[2] in str(store.root)])
+        with store.open_stores(make=True) as found:
+            print([str(one.root) for one in found.found if sys.argv[2] in str(one.root)])
             print([finding.code for finding in found.findings])
     finally:
         sys.stdout.flush()

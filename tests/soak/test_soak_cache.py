@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "cache"))
-from cache_stage import Stage, small_file
+from cache_scenario_process import ScenarioProcess, small_file
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +18,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    stage = Stage(tmp_path_factory.mktemp("stage"))
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScenarioProcess]:
+    stage = ScenarioProcess(tmp_path_factory.mktemp("stage"))
     yield stage
     stage.close()
 
@@ -28,7 +28,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_builders_killed_at_300_random_moments_are_survived(
-    stage: Stage, small: tuple[Path, int], seed: int
+    stage: ScenarioProcess, small: tuple[Path, int], seed: int
 ) -> None:
     path, crc = small
     for part in range(6):
@@ -40,7 +40,7 @@ def test_builders_killed_at_300_random_moments_are_survived(
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_minutes_of_users_and_droppers(stage: Stage, small: tuple[Path, int]) -> None:
+def test_minutes_of_users_and_droppers(stage: ScenarioProcess, small: tuple[Path, int]) -> None:
     path, crc = small
     result = stage.play("churn", path=str(path), seed=11, seconds=50, users=6, droppers=3)
     for one in result["results"]:

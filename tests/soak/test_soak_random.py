@@ -30,7 +30,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "cache"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "formats"))
 from cache_faults import OPERATIONS, Sweep, cases
-from cache_stage import Stage, small_file
+from cache_scenario_process import ScenarioProcess, small_file
 from fuzz_samples import TINY
 from test_cache_fuzz import ARRAYS, damage, entry, rewrite
 from test_cache_fuzz import cut as cut_off
@@ -38,7 +38,7 @@ from test_cache_fuzz import flip as flip_bits
 from test_formats_fuzz import Child, damaged
 
 import legroom
-from legroom.cache import find, reap, records, verify
+from legroom.cache import drop_and_gc, find_or_build, list_and_verify, source_records
 from legroom.cache.manifest import is_key
 from legroom.errors import LegroomError
 
@@ -84,9 +84,9 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         yield root
         gc.collect()
         assert len(os.listdir("/proc/self/fd")) <= open_before, "descriptors were left open"
-        reap.gc()
-        reap.drop()
-        reap.gc()
+        drop_and_gc.gc()
+        drop_and_gc.drop()
+        drop_and_gc.gc()
         left = (
             [name for name in os.listdir(root) if name not in ("locks", "samples", "sources")]
             if root.exists()
@@ -100,7 +100,7 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 def test_kill_storms(rounds: Callable[[], Iterator[random.Random]], tmp_path: Path) -> None:
     path, crc = small_file(tmp_path)
-    stage = Stage(tmp_path)
+    stage = ScenarioProcess(tmp_path)
     try:
         for chance in rounds():
             seed = chance.randrange(1 << 31)
@@ -143,15 +143,15 @@ def test_damaged_entries_and_records(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(records, "QUIET_NS", 0)
-    monkeypatch.setattr(find.log, "warning", lambda *_: None)
+    monkeypatch.setattr(source_records, "QUIET_NS", 0)
+    monkeypatch.setattr(find_or_build.log, "warning", lambda *_: None)
     path, second = tmp_path / "a.npz", tmp_path / "b.npz"
     np.savez(path, **ARRAYS)
     np.savez(second, **{name: array + 1 for name, array in ARRAYS.items()})
     for chance in rounds():
         try:
             legroom.open(second).close()
-            reap.drop(second)
+            drop_and_gc.drop(second)
             legroom.open(path).close()
             what = damage(entry(store), chance)
             legroom.open(second).close()
@@ -160,7 +160,7 @@ def test_damaged_entries_and_records(
                 with legroom.open(file) as data:
                     for name, array in ARRAYS.items():
                         assert np.array_equal(data[name], array + more), what
-            verify.verify()
+            list_and_verify.verify()
         except LegroomError as problem:
             assert problem.code != "error" and str(problem)
         for folder in store.iterdir():
@@ -228,7 +228,7 @@ def test_sources_that_change_while_they_are_loaded(
         finally:
             writer.kill()
             writer.wait()
-        reap.drop()
+        drop_and_gc.drop()
         shutil.rmtree(folder)
     assert outcomes["data"], outcomes
 
@@ -246,7 +246,7 @@ def test_sources_written_through_a_map_between_loads(
             mapped.flush()
         with legroom.open(path) as data:
             assert np.unique(data["array"]).tolist() in ([version], [version + 1])
-        reap.drop()
+        drop_and_gc.drop()
 
 
 def test_damaged_files_of_every_format(rounds: Callable[[], Iterator[random.Random]], tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ SOURCES = {
     "src/legroom/cache/store.py": "from legroom.errors import LegroomError",
     "src/legroom/loader/worker.py": "def f():\n    return lazily('legroom.cache.store')",
     "src/legroom/other.py": "import os",
-    "tests/unit/cache_stage.py": "from legroom.cache import store",
+    "tests/unit/cache_scenario_process.py": "from legroom.cache import store",
     "tests/unit/test_store.py": "import legroom.cache.store",
-    "tests/unit/test_stage.py": "from cache_stage import Stage",
+    "tests/unit/test_stage.py": "from cache_scenario_process import ScenarioProcess",
     "tests/unit/test_worker.py": "from legroom.loader import worker",
     "tests/unit/test_other.py": "from legroom import other",
 }
@@ -31,7 +31,7 @@ SOURCES = {
     [
         (["src/legroom/cache/store.py"], ["test_store", "test_worker", "test_stage"]),
         (["src/legroom/errors.py"], ["test_store", "test_worker", "test_stage"]),
-        (["tests/unit/cache_stage.py"], ["test_stage"]),
+        (["tests/unit/cache_scenario_process.py"], ["test_stage"]),
         (["src/legroom/other.py", "tests/unit/test_store.py"], ["test_store", "test_other"]),
         (["docs/run.md", "src/legroom/gone.py"], []),
     ],

@@ -1,11 +1,8 @@
-"""Entries opened for use: leased, looked at, mapped.
+"""Open an entry for use: take its lease, check its files, map them.
 
-Covers: the lease, checking an entry on its descriptors, arrays on its maps.
-Does not cover: finding which entry a file has (find.py), checksums (verify.py).
-
-The order is: shared lock, then open the directory, then look that the lock file still has its name. Whoever
-removes an entry does so under the exclusive lock or, when forced, takes the lock file's name away as well, so an
-entry that passes all three cannot be dropped as unused any more. It costs a few system calls, whatever the size.
+The order matters: shared lock, open the directory, check that the lock file still has its name. A process removes an
+entry under the exclusive lock or, when forced, removes the lock file's name as well. So an entry that passes all
+three checks can no longer be dropped as unused. Attaching takes a few system calls, whatever the size.
 """
 
 from __future__ import annotations
@@ -13,23 +10,23 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from legroom.cache import locks, manifest
 from legroom.cache.locks import Lock
-from legroom.cache.manifest import Array, Damaged, Manifest, OtherFormat, Table
-from legroom.cache.manifest_json import from_json
-from legroom.cache.maps import Map
-from legroom.cache.place import Store, store_trouble
+from legroom.cache.manifest import Array, Damaged, Dtype, Manifest, Table, from_json
+from legroom.cache.mapped_files import MappedFile
+from legroom.cache.store import Store, store_error
 from legroom.errors import EntryUnreadable, LegroomError
-from legroom.model import Finding
+from legroom.model import Entry, EntryArray, EntryTable, EntryUser, Finding
 from legroom.words import say
 
 _READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -40,7 +37,7 @@ _NOT_A_FOLDER = (errno.ENOTDIR, errno.ELOOP)
 _NOT_A_FILE = (errno.ENOENT, errno.ELOOP, errno.ENXIO)
 
 # The leases of this process, by the inode of their lock files: those who use one entry share a descriptor.
-_leases: WeakValueDictionary[tuple[int, int], _Held] = WeakValueDictionary()
+_leases: WeakValueDictionary[tuple[int, int], _SharedLock] = WeakValueDictionary()
 
 NDArray = np.ndarray[Any, Any]
 
@@ -53,8 +50,8 @@ class Attached:
     root: Path
     backing: str
     arrays: Mapping[str, NDArray]
-    maps: tuple[Map, ...]
-    tables: Mapping[str, Sequence[Map]]  # the Arrow files of each table, one a shard
+    maps: tuple[MappedFile, ...]
+    tables: Mapping[str, Sequence[MappedFile]]  # the Arrow files of each table, one a shard
     lease: Lease | None
     findings: tuple[Finding, ...] = ()  # which places were passed over when it was built
 
@@ -64,7 +61,7 @@ class Attached:
 
 
 @dataclass(eq=False, frozen=True, slots=True, weakref_slot=True)
-class _Held:
+class _SharedLock:
     """A lock that several leases share.
 
     It has no finalizer of its own: a weak reference to an object with one can still be followed while it runs, and
@@ -79,8 +76,8 @@ class Lease:
 
     __slots__ = ("_held",)
 
-    def __init__(self, held: _Held) -> None:
-        self._held: _Held | None = held
+    def __init__(self, held: _SharedLock) -> None:
+        self._held: _SharedLock | None = held
 
     @property
     def lock(self) -> Lock:
@@ -123,7 +120,7 @@ def lease(store: Store, key: str, *, create: bool = False) -> Lease | None:
         return None
     assert lock is not None  # a blocking lock is never refused
     stats = os.fstat(lock.fd)
-    return Lease(_leases.setdefault((stats.st_dev, stats.st_ino), _Held(lock)))
+    return Lease(_leases.setdefault((stats.st_dev, stats.st_ino), _SharedLock(lock)))
 
 
 def attach(store: Store, key: str) -> Attached | None:
@@ -131,12 +128,12 @@ def attach(store: Store, key: str) -> Attached | None:
 
     Raises Damaged or OtherFormat where it cannot be used, EntryUnreadable where that is not known.
     """
-    with in_words(store, key):
+    with entry_errors(store, key):
         return _attach(store, key)
 
 
 @contextmanager
-def in_words(store: Store, key: str) -> Iterator[None]:
+def entry_errors(store: Store, key: str) -> Iterator[None]:
     """Turn a system call that failed on an entry, and proves nothing about it, into EntryUnreadable."""
     try:
         yield
@@ -144,12 +141,12 @@ def in_words(store: Store, key: str) -> Iterator[None]:
         # A store that vanished is the builder's to make anew.
         if isinstance(problem, (LegroomError, FileNotFoundError)):
             raise
-        raise store_trouble(problem, EntryUnreadable, store.root / key) from problem
+        raise store_error(problem, EntryUnreadable, store.root / key) from problem
 
 
 def _attach(store: Store, key: str) -> Attached | None:
     while True:
-        lock = lease(store, key) or (lease(store, key, create=True) if is_there(store, key) else None)
+        lock = lease(store, key) or (lease(store, key, create=True) if entry_exists(store, key) else None)
         if lock is None:
             return None
         try:
@@ -198,7 +195,7 @@ def open_entry(store: Store, key: str) -> int:
 
 def read_manifest(folder: int, key: str) -> Manifest:
     """The manifest in an open entry; Damaged or OtherFormat where it is not one of ours."""
-    fd, stats = _open(folder, manifest.NAME)
+    fd, stats = _open(folder, manifest.MANIFEST_NAME)
     try:
         size = stats.st_size
         if size > _MOST_MANIFEST:
@@ -209,7 +206,7 @@ def read_manifest(folder: int, key: str) -> Manifest:
     return from_json(data, key)
 
 
-def checked(folder: int, item: Array | Table) -> int:
+def open_checked(folder: int, item: Array | Table) -> int:
     """A data file's descriptor, its size and header compared with the manifest."""
     fd, stats = _open(folder, item.file)
     try:
@@ -235,35 +232,35 @@ def checked(folder: int, item: Array | Table) -> int:
 
 def map_entry(store: Store, key: str, folder: int, lock: Lease) -> Attached:
     """Map what lies in an open directory, as the entry of that key, under a lease."""
-    with in_words(store, key):
+    with entry_errors(store, key):
         return _map_entry(store, key, folder, lock)
 
 
 def _map_entry(store: Store, key: str, folder: int, lock: Lease) -> Attached:
     found = read_manifest(folder, key)
     arrays: dict[str, NDArray] = {}
-    maps: list[Map] = []
+    maps: list[MappedFile] = []
     for array in found.arrays:
-        fd = checked(folder, array)
+        fd = open_checked(folder, array)
         try:
             start = len(array.header)
-            mapped = Map(fd, start + array.nbytes, lock)
+            mapped = MappedFile(fd, start + array.nbytes, lock)
         finally:
             os.close(fd)
         maps.append(mapped)
-        arrays[array.name] = view(mapped, array.shape, array.dtype, start)
-    tables: dict[str, list[Map]] = {}
+        arrays[array.name] = array_view(mapped, array.shape, array.dtype, start)
+    tables: dict[str, list[MappedFile]] = {}
     for table in found.tables:
-        fd = checked(folder, table)
+        fd = open_checked(folder, table)
         try:
             # Now, not at first use: by then the name may be gone, and only what is mapped keeps its pages.
-            tables.setdefault(table.part_of or table.name, []).append(Map(fd, table.nbytes, lock))
+            tables.setdefault(table.part_of or table.name, []).append(MappedFile(fd, table.nbytes, lock))
         finally:
             os.close(fd)
     return Attached(found, store.root, store.backing, arrays, tuple(maps), tables, lock)
 
 
-def view(mapped: Map, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int) -> NDArray:
+def array_view(mapped: MappedFile, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int) -> NDArray:
     """An array on a map, which it keeps alive."""
     array: NDArray = np.ndarray(shape, dtype, mapped.buffer(), offset)
     array.flags.writeable = mapped.writable
@@ -295,7 +292,7 @@ def _ours(stats: os.stat_result, name: str) -> None:
         raise Damaged(say("{name} may be written by others", name=name))
 
 
-def is_there(store: Store, key: str) -> bool:
+def entry_exists(store: Store, key: str) -> bool:
     """Whether there is an entry; its lock file may have been removed by hand."""
     try:
         os.stat(key, dir_fd=store.fd, follow_symlinks=False)
@@ -313,15 +310,70 @@ def _still_named(store: Store, lease: Lease) -> bool:
     return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
 
 
-__all__ = [
-    "Attached",
-    "Damaged",
-    "Lease",
-    "OtherFormat",
-    "attach",
-    "checked",
-    "lease",
-    "lock_name",
-    "open_entry",
-    "view",
-]
+def entry_record(
+    manifest: Manifest,
+    backing: Any,
+    *,
+    store: str | None = None,
+    in_use: bool | None = None,
+    users: tuple[EntryUser, ...] | None = None,
+    last_used: float | None = None,
+) -> Entry:
+    """The record of a stored entry."""
+    return Entry(
+        key=manifest.key,
+        sources=manifest.paths,
+        digest=manifest.digest,
+        hash=manifest.hash,
+        format=manifest.kind,
+        backing=backing,
+        bytes=manifest.nbytes,
+        arrays=arrays_of(manifest.arrays),
+        tables=tables_of(manifest.tables),
+        attributes=manifest.attributes,
+        store=store,
+        in_use=in_use,
+        users=users,
+        created=manifest.built_at,
+        last_used=last_used,
+        built_by=manifest.built_by,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _text(dtype: Dtype) -> str:
+    return str(
+        dtype
+    )  # numpy takes longer for it than for anything else here, and thousands of arrays have the same
+
+
+def arrays_of(arrays: Iterable[Array]) -> dict[str, EntryArray]:
+    """Arrays by name."""
+    return {a.name: EntryArray(a.shape, _text(a.dtype), a.nbytes, a.attributes) for a in arrays}
+
+
+def tables_of(tables: Iterable[Table]) -> dict[str, EntryTable]:
+    """Tables by name, shards put together."""
+    found: dict[str, EntryTable] = {}
+    for table in tables:
+        name = table.part_of or table.name
+        before = found.get(name)
+        rows, size = (before.rows, before.bytes) if before is not None else (0, 0)
+        found[name] = EntryTable(rows + table.rows, table.columns, size + table.nbytes, table.attributes)
+    return found
+
+
+def unusable_entry_record(
+    key: str,
+    backing: Literal["shm", "disk"],
+    store: str,
+    nbytes: int,
+    *,
+    damaged: str | None = None,
+    unreadable: str | None = None,
+) -> Entry:
+    """The record of a directory that has an entry's name and is damaged, or could not be read."""
+    return Entry(
+        key, (), None, None, "unknown", backing, nbytes, {}, {}, {},
+        store=store, damaged=damaged, unreadable=unreadable,
+    )  # fmt: skip

@@ -1,10 +1,9 @@
-"""A cold start: one process reads the source, the others wait for it.
+"""Build an entry: one process reads the source, the others wait for it.
 
-Covers: what happens between being elected and giving the entry its name.
-Does not cover: the election (elect.py), finding what is there already (find.py), the files' bytes (load.py, copy.py).
+Election and publishing are here. write_entry.py writes the files.
 
-Lock order, the same everywhere: the source's lock in the home store, the source's lock in the store that the data
-go to, the entry's lease, the store's lock. The last is held for moments and nobody who holds it waits.
+Lock order, the same everywhere: the source's lock in the election store, the source's lock in the store that gets the
+data, the entry's lease, the store's lock. The last is held briefly, and its holder never waits for another lock.
 """
 
 from __future__ import annotations
@@ -19,20 +18,38 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from logging import DEBUG, WARNING
 
-from legroom.cache import identity, manifest, records, room
+from legroom.cache import capacity, identity, locks, manifest, source_records
 from legroom.cache.attach import Attached, Lease, attach, lease, map_entry
-from legroom.cache.copy import Layout
-from legroom.cache.elect import name_work, turn
-from legroom.cache.find import Request, find, find_digest, own_options, put_aside
-from legroom.cache.load import Asked, Job, Progress, Written, load, need
+from legroom.cache.build_plan import SourceLayout, plan_files
+from legroom.cache.find_or_build import (
+    OpenRequest,
+    discard_unusable,
+    entry_options,
+    find_by_digest,
+    find_entry,
+)
 from legroom.cache.locks import Lock
-from legroom.cache.manifest import FORMAT, Damaged, Manifest, Options, OtherFormat
-from legroom.cache.manifest_json import to_json
-from legroom.cache.place import Store, Stores, stores
-from legroom.cache.plan import plan
-from legroom.cache.steps import log, step
-from legroom.cache.work import Work
-from legroom.errors import EntryDamaged, NoRoom, NoStore, SourceChanged, SourceError, StoreError, UsageError
+from legroom.cache.manifest import FORMAT, Damaged, Manifest, Options, OtherFormat, to_json
+from legroom.cache.staging import StagingDirectory
+from legroom.cache.store import BUILDING, Store, Stores, existing_stores, log, open_stores, step
+from legroom.cache.write_entry import (
+    BuildJob,
+    BuildRequest,
+    Progress,
+    WrittenFiles,
+    storage_need,
+    write_entry_files,
+)
+from legroom.errors import (
+    EntryDamaged,
+    NoRoom,
+    NoStore,
+    NotLoaded,
+    SourceChanged,
+    SourceError,
+    StoreError,
+    UsageError,
+)
 from legroom.formats.decoding_memory import release_freed_memory
 from legroom.formats.detect import open_source
 from legroom.model import Finding
@@ -44,12 +61,12 @@ _CANNOT_HOLD = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPE
 _here = threading.local()  # .building: the sources that this thread is building
 
 
-def build(request: Request, *, wait: bool = True, progress: Progress | None = None) -> Attached:
+def build(request: OpenRequest, *, wait: bool = True, progress: Progress | None = None) -> Attached:
     """Attach the source's entry, building it where nobody has; at most one process reads it at a time."""
     for last in (False, True):
-        asked = Asked(request, identity.look(request.paths), time.time_ns(), wait, progress)
+        asked = BuildRequest(request, identity.stamp_source(request.paths), time.time_ns(), wait, progress)
         try:
-            with _not_from_itself(asked), stores(make=True) as places:
+            with _not_from_itself(asked), open_stores(make=True) as places:
                 for finding in places.findings:
                     log.log(
                         WARNING if finding.severity == "warning" else DEBUG,
@@ -60,7 +77,7 @@ def build(request: Request, *, wait: bool = True, progress: Progress | None = No
                 return _elected(asked, places)
         except SourceError as problem:
             # What looks like damage may be two versions, one half each.
-            if last or (not isinstance(problem, SourceChanged) and identity.unchanged(asked.source)):
+            if last or (not isinstance(problem, SourceChanged) and identity.is_unchanged(asked.source)):
                 raise
         except FileNotFoundError as problem:
             # The store was removed under us (logind does so at logout): it is made anew once.
@@ -72,7 +89,7 @@ def build(request: Request, *, wait: bool = True, progress: Progress | None = No
 
 
 @contextmanager
-def _not_from_itself(asked: Asked) -> Iterator[None]:
+def _not_from_itself(asked: BuildRequest) -> Iterator[None]:
     """Refuse to open in the progress callback of a load what that load is building: it would wait for itself."""
     building: set[str] = _here.__dict__.setdefault("building", set())
     if asked.source.name in building:
@@ -88,28 +105,28 @@ def _not_from_itself(asked: Asked) -> Iterator[None]:
         building.discard(asked.source.name)
 
 
-def _elected(asked: Asked, places: Stores) -> Attached:
+def _elected(asked: BuildRequest, places: Stores) -> Attached:
     won, places = _turn(asked, places)
     if isinstance(won, Attached):
         return replace(won, findings=places.findings)
     with won:
-        found = find(asked.request, asked.source, asked.when_ns)
+        found = find_entry(asked.request, asked.source, asked.when_ns)
         if found is None:
             step("elected")
             found = _build(asked, places)
         return replace(found, findings=places.findings)
 
 
-def _turn(asked: Asked, places: Stores) -> tuple[Lock | Attached, Stores]:
+def _turn(asked: BuildRequest, places: Stores) -> tuple[Lock | Attached, Stores]:
     """Be elected in the first store that can hold the lock file, and the stores that are left.
 
     Those who are elected in another store because this one was full a moment ago build the entry a second time at
     worst: whoever publishes last attaches what the first has published.
     """
     while True:
-        home = places.home
+        home = places.election_store
         try:
-            return turn(asked, home), places
+            return wait_for_turn(asked, home), places
         except OSError as problem:
             if problem.errno not in _CANNOT_HOLD:
                 raise
@@ -125,19 +142,26 @@ def _turn(asked: Asked, places: Stores) -> tuple[Lock | Attached, Stores]:
             places = places.without(home, finding)
 
 
-def _build(asked: Asked, places: Stores) -> Attached:
+def _build(asked: BuildRequest, places: Stores) -> Attached:
     with ExitStack() as stack:
-        memory = room.decoding_memory()
+        memory = capacity.decoding_memory()
         readers = [
             stack.enter_context(open_source(path, asked.request.keys, memory)) for path in asked.source.paths
         ]
         descriptions = [reader.describe() for reader in readers]
-        planned = plan(descriptions)
-        layout = Layout(readers, planned.arrays)
-        job = Job(asked, identity.described(asked.source, descriptions), readers, planned, memory, layout)
-        identity.require_own(job.source, readers)
-        identity.settle(job.source)
-        job.sample = identity.sample(job.source)
+        planned = plan_files(descriptions)
+        layout = SourceLayout(readers, planned.arrays)
+        job = BuildJob(
+            asked,
+            identity.with_referenced_files(asked.source, descriptions),
+            readers,
+            planned,
+            memory,
+            layout,
+        )
+        identity.require_stamped(job.source, readers)
+        identity.flush_source(job.source)
+        job.sample = identity.sample_source(job.source)
         found = _there_already(job, places)
         if found is not None:
             return found
@@ -154,64 +178,66 @@ def _build(asked: Asked, places: Stores) -> Attached:
         raise _refused(job, refused)
 
 
-def _build_in(store: Store, job: Job, places: Stores) -> Attached:
+def _build_in(store: Store, job: BuildJob, places: Stores) -> Attached:
     """Reserve, load and publish in one store; NoRoom at any moment leaves nothing in it."""
     asked = job.asked
     with ExitStack() as stack:
-        work = stack.enter_context(Work(store, need(job, store), evict=asked.request.evict))
-        if store.directory != places.home.directory:
+        work = stack.enter_context(
+            StagingDirectory(store, storage_need(job, store), evict=asked.request.evict)
+        )
+        if store.directory != places.election_store.directory:
             # Processes that share this store and not the home store (other containers) are elected here.
             try:
-                won = turn(asked, store)
+                won = wait_for_turn(asked, store)
             except OSError as problem:
-                work.raise_full(problem)
+                work.raise_if_full(problem)
                 raise
             if isinstance(won, Attached):
                 return won
             stack.enter_context(won)
-            found = find(asked.request, asked.source, asked.when_ns)
+            found = find_entry(asked.request, asked.source, asked.when_ns)
             if found is not None:
                 return found
-        name_work(asked, places.home, work)
-        return _publish(job, work, load(job, work))
+        announce_builder(asked, places.election_store, work)
+        return _publish(job, work, write_entry_files(job, work))
 
 
-def _there_already(job: Job, places: Stores) -> Attached | None:
+def _there_already(job: BuildJob, places: Stores) -> Attached | None:
     """The entry of a file with the same bytes and another name: hashed before anything is copied."""
     asked = job.asked
     for store in places.found:
-        record = records.read(store, asked.source)
+        record = source_records.read_record(store, asked.source)
         # Other keys may have needed other files behind the named one: their digest is not this one's.
         same = record is not None and set(record.lookups) == set(job.source.lookups)
-        if record is not None and same and record.believed(asked.when_ns):
+        if record is not None and same and record.is_trusted(asked.when_ns):
             job.digests.update(record.digests)
             job.hashed_ns = record.hashed_ns
     if asked.request.hash in job.digests or not _may_be_there(job, places):
         return None
     step("hash")
     job.hashed_ns = time.time_ns()
-    job.digests = {asked.request.hash: identity.digest(job.source, asked.request.hash)}
+    job.digests = {asked.request.hash: identity.digest_source(job.source, asked.request.hash)}
     for store in places.found:
         if not asked.request.wants(store):
             continue
-        found = find_digest(
+        found = find_by_digest(
             asked.request, asked.source, store, job.digests[asked.request.hash], asked.request.hash
         )
         if found is not None:
-            if not identity.unchanged(job.source):
-                raise identity.changed(asked.source.paths[0])
+            if not identity.is_unchanged(job.source):
+                raise identity.source_changed_error(asked.source.paths[0])
             _record(job, store, found.manifest.key)
             return found
     return None
 
 
-def _may_be_there(job: Job, places: Stores) -> bool:
+def _may_be_there(job: BuildJob, places: Stores) -> bool:
     """Whether some entry was built from as many bytes as this source has, and a few of them are the same."""
     wanted = job.asked.request.hash, job.source.size, job.sample
-    return any(records.may_hold(store, *wanted) for store in places.found)
+    return any(source_records.may_hold(store, *wanted) for store in places.found)
 
 
-def _wanted(request: Request, places: Stores) -> list[Store]:
+def _wanted(request: OpenRequest, places: Stores) -> list[Store]:
     """The stores that the request may be built in, best first."""
     chosen = [store for store in places.found if request.wants(store)]
     if not chosen:
@@ -223,7 +249,7 @@ def _wanted(request: Request, places: Stores) -> list[Store]:
     return chosen
 
 
-def _refused(job: Job, refused: Sequence[NoRoom]) -> NoRoom:
+def _refused(job: BuildJob, refused: Sequence[NoRoom]) -> NoRoom:
     if len(refused) == 1:
         return refused[0]
     return NoRoom(
@@ -233,28 +259,28 @@ def _refused(job: Job, refused: Sequence[NoRoom]) -> NoRoom:
     )
 
 
-def _publish(job: Job, work: Work, written: Written) -> Attached:
+def _publish(job: BuildJob, work: StagingDirectory, written: WrittenFiles) -> Attached:
     """Give the entry its name, unless its content is there already, and record the source.
 
     It is mapped before it has its name: whoever takes it away again, even by force, does not take it from us.
     """
-    options = own_options(job.asked.request, job.source)
+    options = entry_options(job.asked.request, job.source)
     while True:
         found = _manifest(job, written, options)
         step("lease")
         try:
             lock = _leased(work.store, found.key)
         except OSError as problem:
-            work.raise_full(problem)
+            work.raise_if_full(problem)
             raise
         try:
             step("manifest")
-            work.write(manifest.NAME, to_json(found))
-            work.seal(manifest.NAME)
+            work.write(manifest.MANIFEST_NAME, to_json(found))
+            work.seal(manifest.MANIFEST_NAME)
             attached = map_entry(work.store, found.key, work.fd, lock)
-            identity.require_own(job.source, job.readers)
-            if not identity.unchanged(job.source):
-                raise identity.changed(job.source.paths[0])
+            identity.require_stamped(job.source, job.readers)
+            if not identity.is_unchanged(job.source):
+                raise identity.source_changed_error(job.source.paths[0])
             if work.publish(found.key):
                 _record(job, work.store, found.key)
                 lock.touch()
@@ -274,21 +300,21 @@ def _publish(job: Job, work: Work, written: Written) -> Attached:
             if other.version > FORMAT:
                 options = replace(options, version=FORMAT)
             else:
-                put_aside(work.store, found.key)
+                discard_unusable(work.store, found.key)
         except Damaged:
-            put_aside(work.store, found.key)
+            discard_unusable(work.store, found.key)
         else:
             if there is not None:
                 _record(job, work.store, found.key)
                 return there
 
 
-def _record(job: Job, store: Store, key: str) -> None:
+def _record(job: BuildJob, store: Store, key: str) -> None:
     """Remember the source's digest. The entry is in use without it: where that fails, the next open hashes again."""
     step("record")
     try:
-        records.note_sample(store, job.asked.request.hash, job.source.size, job.sample, key)
-        records.write(store, job.source, job.digests, job.hashed_ns)
+        source_records.note_sample(store, job.asked.request.hash, job.source.size, job.sample, key)
+        source_records.write_record(store, job.source, job.digests, job.hashed_ns)
     except OSError as problem:
         log.warning(
             "%s",
@@ -316,7 +342,7 @@ def _leased(store: Store, key: str) -> Lease:
     return lock
 
 
-def _manifest(job: Job, written: Written, options: Options) -> Manifest:
+def _manifest(job: BuildJob, written: WrittenFiles, options: Options) -> Manifest:
     algorithm = job.asked.request.hash
     digest = job.digests[algorithm]
     stamps = {file.path: str(file.stamp) for file in job.source.files}
@@ -336,5 +362,63 @@ def _manifest(job: Job, written: Written, options: Options) -> Manifest:
         built_at=time.time(),
         # Into a file that others read: in no language of this process.
         built_by=f"legroom {VERSION}, pid {os.getpid()} on {socket.gethostname()}",
-        cgroups=room.cgroups(),
+        cgroups=capacity.memory_cgroup_inodes(),
     )
+
+
+_POLL = 0.05
+
+
+def wait_for_turn(asked: BuildRequest, store: Store) -> Lock | Attached:
+    """Wait to be the builder, or for the builder to be done."""
+    name = f"src-{asked.source.name}.lock"
+    pause = 0.002
+    while True:
+        lock = locks.acquire(store.locks, name)
+        if lock is not None:
+            return lock
+        found = find_entry(asked.request, asked.source, asked.when_ns)
+        if found is not None:
+            return found
+        if not asked.wait:
+            raise NotLoaded(
+                say("{path} is being loaded by another process", path=asked.source.paths[0]),
+                why=say("wait=False was asked for"),
+                fix=(say("wait=True waits for it"), say("try again later")),
+            )
+        if asked.progress is not None:
+            _report_other(store, name, asked.progress)
+        time.sleep(pause)
+        pause = min(_POLL, pause * 1.5)
+
+
+def _report_other(store: Store, name: str, progress: Progress) -> None:
+    """Pass on what the builder, whose work the lock file names, has noted."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=store.locks)
+    except OSError:
+        return
+    try:
+        backing, _, work = os.read(fd, 100).decode("ascii", "replace").strip().partition(" ")
+    finally:
+        os.close(fd)
+    if not work.startswith(BUILDING) or "/" in work:
+        return
+    for place in existing_stores():
+        if place.backing == backing:
+            _, done, total = capacity.read_reservation(place, work)
+            if total:
+                progress(done, total)
+
+
+def announce_builder(asked: BuildRequest, home: Store, work: StagingDirectory) -> None:
+    """Say in the election's lock file whose note tells the progress."""
+    fd = os.open(
+        f"src-{asked.source.name}.lock", os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=home.locks
+    )
+    try:
+        os.pwrite(fd, f"{work.store.backing} {work.lock_file}\n".encode(), 0)
+    except OSError:
+        pass  # a /dev/shm that is full to the last page: others wait without seeing how far it is
+    finally:
+        os.close(fd)

@@ -1,11 +1,8 @@
-"""Which data a path stands for: stat records of its files, and the digest of their bytes.
+"""Which data a path stands for: stamps (stat results) of its files, and the digest of their bytes.
 
-Covers: files, several files, directories; md5, blake3, xxh3. Does not cover: where a digest is remembered
-(records.py) or what is inside a file (formats).
-
-One file's digest is what ``md5sum`` prints. Several files, a directory, or a file whose data lie partly in
-other files have the digest of their sorted (name, digest) list. The name of a file that was not named is how it is
-referred to, not where it lies: two such files that change places are other data.
+One file's digest is what ``md5sum`` prints. Several files, a directory, or a file whose data are partly in other
+files have the digest of their sorted (name, digest) list. A referenced file is named by the reference to it, not by
+its path: two such files that are swapped are different data.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
-from legroom.cache.fileio import read_at, write_back
+from legroom.cache.checksummed_io import read_at, write_back
 from legroom.errors import MissingPackage, SourceChanged, SourceError, UnreadableSource, UsageError
 from legroom.formats.protocol import Description, Lookup, Reader
 from legroom.formats.source_file import require_regular, unreadable
@@ -63,7 +60,7 @@ class Stamp:
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class SourceFile:
     """One file of a source: the name it has in the digest, and its stamp."""
 
     name: str
@@ -76,34 +73,34 @@ class Source:
     """What was named, in the order of its rows, and every file behind it."""
 
     paths: tuple[Path, ...]
-    files: tuple[File, ...]
+    files: tuple[SourceFile, ...]
     name: str  # of its record and its election lock
-    behind: tuple[File, ...] = ()  # files that hold some of the data and were not named
+    referenced: tuple[SourceFile, ...] = ()  # files that hold some of the data and were not named
     lookups: tuple[Lookup, ...] = ()  # how those were found
     folders: tuple[
-        File, ...
+        SourceFile, ...
     ] = ()  # directories below what was named: a file that comes or goes changes its own
-    links: tuple[File, ...] = ()  # symbolic links on the way to ``behind``, each by itself
+    links: tuple[SourceFile, ...] = ()  # symbolic links on the way to ``behind``, each by itself
 
     @property
-    def every(self) -> tuple[File, ...]:
-        return self.files + self.behind
+    def all_files(self) -> tuple[SourceFile, ...]:
+        return self.files + self.referenced
 
     @property
     def size(self) -> int:
-        return sum(stamp.size for stamp in {file.stamp for file in self.every})
+        return sum(stamp.size for stamp in {file.stamp for file in self.all_files})
 
     @property
     def changed_ns(self) -> int:
         """When the last of the files changed."""
-        files = (*self.every, *self.folders)
+        files = (*self.all_files, *self.folders)
         return max((max(file.stamp.ctime_ns, file.stamp.mtime_ns) for file in files), default=0)
 
 
-def look(paths: Sequence[Path]) -> Source:
+def stamp_source(paths: Sequence[Path]) -> Source:
     """Stamp everything that was named."""
-    files: list[File] = []
-    folders: list[File] = []
+    files: list[SourceFile] = []
+    folders: list[SourceFile] = []
     for path, name in zip(paths, shard_names(paths), strict=True):
         if _is_folder(path):
             _walk(path, name, files, folders)
@@ -116,7 +113,7 @@ def look(paths: Sequence[Path]) -> Source:
     return Source(tuple(paths), tuple(files), name, folders=tuple(folders))
 
 
-def with_behind(source: Source, lookups: Iterable[Lookup]) -> Source:
+def with_referenced(source: Source, lookups: Iterable[Lookup]) -> Source:
     """The source with the other files its data come from, each named by how it is referred to."""
     searches = tuple(lookups)
     if not searches:
@@ -126,7 +123,7 @@ def with_behind(source: Source, lookups: Iterable[Lookup]) -> Source:
     called = dict(named)  # by path, the name of each file that names others
     given = {file.stamp for file in source.files}
     founds = {one.found: stamp_file(one.found) for one in searches if one.found is not None}
-    behind: dict[Stamp, File] = {}
+    behind: dict[Stamp, SourceFile] = {}
     for lookup in searches:
         if lookup.found is None:
             continue
@@ -138,33 +135,33 @@ def with_behind(source: Source, lookups: Iterable[Lookup]) -> Source:
             behind.setdefault(file.stamp, file)
     links = {link.path: link for file in behind.values() for link in _links_to(file.path)}
 
-    def renamed(file: File) -> File:
+    def renamed(file: SourceFile) -> SourceFile:
         return replace(file, name="\1".join(sorted(set(names[file.stamp]))))
 
     return replace(
         source,
         files=tuple(map(renamed, source.files)) if behind else source.files,
-        behind=tuple(map(renamed, behind.values())),
+        referenced=tuple(map(renamed, behind.values())),
         lookups=searches,
         links=tuple(links.values()),
     )
 
 
-def described(source: Source, descriptions: Iterable[Description]) -> Source:
+def with_referenced_files(source: Source, descriptions: Iterable[Description]) -> Source:
     """The source with every file that its descriptions name."""
-    return with_behind(source, dict.fromkeys(lookup for one in descriptions for lookup in one.lookups))
+    return with_referenced(source, dict.fromkeys(lookup for one in descriptions for lookup in one.lookups))
 
 
-def require_own(source: Source, readers: Iterable[Reader]) -> None:
+def require_stamped(source: Source, readers: Iterable[Reader]) -> None:
     """Raise SourceChanged where a reader reads another file than was stamped: a link flipped under it."""
-    stamps = {file.stamp for file in (*source.every, *source.folders)}
+    stamps = {file.stamp for file in (*source.all_files, *source.folders)}
     for reader in readers:
         for fd in reader.descriptors():
             if Stamp.of(os.fstat(fd)) not in stamps:
-                raise changed(source.paths[0])
+                raise source_changed_error(source.paths[0])
 
 
-def stamp_file(path: Path, name: str | None = None) -> File:
+def stamp_file(path: Path, name: str | None = None) -> SourceFile:
     """Stamp one regular file, from its descriptor."""
     try:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
@@ -176,7 +173,7 @@ def stamp_file(path: Path, name: str | None = None) -> File:
         raise unreadable(path, problem) from problem
     if not stat.S_ISREG(stats.st_mode):
         require_regular(path)  # says what it is
-    return File(name or path.name, path, Stamp.of(stats))
+    return SourceFile(name or path.name, path, Stamp.of(stats))
 
 
 def shard_names(paths: Sequence[Path]) -> list[str]:
@@ -194,7 +191,7 @@ def _is_folder(path: Path) -> bool:
         raise unreadable(path, problem) from problem
 
 
-def _walk(path: Path, name: str, files: list[File], folders: list[File]) -> None:
+def _walk(path: Path, name: str, files: list[SourceFile], folders: list[SourceFile]) -> None:
     """Stamp everything below a directory, through symbolic links, as its reader goes."""
     with import_lock:  # here, because it brings the readers' base class, which attaching does not need
         from legroom.formats.detect import require_zarr_store
@@ -209,7 +206,7 @@ def _walk(path: Path, name: str, files: list[File], folders: list[File]) -> None
         here = (Path(name) / folder.relative_to(path)).as_posix()
         try:
             stats = os.stat(folder)
-            folders.append(File(here + "/", folder, Stamp.of(stats)))
+            folders.append(SourceFile(here + "/", folder, Stamp.of(stats)))
             with os.scandir(folder) as found:
                 children = sorted((one.name, one.is_dir()) for one in found)
         except OSError as problem:
@@ -232,7 +229,7 @@ def _walk(path: Path, name: str, files: list[File], folders: list[File]) -> None
         waiting += [(folder / child, inside) for child, is_folder in reversed(children) if is_folder]
 
 
-def _links_to(path: Path) -> Iterator[File]:
+def _links_to(path: Path) -> Iterator[SourceFile]:
     """The symbolic links on the way to a file, stamped each by itself."""
     for _ in range(_MOST_LINKS):
         for step in (*reversed(path.parents), path):
@@ -240,9 +237,9 @@ def _links_to(path: Path) -> Iterator[File]:
                 stats = os.lstat(step)
                 target = os.readlink(step) if stat.S_ISLNK(stats.st_mode) else None
             except OSError as problem:
-                raise gone(path, problem) from problem
+                raise source_gone_error(path, problem) from problem
             if target is not None:
-                yield File(step.name, step, Stamp.of(stats))
+                yield SourceFile(step.name, step, Stamp.of(stats))
                 target = os.path.join(step.parent, target)
                 path = Path(target, path.relative_to(step))
                 break
@@ -250,12 +247,12 @@ def _links_to(path: Path) -> Iterator[File]:
             return
 
 
-def unchanged(source: Source) -> bool:
+def is_unchanged(source: Source) -> bool:
     """Whether everything is still as it was stamped: listed again, every search repeated."""
     try:
-        now = look(source.paths)
+        now = stamp_source(source.paths)
         links = all(Stamp.of(os.lstat(link.path)) == link.stamp for link in source.links)
-        behind = all(Stamp.of(os.stat(file.path)) == file.stamp for file in source.behind)
+        behind = all(Stamp.of(os.stat(file.path)) == file.stamp for file in source.referenced)
     except OSError as problem:
         cause = problem.__cause__ if isinstance(problem, UnreadableSource) else problem
         if isinstance(cause, (FileNotFoundError, NotADirectoryError)):
@@ -263,10 +260,10 @@ def unchanged(source: Source) -> bool:
         if isinstance(problem, UnreadableSource):
             raise  # it may be the same: that is not known
         raise unreadable(source.paths[0], problem) from problem
-    return now.name == source.name and links and behind and all(map(repeats, source.lookups))
+    return now.name == source.name and links and behind and all(map(same_lookup, source.lookups))
 
 
-def repeats(lookup: Lookup) -> bool:
+def same_lookup(lookup: Lookup) -> bool:
     """Whether a search still ends where it did."""
     with import_lock:
         from legroom.formats.hdf5_external import look_up
@@ -274,7 +271,7 @@ def repeats(lookup: Lookup) -> bool:
     return look_up(lookup.kind, lookup.name, lookup.holder).found == lookup.found
 
 
-def settle(source: Source) -> None:
+def flush_source(source: Source) -> None:
     """Have changes that other processes made through maps written to the file system.
 
     A page that is dirty already can be changed once more without a trace: the file's times move only when a clean page
@@ -283,11 +280,11 @@ def settle(source: Source) -> None:
     Clocks of file systems are coarse: a file that was written a moment ago could be written once more and keep its
     times. Reading begins when that moment is over.
     """
-    changed_ns = max((file.stamp.ctime_ns for file in (*source.every, *source.folders)), default=0)
+    changed_ns = max((file.stamp.ctime_ns for file in (*source.all_files, *source.folders)), default=0)
     wait_ns = changed_ns + _TICK_NS - time.time_ns()
     if 0 < wait_ns <= _TICK_NS:
         time.sleep(wait_ns / 1e9)
-    for file in source.every:
+    for file in source.all_files:
         try:
             fd = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             try:
@@ -295,12 +292,12 @@ def settle(source: Source) -> None:
             finally:
                 os.close(fd)
         except OSError as problem:
-            raise gone(file.path, problem) from problem
+            raise source_gone_error(file.path, problem) from problem
 
 
-def digest(source: Source, algorithm: str, progress: Callable[[int], None] | None = None) -> str:
+def digest_source(source: Source, algorithm: str, progress: Callable[[int], None] | None = None) -> str:
     """The digest of all the source's bytes; raises SourceChanged where a file is not what was stamped."""
-    files = source.every
+    files = source.all_files
     if len(files) == 1 and not source.folders:
         return hash_file(files[0], algorithm, progress)
     workers = min(len(files), os.cpu_count() or 1) or 1
@@ -312,7 +309,7 @@ def digest(source: Source, algorithm: str, progress: Callable[[int], None] | Non
     return total.hexdigest()
 
 
-def hash_file(file: File, algorithm: str, progress: Callable[[int], None] | None = None) -> str:
+def hash_file(file: SourceFile, algorithm: str, progress: Callable[[int], None] | None = None) -> str:
     """The digest of one file's bytes, its stamp compared before and after on the descriptor."""
     hasher = new_hasher(algorithm)
     try:
@@ -330,21 +327,21 @@ def hash_file(file: File, algorithm: str, progress: Callable[[int], None] | None
         finally:
             os.close(fd)
     except OSError as problem:
-        raise gone(file.path, problem) from problem
+        raise source_gone_error(file.path, problem) from problem
     return hasher.hexdigest()
 
 
-def _same(fd: int, file: File) -> None:
+def _same(fd: int, file: SourceFile) -> None:
     if Stamp.of(os.fstat(fd)) != file.stamp:
-        raise changed(file.path)
+        raise source_changed_error(file.path)
 
 
-def gone(path: Path, problem: OSError) -> SourceError:
+def source_gone_error(path: Path, problem: OSError) -> SourceError:
     """The error for a file that was stamped and cannot be opened or read now."""
-    return changed(path) if isinstance(problem, FileNotFoundError) else unreadable(path, problem)
+    return source_changed_error(path) if isinstance(problem, FileNotFoundError) else unreadable(path, problem)
 
 
-def changed(path: Path) -> SourceChanged:
+def source_changed_error(path: Path) -> SourceChanged:
     """The error for a file that does not hold still."""
     return SourceChanged(
         say("{path} changed while it was being read", path=path),
@@ -353,10 +350,10 @@ def changed(path: Path) -> SourceChanged:
     )
 
 
-def sample(source: Source) -> str:
+def sample_source(source: Source) -> str:
     """A few pages of the files, hashed: two sources with different samples differ; nothing more is known."""
     hasher = hashlib.blake2b(digest_size=8)
-    for file in source.every[:_SAMPLES]:
+    for file in source.all_files[:_SAMPLES]:
         try:
             fd = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             try:
@@ -367,7 +364,7 @@ def sample(source: Source) -> str:
             finally:
                 os.close(fd)
         except OSError as problem:
-            raise gone(file.path, problem) from problem
+            raise source_gone_error(file.path, problem) from problem
     return hasher.hexdigest()
 
 

@@ -1,16 +1,14 @@
-"""Locks between processes: flock on small files, with its traps.
+"""Locks between processes: flock on small files.
 
-Covers: taking, testing and giving back locks. Does not cover: what a lock means (build, reap, attach).
+Three properties of flock, and what is done about each:
 
-The traps, and what is done about each:
-
-- A lock belongs to the open file description, so a forked child holds it too, also after its parent was
-  killed. Work locks are closed in children by ``os.register_at_fork``. Leases are kept by children on purpose:
-  a forked worker uses the data as much as its parent does. So a lease is given back by closing the descriptor,
-  never by LOCK_UN, which would take it from parent and children at once.
-- The file may have been unlinked between open and flock: then the lock is on nothing. After every flock the
-  descriptor and the name must be the same inode, else it is tried again.
-- Process ids prove nothing across pid namespaces: alive means that a lock is refused.
+- A lock belongs to the open file description, so a forked child holds it too, even after its parent was
+  killed. Builders' locks are closed in children by ``os.register_at_fork``. Leases are kept by children on purpose:
+  a forked worker uses the data as its parent does. So a lease is released by closing the descriptor,
+  never by LOCK_UN, which would release it for parent and children at once.
+- The file may have been unlinked between open and flock: then the lock protects nothing. After every flock the
+  descriptor and the name must be the same inode, otherwise it is tried again.
+- Process ids prove nothing across pid namespaces. A process is alive if its lock cannot be taken.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The manifest of an entry: what it holds, where it came from, who built it.
+"""The manifest of an entry: its records, key, file names, manifest.json and .npy headers.
 
-Covers: the records, keys, file names. Does not cover: the manifest as a file (manifest_json.py), the bytes of the
-arrays (attach.py looks at sizes and headers, verify.py at checksums).
+docs/cache-format.md describes the fields. ``FORMAT`` grows when a reader of the current version could misread an
+entry. An older entry is rebuilt. A newer one is left alone, and this version builds its own beside it.
 
-The fields are described in docs/cache-format.md. ``FORMAT`` grows when a reader of the present version could
-misread an entry: an older entry is built anew, a newer one is left alone and built beside.
+A .npy header is a function of shape and dtype, so a reader compares bytes instead of parsing a file that it has no
+reason to trust. Every program that reads .npy can read it: version 1.0 where it fits, padded to 64 bytes.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 from urllib.parse import quote
 
-from legroom.cache import npy
-from legroom.cache.npy import Dtype
+import numpy as np
+
+from legroom.cache.identity import DIGITS
 from legroom.words import say
 
 FORMAT = 1
-NAME = "manifest.json"
+MANIFEST_NAME = "manifest.json"
 CHECKSUM = "crc32"
 _AS_IT_IS = re.compile(r"[A-Za-z0-9_~-][A-Za-z0-9_.~-]{0,179}")  # what quote() leaves alone
-FILE = re.compile(r"[A-Za-z0-9_%~+=,-][A-Za-z0-9_.%~+=,-]{0,220}\.(?:npy|arrow)")
+FILE_NAME = re.compile(r"[A-Za-z0-9_%~+=,-][A-Za-z0-9_.%~+=,-]{0,220}\.(?:npy|arrow)")
 
 
 class Damaged(ValueError):
@@ -62,7 +65,7 @@ class Array:
 
     @property
     def header(self) -> bytes:
-        return npy.header(self.shape, self.dtype)
+        return npy_header(self.shape, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +157,340 @@ def file_name(name: str, suffix: str, taken: set[str]) -> str:
         taken.add(plain)
         return name + suffix
     stem = quote(name, safe="").replace("*", "%2A").lstrip(".") or "_"
-    if len(stem) > 180 or not FILE.fullmatch(stem + suffix) or (stem + suffix).lower() in taken:
+    if len(stem) > 180 or not FILE_NAME.fullmatch(stem + suffix) or (stem + suffix).lower() in taken:
         stem = (
             stem[:120].rstrip("%.")
             + "~"
             + hashlib.blake2b(name.encode("utf-8", "surrogatepass")).hexdigest()[:16]
         )
-        if not FILE.fullmatch(stem + suffix):
+        if not FILE_NAME.fullmatch(stem + suffix):
             stem = "~" + stem[-16:]
     taken.add((stem + suffix).lower())
     return stem + suffix
+
+
+# The manifest's own checksum is its first line, over every byte that follows it.
+OPENING = b'{\n "manifest_crc32": "%08x",\n'
+_OPENING_LENGTH = len(OPENING % 0)
+_CRC = re.compile(r"[0-9a-f]{8}")
+_LARGEST = 1 << 50
+_T = TypeVar("_T")
+
+
+def to_json(manifest: Manifest) -> bytes:
+    """The manifest as the file holds it."""
+    value = {
+        "format": FORMAT,
+        "key": manifest.key,
+        "hash": manifest.hash,
+        "digest": manifest.digest,
+        "options": {
+            "keys": manifest.options.keys,
+            "order": manifest.options.order,
+            "version": manifest.options.version,
+        },
+        "source": {
+            "paths": manifest.paths,
+            "stamps": manifest.stamps,
+            "bytes": manifest.source_bytes,
+            "sample": manifest.sample,
+            "format": manifest.kind,
+        },
+        "checksum": CHECKSUM,
+        "arrays": [_array_to_json(array) for array in manifest.arrays],
+        "tables": [_table_to_json(table) for table in manifest.tables],
+        "attributes": dict(manifest.attributes),
+        "bytes": manifest.nbytes,
+        "built": {"at": manifest.built_at, "by": manifest.built_by, "cgroups": manifest.cgroups},
+    }
+    # A line for each field, and for each array: json's own indentation takes ten times as long.
+    lines = [f" {json.dumps(name)}: {_lines(part)}" for name, part in value.items()]
+    body = (",\n".join(lines) + "\n}\n").encode("ascii")
+    return OPENING % zlib.crc32(body) + body
+
+
+def _lines(value: Any) -> str:
+    if not isinstance(value, list) or not value:
+        return json.dumps(value)
+    return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+
+
+def _array_to_json(array: Array) -> dict[str, Any]:
+    value: dict[str, Any] = {
+        "name": array.name,
+        "file": array.file,
+        "shape": array.shape,
+        "dtype": dtype_to_json(array.dtype),
+        "bytes": array.nbytes,
+        "crc32": array.crc32,
+        "stamp": array.stamp,
+        "attributes": dict(array.attributes),
+    }
+    if array.ragged is not None:
+        value |= {"ragged": array.ragged, "text": array.text}
+    return value
+
+
+def _table_to_json(table: Table) -> dict[str, Any]:
+    value: dict[str, Any] = {
+        "name": table.name,
+        "file": table.file,
+        "rows": table.rows,
+        "columns": dict(table.columns),
+        "bytes": table.nbytes,
+        "crc32": table.crc32,
+        "stamp": table.stamp,
+        "attributes": dict(table.attributes),
+    }
+    if table.part_of is not None:
+        value["part_of"] = table.part_of
+    return value
+
+
+def from_json(data: bytes, key: str) -> Manifest:
+    """Read a manifest; Damaged where anything is not as it must be, OtherFormat for another version."""
+    opening, body = data[:_OPENING_LENGTH], data[_OPENING_LENGTH:]
+    try:
+        value = json.loads(data)
+        if (
+            isinstance(value, dict)
+            and value.get("format") == FORMAT
+            and opening != OPENING % zlib.crc32(body)
+        ):
+            raise Damaged(say("{name} is not what was written: its own crc32 differs", name=MANIFEST_NAME))
+    except Damaged:
+        raise
+    except (ValueError, RecursionError) as problem:
+        raise Damaged(say("{name} is not JSON: {problem}", name=MANIFEST_NAME, problem=problem)) from problem
+    top = _of(value, dict, say("the manifest"))
+    version = _int(top.get("format"), "format")
+    if version != FORMAT:
+        raise OtherFormat(version)
+    source = _of(top.get("source"), dict, "source")
+    options = _of(top.get("options"), dict, "options")
+    built = _of(top.get("built"), dict, "built")
+    manifest = Manifest(
+        key=_text(top.get("key"), "key"),
+        hash=_text(top.get("hash"), "hash"),
+        digest=_text(top.get("digest"), "digest"),
+        options=Options(
+            keys=_optional(options.get("keys"), _texts),
+            order=_optional(options.get("order"), _ints),
+            version=_optional(options.get("version"), lambda value: _int(value, "version")),
+        ),
+        paths=_texts(source.get("paths")),
+        stamps=_texts(source.get("stamps")),
+        source_bytes=_int(source.get("bytes"), "source.bytes"),
+        sample=_text(source.get("sample"), "sample"),
+        kind=_text(source.get("format"), "source.format"),
+        arrays=tuple(map(_array, _of(top.get("arrays"), list, "arrays"))),
+        tables=tuple(map(_table, _of(top.get("tables"), list, "tables"))),
+        attributes=_of(top.get("attributes"), dict, "attributes"),
+        built_at=_number(built.get("at")),
+        built_by=_text(built.get("by"), "built.by"),
+        cgroups=_ints(built.get("cgroups", [])),
+    )
+    if top.get("checksum") != CHECKSUM:
+        raise Damaged(say("checksum is of an unknown kind"))
+    if len(manifest.digest) != DIGITS.get(manifest.hash) or len(manifest.paths) != len(manifest.stamps):
+        raise Damaged(say("digest or source is not whole"))
+    if manifest.key != key or key_of(manifest.digest, manifest.hash, manifest.options) != key:
+        raise Damaged(say("it belongs to another entry"))
+    items: Sequence[Array | Table] = manifest.items
+    if len({item.name for item in items}) != len(items) or len({item.file for item in items}) != len(items):
+        raise Damaged(say("two arrays share a name or a file"))
+    taken: set[str] = set()
+    if any(item.file != file_name(item.name, item.file[item.file.rindex(".") :], taken) for item in items):
+        raise Damaged(say("a file does not belong to its name"))
+    if _int(top.get("bytes"), "bytes") != manifest.nbytes:
+        raise Damaged(say("bytes do not add up"))
+    return manifest
+
+
+def _array(value: Any) -> Array:
+    entry = _of(value, dict, "an array")
+    try:
+        dtype = dtype_from_json(entry.get("dtype"))
+    except ValueError as problem:
+        raise Damaged(str(problem)) from problem
+    ragged, text = entry.get("ragged"), entry.get("text", False)
+    array = Array(
+        name=_text(entry.get("name"), "name"),
+        file=_file(entry.get("file"), ".npy"),
+        shape=_ints(entry.get("shape")),
+        dtype=dtype,
+        crc32=_crc(entry.get("crc32")),
+        stamp=_text(entry.get("stamp"), "stamp"),
+        attributes=_of(entry.get("attributes"), dict, "attributes"),
+        ragged=None if ragged is None else _text(ragged, "ragged"),
+        text=_of(text, bool, "text"),
+    )
+    if len(array.shape) > 32 or _int(entry.get("bytes"), "bytes") != array.nbytes:  # and so at most 2^50
+        raise Damaged(say("bytes of an array are not those of its shape and dtype"))
+    return array
+
+
+def _table(value: Any) -> Table:
+    entry = _of(value, dict, say("a table"))
+    columns = _of(entry.get("columns"), dict, "columns")
+    part_of = entry.get("part_of")
+    return Table(
+        name=_text(entry.get("name"), "name"),
+        file=_file(entry.get("file"), ".arrow"),
+        rows=_int(entry.get("rows"), "rows"),
+        columns={
+            _text(name, "column"): _text(kind, say("the type of a column")) for name, kind in columns.items()
+        },
+        nbytes=_int(entry.get("bytes"), "bytes"),
+        crc32=_crc(entry.get("crc32")),
+        stamp=_text(entry.get("stamp"), "stamp"),
+        attributes=_of(entry.get("attributes"), dict, "attributes"),
+        part_of=None if part_of is None else _text(part_of, "part_of"),
+    )
+
+
+def _of(value: Any, kind: type[_T], what: str) -> _T:
+    if type(value) is not kind:
+        raise Damaged(say("{what} is not a {kind}", what=what, kind=kind.__name__))
+    return value
+
+
+def _int(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise Damaged(say("{what} is not a number from 0 to 2^50", what=what))
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise Damaged(say("a time is not a number"))
+    return float(value)
+
+
+def _text(value: Any, what: str) -> str:
+    return _of(value, str, what)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(_text(part, say("a text")) for part in _of(value, list, say("a list")))
+
+
+def _ints(value: Any) -> tuple[int, ...]:
+    numbers = _of(value, list, "a list")
+    if not all(type(number) is int and 0 <= number <= _LARGEST for number in numbers):
+        raise Damaged(say("{what} is not a number from 0 to 2^50", what=say("a length")))
+    return tuple(numbers)
+
+
+def _optional(value: Any, read: Any) -> Any:
+    return None if value is None else read(value)
+
+
+def _file(value: Any, suffix: str) -> str:
+    name = _text(value, "file")
+    if not FILE_NAME.fullmatch(name) or not name.endswith(suffix):
+        raise Damaged(say("a file name is none of ours"))
+    return name
+
+
+def _crc(value: Any) -> str:
+    text = _text(value, "crc32")
+    if not _CRC.fullmatch(text):
+        raise Damaged(say("crc32 is not eight hexadecimal digits"))
+    return text
+
+
+ALIGNMENT = 64
+_SIMPLE = re.compile(r"[<>|=]?(?:[biufcmMSUV?])[0-9]*(?:\[[0-9]*[a-zA-Zμ]+\])?")
+
+Dtype = np.dtype[Any]
+
+
+@lru_cache(maxsize=4096)
+def npy_header(shape: tuple[int, ...], dtype: Dtype) -> bytes:
+    """The bytes before the data."""
+    descr = np.lib.format.dtype_to_descr(dtype)
+    text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {tuple(map(int, shape))!r}, }}"
+    try:
+        body, major, width = text.encode("latin-1"), 1, 2
+    except UnicodeEncodeError:  # field names of a structured dtype: version 3.0 is UTF-8
+        body, major, width = text.encode("utf-8"), 3, 4
+    if major == 1 and len(body) > 65000:
+        major, width = 2, 4
+    start = 8 + width
+    padded = -(-(start + len(body) + 1) // ALIGNMENT) * ALIGNMENT
+    body = body.ljust(padded - start - 1) + b"\n"
+    return b"\x93NUMPY" + bytes((major, 0)) + len(body).to_bytes(width, "little") + body
+
+
+def dtype_to_json(dtype: Dtype) -> Any:
+    """The dtype as JSON can hold it."""
+    return np.lib.format.dtype_to_descr(dtype)
+
+
+@lru_cache(maxsize=1024)
+def can_be_stored(dtype: Dtype) -> bool:
+    """Whether a .npy header and a manifest say exactly this dtype."""
+    try:
+        return dtype_from_json(json.loads(json.dumps(dtype_to_json(dtype)))) == dtype
+    except ValueError:  # numpy has no word for fields that overlap or are out of order
+        return False
+
+
+def dtype_from_json(value: Any) -> Dtype:
+    """The dtype again; ValueError for anything that is not a plain dtype in native byte order."""
+    if isinstance(value, str):
+        return _simple(value)
+    return _checked(value, _record)
+
+
+@lru_cache(maxsize=1024)
+def _simple(value: str) -> Dtype:
+    return _checked(value, lambda text: np.dtype(_plain(text)))
+
+
+def _checked(value: Any, make: Callable[[Any], Dtype]) -> Dtype:
+    try:
+        dtype = make(value)
+    except (TypeError, ValueError, SyntaxError, OverflowError, MemoryError) as problem:
+        raise ValueError(say("{value!r} is no dtype", value=value)) from problem
+    if dtype.hasobject or not dtype.isnative:
+        raise ValueError(say("{value!r} is not a native dtype without objects", value=value))
+    return dtype
+
+
+def _plain(value: str) -> str:
+    if len(value) > 64 or not _SIMPLE.fullmatch(value):
+        raise ValueError(say("{value!r} is no dtype", value=value))
+    return value
+
+
+def _record(value: Any, depth: int = 0) -> Dtype:
+    """A structured dtype of its fields, [name, dtype] or [name, dtype, shape] each.
+
+    Padding, which aligned C structures have, is a field of bytes without a name: numpy would give it one.
+    """
+    if not isinstance(value, list) or not value or depth > 8:
+        raise ValueError(say("no list of fields"))
+    names: list[str] = []
+    formats: list[Dtype] = []
+    offsets: list[int] = []
+    offset = 0
+    for entry in value:
+        if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3) or not isinstance(entry[0], str):
+            raise ValueError(say("no field"))
+        name, kind, *rest = entry
+        base = np.dtype(_plain(kind)) if isinstance(kind, str) else _record(kind, depth + 1)
+        dtype = np.dtype((base, _shape(rest[0]))) if rest else base
+        if name or dtype.kind != "V" or dtype.names is not None or rest:
+            names.append(name)
+            formats.append(dtype)
+            offsets.append(offset)
+        offset += dtype.itemsize
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": offset})
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or not all(type(n) is int and n >= 0 for n in value):
+        raise ValueError(say("no shape of a field"))
+    return tuple(value)

@@ -90,7 +90,7 @@ def load(
 @_json
 def list_(what: str | None, as_json: bool) -> None:
     """List entries, the processes that use them, and free space."""
-    from legroom.cache.catalog import listing
+    from legroom.cache.list_and_verify import listing
 
     found, rooms, passed_over = listing(what, with_users=True)
     if as_json:
@@ -104,7 +104,7 @@ def list_(what: str | None, as_json: bool) -> None:
 @_json
 def info(what: str, as_json: bool) -> None:
     """Show everything about one entry; exit 1 if it is not loaded."""
-    from legroom.cache.catalog import info as look_up
+    from legroom.cache.list_and_verify import info as look_up
 
     entry = look_up(what)
     if as_json:
@@ -122,7 +122,7 @@ def info(what: str, as_json: bool) -> None:
 @_json
 def drop(what: str | None, everything: bool, force: bool, as_json: bool) -> int:
     """Remove one entry or all; exit 1 if one is in use."""
-    from legroom.cache.reap import drop as remove
+    from legroom.cache.drop_and_gc import drop as remove
 
     if (what is None) == (not everything):
         raise click.UsageError(say("give a file, a key or --all"))
@@ -149,7 +149,7 @@ def gc(free: int | None, older: float | None, stale: bool, dry_run: bool, as_jso
 
     Entries in use are kept. Exits 1 if --free cannot be reached.
     """
-    from legroom.cache.reap import gc as collect
+    from legroom.cache.drop_and_gc import gc as collect
 
     gone = collect(free=free, older=older, stale=stale, dry_run=dry_run)
     if as_json:
@@ -168,7 +168,7 @@ def verify(what: str | None, no_source: bool, as_json: bool) -> int:
 
     Exits 1 if an entry is damaged or its source has changed.
     """
-    from legroom.cache.verify import verify as check
+    from legroom.cache.list_and_verify import verify as check
 
     results = check(what, source=not no_source)
     if as_json:

@@ -45,7 +45,7 @@ class EntryName(click.ParamType[str]):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        from legroom.cache.catalog import entries
+        from legroom.cache.list_and_verify import entries
 
         try:
             found = entries()

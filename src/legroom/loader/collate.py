@@ -16,7 +16,7 @@ from collections.abc import Callable
 from multiprocessing.util import Finalize
 from typing import Any
 
-from legroom.cache.open import disabled
+from legroom.cache.find_or_build import cache_disabled
 from legroom.errors import LoaderError
 from legroom.loader.arena import door as arena_door
 from legroom.loader.arena import stack as arena_stack
@@ -65,7 +65,7 @@ def wrapped(fn: Collate, memory_budget: int | str) -> Collate:
 
 def why_not() -> str | None:
     """Why batches travel torch's way here, or None."""
-    return say("LEGROOM_DISABLE is set") if disabled(os.environ) else supported()
+    return say("LEGROOM_DISABLE is set") if cache_disabled(os.environ) else supported()
 
 
 def read_budget(memory_budget: int | str) -> int | None:

@@ -181,7 +181,7 @@ class Sampler:
 
 def cache_entries() -> tuple[EntryRow, ...] | None:
     """Every entry of the shared cache; None where it cannot be read."""
-    from legroom.cache.catalog import entries  # imports numpy
+    from legroom.cache.list_and_verify import entries  # imports numpy
 
     try:
         found = entries()

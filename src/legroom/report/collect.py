@@ -122,7 +122,7 @@ def _version(name: str) -> str | None:
 
 
 def _cache(found: list[Entry]) -> dict[str, Any]:
-    from legroom.cache.catalog import entries, store_rooms
+    from legroom.cache.list_and_verify import entries, store_rooms
 
     found += entries(with_users=True)
     rooms, passed_over = store_rooms()

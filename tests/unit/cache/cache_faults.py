@@ -22,9 +22,11 @@ from typing import Any
 import numpy as np
 
 import legroom
-from legroom.cache import catalog, maps, place, reap, records, verify
+from legroom.cache import drop_and_gc, list_and_verify, mapped_files, source_records
+from legroom.cache import store as store_module
 from legroom.cache.manifest import is_key
 from legroom.errors import LegroomError
+from legroom.system.libc import MAP_FAILED
 
 ERRNOS = ("EMFILE", "ENFILE", "ENOMEM", "EACCES", "EPERM", "EIO", "ENOSPC", "EROFS", "EINTR", "EFBIG", "EDQUOT", "ELOOP")  # fmt: skip
 CALLS = (
@@ -73,7 +75,7 @@ class _Libc:
     def mmap(self, *arguments: Any) -> Any:
         if self._faults.failing("mmap"):
             ctypes.set_errno(self._faults.number)
-            return maps._FAILED
+            return MAP_FAILED
         return self._real.mmap(*arguments)
 
     def __getattr__(self, name: str) -> Any:
@@ -88,17 +90,17 @@ def failing(faults: Faults) -> Iterator[None]:
     places: list[tuple[Any, str, str]] = [(os, name, name) for name in CALLS if hasattr(os, name)]
     places += [(fcntl, "flock", "flock"), (builtins, "open", "file"), (io, "open", "file"), (mmap, "mmap", "mmap.mmap")]  # fmt: skip
     kept = [(module, attribute, getattr(module, attribute)) for module, attribute, _ in places]
-    libc = maps.libc
+    libc = mapped_files.libc
     for module, attribute, name in places:
         setattr(module, attribute, faults.around(name, getattr(module, attribute)))
     real = libc()
-    maps.libc = lambda: _Libc(real, faults)  # type: ignore[assignment]
+    mapped_files.libc = lambda: _Libc(real, faults)  # type: ignore[assignment]
     try:
         yield
     finally:
         for module, attribute, function in kept:
             setattr(module, attribute, function)
-        maps.libc = libc
+        mapped_files.libc = libc
 
 
 class Wrong(AssertionError):
@@ -125,15 +127,15 @@ class Sweep:
     def alone(self) -> Iterator[Sweep]:
         """Only these stores, no other of this user's; stamps are believed at once, as of files that were quiet."""
         mine = [
-            place.Candidate(self.folder / "shm", "shm", True),
-            place.Candidate(self.folder / "disk", "disk", True),
+            store_module.StoreCandidate(self.folder / "shm", "shm", True),
+            store_module.StoreCandidate(self.folder / "disk", "disk", True),
         ]
-        before = place.candidates, records.QUIET_NS
-        place.candidates, records.QUIET_NS = lambda env: iter(mine), 0  # type: ignore[assignment]
+        before = store_module.candidates, source_records.QUIET_NS
+        store_module.candidates, source_records.QUIET_NS = lambda env: iter(mine), 0  # type: ignore[assignment]
         try:
             yield self
         finally:
-            place.candidates, records.QUIET_NS = before  # type: ignore[assignment]
+            store_module.candidates, source_records.QUIET_NS = before  # type: ignore[assignment]
 
     @property
     def store(self) -> Path:
@@ -177,23 +179,23 @@ class Sweep:
             with legroom.open(self.folder / "plain.npy", backing="inplace") as data:
                 _same(data["array"])
         elif operation == "list":
-            found, _, findings = catalog.listing()
+            found, _, findings = list_and_verify.listing()
             if (not loop and any(entry.damaged for entry in found)) or (
                 len(found) != 1 and not any(one.severity == "warning" for one in findings)
             ):
                 raise Wrong(found, findings)
         elif operation == "info":
-            catalog.info(self.path)
+            list_and_verify.info(self.path)
         elif operation == "verify":
-            results = verify.verify()
+            results = list_and_verify.verify()
             if not loop and not all(
                 result.whole and result.source in ("same", "not-checked") for result in results
             ):
                 raise Wrong(results)
         elif operation == "drop":
-            reap.drop(self.path)
+            drop_and_gc.drop(self.path)
         elif operation == "gc":
-            reap.gc()
+            drop_and_gc.gc()
         else:
             raise ValueError(operation)
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import catalog, reap, records, verify
-from legroom.cache.place import stores
+from legroom.cache import drop_and_gc, list_and_verify, source_records
+from legroom.cache.store import open_stores
 from legroom.errors import EntryUnreadable, LegroomError
 
 PASSING = ("EMFILE", "ENFILE", "ENOMEM", "EACCES", "EINTR", "EIO")
@@ -71,11 +71,11 @@ def test_an_entry_that_cannot_be_read_is_listed_as_such_and_not_as_damaged(
 ) -> None:
     _, key = loaded(tmp_path)
     failing("manifest.json", "EIO")
-    (entry,) = catalog.entries()
+    (entry,) = list_and_verify.entries()
     assert entry.damaged is None and "Input/output error" in (entry.unreadable or "")
     with pytest.raises(EntryUnreadable):
-        verify.verify(source=False)
-    assert [entry.key for entry in reap.drop(key).entries] == [key]
+        list_and_verify.verify(source=False)
+    assert [entry.key for entry in drop_and_gc.drop(key).entries] == [key]
 
 
 @pytest.mark.usefixtures("old_files")
@@ -85,7 +85,7 @@ def test_a_record_that_cannot_be_read_is_not_collected(
     loaded(tmp_path)
     (name,) = os.listdir(shm / "sources")
     failing(name, "EIO")
-    reap.gc()
+    drop_and_gc.gc()
     monkeypatch.undo()
     assert os.listdir(shm / "sources") == [name]
 
@@ -144,8 +144,8 @@ def test_with_any_number_of_descriptors_left_entries_stay(
             assert "Too many open files" in problem.why
             outcomes.add("refused")
         try:
-            assert len(catalog.entries()) == 1
-            reap.gc()
+            assert len(list_and_verify.entries()) == 1
+            drop_and_gc.gc()
         except LegroomError as problem:
             assert "Too many open files" in problem.why
         os.close(held.pop())
@@ -154,7 +154,7 @@ def test_with_any_number_of_descriptors_left_entries_stay(
     held.clear()
     assert outcomes == {"refused", 5}
     assert (shm / key / "array.npy").stat().st_ino == inode
-    assert catalog.info(path).key == key
+    assert list_and_verify.info(path).key == key
 
 
 @pytest.mark.usefixtures("old_files")
@@ -166,9 +166,9 @@ def test_any_number_of_data_on_one_entry_hold_one_descriptor(shm: Path, tmp_path
     array = opened[7]["array"]
     while opened:
         opened.pop().close()
-    assert catalog.info(key).in_use  # the array has it still
+    assert list_and_verify.info(key).in_use  # the array has it still
     del array
-    assert not catalog.info(key).in_use
+    assert not list_and_verify.info(key).in_use
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -183,11 +183,11 @@ def test_a_shared_lease_outlives_a_fork_in_each_process(shm: Path, tmp_path: Pat
         with legroom.open(path) as again:
             os._exit(0 if int(again["array"][3]) == 3 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert catalog.info(key).in_use
+    assert list_and_verify.info(key).in_use
     one.close()
-    assert catalog.info(key).in_use
+    assert list_and_verify.info(key).in_use
     two.close()
-    assert not catalog.info(key).in_use
+    assert not list_and_verify.info(key).in_use
 
 
 @pytest.mark.usefixtures("old_files")
@@ -196,11 +196,11 @@ def test_after_a_forced_drop_the_old_and_the_new_entry_are_leased_each_for_itsel
 ) -> None:
     path, key = loaded(tmp_path)
     old = legroom.open(path)
-    reap.drop(path, force=True)
+    drop_and_gc.drop(path, force=True)
     with legroom.open(path) as new:
-        assert catalog.info(key).in_use
+        assert list_and_verify.info(key).in_use
         assert (new["array"] == old["array"]).all()
-    assert not catalog.info(key).in_use
+    assert not list_and_verify.info(key).in_use
     assert (old["array"] == np.arange(1000)).all()
 
 
@@ -222,6 +222,6 @@ def test_the_command_says_it_in_words(shm: Path, tmp_path: Path) -> None:
 
 def test_records_of_every_store_are_read_as_they_are(shm: Path, tmp_path: Path) -> None:
     loaded(tmp_path)
-    with stores() as places:
+    with open_stores() as places:
         (name,) = os.listdir(places.found[0].sources)
-        assert records.read_named(places.found[0], name) is not None
+        assert source_records.read_record_named(places.found[0], name) is not None

@@ -17,9 +17,9 @@ import pytest
 from cache_faults import OPERATIONS, Faults, Sweep, cases
 
 import legroom
-from legroom.cache import catalog, locks, reap, trash
+from legroom.cache import drop_and_gc, list_and_verify, locks
 from legroom.cache.attach import lock_name
-from legroom.cache.place import stores
+from legroom.cache.store import open_stores, store_lock
 from legroom.errors import LegroomError, NotLoaded
 
 MOST = {"open": 300}  # of each operation; `make soak` takes more, by a seed of its own
@@ -57,9 +57,9 @@ def test_a_store_that_cannot_be_looked_into_is_not_called_empty(sweep: Sweep) ->
     legroom.open(sweep.path).close()
     os.rename(sweep.store / "locks", sweep.folder / "kept")
     (sweep.store / "locks").symlink_to(sweep.folder / "kept")
-    found, _, findings = catalog.listing()
+    found, _, findings = list_and_verify.listing()
     assert not found and [one.severity for one in findings] == ["warning"]
-    for ask in (catalog.info, reap.drop):
+    for ask in (list_and_verify.info, drop_and_gc.drop):
         with pytest.raises(NotLoaded) as caught:
             ask(sweep.path)
         assert "symbolic link" in caught.value.why
@@ -67,7 +67,7 @@ def test_a_store_that_cannot_be_looked_into_is_not_called_empty(sweep: Sweep) ->
 
 def test_a_store_that_vanishes_while_it_is_listed_is_an_error_in_words(sweep: Sweep) -> None:
     legroom.open(sweep.path).close()
-    with pytest.raises(LegroomError), stores():
+    with pytest.raises(LegroomError), open_stores():
         raise FileNotFoundError(errno.ENOENT, "No such file", "locks")
 
 
@@ -78,18 +78,18 @@ def test_asking_who_uses_an_entry_is_not_a_use(sweep: Sweep) -> None:
     assert key is not None
     child = subprocess.Popen(
         [sys.executable, "-c",
-         "import sys\nfrom legroom.cache import trash, place, locks\n"
-         f"store = place.open_store(place.Candidate(place.Path({str(sweep.folder / 'shm')!r}), 'shm', True), make=False)\n"
+         "import sys\nfrom legroom.cache.store import Path, StoreCandidate, is_locked, open_store\n"
+         f"store = open_store(StoreCandidate(Path({str(sweep.folder / 'shm')!r}), 'shm', True), make=False)\n"
          "print('ready', flush=True)\n"
-         f"while True: trash.in_use(store, {lock_name(key)!r})\n"],
+         f"while True: is_locked(store, {lock_name(key)!r})\n"],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         assert child.stdout is not None and child.stdout.readline() == "ready\n"
-        with stores() as places:
+        with open_stores() as places:
             store = places.found[0]
             for _ in range(2000):
-                with trash.store_lock(store):  # as whoever drops an entry does
+                with store_lock(store):  # as whoever drops an entry does
                     lock = locks.acquire(store.locks, lock_name(key))
                     assert lock is not None
                     lock.release()
@@ -101,10 +101,11 @@ def test_asking_who_uses_an_entry_is_not_a_use(sweep: Sweep) -> None:
 ODD = ("fifo", "link", "directory", "socket")
 EACH = """
 import sys, numpy, legroom
-from legroom.cache import catalog, reap, verify
+from legroom.cache import drop_and_gc, list_and_verify
 from legroom.errors import LegroomError
-what = {"open": lambda: legroom.open(sys.argv[2]), "list": catalog.listing, "info": lambda: catalog.info(sys.argv[2]),
-        "verify": verify.verify, "drop": lambda: reap.drop(sys.argv[2]), "gc": reap.gc}
+what = {"open": lambda: legroom.open(sys.argv[2]), "list": list_and_verify.listing,
+        "info": lambda: list_and_verify.info(sys.argv[2]), "verify": list_and_verify.verify,
+        "drop": lambda: drop_and_gc.drop(sys.argv[2]), "gc": drop_and_gc.gc}
 for name in sys.argv[1].split(","):
     try:
         result = what[name]()
@@ -164,7 +165,7 @@ def test_what_was_put_into_the_store_by_hand_does_not_stop_gc(shm: Path, npy) ->
     (shm / "locks" / "stranger").mkdir()
     (shm / "sources" / "stranger").mkdir()
     os.mkfifo(shm / "fifo")
-    reap.gc()
+    drop_and_gc.gc()
     with legroom.open(npy("b.npy", np.arange(7))) as data:
         assert data["array"].tolist() == list(range(7))
 
@@ -173,7 +174,7 @@ LIMITS = [("RLIMIT_FSIZE", 8192), ("RLIMIT_AS", 1 << 20), ("RLIMIT_AS", 40 << 20
 LIMITED = """
 import json, os, resource, sys
 import h5py, numpy, pyarrow, pyarrow.parquet, legroom
-from legroom.cache import build, plain
+from legroom.cache import build, uncached
 from legroom.formats import hdf5, npz, parquet
 path, limits = sys.argv[1], json.loads(sys.argv[2])
 for which, limit, disabled in limits:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import find, manifest, manifest_json, npy
+from legroom.cache import find_or_build, manifest
 from legroom.cache.manifest import Damaged, OtherFormat
 
 MUTATIONS = 300  # about 30 of each kind; the soak damages entries at random
@@ -75,7 +75,7 @@ def other_value(data: bytes, chance: random.Random) -> bytes:
         node[key] = chance.choice(nonsense)
     value.pop("manifest_crc32", None)
     body = json.dumps(value, indent=1).encode().removeprefix(b"{\n") + b"\n"
-    return manifest_json.OPENING % zlib.crc32(body) + body
+    return manifest.OPENING % zlib.crc32(body) + body
 
 
 def rewrite(file: Path, change: Callable[[bytes, random.Random], bytes], chance: random.Random) -> None:
@@ -124,7 +124,7 @@ def test_damaged_entries_are_built_anew(
     chance = random.Random(20)
     built = 0
     whole = False  # whether the entry is there and as the cache itself made it
-    monkeypatch.setattr(find.log, "warning", lambda *_: None)
+    monkeypatch.setattr(find_or_build.log, "warning", lambda *_: None)
     for number in range(MUTATIONS):
         if not whole:
             legroom.open(path).close()
@@ -184,12 +184,12 @@ def test_headers_are_npy(dtype: Any, tmp_path: Path) -> None:
     kind = np.dtype(dtype)
     for shape in ((), (0,), (3, 4), (7, 0, 2)):
         array = np.zeros(shape, kind)
-        header = npy.header(shape, kind)
+        header = manifest.npy_header(shape, kind)
         assert len(header) % 64 == 0
         (tmp_path / "a.npy").write_bytes(header + array.tobytes())
         loaded = np.load(tmp_path / "a.npy")
         assert (loaded.shape, loaded.dtype) == (shape, kind)
-    assert npy.dtype_from_json(json.loads(json.dumps(npy.dtype_to_json(kind)))) == kind
+    assert manifest.dtype_from_json(json.loads(json.dumps(manifest.dtype_to_json(kind)))) == kind
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_headers_are_npy(dtype: Any, tmp_path: Path) -> None:
 )
 def test_dtypes_that_are_none_of_ours(value: Any) -> None:
     with pytest.raises(ValueError):
-        npy.dtype_from_json(value)
+        manifest.dtype_from_json(value)
 
 
 @pytest.mark.parametrize(
@@ -220,9 +220,9 @@ def test_dtypes_that_are_none_of_ours(value: Any) -> None:
 )
 def test_manifests_that_are_none(data: bytes) -> None:
     with pytest.raises(Damaged):
-        manifest_json.from_json(data, "0" * 32)
+        manifest.from_json(data, "0" * 32)
     with pytest.raises(OtherFormat):
-        manifest_json.from_json(b'{"format": 7}', "0" * 32)
+        manifest.from_json(b'{"format": 7}', "0" * 32)
 
 
 def test_names_become_safe_file_names() -> None:
@@ -245,5 +245,5 @@ def test_names_become_safe_file_names() -> None:
     files = [manifest.file_name(name, ".npy", taken) for name in names]
     assert len({file.lower() for file in files}) == len(names)
     for file in files:
-        assert manifest.FILE.fullmatch(file) and len(os.fsencode(file)) < 240
+        assert manifest.FILE_NAME.fullmatch(file) and len(os.fsencode(file)) < 240
     assert files[2] == "a%2Fb.npy"

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from legroom.cache import identity
-from legroom.cache.find import Request, own_options, row_order
-from legroom.cache.open import source_paths
+from legroom.cache.find_or_build import OpenRequest, entry_options, row_order, source_paths
 from legroom.errors import SourceChanged, UnreadableSource, UsageError
 from legroom.formats.protocol import Lookup
 from legroom.formats.source_file import absolute
@@ -21,8 +20,8 @@ from legroom.formats.source_file import absolute
 def test_one_file_has_the_digest_that_md5sum_prints(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(os.urandom(5_000_000))
-    source = identity.look([path])
-    assert identity.digest(source, "md5") == hashlib.md5(path.read_bytes()).hexdigest()
+    source = identity.stamp_source([path])
+    assert identity.digest_source(source, "md5") == hashlib.md5(path.read_bytes()).hexdigest()
     stats = path.stat()
     assert (
         source.name
@@ -32,7 +31,10 @@ def test_one_file_has_the_digest_that_md5sum_prints(tmp_path: Path) -> None:
 
 def test_an_empty_file_has_a_digest_too(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
-    assert identity.digest(identity.look([tmp_path / "a"]), "md5") == "d41d8cd98f00b204e9800998ecf8427e"
+    assert (
+        identity.digest_source(identity.stamp_source([tmp_path / "a"]), "md5")
+        == "d41d8cd98f00b204e9800998ecf8427e"
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["blake3", "xxh3"])
@@ -41,7 +43,7 @@ def test_other_hashes_agree_with_their_packages(tmp_path: Path, algorithm: str) 
     path = tmp_path / "a"
     path.write_bytes(os.urandom(3_000_000))
     function = package.blake3 if algorithm == "blake3" else package.xxh3_128
-    found = identity.digest(identity.look([path]), algorithm)
+    found = identity.digest_source(identity.stamp_source([path]), algorithm)
     assert found == function(path.read_bytes()).hexdigest()
     assert len(found) == identity.DIGITS[algorithm]
 
@@ -59,13 +61,13 @@ def test_several_files_and_folders_are_the_same_wherever_they_lie(tmp_path: Path
     (first / "zarr.json").touch()  # of folders, Zarr stores alone are data
     second = tmp_path / "second"
     shutil.copytree(first, second)
-    digests = {identity.digest(identity.look([folder]), "md5") for folder in (first, second)}
+    digests = {identity.digest_source(identity.stamp_source([folder]), "md5") for folder in (first, second)}
     assert len(digests) == 1
     (second / "sub" / "b").rename(second / "sub" / "c")
-    assert identity.digest(identity.look([second]), "md5") not in digests
+    assert identity.digest_source(identity.stamp_source([second]), "md5") not in digests
     lists = [[folder / "a", folder / "sub" / "b"] for folder in (first, tmp_path / "third")]
     shutil.copytree(first, tmp_path / "third")
-    assert len({identity.digest(identity.look(paths), "md5") for paths in lists}) == 1
+    assert len({identity.digest_source(identity.stamp_source(paths), "md5") for paths in lists}) == 1
 
 
 def test_the_order_of_shards_is_part_of_the_key_and_not_of_the_digest(tmp_path: Path) -> None:
@@ -74,10 +76,14 @@ def test_the_order_of_shards_is_part_of_the_key_and_not_of_the_digest(tmp_path: 
         (tmp_path / folder / "same").write_bytes(folder.encode())
     there = [tmp_path / "x" / "same", tmp_path / "y" / "same"]
     back = there[::-1]
-    assert identity.digest(identity.look(there), "md5") == identity.digest(identity.look(back), "md5")
-    assert row_order(identity.look(there)) is None
-    assert row_order(identity.look(back)) == (1, 0)
-    options = [own_options(Request(tuple(paths)), identity.look(paths)) for paths in (there, back)]
+    assert identity.digest_source(identity.stamp_source(there), "md5") == identity.digest_source(
+        identity.stamp_source(back), "md5"
+    )
+    assert row_order(identity.stamp_source(there)) is None
+    assert row_order(identity.stamp_source(back)) == (1, 0)
+    options = [
+        entry_options(OpenRequest(tuple(paths)), identity.stamp_source(paths)) for paths in (there, back)
+    ]
     assert options[0].suffix == ""
     assert options[0] != options[1]
 
@@ -85,15 +91,15 @@ def test_the_order_of_shards_is_part_of_the_key_and_not_of_the_digest(tmp_path: 
 def test_a_file_that_changes_under_the_hash_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(bytes(10_000_000))
-    source = identity.look([path])
+    source = identity.stamp_source([path])
 
     def write(_: int) -> None:
         with path.open("r+b") as file:
             file.write(b"x")
 
     with pytest.raises(SourceChanged):
-        identity.digest(source, "md5", write)
-    assert not identity.unchanged(source)
+        identity.digest_source(source, "md5", write)
+    assert not identity.is_unchanged(source)
 
 
 @pytest.mark.parametrize("kind", ["missing", "dangling", "fifo"])
@@ -104,7 +110,7 @@ def test_what_is_no_file_is_refused_with_the_reason(tmp_path: Path, kind: str) -
     elif kind == "fifo":
         os.mkfifo(path)
     with pytest.raises(UnreadableSource) as caught:
-        identity.look([path])
+        identity.stamp_source([path])
     assert caught.value.why and caught.value.fix
 
 
@@ -115,16 +121,16 @@ def search(holder: Path, name: str, found: Path) -> Lookup:
 def test_files_behind_the_named_one_are_hashed_with_it(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(name.encode())
-    alone = identity.look([tmp_path / "a"])
+    alone = identity.stamp_source([tmp_path / "a"])
     searches = [search(tmp_path / "a", name, tmp_path / name) for name in ("a", "b")]
-    both = identity.with_behind(alone, searches)
-    assert [file.path.name for file in both.behind] == ["b"]
+    both = identity.with_referenced(alone, searches)
+    assert [file.path.name for file in both.referenced] == ["b"]
     assert both.name == alone.name
-    assert identity.digest(both, "md5") != identity.digest(alone, "md5")
-    before = identity.digest(both, "md5")
+    assert identity.digest_source(both, "md5") != identity.digest_source(alone, "md5")
+    before = identity.digest_source(both, "md5")
     (tmp_path / "b").write_bytes(b"other")
-    assert not identity.unchanged(both)
-    assert identity.digest(identity.with_behind(alone, searches), "md5") != before
+    assert not identity.is_unchanged(both)
+    assert identity.digest_source(identity.with_referenced(alone, searches), "md5") != before
 
 
 def test_two_files_behind_that_change_places_are_other_data(tmp_path: Path) -> None:
@@ -135,7 +141,9 @@ def test_two_files_behind_that_change_places_are_other_data(tmp_path: Path) -> N
 
     def digest() -> str:
         searches = [search(tmp_path / "a", f"{name}/part", tmp_path / name / "part") for name in ("x", "y")]
-        return identity.digest(identity.with_behind(identity.look([tmp_path / "a"]), searches), "md5")
+        return identity.digest_source(
+            identity.with_referenced(identity.stamp_source([tmp_path / "a"]), searches), "md5"
+        )
 
     before = digest()
     (tmp_path / "x").rename(tmp_path / "z")
@@ -151,7 +159,9 @@ def test_a_renamed_file_with_files_behind_it_is_the_same(tmp_path: Path) -> None
     for name in ("a", "b"):
         searches = [search(tmp_path / name, "part", tmp_path / "part")]
         digests.append(
-            identity.digest(identity.with_behind(identity.look([tmp_path / name]), searches), "md5")
+            identity.digest_source(
+                identity.with_referenced(identity.stamp_source([tmp_path / name]), searches), "md5"
+            )
         )
         if name == "a":
             (tmp_path / "a").rename(tmp_path / "b")
@@ -166,22 +176,22 @@ def test_directories_behind_links_belong_to_a_store(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "0").write_bytes(b"before")
     (store / "linked").symlink_to(tmp_path / "other")
-    source = identity.look([store])
+    source = identity.stamp_source([store])
     assert sorted(file.name for file in source.files) == ["linked/0", "own/0", "zarr.json"]
-    before = identity.digest(source, "md5")
+    before = identity.digest_source(source, "md5")
     (tmp_path / "other" / "0").write_bytes(b"behind")
-    assert not identity.unchanged(source)
-    assert identity.digest(identity.look([store]), "md5") != before
+    assert not identity.is_unchanged(source)
+    assert identity.digest_source(identity.stamp_source([store]), "md5") != before
 
 
 def test_a_file_that_comes_to_a_store_changes_it_even_if_it_goes_again(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "zarr.json").touch()
-    source = identity.look([tmp_path])
+    source = identity.stamp_source([tmp_path])
     (tmp_path / "sub" / "0").touch()
-    assert not identity.unchanged(source)
+    assert not identity.is_unchanged(source)
     (tmp_path / "sub" / "0").unlink()
-    assert not identity.unchanged(source)  # its directory tells
+    assert not identity.is_unchanged(source)  # its directory tells
 
 
 @pytest.mark.parametrize("kind", ["loop", "diamonds"])
@@ -196,7 +206,7 @@ def test_links_without_end_are_refused(tmp_path: Path, kind: str) -> None:
                 (tmp_path / f"level{level}" / name).symlink_to(tmp_path / f"level{level + 1}")
         (tmp_path / "level40").mkdir()
     with pytest.raises(UnreadableSource, match="link"):
-        identity.look([tmp_path])
+        identity.stamp_source([tmp_path])
 
 
 @pytest.mark.parametrize("name", ["link/../a", "link/..", "./a", "sub/../a", "link/deeper/../../a"])
@@ -216,8 +226,8 @@ def test_an_absolute_path_is_the_file_that_the_kernel_finds(
 
 def test_a_file_written_a_moment_ago_is_read_when_its_clock_has_moved_on(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"1")
-    source = identity.look([tmp_path / "a"])
-    identity.settle(source)
+    source = identity.stamp_source([tmp_path / "a"])
+    identity.flush_source(source)
     assert time.time_ns() - source.files[0].stamp.ctime_ns >= 20_000_000
     (tmp_path / "a").write_bytes(b"2")  # from now on no write goes unseen
-    assert not identity.unchanged(source)
+    assert not identity.is_unchanged(source)

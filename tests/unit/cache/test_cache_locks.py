@@ -134,7 +134,7 @@ def test_a_symlink_is_no_lock(folder: int, tmp_path: Path) -> None:
 IMPORTED_SLOWLY = """
 import os, signal, sys, threading, time
 import legroom
-from legroom.cache import prefault
+from legroom.cache import mapped_files
 
 class Slow:
     # Imports of that module take a second, with its lock held.
@@ -146,9 +146,9 @@ class Slow:
         return None
 
 begun = threading.Event()
-legroom.open  # the door itself; the rest is imported at first use
+legroom.open  # the function alone; the rest is imported at first use
 sys.meta_path.insert(0, Slow())
-uses = {"open": lambda: legroom.open(sys.argv[2]), "fits": lambda: prefault._fits(1)}
+uses = {"open": lambda: legroom.open(sys.argv[2]), "fits": lambda: mapped_files._fits(1)}
 use = uses[sys.argv[3]]
 thread = threading.Thread(target=use)
 thread.start()
@@ -172,9 +172,9 @@ sys.exit(os.waitstatus_to_exitcode(status) != 0)
         ("h5py", "open", "", "a.h5"),  # the child waits for its parent's load, and need not import it
         ("legroom.probe.filesystem", "open", "", "a.h5"),
         # Without the cache the child imports as its parent does: no h5py here, whose import no fork waits for.
-        ("legroom.cache.plain", "open", "1", "a.npy"),
+        ("legroom.cache.uncached", "open", "1", "a.npy"),
         ("legroom.formats.npy_reader", "open", "1", "a.npy"),
-        ("legroom.cache.room", "fits", "", "a.npy"),  # in the thread that fills the pages of a disk entry
+        ("legroom.cache.capacity", "fits", "", "a.npy"),  # in the thread that fills the pages of a disk entry
     ],
 )
 def test_a_fork_during_the_first_import_of_what_builds_leaves_the_child_able_to(

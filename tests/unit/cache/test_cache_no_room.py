@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import catalog, evict, locks, records, room, steps
+from legroom.cache import capacity, eviction, list_and_verify, locks, source_records
+from legroom.cache import store as store_module
+from legroom.cache.capacity import store_bytes
 from legroom.cache.manifest import is_key
-from legroom.cache.place import Store
-from legroom.cache.store_size import used
+from legroom.cache.store import Store
 from legroom.errors import NoRoom, UsageError
 
 MB = 1 << 20
@@ -48,7 +49,7 @@ class TestOneDirectoryTwice:
         thread.start()
         thread.join(20)
         assert opened and int(opened[0]["array"].sum()) == 40_000
-        assert [entry.key for entry in catalog.entries()] == [opened[0].info.key]  # listed once
+        assert [entry.key for entry in list_and_verify.entries()] == [opened[0].info.key]  # listed once
 
     def test_a_progress_callback_may_not_open_what_is_being_loaded(self, shm: Path, tmp_path: Path) -> None:
         path = make(tmp_path, 1)
@@ -60,24 +61,27 @@ class TestOneDirectoryTwice:
 @pytest.mark.usefixtures("old_files")
 class TestEviction:
     def tight(self, monkeypatch: pytest.MonkeyPatch, allowed: int, **what: Any) -> None:
-        def bounds(store: Store, env: object = None) -> list[room.Bound]:
+        def bounds(store: Store, env: object = None) -> list[capacity.Bound]:
             if store.backing == "disk":
-                return [room.Bound(0, "none")]
-            return [room.Bound(1 << 40, "plenty"), room.Bound(allowed - used(store), "tight", **what)]
+                return [capacity.Bound(0, "none")]
+            return [
+                capacity.Bound(1 << 40, "plenty"),
+                capacity.Bound(allowed - store_bytes(store), "tight", **what),
+            ]
 
-        monkeypatch.setattr(room, "bounds", bounds)
-        for module in (evict, room):
+        monkeypatch.setattr(capacity, "bounds", bounds)
+        for module in (eviction, capacity):
             monkeypatch.setattr(module, "in_memory", lambda store: True)
 
     def test_entries_charged_to_another_cgroup_stay(
         self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(room, "cgroups", lambda: (7, 1))
+        monkeypatch.setattr(capacity, "memory_cgroup_inodes", lambda: (7, 1))
         keys = [legroom.open(make(tmp_path, number)).info.key for number in range(3)]
         self.tight(monkeypatch, 300_000, memory=True, group=8)
         with pytest.raises(NoRoom):
             legroom.open(make(tmp_path, 9, 100_000))
-        assert {entry.key for entry in catalog.entries()} == set(keys)
+        assert {entry.key for entry in list_and_verify.entries()} == set(keys)
 
     def test_of_entries_charged_here_and_elsewhere_those_here_go(
         self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -85,12 +89,12 @@ class TestEviction:
         charged = {0: (7, 1), 1: (8, 1), 2: (7, 1)}
         keys = []
         for number, groups in charged.items():
-            monkeypatch.setattr(room, "cgroups", lambda groups=groups: groups)
+            monkeypatch.setattr(capacity, "memory_cgroup_inodes", lambda groups=groups: groups)
             keys.append(legroom.open(make(tmp_path, number)).info.key)
         self.tight(monkeypatch, room_used(shm) + 150_000, memory=True, group=8)
         data = legroom.open(make(tmp_path, 9, 100_000))
         assert data.info.backing == "shm"
-        assert {entry.key for entry in catalog.entries()} == {keys[0], keys[2], data.info.key}
+        assert {entry.key for entry in list_and_verify.entries()} == {keys[0], keys[2], data.info.key}
 
     def test_every_bound_must_be_met_before_anything_goes(
         self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -98,20 +102,20 @@ class TestEviction:
         """Evicting would satisfy the file system and leave the cgroup short."""
         key = legroom.open(make(tmp_path, 1, 200_000)).info.key
 
-        def bounds(store: Store, env: object = None) -> list[room.Bound]:
+        def bounds(store: Store, env: object = None) -> list[capacity.Bound]:
             if store.backing == "disk":
-                return [room.Bound(0, "none")]
+                return [capacity.Bound(0, "none")]
             return [
-                room.Bound(300_000 - used(store), "small"),
-                room.Bound(50_000, "group", memory=True, group=8),
+                capacity.Bound(300_000 - store_bytes(store), "small"),
+                capacity.Bound(50_000, "group", memory=True, group=8),
             ]
 
-        monkeypatch.setattr(room, "bounds", bounds)
-        for module in (evict, room):
+        monkeypatch.setattr(capacity, "bounds", bounds)
+        for module in (eviction, capacity):
             monkeypatch.setattr(module, "in_memory", lambda store: True)
         with pytest.raises(NoRoom):
             legroom.open(make(tmp_path, 9, 100_000))
-        assert [entry.key for entry in catalog.entries()] == [key]
+        assert [entry.key for entry in list_and_verify.entries()] == [key]
 
 
 def room_used(shm: Path) -> int:
@@ -126,12 +130,12 @@ class TestFull:
     ) -> None:
         asked = []
 
-        def bounds_now(store: Store) -> list[room.Bound]:
+        def bounds_now(store: Store) -> list[capacity.Bound]:
             asked.append(store.backing)
             little = store.backing == "shm" and len(asked) > 1
-            return [room.Bound(0 if little else 64 * MB, "filling up")]
+            return [capacity.Bound(0 if little else 64 * MB, "filling up")]
 
-        monkeypatch.setattr(room, "bounds_now", bounds_now)
+        monkeypatch.setattr(capacity, "bounds_now", bounds_now)
         path = make(tmp_path, 3, 40 * MB)
         data = legroom.open(path)
         assert asked[:2] == ["shm", "shm"] and data.info.backing == "disk"
@@ -186,12 +190,12 @@ class TestRecord:
     ) -> None:
         path = make(tmp_path, 5)
         with monkeypatch.context() as broken:
-            broken.setattr(records, "write_all", full)
+            broken.setattr(source_records, "write_all", full)
             data = legroom.open(path)
             assert int(data["array"][0]) == 5
             assert os.listdir(shm / "sources") == []  # no half of one either
             seen: list[str] = []
-            broken.setattr(steps, "trace", seen.append)
+            broken.setattr(store_module, "step_hook", seen.append)
             assert legroom.open(path).info.key == data.info.key
             assert "hash" in seen and "allocate" not in seen  # hashed, not loaded a second time
         assert legroom.open(path).info.key == data.info.key

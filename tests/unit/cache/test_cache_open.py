@@ -21,9 +21,10 @@ import pytest
 import rigs
 
 import legroom
-from legroom.cache import catalog, identity, locks, reap, records, steps
-from legroom.cache import load as load_module
-from legroom.cache.place import stores
+from legroom.cache import drop_and_gc, identity, list_and_verify, locks, source_records
+from legroom.cache import store as store_module
+from legroom.cache import write_entry as load_module
+from legroom.cache.store import open_stores
 from legroom.errors import (
     DamagedSource,
     MissingKey,
@@ -41,7 +42,7 @@ from legroom.errors import (
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The steps that this process takes."""
     names: list[str] = []
-    monkeypatch.setattr(steps, "trace", names.append)
+    monkeypatch.setattr(store_module, "step_hook", names.append)
     return names
 
 
@@ -63,7 +64,7 @@ def h5(tmp_path: Path) -> Path:
     return path
 
 
-def same(data: legroom.cache.dataset.Data, path: Path) -> bool:  # type: ignore[name-defined]
+def same(data: legroom.cache.cached_data.Data, path: Path) -> bool:  # type: ignore[name-defined]
     with h5py.File(path) as file:
         return all(
             (np.asarray(data[name]) == file[name][...]).all()
@@ -139,7 +140,7 @@ def test_a_renamed_copy_finds_the_same_entry(shm: Path, h5: Path, tmp_path: Path
     second = legroom.open(tmp_path / "other.h5")
     assert seen == ["elected", "hash", "record", "recorded"]  # nothing was copied
     assert second.info.key == first.info.key
-    assert len(catalog.entries()) == 1
+    assert len(list_and_verify.entries()) == 1
 
 
 def test_another_hash_finds_what_is_there(shm: Path, h5: Path, seen: list[str], old_files: None) -> None:
@@ -148,8 +149,8 @@ def test_another_hash_finds_what_is_there(shm: Path, h5: Path, seen: list[str], 
     second = legroom.open(h5, hash="xxh3")
     assert second.info.key == first.info.key
     del first, second
-    reap.drop(h5)
-    reap.gc()
+    drop_and_gc.drop(h5)
+    drop_and_gc.gc()
     third = legroom.open(h5, hash="xxh3")
     assert third.info.hash == "xxh3"
     assert third.info.key == f"{third.info.digest}-xxh3"
@@ -173,25 +174,34 @@ def test_a_file_changed_within_its_clocks_tick_is_noticed(shm: Path, npy) -> Non
     other[0, 0] = 99
     np.save(path, other)
     # Give the new content the record of the old: as if both had been written within one tick.
-    with stores() as places:
+    with open_stores() as places:
         (old_name,) = record_before
-        new_name = identity.look([path]).name
-        os.rename(old_name, new_name, src_dir_fd=places.home.sources, dst_dir_fd=places.home.sources)
+        new_name = identity.stamp_source([path]).name
+        os.rename(
+            old_name,
+            new_name,
+            src_dir_fd=places.election_store.sources,
+            dst_dir_fd=places.election_store.sources,
+        )
     assert legroom.open(path)["array"][0, 0] == 99
 
 
 def _records() -> list[str]:
-    with stores() as places:
-        return os.listdir(places.home.sources)
+    with open_stores() as places:
+        return os.listdir(places.election_store.sources)
 
 
 def test_a_record_is_believed_when_the_file_was_quiet_or_the_question_older() -> None:
     second = 1_000_000_000
-    record = records.Record({"md5": "0" * 32}, hashed_ns=10 * second, changed_ns=9 * second, paths=("a",))
-    assert not record.believed(11 * second)
-    assert record.believed(10 * second)
-    quiet = records.Record({"md5": "0" * 32}, hashed_ns=11 * second, changed_ns=9 * second, paths=("a",))
-    assert quiet.believed(99 * second)
+    record = source_records.SourceRecord(
+        {"md5": "0" * 32}, hashed_ns=10 * second, changed_ns=9 * second, paths=("a",)
+    )
+    assert not record.is_trusted(11 * second)
+    assert record.is_trusted(10 * second)
+    quiet = source_records.SourceRecord(
+        {"md5": "0" * 32}, hashed_ns=11 * second, changed_ns=9 * second, paths=("a",)
+    )
+    assert quiet.is_trusted(99 * second)
 
 
 def test_keys_choose_and_are_served_by_the_whole(shm: Path, h5: Path, old_files: None) -> None:
@@ -277,7 +287,7 @@ def test_a_progress_that_raises_stops_the_build_and_leaves_nothing(shm: Path, np
 
     with pytest.raises(KeyboardInterrupt):
         legroom.open(npy(), progress=stop)
-    assert catalog.entries() == ()
+    assert list_and_verify.entries() == ()
     assert os.listdir(shm / "work") == []
 
 
@@ -291,7 +301,7 @@ def test_waiters_see_progress_and_get_the_data(shm: Path, npy, monkeypatch: pyte
             held.set()
             assert go.wait(20)
 
-    monkeypatch.setattr(steps, "trace", slow)
+    monkeypatch.setattr(store_module, "step_hook", slow)
     results: list[object] = []
     builder = threading.Thread(target=lambda: results.append(legroom.open(path)))
     builder.start()
@@ -324,10 +334,10 @@ def test_a_file_that_changes_during_the_load_is_loaded_again(
             times.append(1)
             np.save(path, np.full((500, 10), 5, np.int32))
 
-    monkeypatch.setattr(steps, "trace", change)
+    monkeypatch.setattr(store_module, "step_hook", change)
     assert (legroom.open(path)["array"] == 5).all()
     assert times == [1]
-    assert len(catalog.entries()) == 1
+    assert len(list_and_verify.entries()) == 1
 
 
 def test_a_file_that_keeps_changing_is_refused(shm: Path, npy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,10 +348,10 @@ def test_a_file_that_keeps_changing_is_refused(shm: Path, npy, monkeypatch: pyte
         if name == "written":
             np.save(path, np.full((500, 10), next(counter), np.int32))
 
-    monkeypatch.setattr(steps, "trace", change)
+    monkeypatch.setattr(store_module, "step_hook", change)
     with pytest.raises(SourceChanged):
         legroom.open(path)
-    assert catalog.entries() == ()
+    assert list_and_verify.entries() == ()
     assert os.listdir(shm / "work") == []
 
 
@@ -353,13 +363,17 @@ def test_arrays_keep_the_entry_leased_and_valid(shm: Path, npy) -> None:
     del data
     gc.collect()
     with pytest.raises(legroom.LegroomError, match="in use"):
-        reap.drop(path)
-    reap.drop(path, force=True)
+        drop_and_gc.drop(path)
+    drop_and_gc.drop(path, force=True)
     assert array[0, 0] == 100  # the pages stay
     del array
     gc.collect()
-    with stores() as places:
-        assert not [name for name in os.listdir(places.home.locks) if locks.held(places.home.locks, name)]
+    with open_stores() as places:
+        assert not [
+            name
+            for name in os.listdir(places.election_store.locks)
+            if locks.held(places.election_store.locks, name)
+        ]
 
 
 def test_no_descriptor_is_left_open(shm: Path, h5: Path, old_files: None) -> None:
@@ -426,7 +440,7 @@ def test_bad_files_are_refused_and_leave_nothing(shm: Path, tmp_path: Path, make
     with pytest.raises(error) as caught:
         legroom.open(path)
     assert caught.value.why and caught.value.fix
-    assert catalog.entries() == ()
+    assert list_and_verify.entries() == ()
 
 
 def test_a_virtual_dataset_follows_its_source(shm: Path, tmp_path: Path, old_files: None) -> None:
@@ -570,25 +584,25 @@ def test_a_cold_open_lists_no_folder_that_grows_with_the_entries(
 
 
 def test_hints_of_entries_that_are_gone_go_too(shm: Path, tmp_path: Path) -> None:
-    from legroom.cache import reap
+    from legroom.cache import drop_and_gc
 
     np.save(tmp_path / "a.npy", np.arange(1000))
     with legroom.open(tmp_path / "a.npy") as data:
         key = data.info.key
     assert [os.readlink(link) for link in (shm / "samples").iterdir()] == [key]
-    reap.drop(key)
+    drop_and_gc.drop(key)
     np.save(tmp_path / "b.npy", np.arange(1000))  # the same size and sample, with no entry any more
     with legroom.open(tmp_path / "b.npy") as data:
         assert [os.readlink(link) for link in (shm / "samples").iterdir()] == [data.info.key]
-    reap.drop(key)
-    reap.gc()
+    drop_and_gc.drop(key)
+    drop_and_gc.gc()
     assert list((shm / "samples").iterdir()) == []
 
 
 @pytest.mark.parametrize("backing", ["shm", "disk"])
 def test_thousands_of_small_arrays(shm: Path, tmp_path: Path, backing: str) -> None:
     """They are copied together; each has a file, a checksum and a stamp of its own all the same."""
-    from legroom.cache import verify
+    from legroom.cache import list_and_verify
 
     shapes = [(7,), (0,), (3, 5), ()] * 300
     arrays = {f"layer.{n}": np.full(shape, n, np.float32) for n, shape in enumerate(shapes)}
@@ -608,4 +622,4 @@ def test_thousands_of_small_arrays(shm: Path, tmp_path: Path, backing: str) -> N
             assert list(opened) == list(arrays)
             assert all(np.array_equal(opened[key], array) for key, array in arrays.items())
             assert stat.S_IMODE(opened.where("layer.0").path.stat().st_mode) == 0o400
-        assert verify.verify(opened.info.key)[0].whole
+        assert list_and_verify.verify(opened.info.key)[0].whole

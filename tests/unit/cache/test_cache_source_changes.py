@@ -19,10 +19,11 @@ import h5py
 import numpy as np
 import pytest
 import zarr
+from cache_scenario_process import BUILD_STEPS
 
 import legroom
-from legroom.cache import identity, steps, verify
-from legroom.cache.steps import BUILD_STEPS
+from legroom.cache import identity, list_and_verify
+from legroom.cache import store as store_module
 from legroom.errors import LegroomError, SourceChanged
 
 ROWS = 300
@@ -186,21 +187,21 @@ def test_a_link_flipped_and_flipped_back_poisons_no_entry(
             take("opened")
             return reader
 
-        monkeypatch.setattr(steps, "trace", take)
+        monkeypatch.setattr(store_module, "step_hook", take)
         monkeypatch.setattr(build, "open_source", opened)
         try:
             with legroom.open(flip.path) as data:
                 assert len(value(data)) == 1
         except SourceChanged:
             pass
-        monkeypatch.setattr(steps, "trace", None)
+        monkeypatch.setattr(store_module, "step_hook", None)
         monkeypatch.setattr(build, "open_source", opens)
         looked_at(shm, flip)
-        for version in verify.verify():
+        for version in list_and_verify.verify():
             assert version.whole
-        from legroom.cache import reap
+        from legroom.cache import drop_and_gc
 
-        reap.drop(force=True)
+        drop_and_gc.drop(force=True)
 
 
 @pytest.mark.usefixtures("old_files")
@@ -276,7 +277,7 @@ class TestZarr:
             assert value(data) == {1}
         write_zarr(tmp_path / "other", 2)
         shutil.copytree(tmp_path / "other" / "c", tmp_path / "chunks", dirs_exist_ok=True)
-        (found,) = verify.verify()
+        (found,) = list_and_verify.verify()
         assert found.source == "changed"
         with legroom.open(linked) as data:
             assert value(data) == {2}
@@ -290,7 +291,7 @@ class TestZarr:
         write_zarr(store, 1)
         chunk = store / "c" / "0" / "0"
         chunk.rename(tmp_path / "chunk")
-        without = identity.digest(identity.look([store]), "md5")
+        without = identity.digest_source(identity.stamp_source([store]), "md5")
         done: list[str] = []
 
         def come(name: str) -> None:
@@ -298,7 +299,7 @@ class TestZarr:
                 done.append(name)
                 shutil.copy(tmp_path / "chunk", chunk)
 
-        monkeypatch.setattr(steps, "trace", come)
+        monkeypatch.setattr(store_module, "step_hook", come)
         with legroom.open(store) as data:
             assert (data.info.digest == without) == (value(data) == {0, 1}), step
         assert done
@@ -320,7 +321,7 @@ class TestZarr:
                 chunk.unlink()
                 done.append(name)
 
-        monkeypatch.setattr(steps, "trace", come_and_go)
+        monkeypatch.setattr(store_module, "step_hook", come_and_go)
         with legroom.open(store) as data:
             assert value(data) == {0, 1}
         assert done
@@ -562,10 +563,10 @@ def test_a_file_that_is_rewritten_through_a_map_is_noticed(shm: Path, on_a_disk:
 def test_a_map_in_place_is_of_the_file_whose_header_was_read(
     shm: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from legroom.cache import plain
+    from legroom.cache import uncached
 
     flip = Flip(tmp_path, kind)
-    plans = plain.plan
+    plans = uncached.plan_files
 
     def flipped(*arguments: Any) -> Any:
         flip.to(1)
@@ -573,7 +574,7 @@ def test_a_map_in_place_is_of_the_file_whose_header_was_read(
 
     with legroom.open(flip.path, backing="inplace") as data:
         assert value(data) == {1}
-    monkeypatch.setattr(plain, "plan", flipped)
+    monkeypatch.setattr(uncached, "plan_files", flipped)
     with pytest.raises(SourceChanged):
         legroom.open(flip.path, backing="inplace")
 

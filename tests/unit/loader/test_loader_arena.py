@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from legroom.cache.room import Bound
+from legroom.cache.capacity import Bound
 from legroom.errors import BatchLost, BudgetTooSmall, LoaderClosed
 from legroom.loader.arena import inbox as arena_inbox
 from legroom.loader.arena import pool as arena_pool

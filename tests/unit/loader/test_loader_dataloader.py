@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 import legroom
-from legroom.cache.room import Bound
+from legroom.cache.capacity import Bound
 from legroom.errors import BadArgument, BadSize, BudgetTooSmall, RaggedBatch, Unpicklable, UsageError
 from legroom.loader import dataloader, progress, torch_internals
 from legroom.loader.arena import door as arena_door

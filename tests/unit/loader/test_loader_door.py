@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from legroom.budget.crew import Each
-from legroom.cache.room import Bound
+from legroom.cache.capacity import Bound
 from legroom.errors import BudgetTooSmall, LoaderClosed
 from legroom.loader.arena import door as arena_door
 from legroom.loader.arena import pool as arena_pool

@@ -21,7 +21,7 @@ import time
 from collections import deque
 
 from legroom.budget.crew import Each, fits
-from legroom.cache.room import memory_bounds, tightest
+from legroom.cache.capacity import memory_bounds, tightest
 from legroom.errors import BudgetTooSmall, LoaderClosed
 from legroom.loader.arena.processes import must_end
 from legroom.loader.arena.refusal import left, refused

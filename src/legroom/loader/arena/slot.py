@@ -34,7 +34,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from legroom.cache.room import STEP, memory_bounds, tightest
+from legroom.cache.capacity import STEP, memory_bounds, tightest
 from legroom.system.libc import MAP_FAILED, last_error, libc
 from legroom.words import say
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legroom.cache.ragged import Ragged
+from legroom.cache.cached_data import Ragged
 from legroom.errors import UnsupportedData, UsageError
 from legroom.formats.selection import Selection
 from legroom.loader.batches.gather import Column
@@ -18,7 +18,7 @@ from legroom.system.imports import require
 from legroom.words import joined, listed, say
 
 if TYPE_CHECKING:
-    from legroom.cache.dataset import Data
+    from legroom.cache.cached_data import CachedData
 
 
 FORMATS = ("torch", "numpy")
@@ -85,7 +85,7 @@ def _need_torch() -> None:
     )
 
 
-def columns_of(data: Data, keys: str | Iterable[str] | None) -> dict[str, Column]:
+def columns_of(data: CachedData, keys: str | Iterable[str] | None) -> dict[str, Column]:
     """The columns asked for: all of them, or those (or those below the groups) that ``keys`` names."""
     asked = Selection(keys).keys
     found: dict[str, Column] = {}
@@ -107,7 +107,7 @@ def columns_of(data: Data, keys: str | Iterable[str] | None) -> dict[str, Column
     return found
 
 
-def _names(data: Data, asked: tuple[str, ...] | None) -> list[str]:
+def _names(data: CachedData, asked: tuple[str, ...] | None) -> list[str]:
     named = list(data)
     if asked is not None:
         every = [*data, *(column for columns in data.columns.values() for column in columns)]
@@ -117,7 +117,7 @@ def _names(data: Data, asked: tuple[str, ...] | None) -> list[str]:
     return [column for name in named for column in data.columns.get(name, (name,))]
 
 
-def _column(data: Data, name: str) -> Column:
+def _column(data: CachedData, name: str) -> Column:
     value = data[name]
     if isinstance(value, Ragged) or (isinstance(value, np.ndarray) and value.ndim > 0):
         return value

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from legroom.cache.ragged import Ragged
+from legroom.cache.cached_data import Ragged
 from legroom.system.cpus import usable_cpus
 from legroom.words import say
 

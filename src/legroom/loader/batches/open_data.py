@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from legroom.cache.dataset import Data as CachedData
-from legroom.cache.open import Where, open_as
+from legroom.cache.cached_data import CachedData
+from legroom.cache.find_or_build import Where, open_as
 from legroom.formats.selection import Selection
 
 if TYPE_CHECKING:

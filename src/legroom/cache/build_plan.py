@@ -1,0 +1,233 @@
+"""Plan a build: which files to write, of which sizes, and where their bytes lie in the sources.
+
+Several sources are joined along their first axis. Nothing is read or written here, apart from a reader's metadata.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from legroom.cache import manifest
+from legroom.cache.capacity import Need
+from legroom.errors import UnsupportedData
+from legroom.formats.protocol import ArraySpec, Description, Extent, Reader, Slab, TableSpec
+from legroom.words import phrase, say
+
+_OTHER_FILES = 8  # the directory, the manifest, lock files, records
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an array that one source gives whole."""
+
+    source: int
+    name: str
+    offset: int  # in the array's bytes
+    shape: tuple[int, ...]
+    nbytes: int
+    shift: int = 0  # added to every number: the offsets of joined ragged data
+    skip: int = 0  # leading rows left out: the first offset of all but the first source
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayTarget:
+    """One .npy file to be."""
+
+    spec: ArraySpec
+    file: str
+    header: bytes
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.header) + self.spec.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class TableTarget:
+    """One Arrow file to be."""
+
+    spec: TableSpec
+    file: str
+    source: int
+    name: str  # in the source
+    part_of: str | None = None
+
+    @property
+    def size(self) -> int:
+        return self.spec.nbytes
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """Everything a build will write."""
+
+    kind: str
+    arrays: tuple[ArrayTarget, ...]
+    tables: tuple[TableTarget, ...]
+    attributes: Mapping[str, Any]
+
+    @property
+    def targets(self) -> list[ArrayTarget | TableTarget]:
+        """Arrays, then tables."""
+        return [*self.arrays, *self.tables]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Data bytes: what progress counts to."""
+        return sum(target.spec.nbytes for target in self.targets)
+
+    @property
+    def need(self) -> Need:
+        """What to reserve: whole pages, some for the manifest, a file each and some for locks and records."""
+        pages = sum(-(-target.size // 4096) * 4096 for target in self.targets)
+        files = len(self.arrays) + len(self.tables)
+        return Need(pages + (1 << 16) + 1024 * files, files + _OTHER_FILES)
+
+
+def plan_files(descriptions: Sequence[Description]) -> BuildPlan:
+    """The files to write for these sources, in the order of their rows."""
+    first = descriptions[0]
+    taken: set[str] = set()
+    arrays: list[ArrayTarget] = []
+    tables: list[TableTarget] = []
+    _same_names(descriptions)
+    for item in first.items:
+        if isinstance(item, TableSpec):
+            tables.extend(_tables(item, descriptions))
+            continue
+        if not manifest.can_be_stored(item.dtype):
+            raise UnsupportedData(
+                say("{name} cannot be stored as an array", name=item.name),
+                why=say("numpy's .npy format has no word for its type: {dtype}", dtype=item.dtype),
+                fix=(say("leave it out: name the arrays you need with keys=[…]"),),
+            )
+        spec, pieces = _joined(item, descriptions)
+        name = manifest.file_name(item.name, ".npy", taken)
+        arrays.append(ArrayTarget(spec, name, manifest.npy_header(spec.shape, spec.dtype), pieces))
+    named = [replace(table, file=manifest.file_name(table.spec.name, ".arrow", taken)) for table in tables]
+    return BuildPlan(first.format, tuple(arrays), tuple(named), first.attributes)
+
+
+def _tables(item: TableSpec, descriptions: Sequence[Description]) -> list[TableTarget]:
+    """One table, or its shards: each a file of its own, handed out as one table."""
+    if len(descriptions) == 1:
+        return [TableTarget(item, "", 0, item.name)]
+    found = []
+    for index, description in enumerate(descriptions):
+        spec = next(other for other in description.items if other.name == item.name)
+        if not isinstance(spec, TableSpec) or spec.columns != item.columns:
+            raise _cannot_join(item.name, say("file {index} has other columns than file 1", index=index + 1))
+        part = replace(spec, name=f"{item.name}/{index}")
+        found.append(TableTarget(part, "", index, item.name, item.name))
+    return found
+
+
+def _same_names(descriptions: Sequence[Description]) -> None:
+    names = {item.name for item in descriptions[0].items}
+    for index, description in enumerate(descriptions):
+        others = {item.name for item in description.items}
+        if others != names:
+            odd = sorted(others ^ names)[0]
+            raise _cannot_join(
+                odd, say("file {index} and file 1 do not hold the same names", index=index + 1)
+            )
+
+
+def _joined(item: ArraySpec, descriptions: Sequence[Description]) -> tuple[ArraySpec, tuple[Piece, ...]]:
+    if len(descriptions) == 1:
+        return item, (Piece(0, item.name, 0, item.shape, item.nbytes),)
+    if not item.shape:
+        raise _cannot_join(item.name, say("an array without axes cannot be joined along the first"))
+    offsets = item.ragged is not None and item.name == f"{item.ragged}/offsets"
+    pieces: list[Piece] = []
+    rows = position = shift = 0
+    for index, description in enumerate(descriptions):
+        spec = _array(description, item)
+        if spec.shape[1:] != item.shape[1:] or spec.dtype != item.dtype:
+            why = say("file {index} has {shape} {dtype}, file 1 has {first} {first_dtype}", index=index + 1,
+                      shape=spec.shape, dtype=spec.dtype, first=item.shape, first_dtype=item.dtype)  # fmt: skip
+            raise _cannot_join(item.name, why)
+        skip = 1 if offsets and index else 0
+        row_bytes = math.prod(item.shape[1:]) * item.dtype.itemsize
+        nbytes = (spec.shape[0] - skip) * row_bytes
+        pieces.append(Piece(index, item.name, position, spec.shape, nbytes, shift, skip))
+        position += nbytes
+        rows += spec.shape[0] - skip
+        if offsets:
+            values = next(other for other in description.items if other.name == f"{item.ragged}/values")
+            shift += values.shape[0] if isinstance(values, ArraySpec) else 0
+    joined = ArraySpec(
+        item.name, (rows, *item.shape[1:]), item.dtype, item.attributes, item.ragged, item.text
+    )
+    return joined, tuple(pieces)
+
+
+def _array(description: Description, item: ArraySpec) -> ArraySpec:
+    found = next(other for other in description.items if other.name == item.name)
+    if not isinstance(found, ArraySpec) or found.ragged != item.ragged:
+        raise _cannot_join(item.name, say("it is an array in one file and something else in another"))
+    return found
+
+
+def _cannot_join(
+    name: str, why: str, fix: str = phrase("open the files one by one, or name with keys= what they share")
+) -> UnsupportedData:
+    return UnsupportedData(
+        say("{name} of several files cannot be joined", name=name), why=why, fix=(say(fix),)
+    )
+
+
+class SourceLayout:
+    """Where the pieces of all arrays lie in their sources: raw, in slabs, or neither.
+
+    Asked once, before any thread reads: a reader is used by one thread at a time.
+    """
+
+    def __init__(self, readers: Sequence[Reader], targets: Sequence[ArrayTarget]) -> None:
+        self.extents: dict[tuple[int, str], Extent | None] = {}
+        self.slabs: dict[tuple[int, str], Sequence[Slab] | None] = {}
+        for target in targets:
+            for piece in target.pieces:
+                reader, key = readers[piece.source], (piece.source, piece.name)
+                # A shifted piece has other numbers in the entry than in the file.
+                extent = None if piece.shift else reader.extent(piece.name)
+                whole = piece.shift == 0 and piece.skip == 0
+                if extent is not None and extent.checksum is not None and not whole:
+                    extent = None  # a part alone cannot be compared with it
+                self.extents[key] = extent
+                self.slabs[key] = reader.slabs(piece.name) if whole and extent is None else None
+
+    @property
+    def decodes(self) -> bool:
+        """Whether some array does not lie in its file as it will lie in memory."""
+        return any(extent is None for extent in self.extents.values())
+
+
+def decoding_bytes(
+    readers: Sequence[Reader],
+    targets: Sequence[ArrayTarget | TableTarget],
+    layout: SourceLayout,
+    *,
+    by_map: bool,
+) -> int:
+    """Bytes of memory that filling the files takes beside them, with one thread at work."""
+    most = 0
+    for target in targets:
+        if isinstance(target, TableTarget):
+            most = max(most, readers[target.source].decoding(target.name))
+            continue
+        for piece in target.pieces:
+            key = piece.source, piece.name
+            slabs = layout.slabs[key]
+            if slabs is not None:
+                most = max(most, max((slab.decoding for slab in slabs), default=0))
+            elif layout.extents[key] is None:
+                plain = by_map and piece.shift == 0 and piece.skip == 0
+                beside = 0 if plain else math.prod(piece.shape) * target.spec.dtype.itemsize
+                most = max(most, readers[piece.source].decoding(piece.name) + beside)
+    return most

@@ -1,0 +1,355 @@
+"""How much still fits into a store: measured, reserved, and measured again while it is written.
+
+The limits are the file system, its inodes, ``LEGROOM_DISK_LIMIT``, RAM and memory cgroups. Inside a memory cgroup the
+kernel does not refuse pages, it kills. So each allocation step is compared with what the cgroups still allow. A
+reservation is the text of the builder's lock file. It counts as long as that lock is held.
+
+The size of all entries is kept in ``work/used``, with the mtime of the store's directory, because reading the size of
+every file would make each build slower than the last. The mtime changes whenever an entry comes or goes. A sum that
+missed a change (a killed process, an entry removed by hand) does not match it, and the entries are counted again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from legroom.budget.remedy import enlarge_shm, raise_ram_limit
+from legroom.cache import locks
+from legroom.cache.manifest import is_key
+from legroom.cache.store import BUILDING, LOCK, Store, in_memory
+from legroom.errors import NoRoom
+from legroom.formats.decoding_memory import Allowed, DecodingMemory
+from legroom.probe.cgroup import cgroup
+from legroom.probe.environment import environment
+from legroom.probe.host import Host
+from legroom.probe.memory import memory
+from legroom.units import exact_size, format_size, parse_size
+from legroom.words import joined, say
+
+STEP = 32 << 20
+_MB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one build takes: bytes and files of the store, and memory for decoding, which the store does not hold."""
+
+    nbytes: int
+    files: int = 0
+    decoding: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One thing that limits a store, and how many bytes it still allows."""
+
+    free: int
+    what: str
+    memory: bool = False  # RAM or a cgroup, which a larger file system does not help
+    group: int | None = None  # the inode of that cgroup: evicting frees only what is charged to it
+    inodes: bool = False
+
+
+def bounds(store: Store, env: Mapping[str, str] | None = None) -> list[Bound]:
+    """Everything that limits the store now, before reservations."""
+    stats = os.statvfs(store.fd)
+    size, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
+    keep = min(256 * _MB, size // 16) if store.backing == "shm" else min(1024 * _MB, size // 20)
+    found = [Bound(free - keep, say("{root}: {free} free, {keep} kept free", **_sizes(store, free, keep)))]
+    if store.backing == "disk":
+        found.append(_limit(store, size, os.environ if env is None else env))
+    if in_memory(store):
+        found.extend(memory_bounds())
+    return found
+
+
+def bounds_now(store: Store) -> list[Bound]:
+    """What may have changed since the reservation: the file system itself, and memory. Cheap."""
+    stats = os.statvfs(store.fd)
+    free = stats.f_bavail * stats.f_frsize
+    found = [Bound(free, say("{root}: {free} free", root=store.root, free=format_size(free)))]
+    return found + (memory_bounds() if in_memory(store) else [])
+
+
+def memory_bounds(host: Host | None = None) -> list[Bound]:
+    """What the machine and each memory cgroup above this process still allow."""
+    now = memory(host or Host())
+    found = []
+    if now.available is not None and now.total is not None:
+        keep = min(1024 * _MB, now.total // 16)
+        text = say("RAM: {free} available, {keep} kept free", **_pair(now.available, keep))
+        found.append(Bound(now.available - keep, text, memory=True))
+    for level in now.levels:
+        if level.room is not None and level.limit is not None:
+            keep = max(16 * _MB, min(512 * _MB, level.limit // 16))
+            text = say("memory cgroup {path}: {free} left of {limit}, {keep} kept free",
+                       path=level.path, limit=format_size(level.limit), **_pair(level.room, keep))  # fmt: skip
+            found.append(Bound(level.room - keep, text, memory=True, group=_inode(level.path)))
+    return found
+
+
+def memory_cgroup_inodes() -> tuple[int, ...]:
+    """The inodes of the memory cgroups above this process, its own first: what it allocates is charged to these.
+
+    Inodes, because the same cgroup has another path in another cgroup namespace.
+    """
+    found = (_inode(path) for path in cgroup(Host(), "memory").chain)
+    return tuple(number for number in found if number is not None and number < 1 << 50)
+
+
+def _inode(path: str) -> int | None:
+    try:
+        return os.stat(path.removesuffix("/..")).st_ino
+    except OSError:
+        return None
+
+
+def decoding_memory() -> DecodingMemory:
+    """The memory that one load may decode in: what the machine and the cgroups allow, measured as it goes."""
+    return DecodingMemory(decoding_allowance)
+
+
+def decoding_allowance(promised: int = 0) -> Allowed:
+    """What decoding may take now, beside ``promised`` bytes that the load's own data will take of memory."""
+    found = memory_bounds()
+    if not found:
+        return Allowed(1 << 62, say("no limit could be read"))
+    bound = tightest(found)
+    why = bound.what
+    if promised:
+        why = joined([why, say("{bytes} promised to the data themselves", bytes=format_size(promised))])
+    return Allowed(bound.free - promised, why, (raise_ram_limit(environment(Host()), None)[0],))
+
+
+def tightest(found: list[Bound]) -> Bound:
+    """The bound that bites first."""
+    return min(found, key=lambda bound: bound.free)
+
+
+def shortfalls(store: Store, need: Need, promised: int) -> list[tuple[int, Bound]]:
+    """(missing bytes, bound) of everything that does not allow ``need`` beside what others have reserved."""
+    in_ram = in_memory(store)
+    found = bounds(store)
+    if need.files:
+        found += _inodes(store, need.files)
+    if need.decoding and not in_ram:
+        found += memory_bounds()
+    missing = []
+    for bound in found:
+        wanted = need.nbytes + promised if in_ram or not bound.memory else 0
+        wanted += need.decoding if bound.memory else 0
+        if wanted > bound.free:
+            missing.append((wanted - bound.free, bound))
+    return missing
+
+
+def check_fits(store: Store, need: Need | int, *, mine: str | None = None) -> None:
+    """Raise NoRoom where ``need`` would not fit beside what others have reserved."""
+    need = need if isinstance(need, Need) else Need(need)
+    promised = outstanding_reservations(store, mine)
+    missing = shortfalls(store, need, promised)
+    if missing:
+        raise no_room_error(store, need, *max(missing, key=lambda pair: pair[0]), promised)
+
+
+def no_room_error(store: Store, need: Need, missing: int, bound: Bound, promised: int = 0) -> NoRoom:
+    """The error, with the numbers."""
+    why = [bound.what]
+    if promised:
+        why.append(say("{bytes} promised to others who load now", bytes=format_size(promised)))
+    if need.decoding and bound.memory:
+        why.append(say("decoding needs {size} of memory at once", size=format_size(need.decoding)))
+    if bound.memory and not in_memory(store):
+        return NoRoom(
+            say(
+                "{missing} of memory missing to decode into {root}",
+                missing=format_size(missing),
+                root=store.root,
+            ),
+            why=joined(why),
+            fix=(
+                _larger(store, missing, bound),
+                say("write the file with smaller chunks, batches or pages"),
+                say("keys=[…] loads fewer arrays"),
+            ),
+        )
+    return NoRoom(
+        say("{missing} missing to hold {need} in {root}",
+            missing=format_size(missing), need=format_size(need.nbytes), root=store.root),
+        why=joined(why),
+        fix=(
+            "legroom cache gc --free " + exact_size(need.nbytes),
+            _larger(store, missing, bound),
+            say("keys=[…] loads fewer arrays"),
+        ),
+    )  # fmt: skip
+
+
+def _inodes(store: Store, files: int) -> list[Bound]:
+    """The bound that too few free inodes are; none where the file system does not count them, or has enough."""
+    stats = os.statvfs(store.fd)
+    if not stats.f_files or stats.f_favail >= files:
+        return []
+    text = say("{root}: {free} of {all} inodes free, {files} files to write",
+               root=store.root, free=stats.f_favail, all=stats.f_files, files=files)  # fmt: skip
+    return [Bound(0, text, inodes=True)]
+
+
+def _larger(store: Store, missing: int, bound: Bound) -> str:
+    """How to get more of what is short, in this place."""
+    if bound.inodes:
+        return say("mount {root} with more inodes: -o remount,nr_inodes=…", root=store.root.parent)
+    if bound.memory:
+        return raise_ram_limit(environment(Host()), None)[0]
+    if store.backing == "disk":
+        return say("LEGROOM_DIR on a larger disk, or a higher LEGROOM_DISK_LIMIT")
+    stats = os.statvfs(store.fd)
+    size = stats.f_blocks * stats.f_frsize + missing
+    return enlarge_shm(environment(Host()), 1 << (size - 1).bit_length())[0]
+
+
+def outstanding_reservations(store: Store, mine: str | None = None) -> int:
+    """Bytes that living builders have been promised and have not yet taken."""
+    total = 0
+    for name in os.listdir(store.work):
+        if not name.startswith(BUILDING) or not name.endswith(LOCK):
+            continue
+        if name != mine and locks.held(store.work, name):
+            taken = directory_bytes(store.work, name.removesuffix(LOCK))
+            total += max(0, read_reservation(store, name)[0] - taken)
+    return total
+
+
+def read_reservation(store: Store, name: str) -> tuple[int, int, int]:
+    """(reserved, done, total) as a builder wrote them; zeros where it has written nothing."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=store.work)
+        try:
+            numbers = [int(word) for word in os.read(fd, 200).split()]
+        finally:
+            os.close(fd)
+    except (OSError, ValueError):
+        return 0, 0, 0
+    return (numbers[0], numbers[1], numbers[2]) if len(numbers) == 3 else (0, 0, 0)
+
+
+def write_reservation(fd: int, reserved: int, done: int, total: int) -> None:
+    """Write the reservation and the progress where others read them, in one call."""
+    os.pwrite(fd, f"{reserved:>20} {done:>20} {total:>20}\n".encode(), 0)
+
+
+def disk_limit(size: int, env: Mapping[str, str]) -> int:
+    """How large a disk store may grow: LEGROOM_DISK_LIMIT, or half the file system."""
+    text = env.get("LEGROOM_DISK_LIMIT")
+    return parse_size(text) if text else size // 2
+
+
+def allocate_blocks(fd: int, offset: int, length: int) -> None:
+    """Take the blocks of a file's range for real, but for those that are there."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, offset, length)
+
+
+def _limit(store: Store, size: int, env: Mapping[str, str]) -> Bound:
+    limit = disk_limit(size, env)
+    taken = store_bytes(store)
+    text = say("{root} may hold {limit} (LEGROOM_DISK_LIMIT, else half the file system) and holds {taken}",
+               root=store.root, limit=format_size(limit), taken=format_size(taken))  # fmt: skip
+    return Bound(limit - taken, text)
+
+
+def _pair(free: int, keep: int) -> dict[str, str]:
+    return {"free": format_size(free), "keep": format_size(keep)}
+
+
+def _sizes(store: Store, free: int, keep: int) -> dict[str, object]:
+    return {"root": store.root, **_pair(free, keep)}
+
+
+_COUNT = "used"
+
+
+def directory_bytes(folder: int, name: str) -> int:
+    """The bytes that a directory in the open directory ``folder`` takes, by blocks."""
+    total = 0
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except OSError:
+        return 0
+    try:
+        with os.scandir(fd) as entries:
+            for entry in entries:
+                try:
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+                except OSError:
+                    continue
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
+    return total
+
+
+def store_bytes(store: Store) -> int:
+    """The bytes that entries, builders and removals in progress take; lock files and records are not counted.
+
+    Asked under the store's lock: two changes within a tick of the file system's clock have the same mtime.
+    """
+    changed = os.fstat(store.fd).st_mtime_ns
+    total = _read(store)
+    if total is None:
+        total = sum(directory_bytes(store.fd, name) for name in os.listdir(store.fd) if is_key(name))
+        _write(store, total, changed)
+    return total + sum(directory_bytes(store.work, name) for name in os.listdir(store.work))
+
+
+@contextmanager
+def keep_count(store: Store, name: str, *, comes: bool = False) -> Iterator[None]:
+    """Around the rename that removes the entry ``name``, or adds what is ``name`` in ``work/``, under the store's lock.
+
+    The count is not there while the rename is under way: a kill in between leaves none, and not a wrong one.
+    """
+    total = _read(store)
+    if total is None:  # no one asks for the sum here, or the next who does counts
+        yield
+        return
+    change = directory_bytes(store.work, name) if comes else -directory_bytes(store.fd, name)
+    forget_count(store)
+    yield
+    _write(store, total + change)
+
+
+def forget_count(store: Store) -> None:
+    """Forget the count: the next who asks counts the entries."""
+    with suppress(OSError):
+        os.unlink(_COUNT, dir_fd=store.work)
+
+
+def _read(store: Store) -> int | None:
+    """The count of all entries; None where there is none that holds for the store as it is now."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(_COUNT, flags, dir_fd=store.work)
+        try:
+            data = os.read(fd, 100)
+        finally:
+            os.close(fd)
+        changed, total = (int(word) for word in data.removesuffix(b"\n").split(b" "))
+    except (OSError, ValueError):
+        return None
+    return total if data.endswith(b"\n") and changed == os.fstat(store.fd).st_mtime_ns else None
+
+
+def _write(store: Store, total: int, changed: int | None = None) -> None:
+    """Keep the count; where that fails the next one counts again."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    with suppress(OSError):
+        changed = os.fstat(store.fd).st_mtime_ns if changed is None else changed
+        fd = os.open(_COUNT, flags, 0o600, dir_fd=store.work)
+        try:
+            os.write(fd, f"{changed} {total}\n".encode())
+        finally:
+            os.close(fd)

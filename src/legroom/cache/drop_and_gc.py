@@ -1,0 +1,236 @@
+"""``legroom cache drop`` and ``legroom cache gc``.
+
+An entry in use is refused: its exclusive lock cannot be taken. ``force`` removes the name, and processes that have
+mapped the entry keep their pages until they end.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+
+from legroom.cache import capacity, eviction, locks, source_records
+from legroom.cache.attach import entry_exists
+from legroom.cache.capacity import directory_bytes, forget_count
+from legroom.cache.eviction import FreesSpace, LeastRecent, least_recent_first, trash_unused
+from legroom.cache.list_and_verify import (
+    SourceMatcher,
+    entry_users,
+    manifest_of,
+    matching_keys,
+    not_loaded_error,
+    read_entry,
+)
+from legroom.cache.manifest import Manifest, is_key
+from legroom.cache.store import STORE_LOCK, Store, open_stores, step, store_lock
+from legroom.errors import EntryInUse
+from legroom.model import Entry, Reaped, Shortfall
+from legroom.words import listed, say
+
+Where = str | os.PathLike[str]
+
+
+def drop(what: Where | None = None, *, force: bool = False) -> Reaped:
+    """Remove the entries of a key or file, or all (None); EntryInUse where a named one is in use."""
+    removed: list[Entry] = []
+    kept: list[Entry] = []
+    freed = 0
+    with open_stores() as places:
+        matcher = SourceMatcher(places.found)
+        for store in places.distinct:
+            keys = (
+                [old.key for old in least_recent_first(store)]
+                if what is None
+                else matching_keys(store, what, matcher)
+            )
+            for key in keys:
+                entry, size = read_entry(store, key), directory_bytes(store.fd, key)
+                if entry is None:
+                    continue
+                if _remove(store, key, force=force):
+                    removed.append(entry)
+                    freed += size
+                elif what is None:
+                    kept.append(entry)
+                else:
+                    raise in_use_error(store, key)
+    if what is not None and not removed:
+        raise not_loaded_error(what, places.findings, wanted=False)
+    return Reaped(tuple(removed), freed, 0, tuple(kept))
+
+
+def gc(
+    *, free: int | None = None, older: float | None = None, stale: bool = False, dry_run: bool = False
+) -> Reaped:
+    """Clear what nobody needs: strays always; with ``stale`` entries whose file holds other bytes now; those not used
+    for ``older`` seconds; then the least recently used until every store has ``free`` bytes of room, or is named as
+    ``short`` of it."""
+    removed: list[Entry] = []
+    kept: list[Entry] = []
+    short: list[Shortfall] = []
+    freed = strays = 0
+    with open_stores() as places:
+        matcher = SourceMatcher(places.found)
+        for store in places.distinct:
+            strays += delete_strays(store, dry_run=dry_run)
+            wanted = _wanted(store, older, matcher if stale else None)
+            of_these = sum(_reap(store, old, removed, kept, dry_run) for old in wanted)
+            if free is not None:
+                gone = {old.key for old in wanted}
+                # What would go makes room that cannot be measured yet.
+                hoped = of_these if dry_run else 0
+                more, missing = _make_room(store, free, gone, removed, kept, dry_run, hoped)
+                of_these += more
+                short += [missing] if missing is not None else []
+            freed += of_these
+            if not dry_run:
+                delete_strays(store)  # what belonged to the entries that went: nobody's leftovers
+    return Reaped(tuple(removed), freed, strays, tuple(kept), dry_run, tuple(short))
+
+
+def delete_strays(store: Store, *, dry_run: bool = False) -> int:
+    """Half-built directories, trash, records and lock files of nothing; how many of them dead processes left.
+
+    Lock files and records outlive what they were for in the ordinary course of things: they go, and are not counted.
+    """
+    with store_lock(store):
+        scratch = [name for name in os.listdir(store.sources) if name.startswith(source_records.TEMPORARY)]
+        left = [eviction.leftovers(store), eviction.leftovers_outside_work(store)]
+        if not dry_run:
+            for some in left:
+                eviction.delete_leftovers(store, some)
+            _clear_records(store)
+            source_records.clear_samples(store)
+            forget_count(store)
+            _clear_locks(store)
+        return sum(map(len, left)) + len(scratch)
+
+
+def in_use_error(store: Store, key: str) -> EntryInUse:
+    """The error that names who uses an entry."""
+    people = (entry_users(store.root) or {}).get(key, ())
+    who = listed(say("{pid} ({command})", pid=user.pid, command=user.command) for user in people)
+    return EntryInUse(
+        say("{key} is in use", key=key),
+        why=say("by {who}", who=who)
+        if who
+        else say("its lock is held by a process that cannot be seen from here"),
+        fix=(
+            say("end those processes first"),
+            say("--force takes it away; they keep the pages they have mapped"),
+        ),
+    )
+
+
+def _remove(store: Store, key: str, *, force: bool = False) -> bool:
+    with store_lock(store):
+        moved = trash_unused(store, key, force=force)
+    if moved is None:
+        return False
+    eviction.delete_trash(store, moved)
+    step("removed")
+    return True
+
+
+def _reap(store: Store, old: LeastRecent, removed: list[Entry], kept: list[Entry], dry_run: bool) -> int:
+    entry = read_entry(store, old.key)
+    if entry is None:
+        return 0
+    if entry.in_use or not (dry_run or _remove(store, old.key)):
+        kept.append(entry)
+        return 0
+    removed.append(entry)
+    return old.nbytes
+
+
+def _wanted(store: Store, older: float | None, matcher: SourceMatcher | None) -> list[LeastRecent]:
+    """Entries that were not used for so long, and (with ``present``) those whose file holds other bytes now."""
+
+    def wanted(old: LeastRecent) -> bool:
+        if older is not None and time.time() - old.last_used > older:
+            return True
+        if matcher is None:
+            return False
+        manifest = manifest_of(store, old.key)
+        return isinstance(manifest, Manifest) and matcher.is_replaced(manifest)
+
+    return [old for old in least_recent_first(store) if wanted(old)]
+
+
+def _make_room(
+    store: Store,
+    free: int,
+    gone: set[str],
+    removed: list[Entry],
+    kept: list[Entry],
+    dry_run: bool,
+    hoped: int,
+) -> tuple[int, Shortfall | None]:
+    """Bytes that went, or would, and what is missing all the same."""
+    freed = 0
+
+    def missing() -> tuple[int, capacity.Bound]:
+        with store_lock(store):
+            bound = capacity.tightest(capacity.bounds(store))
+            have = bound.free - capacity.outstanding_reservations(store)
+        return free - have - (hoped + freed if dry_run else 0), bound
+
+    helps = FreesSpace(store)
+    still, bound = missing()
+    for old in least_recent_first(store):
+        if still <= 0:
+            break
+        if old.key not in gone and helps(old, bound):
+            freed += _reap(store, old, removed, kept, dry_run)
+            still, bound = missing()
+    if still <= 0:
+        return freed, None
+    return freed, Shortfall(os.fspath(store.root), still, bound.what)
+
+
+def _clear_records(store: Store) -> None:
+    digests = {name.partition("-")[0] for name in os.listdir(store.fd) if is_key(name)}
+    for name in os.listdir(store.sources):
+        if _is_folder(store.sources, name):
+            continue
+        try:
+            record = (
+                None
+                if name.startswith(source_records.TEMPORARY)
+                else source_records.read_record_named(store, name)
+            )
+        except OSError:
+            continue  # it may be one
+        if record is None or not digests & set(record.digests.values()):
+            os.unlink(name, dir_fd=store.sources)
+
+
+def _is_folder(folder: int, name: str) -> bool:
+    """A directory where files belong was made by somebody else: it is left alone."""
+    try:
+        return stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _clear_locks(store: Store) -> None:
+    """Lock files of no entry that nobody holds; whoever waits for one sees that its name has gone."""
+    for name in os.listdir(store.locks):
+        key = name.removesuffix(".lock")
+        if name == STORE_LOCK or (is_key(key) and entry_exists(store, key)) or _is_folder(store.locks, name):
+            continue
+        try:
+            lock = locks.acquire(store.locks, name, create=False)
+        except FileNotFoundError:
+            continue
+        except OSError as problem:
+            if problem.errno not in (errno.ELOOP, errno.ENXIO):  # a link or a socket: no lock of ours
+                raise
+            os.unlink(name, dir_fd=store.locks)
+            continue
+        if lock is None:
+            continue
+        with lock:
+            os.unlink(name, dir_fd=store.locks)

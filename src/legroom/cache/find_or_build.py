@@ -1,0 +1,345 @@
+"""Open a source: find its entry by stamp, digest and key, or have it built.
+
+``legroom.open`` itself is in loader/open.py: its Data also make batches.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from legroom.cache import identity, locks, source_records
+from legroom.cache.attach import Attached, attach, entry_record, lock_name
+from legroom.cache.cached_data import CachedData, Contents, ragged_of
+from legroom.cache.identity import Source, shard_names
+from legroom.cache.manifest import FORMAT, Damaged, Manifest, Options, OtherFormat, key_of
+from legroom.cache.mapped_files import Prefault
+from legroom.cache.store import (
+    Store,
+    StoreCandidate,
+    UnusableStore,
+    existing_stores,
+    log,
+    open_store,
+    store_error,
+    store_lock,
+)
+from legroom.errors import EntryUnreadable, LegroomError, NoRoom, UnreadableSource, UsageError
+from legroom.formats.protocol import Extent
+from legroom.formats.selection import Selection, column_names
+from legroom.formats.source_file import absolute
+from legroom.system.imports import lazy_import
+from legroom.units import format_size
+from legroom.words import joined, listed, say
+
+BACKINGS = ("auto", "shm", "disk", "inplace")
+Where = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+D = TypeVar("D", bound=CachedData)
+
+
+def open_as(
+    kind: type[D],
+    path: Where | Iterable[Where],
+    keys: str | Iterable[str] | None = None,
+    *,
+    backing: str = "auto",
+    hash: str = "md5",
+    wait: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+    evict: bool = True,
+) -> D:
+    """What ``legroom.open`` does (its words are there), giving a Data of that kind: layers above add to Data."""
+    _check(backing, hash)
+    request = OpenRequest(source_paths(path), Selection(keys).keys, backing, hash, evict)
+    again = (_reopen, (kind, request, None, None, None))
+    with _limits_in_words(request):
+        if cache_disabled(os.environ) or not locks.SUPPORTED:
+            return kind(_uncached().in_process(request.paths, request.keys, progress), request.keys, again)
+        if backing == "inplace":
+            return kind(_uncached().in_place(request.paths, request.keys), request.keys, again)
+        return _data(kind, _attached(request, wait, progress), request)
+
+
+@contextmanager
+def _limits_in_words(request: OpenRequest) -> Iterator[None]:
+    """Turn memory or a thread that this process cannot have into NoRoom, and a failed call into StoreError."""
+    try:
+        yield
+    except MemoryError as problem:
+        raise _no_memory(request, str(problem)) from problem
+    except OSError as problem:
+        if isinstance(problem, LegroomError):
+            raise
+        raise store_error(problem) from problem  # a temporary file, where the cache is switched off
+    except RuntimeError as problem:
+        if isinstance(problem, LegroomError) or "can't start new thread" not in str(problem):
+            raise
+        raise _no_memory(request, str(problem)) from problem
+
+
+def _no_memory(request: OpenRequest, said: str) -> NoRoom:
+    why = say("this process can have no more memory or threads")
+    limit = _address_space()
+    if limit is not None:
+        why = say(
+            "{why}; its address space is limited to {limit} (ulimit -v)", why=why, limit=format_size(limit)
+        )
+    return NoRoom(
+        say("not enough memory to load {path}", path=request.paths[0]),
+        why=joined([why, said]) if said else why,
+        fix=(
+            say("raise the limits of this process:\nulimit -v unlimited; ulimit -u"),
+            say("keys=[…] loads fewer arrays"),
+        ),
+    )
+
+
+def _address_space() -> int | None:
+    """The most bytes of addresses this process may have; None where there is no such limit."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def cache_disabled(env: Mapping[str, str]) -> bool:
+    """Whether ``LEGROOM_DISABLE`` switches the cache off."""
+    return env.get("LEGROOM_DISABLE", "").strip().lower() not in ("", "0", "no", "false", "off")
+
+
+def source_paths(path: Where | Iterable[Where]) -> tuple[Path, ...]:
+    """Absolute paths of what was named: a path, a pattern (its matches sorted), or several of either."""
+    found: list[Path] = []
+    for one in _named(path):
+        text = os.path.expanduser(os.fsdecode(one))
+        if "\0" in text:
+            raise UsageError(say("a path cannot hold a null character"), fix=(say("check the path"),))
+        if glob.has_magic(text) and not os.path.lexists(text):
+            matches = sorted(glob.glob(text, recursive=True))
+            if not matches:
+                raise UnreadableSource(
+                    say("nothing matches {pattern}", pattern=text),
+                    why=say("the working directory is {cwd}", cwd=os.getcwd()),
+                    fix=(say("check the pattern"),),
+                )
+            found.extend(map(absolute, matches))
+        else:
+            found.append(absolute(text))
+    if not found:
+        raise UsageError(say("no file was named"), fix=(say("give a path, a pattern or a list of paths"),))
+    return tuple(found)
+
+
+def _named(path: Any) -> list[Where]:
+    """Each path by itself; UsageError for what is none."""
+    if isinstance(path, (str, bytes, os.PathLike)):
+        return [path]
+    given = list(path) if isinstance(path, Iterable) else [path]
+    for one in given:
+        if not isinstance(one, (str, bytes, os.PathLike)):
+            raise UsageError(
+                say("{given!r} is no path", given=one),
+                why=say("a path is text, bytes or a pathlib.Path, not {kind}", kind=type(one).__name__),
+                fix=(say("give a path, a pattern or a list of paths"),),
+            )
+    return given
+
+
+def _check(backing: str, hash: str) -> None:
+    if backing not in BACKINGS:
+        raise UsageError(
+            say("there is no backing {backing!r}", backing=backing),
+            why=say("the backings are {all}", all=listed(BACKINGS)),
+            fix=("backing='auto'",),
+        )
+    if hash != "md5":
+        identity.new_hasher(hash)  # says what is wrong with the name, or what is not installed
+
+
+def _attached(request: OpenRequest, wait: bool, progress: Callable[[int, int], None] | None) -> Attached:
+    source = identity.stamp_source(request.paths)
+    try:
+        found = find_entry(request, source, time.time_ns())
+    except OSError as problem:
+        if isinstance(problem, LegroomError):
+            raise
+        raise store_error(problem) from problem
+    if found is not None:
+        return found
+    attached: Attached = lazy_import("legroom.cache.build").build(request, wait=wait, progress=progress)
+    return attached
+
+
+def _uncached() -> Any:
+    return lazy_import("legroom.cache.uncached")
+
+
+def _data(kind: type[D], attached: Attached, request: OpenRequest) -> D:
+    manifest = attached.manifest
+    memory = attached.backing == "shm"
+    contents = Contents(
+        entry=entry_record(
+            manifest, attached.backing, store=os.fspath(attached.root), in_use=True, last_used=time.time()
+        ),
+        arrays=attached.arrays,
+        tables=attached.tables,
+        ragged=ragged_of(manifest.arrays),
+        extent=partial(_extent, manifest, attached.root),
+        prefault=Prefault(attached.maps, in_memory=memory) if attached.maps else None,
+        keep=attached.lease,
+        findings=attached.findings,
+    )
+    root = os.fspath(attached.root)
+    again = (_reopen, (kind, request, root, attached.backing, manifest.key))
+    return kind(contents, request.keys, again)
+
+
+def _extent(manifest: Manifest, root: Path, name: str) -> Extent | None:
+    for array in manifest.arrays:
+        if array.name == name:
+            return Extent(root / manifest.key / array.file, len(array.header), array.nbytes)
+    return None
+
+
+def _reopen(kind: type[D], request: OpenRequest, root: str | None, backing: Any, key: str | None) -> D:
+    """In another process: the same entry by name, else the same source."""
+    if root is not None and key is not None and not cache_disabled(os.environ) and locks.SUPPORTED:
+        candidate = StoreCandidate(Path(root).parent, backing, named=True)
+        try:
+            if os.fspath(candidate.root) == root:
+                with open_store(candidate, make=False) as store:
+                    found = attach(store, key)
+                if found is not None:
+                    return _data(kind, found, request)
+        except (OSError, UnusableStore, Damaged, OtherFormat, EntryUnreadable):
+            pass  # whatever is wrong with it, opening the source says so or builds it anew
+    return open_as(
+        kind, request.paths, request.keys, backing=request.backing, hash=request.hash, evict=request.evict
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """What somebody asked to open."""
+
+    paths: tuple[Path, ...]
+    keys: tuple[str, ...] | None = None
+    backing: str = "auto"
+    hash: str = "md5"
+    evict: bool = True
+
+    def wants(self, store: Store) -> bool:
+        return self.backing in ("auto", store.backing)
+
+
+def find_entry(request: OpenRequest, source: Source, asked_ns: int) -> Attached | None:
+    """Attach the source's entry by its record; None where it has none that can be used."""
+    for store in existing_stores():
+        if not request.wants(store):
+            continue
+        record = source_records.read_record(store, source)
+        if record is None or not record.is_trusted(asked_ns):
+            continue
+        for algorithm in sorted(record.digests, key=lambda name: name != request.hash):
+            found = find_by_digest(request, source, store, record.digests[algorithm], algorithm)
+            if found is not None:
+                return found
+    return None
+
+
+def find_by_digest(
+    request: OpenRequest, source: Source, store: Store, digest: str, algorithm: str
+) -> Attached | None:
+    """Attach the entry of that digest in that store; what is damaged is put into the trash."""
+    for options in usable_options(request, source):
+        key = key_of(digest, algorithm, options)
+        while True:
+            try:
+                found = attach(store, key)
+            except Damaged as problem:
+                log.warning(
+                    "%s",
+                    say(
+                        "{root}/{key} cannot be used and is built anew: {why}",
+                        root=store.root,
+                        key=key,
+                        why=problem,
+                    ),
+                )
+                if discard_unusable(store, key):
+                    continue
+                break
+            except OtherFormat as other:
+                if other.version < FORMAT and discard_unusable(store, key):
+                    continue
+                break  # a newer one is left alone: the next variant stands beside it
+            if found is None:
+                break
+            _check_keys(request, found.manifest)
+            return found
+    return None
+
+
+def usable_options(request: OpenRequest, source: Source) -> Iterator[Options]:
+    """The options of every entry that would serve, the whole source first."""
+    order = row_order(source)
+    for version in (None, FORMAT):
+        yield Options(None, order, version)
+        if request.keys is not None:
+            yield replace(entry_options(request, source), version=version)
+
+
+def entry_options(request: OpenRequest, source: Source) -> Options:
+    """The options of the entry that this request would build."""
+    keys = None if request.keys is None else tuple(sorted(set(request.keys)))
+    return Options(keys, row_order(source))
+
+
+def row_order(source: Source) -> tuple[int, ...] | None:
+    """Where the named files' rows stand, when they are not in the order of their names; None when they are."""
+    names = shard_names(source.paths)
+    order = tuple(sorted(range(len(names)), key=lambda index: names[index]))
+    return None if order == tuple(range(len(names))) else order
+
+
+def discard_unusable(store: Store, key: str) -> bool:
+    """Move an entry that cannot be used into the trash; False where it is in fact usable now.
+
+    Those who have it mapped keep their pages: it is only the name that goes.
+    """
+    eviction = lazy_import("legroom.cache.eviction")
+    with store_lock(store):
+        try:
+            found = attach(store, key)
+        except (Damaged, OtherFormat) as problem:
+            if isinstance(problem, OtherFormat) and problem.version >= FORMAT:
+                return False
+            moved = eviction.move_entry_to_trash(store, key)
+            try:
+                os.unlink(lock_name(key), dir_fd=store.locks)
+            except FileNotFoundError:
+                pass
+        else:
+            if found is not None and found.lease is not None:
+                found.lease.release()
+            return True
+    if moved is not None:
+        eviction.delete_trash(store, moved)
+    return True
+
+
+def _check_keys(request: OpenRequest, manifest: Manifest) -> None:
+    arrays = list(dict.fromkeys(array.ragged or array.name for array in manifest.arrays))
+    tables = {table.part_of or table.name: list(table.columns) for table in manifest.tables}
+    answering = [name for table, columns in tables.items() for name in column_names(table, columns)]
+    every = [column for columns in tables.values() for column in columns]
+    Selection(request.keys).check([*arrays, *answering], [*arrays, *every], request.paths[0])

@@ -1,0 +1,444 @@
+"""``legroom cache list``, ``info`` and ``verify``: read-only views of the cache.
+
+A file that was touched, moved or copied has the entry that its bytes have. A trusted record gives the digest.
+Otherwise size and a sample of a few pages select candidate entries, and only for those the file is hashed, once for
+each hash algorithm.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from legroom.cache import capacity, checksummed_io, identity, source_records
+from legroom.cache.attach import (
+    entry_errors,
+    entry_record,
+    lease,
+    lock_name,
+    open_checked,
+    open_entry,
+    read_manifest,
+    unusable_entry_record,
+)
+from legroom.cache.capacity import directory_bytes
+from legroom.cache.eviction import last_used, least_recent_first
+from legroom.cache.find_or_build import source_paths
+from legroom.cache.identity import Source
+from legroom.cache.manifest import Array, Damaged, Manifest, OtherFormat, Table, is_key
+from legroom.cache.store import Store, is_locked, is_resource_shortage, open_stores, store_lock
+from legroom.errors import (
+    DamagedSource,
+    LegroomError,
+    MissingKey,
+    NotLoaded,
+    SourceError,
+    UnknownFormat,
+    UnreadableSource,
+    UnsupportedData,
+    UsageError,
+)
+from legroom.formats.detect import open_source
+from legroom.model import Entry, EntryUser, Finding, StoreRoom, Verification
+from legroom.probe.host import Host
+from legroom.probe.process import process_at
+from legroom.words import joined, listed, say
+
+Where = str | os.PathLike[str]
+_SHORTEST = 6  # digits of a key that may stand for it
+
+
+def entries(what: Where | None = None, *, with_users: bool = False) -> tuple[Entry, ...]:
+    """Every entry of every store, newest use last; or those of one key or file (none, where it is not loaded)."""
+    return listing(what, with_users=with_users)[0]
+
+
+def listing(
+    what: Where | None = None, *, with_users: bool = False
+) -> tuple[tuple[Entry, ...], tuple[StoreRoom, ...], tuple[Finding, ...]]:
+    """The entries, the stores that are there with their room, and which stores could not be looked into."""
+    found: list[Entry] = []
+    with open_stores() as places:
+        matcher = SourceMatcher(places.found)
+        for store in places.distinct:
+            keys = (
+                [old.key for old in least_recent_first(store)]
+                if what is None
+                else matching_keys(store, what, matcher)
+            )
+            people = entry_users(store.root) if with_users and keys else None
+            for key in keys:
+                entry = read_entry(store, key, people.get(key, ()) if people is not None else None)
+                if entry is not None:
+                    found.append(entry)
+        return tuple(found), tuple(map(_room, places.distinct)), places.findings
+
+
+def info(what: Where, *, with_users: bool = True) -> Entry:
+    """The entry of a key (or its first digits) or of a file; NotLoaded where there is none."""
+    found, _, findings = listing(what, with_users=with_users)
+    if not found:
+        raise not_loaded_error(what, findings)
+    return found[0]
+
+
+def store_rooms() -> tuple[tuple[StoreRoom, ...], tuple[Finding, ...]]:
+    """The stores that are there with their room, and which candidates were passed over."""
+    with open_stores() as places:
+        return tuple(map(_room, places.distinct)), places.findings
+
+
+def _room(store: Store) -> StoreRoom:
+    stats = os.statvfs(store.fd)
+    with store_lock(store):
+        bound = capacity.tightest(capacity.bounds(store))
+        free = max(0, bound.free - capacity.outstanding_reservations(store))
+    size = stats.f_blocks * stats.f_frsize
+    used = sum(old.nbytes for old in least_recent_first(store))  # not what locks and records take
+    return StoreRoom(os.fspath(store.root), store.backing, size, used, free, bound.what)
+
+
+def not_loaded_error(what: Where, findings: Sequence[Finding] = (), *, wanted: bool = True) -> NotLoaded:
+    """The error for something the cache does not hold; not ``wanted`` there by whoever would remove it.
+
+    A store that could not be looked into may hold it: its finding is part of the error.
+    """
+    there = os.path.lexists(os.path.expanduser(os.fspath(what)))
+    nowhere = (
+        say("no store holds an entry of that file as it is now")
+        if there
+        else say("no store holds an entry of that key, and there is no such file")
+    )
+    return NotLoaded(
+        say("{what} is not loaded", what=os.fspath(what)),
+        why=joined([nowhere, *(one.why for one in findings if one.severity != "info")]),
+        fix=(
+            *((say("legroom cache load {what}", what=os.fspath(what)),) if there and wanted else ()),
+            say("see what there is:\nlegroom cache list"),
+        ),
+    )
+
+
+def matching_keys(store: Store, what: Where, matcher: SourceMatcher) -> list[str]:
+    """The keys of a store that a key, its first digits, or a file stand for."""
+    text = os.fspath(what)
+    if not os.path.lexists(text) and len(text) >= _SHORTEST and not set(text) - set("0123456789abcdef-blkex"):
+        found = [old.key for old in least_recent_first(store) if old.key.startswith(text)]
+        if len(found) > 1 and text not in found and len({key.partition("-")[0] for key in found}) > 1:
+            raise UsageError(
+                say("{text} stands for several entries", text=text),
+                why=listed(found),
+                fix=(say("give more digits"),),
+            )
+        return [text] if text in found else found
+    paths = source_paths(what)
+    if len(paths) == 1 and not os.path.lexists(paths[0]):
+        # The file may have been removed, and what was built from it not.
+        return keys_built_from(store, paths)
+    return keys_of_content(store, paths, matcher)
+
+
+def keys_built_from(store: Store, paths: Sequence[Path]) -> list[str]:
+    """The keys of a store that were built from a file of that name, whatever it holds now."""
+    names = {os.fspath(path) for path in paths}
+    manifests = ((old.key, manifest_of(store, old.key)) for old in least_recent_first(store))
+    return [key for key, found in manifests if isinstance(found, Manifest) and names & set(found.paths)]
+
+
+def keys_of_content(store: Store, paths: Sequence[Path], matcher: SourceMatcher) -> list[str]:
+    """The keys of a store that have the content of these files as they are now."""
+    manifests = ((old.key, manifest_of(store, old.key)) for old in least_recent_first(store))
+    return [key for key, found in manifests if isinstance(found, Manifest) and matcher.matches(paths, found)]
+
+
+def manifest_of(store: Store, key: str) -> Manifest | Damaged | OtherFormat | OSError | None:
+    """The manifest of an entry; why it cannot be used (or read: an OSError); None where it is gone."""
+    if not is_key(key):
+        return None
+    try:
+        folder = open_entry(store, key)
+    except FileNotFoundError:
+        return None
+    except (Damaged, OSError) as problem:
+        return _unless_short(problem)
+    try:
+        return read_manifest(folder, key)
+    except (Damaged, OtherFormat, OSError) as problem:
+        return _unless_short(problem)
+    finally:
+        os.close(folder)
+
+
+_T = TypeVar("_T", bound=Exception)
+
+
+def _unless_short(problem: _T) -> _T:
+    """The problem of one entry; raised where it is this process that is short of something."""
+    if isinstance(problem, OSError) and is_resource_shortage(problem):
+        raise problem
+    return problem
+
+
+def read_entry(store: Store, key: str, people: tuple[EntryUser, ...] | None = None) -> Entry | None:
+    """One entry as it is now; None where it has gone meanwhile."""
+    manifest = manifest_of(store, key)
+    if manifest is None:
+        return None
+    root = os.fspath(store.root)
+    if isinstance(manifest, OSError):
+        why = manifest.strerror or str(manifest)
+        return unusable_entry_record(key, store.backing, root, directory_bytes(store.fd, key), unreadable=why)
+    if not isinstance(manifest, Manifest):
+        return unusable_entry_record(
+            key, store.backing, root, directory_bytes(store.fd, key), damaged=str(manifest)
+        )
+    return entry_record(
+        manifest,
+        store.backing,
+        store=root,
+        in_use=is_locked(store, lock_name(key)),
+        users=people,
+        last_used=last_used(store, key),
+    )
+
+
+def verify(what: Where | None = None, *, source: bool = True) -> tuple[Verification, ...]:
+    """Check the entries of a key or file, or all; ``source=False`` leaves the sources unread.
+
+    For a file that has no entry as it is now, those of what it was before: they say that it changed.
+    """
+    found = []
+    with open_stores() as places:
+        matcher = SourceMatcher(places.found)
+        keys = {store: _keys(store, what, matcher) for store in places.found}
+        if what is not None and os.path.lexists(what) and not any(keys.values()):
+            keys = {store: keys_built_from(store, source_paths(what)) for store in places.found}
+        for store in places.found:
+            for key in keys[store]:
+                result = _verify(store, key, matcher if source else None)
+                if result is not None:
+                    found.append(result)
+    if what is not None and not found:
+        raise not_loaded_error(what, places.findings)
+    return tuple(found)
+
+
+def _keys(store: Store, what: Where | None, matcher: SourceMatcher) -> list[str]:
+    return (
+        [old.key for old in least_recent_first(store)]
+        if what is None
+        else matching_keys(store, what, matcher)
+    )
+
+
+def _verify(store: Store, key: str, matcher: SourceMatcher | None) -> Verification | None:
+    lock = lease(store, key, create=True)  # it must not be dropped while it is read
+    assert lock is not None
+    with lock, entry_errors(store, key):
+        entry = read_entry(store, key)
+        if entry is None:
+            return None
+        if entry.damaged is not None:
+            return Verification(entry, (entry.damaged,), "not-checked", say("its manifest cannot be read"))
+        try:
+            folder = open_entry(store, key)
+        except FileNotFoundError:
+            return None
+        except Damaged as problem:
+            return Verification(entry, (str(problem),), "not-checked", say("it cannot be read"))
+        try:
+            manifest = read_manifest(folder, key)
+            damaged = tuple(item.name for item in manifest.items if not _whole(folder, item))
+        except (Damaged, OtherFormat) as problem:
+            return Verification(entry, (str(problem),), "not-checked", say("its manifest cannot be read"))
+        finally:
+            os.close(folder)
+    if matcher is None:
+        return Verification(entry, damaged, "not-checked", say("it was not asked for"))
+    state, why = _source(matcher, manifest)
+    return Verification(entry, damaged, state, why)
+
+
+def _whole(folder: int, item: Array | Table) -> bool:
+    try:
+        fd = open_checked(folder, item)
+    except Damaged:
+        return False
+    try:
+        start = len(item.header) if isinstance(item, Array) else 0
+        return checksummed_io.hex_digits(checksummed_io.file_crc32(fd, start)) == item.crc32
+    finally:
+        os.close(fd)
+
+
+def _gone(path: str) -> bool:
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False  # it is not known
+    return False
+
+
+def _source(
+    matcher: SourceMatcher, manifest: Manifest
+) -> tuple[Literal["same", "changed", "missing", "not-checked"], str]:
+    try:
+        source = current_source([Path(path) for path in manifest.paths], manifest)
+        now = matcher.digest(source, manifest.hash)
+    except SourceError as problem:
+        if any(_gone(path) for path in manifest.paths):
+            return "missing", problem.why
+        # What cannot be read may be the same or not.
+        return ("not-checked" if isinstance(problem, UnreadableSource) else "changed"), problem.why
+    if now == manifest.digest:
+        return "same", ""
+    return "changed", say("its {hash} is {now} now", hash=manifest.hash, now=now)
+
+
+Paths = tuple[Path, ...]
+_OTHER_FILE = (DamagedSource, UnknownFormat, UnsupportedData, MissingKey)  # what was loaded had none of these
+
+
+class SourceMatcher:
+    """The files of one command, each looked at and hashed at most once."""
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        self._stores = stores
+        self._asked_ns = time.time_ns()
+        self._looked: dict[Paths, Source] = {}
+        self._sources: dict[tuple[Paths, tuple[str, ...] | None, bool], Source] = {}
+        self._samples: dict[Source, str] = {}
+        self._digests: dict[tuple[Source, str], str] = {}
+        self._known: dict[str, list[Paths]] | None = None
+
+    def matches(self, paths: Sequence[Path], manifest: Manifest) -> bool:
+        """Whether these paths hold the bytes that the entry was built from."""
+        named = tuple(paths)
+        if named not in self._looked:
+            self._looked[named] = identity.stamp_source(named)
+        for store in self._stores:
+            record = source_records.read_record(store, self._looked[named])
+            if record is not None and record.is_trusted(self._asked_ns):
+                if record.digests.get(manifest.hash) == manifest.digest:
+                    return True
+                # Other keys may have other files behind them, and with these another digest.
+                if manifest.hash in record.digests and manifest.kind != "hdf5":
+                    return False
+        try:
+            source = self._source(named, manifest)
+        except _OTHER_FILE:
+            return False
+        if source.size != manifest.source_bytes:
+            return False
+        if source not in self._samples:
+            self._samples[source] = identity.sample_source(source)
+        if self._samples[source] != manifest.sample:
+            return False
+        return self.digest(source, manifest.hash) == manifest.digest
+
+    def digest(self, source: Source, algorithm: str) -> str:
+        """The digest of a source as it is now."""
+        if (source, algorithm) not in self._digests:
+            identity.flush_source(source)
+            self._digests[source, algorithm] = identity.digest_source(source, algorithm)
+            if not identity.is_unchanged(source):
+                raise identity.source_changed_error(source.paths[0])
+        return self._digests[source, algorithm]
+
+    def is_replaced(self, manifest: Manifest) -> bool:
+        """Whether files that the entry is known to be of hold other bytes now, and none holds its own still.
+
+        The same bytes may have been opened under other names since. What cannot be read is not known to be another.
+        """
+        answers: set[bool | None] = set()
+        for paths in dict.fromkeys((tuple(map(Path, manifest.paths)), *self._opened(manifest.digest))):
+            if all(os.path.lexists(path) for path in paths):
+                try:
+                    answers.add(self.matches(paths, manifest))
+                except LegroomError:
+                    answers.add(None)
+        return answers == {False}
+
+    def _opened(self, digest: str) -> list[Paths]:
+        """The paths that were opened and had this digest then."""
+        if self._known is None:
+            self._known = {}
+            for store in self._stores:
+                for record in source_records.all_records(store):
+                    for one in record.digests.values():
+                        self._known.setdefault(one, []).append(tuple(map(Path, record.paths)))
+        return self._known.get(digest, [])
+
+    def _source(self, paths: Paths, manifest: Manifest) -> Source:
+        """The source with every file behind it that the entry's keys need."""
+        with_others = manifest.kind == "hdf5"
+        key = paths, manifest.options.keys if with_others else None, with_others
+        if key not in self._sources:
+            self._sources[key] = current_source(paths, manifest)
+        return self._sources[key]
+
+
+def current_source(paths: Sequence[Path], manifest: Manifest) -> Source:
+    """What these paths stand for now, as the entry's load would take them."""
+    source = identity.stamp_source(paths)
+    if manifest.kind != "hdf5":
+        return source
+    with ExitStack() as stack:
+        readers = [stack.enter_context(open_source(path, manifest.options.keys)) for path in paths]
+        source = identity.with_referenced_files(source, [reader.describe() for reader in readers])
+        identity.require_stamped(source, readers)
+    return source
+
+
+_AREA = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+ \S+ [0-9]+ +(/.*)$")
+
+
+def entry_users(root: Path, host: Host | None = None) -> dict[str, tuple[EntryUser, ...]] | None:
+    """By key, the processes that map an entry of the store at ``root``; None where /proc is not there."""
+    host = host or Host()
+    pids = sorted(int(name) for name in host.names("/proc") if name.isascii() and name.isdecimal())
+    if not pids:
+        return None
+    found: dict[str, list[EntryUser]] = {}
+    for pid in pids:
+        text = host.text(f"/proc/{pid}/maps")
+        if text is None or f" {root}/" not in text:
+            continue
+        process = process_at(host, pid)
+        if process is None:
+            continue
+        keys = {key for line in text.split("\n") if (key := _key(line, root)) is not None}
+        private = private_bytes(host.text(f"/proc/{pid}/smaps"), root)
+        for key in keys:
+            own = None if private is None else private.get(key, 0)
+            found.setdefault(key, []).append(EntryUser(pid, process.command, own))
+    return {key: tuple(everybody) for key, everybody in found.items()}
+
+
+def private_bytes(smaps: str | None, root: Path) -> dict[str, int] | None:
+    """By key, the bytes of copy-on-write pages in the text of a smaps file; None where it cannot be read."""
+    if not smaps:
+        return None
+    sums: dict[str, int] = {}
+    key: str | None = None
+    for line in smaps.split("\n"):
+        if _AREA.match(line) or re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            key = _key(line, root)
+        elif key is not None and line.startswith("Anonymous:"):
+            sums[key] = sums.get(key, 0) + int(line.split()[1]) * 1024
+    return sums
+
+
+def _key(line: str, root: Path) -> str | None:
+    match = _AREA.match(line)
+    if match is None or not match[1].startswith(f"{root}/"):
+        return None
+    key = match[1].removeprefix(f"{root}/").partition("/")[0]
+    return key if is_key(key) else None

@@ -1,0 +1,233 @@
+"""A builder's private directory in a store: its lock, its reservation, its files.
+
+The lock file ``building-<id>.lock`` is created before the directory ``building-<id>`` and removed after it, both in
+``work/`` and under the store's lock. So a directory whose lock no process holds belongs to a dead builder.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+
+from legroom.cache import capacity, eviction, locks
+from legroom.cache.capacity import directory_bytes, keep_count
+from legroom.cache.checksummed_io import write_all
+from legroom.cache.eviction import evict_until_fits
+from legroom.cache.locks import Lock
+from legroom.cache.page_placement import HugePages
+from legroom.cache.store import BUILDING, LOCK, WORK, Store, in_memory, step, store_lock
+from legroom.errors import NoRoom
+from legroom.formats.decoding_memory import Allowed
+
+_CREDIT = 16 << 20
+FULL = (errno.ENOSPC, errno.EDQUOT)  # no room, or no inode
+
+
+class StagingDirectory:
+    """One build under way."""
+
+    def __init__(self, store: Store, need: capacity.Need | int, *, evict: bool) -> None:
+        """Reserve ``need`` in the store; NoRoom where it does not fit."""
+        self.store, self.need = store, need if isinstance(need, capacity.Need) else capacity.Need(need)
+        self.ident = secrets.token_hex(8)
+        self.name = BUILDING + self.ident
+        self.folder = store.root / WORK / self.name
+        self._counting = threading.Lock()  # threads that write ask too
+        self._credit = 0  # bytes that may be taken before memory is looked at again
+        self._large = HugePages()
+        self.lock_file = self.name + LOCK
+        self.fd = -1
+        step("work")
+        try:
+            self._begin(evict)
+        except OSError as problem:
+            self.raise_if_full(problem)
+            raise
+
+    def _begin(self, evict: bool) -> None:
+        store = self.store
+        with store_lock(store):
+            eviction.delete_leftovers(store, eviction.leftovers(store))
+            lock = locks.acquire(store.work, self.lock_file)
+            assert lock is not None  # nobody else knows the name
+            self._lock: Lock = lock
+            try:
+                step("reserve")
+                self._reserve(evict)
+                os.mkdir(self.name, 0o700, dir_fd=store.work)
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+                self.fd = os.open(self.name, flags, dir_fd=store.work)
+            except BaseException:
+                try:
+                    self._clear()
+                except OSError:
+                    pass  # as in close
+                finally:
+                    self._release()
+                raise
+
+    def _reserve(self, evict: bool) -> None:
+        try:
+            capacity.check_fits(self.store, self.need, mine=self.lock_file)
+        except NoRoom:
+            if not evict or not evict_until_fits(self.store, self.need, mine=self.lock_file):
+                raise
+            capacity.check_fits(self.store, self.need, mine=self.lock_file)
+        capacity.write_reservation(self._lock.fd, self.need.nbytes, 0, 0)
+
+    def report_progress(self, done: int, total: int) -> None:
+        """Tell those who wait how far it is."""
+        capacity.write_reservation(self._lock.fd, self.need.nbytes, done, total)
+
+    def create(self, name: str) -> int:
+        """A new file in the private directory; the descriptor is the caller's."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, 0o600, dir_fd=self.fd)
+
+    def allocate(
+        self, fd: int, header: bytes, size: int, *, later: bool = False
+    ) -> Iterator[tuple[int, bool]]:
+        """Take the blocks of a file in steps and write its header: up to which byte, and whether they are there.
+
+        With ``later``, for files in memory that are written and not mapped, small pages are left to the writing: a
+        write takes them or is refused, and taking them beforehand would only clear them once more. Whoever writes
+        asks ``again`` then.
+        """
+        try:
+            os.ftruncate(fd, size)
+            for offset in range(0, size, capacity.STEP):
+                length = min(capacity.STEP, size - offset)
+                self.check_capacity(length)
+                there = in_memory(self.store) and self._large.take(fd, offset, length)
+                if not later:
+                    capacity.allocate_blocks(fd, offset, length)
+                if offset == 0:
+                    os.pwrite(fd, header, 0)
+                yield offset + length, there or not later
+        except OSError as problem:
+            self.raise_if_full(problem)
+            raise
+
+    def check_capacity(self, count: int) -> None:
+        """Look once more before ``count`` bytes are taken; raises NoRoom where they have become too many."""
+        with self._counting:
+            if count <= self._credit:
+                self._credit -= count
+                return
+            bound = capacity.tightest(capacity.bounds_now(self.store))
+            if count > bound.free:
+                raise capacity.no_room_error(self.store, self.need, count - bound.free, bound)
+            # Thousands of small arrays need not each ask the cgroup: one look is good for some megabytes.
+            self._credit = min(_CREDIT, (bound.free - count) // 8)
+
+    def decoding_allowance(self) -> Allowed:
+        """What decoding may take of memory now, beside what is still to be written to a store in memory."""
+        taken = directory_bytes(self.store.work, self.name)
+        return capacity.decoding_allowance(max(0, self.need.nbytes - taken) if in_memory(self.store) else 0)
+
+    def write(self, name: str, data: bytes) -> None:
+        """A small file, whole; one of that name is replaced."""
+        try:
+            os.unlink(name, dir_fd=self.fd)
+        except FileNotFoundError:
+            pass
+        fd = self.create(name)
+        try:
+            for _ in self.allocate(fd, data, len(data)):
+                pass
+        finally:
+            os.close(fd)
+
+    def write_sealed(self, name: str, data: memoryview) -> os.stat_result:
+        """A small file, whole, read-only and, on a disk, durable; what it looks like from now on."""
+        fd = self.create(name)
+        try:
+            write_all(fd, data, 0)
+            return self._seal(fd)
+        finally:
+            os.close(fd)
+
+    def _seal(self, fd: int) -> os.stat_result:
+        os.fchmod(fd, 0o400)
+        if self.store.backing == "disk":
+            os.fsync(fd)
+        return os.fstat(fd)
+
+    def seal(self, name: str) -> os.stat_result:
+        """Make a file read-only and, on a disk, durable; what it looks like from now on."""
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
+        try:
+            return self._seal(fd)
+        except OSError as problem:
+            self.raise_if_full(problem)
+            raise
+        finally:
+            os.close(fd)
+
+    def raise_if_full(self, problem: BaseException) -> None:
+        """Raise NoRoom where a write failed for lack of room; else do nothing."""
+        if isinstance(problem, OSError) and problem.errno in FULL:
+            # Whoever took the room may have given it back by now: then one byte is said to be missing.
+            missing = capacity.shortfalls(self.store, self.need, 0) or [
+                (1, capacity.tightest(capacity.bounds(self.store)))
+            ]
+            raise capacity.no_room_error(
+                self.store, self.need, *max(missing, key=lambda pair: pair[0])
+            ) from problem
+
+    def publish(self, key: str) -> bool:
+        """Give the directory its visible name, in one step; False where an entry of that name is there."""
+        if self.store.backing == "disk":
+            os.fsync(self.fd)
+        step("publish")
+        try:
+            with store_lock(self.store), keep_count(self.store, self.name, comes=True):
+                os.rename(self.name, key, src_dir_fd=self.store.work, dst_dir_fd=self.store.fd)
+        except OSError as problem:
+            if problem.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                return False
+            self.raise_if_full(problem)
+            raise
+        if self.store.backing == "disk":
+            os.fsync(self.store.fd)
+        return True
+
+    def close(self) -> None:
+        """Remove whatever has not been published, and the lock; a second time does nothing."""
+        if (
+            self._lock.fd < 0 or self._lock.pid != os.getpid()
+        ):  # a forked child's way out is not the builder's
+            return
+        try:
+            with store_lock(self.store):
+                self._clear()
+        except OSError:
+            pass  # what is left has no lock that is held: the next sweep clears it
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Close what is open; what it stood for is then a dead builder's."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        self._lock.release()
+
+    def _clear(self) -> None:
+        moved = eviction.move_to_trash(self.store, self.name, self.store.work)
+        try:
+            os.unlink(self.lock_file, dir_fd=self.store.work)
+        except FileNotFoundError:
+            pass
+        self._release()
+        if moved is not None:
+            eviction.delete_trash(self.store, moved)
+
+    def __enter__(self) -> StagingDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

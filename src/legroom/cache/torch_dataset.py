@@ -1,0 +1,116 @@
+"""A torch Dataset over the opened data.
+
+Its pickle contains only names: a worker started by spawn attaches the entry again. Forked workers inherit the
+mappings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from legroom.cache.cached_data import CachedData, Ragged
+from legroom.errors import UnsupportedData, UsageError
+from legroom.system.imports import require
+from legroom.words import listed, say
+
+if TYPE_CHECKING:
+    import torch
+
+
+def shared_dataset(
+    data: CachedData, names: Sequence[str], transform: Callable[..., Any] | None = None
+) -> SharedDataset:
+    """The rows of these arrays, as an object that torch knows for a Dataset."""
+    return _torch_class()(data, names, transform)
+
+
+@cache
+def _torch_class() -> type[SharedDataset]:
+    """SharedDataset and torch's Dataset in one class, made when torch is needed and not before."""
+    Dataset = require("torch.utils.data", "torch", "data.dataset()").Dataset  # noqa: N806
+    return type("SharedDataset", (SharedDataset, Dataset), {"__module__": __name__})
+
+
+class SharedDataset:
+    """Rows of some arrays of a Data; one array gives its row, several give tuples of rows."""
+
+    def __init__(
+        self, data: CachedData, names: Sequence[str], transform: Callable[..., Any] | None = None
+    ) -> None:
+        self.data, self.names, self.transform = data, tuple(names), transform
+        self._columns = [_column(data, name) for name in self.names]
+        lengths = {name: len(column) for name, column in zip(self.names, self._columns, strict=True)}
+        if len(set(lengths.values())) != 1:
+            raise UsageError(
+                say("these arrays have no common number of rows"),
+                why=listed(say("{name} has {rows}", name=name, rows=rows) for name, rows in lengths.items())
+                or say("there is no array with rows"),
+                fix=(say("name arrays of one length: data.dataset('images', 'labels')"),),
+            )
+        self._length = next(iter(lengths.values()))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        row = index.__index__()
+        if not -self._length <= row < self._length:
+            raise IndexError(index)
+        return self._sample([column[row] for column in self._columns], shared=True)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        import torch
+
+        chosen = torch.from_numpy(np.array(indices, np.int64))  # on the CPU, whatever the default device
+        if len(chosen) and not (-self._length <= int(chosen.min()) and int(chosen.max()) < self._length):
+            raise IndexError(indices)
+        chosen = torch.where(chosen < 0, chosen + self._length, chosen)
+        gathered = [_gather(column, chosen) for column in self._columns]
+        return [self._sample([part[row] for part in gathered], shared=False) for row in range(len(chosen))]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return shared_dataset, (self.data, self.names, self.transform)
+
+    def _sample(self, parts: list[Any], *, shared: bool) -> Any:
+        if self.transform is not None:
+            # A transform that works in place would change this process's copy of the data for every later epoch.
+            if shared:
+                parts = [_copied(part) for part in parts]
+            return self.transform(*parts)
+        return parts[0] if len(parts) == 1 else tuple(parts)
+
+
+def _copied(part: Any) -> Any:
+    if isinstance(part, np.ndarray):
+        return part.copy()
+    return part.clone() if hasattr(part, "clone") else part
+
+
+def _column(data: CachedData, name: str) -> Any:
+    value = data[name]
+    if isinstance(value, Ragged):
+        return value
+    if not isinstance(value, np.ndarray) or value.ndim == 0:
+        raise UsageError(
+            say("{name} has no rows that a dataset could give", name=name),
+            why=say("it is a table or a single value"),
+            fix=(say("name arrays, or columns as table/column"),),
+        )
+    try:
+        return data.tensors(name)[name]
+    except UnsupportedData:
+        return value  # texts, dates: rows as numpy gives them
+
+
+def _gather(column: Any, indices: torch.Tensor) -> Any:
+    import torch
+
+    if isinstance(column, torch.Tensor):
+        return torch.index_select(column, 0, indices)
+    if isinstance(column, Ragged):
+        return [_copied(column[row]) for row in indices.tolist()]
+    return np.take(column, indices.numpy(), axis=0)

@@ -1,0 +1,164 @@
+"""Open data without the cache: read into this process (``LEGROOM_DISABLE=1``), or map the file in place."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from legroom.cache import checksummed_io
+from legroom.cache.attach import array_view
+from legroom.cache.build_plan import ArrayTarget, BuildPlan, plan_files
+from legroom.cache.cached_data import Contents, ragged_of
+from legroom.cache.capacity import decoding_memory
+from legroom.cache.copy_arrays import check_source_checksum
+from legroom.cache.identity import source_changed_error, source_gone_error
+from legroom.cache.mapped_files import MappedFile
+from legroom.errors import UnsupportedData
+from legroom.formats.buffers import bytes_of
+from legroom.formats.detect import open_source
+from legroom.formats.protocol import ArraySpec, Extent, Reader
+from legroom.formats.source_file import unreadable
+from legroom.model import Entry, EntryArray, EntryTable
+from legroom.words import say
+
+NDArray = np.ndarray[Any, Any]
+_PAGE = 4096
+
+
+def in_process(
+    paths: Sequence[Path], keys: tuple[str, ...] | None, progress: Callable[[int, int], None] | None
+) -> Contents:
+    """Read everything into arrays of this process."""
+    with ExitStack() as stack:
+        memory = decoding_memory()
+        readers = [stack.enter_context(open_source(path, keys, memory)) for path in paths]
+        planned = plan_files([reader.describe() for reader in readers])
+        done = 0
+
+        def count(more: int) -> None:
+            nonlocal done
+            done += more
+            if progress is not None:
+                progress(min(done, planned.nbytes), planned.nbytes)
+
+        arrays = {target.spec.name: _read(target, readers, count) for target in planned.arrays}
+        tables: dict[str, list[bytes]] = {}
+        if planned.tables:
+            # Readers write tables to files; nobody but this process needs these.
+            with tempfile.TemporaryDirectory(prefix="legroom-") as folder:
+                for target in planned.tables:
+                    path = Path(folder, target.file)
+                    readers[target.source].write_table(target.name, path, count)
+                    tables.setdefault(target.part_of or target.name, []).append(path.read_bytes())
+    return Contents(_entry(paths, planned, "memory"), arrays, tables, ragged_of(specs(planned)))
+
+
+def in_place(paths: Sequence[Path], keys: tuple[str, ...] | None) -> Contents:
+    """Map the arrays where they lie; the file must not be truncated while they are used."""
+    arrays: dict[str, NDArray] = {}
+    extents: dict[str, Extent] = {}
+    if len(paths) != 1:
+        raise _cannot(say("several files"), say("their arrays do not lie side by side"))
+    with open_source(paths[0], keys) as reader:
+        planned = plan_files([reader.describe()])
+        if planned.tables:
+            raise _cannot(planned.tables[0].spec.name, say("it is a table"))
+        for target in planned.arrays:
+            extent = reader.extent(target.spec.name)
+            if extent is None:
+                raise _cannot(target.spec.name, say("it is compressed, chunked, or in another byte order"))
+            arrays[target.spec.name] = _mapped(target.spec, extent, reader)
+            extents[target.spec.name] = extent
+    return Contents(_entry(paths, planned, "inplace"), arrays, {}, ragged_of(specs(planned)), extents.get)
+
+
+def _mapped(spec: ArraySpec, extent: Extent, reader: Reader) -> NDArray:
+    if extent.nbytes == 0:
+        return np.empty(spec.shape, spec.dtype)
+    if extent.offset % max(1, spec.dtype.alignment):
+        why = say("it lies at byte {offset}, its numbers need multiples of {alignment}",
+                  offset=extent.offset, alignment=spec.dtype.alignment)  # fmt: skip
+        raise _cannot(spec.name, why)
+    start = extent.offset - extent.offset % _PAGE
+    try:
+        fd = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as problem:
+        raise source_gone_error(extent.path, problem) from problem
+    try:
+        if not any(os.path.samestat(os.fstat(fd), os.fstat(own)) for own in reader.descriptors()):
+            raise source_changed_error(
+                extent.path
+            )  # its name has come to lead elsewhere since its header was read
+        length = extent.offset - start + extent.nbytes
+        if os.fstat(fd).st_size < start + length:
+            raise _cannot(spec.name, say("the file ends before its data do"))
+        mapped = MappedFile(fd, length, offset=start)
+        array = array_view(mapped, spec.shape, spec.dtype, extent.offset - start)
+        if (
+            extent.checksum is not None
+        ):  # read through once: numpy refuses what does not agree, and so does this
+            check_source_checksum(
+                extent, spec.name, [(checksummed_io.crc32()(bytes_of(array)), extent.nbytes)]
+            )
+        return array
+    except OSError as problem:
+        raise unreadable(extent.path, problem) from problem
+    finally:
+        os.close(fd)
+
+
+def _read(target: ArrayTarget, readers: Sequence[Reader], count: Callable[[int], None]) -> NDArray:
+    whole: NDArray = np.ndarray(target.spec.shape, target.spec.dtype)  # numpy.empty would make U0 into U1
+    if len(target.pieces) == 1:
+        readers[0].read_into(target.spec.name, whole, count)
+        return whole
+    row = 0
+    for piece in target.pieces:
+        part: NDArray = (
+            np.empty(piece.shape, whole.dtype)
+            if piece.shift or piece.skip
+            else whole[row : row + piece.shape[0]]
+        )
+        readers[piece.source].read_into(piece.name, part, count)
+        rows = piece.shape[0] - piece.skip
+        if piece.shift or piece.skip:
+            whole[row : row + rows] = part[piece.skip :] + piece.shift
+        row += rows
+    return whole
+
+
+def specs(planned: BuildPlan) -> list[ArraySpec]:
+    """The arrays of a plan."""
+    return [target.spec for target in planned.arrays]
+
+
+def _entry(paths: Sequence[Path], planned: BuildPlan, backing: Any) -> Entry:
+    arrays = {s.name: EntryArray(s.shape, str(s.dtype), s.nbytes, s.attributes) for s in specs(planned)}
+    tables: dict[str, EntryTable] = {}
+    for target in planned.tables:
+        spec, name = target.spec, target.part_of or target.name
+        before = tables.get(name, EntryTable(0, {}, 0))
+        tables[name] = EntryTable(
+            before.rows + spec.rows, spec.columns, before.bytes + spec.nbytes, spec.attributes
+        )
+    sources = tuple(os.fspath(path) for path in paths)
+    return Entry(
+        None, sources, None, None, planned.kind, backing, planned.nbytes, arrays, tables, planned.attributes
+    )
+
+
+def _cannot(name: str, why: str) -> UnsupportedData:
+    return UnsupportedData(
+        say("{name} cannot be mapped in place", name=name),
+        why=why,
+        fix=(
+            say("backing='auto' makes one shared copy"),
+            say("store it contiguous, uncompressed and native-endian"),
+        ),
+    )

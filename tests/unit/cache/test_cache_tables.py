@@ -1,0 +1,243 @@
+"""Tables in the cache: columns by key, as arrays, tensors and rows; what is stored and what is asked for."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import legroom
+from legroom.errors import MissingKey, UnsupportedData, UsageError
+
+pa = pytest.importorskip("pyarrow")
+import pyarrow.feather as feather  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
+
+ROWS = 600
+
+
+def table(rows: int = ROWS, first: int = 0) -> Any:
+    ids = np.arange(first, first + rows)
+    return pa.table(
+        {
+            "id": ids,
+            "weight": ids / 2,
+            "vector": pa.FixedSizeListArray.from_arrays(pa.array(np.repeat(ids, 3).astype(np.float32)), 3),
+            "hole": pa.array([None if n % 3 == 0 else n for n in ids.tolist()], pa.int64()),
+            "text": pa.array([f"row {n}" for n in ids], pa.string()),
+            "kind": pa.array(["a", "b"] * (rows // 2), pa.string()).dictionary_encode(),
+            "flag": ids % 2 == 0,
+        }
+    )
+
+
+def ipc(rows: Any, path: Path) -> None:
+    with pa.ipc.new_file(path, rows.schema) as writer:
+        writer.write_table(rows)
+
+
+WRITERS: dict[str, Callable[[Any, Path], None]] = {
+    "parquet": lambda rows, path: pq.write_table(rows, path),
+    "arrow": ipc,
+    "feather": lambda rows, path: feather.write_feather(rows, path),
+}
+FIXED = ["id", "weight", "vector"]
+
+
+@pytest.fixture(params=WRITERS)
+def path(request: pytest.FixtureRequest, shm: Path, tmp_path: Path) -> Path:
+    where = tmp_path / f"t.{request.param}"
+    WRITERS[request.param](table(), where)
+    return where
+
+
+@pytest.fixture
+def one(shm: Path, tmp_path: Path) -> Path:
+    where = tmp_path / "one.parquet"
+    pq.write_table(table(), where)
+    return where
+
+
+@pytest.mark.parametrize("whole_first", [False, True], ids=["projected", "from-the-whole"])
+@pytest.mark.parametrize("keys", ["id", "table/id", ("id",)], ids=str)
+def test_keys_name_columns(path: Path, keys: Any, whole_first: bool) -> None:
+    kept = legroom.open(path) if whole_first else None
+    with legroom.open(path, keys=keys) as data:
+        assert list(data) == ["table"] and len(data) == 1
+        assert data["table"].column_names == ["id"]
+        assert data["id"].tolist() == list(range(ROWS)) == data["table/id"].tolist()
+        assert "id" in data and "table/id" in data and "weight" not in data and "text" not in data
+        with pytest.raises(MissingKey):
+            data["weight"]
+        assert list(data.info.tables["table"].columns) == (table().column_names if kept else ["id"])
+        again = pickle.loads(pickle.dumps(data))
+        assert again["table"].equals(data["table"])
+
+
+def test_only_what_is_asked_for_is_stored(path: Path) -> None:
+    with legroom.open(path, keys=["id", "weight"]) as some:
+        stored = some.info.bytes
+        assert ROWS * 16 <= stored < ROWS * 16 + 4096
+        with legroom.open(path) as whole:
+            assert whole.info.key != some.info.key and whole.info.bytes > 2 * stored
+        with legroom.open(path, keys=["weight", "id"]) as same:
+            assert same["table"].column_names == ["id", "weight"]
+
+
+def test_the_table_by_its_name_is_all_of_it(path: Path) -> None:
+    with legroom.open(path, keys="table") as data:
+        assert data["table"].column_names == table().column_names
+
+
+@pytest.mark.parametrize("whole_first", [False, True], ids=["projected", "from-the-whole"])
+@pytest.mark.parametrize("key", ["wieght", "table/wieght"])
+def test_an_unknown_column_is_told_what_there_is(path: Path, key: str, whole_first: bool) -> None:
+    kept = legroom.open(path) if whole_first else None
+    with pytest.raises(MissingKey) as caught:
+        legroom.open(path, keys=["id", key])
+    assert "vector" in caught.value.why and "weight" in caught.value.fix[0]
+    if kept is not None:
+        with pytest.raises(MissingKey) as asked:
+            kept[key]
+        assert "vector" in asked.value.why and "weight" in asked.value.fix[0]
+
+
+@pytest.mark.parametrize("disabled", ["0", "1"])
+def test_tensors_are_the_columns_themselves(
+    path: Path, disabled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv("LEGROOM_DISABLE", disabled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with legroom.open(path) as data:
+            tensors = data.tensors()
+            assert list(tensors) == FIXED
+            assert tensors["vector"].shape == (ROWS, 3) and tensors["weight"].dtype == torch.float64
+            for name in FIXED:
+                chunk = data["table"].column(name).chunk(0)
+                values = chunk.flatten() if name == "vector" else chunk
+                assert tensors[name].data_ptr() == values.buffers()[1].address
+            tensors["id"][0] = 42  # this process's pages, nobody else's
+            assert data["id"][0] == 42
+            with legroom.open(path) as other:
+                assert other["id"][0] == 0
+    assert tensors["id"][1] == 1  # it outlives the data
+
+
+def test_what_is_no_array_says_why(path: Path) -> None:
+    pytest.importorskip("torch")
+    with legroom.open(path) as data:
+        for name, why in {
+            "hole": "int64 with 200 nulls",
+            "text": "string",
+            "kind": "it is",
+            "flag": "bool",
+        }.items():
+            assert name in data
+            for ask in (data.__getitem__, data.tensors, data.dataset):
+                with pytest.raises(UnsupportedData, match=why):
+                    ask(name)
+    with legroom.open(path, keys=["text", "hole"]) as data, pytest.raises(UnsupportedData, match="200 nulls"):
+        data.tensors()
+
+
+def test_a_dataset_of_columns(path: Path) -> None:
+    pytest.importorskip("torch")
+    with legroom.open(path, keys=["id", "vector"]) as data:
+        for dataset in (data.dataset(), data.dataset("table/id", "vector")):
+            number, vector = dataset.__getitems__([7])[0]
+            assert len(dataset) == ROWS and number == 7 and vector.tolist() == [7.0] * 3
+            assert pickle.loads(pickle.dumps(dataset))[3][0] == 3
+        with pytest.raises(UsageError, match="has no rows"):
+            data.dataset("table")
+
+
+def test_batches_have_the_columns_asked_for(path: Path) -> None:
+    with legroom.open(path, keys=["id", "vector"]) as data:
+        first = next(iter(data.batches(4, format="numpy")))
+        assert list(first) == ["id", "vector"] and first["vector"].shape == (4, 3)
+    with legroom.open(path) as data:
+        assert list(next(iter(data.batches(4, format="numpy", keys="table/weight")))) == ["table/weight"]
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_no_rows(shm: Path, tmp_path: Path, kind: str) -> None:
+    torch = pytest.importorskip("torch")
+    WRITERS[kind](table().slice(0, 0), tmp_path / "empty")
+    with legroom.open(tmp_path / "empty", keys=["id", "vector", "text"]) as data:
+        assert data["table"].num_rows == 0 and data["table"].column_names == ["id", "vector", "text"]
+        assert {name: tuple(tensor.shape) for name, tensor in data.tensors().items()} == {
+            "id": (0,),
+            "vector": (0, 3),
+        }
+        assert data.tensors()["vector"].dtype == torch.float32
+        assert len(data.dataset("id")) == 0
+
+
+def test_shards_need_only_what_is_asked_for_in_common(shm: Path, tmp_path: Path) -> None:
+    paths = []
+    for number, kind in enumerate(WRITERS):
+        rows = table(10, 10 * number).append_column(f"own{number}", pa.array(range(10)))
+        paths.append(tmp_path / f"{number}.part")
+        WRITERS[kind](rows, paths[-1])
+    with legroom.open(paths, keys=["id", "table/text"]) as data:
+        assert data["id"].tolist() == list(range(30))
+        assert data["table"].column("text").to_pylist() == [f"row {n}" for n in range(30)]
+        assert data["id"] is data["id"]  # joined once for as long as it is held
+    with pytest.raises(UnsupportedData, match="other columns"):
+        legroom.open(paths)
+    with pytest.raises(MissingKey, match="own0"):
+        legroom.open(paths, keys=["id", "own0"])
+
+
+def test_a_column_that_has_the_tables_name(shm: Path, tmp_path: Path) -> None:
+    where = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"table": [1, 2], "other": [3, 4]}), where)
+    for _ in ("projected", "from the whole"):
+        with legroom.open(where, keys="table") as data:
+            assert data["table"].column_names == ["table"]
+            assert data.columns == {"table": ("table/table",)} and data["table/table"].tolist() == [1, 2]
+        legroom.open(where).close()
+    with legroom.open(where) as data:
+        assert data["other"].tolist() == [3, 4] and data["table/other"].tolist() == [3, 4]
+
+
+def test_keys_are_kept_to_for_arrays_too(shm: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.arange(3), y=np.arange(3))
+    with legroom.open(tmp_path / "a.npz"), legroom.open(tmp_path / "a.npz", keys="x") as data:
+        assert list(data) == ["x"] and "y" not in data and 3 not in data
+
+
+def test_tensors_shape_of_an_extension(shm: Path, tmp_path: Path) -> None:
+    kind = pa.fixed_shape_tensor(pa.int32(), (2, 2))
+    storage = pa.FixedSizeListArray.from_arrays(pa.array(range(12), pa.int32()), 4)
+    ipc(pa.table({"m": pa.ExtensionArray.from_storage(kind, storage)}), tmp_path / "m.arrow")
+    with legroom.open(tmp_path / "m.arrow", keys="m") as data:
+        assert data["m"].tolist() == np.arange(12).reshape(3, 2, 2).tolist()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_table_outlives_the_name_of_its_entry(shm: Path, tmp_path: Path, shards: int) -> None:
+    """As arrays do: it is mapped when the data are opened, not when it is first used."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from legroom.cache import drop_and_gc
+
+    paths = [tmp_path / f"{number}.parquet" for number in range(shards)]
+    for path in paths:
+        pq.write_table(pa.table({"a": np.arange(1000), "b": [str(n) for n in range(1000)]}), path)
+    data = legroom.open(paths)
+    drop_and_gc.drop(data.info.key, force=True)
+    shm.rename(shm.with_name("moved"))  # and with the store out of sight, as behind a mount
+    assert data["table"].num_rows == 1000 * shards
+    assert data["a"].tolist() == list(range(1000)) * shards
+    column = data["a"]
+    data.close()
+    assert column[-1] == 999
