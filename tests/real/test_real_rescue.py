@@ -87,6 +87,37 @@ def test_a_training_in_a_64_mb_dev_shm(tmp_path: Path) -> None:
     assert report["attempts"][-1]["settings"]["batch"] == 32  # fewer workers were enough
 
 
+# One batch is larger than /dev/shm: no setting of torch's loader helps but no workers, which prefetch_factor forbids.
+LARGE_BATCHES = """
+import argparse, torch
+from torch.utils.data import DataLoader, Dataset
+p = argparse.ArgumentParser()
+for name in ("--batch_size", "--num_workers", "--prefetch_factor"): p.add_argument(name, type=int)
+a = p.parse_args()
+class Samples(Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, index): return torch.full((2200000,), index, dtype=torch.uint8)
+loader = DataLoader(Samples(), a.batch_size, num_workers=a.num_workers, prefetch_factor=a.prefetch_factor)
+print("seen", sorted(index for batch in loader for index in batch[:, 0].tolist()) == list(range(64)), flush=True)
+"""
+
+
+@pytest.mark.real("mount")
+def test_batches_larger_than_dev_shm_end_with_another_loader(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LARGE_BATCHES)
+    words = [sys.executable, "train.py", "--batch_size", "32", "--num_workers", "2", "--prefetch_factor", "2"]
+    command = [sys.executable, "-m", "legroom", "run", "--retries", "3", "--fresh", "--stall", "15s", "--report", "told.json", "--", *words]  # fmt: skip
+    done = subprocess.run(
+        rigs.small_shm(command), capture_output=True, text=True, timeout=250, cwd=tmp_path, check=False,
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "seen True\n"), _told(done)
+    assert "attempt 4 of 4: legroom.DataLoader instead of torch's" in done.stderr
+    attempts = json.loads((tmp_path / "told.json").read_text())["attempts"]
+    assert [attempt["verdict"] for attempt in attempts] == ["shm-full"] * 3 + [None], _told(done)
+    assert [attempt["settings"]["workers"] for attempt in attempts] == [2, 2, 1, 1]
+
+
 @pytest.mark.real("cgroup", "mount")
 def test_a_training_in_a_1_gb_cgroup(tmp_path: Path) -> None:
     """Workers first, then the micro-batch; the death after the first checkpoint is resumed from it.

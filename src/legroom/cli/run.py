@@ -103,6 +103,7 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
         stall=options["stall"],
         environment=environment,
         stdout=2 if as_json else 1,
+        replaces_loader=options["loader"] is None,
         fresh=options["fresh"],
         quiet=quiet,
     )

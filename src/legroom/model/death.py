@@ -202,7 +202,7 @@ class Attempt:
 
     number: int  # 1 is the first
     command: tuple[str, ...]
-    settings: Mapping[str, int | bool | None]
+    settings: Mapping[str, int | bool | str | None]
     ending: ExitStatus
     seconds: float
     changed: tuple[str, ...] = ()  # why it differs from the one before, line by line

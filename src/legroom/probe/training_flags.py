@@ -35,11 +35,13 @@ _NAMES: dict[str, str] = {
         accum_steps accumulate_grad_batches accum_iter gradient_accumulation grad_accumulation grad_accum
         accumulation accumulate accum update_freq""",
     "pin_memory": "pin_memory dataloader_pin_memory pin_mem no_pin_memory no_pin_mem",
+    "persistent_workers": "persistent_workers dataloader_persistent_workers no_persistent_workers",
     "image_size": "image_size img_size imgsz imsize input_size train_crop_size crop_size resolution img",
     "sequence_length": """max_seq_len max_seq_length max_sequence_length sequence_length seq_length seq_len
         model_max_length max_length context_length block_size cutoff_len""",
     "epochs": "epochs num_epochs n_epochs max_epochs num_train_epochs total_epochs",
 }  # fmt: skip
+_SWITCHES = frozenset({"pin_memory", "persistent_workers"})
 _CANONICAL = {name: (key, rank) for key, names in _NAMES.items() for rank, name in enumerate(names.split())}
 _SHORT_NAMES = frozenset({"-b", "-j"})
 _RANKS = frozenset({"nproc_per_node", "num_processes", "num_gpus", "ntasks_per_node", "ntasks", "np", "n"})
@@ -132,7 +134,7 @@ def _read(words: Sequence[str], at: int) -> Iterator[tuple[str, Flag]]:
     if name not in _CANONICAL or (len(name) == 1 and word.partition("=")[0] not in _SHORT_NAMES):
         return
     spelling = word if match is None or match[2] is None else word[: match.start(2) - 1]
-    if _CANONICAL[name][0] == "pin_memory":
+    if _CANONICAL[name][0] in _SWITCHES:
         value = _switch(name, value, _next(words, at))
     elif value is None:
         value = _next(words, at)

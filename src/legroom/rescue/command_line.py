@@ -53,6 +53,8 @@ class CommandSettings:
     )  # those with a flag on the command line or a place in the environment
     batch_is_global: bool = False  # batch_size is for all ranks together and must stay divisible among them
     derives_accumulation: bool = False  # the script also gets the global batch and accumulates by itself
+    needs_worker: bool = False  # the command line has a setting that torch refuses without workers
+    replaces_loader: bool = False  # torch's DataLoader may be replaced with legroom's
     ranks: int | None = None
 
 
@@ -74,7 +76,9 @@ def parse_named(text: str) -> NamedFlag:
 def find_flags(command: Sequence[str], named: Sequence[NamedFlag] = ()) -> dict[str, Flag]:
     """Each setting's flag on the command line; ``at`` is -1 for a named flag that is not there."""
     all_flags = {ALIASES.get(name, name): flag for name, flag in flags(command).items()}
-    found = {name: flag for name, flag in all_flags.items() if name in SETTINGS or name == "ranks"}
+    found = {
+        name: flag for name, flag in all_flags.items() if name in (*SETTINGS, "ranks", "persistent_workers")
+    }
     for one in named:
         found[one.setting] = _find_named(command, one)
     return found
@@ -108,8 +112,17 @@ def command_settings(command: Sequence[str], named: Sequence[NamedFlag] = ()) ->
         changeable=frozenset(changeable | ({"pin_memory", "low_memory"} & found.keys())),
         batch_is_global=batch is not None and _WHOLE.search(batch.spelling) is not None,
         derives_accumulation=_second_batch(command, batch),
+        needs_worker=_needs_worker(found),
         ranks=numbers.get("ranks"),
     )
+
+
+def _needs_worker(found: Mapping[str, Flag]) -> bool:
+    """Whether prefetch_factor or persistent_workers is on the command line: torch raises ValueError at 0 workers."""
+    prefetch, persistent = found.get("prefetch_factor"), found.get("persistent_workers")
+    if prefetch is not None and prefetch.at >= 0 and _number(prefetch.value):
+        return True
+    return persistent is not None and _truth(persistent.value) is True
 
 
 def _second_batch(command: Sequence[str], batch: Flag | None) -> bool:
@@ -124,13 +137,13 @@ def _second_batch(command: Sequence[str], batch: Flag | None) -> bool:
 
 
 def with_settings(
-    command: Sequence[str], values: Mapping[str, int | bool], named: Sequence[NamedFlag] = ()
+    command: Sequence[str], values: Mapping[str, int | bool | str], named: Sequence[NamedFlag] = ()
 ) -> list[str]:
     """The command with these values. A named flag that is absent is added."""
     words = list(command)
     for name, value in values.items():
         flag = find_flags(words, named).get(name)
-        if flag is None:
+        if flag is None or isinstance(value, str):  # the loader: not on the command line
             continue
         words = _put(words, flag, value)
     return words
@@ -216,6 +229,13 @@ def _truth(text: str) -> bool | None:
 def with_loader(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment in which torch's DataLoader is replaced with Legroom's."""
     return {**_with_sitecustomize(environment), LOADER: "legroom"}
+
+
+def loader_replaceable(environment: Mapping[str, str]) -> bool:
+    """Whether with_loader changes anything: it is not in use yet, and LEGROOM_DISABLE does not switch it off."""
+    from legroom.cache.find_or_build import cache_disabled  # needed only after a failure
+
+    return environment.get(LOADER) != "legroom" and not cache_disabled(environment)
 
 
 def with_gpu_limit(environment: Mapping[str, str], amount: str) -> dict[str, str]:

@@ -74,6 +74,7 @@ class RunOptions:
     stall: float = 60.0  # seconds of standing still on a full /dev/shm; 0: never ended for that
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     stdout: int = 1  # where the child's output goes
+    replaces_loader: bool = True  # after shm-full with the lowest settings: legroom.DataLoader for torch's
     fresh: bool = False  # do not begin with the settings that worked last
     quiet: bool = False  # nothing is told on standard error
 

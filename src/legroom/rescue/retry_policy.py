@@ -1,11 +1,12 @@
 """Choose what to lower for the next attempt: a pure function of the verdict and the settings.
 
-    prefetch_factor -> num_workers -> low-memory data -> micro-batch down and accumulation up
+    prefetch_factor -> num_workers -> low-memory data -> micro-batch down and accumulation up -> legroom.DataLoader
 
 Cheapest first: prefetch and workers cost at most speed, low-memory data costs disk reads, a smaller micro-batch costs
 GPU speed. Each step changes one thing, so that the report shows which change helped, and keeps the effective batch.
 Settings that cannot help are not changed: workers use no GPU memory. If the training process itself was OOM-killed
-or failed to allocate, prefetch and workers come last.
+or failed to allocate, prefetch and workers come last. torch refuses no combination: prefetch_factor and
+persistent_workers need a worker. The loader is replaced only after shm-full, when no setting is left.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from legroom.words import say
 
 # Which settings work against which cause, in the order they are pulled.
 _ORDER: dict[Cause, tuple[str, ...]] = {
-    "shm-full": ("prefetch_factor", "num_workers", "batch_size"),
+    "shm-full": ("prefetch_factor", "num_workers", "batch_size", "loader"),
     "ram-oom-kill": ("prefetch_factor", "num_workers", "low_memory", "batch_size"),
     "ram-allocation": ("prefetch_factor", "num_workers", "low_memory", "batch_size"),
     "swap-thrash": ("prefetch_factor", "num_workers", "low_memory", "batch_size"),
@@ -36,24 +37,33 @@ _TRAINER_KILLED = ("low_memory", "batch_size", "prefetch_factor", "num_workers")
 class RetryStep:
     """The next attempt's settings, or why there is none."""
 
-    settings: CommandSettings
-    values: Mapping[str, int | bool]  # what changes
+    values: Mapping[str, int | bool | str]  # what changes
     why: str
     stop: bool = False
     raise_descriptors: bool = False
 
 
 def next_step(
-    verdict: Verdict, settings: CommandSettings, *, descriptors_raised: bool = False, repeated: bool = False
+    verdict: Verdict,
+    settings: CommandSettings,
+    *,
+    descriptors_raised: bool = False,
+    repeated: bool = False,
+    last_change: str | None = None,
 ) -> RetryStep:
-    """What to change after that death. ``repeated``: it was already started once again unchanged."""
+    """What to change after that death.
+
+    ``repeated``: it was already started once again unchanged. ``last_change``: the change that the attempt began with.
+    """
     if verdict.cause == "worker-killed" and not repeated:
-        return RetryStep(settings, {}, say("no sign that memory ran out: retrying with the same settings"))
+        return RetryStep({}, say("no sign that memory ran out: retrying with the same settings"))
+    if verdict.cause == "not-memory" and last_change is not None:
+        return _stop(say("the last change ({change}) may have caused this error", change=last_change))
     cause = verdict.cause
     if cause == "unknown" and verdict.likely:
         cause = verdict.likely[0].cause
     if cause not in _ORDER:
-        return _stop(settings, _why_nothing_helps(verdict.cause))
+        return _stop(_why_nothing_helps(verdict.cause))
     killed = cause == "ram-oom-kill" and verdict.victim is not None and verdict.victim.role == "main"
     trainer = killed or (cause == "ram-allocation" and verdict.refused == "main")
     step = _first_that_works(cause, settings, descriptors_raised, trainer=trainer)
@@ -69,7 +79,7 @@ def _first_that_works(
         if setting == "descriptors":
             if not descriptors_raised:
                 why = say("raising the open-file soft limit to the hard limit")
-                return RetryStep(settings, {}, why, raise_descriptors=True)
+                return RetryStep({}, why, raise_descriptors=True)
             continue
         step = _lower(setting, settings)
         if step is not None and trainer:
@@ -77,12 +87,14 @@ def _first_that_works(
             return replace(step, why=why)
         if step is not None:
             return step
-    return _stop(settings, _nothing_left(cause, settings))
+    return _stop(_nothing_left(cause, settings))
 
 
 def _lower(setting: str, settings: CommandSettings) -> RetryStep | None:
     if setting == "batch_size":
         return _lower_batch(settings)
+    if setting == "loader":
+        return _replace_loader(settings)
     if setting not in settings.changeable:
         return None
     if setting == "prefetch_factor":
@@ -90,10 +102,9 @@ def _lower(setting: str, settings: CommandSettings) -> RetryStep | None:
     if setting == "num_workers":
         return _lower_workers(settings)
     if setting == "pin_memory" and settings.pin_memory is not False:
-        return _step(settings, say("pin_memory → off: use no page-locked memory"), pin_memory=False)
+        return _step(say("pin_memory → off: use no page-locked memory"), pin_memory=False)
     if setting == "low_memory" and not settings.low_memory:
         return _step(
-            settings,
             say("low_memory → on: read data on demand instead of holding it in each process"),
             low_memory=True,
         )
@@ -108,17 +119,24 @@ def _lower_prefetch(settings: CommandSettings) -> RetryStep | None:
         "prefetch_factor {old} → 1: fewer batches wait in memory",
         old=old if old is not None else say("unset"),
     )
-    return _step(settings, why, prefetch_factor=1)
+    return _step(why, prefetch_factor=1)
 
 
 def _lower_workers(settings: CommandSettings) -> RetryStep | None:
-    old = settings.num_workers
-    if old == 0:
+    old, least = settings.num_workers, 1 if settings.needs_worker else 0
+    if old is not None and old <= least:
         return None
     # Half, then none: with none nothing passes through shared memory, and no worker holds anything.
-    new = old // 2 if old is not None and old >= 4 else 0
+    new = max(least, old // 2 if old is not None and old >= 4 else 0)
     why = say("num_workers {old} → {new}", old=old if old is not None else say("unset"), new=new)
-    return _step(settings, why, num_workers=new)
+    return _step(why, num_workers=new)
+
+
+def _replace_loader(settings: CommandSettings) -> RetryStep | None:
+    if not settings.replaces_loader:
+        return None
+    why = say("legroom.DataLoader instead of torch's: its batches do not use /dev/shm")
+    return _step(why, loader="legroom")
 
 
 def _lower_batch(settings: CommandSettings) -> RetryStep | None:
@@ -137,7 +155,7 @@ def _lower_batch(settings: CommandSettings) -> RetryStep | None:
     new = batch // factor
     if settings.derives_accumulation:
         why = say("batch_size {old} → {new}: the script keeps the effective batch itself", old=batch, new=new)
-        return _step(settings, why, batch_size=new)
+        return _step(why, batch_size=new)
     old_steps = settings.accumulation or 1
     steps = old_steps * factor
     why = say(
@@ -146,15 +164,15 @@ def _lower_batch(settings: CommandSettings) -> RetryStep | None:
     )  # fmt: skip
     if settings.accumulation is None:
         why = say("{why} (accumulation was not given; assuming 1)", why=why)
-    return _step(settings, why, batch_size=new, accumulation=steps)
+    return _step(why, batch_size=new, accumulation=steps)
 
 
-def _step(settings: CommandSettings, why: str, **values: int | bool) -> RetryStep:
-    return RetryStep(replace(settings, **values), values, why)  # type: ignore[arg-type]
+def _step(why: str, **values: int | bool | str) -> RetryStep:
+    return RetryStep(values, why)
 
 
-def _stop(settings: CommandSettings, why: str) -> RetryStep:
-    return RetryStep(settings, {}, why, stop=True)
+def _stop(why: str) -> RetryStep:
+    return RetryStep({}, why, stop=True)
 
 
 def _why_nothing_helps(cause: Cause) -> str:

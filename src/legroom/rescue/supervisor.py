@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from legroom.model import Box
-from legroom.model.death import Attempt, SupervisedRun
+from legroom.model.death import Attempt, SupervisedRun, Verdict
 from legroom.model.settings_env import VARIABLE, from_environment, to_environment
 from legroom.probe.host import Host
 from legroom.rescue.checkpoints import Stamp, newest_complete, stamps
@@ -31,6 +31,8 @@ from legroom.rescue.command_line import (
     NamedFlag,
     command_settings,
     find_flags,
+    loader_replaceable,
+    with_loader,
     with_resume,
     with_settings,
 )
@@ -64,9 +66,12 @@ class Supervisor:
     box: Box
     tell: Callable[[str], None]
     host: Host
-    lowered: dict[str, int | bool] = field(default_factory=dict)  # against the command as it was written
+    lowered: dict[str, int | bool | str] = field(
+        default_factory=dict
+    )  # against the command as it was written
     resumed: str | None = None
     raise_descriptors: bool = False
+    last_change: str | None = None  # the change of settings that the latest attempt began with
     existing: frozenset[Stamp] = frozenset()  # checkpoints that were there before the start
 
     def run(self) -> SupervisedRun:
@@ -104,6 +109,8 @@ class Supervisor:
             attempt = replace(
                 attempt,
                 changed=tuple(changed),
+                settings={**attempt.settings, "loader": self.lowered.get("loader")},
+                verdict=_after_change(attempt.verdict, self.last_change),
                 resumed_from=self.resumed,
                 notes=(*notes, *attempt.notes),
             )
@@ -141,6 +148,8 @@ class Supervisor:
         environment = dict(self.order.environment)
         if self.lowered:
             environment[VARIABLE] = to_environment({**from_environment(environment), **self.lowered})
+        if "loader" in self.lowered:
+            environment = with_loader(environment)
         return environment
 
     def _step(self, attempts: Sequence[Attempt], *, asked: bool) -> RetryStep:
@@ -148,18 +157,26 @@ class Supervisor:
         verdict = attempts[-1].verdict
         assert verdict is not None
         if asked:
-            return RetryStep(now, {}, say("legroom run was asked to stop"), stop=True)
+            return RetryStep({}, say("legroom run was asked to stop"), stop=True)
         if len(attempts) > self.order.retries:
             used = say("all {count} attempts are used", count=len(attempts))
             return RetryStep(
-                now, {}, used if self.order.retries else say("no retries requested (--retries)"), stop=True
+                {}, used if self.order.retries else say("no retries requested (--retries)"), stop=True
             )
         killed = sum(1 for one in attempts if one.verdict and one.verdict.cause == "worker-killed")
-        return next_step(verdict, now, descriptors_raised=self.raise_descriptors, repeated=killed > 1)
+        return next_step(
+            verdict,
+            now,
+            descriptors_raised=self.raise_descriptors,
+            repeated=killed > 1,
+            last_change=self.last_change,
+        )
 
     def _changeable_settings(self) -> CommandSettings:
         """What can be changed: on the command line, or, where nothing is recognised there, in the environment."""
         found = command_settings(self._command(), self.order.named)
+        if found.num_workers != 0 and self.order.replaces_loader:
+            found = replace(found, replaces_loader=loader_replaceable(self._environment()))
         if found.changeable:
             return found
         asked = from_environment(self._environment())
@@ -175,6 +192,7 @@ class Supervisor:
     def _take(self, step: RetryStep, before: frozenset[str]) -> list[str]:
         """Make the step the next attempt's settings; what there is to say about it."""
         self.lowered.update(step.values)
+        self.last_change = step.why if step.values else None
         self.raise_descriptors = self.raise_descriptors or step.raise_descriptors
         notes = self._find_checkpoint()
         if freed := remove_leftover_shm(self.host, before):
@@ -200,9 +218,11 @@ class Supervisor:
             notes.append(say("no complete checkpoint matches {pattern}", pattern=self.order.checkpoint))
         return notes
 
-    def _recall(self, values: Mapping[str, int | bool]) -> list[str]:
+    def _recall(self, values: Mapping[str, int | bool | str]) -> list[str]:
         if self.order.fresh or not self.order.retries or not values:
             return []
+        if not (self.order.replaces_loader and loader_replaceable(self._environment())):
+            values = {name: value for name, value in values.items() if name != "loader"}
         self.lowered.update(values)
         shown = listed(f"{name} {value}" for name, value in values.items())
         line = say("starting with the settings that worked last: {shown} (--fresh ignores them)", shown=shown)
@@ -269,7 +289,19 @@ class Supervisor:
             self.tell(f"  {note}")
 
 
-def _settings(lowered: Mapping[str, int | bool], first: Attempt) -> str:
+def _after_change(verdict: Verdict | None, change: str | None) -> Verdict | None:
+    """The verdict; of another error right after a change of settings, with the change as its possible cause."""
+    if verdict is None or verdict.cause != "not-memory" or change is None:
+        return verdict
+    why = say(
+        "the job failed with an error that does not name a memory pool, right after a change of settings: {change}. "
+        "The change may have caused it.",
+        change=change,
+    )  # fmt: skip
+    return replace(verdict, summary=why)
+
+
+def _settings(lowered: Mapping[str, int | bool | str], first: Attempt) -> str:
     """The settings that were changed, each with what it was: ``workers 1 (was 4)``."""
     shown = []
     for name, value in lowered.items():
@@ -310,7 +342,7 @@ def command_key(command: Sequence[str], named: Sequence[NamedFlag], folder: str)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def remember_settings(folder: Path, key: str, values: Mapping[str, int | bool], box: Box) -> None:
+def remember_settings(folder: Path, key: str, values: Mapping[str, int | bool | str], box: Box) -> None:
     """Remember that these worked here. A state directory that cannot be written is no reason to fail."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -324,7 +356,7 @@ def forget_settings(folder: Path, key: str) -> None:
         (folder / f"{key}.json").unlink()
 
 
-def recall_settings(folder: Path, key: str, box: Box) -> dict[str, int | bool]:
+def recall_settings(folder: Path, key: str, box: Box) -> dict[str, int | bool | str]:
     """What worked last, where the box has not grown since; empty where nothing is known."""
     try:
         record = json.loads((folder / f"{key}.json").read_text())
@@ -334,7 +366,11 @@ def recall_settings(folder: Path, key: str, box: Box) -> dict[str, int | bool]:
     now = _sizes(box)
     if any(now[name] is None or sizes.get(name) is None or now[name] > sizes[name] for name in now):
         return {}
-    return {name: value for name, value in values.items() if name in SETTINGS and isinstance(value, int)}
+    return {
+        name: value
+        for name, value in values.items()
+        if (name in SETTINGS and isinstance(value, int)) or (name, value) == ("loader", "legroom")
+    }
 
 
 def _sizes(box: Box) -> dict[str, int | None]:

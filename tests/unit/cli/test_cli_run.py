@@ -125,6 +125,50 @@ def test_the_micro_batch_goes_down_and_accumulation_up_and_then_it_stops(tmp_pat
     assert done.returncode == 1 and report["exit"] == 1
 
 
+SMALL_SHM = """
+import argparse, os
+parser = argparse.ArgumentParser()
+for name in ("--num_workers", "--prefetch_factor"): parser.add_argument(name, type=int)
+args = parser.parse_args()
+print("loader", os.environ.get("LEGROOM_LOADER", "torch"), "workers", args.num_workers, flush=True)
+if args.num_workers == 0: raise ValueError("prefetch_factor option could only be specified in multiprocessing.")
+if "LEGROOM_LOADER" not in os.environ:
+    raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)")
+"""
+_TORCH, _OURS = "loader torch workers {}", "loader legroom workers {}"
+
+
+def test_in_a_small_dev_shm_the_last_step_is_another_loader_and_is_remembered(tmp_path: Path) -> None:
+    script = [sys.executable, _script(tmp_path, SMALL_SHM), "--num_workers", "2", "--prefetch_factor", "2"]
+    command = ["--retries", "3", "--", *script]
+    for given, environment in ((["--loader", "torch"], {}), ([], {"LEGROOM_DISABLE": "1"})):
+        done = _run(*given, *command, folder=tmp_path, **environment)
+        assert done.returncode == 1 and b"instead of torch" not in done.stderr, done.stderr
+    done = _run(*command, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode().splitlines() == [_TORCH.format(2)] * 2 + [_TORCH.format(1), _OURS.format(1)]
+    assert (
+        b"attempt 4 of 4: legroom.DataLoader instead of torch's: its batches do not use /dev/shm"
+        in done.stderr
+    )
+    again = _run("--json", *command, folder=tmp_path)
+    (only,) = _report(again)["attempts"]
+    assert only["settings"] == {"workers": 1, "prefetch": 1, "loader": "legroom"}
+    unused = _run(
+        "--loader", "torch", *command, folder=tmp_path
+    )  # what is remembered is not forced on the user
+    assert b"loader legroom" not in unused.stdout
+
+
+def test_an_error_that_a_change_of_settings_may_have_caused(tmp_path: Path) -> None:
+    done = _run("--retries", "3", "--json", "--", sys.executable, _script(tmp_path, SMALL_SHM), "--num_workers", "2", folder=tmp_path)  # fmt: skip
+    report = _report(done)
+    assert [attempt["verdict"] for attempt in report["attempts"]] == ["shm-full", "not-memory"], report
+    for told in (report["stopped"], report["summary"], done.stderr.decode()):
+        assert "num_workers 2 → 0" in told and "may have caused" in told
+    assert b"would not help" not in done.stderr
+
+
 def test_what_memory_did_not_do_is_not_started_again(tmp_path: Path) -> None:
     done = _run("--retries", "3", "--json", "--", "sh", "-c", "exit 3", "--workers", "4", folder=tmp_path)
     assert len(_report(done)["attempts"]) == 1

@@ -102,10 +102,51 @@ def test_the_order_is_prefetch_workers_then_batch() -> None:
     assert walked == [
         "python t.py --batch 4 --num_workers 4 --prefetch_factor 1 --accum_iter 1",
         "python t.py --batch 4 --num_workers 2 --prefetch_factor 1 --accum_iter 1",
-        "python t.py --batch 4 --num_workers 0 --prefetch_factor 1 --accum_iter 1",
-        "python t.py --batch 2 --num_workers 0 --prefetch_factor 1 --accum_iter 2",
-        "python t.py --batch 1 --num_workers 0 --prefetch_factor 1 --accum_iter 4",
+        "python t.py --batch 4 --num_workers 1 --prefetch_factor 1 --accum_iter 1",
+        "python t.py --batch 2 --num_workers 1 --prefetch_factor 1 --accum_iter 2",
+        "python t.py --batch 1 --num_workers 1 --prefetch_factor 1 --accum_iter 4",
     ]
+
+
+@pytest.mark.parametrize(
+    ("more", "last"),
+    [
+        ("--prefetch_factor 2", 1),
+        ("--persistent_workers", 1),
+        ("--dataloader-persistent-workers=true", 1),
+        ("data.persistent_workers=True", 1),
+        ("--persistent_workers false", 0),
+        ("--no-persistent-workers", 0),
+        ("--prefetch_factor None", 0),
+        ("", 0),
+    ],
+)
+@pytest.mark.parametrize("cause", ["shm-full", "ram-oom-kill", "fds-exhausted", "processes-exhausted"])
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 7])
+def test_torch_refuses_no_combination(cause: Cause, more: str, last: int, workers: int) -> None:
+    """prefetch_factor and persistent_workers need a worker."""
+    command = f"python t.py --num_workers {workers} {more}"
+    seen = [command_settings(line.split()).num_workers for line in _walk(command, cause)]
+    assert min([workers, *(count for count in seen if count is not None)]) == last
+
+
+def test_a_prefetch_flag_that_the_ladder_added_keeps_a_worker() -> None:
+    walked = _walk("python t.py --num_workers 2", "shm-full", (NamedFlag("prefetch_factor", "--pf"),))
+    assert walked == ["python t.py --num_workers 2 --pf 1", "python t.py --num_workers 1 --pf 1"]
+
+
+def test_the_last_step_in_a_small_dev_shm_is_another_loader() -> None:
+    found = command_settings(
+        ["python", "t.py", "--batch_size", "32", "--num_workers", "1", "--prefetch_factor", "1"]
+    )
+    may = replace(found, replaces_loader=True)
+    step = next_step(_v("shm-full"), may)
+    assert step.values == {"loader": "legroom"} and "/dev/shm" in step.why
+    assert next_step(_v("shm-full"), found).stop  # --loader was given, or it is in use already
+    assert next_step(_v("ram-oom-kill"), may).stop  # it does not use less RAM
+    assert (
+        "num_workers" in next_step(_v("shm-full"), replace(may, num_workers=2)).values
+    )  # settings come first
 
 
 def test_the_ladder_begins_with_what_the_killed_process_held() -> None:
@@ -158,6 +199,12 @@ def test_the_batch_is_global_ranks_stays_divisible() -> None:
 @pytest.mark.parametrize("cause", ["killed", "not-memory", "disk-full"])
 def test_what_no_setting_helps_is_not_started_again(cause: Cause) -> None:
     assert next_step(_v(cause), command_settings(["t", "--workers", "4"])).stop
+
+
+def test_another_error_right_after_a_change_may_come_from_the_change() -> None:
+    step = next_step(_v("not-memory"), command_settings(["t", "--workers", "0"]), last_change="workers 2 → 0")
+    assert step.stop and "workers 2 → 0" in step.why and "may have caused" in step.why
+    assert "would not help" in next_step(_v("not-memory"), command_settings(["t", "--workers", "0"])).why
 
 
 def test_an_unknown_cause_is_treated_as_the_most_likely_one_and_said_to_be_unknown() -> None:
