@@ -20,6 +20,7 @@ _BLOCK = re.compile(
     r"(?P<mark><!-- run: no: docs/outputs.py runs it with shm=(?P<size>\w+) -->\n```console\n)(?P<body>.*?)```\n",
     re.S,
 )
+_INSTALLED = re.compile(r'(?<=")[^"\n]*(?=/lib/python3\.\d+/site-packages/)')
 _MOUNT = 'mount -t tmpfs -o size="$SIZE" tmpfs /dev/shm && exec sh -s'
 _END = "----- end of the output -----"
 COLUMNS = "80"
@@ -59,6 +60,7 @@ def rewritten(page: str) -> str:
                 for command, said in zip(commands, outputs(commands, block["size"], folder), strict=True)
             ]
             text = "".join(parts).replace(str(folder), "/home/you/training")
+            text = _INSTALLED.sub("/home/you/venv", text)
             return block["mark"] + text + "```\n"
 
         return _BLOCK.sub(with_output, page)
