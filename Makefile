@@ -16,7 +16,7 @@ SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/transformers/models/|/tests?/' $(VENV)/lib || true
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint unit coverage chromium podman test-pythons test-torch-suite bench gpu docs messages evidence soak clean
+.PHONY: help setup demo test check lint unit coverage chromium podman test-pythons test-torch test-torch-suite bench gpu docs messages evidence soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +85,24 @@ podman: | chromium ## containers for the tests of `legroom run`; installed where
 
 test-pythons: $(READY) ## the wheel in an empty environment of every Python here, without torch
 	$(BIN)/python tests/release/pythons.py
+
+# The oldest torch that pyproject.toml allows has an environment of its own; the newest is the one of constraints.txt.
+# It needs a Python that this torch has a wheel for (PYTHON=python3.11).
+TORCH_OLDEST ?= 2.4.1
+OLDEST := .venv-torch-oldest
+OLDEST_READY := $(OLDEST)/.ready-$(TORCH_OLDEST)
+TORCH_CONTRACT := tests/contract/test_contract_dataloader.py $(addprefix tests/unit/loader/test_loader_, \
+    arena.py dataloader.py lifetime.py nested.py orphans.py queues.py)
+$(OLDEST_READY): pyproject.toml
+	$(PYTHON) -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	    'torch==$(TORCH_OLDEST)' -e '.[test]'
+	touch $@
+
+test-torch: $(READY) $(OLDEST_READY) ## the DataLoader's tests with the oldest torch that is supported, and the newest
+	for python in $(OLDEST)/bin/python $(BIN)/python; do \
+	    $$python -c 'import torch; print("torch", torch.__version__)' && \
+	    $$python -m pytest -q -p no:cacheprovider $(TORCH_CONTRACT) || exit 1; done
 
 # The tests are not part of this project: TORCH_TESTS names the folder "test" of the torch source of the same version.
 # Another torch: TORCH_PYTHON names the python of an environment with it, expecttest, and what legroom needs.

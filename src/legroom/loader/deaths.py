@@ -133,8 +133,20 @@ class _Listener:
         try:
             self._before(number, frame)
         except RuntimeError as problem:
-            for crew in [ref() for ref in _crews]:
-                died = None if crew is None else crew.died(problem)
-                if died is not None:
-                    raise died from problem
-            raise
+            died = _death(problem)
+            if died is None:
+                raise
+            try:
+                raise died from problem
+            finally:
+                del died  # else the error, and with it the iterator and its workers, lives until garbage is collected
+
+
+def _death(problem: BaseException) -> WorkerDied | None:
+    """What torch's error means, of whichever iterator."""
+    for ref in _crews:
+        crew = ref()
+        died = None if crew is None else crew.died(problem)
+        if died is not None:
+            return died
+    return None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +38,12 @@ class Rows(data.Dataset):  # type: ignore[misc, name-defined]
 
     def __getitem__(self, index: int) -> Any:
         return torch.full((MB // 4,), float(index))
+
+
+class Unhurried(Rows):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.5)
+        return super().__getitem__(index)
 
 
 class Slow(Rows):
@@ -86,6 +96,24 @@ def test_workers_that_wait_end_with_their_loader(
     began = time.monotonic()
     del loader, iterator
     assert time.monotonic() - began < 50
+
+
+@pytest.mark.parametrize("noticed", ["in a batch", "in the program"])
+def test_an_iterator_whose_worker_was_killed_ends_the_others(noticed: str) -> None:
+    gc.disable()
+    try:
+        # A batch takes half a second, so the program waits for one.
+        iterator = iter(legroom.DataLoader(Unhurried(), 1, num_workers=2, multiprocessing_context="fork"))
+        next(iterator)
+        processes = list(iterator._workers)
+        with contextlib.suppress(RuntimeError):
+            threading.Timer(0.2, os.kill, (processes[0].pid, signal.SIGKILL)).start()
+            for _ in iterator if noticed == "in a batch" else iter(range(60)):
+                time.sleep(0 if noticed == "in a batch" else 1)
+        del iterator
+        assert [process.is_alive() for process in processes] == [False, False]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("lasting", [True, False])
