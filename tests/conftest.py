@@ -41,7 +41,7 @@ LONG = (
     "test_example_many.py",
     "test_formats_fuzz.py",
     "test_gpu_oom.py",
-    "test_loader_tuning.py",
+    "test_tune.py",
     "test_loader_deaths.py",
     "test_loader_dataloader.py",
     "test_gpu_batch_size.py",

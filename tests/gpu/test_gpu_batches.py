@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 
 from legroom.errors import NoRoom, UsageError
-from legroom.loader.batches import cuda_driver
-from legroom.loader.batches import cuda_pinned as cuda_staged
+from legroom.loader.batches import cuda_driver, cuda_pinned
 from legroom.loader.batches.cuda_driver import CudaRefused, Driver
 from legroom.loader.batches.cuda_gather import RESOURCES, STEPS_AHEAD
 from legroom.loader.batches.transfer_path import open_gatherer
@@ -402,12 +401,12 @@ def test_a_forked_child_says_why(shared: Any) -> None:
 
 def test_what_does_not_fit_the_card(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Driver, "room", lambda self: (1 << 30, 80 << 30))
-    with pytest.raises(NoRoom, match="must stay so"):
+    with pytest.raises(NoRoom, match="stay reserved"):
         shared.batches(BATCH, device="cuda", resident=True)
 
 
 def test_devices_that_are_not_there(shared: Any) -> None:
-    with pytest.raises(UsageError, match="there is no cuda:99"):
+    with pytest.raises(UsageError, match="cuda:99 does not exist"):
         shared.batches(BATCH, device="cuda:99")
     equal = shared.batches(BATCH, device=torch.device("cuda", 0))
     assert next(iter(equal))["labels"].device == torch.device("cuda", 0)
@@ -429,7 +428,7 @@ def test_page_locked_memory_is_given_back(stores: Path, source: Path) -> None:
         for _ in batches:
             pass
         staged = batches._gatherer
-        assert isinstance(staged, cuda_staged.PinnedGatherer)
+        assert isinstance(staged, cuda_pinned.PinnedGatherer)
         assert all(buffer._bytes.is_pinned() for buffer in staged._buffers)
         staged.close()
         with pytest.raises(UsageError, match="closed"):

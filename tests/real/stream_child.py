@@ -42,7 +42,7 @@ def main() -> None:
         if "filters" in given:
             given["filters"] = [tuple(term) for term in given["filters"]]  # JSON knows lists only
         batches = stream(path, **given)
-        room = batches.room.arrow
+        room = batches.memory_division.arrow
     rows = count = 0
     for batch in batches:
         rows += batch.num_rows if isinstance(batch, pa.RecordBatch) else _rows(batch)

@@ -25,15 +25,19 @@ LAUNCHERS = (
 def rank_and_world(
     rank: int | None, world_size: int | None, env: Mapping[str, str], group: tuple[int, int] | None = None
 ) -> tuple[int, int]:
-    """Rank and world size: as given, else as the process group says, else as the launcher does, else 0 of 1."""
+    """Rank and world size: the arguments, else the process group's, else the launcher's, else 0 of 1."""
     if rank is not None or world_size is not None:
         if rank is None or world_size is None:
             raise UsageError(
-                say("rank={rank} and world_size={world} say half", rank=rank, world=world_size),
-                why=say("a rank's part of the data depends on both"),
+                say(
+                    "pass both rank and world_size (got rank={rank}, world_size={world})",
+                    rank=rank,
+                    world=world_size,
+                ),
+                why=say("the rows of a rank depend on both"),
                 fix=(
-                    say("give both"),
-                    say("or neither: torch.distributed or the launcher's environment is asked then"),
+                    say("pass both"),
+                    say("or pass neither: torch.distributed or the launcher's environment is used"),
                 ),
             )
         return _checked(rank, world_size, say("the arguments rank and world_size"))
@@ -41,13 +45,13 @@ def rank_and_world(
         return _checked(*group, "torch.distributed")
     for rank_name, world_name in LAUNCHERS:
         if rank_name in env and world_name in env:
-            where = say("the environment's {rank} and {world}", rank=rank_name, world=world_name)
+            where = say("the environment variables {rank} and {world}", rank=rank_name, world=world_name)
             return _checked(_number(env[rank_name], rank_name), _number(env[world_name], world_name), where)
     return 0, 1
 
 
 def process_group() -> tuple[int, int] | None:
-    """Rank and world size of torch's default process group, if this program has made one."""
+    """Rank and world size of torch's default process group, if it is initialized."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -59,17 +63,21 @@ def _number(text: str, name: str) -> int:
         return int(text)
     except ValueError:
         raise UsageError(
-            say("{name}={text!r} is no number", name=name, text=text),
-            why=say("the rank and the world size are taken from the launcher's environment"),
-            fix=(say("unset {name}", name=name), say("or give rank and world_size")),
+            say("{name} must be an integer (got {text!r})", name=name, text=text),
+            why=say("rank and world_size are read from the launcher's environment"),
+            fix=(say("unset {name}", name=name), say("or pass rank and world_size")),
         ) from None
 
 
 def _checked(rank: int, world_size: int, where: str) -> tuple[int, int]:
     if world_size < 1 or not 0 <= rank < world_size:
         raise UsageError(
-            say("there is no rank {rank} of {world}", rank=rank, world=world_size),
-            why=say("{where} say so; ranks count from 0 to world_size - 1", where=where),
-            fix=(say("give rank and world_size that go together"),),
+            say(
+                "rank must be from 0 to world_size - 1 (got rank={rank}, world_size={world})",
+                rank=rank,
+                world=world_size,
+            ),
+            why=say("the values come from {where}", where=where),
+            fix=(say("pass a matching rank and world_size"),),
         )
     return rank, world_size

@@ -10,21 +10,32 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+NDArray = np.ndarray[Any, Any]
 Uneven = Literal["pad", "drop", "all"]
 UNEVEN: tuple[Uneven, ...] = get_args(Uneven)
 
 
 class SampledBatch(NamedTuple):
-    """One rank's part of one step: places in the order (beyond its end they begin again), and what follows."""
+    """One rank's batch: a range of positions in the order (past its end it wraps around), and the position after."""
 
     first: int
     last: int
-    after: int  # the position once every rank has had its part
+    after: int  # the position once every rank has had its batch
 
 
 @dataclass(frozen=True, slots=True)
 class RankSampler:
-    """What one rank gets of an order of so many rows."""
+    """The batches that one rank gets of an order of ``rows`` rows.
+
+    In each step every rank gets one batch: rank r of W takes the r-th of the next W × batch_size positions. So after
+    any number of steps a prefix of the order has been given out. Its length is the whole progress, and another world
+    size or batch size can resume from it without skipping or repeating a row. The rest for the last step is split
+    evenly, by ``uneven``:
+
+        pad    every rank gets the same number, filled up with rows from the start (as torch's DistributedSampler)
+        drop   every rank gets the same number; fewer than W rows are left out
+        all    every row once; ranks may differ by one row, and so by one batch
+    """
 
     rows: int
     batch_size: int
@@ -34,7 +45,7 @@ class RankSampler:
     uneven: Uneven = "pad"
 
     def step(self, position: int) -> SampledBatch | None:
-        """The batch that follows when ``position`` places have been given out; None: nothing is left for this rank."""
+        """The batch after ``position`` rows have been given out; None: nothing is left for this rank."""
         left = self.rows - position
         if left >= self.batch_size * self.world_size:
             first = position + self.rank * self.batch_size
@@ -45,12 +56,12 @@ class RankSampler:
         return SampledBatch(position + first, position + last, self.rows)
 
     def __len__(self) -> int:
-        """The batches of a whole epoch."""
+        """Batches in a whole epoch."""
         full, left = divmod(self.rows, self.batch_size * self.world_size)
         return full + (self.step(self.rows - left) is not None)
 
     def _tail(self, left: int) -> tuple[int, int]:
-        """This rank's part of the last places, fewer than a whole step's."""
+        """This rank's part of the last rows, which are fewer than a step takes."""
         each, over = divmod(left, self.world_size)
         if self.uneven == "all":
             first = self.rank * each + min(self.rank, over)
@@ -60,11 +71,14 @@ class RankSampler:
         return self.rank * each, (self.rank + 1) * each
 
 
-NDArray = np.ndarray[Any, Any]
-
-
 def permutation(rows: int, seed: int, epoch: int) -> NDArray:
-    """The row numbers 0 … rows-1 in the order of that epoch, as int64."""
+    """The row numbers 0 … rows-1 in the order of that epoch, as int64: a function of (rows, seed, epoch) alone.
+
+    Every row gets 64 bits of Philox under the key (seed, epoch), with the low bits replaced by its own number, and the
+    rows are sorted by that. numpy guarantees the raw stream of a bit generator, but not the result of ``permutation``
+    and ``shuffle``. No two keys are equal, so every sort gives the same result. (Two rows whose random bits agree stay
+    in ascending order: for a million rows, one pair in thirty epochs.)
+    """
     keys = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(rows)
     numbers = np.uint64((1 << max(0, rows - 1).bit_length()) - 1)
     keys &= ~numbers

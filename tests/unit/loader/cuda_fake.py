@@ -44,7 +44,7 @@ class FakeDriver:
         self.sent: list[str] = []  # streams that row numbers were sent on, and waits for everything
         self.lent: list[torch.Tensor] = []
         self.pinned_sizes: list[int] = []
-        self._room = free, total
+        self._memory = free, total
         self._consumer = FakeStream(self.log, "consumer")
         self._thread = threading.local()
 
@@ -69,7 +69,7 @@ class FakeDriver:
         self.log.append(("mark", stream.name))
         return FakeEvent(self.log, stream)
 
-    def lend(self, tensor: torch.Tensor, stream: FakeStream) -> None:
+    def record_use(self, tensor: torch.Tensor, stream: FakeStream) -> None:
         assert stream.name == "consumer"
         self.lent.append(tensor)
 
@@ -77,8 +77,8 @@ class FakeDriver:
         self.sent.append(self.current().name)
         return torch.as_tensor(rows.copy())
 
-    def settle(self) -> None:
-        self.sent.append("settle")
+    def synchronize(self) -> None:
+        self.sent.append("synchronize")
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         if "pinned" in self.refuse or f"pinned {nbytes}" in self.refuse:
@@ -86,8 +86,8 @@ class FakeDriver:
         self.pinned_sizes.append(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def room(self) -> tuple[int, int]:
-        return self._room
+    def memory(self) -> tuple[int, int]:
+        return self._memory
 
     def why_no_registering(self) -> str | None:
         return None

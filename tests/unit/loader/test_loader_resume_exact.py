@@ -17,7 +17,7 @@ from legroom.errors import UsageError
 torch = pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
 import loader_samples as samples  # noqa: E402
-from stream_stage import write  # noqa: E402
+from stream_data import write  # noqa: E402
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, get_worker_info  # noqa: E402
 
 pytestmark = [

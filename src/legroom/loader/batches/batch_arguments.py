@@ -26,7 +26,7 @@ FORMATS = ("torch", "numpy")
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """One loop's wishes, as given."""
+    """The arguments of ``data.batches``, as given."""
 
     batch_size: int
     shuffle: bool = False
@@ -44,11 +44,11 @@ class BatchSettings:
 
     @property
     def on_host(self) -> bool:
-        """Whether batches stay in memory."""
+        """Whether batches stay in RAM."""
         return self.device is None or str(self.device) == "cpu"
 
     def check(self) -> None:
-        """Raise UsageError for arguments that no data could make right."""
+        """Raise UsageError for arguments that are invalid for any data."""
         check_integer("batch_size", self.batch_size, 1)
         check_integer("seed", self.seed, 0)
         if self.epoch is not None:
@@ -57,36 +57,41 @@ class BatchSettings:
         check_choice("uneven", self.uneven, UNEVEN)
         if self.transform is not None and not callable(self.transform):
             raise UsageError(
-                say("transform={value!r} cannot be called", value=self.transform),
-                why=say("transform is a function of a batch, which is a dict of its columns"),
+                say("transform must be callable (got {value!r})", value=self.transform),
+                why=say("transform receives a batch: a dict of columns"),
                 fix=(say("transform=lambda batch: {**batch, 'images': batch['images'] / 255}"),),
             )
         if self.resident and self.on_host:
             raise UsageError(
                 say("resident=True needs a device"),
-                why=say(
-                    "it keeps the arrays in the memory of a GPU; in this machine's memory they are already"
-                ),
-                fix=("device='cuda', resident=True", say("or leave resident out")),
+                why=say("it keeps the arrays in GPU memory; they are in RAM already"),
+                fix=("device='cuda', resident=True", say("or remove resident=True")),
             )
         if self.format == "torch":
-            _need_torch()
+            _require_torch()
         elif not self.on_host:
             raise UsageError(
-                say("format={format!r} has no batches on {device}", format=self.format, device=self.device),
-                why=say("numpy arrays lie in this machine's memory"),
-                fix=("format='torch'", say("or leave device out")),
+                say(
+                    "format={format!r} cannot be used with device={device}",
+                    format=self.format,
+                    device=self.device,
+                ),
+                why=say("numpy arrays are in RAM, not in GPU memory"),
+                fix=("format='torch'", say("or remove device")),
             )
 
 
-def _need_torch() -> None:
+def _require_torch() -> None:
     require(
-        "torch", "torch", say("batches of tensors"), instead=(say("format='numpy' gives batches of arrays"),)
+        "torch",
+        "torch",
+        say("batches of tensors"),
+        instead=(say("format='numpy' returns arrays and needs no torch"),),
     )
 
 
 def columns_of(data: CachedData, keys: str | Iterable[str] | None) -> dict[str, Column]:
-    """The columns asked for: all of them, or those (or those below the groups) that ``keys`` names."""
+    """The columns of a batch: all of them, or those that ``keys`` selects by name or group."""
     asked = Selection(keys).keys
     found: dict[str, Column] = {}
     refused: dict[str, str] = {}
@@ -99,11 +104,11 @@ def columns_of(data: CachedData, keys: str | Iterable[str] | None) -> dict[str, 
             refused[name] = problem.why
     if refused:
         raise UnsupportedData(
-            say("not every column can be in a batch: {names}", names=listed(refused)),
+            say("these columns cannot be part of a batch: {names}", names=listed(refused)),
             why=joined(say("{name}: {why}", name=name, why=why) for name, why in refused.items()),
-            fix=(_name_them(found),),
+            fix=(_select_these(found),),
         )
-    _one_length(found)
+    _require_same_length(found)
     return found
 
 
@@ -113,7 +118,7 @@ def _names(data: CachedData, asked: tuple[str, ...] | None) -> list[str]:
         every = [*data, *(column for columns in data.columns.values() for column in columns)]
         below = {key: [name for name in every if name.startswith(key.strip("/") + "/")] for key in asked}
         named = [name for key in asked for name in ([key] if key in data else below[key] or [key])]
-    # A table stands for its columns.
+    # A table is replaced by its columns.
     return [column for name in named for column in data.columns.get(name, (name,))]
 
 
@@ -123,23 +128,23 @@ def _column(data: CachedData, name: str) -> Column:
         return value
     raise UnsupportedData(
         say("{name} has no rows", name=name),
-        why=say("it is a single value"),
-        fix=(say("name the columns of the batch: keys=('images', 'labels')"),),
+        why=say("it is a scalar"),
+        fix=(say("select the columns of the batch: keys=('images', 'labels')"),),
     )
 
 
-def _one_length(columns: Mapping[str, Column]) -> None:
+def _require_same_length(columns: Mapping[str, Column]) -> None:
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) == 1:
         return
     common = max(lengths.values(), key=list(lengths.values()).count, default=0)
     raise UsageError(
-        say("these columns have no common number of rows"),
+        say("the columns have different numbers of rows"),
         why=listed(say("{name} has {rows}", name=name, rows=rows) for name, rows in lengths.items())
-        or say("there is no column at all"),
-        fix=(_name_them([name for name, rows in lengths.items() if rows == common]),),
+        or say("there are no columns"),
+        fix=(_select_these([name for name, rows in lengths.items() if rows == common]),),
     )
 
 
-def _name_them(names: Iterable[str]) -> str:
-    return say("name those that go together: keys=[{names}]", names=", ".join(map(repr, names)))
+def _select_these(names: Iterable[str]) -> str:
+    return say("select the columns: keys=[{names}]", names=", ".join(map(repr, names)))

@@ -32,15 +32,15 @@ NDArray = np.ndarray[Any, Any]
 
 
 @dataclass(slots=True)
-class _Progress:
-    """How far a loop has come; outlives the loop, which ``break`` drops."""
+class _EpochProgress:
+    """How far a loop has come; it outlives the loop, which ``break`` drops."""
 
-    place: EpochPosition
+    position: EpochPosition
     done: bool = False
 
 
 class Batches:
-    """Batches of a Data: dicts of column names to tensors or arrays. ``len`` is the batches of a whole epoch."""
+    """Batches of a Data: dicts of column names to tensors or arrays. ``len`` is the number of batches in an epoch."""
 
     def __init__(self, data: Data, settings: BatchSettings) -> None:
         settings.check()
@@ -48,7 +48,7 @@ class Batches:
         columns = columns_of(data, settings.keys)
         self._fingerprint = fingerprint(data.info, columns, shuffle=settings.shuffle, seed=settings.seed)
         rank, world_size = rank_and_world(settings.rank, settings.world_size, os.environ, process_group())
-        self.share = RankSampler(
+        self.sampler = RankSampler(
             rows=self._fingerprint.rows,
             batch_size=settings.batch_size,
             drop_last=settings.drop_last,
@@ -59,78 +59,78 @@ class Batches:
         self._gatherer = gatherer_for(data, columns, settings)
         self._epoch = settings.epoch  # None: the Data counts
         self._resume: EpochPosition | None = None
-        self._progress: _Progress | None = None
+        self._progress: _EpochProgress | None = None
 
     @property
     def path(self) -> str:
-        """The way that rows take: cpu, cuda-registered, cuda-pinned, cuda-copy or cuda-resident."""
+        """The path of the rows: cpu, cuda-registered, cuda-pinned, cuda-copy or cuda-resident."""
         return self._gatherer.path
 
     @property
     def why(self) -> str:
-        """Why they take it."""
+        """Why this path was chosen."""
         return self._gatherer.why
 
     def __len__(self) -> int:
-        return len(self.share)
+        return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        place, self._resume = self._next_place(), None
+        position, self._resume = self._next_position(), None
         if self._epoch is None and self._settings.shuffle:
-            # Loops without an order do not count: one rank may evaluate more than another and must not drift apart.
-            self._data.next_epoch = place.epoch + 1
-        self._progress = _Progress(place)
+            # Only shuffled loops count: a rank that evaluates more often than others must keep the same epoch.
+            self._data.next_epoch = position.epoch + 1
+        self._progress = _EpochProgress(position)
         seed = self._settings.seed
-        order = permutation(self.share.rows, seed, place.epoch) if self._settings.shuffle else None
+        order = permutation(self.sampler.rows, seed, position.epoch) if self._settings.shuffle else None
         gatherer = self._gatherer
         if isinstance(gatherer, HostGatherer):
-            gatherer = Prefetcher(gatherer, gatherer.gather_aside)
-        return _Loop(self.share, order, gatherer, self._settings.transform, self._progress)
+            gatherer = Prefetcher(gatherer, gatherer.gather_on_one_core)
+        return _Loop(self.sampler, order, gatherer, self._settings.transform, self._progress)
 
     def set_epoch(self, epoch: int) -> None:
-        """Every loop from now on has the order of that epoch, until another is set."""
+        """Use the order of that epoch for every loop from now on."""
         self._epoch = check_integer("epoch", epoch, 0)
         self._progress = None
         if self._resume is not None and self._resume.epoch != self._epoch:
             self._resume = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the latest loop stands: what ``load_state_dict`` needs to go on with the batch after it."""
-        going = self._progress
-        place = self._next_place() if going is None or going.done else going.place
-        return as_dict(place, self._fingerprint)
+        """The position of the latest loop: ``load_state_dict`` resumes with the batch after it."""
+        progress = self._progress
+        position = self._next_position() if progress is None or progress.done else progress.position
+        return as_dict(position, self._fingerprint)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next loop goes on from there; a state of other data or of another order is refused."""
+        """Resume there in the next loop; a state of other data or of another order is refused."""
         self._resume = from_dict(state, self._fingerprint)
         self._progress = None
         if self._epoch is not None:
             self._epoch = self._resume.epoch
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Another process finds out for itself which rank it is, and begins at the beginning.
+        # The other process finds out its own rank and starts at the beginning.
         return Batches, (self._data, replace(self._settings, epoch=self._epoch))
 
-    def _next_place(self) -> EpochPosition:
+    def _next_position(self) -> EpochPosition:
         if self._resume is not None:
             return self._resume
         return EpochPosition(self._data.next_epoch if self._epoch is None else self._epoch)
 
 
 class _Loop:
-    """One pass; a batch that could not be made or was interrupted is made again by the next call."""
+    """One epoch; the next call retries a batch that failed or was interrupted."""
 
     def __init__(
         self,
-        share: RankSampler,
+        sampler: RankSampler,
         order: NDArray | None,
         gatherer: Gatherer,
         transform: Callable[[dict[str, Any]], Any] | None,
-        progress: _Progress,
+        progress: _EpochProgress,
     ) -> None:
-        self._share, self._order, self._gatherer = share, order, gatherer
+        self._sampler, self._order, self._gatherer = sampler, order, gatherer
         self._transform, self._progress = transform, progress
-        self._step = share.step(progress.place.position)
+        self._step = sampler.step(progress.position.position)
         self._rows = self._rows_of(self._step)
 
     def __iter__(self) -> Iterator[Any]:
@@ -141,14 +141,14 @@ class _Loop:
             self._progress.done = True
             raise StopIteration
         batch: Any = self._gatherer.gather(self._rows)
-        following = self._share.step(self._step.after)
+        following = self._sampler.step(self._step.after)
         rows = self._rows_of(following)
         if rows is not None:
             self._gatherer.begin(rows)
         if self._transform is not None:
-            # In the consumer's thread: what it draws at random then comes in the same order in every run.
+            # In the consumer's thread, so that its random numbers come in the same order in every run.
             batch = self._transform(batch)
-        self._progress.place = EpochPosition(self._progress.place.epoch, self._step.after)
+        self._progress.position = EpochPosition(self._progress.position.epoch, self._step.after)
         self._step, self._rows = following, rows
         return batch
 
@@ -157,15 +157,15 @@ class _Loop:
             return None
         if self._order is not None and step.last <= len(self._order):
             return self._order[step.first : step.last]
-        places = np.arange(step.first, step.last, dtype=np.int64) % self._share.rows
-        return places if self._order is None else self._order[places]
+        positions = np.arange(step.first, step.last, dtype=np.int64) % self._sampler.rows
+        return positions if self._order is None else self._order[positions]
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
             say("a loop over batches cannot be pickled"),
-            why=say("it is in the middle of an epoch of this process"),
+            why=say("it is an epoch in progress in this process"),
             fix=(
-                say("keep batches.state_dict() and load it there"),
-                say("send the data: they are attached by name"),
+                say("send batches.state_dict() and load it in the other process"),
+                say("or send the Data: the other process attaches to the shared copy"),
             ),
         )

@@ -21,7 +21,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What an order belongs to: other data or another seed would give other rows at the same places."""
+    """What determines an order: other data or another seed would give other rows at the same positions."""
 
     rows: int
     shuffle: bool
@@ -31,16 +31,16 @@ class Fingerprint:
 
 
 class EpochPosition(NamedTuple):
-    """An epoch, and how much of its order has been given out."""
+    """An epoch, and how many rows of its order have been given out."""
 
     epoch: int
     position: int = 0
 
 
 def fingerprint(entry: Entry, columns: Mapping[str, Column], *, shuffle: bool, seed: int) -> Fingerprint:
-    """Of these columns of this data under this order."""
+    """The fingerprint of these columns in this order."""
     shown = sorted(
-        # Compared with states of other runs, whatever language they spoke.
+        # Not translated: it is compared with states of other runs.
         f"{name} {getattr(column, 'dtype', 'ragged')}{list(column.shape)}"
         for name, column in columns.items()
     )
@@ -48,35 +48,35 @@ def fingerprint(entry: Entry, columns: Mapping[str, Column], *, shuffle: bool, s
     return Fingerprint(len(next(iter(columns.values()))), shuffle, seed, digest, shown)
 
 
-def as_dict(place: EpochPosition, of: Fingerprint) -> dict[str, Any]:
-    """The state, ready to be pickled or written as JSON."""
-    return {"version": VERSION, "epoch": place.epoch, "position": place.position, **asdict(of)}
+def as_dict(position: EpochPosition, of: Fingerprint) -> dict[str, Any]:
+    """The state, which can be pickled or written as JSON."""
+    return {"version": VERSION, "epoch": position.epoch, "position": position.position, **asdict(of)}
 
 
 def from_dict(state: Mapping[str, Any], here: Fingerprint) -> EpochPosition:
-    """The place that a state names, if it is one of ``here``."""
+    """The position in a state, if the state belongs to the data and order of ``here``."""
     wanted = {"version", "epoch", "position", *asdict(here)}
     if not isinstance(state, Mapping) or not wanted <= state.keys():
         raise _refused(
-            phrase("this is no state of batches"),
-            phrase("a state_dict() of batches has the fields {fields}"),
-            phrase("load what state_dict() gave"),
+            phrase("this is not a state_dict of data.batches"),
+            phrase("it must have the fields {fields}"),
+            phrase("load the result of batches.state_dict()"),
             fields=listed(sorted(wanted)),
         )
     if state["version"] != VERSION:
         raise _refused(
-            phrase("the state has version {version}"),
-            phrase("this is Legroom of version {ours} states"),
-            phrase("load it with the Legroom that made it"),
+            phrase("the state has format version {version}"),
+            phrase("this version of Legroom reads format version {ours}"),
+            phrase("load it with the version of Legroom that saved it"),
             version=state["version"],
             ours=VERSION,
         )
     for name in ("rows", "digest", "columns"):
         if not _agree(name, state, here):
             raise _refused(
-                phrase("the state belongs to other data"),
-                phrase("its {name}: {theirs}; here: {ours}"),
-                phrase("open the data that it was taken from"),
+                phrase("the state was saved with other data"),
+                phrase("{name}: {theirs} in the state, {ours} here"),
+                phrase("open the data it was saved with"),
                 name=name,
                 theirs=state[name],
                 ours=getattr(here, name),
@@ -84,9 +84,9 @@ def from_dict(state: Mapping[str, Any], here: Fingerprint) -> EpochPosition:
     for name in ("shuffle", "seed"):
         if state[name] != getattr(here, name):
             raise _refused(
-                phrase("the state belongs to another order"),
-                phrase("it has {name}={theirs}, these batches {name}={ours}"),
-                phrase("batches(…, {name}={theirs}) goes on where it stopped"),
+                phrase("the state was saved with another order"),
+                phrase("{name}={theirs} in the state, {name}={ours} here"),
+                phrase("batches(…, {name}={theirs}) resumes where it stopped"),
                 name=name,
                 theirs=state[name],
                 ours=getattr(here, name),
@@ -95,7 +95,7 @@ def from_dict(state: Mapping[str, Any], here: Fingerprint) -> EpochPosition:
         raise _refused(
             phrase("the state is damaged"),
             phrase("epoch {epoch}, position {position} of {rows} rows"),
-            phrase("load what state_dict() gave"),
+            phrase("load the result of batches.state_dict()"),
             epoch=state["epoch"],
             position=state["position"],
             rows=here.rows,
@@ -104,7 +104,7 @@ def from_dict(state: Mapping[str, Any], here: Fingerprint) -> EpochPosition:
 
 
 def _agree(name: str, state: Mapping[str, Any], here: Fingerprint) -> bool:
-    """Digests tell data apart; where one side has none (LEGROOM_DISABLE, inplace) or another hash, columns must do."""
+    """Digests identify data; columns are compared where a side has none (LEGROOM_DISABLE, inplace) or another hash."""
     kinds = [str(digest or "").partition(":")[0] for digest in (state["digest"], here.digest)]
     hashed = kinds[0] == kinds[1] != ""
     if (name == "digest" and not hashed) or (name == "columns" and hashed):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 _PORTABLE, _MAPPED, _READ_ONLY = 1, 2, 8  # cudaHostRegister*
-# All three is what the documentation asks for; with unified addresses the last alone does as well.
+# CUDA documents all three; with unified addressing the last one suffices.
 _FLAGS = (_READ_ONLY | _PORTABLE | _MAPPED, _READ_ONLY)
 _TYPES = {8: "<i8", 4: "<i4", 2: "<i2", 1: "|u1"}
 
@@ -28,7 +28,7 @@ NDArray = np.ndarray[Any, Any]
 
 
 class CudaRefused(Exception):
-    """CUDA said no; the words are its own where it has some."""
+    """A CUDA call failed; the message is CUDA's where it has one."""
 
 
 class Driver:
@@ -41,37 +41,37 @@ class Driver:
         self._torch: Any = torch
 
     def stream(self) -> Any:
-        """A stream of one's own."""
+        """A new stream."""
         return self._torch.cuda.Stream(self.device)
 
     def current(self) -> Any:
-        """The stream this thread works on now."""
+        """The current stream of this thread."""
         return self._torch.cuda.current_stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """While it lasts, this thread's work goes to ``stream``."""
-        lasting: AbstractContextManager[Any] = self._torch.cuda.stream(stream)
-        return lasting
+        """A context in which this thread's work goes to ``stream``."""
+        context: AbstractContextManager[Any] = self._torch.cuda.stream(stream)
+        return context
 
     def mark(self, stream: Any, *, sleep: bool = False) -> Any:
-        """An event behind all that is queued on ``stream``; with ``sleep``, waiting for it costs no processor."""
+        """An event after all work queued on ``stream``; with ``sleep``, waiting for it uses no CPU."""
         event = self._torch.cuda.Event(blocking=sleep)
         event.record(stream)
         return event
 
-    def lend(self, tensor: torch.Tensor, stream: Any) -> None:
-        """``tensor`` is used on ``stream`` too: its memory is not to be given away before that is done."""
+    def record_use(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Record that ``stream`` uses ``tensor`` too, so that its memory is not reused before that is done."""
         tensor.record_stream(stream)
 
-    def settle(self) -> None:
-        """Wait until the device has done all it was asked to do, on every stream."""
+    def synchronize(self) -> None:
+        """Wait until all streams of the device are done."""
         self._torch.cuda.synchronize(self.device)
 
     def row_numbers(self, rows: NDArray) -> torch.Tensor:
-        """Row numbers on the device, by the current stream.
+        """Copy row numbers to the device on the current stream.
 
-        From pinned memory: for a copy from anywhere else CUDA first waits until the stream is empty. torch keeps the
-        pinned block to itself until the copy is done.
+        From pinned memory: before a copy from other memory CUDA waits until the stream is empty. torch does not reuse
+        the pinned block before the copy is done.
         """
         staged: torch.Tensor = self._torch.empty(
             len(rows), dtype=self._torch.int64, device="cpu", pin_memory=True
@@ -80,7 +80,7 @@ class Driver:
         return staged.to(self.device, non_blocking=True)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Page-locked bytes."""
+        """Page-locked memory."""
         try:
             found: torch.Tensor = self._torch.empty(
                 nbytes, dtype=self._torch.uint8, device="cpu", pin_memory=True
@@ -89,19 +89,19 @@ class Driver:
             raise CudaRefused(first_line(problem)) from problem
         return found
 
-    def room(self) -> tuple[int, int]:
-        """Free and total bytes of the card."""
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes of GPU memory."""
         free, total = self._torch.cuda.mem_get_info(self.device)
         return int(free), int(total)
 
     def why_no_registering(self) -> str | None:
-        """Why host memory cannot be registered whatever it is, or None."""
+        """Why no host memory can be registered, or None."""
         if self._torch.version.hip is not None:
-            return say("this torch is built for ROCm, where registering read-only maps is not tried")
+            return say("torch is built for ROCm; registering read-only memory is not attempted there")
         return None
 
     def register(self, address: int, length: int) -> None:
-        """Lock the pages of a read-only map and give them to the device."""
+        """Lock the pages of a read-only map and make them readable by the device."""
         words = ""
         with self._torch.cuda.device(self.device):
             for flags in _FLAGS:
@@ -119,32 +119,32 @@ class Driver:
                 raise CudaRefused(self._refused(answer))
 
     def window(self, address: int, words: int, width: int) -> torch.Tensor:
-        """Registered memory from ``address`` on, as a tensor of integers ``width`` bytes wide on the device."""
+        """Registered memory from ``address`` on, as a tensor on the device of integers of ``width`` bytes."""
         with self._torch.cuda.device(self.device):
             there = _device_address(address)
-            # One word first: were it not seen in place, torch would copy, and all of it.
+            # One integer first: if torch copied instead, it would copy all of the memory.
             for count in (1, words):
                 seen: torch.Tensor = self._torch.as_tensor(_Window(there, count, width), device=self.device)
                 if seen.data_ptr() != there or seen.device != self.device:
-                    raise CudaRefused(say("torch does not see registered memory in place"))
+                    raise CudaRefused(say("torch copies registered memory instead of reading it in place"))
         return seen
 
     def _refused(self, answer: Any) -> str:
-        """CUDA's words for an error, which is not left behind for the next kernel."""
+        """CUDA's message for an error, which is cleared so that the next kernel does not report it."""
         words = self._torch.cuda.cudart().cudaGetErrorString(answer)
         try:
             self._torch.ones(1, device=self.device).add_(1)
         except RuntimeError:
-            pass  # this very error
+            pass  # the same error
         return say("{words} ({code})", words=words, code=int(answer))
 
 
 class _Window:
-    """An address, in the words in which torch takes it for a CUDA array."""
+    """An address with ``__cuda_array_interface__``, which torch accepts as a CUDA array."""
 
     def __init__(self, address: int, words: int, width: int) -> None:
         self._interface: dict[str, object] = {
-            "data": (address, False),  # torch refuses what says that it is read-only
+            "data": (address, False),  # torch refuses an array marked read-only
             "shape": (words,),
             "strides": None,
             "typestr": _TYPES[width],
@@ -157,7 +157,7 @@ class _Window:
 
 
 def open_driver(device: object) -> Driver:
-    """The driver for a device as people write it: "cuda", "cuda:1", 1, a torch.device."""
+    """The driver for a device: "cuda", "cuda:1", 1 or a torch.device."""
     torch = require(
         "torch",
         "torch",
@@ -169,21 +169,21 @@ def open_driver(device: object) -> Driver:
         asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(str(device))
     except RuntimeError as problem:
         raise UsageError(
-            say("{device!r} is no device", device=device), why=first_line(problem), fix=("device='cuda'",)
+            say("{device!r} is not a device", device=device), why=first_line(problem), fix=("device='cuda'",)
         ) from problem
     if asked.type != "cuda":
         raise UsageError(
-            say("{device} is no CUDA device", device=asked), fix=(say("device='cuda', or device=None"),)
+            say("{device} is not a CUDA device", device=asked), fix=(say("device='cuda', or device=None"),)
         )
     if not cuda.is_available():
         raise UsageError(
-            say("there is no CUDA here"),
-            why=say("torch {version} is built without it", version=torch.__version__)
+            say("CUDA is not available"),
+            why=say("torch {version} is built without CUDA", version=torch.__version__)
             if torch.version.cuda is None
-            else say("torch {version} finds no card that it can use", version=torch.__version__),
+            else say("torch {version} finds no usable GPU", version=torch.__version__),
             fix=(
-                say("device=None gives batches in memory"),
-                say("see which cards there are:\nlegroom doctor"),
+                say("device=None returns batches in RAM"),
+                say("list the GPUs:\nlegroom doctor"),
             ),
         )
     try:
@@ -191,9 +191,9 @@ def open_driver(device: object) -> Driver:
         count = cuda.device_count()
         if index >= count:
             raise UsageError(
-                say("there is no cuda:{index}", index=index),
+                say("cuda:{index} does not exist", index=index),
                 why=say("torch sees {count} devices", count=count),
-                fix=(say("look at CUDA_VISIBLE_DEVICES"),),
+                fix=(say("check CUDA_VISIBLE_DEVICES"),),
             )
         cuda.init()
     except RuntimeError as problem:  # a fork of a process that used CUDA, a broken driver
@@ -202,27 +202,27 @@ def open_driver(device: object) -> Driver:
 
 
 def cannot_use_cuda(why: str) -> UsageError:
-    """CUDA is there and this process cannot use it."""
+    """The error for a process that cannot use CUDA although it is available."""
     return UsageError(
         say("this process cannot use CUDA"),
         why=why,
         fix=(
             say(
-                "after CUDA was used, start processes by spawn or forkserver: "
+                "once CUDA is in use, start processes with spawn or forkserver: "
                 "multiprocessing.set_start_method('spawn')"
             ),
-            say("make the batches in the process that trains; they need no worker processes"),
+            say("call data.batches in the training process; it needs no workers"),
         ),
     )
 
 
 def first_line(problem: BaseException) -> str:
-    """The first line of what an exception says: CUDA's go on for many."""
+    """The first line of an exception's message: CUDA's have many."""
     return (str(problem).strip() or type(problem).__name__).splitlines()[0]
 
 
 def _device_address(address: int) -> int:
-    """Where the device sees registered memory: at the same address, nearly always."""
+    """The device address of registered memory: nearly always the same as on the host."""
     try:
         ask = ctypes.CDLL("libcuda.so.1").cuMemHostGetDevicePointer_v2
     except (OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""What the CUDA gatherers share: a side stream that prefetches one batch, row layout, resources kept per process.
+"""What the CUDA gatherers share: a side stream that prefetches one batch, row layout, resources resource per process.
 
 Ownership: the memory of a batch comes from torch's allocator on the side stream. When a batch is handed over, the
 consumer's stream waits until it is complete, and the allocator records that the consumer's stream uses the memory. So
@@ -37,7 +37,7 @@ STEPS_AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class QueuedBatch:
-    """A batch that the side stream will have made when ``done`` has come."""
+    """A batch that is complete on the side stream after the event ``done``."""
 
     tensors: Mapping[str, torch.Tensor]
     done: Any
@@ -51,16 +51,16 @@ class SideStream:
         self.stream = driver.stream()
         self._handed: deque[Any] = deque()
 
-    def wait_for_room(self) -> None:
-        """Wait until the consumer's stream is at most so many batches behind; at once where it is."""
+    def limit_run_ahead(self) -> None:
+        """Wait until the consumer's stream is at most ``STEPS_AHEAD`` batches behind."""
         while len(self._handed) > STEPS_AHEAD:
             self._handed.popleft().synchronize()
 
     @contextmanager
     def queueing(self) -> Iterator[None]:
-        """This thread's work goes to the side stream.
+        """A context in which this thread's work goes to the side stream.
 
-        Tensors made here are ordinary ones: a batch begun under ``inference_mode`` may be trained on.
+        Outside of ``inference_mode``: a batch that was prefetched under it can still be trained on.
         """
         import torch
 
@@ -68,91 +68,99 @@ class SideStream:
             yield
 
     def queued(self, tensors: Mapping[str, torch.Tensor]) -> QueuedBatch:
-        """What has just been queued, and the event behind it."""
+        """The batch that was just queued, with the event after it."""
         return QueuedBatch(tensors, self.driver.mark(self.stream))
 
     def hand_over(self, batch: QueuedBatch) -> dict[str, torch.Tensor]:
-        """The batch, usable on this thread's current stream; nobody waits but that stream."""
+        """The batch, usable on this thread's current stream; only that stream waits."""
         consumer = self.driver.current()
         consumer.wait_event(batch.done)
         for tensor in batch.tensors.values():
-            self.driver.lend(tensor, consumer)
+            self.driver.record_use(tensor, consumer)
         self._handed.append(self.driver.mark(consumer, sleep=True))
         return dict(batch.tensors)
 
     def drain(self) -> None:
-        """Wait until everything queued here is done."""
+        """Wait until everything queued on the side stream is done."""
         self._handed.clear()
         self.stream.synchronize()
 
 
 class CudaGatherer(ABC):
-    """What the CUDA gatherers share: one batch ahead, closing, and what a forked child may not do."""
+    """Base of the CUDA gatherers with a side stream: prefetch of one batch, closing, refusal in a forked child."""
 
     path: str
     why: str
 
     def __init__(self, driver: Driver, path: str, why: str) -> None:
         self.path, self.why = path, why
-        self.lane = SideStream(driver)
-        self._ahead: tuple[NDArray, Callable[[], QueuedBatch]] | None = None
+        self.side = SideStream(driver)
+        self._prefetched: tuple[NDArray, Callable[[], QueuedBatch]] | None = None
         self._pid = os.getpid()
         self._open = True
 
     def gather(self, rows: NDArray) -> dict[str, torch.Tensor]:
-        """The batch of these rows, ordered on the current stream; begun already where ``begin`` was told so."""
-        self._usable()
-        ahead, self._ahead = self._ahead, None
-        ready = ahead[1] if ahead is not None and ahead[0] is rows else self._start(rows)
-        return self.lane.hand_over(ready())
+        """The batch of these rows, ordered on the current stream; prefetched where ``begin`` had these rows."""
+        require_usable(self._pid, self._open)
+        begun, self._prefetched = self._prefetched, None
+        ready = begun[1] if begun is not None and begun[0] is rows else self._start(rows)
+        return self.side.hand_over(ready())
 
     def begin(self, rows: NDArray) -> None:
-        """Start on the batch that will be asked for next: the GPU makes it while it computes on this one."""
-        self._usable()
-        self._ahead = rows, self._start(rows)
+        """Prefetch the next batch: the GPU gathers it while it computes on the current one."""
+        require_usable(self._pid, self._open)
+        self._prefetched = rows, self._start(rows)
 
     def close(self) -> None:
-        """Wait for what is queued, let go of everything; batches that were given stay valid."""
+        """Wait for queued work and release everything; returned batches stay valid."""
         if not self._open or self._pid != os.getpid():
             return
         self._open = False
-        self._ahead = None
+        self._prefetched = None
         self._stop()
-        self.lane.drain()
+        self.side.drain()
         self._release()
 
     def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
-        # Streams may be gone at exit, and the kernel takes everything back.
+        # Streams may be gone at exit, and the kernel releases everything.
         if not at_exit() and getattr(self, "_open", False):
             self.close()
 
-    def _usable(self) -> None:
-        if self._pid != os.getpid():
-            raise cannot_use_cuda(say("it was forked from process {pid}, which uses CUDA", pid=self._pid))
-        if not self._open:
-            raise UsageError(
-                say("the batches are closed"), why=say("close() was called"), fix=(say("make them again"),)
-            )
-
     @abstractmethod
     def _start(self, rows: NDArray) -> Callable[[], QueuedBatch]:
-        """Start on a batch; what is returned gives it, and waits for it where it must."""
+        """Start a batch; the returned function waits for it, where necessary, and returns it."""
 
     def _stop(self) -> None:
-        """End threads of one's own, before the stream is waited for."""
+        """Stop threads, before the stream is waited for."""
         return
 
     @abstractmethod
     def _release(self) -> None:
-        """Let go of memory; nothing is queued any more."""
+        """Release memory; no work is queued any more."""
 
 
-_WIDTHS = (8, 4, 2, 1)
+def require_usable(pid: int, is_open: bool) -> None:
+    """Refuse to gather in a fork of the process ``pid`` that opened the gatherer, and after ``close``."""
+    if pid != os.getpid():
+        raise cannot_use_cuda(say("it was forked from process {pid}, which uses CUDA", pid=pid))
+    if not is_open:
+        raise UsageError(
+            say("the batches are closed"),
+            why=say("close() was called"),
+            fix=(say("call data.batches(…) again"),),
+        )
+
+
+_INTEGER_BYTES = (8, 4, 2, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """The rows of one column."""
+    """How the rows of one column are moved: as the widest integers that divide a row.
+
+    Rows of 8-byte integers cross PCIe at full speed; rows with an odd number of bytes are moved byte by byte, which is
+    slower.
+    """
 
     count: int
     shape: tuple[int, ...]  # of one row
@@ -160,28 +168,28 @@ class RowLayout:
     dtype: torch.dtype
 
     def width(self, address: int) -> int:
-        """The widest integer that divides a row and the place where the first one lies."""
-        return next(width for width in _WIDTHS if self.nbytes % width == 0 and address % width == 0)
+        """Bytes of the widest integer that divides a row and the address of the first row."""
+        return next(width for width in _INTEGER_BYTES if self.nbytes % width == 0 and address % width == 0)
 
     def words(self, array: NDArray) -> NDArray:
-        """The column, which is contiguous, as rows of integers; nothing is copied."""
+        """The contiguous column as rows of integers; nothing is copied."""
         width = self.width(array.ctypes.data)
         kind = np.dtype(f"i{width}" if width > 1 else "u1")
         return array.reshape(-1).view(kind).reshape(self.count, self.nbytes // width)
 
     def restore(self, words: torch.Tensor) -> torch.Tensor:
-        """Gathered rows of integers as what they are; nothing is copied."""
+        """Gathered rows of integers in the column's dtype and shape; nothing is copied."""
         return words.view(self.dtype).view(len(words), *self.shape)
 
     def empty(self, count: int, device: torch.device) -> torch.Tensor:
-        """Room for some rows."""
+        """An empty tensor for ``count`` rows."""
         import torch
 
         return torch.empty((count, *self.shape), dtype=self.dtype, device=device)
 
 
 def row_layout(name: str, column: NDArray) -> RowLayout:
-    """How the rows of a column are moved; UnsupportedData where torch has no such type."""
+    """The layout of a column's rows; UnsupportedData where torch has no such dtype."""
     import torch
 
     shape = column.shape[1:]
@@ -189,9 +197,11 @@ def row_layout(name: str, column: NDArray) -> RowLayout:
         dtype = torch.from_numpy(np.empty(0, column.dtype)).dtype
     except (TypeError, ValueError) as problem:
         raise UnsupportedData(
-            say("{name} cannot be on a CUDA device", name=name),
-            why=say("torch {version} has no type for {dtype}", version=torch.__version__, dtype=column.dtype),
-            fix=(say("leave it out: keys=(…)"), say("format='numpy' gives it as it is")),
+            say("{name} cannot be copied to a CUDA device", name=name),
+            why=say(
+                "torch {version} has no dtype for {dtype}", version=torch.__version__, dtype=column.dtype
+            ),
+            fix=(say("select other columns: keys=(…)"), say("or use format='numpy'")),
         ) from problem
     return RowLayout(len(column), shape, prod(shape) * column.dtype.itemsize, dtype)
 
@@ -201,7 +211,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Resource:
-    thing: Any
+    value: Any
     drop: Callable[[Any], None]
     pid: int = field(default_factory=os.getpid)
     users: int = 0
@@ -210,68 +220,78 @@ class _Resource:
 
 
 class ResourceUse(Generic[T]):
-    """Somebody's hold on a thing; letting go twice is letting go once."""
+    """One use of a resource; a second release does nothing."""
 
-    __slots__ = ("_let_go", "thing")
+    __slots__ = ("_on_release", "resource")
 
-    def __init__(self, thing: T, let_go: Callable[[], None]) -> None:
-        self.thing = thing
-        self._let_go: Callable[[], None] | None = let_go
+    def __init__(self, resource: T, on_release: Callable[[], None]) -> None:
+        self.resource = resource
+        self._on_release: Callable[[], None] | None = on_release
 
     def release(self) -> None:
-        let_go, self._let_go = self._let_go, None
-        if let_go is not None:
-            let_go()
+        on_release, self._on_release = self._on_release, None
+        if on_release is not None:
+            on_release()
 
 
 class ResourceCache:
-    """The things of this process, by key."""
+    """Resources made once per process for some arrays: registered files, copies in GPU memory.
+
+    Registering takes 46 ms per GB and copying longer, so a program that calls ``data.batches`` every epoch must pay
+    once. A resource lives while a gatherer uses it or an array that it was made for exists, and is released after both.
+    Nothing is released at exit, when nothing can wait for the GPU, nor in a forked child, whose parent owns it.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[Hashable, _Resource] = {}
-        # Arrays may die, and finalizers run, wherever this thread is: also inside the lock.
+        self._resources: dict[Hashable, _Resource] = {}
+        # Finalizers of arrays may run anywhere in this thread, also while it holds the lock.
         self._lock = threading.RLock()
 
     def use(
         self, key: Hashable, array: Any, make: Callable[[], T], drop: Callable[[T], None]
     ) -> ResourceUse[T]:
-        """The thing of that key, made where it is not there yet."""
+        """Use the resource of that key; it is made where it does not exist yet."""
         with self._lock:
             while True:
-                kept = self._kept.get(key)
-                if kept is None or kept.pid != os.getpid():  # what a parent made is the parent's
-                    kept = self._kept[key] = _Resource(make(), drop)
-                kept.users += 1
-                if not kept.dropped:  # else a finalizer ran between the lines above
+                found = self._resources.get(key)
+                if found is None or found.pid != os.getpid():  # the parent process owns it
+                    found = self._resources[key] = _Resource(make(), drop)
+                found.users += 1
+                if not found.dropped:  # otherwise a finalizer ran since
                     break
-            if id(array) not in kept.arrays:
-                kept.arrays.add(id(array))
-                weakref.finalize(array, self._died, key, kept, id(array)).atexit = False
-            thing: T = kept.thing
-        return ResourceUse(thing, partial(self._leave, key, kept))
+            if id(array) not in found.arrays:
+                found.arrays.add(id(array))
+                weakref.finalize(array, self._array_deleted, key, found, id(array)).atexit = False
+            value: T = found.value
+        return ResourceUse(value, partial(self._released, key, found))
 
     def __contains__(self, key: Hashable) -> bool:
-        kept = self._kept.get(key)
-        return kept is not None and kept.pid == os.getpid()
+        resource = self._resources.get(key)
+        return resource is not None and resource.pid == os.getpid()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._resources)
 
-    def _leave(self, key: Hashable, kept: _Resource) -> None:
+    def _released(self, key: Hashable, resource: _Resource) -> None:
         with self._lock:
-            kept.users -= 1
-            self._drop_if_idle(key, kept)
+            resource.users -= 1
+            self._drop_if_idle(key, resource)
 
-    def _died(self, key: Hashable, kept: _Resource, array: int) -> None:
+    def _array_deleted(self, key: Hashable, resource: _Resource, array: int) -> None:
         with self._lock:
-            kept.arrays.discard(array)
-            self._drop_if_idle(key, kept)
+            resource.arrays.discard(array)
+            self._drop_if_idle(key, resource)
 
-    def _drop_if_idle(self, key: Hashable, kept: _Resource) -> None:
-        if kept.users == 0 and not kept.arrays and not kept.dropped and kept.pid == os.getpid():
-            kept.dropped = True
-            del self._kept[key]
-            kept.drop(kept.thing)
+    def _drop_if_idle(self, key: Hashable, resource: _Resource) -> None:
+        if (
+            resource.users == 0
+            and not resource.arrays
+            and not resource.dropped
+            and resource.pid == os.getpid()
+        ):
+            resource.dropped = True
+            del self._resources[key]
+            resource.drop(resource.value)
 
 
 RESOURCES = ResourceCache()

@@ -26,11 +26,11 @@ NDArray = np.ndarray[Any, Any]
 _BUFFERS = 2
 _ALIGNMENT = 64
 _MOST_HELPERS = 8
-_PIECE = 1 << 20  # bytes that are worth a helper's while
+_PIECE = 1 << 20  # bytes per helper thread
 
 
 class StagingBuffer:
-    """Host memory that grows to the largest batch, and the event behind its last copy."""
+    """Host memory that grows to the largest batch, and the event after its last copy."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -38,19 +38,19 @@ class StagingBuffer:
         self.copied: Any = None
 
     def take(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        """The memory, for at least so many bytes, when its last copy is done."""
+        """The memory, of at least ``nbytes``, once its last copy is done."""
         if self.copied is not None:
             self.copied.synchronize()
             self.copied = None
         if self._bytes is None or len(self._bytes) < nbytes:
             size = 1 << max(12, (nbytes - 1).bit_length())
-            self._bytes = None  # given back first: to torch, which keeps page-locked memory
+            self._bytes = None  # released first: torch caches page-locked memory
             self._bytes = self._driver.pinned(size) if pinned else _ordinary(size)
         return self._bytes
 
 
 class PinnedGatherer(CudaGatherer):
-    """Gathers on the processor; ``path`` changes from cuda-pinned to cuda-copy when CUDA page-locks no more."""
+    """Gathers on the CPU; ``path`` changes from cuda-pinned to cuda-copy when page-locking fails."""
 
     def __init__(
         self, driver: Driver, columns: Mapping[str, NDArray], rows: Mapping[str, RowLayout], why: str
@@ -70,28 +70,28 @@ class PinnedGatherer(CudaGatherer):
     def _copy_instead(self, refusal: CudaRefused) -> None:
         self.path = "cuda-copy"
         self.why = say("{why}; memory cannot be page-locked: {refusal}", why=self.why, refusal=refusal)
-        self._buffers = [StagingBuffer(self.lane.driver)]
+        self._buffers = [StagingBuffer(self.side.driver)]
 
     def _start(self, rows: NDArray) -> Callable[[], QueuedBatch]:
         made: Future[QueuedBatch] = self._maker.submit(self._make, rows)
         return made.result
 
     def _make(self, rows: NDArray) -> QueuedBatch:
-        starts, total = _places(self._rows, len(rows))
+        starts, total = _column_offsets(self._rows, len(rows))
         parts: dict[str, torch.Tensor] = {}
-        with self.lane.queueing():  # from the start: page-locked memory, too, belongs to this thread's device
+        with self.side.queueing():  # from the start: page-locked memory also belongs to this thread's device
             memory, buffer = self._memory(total)
             filled = memory.numpy()
             self._fill(rows, {name: filled[start:] for name, start in starts.items()})
-            self.lane.wait_for_room()
+            self.side.limit_run_ahead()
             pinned = self.path == "cuda-pinned"
             for name, kind in self._rows.items():
-                parts[name] = kind.empty(len(rows), self.lane.driver.device)
+                parts[name] = kind.empty(len(rows), self.side.driver.device)
                 size = len(rows) * kind.nbytes
                 if size:
                     part = memory[starts[name] : starts[name] + size].view(kind.dtype)
                     parts[name].copy_(part.view(len(rows), *kind.shape), non_blocking=pinned)
-        made = self.lane.queued(parts)
+        made = self.side.queued(parts)
         buffer.copied = made.done
         return made
 
@@ -101,7 +101,7 @@ class PinnedGatherer(CudaGatherer):
         try:
             return buffer.take(total, pinned=self.path == "cuda-pinned"), buffer
         except CudaRefused as refusal:
-            self.lane.stream.synchronize()  # the other buffer goes too, and may be on its way
+            self.side.stream.synchronize()  # the other buffer is dropped too, and its copy may be queued
             self._copy_instead(refusal)
             self._turn = 0
             return self._buffers[0].take(total, pinned=False), self._buffers[0]
@@ -126,7 +126,7 @@ class PinnedGatherer(CudaGatherer):
             try:
                 pool.shutdown(cancel_futures=True)
             except RuntimeError:
-                pass  # this is the pool's own thread, whose last job had the last hold on the gatherer
+                pass  # in the pool's own thread: its last job held the last reference to the gatherer
 
     def _release(self) -> None:
         self._buffers.clear()
@@ -134,7 +134,7 @@ class PinnedGatherer(CudaGatherer):
 
 
 def _take(column: NDArray, rows: NDArray, into: NDArray) -> None:
-    """Some rows of a column as bytes; numpy lets the other threads run meanwhile."""
+    """Copy some rows of a column as bytes; numpy releases the GIL meanwhile."""
     count = len(rows)
     if not column.flags.c_contiguous:  # numpy would make a contiguous copy of all of it
         into.reshape(count, -1)[:] = np.ascontiguousarray(column[rows]).reshape(count, -1).view(np.uint8)
@@ -143,8 +143,8 @@ def _take(column: NDArray, rows: NDArray, into: NDArray) -> None:
     np.take(whole, rows, axis=0, out=into.reshape(count, -1), mode="clip")
 
 
-def _places(rows: Mapping[str, RowLayout], count: int) -> tuple[dict[str, int], int]:
-    """Where each column's rows start in a buffer, and how long it must be."""
+def _column_offsets(rows: Mapping[str, RowLayout], count: int) -> tuple[dict[str, int], int]:
+    """Where each column starts in a buffer, and the size of the buffer."""
     starts: dict[str, int] = {}
     total = 0
     for name, kind in rows.items():
@@ -154,7 +154,7 @@ def _places(rows: Mapping[str, RowLayout], count: int) -> tuple[dict[str, int], 
 
 
 def _ranges(count: int, row: int) -> Iterator[tuple[int, int]]:
-    """The rows in runs of about a piece's bytes."""
+    """Ranges of rows of about ``_PIECE`` bytes."""
     step = max(1, _PIECE // row)
     for start in range(0, count, step):
         yield start, min(start + step, count)

@@ -36,7 +36,7 @@ NDArray = np.ndarray[Any, Any]
 
 
 class RegisteredGatherer(CudaGatherer):
-    """Gathers what the device can see: ``sources`` are rows of integers, None where a row has no bytes."""
+    """Gathers from registered memory: ``sources`` are rows of integers, None where a row has no bytes."""
 
     def __init__(
         self,
@@ -51,15 +51,15 @@ class RegisteredGatherer(CudaGatherer):
     ) -> None:
         super().__init__(driver, path, why)
         self._rows, self._sources, self._uses = dict(rows), dict(sources), list(uses)
-        self._columns = dict(columns)  # they hold the lease of the entry
+        self._columns = dict(columns)  # they keep the entry in the cache
 
     def _start(self, rows: NDArray) -> Callable[[], QueuedBatch]:
         import torch
 
-        driver = self.lane.driver
-        self.lane.wait_for_room()
+        driver = self.side.driver
+        self.side.limit_run_ahead()
         parts: dict[str, torch.Tensor] = {}
-        with self.lane.queueing():
+        with self.side.queueing():
             chosen = driver.row_numbers(rows)
             for name, source in self._sources.items():
                 kind = self._rows[name]
@@ -67,7 +67,7 @@ class RegisteredGatherer(CudaGatherer):
                     parts[name] = kind.empty(len(rows), driver.device)
                 else:
                     parts[name] = kind.restore(torch.index_select(source, 0, chosen))
-        made = self.lane.queued(parts)
+        made = self.side.queued(parts)
         return lambda: made
 
     def _release(self) -> None:
@@ -84,7 +84,7 @@ def open_registered(
     rows: Mapping[str, RowLayout],
     files: Mapping[str, tuple[Path, int]],
 ) -> RegisteredGatherer:
-    """A gatherer on registered memory; Refused where CUDA will not register it, and nothing is left registered."""
+    """A gatherer on registered memory; where CUDA refuses, CudaRefused, and nothing stays registered."""
     uses: list[ResourceUse[Any]] = []
     sources: dict[str, torch.Tensor | None] = {}
     try:
@@ -96,7 +96,7 @@ def open_registered(
             path, offset = files[name]
             use = register_file(driver, Path(path), offset, column)
             uses.append(use)
-            start = use.thing.address + offset
+            start = use.resource.address + offset
             width = kind.width(start)
             seen = driver.window(start, column.nbytes // width, width)
             sources[name] = seen.view(kind.count, kind.nbytes // width)
@@ -111,14 +111,14 @@ def open_registered(
 
 @dataclass(frozen=True, slots=True)
 class RegisteredFile:
-    """A registered map of a whole file."""
+    """A whole file, mapped and registered."""
 
     address: int
     length: int
 
 
 def register_file(driver: Driver, path: Path, offset: int, array: NDArray) -> ResourceUse[RegisteredFile]:
-    """The registered map of the file in which ``array`` lies at ``offset``; Refused where that cannot be."""
+    """The registered map of the file that holds ``array`` at ``offset``; CudaRefused where that fails."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as problem:
@@ -126,13 +126,13 @@ def register_file(driver: Driver, path: Path, offset: int, array: NDArray) -> Re
     try:
         stats = os.fstat(fd)
         if not stat.S_ISREG(stats.st_mode) or stats.st_uid != os.geteuid():
-            raise CudaRefused(say("{path} is no file of this user", path=path))
+            raise CudaRefused(say("{path} is not a regular file of this user", path=path))
         if stats.st_size < offset + array.nbytes:
             raise CudaRefused(say("{path} is shorter than its array", path=path))
-        # The file cannot go while it is mapped, so its number means this file and no later one.
+        # The inode exists while the file is mapped, so its number cannot name a later file.
         key = ("registered", str(driver.device), stats.st_dev, stats.st_ino)
         make: Callable[[], RegisteredFile] = partial(_map_and_register, driver, fd, stats.st_size)
-        return RESOURCES.use(key, array, make, partial(_undo, driver))
+        return RESOURCES.use(key, array, make, partial(_unregister, driver))
     finally:
         os.close(fd)
 
@@ -150,7 +150,7 @@ def _map_and_register(driver: Driver, fd: int, size: int) -> RegisteredFile:
     return RegisteredFile(address, length)
 
 
-def _undo(driver: Driver, region: RegisteredFile) -> None:
+def _unregister(driver: Driver, region: RegisteredFile) -> None:
     try:
         driver.unregister(region.address)
     except (CudaRefused, RuntimeError):

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legroom.errors import NoRoom, UsageError
-from legroom.loader.batches.cuda_driver import Driver, cannot_use_cuda
-from legroom.loader.batches.cuda_gather import RESOURCES, ResourceUse, RowLayout
+from legroom.errors import NoRoom
+from legroom.loader.batches.cuda_driver import Driver
+from legroom.loader.batches.cuda_gather import RESOURCES, ResourceUse, RowLayout, require_usable
 from legroom.units import format_size
 from legroom.words import say
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 NDArray = np.ndarray[Any, Any]
 _LEAST_LEFT = 1 << 30
-_ROUNDING = 2 << 20  # what torch's allocator may take beyond a large request
-_MOST_AT_ONCE = 1 << 27  # bytes of row numbers that are kept on the card
+_ROUNDING = 2 << 20  # that torch's allocator may add to a large request
+_MOST_AT_ONCE = 1 << 27  # bytes of row numbers kept in GPU memory
 
 
 class ResidentGatherer:
-    """Gathers from arrays on the card: ``sources`` are rows of integers, None where a row has no bytes."""
+    """Gathers from arrays in GPU memory, kept as rows of integers; a use is None where a row has no bytes."""
 
     path = "cuda-resident"
 
@@ -47,23 +47,18 @@ class ResidentGatherer:
     ) -> None:
         self.why = why
         self._driver, self._rows, self._uses = driver, dict(rows), dict(uses)
-        self._columns = dict(columns)  # they hold the lease of the entry
+        self._columns = dict(columns)  # they keep the entry in the cache
         self._order: tuple[NDArray, torch.Tensor] | None = None
         self._pid = os.getpid()
         self._open = True
 
     def gather(self, rows: NDArray) -> dict[str, torch.Tensor]:
-        """The batch of these rows, made on the current stream."""
+        """The batch of these rows, gathered on the current stream."""
         import torch
 
-        if self._pid != os.getpid():
-            raise cannot_use_cuda(say("it was forked from process {pid}, which uses CUDA", pid=self._pid))
-        if not self._open:
-            raise UsageError(
-                say("the batches are closed"), why=say("close() was called"), fix=(say("make them again"),)
-            )
+        require_usable(self._pid, self._open)
         parts: dict[str, torch.Tensor] = {}
-        # Tensors made here are ordinary ones: a batch made under ``inference_mode`` may be trained on.
+        # A batch gathered under ``inference_mode`` can still be trained on.
         with torch.inference_mode(False):
             chosen = self._chosen(rows)
             for name, use in self._uses.items():
@@ -71,18 +66,18 @@ class ResidentGatherer:
                 if use is None:
                     parts[name] = kind.empty(len(rows), self._driver.device)
                 else:
-                    parts[name] = kind.restore(torch.index_select(use.thing, 0, chosen))
+                    parts[name] = kind.restore(torch.index_select(use.resource, 0, chosen))
         return parts
 
     def begin(self, rows: NDArray) -> None:
-        """Nothing: the card would only do the same work earlier."""
+        """Nothing: the GPU would only do the same work earlier."""
 
     def close(self) -> None:
-        """Let go of the arrays; batches that were given stay valid."""
+        """Release the arrays; returned batches stay valid."""
         if not self._open or self._pid != os.getpid():
             return
         self._open = False
-        self._driver.settle()
+        self._driver.synchronize()
         self._order = None
         for use in self._uses.values():
             if use is not None:
@@ -95,13 +90,13 @@ class ResidentGatherer:
             self.close()
 
     def _chosen(self, rows: NDArray) -> torch.Tensor:
-        """Row numbers on the card: a view of the whole order where ``rows`` is one."""
+        """Row numbers in GPU memory: a view of the whole order where ``rows`` is one."""
         whole = rows.base
         if not isinstance(whole, np.ndarray) or whole.itemsize != 8 or not 0 < whole.nbytes <= _MOST_AT_ONCE:
             return self._driver.row_numbers(rows)
         if self._order is None or self._order[0] is not whole:
             sent = self._driver.row_numbers(whole.view(np.int64))
-            self._driver.settle()  # also for the order before it, which goes now
+            self._driver.synchronize()  # also for the previous order, which is freed now
             self._order = whole, sent
         first = (rows.ctypes.data - whole.ctypes.data) // 8
         return self._order[1][first : first + len(rows)]
@@ -110,7 +105,7 @@ class ResidentGatherer:
 def open_resident(
     driver: Driver, columns: Mapping[str, NDArray], rows: Mapping[str, RowLayout]
 ) -> ResidentGatherer:
-    """A gatherer on copies in the card's memory; NoRoom where they would not leave enough of it."""
+    """A gatherer on copies in GPU memory; NoRoom where they would not leave enough free."""
     keys = {
         name: ("resident", str(driver.device), column.ctypes.data, column.nbytes)
         for name, column in columns.items()
@@ -130,25 +125,25 @@ def open_resident(
                 use.release()
         raise
     size = sum(column.nbytes for column in columns.values())
-    why = say("resident=True: {size} are in the card's memory", size=format_size(size))
+    why = say("resident=True: {size} in GPU memory", size=format_size(size))
     return ResidentGatherer(driver, rows, uses, columns, why)
 
 
 def _copy(driver: Driver, column: NDArray, kind: RowLayout, rest: int) -> torch.Tensor:
-    """A column on the card, if the ``rest`` of the columns, itself among them, fits there."""
+    """Copy a column to GPU memory, if all columns still to be copied (``rest`` bytes) fit."""
     import torch
 
-    free, total = driver.room()
+    free, total = driver.memory()
     left = max(_LEAST_LEFT, total // 10)
     if rest + _ROUNDING > free - left:
         raise NoRoom(
-            say("the arrays do not fit the memory of {device}", device=driver.device),
+            say("the arrays do not fit in the memory of {device}", device=driver.device),
             why=say(
-                "{size} are still to be copied, {free} of {total} are free and {left} must stay so for the training",
+                "{size} to copy; {free} of {total} free, of which {left} stay reserved for training",
                 size=format_size(rest), free=format_size(free), total=format_size(total), left=format_size(left),
             ),
-            fix=(say("leave out resident=True: the GPU gathers from shared memory at the speed of PCIe"),
-                 say("name fewer arrays: keys=(…)")),
+            fix=(say("remove resident=True: the GPU then gathers from shared memory over PCIe"),
+                 say("select fewer columns: keys=(…)")),
         )  # fmt: skip
     contiguous = column if column.flags.c_contiguous else np.ascontiguousarray(column)
     with warnings.catch_warnings():
@@ -157,13 +152,13 @@ def _copy(driver: Driver, column: NDArray, kind: RowLayout, rest: int) -> torch.
         words = torch.from_numpy(kind.words(contiguous))
     try:
         return words.to(driver.device, copy=True)
-    except RuntimeError as problem:  # others take memory at the same time
+    except RuntimeError as problem:  # another process took memory meanwhile
         raise NoRoom(
-            say("the arrays do not fit the memory of {device}", device=driver.device),
+            say("the arrays do not fit in the memory of {device}", device=driver.device),
             why=str(problem).partition("\n")[0],
-            fix=(say("leave out resident=True"),),
+            fix=(say("remove resident=True"),),
         ) from problem
 
 
 def _nothing(_: object) -> None:
-    """torch takes the memory back when the tensor dies."""
+    """torch frees the memory when the tensor is deleted."""

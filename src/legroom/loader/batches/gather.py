@@ -28,59 +28,59 @@ Batch = dict[str, Any]
 
 
 class Gatherer(Protocol):
-    """One way of making batches of some columns; opened once, used for every epoch, closed once.
+    """Makes batches of some columns; opened once, used for every epoch, closed once.
 
-    ``gather`` and ``begin`` are called by one thread at a time, the consumer's: a CUDA gatherer finds the consumer's
-    device and stream current, and what it returns must be ordered on that stream. What it does ahead of time, on
-    streams or threads of its own, it starts in ``begin``.
+    ``gather`` and ``begin`` are called by one thread at a time, the consumer's. A CUDA gatherer finds the consumer's
+    device and stream current, and its result must be ordered on that stream. Prefetching, on streams or threads of its
+    own, starts in ``begin``.
     """
 
     @property
     def path(self) -> str:
-        """Which way: cpu, cuda-registered, cuda-pinned, cuda-copy or cuda-resident."""
+        """cpu, cuda-registered, cuda-pinned, cuda-copy or cuda-resident."""
         ...
 
     @property
     def why(self) -> str:
-        """One line: why this way."""
+        """One line: why this path."""
         ...
 
     def gather(self, rows: NDArray) -> Batch:
-        """The batch of these rows: int64, in [0, n), not empty. The caller owns the batch for good."""
+        """The batch of these rows: int64, in [0, n), not empty. The caller owns the batch."""
         ...
 
     def begin(self, rows: NDArray) -> None:
-        """A hint: the rows that ``gather`` will probably be asked for next (the same array object, where it is)."""
+        """A hint: the rows of the next ``gather``, which then passes the same array object."""
         ...
 
     def close(self) -> None:
-        """Let go of what was opened; batches that were given stay valid. A second time does nothing."""
+        """Release resources; returned batches stay valid. A second call does nothing."""
         ...
 
 
 class HostGatherer:
-    """Batches in this process's memory, as arrays or as tensors; safe to use from several threads."""
+    """Batches in RAM, as arrays or as tensors; safe to use from several threads."""
 
     path = "cpu"
 
     def __init__(
         self, columns: Mapping[str, Column], batch_size: int, tensor: Callable[[NDArray], Any] | None
     ) -> None:
-        self.why = say("no device was asked for")
+        self.why = say("no device was given")
         self._takers = {name: _taker(column, batch_size, tensor) for name, column in columns.items()}
 
     def gather(self, rows: NDArray) -> Batch:
         return {name: take(rows, False) for name, take in self._takers.items()}
 
-    def gather_aside(self, rows: NDArray) -> Batch:
-        """The same on one CPU: the consumer works at the same time, perhaps on all the others."""
+    def gather_on_one_core(self, rows: NDArray) -> Batch:
+        """The same with one thread, because the consumer works at the same time, perhaps on all other cores."""
         return {name: take(rows, True) for name, take in self._takers.items()}
 
     def begin(self, rows: NDArray) -> None:
-        """Nothing: a thread is worth its while only for some consumers (prefetch.py)."""
+        """Nothing: prefetch.py decides whether a thread pays."""
 
     def close(self) -> None:
-        """Nothing: buffers go with the last batch."""
+        """Nothing: buffers are freed with the last batch."""
 
 
 def _taker(
@@ -91,7 +91,7 @@ def _taker(
     if isinstance(column, Ragged):
         return partial(_rows, column, wrap)
     take = _ArrayTaker(column, min(batch_size, len(column)))
-    return lambda rows, aside: wrap(take(rows, aside))
+    return lambda rows, one_core: wrap(take(rows, one_core))
 
 
 class _ArrayTaker:
@@ -104,17 +104,17 @@ class _ArrayTaker:
         self._copier = None if self._bytes is None else RowCopier(self._bytes)
         self._buffers = BufferPool(most * self._row)
 
-    def __call__(self, rows: NDArray, aside: bool) -> NDArray:
+    def __call__(self, rows: NDArray, one_core: bool) -> NDArray:
         shape = (len(rows), *self._shape)
         if self._copier is None:
             return np.empty(shape, self._dtype)
         out = self._buffers.take(len(rows) * self._row)
-        self._copier.copy(rows, out.reshape(len(rows), self._row), alone=aside)
+        self._copier.copy(rows, out.reshape(len(rows), self._row), one_core=one_core)
         return out.view(self._dtype).reshape(shape)
 
 
-def _rows(column: Ragged, wrap: Callable[[NDArray], Any], rows: NDArray, aside: bool) -> list[Any]:
-    """Rows of different lengths: a list of arrays (copies: the originals are everybody's), or of texts."""
+def _rows(column: Ragged, wrap: Callable[[NDArray], Any], rows: NDArray, one_core: bool) -> list[Any]:
+    """Rows of different lengths: a list of arrays (copies: the originals are shared), or of strings."""
     if column.text:
         return [column[row] for row in rows.tolist()]
     return [wrap(column[row].copy()) for row in rows.tolist()]
@@ -125,7 +125,7 @@ def _unchanged(array: NDArray) -> NDArray:
 
 
 def torch_holds(dtype: np.dtype[Any]) -> bool:
-    """Whether torch has tensors of that type; it has none of texts and dates, for instance."""
+    """Whether torch has tensors of that dtype; it has none for strings and dates."""
     import torch
 
     try:
@@ -137,28 +137,34 @@ def torch_holds(dtype: np.dtype[Any]) -> bool:
 
 _LEAST_SHARED_COPY = 1 << 20  # bytes: below, starting a thread takes longer than the copy
 _MOST_THREADS = 8
-_TRIALS = 3  # times each, the first of which may have met fresh memory
+_TRIALS = 3  # per number of threads; the first may include page faults
 _clock = time.perf_counter
 
 
 class RowCopier:
-    """Copies rows of one array, again and again, with as many threads as have been the fastest so far."""
+    """Copies rows of one array, with the number of threads that has been fastest so far.
+
+    One core does not use a machine's whole memory bandwidth: with two, batches of 12 MB are a sixth faster (AMD EPYC),
+    and batches of 1.5 MB a quarter slower, because a thread has to be started and waited for. So each number of threads
+    is tried a few times, and the fastest stays for all copies of about that size in this process. A thread lives for
+    one copy, as in prefetch.py and for the same reason.
+    """
 
     def __init__(self, source: NDArray) -> None:
         self._source = source
 
-    def copy(self, rows: NDArray, out: NDArray, *, alone: bool = False) -> None:
-        """The rows into ``out``; ``alone`` where the other CPUs have something else to do."""
-        if alone or len(rows) < 2 or out.nbytes < _LEAST_SHARED_COPY:
+    def copy(self, rows: NDArray, out: NDArray, *, one_core: bool = False) -> None:
+        """Copy the rows into ``out``; with ``one_core`` in this thread only."""
+        if one_core or len(rows) < 2 or out.nbytes < _LEAST_SHARED_COPY:
             np.take(self._source, rows, axis=0, out=out, mode="clip")
             return
         row = out.nbytes // len(rows)
         trials = _trials(out.nbytes.bit_length(), row.bit_length())
-        hands = trials.next()
+        threads = trials.next()
         start = _clock()
-        _copied(self._source, rows, out, hands)
+        _copy_rows(self._source, rows, out, threads)
         if trials.open:
-            trials.took(hands, (_clock() - start) / out.nbytes)
+            trials.record(threads, (_clock() - start) / out.nbytes)
 
 
 class _Trials:
@@ -171,42 +177,42 @@ class _Trials:
         self._best = choices[0]
 
     def next(self) -> int:
-        """How many threads to take now; in turn while there is something to learn."""
+        """How many threads to use now: each number in turn until all trials are done."""
         return max(self._left, key=self._left.__getitem__) if self.open else self._best
 
-    def took(self, hands: int, seconds: float) -> None:
-        """Seconds a byte."""
-        self._left[hands] -= 1
-        self._least[hands] = min(self._least[hands], seconds)
+    def record(self, threads: int, seconds: float) -> None:
+        """Record seconds per byte."""
+        self._left[threads] -= 1
+        self._least[threads] = min(self._least[threads], seconds)
         self._best = min(self._least, key=self._least.__getitem__)
         self.open = any(left > 0 for left in self._left.values())
 
 
 @cache
 def _trials(_size: int, _row: int) -> _Trials:
-    """The same for all copies whose sizes, and their rows', lie between the same powers of two."""
+    """Shared by all copies whose size and row size are between the same powers of two."""
     return _Trials(_choices(usable_cpus()))
 
 
 def _choices(cpus: int) -> list[int]:
     """1, 2, 4 … threads, no more than there are CPUs."""
-    return [hands for hands in (1, 2, 4, _MOST_THREADS) if hands <= max(1, cpus)]
+    return [threads for threads in (1, 2, 4, _MOST_THREADS) if threads <= max(1, cpus)]
 
 
-def _copied(source: NDArray, rows: NDArray, out: NDArray, hands: int) -> None:
-    borders = [len(rows) * part // hands for part in range(hands + 1)]
+def _copy_rows(source: NDArray, rows: NDArray, out: NDArray, threads: int) -> None:
+    borders = [len(rows) * part // threads for part in range(threads + 1)]
     parts = [slice(first, last) for first, last in pairwise(borders) if first < last]
     others = [_Part(source, rows[part], out[part]) for part in parts[1:]]
     try:
         np.take(source, rows[parts[0]], axis=0, out=out[parts[0]], mode="clip")
     finally:
-        # Whatever happened here: nobody may have this memory while others write to it.
+        # Also after an exception: the memory must not be reused while other threads write to it.
         for other in others:
             other.wait()
 
 
 class _Part:
-    """One thread's share, begun."""
+    """The part of one thread, which has been started."""
 
     def __init__(self, source: NDArray, rows: NDArray, out: NDArray) -> None:
         self._source, self._rows, self._out = source, rows, out
@@ -215,14 +221,14 @@ class _Part:
         self._done.acquire()
         try:
             _thread.start_new_thread(self._copy, ())
-        except RuntimeError:  # no thread is to be had: done here and now
+        except RuntimeError:  # no thread can be started: copy in this one
             self._copy()
 
     def _copy(self) -> None:
         try:
             np.take(self._source, self._rows, axis=0, out=self._out, mode="clip")
         except BaseException as problem:
-            self._problem = problem  # belongs to whoever waits
+            self._problem = problem  # raised in the thread that waits
         finally:
             self._done.release()
 
@@ -237,16 +243,24 @@ _KEPT = 4  # free blocks: one being consumed, one ready, one being filled, one t
 
 
 class BufferPool:
-    """Equal blocks of memory, as many as are in use at once."""
+    """Page-aligned buffers of one size, reused once no batch uses them.
+
+    A batch's array lies on a block through a lease: the array, and any view or tensor of it, keeps the lease alive, and
+    the end of the last one returns the block. A consumer that keeps its batches gets new memory. Blocks are private
+    memory, so a forked child that drops its batches returns its own copy.
+
+    The block that came back last is reused first: it is most likely still in the CPU cache. Writing to a destination
+    off a page boundary is three times as slow (8 against 22 GB/s), so blocks begin on one.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        # Bounded: what a consumer kept and drops all at once goes back to the system. Appending and popping are
-        # single steps, so that a Lease may die in any thread, between any two lines.
+        # Bounded: what a consumer kept and then drops at once goes back to the system. Appending and popping are
+        # atomic, so a lease may end in any thread, between any two lines.
         self._free: deque[_Block] = deque(maxlen=_KEPT)
 
     def take(self, nbytes: int) -> NDArray:
-        """The first ``nbytes`` bytes of a block that is nobody's, as uint8; it is the caller's until the array dies."""
+        """The first ``nbytes`` bytes of a free block, as uint8; the caller owns it until the array is deleted."""
         try:
             block = self._free.pop()
         except IndexError:
@@ -255,7 +269,7 @@ class BufferPool:
 
 
 class _Block:
-    """Memory, and where its first page begins: found once, because numpy takes a microsecond to say it."""
+    """Memory, and the address of its first page: read once, because numpy takes a microsecond for it."""
 
     __slots__ = ("_memory", "start")
 
@@ -266,7 +280,7 @@ class _Block:
 
 
 class _Lease:
-    """What a batch's array says its memory belongs to."""
+    """The owner of the memory of a batch's array."""
 
     __slots__ = ("__array_interface__", "_block", "_free")
 

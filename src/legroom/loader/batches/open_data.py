@@ -1,8 +1,6 @@
 """``legroom.open``: the data of a file, one copy for every process, and the loops over them.
 
-Covers: the public door. Does not cover: how the data come about (cache.open), how batches do (batches.py).
-
-The cache knows nothing of loaders; a Data that has ``batches`` is made here, on top of its own. See
+The cache does not depend on the loaders, so the Data that has ``batches`` is a subclass of the cache's own. See
 docs/decisions/0009-the-door-is-in-the-loader.md.
 """
 
@@ -25,16 +23,16 @@ if TYPE_CHECKING:
 class Data(CachedData):
     """A read-mostly mapping of names to arrays on the shared copy, and batches of them."""
 
-    next_epoch: int = 0  # of the next shuffled loop that was given none
+    next_epoch: int = 0  # for the next shuffled loop without an epoch argument
 
     @cached_property
-    def warm(self) -> dict[object, HostGatherer]:
-        """Gatherers of the latest loops, whose buffers need not be faulted in again by the next loop of their kind."""
+    def gatherers(self) -> dict[object, HostGatherer]:
+        """Gatherers of the latest loops; the next loop like them reuses their buffers without page faults."""
         return {}
 
     def close(self) -> None:
-        """Let go of everything; arrays that somebody still holds stay valid. A second time does nothing."""
-        self.warm.clear()
+        """Release everything; arrays still in use stay valid. A second call does nothing."""
+        self.gatherers.clear()
         super().close()
 
     def batches(
@@ -54,23 +52,23 @@ class Data(CachedData):
         transform: Callable[[dict[str, Any]], Any] | None = None,
         resident: bool = False,
     ) -> Batches:
-        """Loops over batches of rows: dicts of names to tensors, gathered from the shared copy without workers.
+        """Iterate over batches of rows: dicts of names to tensors, gathered from the shared copy without workers.
 
         Args:
-            batch_size: Rows a batch, on every rank.
-            shuffle: A random order, which is a function of ``seed`` and ``epoch`` alone.
-            seed: Of that order.
-            epoch: The epoch's number; None: every new shuffled loop over these data has the next one.
-            device: ``"cuda"`` makes batches on the GPU; None, in memory.
-            format: ``"torch"``, or ``"numpy"``, which gives arrays and needs no torch.
+            batch_size: Rows per batch, on every rank.
+            shuffle: Use a random order that depends on ``seed`` and ``epoch`` only.
+            seed: Seed of that order.
+            epoch: Epoch number; None: each new shuffled loop over these data uses the next one.
+            device: ``"cuda"`` returns batches on the GPU; None, in RAM.
+            format: ``"torch"``, or ``"numpy"``, which returns arrays and needs no torch.
             keys: The columns, or groups of them; None takes all.
-            drop_last: Leave out batches smaller than ``batch_size``.
-            rank: This process's part of the rows; None: torch.distributed's, or the launcher's.
-            world_size: How many parts there are; None: likewise.
-            uneven: What becomes of rows that do not divide among the ranks: ``"pad"`` gives some twice, ``"drop"``
-                leaves some out, ``"all"`` gives each once and ranks may differ by a batch.
-            transform: Gets every batch, in the consumer's thread; what it returns is handed out.
-            resident: With a device, keep the arrays in its memory.
+            drop_last: Drop batches smaller than ``batch_size``.
+            rank: Rank of this process; None: torch.distributed's, or the launcher's.
+            world_size: Number of ranks; None: likewise.
+            uneven: Rows that do not divide evenly among the ranks: ``"pad"`` repeats some, ``"drop"`` leaves some
+                out, ``"all"`` returns each once, and ranks may differ by one batch.
+            transform: Called with every batch in the consumer's thread; its result is returned instead.
+            resident: With a device, keep the arrays in GPU memory.
         """
         from legroom.loader.batches.batch_arguments import BatchSettings
         from legroom.loader.batches.batch_iterator import Batches

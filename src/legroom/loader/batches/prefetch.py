@@ -24,8 +24,8 @@ from legroom.loader.batches.gather import Batch, Gatherer
 
 NDArray = np.ndarray[Any, Any]
 _HANDOVER = 1e-4  # seconds: starting a thread and waiting for it
-_COLDER = 0.25  # of a copy's time: what filling a third buffer costs
-_LOOKED = 3  # batches before anything is concluded
+_COLDER = 0.25  # of a copy's time: the cost of filling a third buffer, which is not in the CPU cache
+_LEAST_MEASURED = 3  # batches
 _REMEMBERED = 9
 
 
@@ -35,58 +35,58 @@ def prefetch_pays(gathering: float, consuming: float) -> bool:
 
 
 class Prefetcher:
-    """One consumer's way to a gatherer that may be called from any thread."""
+    """Wraps a gatherer, which may be called from any thread, for one consumer."""
 
     def __init__(
         self,
         gatherer: Gatherer,
-        aside: Callable[[NDArray], Batch] | None = None,
+        background: Callable[[NDArray], Batch] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``aside``: how to gather while the consumer works."""
+        """``background``: how to gather while the consumer works."""
         self.path, self.why = gatherer.path, gatherer.why
-        self._gather, self._aside, self._clock = gatherer.gather, aside or gatherer.gather, clock
+        self._gather, self._background, self._clock = gatherer.gather, background or gatherer.gather, clock
         self._gathering: deque[float] = deque(maxlen=_REMEMBERED)
         self._consuming: deque[float] = deque(maxlen=_REMEMBERED)
-        self._given: float | None = None
+        self._returned: float | None = None
         self._pending: _Pending | None = None
 
     def gather(self, rows: NDArray) -> Batch:
         asked = self._clock()
-        if self._given is not None:
-            self._consuming.append(asked - self._given)
+        if self._returned is not None:
+            self._consuming.append(asked - self._returned)
         pending, self._pending = self._pending, None
-        if pending is not None and pending.brings(rows):
+        if pending is not None and pending.is_for(rows):
             batch = pending.result()
             self._gathering.append(pending.seconds)
-            self._given = self._clock()
+            self._returned = self._clock()
         else:
             batch = self._gather(rows)
-            self._given = self._clock()
-            self._gathering.append(self._given - asked)
+            self._returned = self._clock()
+            self._gathering.append(self._returned - asked)
         return batch
 
     def begin(self, rows: NDArray) -> None:
-        """Start on these rows where that has turned out to pay."""
-        if len(self._consuming) < _LOOKED or max(self._consuming) < _HANDOVER:
-            return  # the second spares a consumer in a hurry the two medians
+        """Start gathering these rows where measurements show that it pays."""
+        if len(self._consuming) < _LEAST_MEASURED or max(self._consuming) < _HANDOVER:
+            return  # the second check saves a fast consumer the two medians
         if not prefetch_pays(median(self._gathering), median(self._consuming)):
             return
         pending = _Pending(rows)
         try:
-            _thread.start_new_thread(pending.fill, (self._aside, self._clock))
-        except RuntimeError:  # no thread is to be had: the batch is filled when it is asked for
+            _thread.start_new_thread(pending.fill, (self._background, self._clock))
+        except RuntimeError:  # no thread can be started: the batch is gathered when it is asked for
             return
         self._pending = pending
-        self._given = self._clock()
+        self._returned = self._clock()
 
     def close(self) -> None:
-        """Forget what was begun; the thread ends with its batch."""
+        """Drop the pending batch; its thread ends by itself."""
         self._pending = None
 
 
 class _Pending:
-    """A batch that is being filled, perhaps by another thread."""
+    """A batch that another thread gathers."""
 
     def __init__(self, rows: NDArray) -> None:
         self.seconds = 0.0
@@ -96,8 +96,8 @@ class _Pending:
         self._done = _thread.allocate_lock()
         self._done.acquire()
 
-    def brings(self, rows: NDArray) -> bool:
-        """Whether it will have these very rows; a forked child has the promise but not the thread."""
+    def is_for(self, rows: NDArray) -> bool:
+        """Whether it gathers this array of rows; a forked child has the object but not the thread."""
         return rows is self._rows and self._pid == os.getpid()
 
     def fill(self, gather: Callable[[NDArray], Batch], clock: Callable[[], float]) -> None:
@@ -106,7 +106,7 @@ class _Pending:
             self._batch = gather(self._rows)
             self.seconds = clock() - start
         except BaseException as problem:
-            self._problem = problem  # belongs to whoever asks for the batch
+            self._problem = problem  # raised in the thread that asks for the batch
         finally:
             self._done.release()
 

@@ -19,25 +19,21 @@ import numpy as np
 
 from legroom.errors import UnsupportedData
 from legroom.loader.batches.batch_arguments import BatchSettings
-from legroom.loader.batches.cuda_driver import CudaRefused, Driver, open_driver
-from legroom.loader.batches.cuda_gather import row_layout
-from legroom.loader.batches.cuda_pinned import PinnedGatherer
-from legroom.loader.batches.cuda_registered import open_registered
-from legroom.loader.batches.cuda_resident import open_resident
 from legroom.loader.batches.gather import Batch, Column, Gatherer, HostGatherer, torch_holds
 from legroom.model import Entry
 from legroom.words import listed, say
 
 if TYPE_CHECKING:
+    from legroom.loader.batches.cuda_driver import Driver
     from legroom.loader.batches.open_data import Data
 
 
 NDArray = np.ndarray[Any, Any]
-_WARM = 2  # gatherers that a Data keeps: to train and to evaluate
+_KEPT_GATHERERS = 2  # per Data: one to train and one to evaluate
 
 
 def gatherer_for(data: Data, columns: Mapping[str, Column], settings: BatchSettings) -> Gatherer:
-    """The gatherer of these columns for what was asked."""
+    """The gatherer of these columns for these settings."""
     tensor = None
     if settings.format == "torch":
         import torch
@@ -45,21 +41,21 @@ def gatherer_for(data: Data, columns: Mapping[str, Column], settings: BatchSetti
         tensor = torch.from_numpy
     if settings.on_host:
         key = (tuple(columns), settings.batch_size, settings.format)
-        found = data.warm.pop(key, None) or HostGatherer(columns, settings.batch_size, tensor)
-        data.warm[key] = found
-        while len(data.warm) > _WARM:
-            data.warm.pop(next(iter(data.warm)))
+        found = data.gatherers.pop(key, None) or HostGatherer(columns, settings.batch_size, tensor)
+        data.gatherers[key] = found
+        while len(data.gatherers) > _KEPT_GATHERERS:
+            data.gatherers.pop(next(iter(data.gatherers)))
         return found
     movable = {name: column for name, column in columns.items() if _is_tensor(column)}
     if not movable:
         raise UnsupportedData(
             say(
-                "none of the columns can be on {device}: {names}",
+                "none of these columns can be copied to {device}: {names}",
                 device=settings.device,
                 names=listed(columns),
             ),
-            why=say("rows of different lengths, texts and dates stay in memory"),
-            fix=(say("leave device out"), say("or name a column of numbers: keys=(…)")),
+            why=say("rows of different lengths, text and dates stay in RAM"),
+            fix=(say("remove device"), say("or select a numeric column: keys=(…)")),
         )
     on_device = _on_device(data, movable, settings)
     rest = {name: column for name, column in columns.items() if name not in movable}
@@ -71,7 +67,7 @@ def gatherer_for(data: Data, columns: Mapping[str, Column], settings: BatchSetti
 
 
 class SplitGatherer:
-    """A batch of two parts: what the device can hold, and the rest in memory."""
+    """Batches of two parts: columns on the device, and the rest in RAM."""
 
     def __init__(self, first: Gatherer, rest: Gatherer, names: list[str]) -> None:
         self._first, self._rest, self._names = first, rest, names
@@ -90,7 +86,7 @@ class SplitGatherer:
         return {name: parts[name] for name in self._names}
 
     def begin(self, rows: NDArray) -> None:
-        """Tell both."""
+        """Pass the hint to both."""
         self._first.begin(rows)
         self._rest.begin(rows)
 
@@ -120,10 +116,17 @@ def open_gatherer(
     files: Mapping[str, tuple[Path, int]],
     driver: Driver | None = None,
 ) -> Gatherer:
-    """The gatherer for these columns; ``files`` says in which file, and at which offset, a column lies.
+    """The gatherer on a CUDA device; ``files`` has the file and the offset of each column.
 
-    ``driver`` is the device's unless a test brings its own.
+    ``driver`` is the device's unless a test passes its own.
     """
+    # Here, so that batches in RAM do not load the CUDA modules.
+    from legroom.loader.batches.cuda_driver import CudaRefused, open_driver
+    from legroom.loader.batches.cuda_gather import row_layout
+    from legroom.loader.batches.cuda_pinned import PinnedGatherer
+    from legroom.loader.batches.cuda_registered import open_registered
+    from legroom.loader.batches.cuda_resident import open_resident
+
     driver = driver or open_driver(device)
     rows = {name: row_layout(name, column) for name, column in columns.items()}
     if resident:
@@ -140,12 +143,12 @@ def open_gatherer(
 def _why_not_registered(
     entry: Entry, columns: Mapping[str, NDArray], files: Mapping[str, tuple[Path, int]]
 ) -> str | None:
-    """Why registering is not tried, or None."""
+    """Why registering is not attempted, or None."""
     if entry.backing == "disk":
-        return say("the entry is on disk; registering would hold all of it in memory")
+        return say("the entry is on disk; registering it would lock all of it in RAM")
     if entry.backing != "shm":
         return say("the data are not in the shared cache ({backing})", backing=entry.backing)
     for name, column in columns.items():
         if column.nbytes and (name not in files or not column.flags.c_contiguous):
-            return say("{name} is no array of its own in a file of the cache", name=name)
+            return say("{name} is not a contiguous array in a file of the cache", name=name)
     return None

@@ -19,7 +19,7 @@ from legroom.loader.measure.transport import LoaderKind, loader_class
 from legroom.system.child_processes import ExitStatus
 from legroom.words import say
 
-_LIMIT = 60.0  # seconds for a child to come back before the attempt counts as failed
+_LIMIT = 60.0  # seconds until a run in a child counts as failed
 
 
 def run_loader(
@@ -31,12 +31,11 @@ def run_loader(
     step_seconds: float = 0.0,
     seconds: float = 1.0,
 ) -> float:
-    """Samples a second behind a step of ``step_seconds``, once the first batch is there."""
+    """Samples per second with a step of ``step_seconds``, measured after the first batch."""
     import torch
 
-    torch.set_num_threads(
-        1
-    )  # in a forked child other threads of the pool are gone, and the first use would hang
+    # In a forked child the other threads of torch's pool do not exist, and their first use would hang.
+    torch.set_num_threads(1)
     arguments: dict[str, Any] = {
         "batch_size": rung.batch,
         "num_workers": rung.workers,
@@ -47,12 +46,12 @@ def run_loader(
     if not is_iterable(dataset):
         arguments["shuffle"] = True
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # more workers than cores is what is being tried
+        warnings.simplefilter("ignore")  # torch warns of more workers than cores, which is what is measured
         loader = loader_class(kind)(dataset, **arguments)
         batches, started = 0, 0.0
         while True:
             for _ in loader:
-                if not started:  # the first fills the queues, and their start is not the pace
+                if not started:  # the first batch includes the start of the workers
                     started = time.perf_counter()
                     continue
                 time.sleep(step_seconds)
@@ -66,7 +65,7 @@ def run_loader(
 
 def run_loader_in_child(dataset: Any, collate_fn: Callable[[Any], Any] | None, rung: Rung, kind: LoaderKind,
                   step_seconds: float) -> float | str:  # fmt: skip
-    """The same in a child, where one can be forked; in words, how it failed."""
+    """The same in a forked child, so that its crash is not ours; a string describes a failure."""
     if "fork" not in multiprocessing.get_all_start_methods():
         return run_loader(dataset, collate_fn, rung, kind, step_seconds=step_seconds)
     context = multiprocessing.get_context("fork")
@@ -75,7 +74,7 @@ def run_loader_in_child(dataset: Any, collate_fn: Callable[[Any], Any] | None, r
     def work() -> None:
         try:
             theirs.send(run_loader(dataset, collate_fn, rung, kind, step_seconds=step_seconds))
-        except Exception as problem:  # whatever the user's own code raises
+        except Exception as problem:  # any exception of the user's code
             theirs.send(f"{type(problem).__name__}: {problem}")
 
     with warnings.catch_warnings():
@@ -85,7 +84,7 @@ def run_loader_in_child(dataset: Any, collate_fn: Callable[[Any], Any] | None, r
     theirs.close()
     try:
         if not ours.poll(_LIMIT):
-            return say("nothing came within {limit:.0f} s", limit=_LIMIT)
+            return say("no batch within {limit:.0f} s", limit=_LIMIT)
         found: float | str = ours.recv()
         return found
     except EOFError:
@@ -104,7 +103,7 @@ _MOST = 5
 def time_step(
     dataset: Any, collate_fn: Callable[[Any], Any] | None, batch_size: int, step: Callable[[Any], Any]
 ) -> Step:
-    """Seconds of one call with a batch. It is the real step: what it changes, it changes. The first call warms up."""
+    """Time one call with a batch. It is the real step and changes the model. The first call is a warm-up."""
     if collate_fn is None:
         from torch.utils.data import default_collate
 
@@ -118,11 +117,11 @@ def time_step(
         try:
             step(batch)
             _synchronize()
-        except Exception as problem:  # whatever the user's own code raises
+        except Exception as problem:  # any exception of the user's code
             raise UsageError(
-                say("the step failed on a batch of {count}", count=batch_size),
+                say("step(batch) failed on a batch of {count}", count=batch_size),
                 why=say("{kind}: {text}", kind=type(problem).__name__, text=problem),
-                fix=(say("make step(batch) work on one batch of the dataset first"),),
+                fix=(say("run step(batch) on one batch of the dataset first"),),
             ) from problem
         laps.append(Clock.now().since(before))
     seconds = statistics.median(lap.undisturbed for lap in laps[1:])

@@ -14,18 +14,22 @@ _SCHEDSTAT = "/proc/thread-self/schedstat"
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """A moment, or what passed between two."""
+    """A point in time, or the difference between two."""
 
     wall: float
     cpu: float  # of every thread of this process
-    queued: float  # this thread could have run and somebody else did
+    queued: float  # time on the run queue while other threads had the core
 
     @classmethod
     def now(cls) -> Clock:
         try:
             with open(_SCHEDSTAT, "rb") as file:
                 queued = int(file.read().split()[1]) / 1e9
-        except (OSError, IndexError, ValueError):  # not Linux, or a kernel without it: counts as waiting then
+        except (
+            OSError,
+            IndexError,
+            ValueError,
+        ):  # not Linux, or a kernel without it: it then counts as waiting
             queued = 0.0
         return cls(time.perf_counter(), time.process_time(), queued)
 
@@ -34,5 +38,5 @@ class Clock:
 
     @property
     def undisturbed(self) -> float:
-        """What it would have taken with the core to itself."""
+        """The time it would have taken on a free core."""
         return max(0.0, self.wall - self.queued)

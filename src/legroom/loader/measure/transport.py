@@ -26,11 +26,11 @@ LoaderKind = Literal["torch", "legroom"]
 _SECONDS = 0.35  # for each number of workers
 _MOST = 64  # batches
 _LEAST = 4
-_MOST_HELD = 8  # batches: two workers' and the two of the consumer, and as many again for an arena's slots
+_MOST_HELD = 8  # batches: two of the workers, two of the consumer, and as many again for slots
 
 
-class _Ready:
-    """Samples that cost nothing to get."""
+class _DrawnSamples:
+    """A dataset of samples that are already in memory."""
 
     def __init__(self, members: list[Any]) -> None:
         self._members = members
@@ -42,8 +42,8 @@ class _Ready:
         return self._members[index % len(self._members)]
 
 
-class _Stamped:
-    """The user's collate, and with each batch the worker's CPU time and private bytes so far."""
+class _MeasuredCollate:
+    """The user's collate; returns with each batch the worker's CPU time and private bytes so far."""
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate = collate_fn
@@ -52,7 +52,7 @@ class _Stamped:
     def __call__(self, members: list[Any]) -> tuple[Any, float, int | None]:
         batch = self._collate(members)
         self._count += 1
-        # Once: it takes longer than a small batch. By the second batch the worker has written what it will write.
+        # Once, because it takes longer than a small batch. By the second batch the worker's memory has stopped growing.
         held = private_bytes() if self._count == 2 else None
         return batch, time.process_time(), held
 
@@ -64,9 +64,9 @@ def measure_transport(
     batch_bytes: int,
     collate_seconds: float,
 ) -> Transport | None:
-    """The cost of one batch of these samples; None where no worker can be had to measure it.
+    """The cost of one batch of these samples; None where no worker can be started to measure it.
 
-    Batches that would not fit what is free several times over are not sent: the measurement must not be the crash.
+    Batches that do not fit several times in free memory are not sent: the measurement must not cause a crash.
     """
     room = free_bytes(kind)
     if "fork" not in multiprocessing.get_all_start_methods() or (
@@ -76,7 +76,7 @@ def measure_transport(
     loader = loader_class(kind)
     try:
         alone, both = (_passed(loader, members, collate_fn, workers) for workers in (1, 2))
-    except RuntimeError:  # a worker died or could not allocate, as torch says it
+    except RuntimeError:  # torch raises it where a worker died or could not allocate
         return None
     in_worker = statistics.median(later - earlier for earlier, later in pairwise(alone.stamps))
     return Transport(
@@ -84,7 +84,7 @@ def measure_transport(
         parent_seconds=alone.spent / (len(alone.walls) - 1),
         latency_seconds=max(0.0, statistics.median(alone.walls[1:]) - in_worker),
         two_seconds=both.pace,
-        # Where workers are not forked each is an interpreter of its own, with all that this one holds at the most.
+        # A worker that is not forked is a new interpreter, which holds at most what this one holds.
         worker_ram=alone.private if start_method() == "fork" else private_bytes(),
         source=say("{count} batches through workers of the {kind} loader", kind=kind,
                    count=len(alone.walls) + len(both.walls)),
@@ -93,7 +93,7 @@ def measure_transport(
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """What was seen of a loader that ran."""
+    """The measurements of one loader."""
 
     stamps: list[float]  # the worker's CPU time at each batch
     walls: list[float]  # between batches
@@ -102,24 +102,28 @@ class _Pass:
 
     @property
     def pace(self) -> float:
-        """Seconds a batch in the better half: the other may have been somebody else's turn."""
+        """Seconds per batch in the faster half: in the other half another process may have had the CPU."""
         half = max(1, (len(self.walls) - 1) // 2)
         early, late = self.walls[1 : 1 + half], self.walls[-half:]
         return min(statistics.fmean(early), statistics.fmean(late))
 
 
 def _passed(kind: Any, members: list[Any], collate_fn: Callable[[Any], Any], workers: int) -> _Pass:
-    """Run a loader over samples that cost nothing, for a short while."""
+    """Run a loader over samples in memory for a short time."""
     stamps: list[float] = []
     walls: list[float] = []
     private, own = None, 0.0
     with warnings.catch_warnings():
-        # 3.12 on warns of forking with threads and torch of workers beyond the cores; the training will meet both.
+        # Python warns of forking with threads, torch of more workers than cores; the training run shows both.
         warnings.simplefilter("ignore")
         loader = kind(
-            _Ready(members), batch_size=len(members), collate_fn=_Stamped(collate_fn), num_workers=workers,
-            prefetch_factor=1, multiprocessing_context="fork",
-        )  # fmt: skip
+            _DrawnSamples(members),
+            batch_size=len(members),
+            collate_fn=_MeasuredCollate(collate_fn),
+            num_workers=workers,
+            prefetch_factor=1,
+            multiprocessing_context="fork",
+        )
         batches = iter(loader)
         last = time.perf_counter()
         deadline = last + _SECONDS
@@ -127,7 +131,7 @@ def _passed(kind: Any, members: list[Any], collate_fn: Callable[[Any], Any], wor
             del batch
             now = time.perf_counter()
             if not stamps:
-                own = time.process_time()  # what came before was starting
+                own = time.process_time()  # the time before was the start
             walls.append(now - last)
             stamps.append(stamp)
             private = held or private
@@ -136,11 +140,11 @@ def _passed(kind: Any, members: list[Any], collate_fn: Callable[[Any], Any], wor
                 break
         spent = time.process_time() - own
         del batches, loader
-        gc.collect()  # the workers end with their iterator
+        gc.collect()  # the workers end when their iterator is collected
     return _Pass(stamps, walls, spent, private)
 
 
 def loader_class(kind: LoaderKind) -> Any:
     """The class of loader that this kind names."""
-    home = "legroom.loader.dataloader" if kind == "legroom" else "torch.utils.data"
-    return import_module(home).DataLoader
+    module = "legroom.loader.dataloader" if kind == "legroom" else "torch.utils.data"
+    return import_module(module).DataLoader

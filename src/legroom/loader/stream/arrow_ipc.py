@@ -34,7 +34,7 @@ def read_schema(path: Path) -> tuple[Any, list[int]]:
 
 
 class IpcSource:
-    """A mapped Arrow file or stream; the map goes when the last view of it does."""
+    """A mapped Arrow file or stream; it is unmapped when the last view of it is deleted."""
 
     def __init__(self, path: Path, columns: Sequence[str], steps: DecodeSteps) -> None:
         self.path = path
@@ -51,16 +51,16 @@ class IpcSource:
             self._options = self._arrow.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
             self._batches = self._reader(self._options) if self._is_file else None
 
-    def read(self, group: int, room: MemoryDivision) -> Iterator[Any]:
+    def read(self, group: int, division: MemoryDivision) -> Iterator[Any]:
         """The rows of one group from its first to its last, a step at a time."""
         numbers = [group] if self._is_file else range(len(self._layout.batches))
         source = self._batches if self._batches is not None else self._reader(self._options)
         for number in numbers:
             facts, doing = self._layout.batches[number], say("record batch {number}", number=number)
-            large = self._require_room(number, facts, room)
+            large = self._require_fits(number, facts, division)
             with arrow_errors(self.path, doing):
                 batch = source.get_batch(number) if self._is_file else source.read_next_batch()
-                # Offsets come from the file and are followed. Checking all of a large batch would read all of it in.
+                # Offsets come from the file, so they are validated. A full check of a large batch would read all of it.
                 batch.validate(full=not large)
                 batch = batch.select(self._columns)
             rows = self._steps.rows(self._plain(facts) // max(1, facts.rows))
@@ -68,17 +68,17 @@ class IpcSource:
                 with arrow_errors(self.path, doing):
                     part = copied(batch.slice(start, rows))
                 self._steps.read(part.nbytes)
-                self._let_go(part.nbytes)
+                self._release_pages(part.nbytes)
                 yield part
 
     def row_bytes(self, group: int) -> int | None:
-        """What a row takes on average."""
+        """Average bytes of a row."""
         batches = [self._layout.batches[group]] if self._is_file else self._layout.batches
         rows = max(1, sum(batch.rows for batch in batches))
         return -(-sum(self._plain(batch) for batch in batches) // rows)
 
     def close(self) -> None:
-        """Forget the map: it is unmapped when nothing refers to it."""
+        """Drop the map: it is unmapped when nothing refers to it."""
         self._batches = None
 
     def _reader(self, options: Any) -> Any:
@@ -87,7 +87,7 @@ class IpcSource:
         return opener(file, options=options)
 
     def _plain(self, facts: BatchSizes) -> int:
-        """Bytes of the columns that are read, uncompressed; of all columns where they cannot be told apart."""
+        """Bytes of the columns that are read, uncompressed; of all columns where they cannot be separated."""
         counts = [buffer_count(field.type) for field in self._schema]
         if None in counts or sum(count or 0 for count in counts) != len(facts.buffers):
             return sum(facts.buffers)
@@ -98,24 +98,24 @@ class IpcSource:
             at += count or 0
         return total
 
-    def _require_room(self, number: int, facts: BatchSizes, room: MemoryDivision) -> bool:
-        """Whether the batch is too large to be looked at as a whole; refuses one that must be and is."""
+    def _require_fits(self, number: int, facts: BatchSizes, division: MemoryDivision) -> bool:
+        """Whether the batch is too large to be validated; refuses one that must be decoded whole and is too large."""
         held = sum(sum(one.buffers) for one in self._layout.dictionaries)
         needed = held + self._plain(facts)
-        if needed > room.decode and (facts.compressed or held > room.decode):
+        if needed > division.decode and (facts.compressed or held > division.decode):
             raise undecodable(
                 say("record batch {number} of {path}", number=number, path=self.path),
                 needed,
-                room,
+                division,
                 say("a compressed batch is decompressed as a whole")
                 if facts.compressed
                 else say("its dictionaries are held as a whole"),
                 say("or write it in smaller batches: pyarrow.feather.write_feather(…, chunksize=…)"),
             )
-        return needed > room.decode
+        return needed > division.decode
 
-    def _let_go(self, nbytes: int) -> None:
-        """Pages that have been copied are no longer ours; the page cache still has them."""
+    def _release_pages(self, nbytes: int) -> None:
+        """Unmap pages that have been copied; the page cache still has them."""
         if nbytes and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 

@@ -9,26 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
-from legroom.errors import UnsupportedData, UsageError
+from legroom.errors import UnsupportedData
+from legroom.system.argument_checks import check_choice
 from legroom.system.imports import require
-from legroom.words import listed, say
+from legroom.words import say
 
 Format = Literal["arrow", "numpy", "torch", "python"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
-# Copies of a batch while it is handed out: the last one, still in the consumer's hands, the parts it is joined
-# from, the joined one; and the converted one.
+# Copies of a batch while it is returned: the last batch, still held by the consumer, the parts it is joined from,
+# the joined one, and the converted one.
 COPIES: dict[Format, int] = {"arrow": 3, "numpy": 4, "torch": 4, "python": 4}
-_OBJECT = 56  # a Python number or short string, and the place that refers to it
+_OBJECT = 56  # bytes of a Python number or short string, and its reference
 
 
 def converter(form: Format) -> Callable[[Any], Any]:
-    """What turns a record batch into that form."""
-    if form not in FORMATS:
-        raise UsageError(
-            say("format={form!r} is none of the formats", form=form),
-            fix=(say("one of: {names}", names=listed(FORMATS)),),
-        )
+    """The function that converts a record batch to that format."""
+    check_choice("format", form, FORMATS)
     if form == "torch":
         require("torch", "torch", say("batches as tensors"))
         return lambda batch: {name: _tensor(name, batch.column(name)) for name in batch.schema.names}
@@ -40,7 +37,7 @@ def converter(form: Format) -> Callable[[Any], Any]:
 
 
 def object_bytes(batch: Any) -> int:
-    """About what a batch takes as Python objects."""
+    """Approximate bytes of a batch as Python objects."""
     return int(batch.nbytes) + _OBJECT * sum(_cells(column) for column in batch.columns)
 
 
@@ -103,16 +100,16 @@ def _as_tensor(name: str, value: Any) -> Any:
     except TypeError as problem:
         raise UnsupportedData(
             say("column {name!r} cannot be a tensor", name=name),
-            why=say("torch has no {dtype}", dtype=value.dtype),
+            why=say("torch has no dtype for {dtype}", dtype=value.dtype),
             fix=(
-                say("leave it out: columns=[…]"),
-                say("or take format='numpy' and convert it as you mean it"),
+                say("omit it: columns=[…]"),
+                say("or use format='numpy' and convert it yourself"),
             ),
         ) from problem
 
 
 def _owned(array: Any) -> Any:
-    """The array on memory of its own, so that it may be written to and keeps nothing else alive."""
+    """The array on memory of its own, so that it is writable and keeps nothing else alive."""
     return array if array.flags.owndata and array.flags.writeable else array.copy()
 
 
@@ -129,9 +126,9 @@ def _require_whole(name: str, column: Any) -> None:
         raise UnsupportedData(
             say("column {name!r} cannot be an array: {nulls} of {rows} rows are null", name=name,
                 nulls=column.null_count, rows=len(column)),
-            why=say("{kind} has no value that means missing, and none is made up", kind=column.type),
+            why=say("{kind} has no value for missing data", kind=column.type),
             fix=(
-                say('leave such rows out: filters=pyarrow.compute.field({name!r}).is_valid()', name=name),
-                say("or take format='arrow' and fill them as you mean it"),
+                say('filter out those rows: filters=pyarrow.compute.field({name!r}).is_valid()', name=name),
+                say("or use format='arrow' and fill them yourself"),
             ),
         )  # fmt: skip

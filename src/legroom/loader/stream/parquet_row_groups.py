@@ -22,7 +22,7 @@ from legroom.units import format_size
 from legroom.words import say
 
 _BUFFER = 64 << 10
-_MOST_FOOTER = 512 << 10  # reading it by hand takes a second a megabyte
+_MOST_FOOTER = 512 << 10  # bytes; parsing it in Python takes a second per megabyte
 _PROBE_ROWS = 64
 
 
@@ -39,7 +39,7 @@ def read_schema(path: Path) -> tuple[Any, list[int]]:
 def _open(path: Path) -> Any:
     arrow = require("pyarrow", "parquet", "Parquet")
     parquet = require("pyarrow.parquet", "parquet", "Parquet")
-    # Given a name, pyarrow would look for a filesystem by its scheme.
+    # With a name, pyarrow would choose a filesystem by its scheme.
     return parquet.ParquetFile(
         arrow.OSFile(str(path), "rb"), pre_buffer=False, buffer_size=_BUFFER, page_checksum_verification=True
     )
@@ -47,9 +47,9 @@ def _open(path: Path) -> Any:
 
 @lru_cache(maxsize=2)
 def _footer(path: Path, size: int, changed: int) -> list[tuple[int, list[ColumnChunk]]] | None:
-    """What the footer says of every column chunk; None where it is too long to ask, or cannot be followed.
+    """Every column chunk in the footer; None where the footer is too long or cannot be parsed.
 
-    Kept, because every epoch opens the same files; ``size`` and ``changed`` tell one file from the next in its place.
+    Cached, because every epoch opens the same files; ``size`` and ``changed`` identify the version of a file.
     """
     with SourceFile(path) as file:
         length = int.from_bytes(file.read_at(size - 8, 4), "little")
@@ -58,13 +58,13 @@ def _footer(path: Path, size: int, changed: int) -> list[tuple[int, list[ColumnC
 
 @lru_cache(maxsize=1024)
 def _pages(path: Path, size: int, changed: int, chunk: ColumnChunk) -> Pages | None:
-    """What the headers of its pages say; kept like the footer: in a large file they are thousands of small reads."""
+    """The page headers of a chunk; cached like the footer, because a large file has thousands of them."""
     with SourceFile(path) as file:
         return from_headers(file, chunk)
 
 
 class ParquetSource:
-    """An opened Parquet file; owns its descriptors until it is closed."""
+    """An open Parquet file; owns its file descriptors until it is closed."""
 
     def __init__(self, path: Path, columns: Sequence[str], steps: DecodeSteps, threads: bool) -> None:
         self.path = path
@@ -82,10 +82,10 @@ class ParquetSource:
             self._file.close()
             raise
 
-    def read(self, group: int, room: MemoryDivision) -> Iterator[Any]:
+    def read(self, group: int, division: MemoryDivision) -> Iterator[Any]:
         """The rows of one row group from its first to its last, a step at a time."""
         doing = say("row group {group}", group=group)
-        self._require_room(group, room)
+        self._require_fits(group, division)
         with arrow_errors(self.path, doing):
             source = self._iterate(group, self._steps.rows(self._row_bytes(group)))
         while True:
@@ -97,7 +97,7 @@ class ParquetSource:
             yield batch
 
     def row_bytes(self, group: int) -> int | None:
-        """What a row takes on average, by the footer; None where the footer does not say."""
+        """Average bytes of a row, by the footer; None where the footer does not contain them."""
         if self._groups is None:
             return None
         rows, _ = self._groups[group]
@@ -121,7 +121,7 @@ class ParquetSource:
         known = self.row_bytes(group)
         if known is not None:
             return known
-        # A dictionary hides how long the values are: look at some.
+        # With dictionaries the footer does not show how long values are: read some.
         probe = next(self._iterate(group, _PROBE_ROWS))
         return 2 * int(probe.nbytes) // max(1, int(probe.num_rows))
 
@@ -137,9 +137,9 @@ class ParquetSource:
         _, every = self._groups[group]
         return {name: [every[leaf.number] for leaf in leaves] for name, leaves in self._leaves.items()}
 
-    def _require_room(self, group: int, room: MemoryDivision) -> None:
+    def _require_fits(self, group: int, division: MemoryDivision) -> None:
         chunks = self._chunks(group)
-        if from_footer(chunk for own in chunks.values() for chunk in own) <= room.decode:
+        if from_footer(chunk for own in chunks.values() for chunk in own) <= division.decode:
             return
         needs: dict[str, tuple[int, int]] = {}
         for name, own in chunks.items():
@@ -147,12 +147,12 @@ class ParquetSource:
             pages = [one for one in found if one is not None]
             needs[name] = sum(page.dictionary for page in pages), sum(page.page for page in pages)
         needed = sum(map(sum, needs.values()))
-        if needed > room.decode:
+        if needed > division.decode:
             name, (dictionary, page) = max(needs.items(), key=lambda item: sum(item[1]))
             raise undecodable(
                 say("row group {group} of {path}", group=group, path=self.path),
                 needed,
-                room,
+                division,
                 say(
                     "pages and dictionaries of {count} columns, most of it {name!r}: dictionary {dictionary}, "
                     "largest page {page}",
@@ -197,9 +197,9 @@ def _leaf_kinds(kind: Any) -> list[Any]:
 
 
 def leaf_bytes(kind: Any, chunk: ColumnChunk) -> int | None:
-    """What the values of a column chunk take in memory; None where the footer does not say."""
+    """Bytes of a column chunk's values in memory; None where the footer does not contain them."""
     try:
         width = int(kind.bit_width)
-    except ValueError:  # strings and bytes: with an offset, or a view, each
+    except ValueError:  # strings and bytes: each with an offset or a view
         return None if chunk.data is None else chunk.data + 16 * chunk.entries
     return (chunk.entries * (width + 1) + 7) // 8

@@ -32,7 +32,7 @@ class ShardPiece:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One reader among all: a worker of a rank."""
+    """A DataLoader worker of a rank."""
 
     rank: int = 0
     world_size: int = 1
@@ -50,30 +50,30 @@ def epoch_order(groups: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
     return order
 
 
-def rank_stretch(rows: int, rank: int, world_size: int, uneven: Uneven) -> tuple[int, int]:
-    """The rank's stretch of the line; ``pad`` may run past its end, which goes on from the beginning."""
+def rank_range(rows: int, rank: int, world_size: int, uneven: Uneven) -> tuple[int, int]:
+    """The rank's part of all rows; with ``pad`` it may run past the end, where it wraps around."""
     if uneven == "all":
         return rows * rank // world_size, rows * (rank + 1) // world_size
     each = rows // world_size if uneven == "drop" else -(-rows // world_size)
     return rank * each, (rank + 1) * each
 
 
-def worker_stretch(
+def worker_range(
     start: int, stop: int, worker: int, workers: int, batch_size: int, drop_last: bool
 ) -> tuple[int, int]:
-    """The worker's part of its rank's stretch, in whole batches."""
+    """The worker's part of its rank's rows, in whole batches."""
     batches = batch_count(stop - start, batch_size, drop_last)
     first, end = batches * worker // workers, batches * (worker + 1) // workers
     return start + first * batch_size, min(stop, start + end * batch_size)
 
 
 def batch_count(rows: int, batch_size: int, drop_last: bool) -> int:
-    """How many batches these rows make."""
+    """The number of batches in these rows."""
     return rows // batch_size if drop_last else -(-rows // batch_size)
 
 
 def pieces(sizes: Sequence[int], order: Sequence[int], start: int, stop: int) -> list[ShardPiece]:
-    """The stretch [start, stop) of the line as pieces of groups; beyond the end it begins again."""
+    """The rows [start, stop) as pieces of row groups; past the end it wraps around."""
     ends = list(accumulate((sizes[group] for group in order), initial=0))
     total = ends[-1]
     found: list[ShardPiece] = []
@@ -88,28 +88,28 @@ def pieces(sizes: Sequence[int], order: Sequence[int], start: int, stop: int) ->
 
 
 class ShardReader:
-    """The files of a catalog, one open at a time."""
+    """Reads the files of a catalog, one open at a time."""
 
     def __init__(
         self,
         catalog: Catalog,
         columns: Sequence[str],
-        room: MemoryDivision,
+        division: MemoryDivision,
         batch_size: int,
         *,
         threads: bool,
     ) -> None:
-        self._catalog, self._columns, self._room, self._threads = catalog, columns, room, threads
-        self._steps = DecodeSteps(room.step, batch_size, room.memory)
+        self._catalog, self._columns, self._division, self._threads = catalog, columns, division, threads
+        self._steps = DecodeSteps(division.step, batch_size, division.memory)
         self._number: int | None = None
         self._source: ParquetSource | IpcSource | None = None
 
     def rows(self, group: RowGroup) -> Iterator[Any]:
         """All rows of a group, a step at a time."""
-        return self.source(group.file).read(group.index, self._room)
+        return self.source(group.file).read(group.index, self._division)
 
     def source(self, number: int) -> ParquetSource | IpcSource:
-        """That file, opened; the one before is closed."""
+        """Open that file, and close the one before."""
         if self._source is not None and self._number == number:
             return self._source
         self.close()
@@ -154,10 +154,10 @@ def read_pieces(
                     batch = catalog.condition.rows(batch)
                 done = place + last == piece.stop
                 after = _beginning(pieces, number + 1) if done else StreamPosition(number, place + last)
-                picked = _picked(catalog, batch)
-                # Of whole buffers: exact bytes would take fifty times as long, a percent or two of all decoding.
+                selected = _selected(catalog, batch)
+                # Bytes of whole buffers: exact bytes take fifty times as long, 1-2 % of the decoding time.
                 yield RowChunk(
-                    picked, picked.get_total_buffer_size(), StreamPosition(number, place + first), after
+                    selected, selected.get_total_buffer_size(), StreamPosition(number, place + first), after
                 )
             if at >= piece.stop:
                 break
@@ -167,8 +167,8 @@ def _beginning(pieces: Sequence[ShardPiece], number: int) -> StreamPosition:
     return StreamPosition(number, pieces[number].start if number < len(pieces) else 0)
 
 
-def _picked(catalog: Catalog, batch: Any) -> Any:
-    """The columns asked for, in the order asked for, under the one schema of the stream."""
+def _selected(catalog: Catalog, batch: Any) -> Any:
+    """The selected columns in their order, with the schema of the stream."""
     if batch.schema.equals(catalog.schema, check_metadata=True):
         return batch
     arrays = [batch.column(name) for name in catalog.columns]

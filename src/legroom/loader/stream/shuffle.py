@@ -17,39 +17,39 @@ from legroom.errors import BudgetTooSmall
 
 @dataclass(frozen=True, slots=True)
 class StreamPosition:
-    """A place between two rows of a shard."""
+    """A position between two rows of a shard; its fields are saved in state_dict."""
 
-    piece: int = 0  # which piece of the shard's plan
+    piece: int = 0  # which piece of the shard
     at: int = 0  # rows from the beginning of its group, where reading starts
     skip: int = 0  # rows to leave out from there
     window: int = 0  # which window begins here, where rows are shuffled
-    taken: int = 0  # rows of the chunk that begins here that have been handed out
+    taken: int = 0  # rows of the chunk that begins here that have been returned
 
 
 @dataclass(frozen=True, slots=True)
 class RowChunk:
-    """Some rows in the order in which they will be handed out."""
+    """Some rows in the order in which they will be returned."""
 
     rows: Any  # a record batch
-    nbytes: int  # of the buffers behind them: as much as all of them take, or more
+    nbytes: int  # of the buffers behind them: at least the bytes of the rows
     mark: StreamPosition
     after: StreamPosition
-    order: Any = None  # a permutation of the rows, or None: as they lie
-    first: int = 0  # rows that have been handed out already
+    order: Any = None  # a permutation of the rows, or None: as stored
+    first: int = 0  # rows that have been returned already
 
     @property
     def left(self) -> int:
         return int(self.rows.num_rows) - self.first
 
     def part(self, first: int, count: int) -> Any:
-        """So many of its rows."""
+        """``count`` of its rows from ``first`` on."""
         if self.order is None:
             return self.rows.slice(first, count)
         return self.rows.take(self.order.slice(first, count))
 
 
 class BatchProgress(NamedTuple):
-    """How much of a chunk has been handed out. Made for every batch: it costs nothing until somebody asks."""
+    """How much of a chunk has been returned. Made for every batch, so it computes nothing until it is asked."""
 
     mark: StreamPosition
     after: StreamPosition
@@ -57,7 +57,7 @@ class BatchProgress(NamedTuple):
     rows: int
 
     def position(self) -> StreamPosition:
-        """Where to go on."""
+        """Where to resume."""
         return replace(self.mark, taken=self.taken) if self.taken < self.rows else self.after
 
 
@@ -77,7 +77,7 @@ def joined(parts: list[Any]) -> Any:
     import pyarrow
 
     table = pyarrow.Table.from_batches(parts)
-    parts.clear()  # what they hold can go column by column
+    parts.clear()  # so that memory can be freed column by column
     (batch,) = table.combine_chunks().to_batches()
     return batch
 
@@ -85,7 +85,7 @@ def joined(parts: list[Any]) -> Any:
 def windows(
     chunks: Iterator[RowChunk], rows: int, nbytes: int, order: Callable[[int, int], Any], number: int
 ) -> Iterator[RowChunk]:
-    """Chunks of up to ``rows`` rows and ``nbytes`` bytes, each in an order of its own.
+    """Shuffle windows: chunks of up to ``rows`` rows and ``nbytes`` bytes, each with its own order.
 
     ``order(window, rows)`` is the permutation; ``number`` the first window's.
     """
@@ -111,7 +111,7 @@ def windows(
 
 
 def window_order(*key: int) -> Callable[[int, int], Any]:
-    """(window, rows) → a permutation, the same for the same key wherever it is asked for."""
+    """(window, rows) → a permutation that depends on them and on the key only."""
 
     def order(window: int, rows: int) -> Any:
         import numpy as np
@@ -143,14 +143,14 @@ def batches(
         first, total = chunk.first, chunk.rows.num_rows
         small = chunk.nbytes <= most
         while first < total:
-            if small and not parts and total - first >= size:  # the usual case, and the cheapest
+            if small and not parts and total - first >= size:  # the usual case, without a copy
                 first += size
                 yield chunk.part(first - size, size), BatchProgress(chunk.mark, chunk.after, first, total)
                 continue
             part = chunk.part(first, min(total - first, size - rows))
             parts.append(part)
             first, rows, nbytes = first + part.num_rows, rows + part.num_rows, nbytes + chunk.nbytes
-            # Counting bytes takes longer than cutting: only where whole chunks would be too much.
+            # Counting bytes takes longer than slicing, so only where whole chunks would be too large.
             if nbytes > most and (exact := sum(one.nbytes for one in parts)) > most:
                 raise too_large(rows, exact)
             if rows == size:

@@ -27,8 +27,7 @@ from legroom.formats.detect import open_source
 from legroom.formats.selection import missing_key
 from legroom.formats.source_file import SourceFile, unreadable
 from legroom.formats.table_reader import arrow_errors
-from legroom.loader.stream import arrow_ipc as stream_ipc
-from legroom.loader.stream import parquet_row_groups as stream_parquet
+from legroom.loader.stream import arrow_ipc, parquet_row_groups
 from legroom.system.imports import require
 from legroom.words import listed, say
 
@@ -37,7 +36,7 @@ FileKind = Literal["parquet", "arrow", "arrow-stream"]
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One file, as it was when the stream was made."""
+    """One file, as it was when the stream was created."""
 
     path: Path
     kind: FileKind
@@ -45,13 +44,13 @@ class DataFile:
     changed: int  # its modification time
 
     def require_unchanged(self) -> None:
-        """Refuse a file that is no longer the one whose rows were counted."""
+        """Refuse a file that has changed since its rows were counted."""
         found = os.stat(self.path)
         if (found.st_size, found.st_mtime_ns) != (self.size, self.changed):
             raise SourceChanged(
                 say("{path} changed since the stream was made", path=self.path),
-                why=say("it has {now} bytes, it had {then}", now=found.st_size, then=self.size),
-                fix=(say("make the stream again once nobody writes to its files"),),
+                why=say("{now} bytes now, {then} before", now=found.st_size, then=self.size),
+                fix=(say("create the stream again when its files no longer change"),),
             )
 
 
@@ -72,7 +71,7 @@ class Catalog:
     groups: tuple[RowGroup, ...]
     schema: Any  # of the columns asked for, in the order asked for
     condition: RowFilter | None
-    digest: str = ""  # the same for the same files and columns, wherever they lie
+    digest: str = ""  # the same for the same files and columns in any directory
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -80,7 +79,7 @@ class Catalog:
 
     @property
     def read_columns(self) -> tuple[str, ...]:
-        """The columns asked for and those the filter looks at."""
+        """The columns asked for and those that the filter needs."""
         needed = () if self.condition is None else self.condition.columns
         return tuple(dict.fromkeys((*self.columns, *needed)))
 
@@ -89,7 +88,7 @@ class Catalog:
         return sum(group.rows for group in self.groups)
 
     def pruned(self) -> Catalog:
-        """The catalog less the row groups in which no row can pass the filter."""
+        """The catalog without the row groups in which no row can pass the filter."""
         if self.condition is None:
             return self
         kept: list[RowGroup] = []
@@ -105,13 +104,13 @@ class Catalog:
 
 
 def read_catalog(paths: Sequence[Path], columns: str | Iterable[str] | None, filters: Any) -> Catalog:
-    """Read what the files say about themselves; their schemas must agree on the columns that are needed."""
+    """Read the metadata of all files; their schemas must agree on the columns that are needed."""
     files: list[DataFile] = []
     groups: list[RowGroup] = []
     catalog: Catalog | None = None
     for number, path in enumerate(paths):
         file = _identify(path)
-        facts = stream_parquet.read_schema if file.kind == "parquet" else stream_ipc.read_schema
+        facts = parquet_row_groups.read_schema if file.kind == "parquet" else arrow_ipc.read_schema
         schema, counts = facts(file.path)
         if catalog is None:
             names = _chosen(schema, columns, path)
@@ -141,11 +140,11 @@ def _identify(path: Path) -> DataFile:
     elif head == b"ARROW1":
         kind = "arrow"
     else:
-        with open_source(path) as reader:  # says what is wrong with a file that is nothing it knows
+        with open_source(path) as reader:  # raises the error for an unknown or damaged file
             if not isinstance(reader, ArrowReader):
                 raise UnknownFormat(
                     say("{path} is neither Parquet nor Arrow", path=path),
-                    why=say("only files of tables can be streamed"),
+                    why=say("only Parquet and Arrow files can be streamed"),
                     fix=(say("open it as arrays: legroom.open({path!r}).batches(…)", path=str(path)),),
                 )
         kind = "arrow-stream"
@@ -161,9 +160,8 @@ def _chosen(schema: Any, columns: str | Iterable[str] | None, path: Path) -> tup
         taken = (columns,) if isinstance(columns, str) else tuple(columns)
     if not taken or len(set(taken)) != len(taken):
         raise UsageError(
-            say("columns={columns!r} is no choice of columns", columns=columns),
-            why=say("it must name at least one column, and none twice"),
-            fix=(say("leave columns out to take all of them"),),
+            say("columns must name at least one column, and none twice (got {columns!r})", columns=columns),
+            fix=(say("omit columns to read all of them"),),
         )
     for name in taken:
         if name not in names:
@@ -171,8 +169,8 @@ def _chosen(schema: Any, columns: str | Iterable[str] | None, path: Path) -> tup
         if names.count(name) > 1:
             raise UnsupportedData(
                 say("{path} has two columns named {name!r}", path=path, name=name),
-                why=say("a batch is a mapping of names to columns"),
-                fix=(say("rename one of them"), say("or name other columns: columns=[…]")),
+                why=say("a batch maps each name to one column"),
+                fix=(say("rename one of them"), say("or select other columns: columns=[…]")),
             )
     return taken
 
@@ -196,7 +194,7 @@ def _require_same(needed: Any, origin: Path, schema: Any, path: Path) -> None:
                     "it is {here} in {path} and {there} in {origin}",
                     here=here, path=path, there=field.type, origin=origin,
                 ),
-                fix=(say("write the files with one schema"), say("or leave the column out: columns=[…]")),
+                fix=(say("write the files with one schema"), say("or omit the column: columns=[…]")),
             )  # fmt: skip
 
 
@@ -207,13 +205,13 @@ _MAGIC = "*?["
 
 
 def expand(paths: Paths) -> list[Path]:
-    """The files meant, each once: patterns and directories sorted by name, lists in the order given."""
+    """The files, each once: patterns and directories sorted by name, lists in the order given."""
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not given:
         raise UsageError(
-            say("there is nothing to stream"),
+            say("no files to stream"),
             why=say("the list of paths is empty"),
-            fix=(say("give a file, a directory, a pattern such as 'train-*.parquet', or a list of them"),),
+            fix=(say("pass a file, a directory, a pattern such as 'train-*.parquet', or a list of them"),),
         )
     found: dict[Path, None] = {}
     for one in given:
@@ -224,7 +222,7 @@ def expand(paths: Paths) -> list[Path]:
 
 def _files(text: str) -> list[Path]:
     path = Path(text)
-    # A file that is there is meant literally, even when its name has brackets in it.
+    # An existing file is taken literally, even when its name has brackets in it.
     if path.is_dir():
         return _inside(path)
     if path.exists() or not any(mark in text for mark in _MAGIC):
@@ -236,14 +234,14 @@ def _files(text: str) -> list[Path]:
     if not files:
         raise UnreadableSource(
             say("no file matches {pattern!r}", pattern=text),
-            why=say("it was looked for from {here}", here=os.getcwd()),
+            why=say("searched from {here}", here=os.getcwd()),
             fix=(say("check the pattern:\nls -d PATTERN"), say("** matches directories of any depth")),
         )
     return files
 
 
 def _inside(folder: Path) -> list[Path]:
-    """The data files of a directory and those below it; names that begin with . or _ are other programs' notes."""
+    """The data files of a directory and those below it; names that begin with . or _ are metadata of other programs."""
     found = []
     for base, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith((".", "_"))]
@@ -251,13 +249,13 @@ def _inside(folder: Path) -> list[Path]:
     files = sorted(path for path in found if path.suffix.lower() in _ENDINGS)
     if not files:
         raise UnreadableSource(
-            say("{folder} holds no file to stream", folder=folder),
+            say("{folder} has no Parquet or Arrow files", folder=folder),
             why=say(
-                "{count} files are in it and below, none ends in {endings}",
+                "{count} files found, none ending in {endings}",
                 count=len(found),
                 endings=listed(_ENDINGS),
             ),
-            fix=(say("name the files, or give a pattern: their content decides, not their names"),),
+            fix=(say("pass the files or a pattern: then the content decides, not the name"),),
         )
     return files
 
@@ -280,7 +278,7 @@ class RowFilter:
 
 
 def read_filter(filters: Any, schema: Any, where: Path) -> RowFilter | None:
-    """A filter as given, checked against the data's schema; None where nothing is filtered."""
+    """The filter, checked against the schema; None without filters."""
     if filters is None:
         return None
     expression = _expression(filters, schema, where)
@@ -289,14 +287,14 @@ def read_filter(filters: Any, schema: Any, where: Path) -> RowFilter | None:
         nothing.filter(expression)
     except Exception as problem:
         raise _refused(filters, str(problem).splitlines()[0], schema) from problem
-    return RowFilter(expression, tuple(name for name in schema.names if _looks_at(expression, nothing, name)))
+    return RowFilter(expression, tuple(name for name in schema.names if _needs(expression, nothing, name)))
 
 
 def column_error(name: str, names: Iterable[str], where: Path) -> MissingKey:
-    """The error for a column that is not there, with the nearest name."""
+    """The error for a missing column, with the nearest name."""
     found = missing_key(name, names, where)
     return MissingKey(
-        found.what, why=found.why, fix=(*found.fix[:-1], say("leave columns out to take all of them"))
+        found.what, why=found.why, fix=(*found.fix[:-1], say("omit columns to read all of them"))
     )
 
 
@@ -318,8 +316,8 @@ def _expression(filters: Any, schema: Any, where: Path) -> Any:
         raise _refused(filters, str(problem).splitlines()[0], schema) from problem
 
 
-def _looks_at(expression: Any, nothing: Any, name: str) -> bool:
-    """Whether the expression cannot do without that column; Arrow does not say what an expression refers to."""
+def _needs(expression: Any, nothing: Any, name: str) -> bool:
+    """Whether the expression needs that column; Arrow has no way to list an expression's fields."""
     try:
         nothing.drop_columns([name]).filter(expression)
     except Exception:
@@ -333,7 +331,7 @@ def _refused(filters: Any, why: str, schema: Any) -> UsageError:
         why=say("{why}; the columns are {names}", why=why, names=listed(schema.names[:20])),
         fix=(
             say(
-                'write them like [("label", "==", 3), ("split", "in", ["train"])], lists of such lists mean "or"'
+                'write them as [("label", "==", 3), ("split", "in", ["train"])]; a list of such lists means "or"'
             ),
             say('or as an Arrow expression: pyarrow.compute.field("label") == 3'),
         ),

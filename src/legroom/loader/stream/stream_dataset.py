@@ -28,9 +28,9 @@ from legroom.loader.stream.shards import (
     count_rows,
     epoch_order,
     pieces,
-    rank_stretch,
+    rank_range,
     read_pieces,
-    worker_stretch,
+    worker_range,
 )
 from legroom.loader.stream.shuffle import (
     BatchProgress,
@@ -66,22 +66,22 @@ def stream(
     drop_last: bool = False,
     shuffle_groups: bool | None = None,
 ) -> Stream:
-    """Batches of rows from Parquet and Arrow files, within a bound of memory that is kept.
+    """Batches of rows from Parquet and Arrow files, within a memory limit.
 
     Args:
         paths: A file, a directory, a pattern, or a list of them.
         columns: The columns to read, in the order wanted; None reads all.
-        batch_size: Rows a batch; only a rank's last one may have fewer.
-        memory: What this process may grow by while it loops, as bytes or ``"256MB"``.
-        shuffle_buffer: So many consecutive rows are shuffled among themselves; 0: none.
-        seed: Of every order.
-        epoch: The epoch's number; None: every new loop has the next one.
-        filters: As for ``pyarrow.parquet.read_table``.
+        batch_size: Rows per batch; only a rank's last one may have fewer.
+        memory: How much this process may grow while it loops, in bytes or as ``"256MB"``.
+        shuffle_buffer: Number of consecutive rows that are shuffled among themselves; 0: none.
+        seed: Seed of every order.
+        epoch: Epoch number; None: each new loop uses the next one.
+        filters: Row filters, as for ``pyarrow.parquet.read_table``.
         format: ``"arrow"``, ``"numpy"``, ``"torch"`` or ``"python"``: what a batch is.
-        rank: This process's part of the rows; None: torch.distributed's, or the launcher's.
-        world_size: How many parts there are; None: likewise.
-        uneven: What becomes of rows that do not divide among the ranks: ``"pad"``, ``"drop"`` or ``"all"``.
-        drop_last: Leave out a batch smaller than ``batch_size``.
+        rank: Rank of this process; None: torch.distributed's, or the launcher's.
+        world_size: Number of ranks; None: likewise.
+        uneven: Rows that do not divide evenly among the ranks: ``"pad"``, ``"drop"`` or ``"all"``.
+        drop_last: Drop a batch smaller than ``batch_size``.
         shuffle_groups: Shuffle the order of files and row groups; None: where there is a shuffle buffer.
     """
     rank, world_size = rank_and_world(rank, world_size, os.environ, process_group())
@@ -101,19 +101,19 @@ def stream(
     if epoch is not None:
         check_integer("epoch", epoch, 0)
     catalog = read_catalog(expand(paths), columns, filters)
-    room = _room(catalog, settings)
-    # Ranks of equal length need to know how many rows pass; else rows are divided before they are filtered.
+    division = _divide_memory(catalog, settings)
+    # Ranks of equal length need the number of rows that pass; otherwise rows are divided before filtering.
     counted = catalog.condition is not None and world_size > 1 and uneven != "all"
     if counted:
-        sizes = _count(catalog, settings, room)
+        sizes = _count(catalog, settings, division)
     else:
         sizes = [group.rows for group in catalog.groups]
-    made: Stream = iterable_class(Stream)(catalog, settings, room, sizes, counted, epoch)
+    made: Stream = iterable_class(Stream)(catalog, settings, division, sizes, counted, epoch)
     return made
 
 
-def _room(catalog: Catalog, settings: StreamSettings) -> MemoryDivision:
-    """The bound, divided by what the first file says about its rows."""
+def _divide_memory(catalog: Catalog, settings: StreamSettings) -> MemoryDivision:
+    """Divide the memory limit by the row sizes in the first file."""
     stored = leaf_count(catalog.schema) + len(catalog.read_columns) - len(catalog.columns)
     unknown = StreamDemand(
         None, COPIES[settings.form], None if settings.shuffle_buffer else 0, max(1, stored)
@@ -131,9 +131,11 @@ def _room(catalog: Catalog, settings: StreamSettings) -> MemoryDivision:
     return divide(settings.memory, replace(unknown, batch=batch, window=row * settings.shuffle_buffer))
 
 
-def _count(catalog: Catalog, settings: StreamSettings, room: MemoryDivision) -> list[int]:
+def _count(catalog: Catalog, settings: StreamSettings, division: MemoryDivision) -> list[int]:
     needed = catalog.condition.columns if catalog.condition is not None else ()
-    reader = ShardReader(catalog, needed, room, settings.batch_size, threads=settings.memory >= THREADS_FROM)
+    reader = ShardReader(
+        catalog, needed, division, settings.batch_size, threads=settings.memory >= THREADS_FROM
+    )
     try:
         return count_rows(reader, catalog)
     finally:
@@ -142,7 +144,7 @@ def _count(catalog: Catalog, settings: StreamSettings, room: MemoryDivision) -> 
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """One stream's wishes."""
+    """The arguments of ``legroom.stream``, checked."""
 
     batch_size: int
     memory: int
@@ -162,7 +164,7 @@ class StreamSettings:
         check_choice("uneven", self.uneven, UNEVEN)
 
     def order(self) -> dict[str, Any]:
-        """What decides which rows come when: a saved state is of use only where all of it is the same."""
+        """The settings that determine which rows come when: a saved state is valid only if all of them are equal."""
         found: dict[str, Any] = {
             "batch_size": self.batch_size,
             "shuffle_buffer": self.shuffle_buffer,
@@ -174,31 +176,31 @@ class StreamSettings:
             "drop_last": self.drop_last,
         }
         if self.shuffle_buffer:
-            # A shuffle buffer that is full in bytes before it is in rows depends on the bound and on its parts.
+            # A shuffle buffer that is full in bytes before it is full in rows depends on the memory limit.
             found |= {"memory": self.memory, "format": self.form}
         return found
 
 
-THREADS_FROM = 128 << 20  # below, what threads keep for themselves would be too much of the bound
+THREADS_FROM = 128 << 20  # below, the memory of decoding threads would be too much of the limit
 
 
 class Stream:
-    """Batches of a stream; ``len`` is the batches of one rank's epoch. Made by ``legroom.stream``."""
+    """Batches of a stream, as ``legroom.stream`` returns it; ``len`` is the number of batches of one rank."""
 
     def __init__(
         self,
         catalog: Catalog,
         settings: StreamSettings,
-        room: MemoryDivision,
+        division: MemoryDivision,
         sizes: list[int],
         counted: bool,
         epoch: int | None,
     ) -> None:
-        self.catalog, self.settings, self.room = catalog, settings, room
+        self.catalog, self.settings, self.memory_division = catalog, settings, division
         self._sizes, self._counted, self._epoch = sizes, counted, epoch
         self._next_epoch = 0
         self._resume: _LoopState | None = None
-        self._going: _LoopState | None = None
+        self._current: _LoopState | None = None
         self._facts = {
             "data": catalog.digest,
             "filters": None if catalog.condition is None else str(catalog.condition),
@@ -213,55 +215,55 @@ class Stream:
     def __len__(self) -> int:
         if self.catalog.condition is not None and not self._counted:
             raise NoLength(
-                say("the number of batches is not known"),
-                why=say("only reading tells how many rows pass the filters"),
-                fix=(say("loop over it"), say("len() is known without filters")),
+                say("the number of batches is unknown"),
+                why=say("how many rows pass the filters is known only after reading"),
+                fix=(say("loop over it"), say("len() works without filters")),
             )
         settings = self.settings
-        first, last = rank_stretch(sum(self._sizes), settings.rank, settings.world_size, settings.uneven)
+        first, last = rank_range(sum(self._sizes), settings.rank, settings.world_size, settings.uneven)
         return batch_count(last - first, settings.batch_size, settings.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         shard = Shard(self.settings.rank, self.settings.world_size, *this_worker())
-        place, self._resume = self._resume or _LoopState(self._current_epoch(), shard), None
-        stream_state.require_shard(place.shard, shard)
+        loop, self._resume = self._resume or _LoopState(self._current_epoch(), shard), None
+        stream_state.require_shard(loop.shard, shard)
         if self._epoch is None:
-            self._next_epoch = place.epoch + 1
-        self._going = place
-        return self._loop(place)
+            self._next_epoch = loop.epoch + 1
+        self._current = loop
+        return self._batches(loop)
 
     def set_epoch(self, epoch: int) -> None:
-        """Every loop from now on has the order of that epoch, until another is set."""
+        """Use the order of that epoch for every loop from now on."""
         self._epoch = check_integer("epoch", epoch, 0)
-        self._going = None
+        self._current = None
         if self._resume is not None and self._resume.epoch != epoch:
             self._resume = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the latest loop stands: what ``load_state_dict`` needs to go on with the batch after it."""
-        place = self._going or self._resume
-        if place is None or place.done:
-            place = _LoopState(
+        """The position of the latest loop: ``load_state_dict`` resumes with the batch after it."""
+        loop = self._current or self._resume
+        if loop is None or loop.done:
+            loop = _LoopState(
                 self._current_epoch(), Shard(self.settings.rank, self.settings.world_size, *this_worker())
             )
-        return stream_state.pack(self._facts, place.epoch, place.shard, place.position, place.batches)
+        return stream_state.pack(self._facts, loop.epoch, loop.shard, loop.position, loop.batches)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next loop goes on from there; a state of other data or settings is refused."""
+        """Resume there in the next loop; a state of other data or settings is refused."""
         self._resume = _LoopState(*stream_state.unpack(state, self._facts))
-        self._going = None
+        self._current = None
         if self._epoch is not None:
             self._epoch = self._resume.epoch
 
     def dataset(self) -> Any:
-        """This stream as a torch IterableDataset; where torch was imported before the stream was made, it is one."""
+        """This stream as a torch IterableDataset; it is one already if torch was imported before it was created."""
         return _remake(torch_class(Stream), self._state())
 
     def __reduce__(self) -> tuple[object, ...]:
         return _unpickled, (self._state(),)
 
     def _state(self) -> tuple[Any, ...]:
-        made = (self.catalog, self.settings, self.room, self._sizes, self._counted, self._epoch)
+        made = (self.catalog, self.settings, self.memory_division, self._sizes, self._counted, self._epoch)
         return made, self._next_epoch, self._resume
 
     def _current_epoch(self) -> int:
@@ -271,62 +273,72 @@ class Stream:
         """The rows that this shard reads in that epoch."""
         settings = self.settings
         order = epoch_order(len(self._sizes), settings.seed, epoch, settings.shuffle_groups)
-        first, last = rank_stretch(sum(self._sizes), shard.rank, shard.world_size, settings.uneven)
-        # Before filtering nobody knows which rows make the last, short batch.
+        first, last = rank_range(sum(self._sizes), shard.rank, shard.world_size, settings.uneven)
+        # Before filtering it is unknown which rows form the last, short batch.
         exact = self.catalog.condition is None or self._counted
-        first, last = worker_stretch(
+        first, last = worker_range(
             first, last, shard.worker, shard.workers, settings.batch_size, settings.drop_last and exact
         )
         return pieces(self._sizes, order, first, last)
 
-    def _loop(self, place: _LoopState) -> Iterator[Any]:
-        settings, shard = self.settings, place.shard
+    def _batches(self, loop: _LoopState) -> Iterator[Any]:
+        settings, shard = self.settings, loop.shard
         alone = shard.workers == 1
-        # Workers decode side by side already. What leaves one is pickled, and a slice pickles all it is a slice of.
+        # Workers decode in parallel already. Their batches are pickled, and a slice pickles the whole batch behind it.
         threads = alone and settings.memory >= THREADS_FROM
         as_is = settings.form == "arrow" and alone
         convert = copied if settings.form == "arrow" else self._converted
         reader = ShardReader(
-            self.catalog, self.catalog.read_columns, self.room, settings.batch_size, threads=threads
+            self.catalog,
+            self.catalog.read_columns,
+            self.memory_division,
+            settings.batch_size,
+            threads=threads,
         )
         try:
-            chunks = self._chunks(reader, place)
+            chunks = self._chunks(reader, loop)
             for batch, progress in batches(
-                chunks, settings.batch_size, self.room.batch, self._too_large, drop_last=settings.drop_last
+                chunks,
+                settings.batch_size,
+                self.memory_division.batch,
+                self._too_large,
+                drop_last=settings.drop_last,
             ):
                 made = batch if as_is else convert(batch)
                 del batch
-                place.progress, place.batches = progress, place.batches + 1
+                loop.progress, loop.batches = progress, loop.batches + 1
                 yield made
                 del made
-            place.done = True
+            loop.done = True
         finally:
             reader.close()
 
     def _converted(self, batch: Any) -> Any:
-        if self.settings.form == "python" and (size := object_bytes(batch)) > self.room.batch:
+        if self.settings.form == "python" and (size := object_bytes(batch)) > self.memory_division.batch:
             raise self._too_large(batch.num_rows, size)
         return converter(self.settings.form)(batch)
 
-    def _chunks(self, reader: ShardReader, place: _LoopState) -> Iterator[RowChunk]:
-        """The shard's rows from that place on, in the order in which they are handed out."""
-        plan, mark = self._plan(place.epoch, place.shard), place.position or StreamPosition()
-        chunks = read_pieces(reader, self.catalog, plan, mark, counted=self._counted)
-        chunks = dropped(chunks, mark.skip)
+    def _chunks(self, reader: ShardReader, loop: _LoopState) -> Iterator[RowChunk]:
+        """The shard's rows from that position on, in the order in which they are returned."""
+        plan, position = self._plan(loop.epoch, loop.shard), loop.position or StreamPosition()
+        chunks = read_pieces(reader, self.catalog, plan, position, counted=self._counted)
+        chunks = dropped(chunks, position.skip)
         if self.settings.shuffle_buffer:
-            shard = place.shard
-            order = window_order(self.settings.seed, place.epoch, shard.rank, shard.worker)
-            chunks = windows(chunks, self.settings.shuffle_buffer, self.room.window, order, mark.window)
-        return dropped(chunks, mark.taken)
+            shard = loop.shard
+            order = window_order(self.settings.seed, loop.epoch, shard.rank, shard.worker)
+            chunks = windows(
+                chunks, self.settings.shuffle_buffer, self.memory_division.window, order, position.window
+            )
+        return dropped(chunks, position.taken)
 
     def _too_large(self, rows: int, nbytes: int) -> BudgetTooSmall:
         settings = self.settings
         expected = nbytes * settings.batch_size // max(1, rows)
-        return too_small(settings.memory, replace(self.room.demand, batch=expected))
+        return too_small(settings.memory, replace(self.memory_division.demand, batch=expected))
 
 
 class _LoopState:
-    """How far a loop has come; outlives the loop, which ``break`` drops."""
+    """How far a loop has come; it outlives the loop, which ``break`` drops."""
 
     def __init__(
         self, epoch: int, shard: Shard, start: StreamPosition | None = None, batches: int = 0
@@ -338,7 +350,7 @@ class _LoopState:
 
     @property
     def position(self) -> StreamPosition | None:
-        """Where to go on; None: at the beginning."""
+        """Where to resume; None: at the beginning."""
         return self._start if self.progress is None else self.progress.position()
 
 
@@ -354,19 +366,19 @@ def _unpickled(state: tuple[Any, ...]) -> Stream:
 
 
 def iterable_class(plain: Any) -> Any:
-    """``plain``, and torch's IterableDataset too if the program has imported torch."""
+    """``plain``, also derived from torch's IterableDataset if the program has imported torch."""
     return torch_class(plain) if "torch.utils.data" in sys.modules else plain
 
 
 @cache
 def torch_class(plain: Any) -> Any:
-    """``plain`` and torch's IterableDataset in one class."""
+    """A class derived from ``plain`` and torch's IterableDataset."""
     data = require("torch.utils.data", "torch", say("streams as torch datasets"))
     return type(plain.__name__, (plain, data.IterableDataset), {"__module__": plain.__module__})
 
 
 def this_worker() -> tuple[int, int]:
-    """(worker, workers) of the DataLoader this process works for; 0 of 1 where it works for none."""
+    """(worker, workers) of the DataLoader of this worker process; (0, 1) in any other process."""
     data = sys.modules.get("torch.utils.data")
     found = None if data is None else data.get_worker_info()
     return (0, 1) if found is None else (found.id, found.num_workers)

@@ -16,46 +16,45 @@ from legroom.system.imports import require
 from legroom.units import exact_size, format_size
 from legroom.words import say
 
-LIBRARIES = 16 << 20  # what first use of Arrow's readers maps
+LIBRARIES = 16 << 20  # mapped by the first use of Arrow's readers
 KEPT = 2  # an allocator's resident memory over what is in use
-# Decoding holds a step about three times. What one costs beside its bytes, it costs for each stored column: larger
-# steps than these are no faster.
+# Bytes decoded at a time. A step has a fixed cost per stored column; larger steps than these are no faster.
 _MOST_STEP = 8 << 20
 _FEW_COLUMNS_STEP = 2 << 20
 _COLUMN_STEP = 512 << 10
 _LEAST_STEP = 64 << 10
-_STEPS = 3  # the one being decoded, what a filter lets through of it, and the last one, still held by a slice
+_STEPS = 3  # in memory: the one being decoded, its filtered rows, and the last one, still held by a slice
 
 
 @dataclass(frozen=True, slots=True)
 class StreamDemand:
-    """What a stream's rows will take, in bytes, as far as the files say (None: they do not)."""
+    """What a stream's rows take in memory, in bytes; None: the files do not contain it."""
 
     batch: int | None
-    copies: int  # of a batch, at the moment it is handed out
+    copies: int  # of a batch, at the moment it is returned
     window: int | None = 0  # the shuffle buffer when it is full
     columns: int = 16  # stored columns that are decoded side by side
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryDivision:
-    """The bound and its parts, in bytes."""
+    """The memory limit and its parts, in bytes."""
 
     demand: StreamDemand
-    memory: int  # the bound, as given
+    memory: int  # the limit, as given
     arrow: int  # what Arrow's pool may hold of it
     step: int  # decoded at a time
-    batch: int  # the largest batch that may be handed out
+    batch: int  # the largest batch that may be returned
     window: int  # rows waiting in the shuffle buffer
     decode: int  # pages and dictionaries of the columns being read
 
 
 def divide(memory: int, demand: StreamDemand) -> MemoryDivision:
-    """Share the bound out, or say that it is too small."""
-    room = _divided(memory, demand)
-    if room is None:
+    """Divide the limit; BudgetTooSmall where it is too small."""
+    division = _divided(memory, demand)
+    if division is None:
         raise too_small(memory, demand)
-    return room
+    return division
 
 
 def _divided(memory: int, demand: StreamDemand) -> MemoryDivision | None:
@@ -67,13 +66,13 @@ def _divided(memory: int, demand: StreamDemand) -> MemoryDivision | None:
     if most_batch < _LEAST_STEP or batch > most_batch:
         return None
     free = arrow - _STEPS * step - demand.copies * batch
-    # Filled in pieces, then joined: for a moment the rows are there twice.
+    # Filled in parts, then joined: for a moment the rows exist twice.
     window = free // 4 if demand.window is None else min(free // 4, demand.window)
     return MemoryDivision(demand, memory, arrow, step, most_batch, window, free - 2 * window)
 
 
 def least_memory(demand: StreamDemand, decode: int = 0) -> int:
-    """The smallest bound, in whole megabytes, that leaves so much for decoding."""
+    """The smallest limit, in whole megabytes, that leaves ``decode`` bytes for decoding."""
     low, high = 0, 1
     while not _enough(high, demand, decode):
         low, high = high, 2 * high
@@ -84,40 +83,44 @@ def least_memory(demand: StreamDemand, decode: int = 0) -> int:
 
 
 def _enough(megabytes: int, demand: StreamDemand, decode: int) -> bool:
-    room = _divided(megabytes << 20, demand)
-    return room is not None and room.decode >= decode
+    division = _divided(megabytes << 20, demand)
+    return division is not None and division.decode >= decode
 
 
 def too_small(memory: int, demand: StreamDemand) -> BudgetTooSmall:
-    """The error for a bound below what one batch needs."""
+    """The error for a limit below what one batch needs."""
     return BudgetTooSmall(
         say("memory={memory} is too small for this stream", memory=format_size(memory)),
         why=say(
-            "a batch takes {batch}, room for {copies} of them is needed to make one and hand it out, and Arrow's "
-            "libraries and allocator take {libraries} and as much again as the data",
+            "a batch takes {batch} and is needed {copies} times while one is made; Arrow's libraries take "
+            "{libraries}, and its allocator as much again as the data",
             batch=say("at least 64 KB") if demand.batch is None else format_size(demand.batch),
             copies=demand.copies + 1,
             libraries=format_size(LIBRARIES),
         ),
         fix=(
-            say("give it at least memory={least!r}", least=exact_size(least_memory(demand))),
-            say("or make batches smaller: a lower batch_size, or fewer columns"),
+            say("use at least memory={least!r}", least=exact_size(least_memory(demand))),
+            say("or reduce batch_size or the number of columns"),
         ),
     )
 
 
-def undecodable(where: str, needed: int, room: MemoryDivision, parts: str, fix: str) -> BudgetTooSmall:
-    """The error for a group whose pages, dictionaries or batches cannot be decoded within the bound."""
+def undecodable(where: str, needed: int, division: MemoryDivision, parts: str, fix: str) -> BudgetTooSmall:
+    """The error for a group whose pages, dictionaries or batches cannot be decoded within the limit."""
     return BudgetTooSmall(
-        say("{where} cannot be decoded within memory={memory}", where=where, memory=format_size(room.memory)),
+        say(
+            "{where} cannot be decoded within memory={memory}",
+            where=where,
+            memory=format_size(division.memory),
+        ),
         why=say(
-            "it needs {needed} at once ({parts}); the bound leaves {left} for decoding",
+            "it needs {needed} at once ({parts}); the limit leaves {left} for decoding",
             needed=format_size(needed),
             parts=parts,
-            left=format_size(room.decode),
+            left=format_size(division.decode),
         ),
         fix=(
-            say("give it at least memory={least!r}", least=exact_size(least_memory(room.demand, needed))),
+            say("use at least memory={least!r}", least=exact_size(least_memory(division.demand, needed))),
             say("or read fewer columns: columns=[…]"),
             fix,
         ),
@@ -125,11 +128,17 @@ def undecodable(where: str, needed: int, room: MemoryDivision, parts: str, fix: 
 
 
 _MOST_ROWS = 1 << 16
-_LOOKS = 32  # at the process's size, while as much is decoded as the bound
+_CHECKS = 32  # checks of the process's size per memory limit of decoded bytes
 
 
 class DecodeSteps:
-    """The size of steps, and the watch over what the process keeps."""
+    """Chooses the rows of each step, and returns memory that Arrow's allocator keeps.
+
+    What Arrow frees stays with its allocator: with strings, several times what is in use. mimalloc returns it on
+    request, but returned memory must be faulted in again, which can cost as much as decoding. So it is returned only
+    when the process has grown by half the limit, and then after each further quarter. Where the process's size cannot
+    be read, the bytes decoded since the last return are used instead.
+    """
 
     def __init__(self, nbytes: int, batch_size: int, memory: int) -> None:
         self._nbytes, self._batch_size, self._memory = nbytes, batch_size, memory
@@ -144,22 +153,22 @@ class DecodeSteps:
         return rows - rows % self._batch_size if rows > self._batch_size else rows
 
     def read(self, nbytes: int) -> None:
-        """So much was decoded."""
+        """Count decoded bytes, and return memory where the process has grown too much."""
         self._since += nbytes
         if self._limit is None:
             if self._since > self._memory // 8:
                 self._since = 0
                 self._pool.release_unused()
-        elif self._since > self._memory // _LOOKS:
+        elif self._since > self._memory // _CHECKS:
             self._since = 0
             if (resident() or 0) > self._limit:
                 self._pool.release_unused()
-                # What is there now is in use, or is not ours: only further growth is looked at again.
+                # The rest is in use, or not Arrow's: only further growth is checked.
                 self._limit = max(self._limit, (resident() or 0) + self._memory // 4)
 
 
 def resident(read: Callable[[str], bytes] | None = None) -> int | None:
-    """Bytes of this process that are in memory; None where the system does not say."""
+    """Resident bytes of this process; None where they cannot be read."""
     try:
         text = (read or _contents)("/proc/self/statm")
         return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -18,34 +18,34 @@ _VERSION = 1
 
 
 def pack(
-    settings: Mapping[str, Any], epoch: int, shard: Shard, mark: StreamPosition | None, count: int
+    settings: Mapping[str, Any], epoch: int, shard: Shard, position: StreamPosition | None, count: int
 ) -> dict[str, Any]:
-    """The state after ``count`` batches of that epoch; ``mark`` None: it has not begun."""
+    """The state after ``count`` batches of that epoch; ``position`` None: it has not begun."""
     return {
         "legroom_stream": _VERSION,
         "settings": dict(settings),
         "epoch": epoch,
         "batches": count,
         "shard": asdict(shard),
-        "position": None if mark is None else asdict(mark),
+        "position": None if position is None else asdict(position),
     }
 
 
 def unpack(
     state: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[int, Shard, StreamPosition | None, int]:
-    """(epoch, shard, position, batches) of a state that was saved of this very stream."""
+    """(epoch, shard, position, batches) of a state that was saved with this stream."""
     if not isinstance(state, Mapping) or state.get("legroom_stream") != _VERSION:
         raise UsageError(
-            say("this is no state of a stream that can be read here"),
-            why=say("it should hold legroom_stream={version}", version=_VERSION),
-            fix=(say("give what state_dict() of a stream returned"),),
+            say("this is not a state_dict of a stream, or of another format version"),
+            why=say("it must contain legroom_stream={version}", version=_VERSION),
+            fix=(say("load the result of stream.state_dict()"),),
         )
     saved = state.get("settings", {})
     for name in settings:
         if saved.get(name) != settings[name]:
             raise UsageError(
-                say("the state was saved of another stream"),
+                say("the state was saved with another stream"),
                 why=say(
                     "{name} was {then!r} and is {now!r}",
                     name=say("the data (their files, rows or columns)") if name == "data" else name,
@@ -53,14 +53,14 @@ def unpack(
                     now=settings[name],
                 ),
                 fix=(
-                    say("make the stream with the files and settings it had"),
-                    say("or begin the epoch anew: leave load_state_dict out"),
+                    say("create the stream with the same files and settings"),
+                    say("or restart the epoch: do not call load_state_dict"),
                 ),
             )
     try:
-        position = state["position"]
-        mark = None if position is None else StreamPosition(**position)
-        return int(state["epoch"]), Shard(**state["shard"]), mark, int(state["batches"])
+        saved_position = state["position"]
+        position = None if saved_position is None else StreamPosition(**saved_position)
+        return int(state["epoch"]), Shard(**state["shard"]), position, int(state["batches"])
     except (KeyError, TypeError, ValueError) as problem:
         raise UsageError(
             say("this state of a stream is incomplete"),
@@ -70,13 +70,13 @@ def unpack(
 
 
 def require_shard(saved: Shard, here: Shard) -> None:
-    """Refuse to go on in a shard that another reader left."""
+    """Refuse to resume a shard that another worker was reading."""
     if saved != here:
         raise UsageError(
-            say("the state was saved by another reader of this stream"),
+            say("the state was saved by another DataLoader worker"),
             why=say(
-                "it was worker {worker} of {workers} and is worker {now} of {of}",
+                "saved by worker {worker} of {workers}, loaded by worker {now} of {of}",
                 worker=saved.worker, workers=saved.workers, now=here.worker, of=here.workers,
             ),
-            fix=(say("save and load one state for each worker, with as many workers as before"),),
+            fix=(say("save and load one state per worker, with the same number of workers"),),
         )  # fmt: skip

@@ -26,20 +26,20 @@ _SCHEMA = "legroom.settings/1"
 
 
 def key_of(dataset: Any, script: str | None = None) -> str:
-    """Who asks about what: the script that runs, and the dataset's class and length or its name."""
+    """The script that runs, and the dataset's class and length or its name."""
     if script is None:
         script = os.path.abspath(getattr(sys.modules.get("__main__"), "__file__", None) or os.getcwd())
     if isinstance(dataset, str):
         return f"{script} {dataset}"
     rows = None
-    with contextlib.suppress(Exception):  # the measurement says what is wrong with it
+    with contextlib.suppress(Exception):  # the measurement reports the error
         rows = length(dataset)
     kind = type(dataset)
     return f"{script} {kind.__module__}.{kind.__qualname__} {rows}"
 
 
 def remember(key: str, settings: Settings, environment: Mapping[str, str] = os.environ) -> bool:
-    """Keep them; False where that is not possible, which is no reason to stop a training."""
+    """Save the settings; False where that fails, which must not stop a training run."""
     path = _path(key, environment)
     kept = {name: value for name, value in settings.values().items() if value is not None}
     body = {"schema": _SCHEMA, "key": key, "when": time.time(), "settings": kept}
@@ -52,7 +52,7 @@ def remember(key: str, settings: Settings, environment: Mapping[str, str] = os.e
 
 
 def recall(key: str, environment: Mapping[str, str] = os.environ) -> Settings | None:
-    """What was kept; None where nothing was, or nothing that can be read."""
+    """The saved settings; None where there are none, or they cannot be read."""
     try:
         body = json.loads(_path(key, environment).read_text(encoding="utf-8"))
         if body["schema"] != _SCHEMA or body["key"] != key:

@@ -34,7 +34,7 @@ from legroom.words import say
 
 log = logging.getLogger("legroom")
 
-_DRAWING = 1.5  # seconds; with the worker's and the step's it stays below five in all
+_DRAWING = 1.5  # seconds; below five in total, with the measurements of worker and step
 
 
 def tune(
@@ -53,30 +53,30 @@ def tune(
     box: Box | None = None,
     **overrides: Any,
 ) -> Settings:
-    """Loader and batch settings that keep up with the step at the least memory, inside what is free now.
+    """Choose the lowest-memory loader and batch settings that keep up with the training step and fit in free memory.
 
     batch_size × accumulation × ranks stays ``effective_batch``.
 
     Args:
-        dataset: Is drawn from for a second or two; a DataLoader stands for its dataset and collate.
-        batch_size: Samples a batch on one rank: the most it will be.
-        effective_batch: Samples in an optimizer step; None: ``batch_size`` × ranks.
-        step_seconds: How long a training step takes; the loader need not be faster.
-        step: Or the step itself, called with a few real batches to time it. It trains.
-        ranks: Processes that train together on this box; None: as the launcher says, else 1.
-        collate_fn: The loader's; None: a DataLoader's own, or torch's.
-        preset: ``"development"``, ``"production"`` or ``"cluster"``: how much of what is free to take.
-        climb: Really run the loader, rung by rung, and keep the last good one.
-        loader: Whose DataLoader will run.
-        previous: What an earlier call gave: its measurements are used again, the box is looked at anew, and what has
-            changed is logged. ``"last"`` is what worked in the last run.
-        box: The box to fit into; None looks at this one.
-        **overrides: Settings by name, set by hand; those in ``LEGROOM_SETTINGS`` override these.
+        dataset: Sampled for a second or two; of a DataLoader, its dataset and collate are used.
+        batch_size: Largest number of samples per batch on one rank.
+        effective_batch: Samples per optimizer step; None: ``batch_size`` × ranks.
+        step_seconds: Duration of a training step; the loader need not be faster.
+        step: Or the step itself, called with a few real batches to time it. These calls train.
+        ranks: Number of processes that train together; None: from the launcher, else 1.
+        collate_fn: As for DataLoader; None: that of the DataLoader, or torch's.
+        preset: ``"development"``, ``"production"`` or ``"cluster"``: how much of the free memory to use.
+        climb: Run the loader with increasing settings and keep the last that improved.
+        loader: Which DataLoader will run: ``"legroom"`` or ``"torch"``.
+        previous: Result of an earlier call: its measurements are reused, free memory is read again, and changes
+            are logged. ``"last"`` uses the settings that worked in the last run.
+        box: The machine to fit into; None: this one.
+        **overrides: Settings by name that are fixed; those in ``LEGROOM_SETTINGS`` take precedence.
     """
     dataset, collate_fn = _opened(dataset, collate_fn)
-    by_hand = {**checked(overrides), **from_environment(os.environ)}
+    fixed = {**checked(overrides), **from_environment(os.environ)}
     world = _world(ranks)
-    # Before anything is measured, which takes seconds.
+    # Checked before measuring, which takes seconds.
     batch_size = check_integer("batch_size", batch_size, 1)
     per_rank(batch_size, effective_batch, world)
     named_preset(preset)
@@ -94,15 +94,15 @@ def tune(
         loader_kind=loader,
         preset=preset,
     )
-    room = box or snapshot()
+    machine = box or snapshot()
     with untouched_randomness():
-        climbed = _climbed(dataset, collate_fn, measured, room, ask) if climb else None
-    settings = settle(measured, room, ask, by_hand, climbed)
-    _tell(settings, before)
+        climbed = _climbed(dataset, collate_fn, measured, machine, ask) if climb else None
+    settings = settle(measured, machine, ask, fixed, climbed)
+    _log_settings(settings, before)
     if isinstance(previous, Settings):
-        remember(key, previous)  # an epoch has gone by with them
+        remember(key, previous)  # an epoch has run with them
     elif climbed is not None:
-        remember(key, settings.roll_back())  # what was set by hand was not climbed with
+        remember(key, settings.roll_back())  # without the overrides: the runs did not use them
     return settings
 
 
@@ -117,7 +117,7 @@ def _world(ranks: int | None) -> int:
 
 
 def _local(world: int) -> int:
-    """Ranks on this machine, where the launcher says."""
+    """Ranks on this machine, if the launcher sets LOCAL_WORLD_SIZE."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return min(world, int(text)) if text.isdigit() and int(text) else world
 
@@ -143,9 +143,9 @@ def _step(
 ) -> Step:
     if seconds is not None and step is not None:
         raise UsageError(
-            say("step_seconds and step say the same thing"),
-            why=say("one states the time, the other measures it"),
-            fix=(say("give one of them"),),
+            say("pass either step_seconds or step, not both"),
+            why=say("step_seconds is the time of a step, step is called to measure it"),
+            fix=(say("pass one of them"),),
         )
     if step is not None:
         return time_step(dataset, collate_fn, batch_size, step)
@@ -163,7 +163,7 @@ def _climbed(
     )  # fmt: skip
 
 
-def _tell(settings: Settings, before: Settings | None) -> None:
+def _log_settings(settings: Settings, before: Settings | None) -> None:
     if before is None:
         for line in settings.why.values():
             log.info("%s", line)
@@ -189,7 +189,10 @@ def tune_named(
     by_hand: Mapping[str, Any] | None = None,
     timeout: float = 60,
 ) -> Settings:
-    """Like legroom.tune; the training that is to run is counted with the memory its dataset took in the child."""
+    """Like ``tune``, for a dataset given as ``module:name``: all user code runs in a child process.
+
+    The memory that the dataset took in the child counts as memory of the training process.
+    """
     wanted = checked(by_hand or {})
     per_rank(batch_size, effective_batch, ranks)
     named_preset(preset)
@@ -220,12 +223,12 @@ def tune_named(
     climbed = climb(measured, box, ask, choose(measured, box, ask), run) if climbing else None
     settings = settle(measured, box, ask, wanted, climbed)
     if climbed is not None:
-        remember(named_key(spec), settings.roll_back())  # what was set by hand was not climbed with
+        remember(named_key(spec), settings.roll_back())  # without the overrides: the runs did not use them
     return settings
 
 
 def named_key(spec: str) -> str:
-    """What a named dataset is remembered by: where it was asked for, and its name."""
+    """The key under which a named dataset is remembered: the working directory and its name."""
     return key_of(spec, script=os.getcwd())
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from stream_stage import ids, table, write, write_one
+from stream_data import ids, table, write, write_one
 
 from legroom.errors import (
     BadSize,
@@ -47,10 +47,10 @@ def path(tmp_path: Path) -> Path:
         ({"memory": "lots"}, BadSize, "lots"),
         ({"memory": "1MB"}, BudgetTooSmall, "memory=1 MB is too small"),
         ({"uneven": "maybe"}, UsageError, "uneven must be one of pad, drop, all (got 'maybe')"),
-        ({"rank": 2, "world_size": 2}, UsageError, "no rank 2 of 2"),
-        ({"rank": 2}, UsageError, "say half"),
-        ({"columns": []}, UsageError, "no choice of columns"),
-        ({"columns": ["id", "id"]}, UsageError, "no choice of columns"),
+        ({"rank": 2, "world_size": 2}, UsageError, "rank=2, world_size=2"),
+        ({"rank": 2}, UsageError, "both rank and world_size"),
+        ({"columns": []}, UsageError, "at least one column, and none twice"),
+        ({"columns": ["id", "id"]}, UsageError, "at least one column, and none twice"),
         ({"columns": ["idd"]}, MissingKey, "has no 'idd'"),
         ({"filters": [("prt", "==", 1)]}, MissingKey, "has no 'prt'"),
         ({"filters": [("part", "~", 1)]}, UsageError, "cannot be used"),
@@ -72,21 +72,21 @@ def test_the_nearest_column_is_named(path: Path) -> None:
         stream(path, columns=["vectr"])
 
 
-def test_paths_that_lead_nowhere(tmp_path: Path, path: Path) -> None:
+def test_paths_without_files(tmp_path: Path, path: Path) -> None:
     for wrong, said in (
         (tmp_path / "none.parquet", "no such file"),
         (str(tmp_path / "*.arrow"), "no file matches"),
-        ([], "nothing to stream"),
+        ([], "no files to stream"),
     ):
         with pytest.raises((UnreadableSource, UsageError), match=said):
             stream(wrong)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.txt").write_text("x")
-    with pytest.raises(UnreadableSource, match="holds no file to stream"):
+    with pytest.raises(UnreadableSource, match="has no Parquet or Arrow files"):
         stream(tmp_path / "folder")
 
 
-def test_files_that_are_something_else(tmp_path: Path) -> None:
+def test_files_of_another_format(tmp_path: Path) -> None:
     words = tmp_path / "words.parquet"
     words.write_text("these are only words, and quite a few of them")
     with pytest.raises(UnknownFormat, match=r"words\.parquet"):

@@ -19,8 +19,7 @@ import torch
 from cuda_fake import FakeDriver
 
 from legroom.errors import NoRoom, UnsupportedData, UsageError
-from legroom.loader.batches import cuda_driver
-from legroom.loader.batches import cuda_pinned as cuda_staged
+from legroom.loader.batches import cuda_driver, cuda_pinned
 from legroom.loader.batches.cuda_driver import CudaRefused, Driver, open_driver
 from legroom.loader.batches.cuda_gather import RESOURCES, STEPS_AHEAD, ResourceCache, row_layout
 from legroom.loader.batches.transfer_path import open_gatherer
@@ -122,8 +121,8 @@ def test_the_widest_integer_that_fits(nbytes: int, address: int, width: int) -> 
 
 
 @pytest.mark.parametrize("dtype", ["U4", "S3", "datetime64[s]", [("a", "f4"), ("b", "i2")]])
-def test_types_torch_has_not(dtype: Any) -> None:
-    with pytest.raises(UnsupportedData, match="labels cannot be on a CUDA device"):
+def test_dtypes_that_torch_does_not_have(dtype: Any) -> None:
+    with pytest.raises(UnsupportedData, match="labels cannot be copied to a CUDA device"):
         open_gatherer({"labels": np.zeros(3, dtype)}, SHM, "cuda", files={}, driver=FakeDriver())  # type: ignore[arg-type]
 
 
@@ -155,7 +154,7 @@ def test_resident(stored: Stored) -> None:
         gatherer.gather(ROWS)
 
 
-def test_an_order_goes_to_the_card_once_an_epoch(stored: Stored) -> None:
+def test_the_order_is_sent_to_the_gpu_once_per_epoch(stored: Stored) -> None:
     driver = FakeDriver()
     gatherer = stored.open(driver, resident=True)
     for seed in range(2):
@@ -163,24 +162,24 @@ def test_an_order_goes_to_the_card_once_an_epoch(stored: Stored) -> None:
         for first in range(0, len(order), 7):
             rows = order[first : first + 7]
             same(gatherer.gather(rows), stored.columns, rows)
-    assert driver.sent == ["consumer", "settle"] * 2
+    assert driver.sent == ["consumer", "synchronize"] * 2
     gatherer.close()
 
 
-def test_what_is_on_the_card_is_not_counted_again(stored: Stored) -> None:
+def test_columns_in_gpu_memory_are_not_counted_again(stored: Stored) -> None:
     needed = sum(column.nbytes for column in stored.columns.values()) + (2 << 20)
     driver = FakeDriver(free=needed + (8 << 30), total=80 << 30)
     first = stored.open(driver, resident=True)
-    driver._room = needed - stored.columns["heat"].nbytes + (8 << 30), 80 << 30
+    driver._memory = needed - stored.columns["heat"].nbytes + (8 << 30), 80 << 30
     second = stored.open(driver, resident=True)
-    assert second._uses["heat"].thing is first._uses["heat"].thing
+    assert second._uses["heat"].resource is first._uses["heat"].resource
     first.close()
     second.close()
 
 
-def test_what_does_not_fit_the_card_says_how_much(stored: Stored) -> None:
+def test_arrays_larger_than_gpu_memory_are_refused_with_sizes(stored: Stored) -> None:
     driver = FakeDriver(free=1 << 30, total=80 << 30)
-    with pytest.raises(NoRoom, match=r"1 GB of 80 GB are free and 8 GB must stay so"):
+    with pytest.raises(NoRoom, match=r"1 GB of 80 GB free, of which 8 GB stay reserved"):
         stored.open(driver, resident=True)
 
 
@@ -202,9 +201,7 @@ def test_an_entry_on_disk_is_not_registered(stored: Stored) -> None:
         (("register", "pinned"), "cuda-copy", "page-locked: out of memory"),
     ],
 )
-def test_what_cuda_refuses_is_done_otherwise(
-    stored: Stored, refuse: tuple[str, ...], path: str, why: str
-) -> None:
+def test_fallback_where_cuda_refuses(stored: Stored, refuse: tuple[str, ...], path: str, why: str) -> None:
     driver = FakeDriver(*refuse)
     gatherer = stored.open(driver)
     assert gatherer.path == path and why in gatherer.why
@@ -216,7 +213,7 @@ def test_what_cuda_refuses_is_done_otherwise(
 
 
 def test_other_reasons_not_to_register(stored: Stored) -> None:
-    for files, word in ((dict(stored.files), "shorter"), ({}, "no array of its own")):
+    for files, word in ((dict(stored.files), "shorter"), ({}, "not a contiguous array")):
         if files:
             files["heat"] = files["heat"][0], 1 << 30
         gatherer = open_gatherer(stored.columns, SHM, "cuda", files=files, driver=FakeDriver())  # type: ignore[arg-type]
@@ -238,7 +235,7 @@ def test_a_file_that_is_gone_or_another_users(stored: Stored, tmp_path: Path) ->
         os.chown(path, 1, 1)
         stored.files["heat"] = path, offset
         gatherer = stored.open(driver)
-        assert gatherer.path == "cuda-pinned" and "no file of this user" in gatherer.why
+        assert gatherer.path == "cuda-pinned" and "not a regular file of this user" in gatherer.why
         gatherer.close()
 
 
@@ -283,7 +280,7 @@ def test_the_next_batch_is_begun_and_not_waited_for(stored: Stored, entry: Any) 
 
 
 @pytest.mark.parametrize("entry", [SHM, DISK])
-def test_a_wrong_guess_costs_a_batch_and_nothing_else(stored: Stored, entry: Any) -> None:
+def test_a_prefetched_batch_that_is_not_used(stored: Stored, entry: Any) -> None:
     gatherer = stored.open(FakeDriver(), entry)
     for _ in range(4):
         gatherer.begin(np.array([1, 2, 3]))
@@ -293,7 +290,7 @@ def test_a_wrong_guess_costs_a_batch_and_nothing_else(stored: Stored, entry: Any
     gatherer.close()
 
 
-def test_the_processor_does_not_run_far_ahead(stored: Stored) -> None:
+def test_the_cpu_does_not_run_far_ahead(stored: Stored) -> None:
     driver = FakeDriver()
     gatherer = stored.open(driver)
     for number in range(10):
@@ -330,11 +327,9 @@ def test_no_more_page_locked_memory_in_the_middle(stored: Stored) -> None:
     gatherer.close()
 
 
-def test_what_goes_wrong_in_the_thread_comes_out_of_gather(
-    stored: Stored, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_thread_is_raised_by_gather(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     gatherer = stored.open(FakeDriver(), DISK)
-    monkeypatch.setattr(cuda_staged, "_take", lambda *_: 1 / 0)
+    monkeypatch.setattr(cuda_pinned, "_take", lambda *_: 1 / 0)
     gatherer.begin(ROWS)
     with pytest.raises(ZeroDivisionError):
         gatherer.gather(ROWS)
@@ -377,7 +372,7 @@ def test_a_map_is_registered_once_and_until_the_arrays_are_gone(stored: Stored) 
     assert not driver.registered and ("synchronize", "side") in driver.log
 
 
-def test_registered_again_after_it_was_let_go(stored: Stored) -> None:
+def test_registered_again_after_release(stored: Stored) -> None:
     driver = FakeDriver()
     for _ in range(3):
         columns = {
@@ -393,7 +388,7 @@ def test_registered_again_after_it_was_let_go(stored: Stored) -> None:
         assert not driver.registered
 
 
-def test_maps_go_with_their_registration(stored: Stored) -> None:
+def test_files_are_unmapped_when_unregistered(stored: Stored) -> None:
     path = os.fspath(stored.files["heat"][0])
 
     def shared() -> int:
@@ -431,7 +426,7 @@ def test_batches_outlive_the_gatherer(stored: Stored) -> None:
         same(batch, stored.columns, ROWS)
 
 
-def test_closed_is_closed(stored: Stored) -> None:
+def test_a_closed_gatherer_refuses(stored: Stored) -> None:
     gatherer = stored.open(FakeDriver())
     gatherer.close()
     for use in (gatherer.gather, gatherer.begin):
@@ -440,7 +435,7 @@ def test_closed_is_closed(stored: Stored) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_a_forked_child_is_told_and_touches_nothing(stored: Stored) -> None:
+def test_a_forked_child_is_refused_and_releases_nothing(stored: Stored) -> None:
     driver = FakeDriver()
     gatherer = stored.open(driver)
     read, write = os.pipe()
@@ -477,7 +472,7 @@ class Array:
     """Something that can be referred to weakly."""
 
 
-def test_keeping() -> None:
+def test_resources_live_while_used_or_their_arrays_exist() -> None:
     keep, made, dropped = ResourceCache(), [], []
 
     def make() -> str:
@@ -487,7 +482,7 @@ def test_keeping() -> None:
     one, other = Array(), Array()
     first = keep.use("key", one, make, dropped.append)
     second = keep.use("key", other, make, dropped.append)
-    assert first.thing == second.thing == "thing" and len(made) == 1
+    assert first.resource == second.resource == "thing" and len(made) == 1
     first.release()
     first.release()
     del one, other
@@ -506,14 +501,14 @@ def refuse() -> None:
 # The driver, as far as it goes without a card.
 
 
-def test_no_cuda_says_so() -> None:
+def test_errors_where_cuda_is_missing() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is CUDA here")
-    with pytest.raises(UsageError, match="no CUDA here"):
+    with pytest.raises(UsageError, match="CUDA is not available"):
         open_driver("cuda")
-    with pytest.raises(UsageError, match="no CUDA device"):
+    with pytest.raises(UsageError, match="not a CUDA device"):
         open_driver("cpu")
-    with pytest.raises(UsageError, match="is no device"):
+    with pytest.raises(UsageError, match="is not a device"):
         open_driver("graphics")
 
 
@@ -581,7 +576,7 @@ class Elsewhere(FakeTorch):
         return SimpleNamespace(data_ptr=lambda: 1, device=device)
 
 
-def test_a_copy_in_place_of_a_view_is_noticed_at_one_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_instead_of_a_view_is_noticed_at_one_integer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "_device_address", lambda address: address)
     fake = Elsewhere()
     with pytest.raises(CudaRefused, match="in place"):

@@ -64,7 +64,7 @@ def run(ahead: Prefetcher, batches: int, consume: Callable[[], object] = lambda:
         (1.0, 0.1, False),
     ],
 )
-def test_when_a_thread_pays(gathering: float, consuming: float, answer: bool) -> None:
+def test_when_prefetching_pays(gathering: float, consuming: float, answer: bool) -> None:
     assert prefetch_pays(gathering, consuming) is answer
 
 
@@ -90,7 +90,7 @@ def test_a_problem_in_the_thread_comes_to_the_consumer() -> None:
     assert slow.threads[-1] != _thread.get_ident()
 
 
-def test_nothing_stays_when_a_loop_is_left() -> None:
+def test_no_thread_is_left_after_a_loop() -> None:
     before = _thread._count()
     slow = Slow()
     gone = weakref.ref(slow)

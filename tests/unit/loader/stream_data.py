@@ -12,8 +12,7 @@ import pyarrow as pa
 import pyarrow.feather as feather
 import pyarrow.parquet as pq
 
-from legroom.loader.stream import stream_dataset
-from legroom.loader.stream import stream_memory as stream_step
+from legroom.loader.stream import stream_dataset, stream_memory
 
 
 def table(first: int, rows: int) -> pa.Table:
@@ -63,7 +62,7 @@ def ids(batches: Any) -> list[int]:
 @contextmanager
 def small_steps(rows: int) -> Iterator[None]:
     """Decode a few rows at a time: what happens between steps happens in small files too."""
-    with patch.object(stream_step, "_MOST_ROWS", rows):
+    with patch.object(stream_memory, "_MOST_ROWS", rows):
         yield
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stream_stage import ids, write
+from stream_data import ids, write
 
 from legroom.loader.stream.stream_dataset import stream
 

@@ -1,4 +1,4 @@
-"""Memory of batches: never used again under anything that lives, and then used again."""
+"""Buffers of batches: never reused while a view of them exists, and reused afterwards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def content(held: Any) -> bytes:
 
 
 @pytest.mark.parametrize("how", HOLDS)
-def test_nothing_is_used_again_under_a_living_view(data: Data, how: str) -> None:
+def test_memory_is_not_reused_while_a_view_exists(data: Data, how: str) -> None:
     held = []
     for batch in data.batches(8, shuffle=True):
         part = HOLDS[how](batch["images"])
@@ -60,13 +60,13 @@ def test_a_batch_that_is_kept_and_one_of_its_columns_that_is_not(data: Data) -> 
 
 
 @pytest.mark.skipif(sys.implementation.name != "cpython", reason="counts references")
-def test_memory_is_used_again(data: Data) -> None:
+def test_memory_is_reused(data: Data) -> None:
     addresses = {batch["images"].data_ptr() for batch in data.batches(2)}
     assert len(addresses) == 2  # the loop's variable holds one while the next is made
     assert all(address % 4096 == 0 for address in addresses)
 
 
-def test_what_was_kept_goes_back_to_the_system() -> None:
+def test_batches_dropped_at_once_are_returned_to_the_system() -> None:
     buffers = BufferPool(1 << 16)
     kept = [buffers.take(1 << 16) for _ in range(50)]
     assert len({array.ctypes.data for array in kept}) == 50
@@ -106,24 +106,24 @@ def test_a_forked_child_has_its_own(data: Data) -> None:
     assert flat(labels(loop)) == list(range(8, ROWS))
 
 
-def test_the_next_loop_of_a_kind_has_the_buffers_of_the_last(data: Data) -> None:
+def test_the_next_loop_reuses_the_buffers_of_the_last(data: Data) -> None:
     def address() -> int:
         (first, *_) = [batch["images"].data_ptr() for batch in data.batches(10)]
         return int(first)
 
     gc.collect()
     first = address()
-    assert len(data.warm) == 1 and data.batches(10)._gatherer is data.batches(10)._gatherer
+    assert len(data.gatherers) == 1 and data.batches(10)._gatherer is data.batches(10)._gatherer
     assert address() in {block.start for block in _free(data)} and first
     for size in (11, 12):
         data.batches(size)
-    assert [key[1] for key in data.warm] == [11, 12]  # type: ignore[index]
+    assert [key[1] for key in data.gatherers] == [11, 12]  # type: ignore[index]
     data.close()
-    assert not data.warm
+    assert not data.gatherers
 
 
 def _free(data: Data) -> list[Any]:
-    (gatherer,) = data.warm.values()
+    (gatherer,) = data.gatherers.values()
     takers: Any = gatherer._takers
     taker = takers["images"].__closure__
     found = [cell.cell_contents for cell in taker if hasattr(cell.cell_contents, "_buffers")]

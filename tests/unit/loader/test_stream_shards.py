@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stream_stage import as_worker, ids, small_steps, write
+from stream_data import as_worker, ids, small_steps, write
 
 from legroom.errors import UsageError
-from legroom.loader.stream.shards import ShardPiece, pieces, rank_stretch, worker_stretch
+from legroom.loader.stream.shards import ShardPiece, pieces, rank_range, worker_range
 from legroom.loader.stream.stream_dataset import stream
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -133,11 +133,11 @@ def test_stopped_and_resumed_is_as_if_never_stopped(
 
 
 def test_rows_of_a_line_are_shared_as_documented() -> None:
-    assert [rank_stretch(10, rank, 4, "all") for rank in range(4)] == [(0, 2), (2, 5), (5, 7), (7, 10)]
-    assert [rank_stretch(10, rank, 4, "pad") for rank in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 12)]
-    assert [rank_stretch(10, rank, 4, "drop") for rank in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 8)]
-    assert [worker_stretch(5, 30, w, 2, 10, False) for w in range(2)] == [(5, 15), (15, 30)]
-    assert [worker_stretch(5, 30, w, 2, 10, True) for w in range(2)] == [(5, 15), (15, 25)]
+    assert [rank_range(10, rank, 4, "all") for rank in range(4)] == [(0, 2), (2, 5), (5, 7), (7, 10)]
+    assert [rank_range(10, rank, 4, "pad") for rank in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 12)]
+    assert [rank_range(10, rank, 4, "drop") for rank in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert [worker_range(5, 30, w, 2, 10, False) for w in range(2)] == [(5, 15), (15, 30)]
+    assert [worker_range(5, 30, w, 2, 10, True) for w in range(2)] == [(5, 15), (15, 25)]
     assert pieces([4, 3, 5], [2, 0, 1], 3, 13) == [
         ShardPiece(2, 3, 5), ShardPiece(0, 0, 4), ShardPiece(1, 0, 3), ShardPiece(2, 0, 1),
     ]  # fmt: skip
@@ -200,18 +200,18 @@ def test_a_state_of_another_stream_is_refused(tmp_path: Path, change: dict[str, 
     paths, _ = write(tmp_path, [20], 5)
     given: dict[str, Any] = {"batch_size": 5, "shuffle_buffer": 10}
     state = stream(paths, **given).state_dict()
-    with pytest.raises(UsageError, match="saved of another stream") as caught:
+    with pytest.raises(UsageError, match="saved with another stream") as caught:
         stream(paths, **{**given, **change}).load_state_dict(state)
     assert named in caught.value.why
 
 
-def test_a_state_of_other_data_or_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_state_of_other_data_or_of_another_format_is_refused(tmp_path: Path) -> None:
     paths, _ = write(tmp_path, [20, 30], 5)
     state = stream(paths).state_dict()
-    with pytest.raises(UsageError, match="saved of another stream"):
+    with pytest.raises(UsageError, match="saved with another stream"):
         stream(paths[:1]).load_state_dict(state)
     for wrong in ({}, {"legroom_stream": 2}, 5):
-        with pytest.raises(UsageError, match="no state of a stream"):
+        with pytest.raises(UsageError, match="not a state_dict of a stream"):
             stream(paths).load_state_dict(wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="incomplete"):
         stream(paths).load_state_dict({**state, "position": {"nonsense": 1}})
@@ -221,7 +221,7 @@ def test_a_state_of_other_data_or_of_nothing_is_refused(tmp_path: Path) -> None:
         state = there.state_dict()
     here = stream(paths)
     here.load_state_dict(state)
-    with pytest.raises(UsageError, match="another reader"):
+    with pytest.raises(UsageError, match="another DataLoader worker"):
         iter(here)
 
 

@@ -1,4 +1,4 @@
-"""The parts of a stream that decide: how the bound is divided, how much is decoded at a time, what pages say."""
+"""How a stream divides its memory limit, how much it decodes at a time, and the sizes it reads from pages."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stream_stage import ids, write
+from stream_data import ids, write
 
 from legroom.errors import BudgetTooSmall
 from legroom.formats.parquet_reader import from_footer, from_headers, row_groups
 from legroom.formats.source_file import SourceFile
-from legroom.loader.stream import parquet_row_groups as stream_parquet
-from legroom.loader.stream import stream_memory as stream_step
+from legroom.loader.stream import parquet_row_groups, stream_memory
 from legroom.loader.stream.stream_dataset import stream
 from legroom.loader.stream.stream_memory import (
     KEPT,
@@ -64,9 +63,9 @@ def test_steps_are_whole_batches_where_several_fit() -> None:
     assert DecodeSteps(1 << 40, 1000, 1 << 30).rows(1) <= 1 << 16
 
 
-def test_memory_is_given_back_when_the_process_has_grown_and_not_before() -> None:
+def test_memory_is_returned_only_when_the_process_has_grown() -> None:
     sizes = [100 << 20]
-    with patch.object(stream_step, "resident", lambda: sizes[0]):
+    with patch.object(stream_memory, "resident", lambda: sizes[0]):
         steps = DecodeSteps(1 << 20, 1, 64 << 20)
         steps._pool = pool = Mock()
         for size, calls in ((100, 0), (131, 0), (133, 1), (140, 1), (148, 1), (150, 2)):
@@ -76,7 +75,7 @@ def test_memory_is_given_back_when_the_process_has_grown_and_not_before() -> Non
 
 
 def test_where_the_size_is_not_known_what_was_decoded_stands_for_it() -> None:
-    with patch.object(stream_step, "resident", lambda: None):
+    with patch.object(stream_memory, "resident", lambda: None):
         steps = DecodeSteps(1 << 20, 1, 64 << 20)
         steps._pool = pool = Mock()
         for _ in range(20):
@@ -116,9 +115,9 @@ def test_page_headers_add_up_to_their_chunks(tmp_path: Path) -> None:
 
 def test_a_footer_that_is_too_long_to_ask_is_done_without(tmp_path: Path) -> None:
     paths, _ = write(tmp_path, [100, 50], 20)
-    stream_parquet._footer.cache_clear()
-    with patch.object(stream_parquet, "_MOST_FOOTER", 10):
+    parquet_row_groups._footer.cache_clear()
+    with patch.object(parquet_row_groups, "_MOST_FOOTER", 10):
         data = stream(paths, batch_size=16)
-        assert data.room.demand.batch is None
+        assert data.memory_division.demand.batch is None
         assert ids(data) == list(range(150))
-    stream_parquet._footer.cache_clear()
+    parquet_row_groups._footer.cache_clear()

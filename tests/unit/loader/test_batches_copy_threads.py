@@ -1,4 +1,4 @@
-"""Rows copied by several threads: right, whoever copies, and settled on what was fastest."""
+"""Rows copied by several threads: always the right rows, and the fastest number of threads stays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROW = 1 << 18
 
 
 @pytest.fixture(autouse=True)
-def _nothing_learnt() -> Iterator[None]:
+def _no_trials_yet() -> Iterator[None]:
     gather._trials.cache_clear()
     yield
     gather._trials.cache_clear()
@@ -35,7 +35,7 @@ def copied(copier: RowCopier, source: NDArray, rows: NDArray, **how: bool) -> bo
 
 
 @pytest.mark.parametrize("cpus", [1, 2, 3, 4, 64])
-def test_whoever_copies_the_rows_are_right(
+def test_rows_are_right_with_any_number_of_threads(
     cpus: int, source: NDArray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gather, "usable_cpus", lambda: cpus)
@@ -45,7 +45,7 @@ def test_whoever_copies_the_rows_are_right(
 
 
 @pytest.mark.parametrize("best", [1, 2, 4])
-def test_the_fastest_stays_for_every_copy_of_that_size(
+def test_the_fastest_number_of_threads_stays_for_copies_of_that_size(
     best: int, source: NDArray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
@@ -56,7 +56,7 @@ def test_the_fastest_stays_for_every_copy_of_that_size(
         now[0] += 1.0 if count == best else 2.0
 
     monkeypatch.setattr(gather, "usable_cpus", lambda: 4)
-    monkeypatch.setattr(gather, "_copied", fake)
+    monkeypatch.setattr(gather, "_copy_rows", fake)
     monkeypatch.setattr(gather, "_clock", lambda: now[0])
     out = np.empty((16, ROW), np.uint8)
     for _ in range(10):  # as many loops over the data
@@ -67,18 +67,18 @@ def test_the_fastest_stays_for_every_copy_of_that_size(
     assert seen[9:] == [best] * 11
 
 
-def test_one_thread_beside_a_consumer_and_for_small_batches(
+def test_one_thread_for_background_copies_and_small_batches(
     source: NDArray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def nobody(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise AssertionError("this copy was divided")
 
-    monkeypatch.setattr(gather, "_copied", nobody)
-    assert copied(RowCopier(source), source, np.arange(16), alone=True)
+    monkeypatch.setattr(gather, "_copy_rows", fail)
+    assert copied(RowCopier(source), source, np.arange(16), one_core=True)
     assert copied(RowCopier(source), source, np.arange(2))
 
 
-def test_where_no_thread_is_to_be_had(source: NDArray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_where_no_thread_can_be_started(source: NDArray, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(*_: object) -> int:
         raise RuntimeError("can't start new thread")
 
@@ -87,7 +87,7 @@ def test_where_no_thread_is_to_be_had(source: NDArray, monkeypatch: pytest.Monke
     assert copied(RowCopier(source), source, np.arange(16))
 
 
-def test_a_threads_error_comes_out(source: NDArray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_thread_is_raised(source: NDArray, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "usable_cpus", lambda: 4)
     with pytest.raises((ValueError, TypeError, IndexError)):
         RowCopier(source).copy(np.arange(16), np.empty((16, ROW + 1), np.uint8))

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from stream_stage import write
+from stream_data import write
 
 from legroom.errors import UnsupportedData, UsageError
 from legroom.loader.stream.stream_dataset import stream
@@ -100,5 +100,5 @@ def test_a_null_is_not_made_into_a_number(tmp_path: Path, values: list[object]) 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     path = _file(tmp_path, x=[1])
-    with pytest.raises(UsageError, match="format='jax'"):
+    with pytest.raises(UsageError, match="got 'jax'"):
         stream(path, format="jax")  # type: ignore[arg-type]

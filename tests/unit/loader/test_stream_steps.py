@@ -1,4 +1,4 @@
-"""How much a stream decodes at a time: by its stored columns, within the bound."""
+"""How much a stream decodes at a time: by its stored columns, within the memory limit."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def test_nested_columns_and_those_of_filters_count(tmp_path: Path) -> None:
     rows = {f"c{index}": [1, 2] for index in range(3)} | {"s": [{"a": 1, "b": 2, "c": [3]}] * 2}
     pq.write_table(pa.table(rows), tmp_path / "a.parquet")
     path = tmp_path / "a.parquet"
-    assert legroom.stream(path).room.demand.columns == 6
-    assert legroom.stream(path, columns="s").room.demand.columns == 3
-    assert legroom.stream(path, columns="c0", filters=[("c1", ">", 0)]).room.demand.columns == 2
+    assert legroom.stream(path).memory_division.demand.columns == 6
+    assert legroom.stream(path, columns="s").memory_division.demand.columns == 3
+    assert legroom.stream(path, columns="c0", filters=[("c1", ">", 0)]).memory_division.demand.columns == 2

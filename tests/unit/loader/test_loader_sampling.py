@@ -45,7 +45,7 @@ def test_seeds_and_epochs_differ_and_orders_are_even() -> None:
 
 
 @given(st.data())
-def test_steps_deal_out_the_order(data: st.DataObject) -> None:
+def test_steps_divide_the_order(data: st.DataObject) -> None:
     rows, size, world = (data.draw(st.integers(low, high)) for low, high in ((0, 300), (1, 40), (1, 9)))
     uneven, drop_last = data.draw(st.sampled_from(UNEVEN)), data.draw(st.booleans())
     shares = [RankSampler(rows, size, drop_last, rank, world, uneven) for rank in range(world)]
@@ -124,16 +124,16 @@ def test_launchers(env: dict[str, str], found: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("rank", "world", "env", "words"),
     [
-        (3, 3, {}, "no rank 3 of 3"),
-        (-1, 3, {}, "no rank -1 of 3"),
-        (0, 0, {}, "no rank 0 of 0"),
-        (0, None, {}, "say half"),
-        (None, 2, {}, "say half"),
-        (None, None, {"RANK": "two", "WORLD_SIZE": "3"}, "RANK='two' is no number"),
+        (3, 3, {}, "rank=3, world_size=3"),
+        (-1, 3, {}, "rank=-1, world_size=3"),
+        (0, 0, {}, "rank=0, world_size=0"),
+        (0, None, {}, "both rank and world_size"),
+        (None, 2, {}, "both rank and world_size"),
+        (None, None, {"RANK": "two", "WORLD_SIZE": "3"}, "RANK must be an integer"),
         (None, None, {"RANK": "3", "WORLD_SIZE": "3"}, "RANK and WORLD_SIZE"),
     ],
 )
-def test_ranks_that_make_no_sense(
+def test_invalid_ranks_are_refused(
     rank: int | None, world: int | None, env: dict[str, str], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):

@@ -43,7 +43,7 @@ def test_batches_in_order(data: Data) -> None:
     assert found[0]["images"].shape == (10, 4, 3) and found[-1]["images"].shape == (7, 4, 3)
     assert labels(batches) == [list(range(at, min(at + 10, ROWS))) for at in range(0, ROWS, 10)]
     assert len(labels(data.batches(10, drop_last=True))) == 9
-    assert (batches.path, batches.why) == ("cpu", "no device was asked for")
+    assert (batches.path, batches.why) == ("cpu", "no device was given")
 
 
 def test_numpy_and_transform(data: Data) -> None:
@@ -112,7 +112,7 @@ def test_interrupted_or_not_is_the_same(shared: Data, chance: st.DataObject) -> 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(chance=st.data())
-def test_every_row_once_whatever_the_worlds(shared: Data, chance: st.DataObject) -> None:
+def test_every_row_once_with_any_world_sizes(shared: Data, chance: st.DataObject) -> None:
     state: dict[str, Any] | None = None
     seen: list[int] = []
     for stop in [*chance.draw(st.lists(st.integers(0, 4), max_size=4)), None]:
@@ -136,7 +136,7 @@ def test_every_row_once_whatever_the_worlds(shared: Data, chance: st.DataObject)
     assert sorted(seen) == list(range(ROWS))
 
 
-def test_state_counts_what_was_handed_out(data: Data) -> None:
+def test_state_counts_returned_batches(data: Data) -> None:
     batches = data.batches(10, shuffle=True)
     assert batches.state_dict()["position"] == 0
     loop = iter(batches)
@@ -160,7 +160,7 @@ def test_a_loaded_epoch_may_be_set_again(data: Data) -> None:
     assert flat(labels(again)) == permutation(ROWS, 0, 5).tolist()
 
 
-def test_states_of_something_else_are_refused(data: Data, tmp_path: Path) -> None:
+def test_states_of_other_data_or_orders_are_refused(data: Data, tmp_path: Path) -> None:
     state = data.batches(10, shuffle=True, seed=1).state_dict()
     for options, words in (({"seed": 2}, "seed=1"), ({"shuffle": False, "seed": 1}, "shuffle=True")):
         with pytest.raises(UsageError, match=words):
@@ -171,7 +171,7 @@ def test_states_of_something_else_are_refused(data: Data, tmp_path: Path) -> Non
     ):  # fmt: skip
         with pytest.raises(UsageError, match="state"):
             batches.load_state_dict({**state, **change})
-    with pytest.raises(UsageError, match="no state of batches"):
+    with pytest.raises(UsageError, match="not a state_dict"):
         batches.load_state_dict({"step": 3})
     batches.load_state_dict({**state, "digest": "md5:0123"})  # here nothing was hashed: the columns decide
 
@@ -287,11 +287,11 @@ def test_no_rows_no_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ({"epoch": -1}, "epoch must be an integer >= 0"),
         ({"uneven": "some"}, "pad, drop, all"),
         ({"format": "jax"}, "torch, numpy"),
-        ({"rank": 2, "world_size": 2}, "no rank 2 of 2"),
-        ({"rank": 2}, "say half"),
-        ({"transform": 3}, "cannot be called"),
+        ({"rank": 2, "world_size": 2}, "rank=2, world_size=2"),
+        ({"rank": 2}, "both rank and world_size"),
+        ({"transform": 3}, "must be callable"),
         ({"resident": True}, "resident=True needs a device"),
-        ({"format": "numpy", "device": "cuda"}, "no batches on cuda"),
+        ({"format": "numpy", "device": "cuda"}, "cannot be used with device=cuda"),
         ({"device": "mps"}, "mps"),
         ({"keys": []}, "selects nothing"),
     ],
@@ -303,13 +303,13 @@ def test_arguments_out_of_range_are_usage_errors(data: Data, options: dict[str, 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
-def test_no_cuda_is_said(data: Data) -> None:
-    with pytest.raises(UsageError, match="no CUDA here") as caught:
+def test_an_error_where_cuda_is_missing(data: Data) -> None:
+    with pytest.raises(UsageError, match="CUDA is not available") as caught:
         data.batches(4, device="cuda")
     assert caught.value.why and caught.value.fix
 
 
-def test_names_and_lengths_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_and_lengths_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = plain(tmp_path, monkeypatch, mean=np.zeros(3))
     with pytest.raises(UsageError, match="mean has 3") as caught:
         data.batches(4)
@@ -318,7 +318,7 @@ def test_names_and_lengths_are_looked_at(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(MissingKey, match="did you mean 'labels'"):
         data.batches(4, keys=["images", "lables"])
     scalar = plain(tmp_path, monkeypatch, version=3)
-    with pytest.raises(UnsupportedData, match="single value"):
+    with pytest.raises(UnsupportedData, match="scalar"):
         scalar.batches(4)
     data.close()
     with pytest.raises(UsageError, match="closed"):
@@ -346,11 +346,13 @@ def test_ranks_come_from_the_launcher(data: Data, monkeypatch: pytest.MonkeyPatc
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
         monkeypatch.setitem(os.environ, name, value)
     batches = data.batches(10, uneven="drop")
-    assert (batches.share.rank, batches.share.world_size, len(batches)) == (1, 2, 5)
+    assert (batches.sampler.rank, batches.sampler.world_size, len(batches)) == (1, 2, 5)
     assert labels(batches)[0] == list(range(10, 20))
 
 
-def test_what_a_device_cannot_hold_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_that_a_device_cannot_hold_stay_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[object] = []
 
     class Device:
