@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import legroom
 from cache_rig import Bench
-from legroom.loader.batches import batch_iterator as batches_module
+from legroom.loader.batches import batch_iterator
 from legroom.loader.sampling import permutation
 from measure import RESULTS, Row, alternate, as_json, best, in_words, machine, places, save, show, spreads
 
@@ -70,9 +70,9 @@ def looped(
 
 
 class Direct:
-    """In the place of prefetch.Ahead: no thread, ever."""
+    """In the place of prefetch.Prefetcher: no thread, ever."""
 
-    def __init__(self, gatherer: Any, _aside: object) -> None:
+    def __init__(self, gatherer: Any, _background: object) -> None:
         self.gather, self.path, self.why = gatherer.gather, gatherer.path, gatherer.why
 
     def begin(self, rows: object) -> None: ...
@@ -82,12 +82,12 @@ def without_thread(work: Callable[[], float]) -> Callable[[], float]:
     """The same with prefetching switched off."""
 
     def direct() -> float:
-        usual = batches_module.Ahead
-        batches_module.Ahead = Direct  # type: ignore[misc,assignment]
+        usual = batch_iterator.Prefetcher
+        batch_iterator.Prefetcher = Direct  # type: ignore[misc,assignment]
         try:
             return work()
         finally:
-            batches_module.Ahead = usual  # type: ignore[misc]
+            batch_iterator.Prefetcher = usual  # type: ignore[misc]
 
     return direct
 
