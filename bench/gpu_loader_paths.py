@@ -187,7 +187,7 @@ def _d2d(bench: Bench, size: int) -> Contender:
     """Slices of the array on the card, copied on the card; other slices each time, or its cache would answer."""
     data = bench.data()
     batches = on_path(data.batches(size, device="cuda", keys="images", resident=True), "cuda-resident")
-    source = batches._gatherer._uses["images"].thing
+    source = batches._gatherer._uses["images"].resource
     out = torch.empty((size, source.shape[1]), dtype=source.dtype, device=DEVICE)
     starts = max(1, len(source) - size)
 
