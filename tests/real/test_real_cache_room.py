@@ -76,7 +76,7 @@ def test_shm_alone_says_what_is_missing_and_leaves_nothing(tmp_path: Path) -> No
     result = opened(rigs.small_shm(command, "64m"), environment(Path("/dev/shm"), tmp_path / "disk"))
     assert result["code"] == "no-room"
     assert result["left"] == []
-    assert "missing" in str(result["text"]) and (
+    assert "more needed" in str(result["text"]) and (
         "remount,size=" in str(result["text"]) or "--shm-size=" in str(result["text"])
     )
 

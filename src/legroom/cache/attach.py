@@ -31,12 +31,12 @@ from legroom.words import say
 
 _READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _MOST_MANIFEST = 256 << 20
-# What a refused open proves: the name is not there, or is not a file or directory. Anything else (descriptors,
-# memory, permission, the disk) says nothing about the entry.
+# Errors that prove that the name is absent or not a file or directory. Any other error (descriptors, memory,
+# permission, the disk) proves nothing about the entry.
 _NOT_A_FOLDER = (errno.ENOTDIR, errno.ELOOP)
 _NOT_A_FILE = (errno.ENOENT, errno.ELOOP, errno.ENXIO)
 
-# The leases of this process, by the inode of their lock files: those who use one entry share a descriptor.
+# The leases of this process, by the inode of their lock files: all uses of one entry share a descriptor.
 _leases: WeakValueDictionary[tuple[int, int], _SharedLock] = WeakValueDictionary()
 
 NDArray = np.ndarray[Any, Any]
@@ -44,16 +44,16 @@ NDArray = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """An entry in use. The lease lives as long as any of the maps does."""
+    """An attached entry. Its lease lives as long as any of its mappings."""
 
     manifest: Manifest
     root: Path
     backing: str
     arrays: Mapping[str, NDArray]
     maps: tuple[MappedFile, ...]
-    tables: Mapping[str, Sequence[MappedFile]]  # the Arrow files of each table, one a shard
+    tables: Mapping[str, Sequence[MappedFile]]  # the Arrow files of each table, one per shard
     lease: Lease | None
-    findings: tuple[Finding, ...] = ()  # which places were passed over when it was built
+    findings: tuple[Finding, ...] = ()  # stores that were not used when it was built
 
     def path(self, item: Array | Table) -> Path:
         """The file of one array or table."""
@@ -64,15 +64,15 @@ class Attached:
 class _SharedLock:
     """A lock that several leases share.
 
-    It has no finalizer of its own: a weak reference to an object with one can still be followed while it runs, and
-    would lead to a lock that is being closed.
+    It has no finalizer of its own: a weak reference to an object with one can still be followed while the finalizer
+    runs, and would return a lock that is being closed.
     """
 
     lock: Lock
 
 
 class Lease:
-    """One user's share in this process's lock on an entry; the lock goes with the last of them."""
+    """One user's share in this process's lock on an entry. The last one to be released releases the lock."""
 
     __slots__ = ("_held",)
 
@@ -81,15 +81,15 @@ class Lease:
 
     @property
     def lock(self) -> Lock:
-        assert self._held is not None  # it was given back
+        assert self._held is not None  # not released yet
         return self._held.lock
 
     def touch(self) -> None:
-        """Note the moment as the entry's last use."""
+        """Set the entry's last use to now."""
         self.lock.touch()
 
     def release(self) -> None:
-        """Give it back; a second time does nothing."""
+        """Release it. Calling it again does nothing."""
         self._held = None
 
     def __enter__(self) -> Lease:
@@ -105,7 +105,7 @@ def lock_name(key: str) -> str:
 
 
 def lease(store: Store, key: str, *, create: bool = False) -> Lease | None:
-    """A shared lock on the entry; None where there has never been one (and it is not to be created)."""
+    """Take a shared lock on the entry. None if its lock file does not exist and ``create`` is false."""
     name = lock_name(key)
     try:
         named = os.stat(name, dir_fd=store.locks, follow_symlinks=False)
@@ -124,9 +124,9 @@ def lease(store: Store, key: str, *, create: bool = False) -> Lease | None:
 
 
 def attach(store: Store, key: str) -> Attached | None:
-    """Map an entry; None where it is not there.
+    """Map an entry. None if it does not exist.
 
-    Raises Damaged or OtherFormat where it cannot be used, EntryUnreadable where that is not known.
+    Raises Damaged or OtherFormat if it is unusable, EntryUnreadable if that cannot be determined.
     """
     with entry_errors(store, key):
         return _attach(store, key)
@@ -134,11 +134,11 @@ def attach(store: Store, key: str) -> Attached | None:
 
 @contextmanager
 def entry_errors(store: Store, key: str) -> Iterator[None]:
-    """Turn a system call that failed on an entry, and proves nothing about it, into EntryUnreadable."""
+    """Turn a failed system call that proves nothing about the entry into EntryUnreadable."""
     try:
         yield
     except OSError as problem:
-        # A store that vanished is the builder's to make anew.
+        # The builder creates a vanished store again.
         if isinstance(problem, (LegroomError, FileNotFoundError)):
             raise
         raise store_error(problem, EntryUnreadable, store.root / key) from problem
@@ -159,7 +159,7 @@ def _attach(store: Store, key: str) -> Attached | None:
             raise
         try:
             if not _still_named(store, lock):
-                lock.release()  # removed by force, and perhaps built anew: look again
+                lock.release()  # removed by force, and perhaps rebuilt: try again
                 continue
             found = map_entry(store, key, folder, lock)
             lock.touch()
@@ -168,7 +168,7 @@ def _attach(store: Store, key: str) -> Attached | None:
             gone = not _still_named(store, lock)
             lock.release()
             if not gone:
-                raise  # else it was taken away by force while it was looked at: no damage
+                raise  # else it was removed by force during the check: not damaged
         except BaseException:
             lock.release()
             raise
@@ -177,7 +177,7 @@ def _attach(store: Store, key: str) -> Attached | None:
 
 
 def open_entry(store: Store, key: str) -> int:
-    """The entry's directory, checked on its descriptor."""
+    """Open the entry's directory and check its owner and mode on the descriptor."""
     flags = _READ | getattr(os, "O_DIRECTORY", 0)
     try:
         folder = os.open(key, flags, dir_fd=store.fd)
@@ -194,12 +194,12 @@ def open_entry(store: Store, key: str) -> int:
 
 
 def read_manifest(folder: int, key: str) -> Manifest:
-    """The manifest in an open entry; Damaged or OtherFormat where it is not one of ours."""
+    """Read the manifest in an open entry. Raises Damaged or OtherFormat if it is not valid."""
     fd, stats = _open(folder, manifest.MANIFEST_NAME)
     try:
         size = stats.st_size
         if size > _MOST_MANIFEST:
-            raise Damaged(say("the manifest is too large to be one"))
+            raise Damaged(say("the manifest is larger than 256 MiB"))
         data = os.read(fd, size + 1)
     finally:
         os.close(fd)
@@ -207,7 +207,7 @@ def read_manifest(folder: int, key: str) -> Manifest:
 
 
 def open_checked(folder: int, item: Array | Table) -> int:
-    """A data file's descriptor, its size and header compared with the manifest."""
+    """Open a data file and compare its size, stamp and header with the manifest."""
     fd, stats = _open(folder, item.file)
     try:
         header = item.header if isinstance(item, Array) else b""
@@ -221,9 +221,9 @@ def open_checked(folder: int, item: Array | Table) -> int:
                 )
             )
         if manifest.stamp_of(stats) != item.stamp:
-            raise Damaged(say("{file} was changed or replaced after it had been written", file=item.file))
+            raise Damaged(say("{file} was changed or replaced after it was written", file=item.file))
         if os.pread(fd, len(header), 0) != header:
-            raise Damaged(say("{file} has another header than its manifest says", file=item.file))
+            raise Damaged(say("the header of {file} differs from its manifest", file=item.file))
     except BaseException:
         os.close(fd)
         raise
@@ -231,7 +231,7 @@ def open_checked(folder: int, item: Array | Table) -> int:
 
 
 def map_entry(store: Store, key: str, folder: int, lock: Lease) -> Attached:
-    """Map what lies in an open directory, as the entry of that key, under a lease."""
+    """Map the files of an open directory as the entry of that key, under a lease."""
     with entry_errors(store, key):
         return _map_entry(store, key, folder, lock)
 
@@ -261,7 +261,7 @@ def _map_entry(store: Store, key: str, folder: int, lock: Lease) -> Attached:
 
 
 def array_view(mapped: MappedFile, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int) -> NDArray:
-    """An array on a map, which it keeps alive."""
+    """An array on a mapping, which it keeps alive."""
     array: NDArray = np.ndarray(shape, dtype, mapped.buffer(), offset)
     array.flags.writeable = mapped.writable
     return array
@@ -278,7 +278,7 @@ def _open(folder: int, name: str) -> tuple[int, os.stat_result]:
         stats = os.fstat(fd)
         _ours(stats, name)
         if not stat.S_ISREG(stats.st_mode):
-            raise Damaged(say("{name} is no file", name=name))
+            raise Damaged(say("{name} is not a regular file", name=name))
     except BaseException:
         os.close(fd)
         raise
@@ -289,11 +289,11 @@ def _ours(stats: os.stat_result, name: str) -> None:
     if stats.st_uid != os.geteuid():
         raise Damaged(say("{name} belongs to uid {uid}", name=name, uid=stats.st_uid))
     if stat.S_IMODE(stats.st_mode) & 0o022:
-        raise Damaged(say("{name} may be written by others", name=name))
+        raise Damaged(say("{name} is writable by other users", name=name))
 
 
 def entry_exists(store: Store, key: str) -> bool:
-    """Whether there is an entry; its lock file may have been removed by hand."""
+    """Whether the entry exists. Its lock file may have been removed by hand."""
     try:
         os.stat(key, dir_fd=store.fd, follow_symlinks=False)
     except FileNotFoundError:
@@ -353,7 +353,7 @@ def arrays_of(arrays: Iterable[Array]) -> dict[str, EntryArray]:
 
 
 def tables_of(tables: Iterable[Table]) -> dict[str, EntryTable]:
-    """Tables by name, shards put together."""
+    """Tables by name, with the shards of each combined."""
     found: dict[str, EntryTable] = {}
     for table in tables:
         name = table.part_of or table.name
@@ -372,7 +372,7 @@ def unusable_entry_record(
     damaged: str | None = None,
     unreadable: str | None = None,
 ) -> Entry:
-    """The record of a directory that has an entry's name and is damaged, or could not be read."""
+    """The record of a directory that has an entry's name but is damaged or unreadable."""
     return Entry(
         key, (), None, None, "unknown", backing, nbytes, {}, {}, {},
         store=store, damaged=damaged, unreadable=unreadable,

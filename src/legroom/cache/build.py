@@ -56,13 +56,13 @@ from legroom.model import Finding
 from legroom.version import VERSION
 from legroom.words import joined, say
 
-# A lock file cannot be made: no inode or block left, or a store that has become read-only.
+# A lock file cannot be created: no inode or block left, or the store has become read-only.
 _CANNOT_HOLD = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _here = threading.local()  # .building: the sources that this thread is building
 
 
 def build(request: OpenRequest, *, wait: bool = True, progress: Progress | None = None) -> Attached:
-    """Attach the source's entry, building it where nobody has; at most one process reads it at a time."""
+    """Attach the source's entry, and build it if no process has. At most one process reads the source at a time."""
     for last in (False, True):
         asked = BuildRequest(request, identity.stamp_source(request.paths), time.time_ns(), wait, progress)
         try:
@@ -76,25 +76,27 @@ def build(request: OpenRequest, *, wait: bool = True, progress: Progress | None 
                     )
                 return _elected(asked, places)
         except SourceError as problem:
-            # What looks like damage may be two versions, one half each.
+            # Apparent damage may be a mix of two versions of the file.
             if last or (not isinstance(problem, SourceChanged) and identity.is_unchanged(asked.source)):
                 raise
         except FileNotFoundError as problem:
-            # The store was removed under us (logind does so at logout): it is made anew once.
+            # The store was removed (logind does so at logout): create it again, once.
             if last:
                 raise StoreError(
-                    say("the store vanished while it was written"), why=str(problem), fix=(say("try again"),)
+                    say("the store was removed while an entry was being written"),
+                    why=str(problem),
+                    fix=(say("try again"),),
                 ) from problem
     raise AssertionError("not reached")
 
 
 @contextmanager
 def _not_from_itself(asked: BuildRequest) -> Iterator[None]:
-    """Refuse to open in the progress callback of a load what that load is building: it would wait for itself."""
+    """Refuse to open, in a load's progress callback, the source of that load: it would wait for itself."""
     building: set[str] = _here.__dict__.setdefault("building", set())
     if asked.source.name in building:
         raise UsageError(
-            say("{path} is being loaded by this thread already", path=asked.source.paths[0]),
+            say("this thread is already loading {path}", path=asked.source.paths[0]),
             why=say("open() was called from the progress callback of its own load"),
             fix=(say("open it after the load has returned"),),
         )
@@ -118,10 +120,10 @@ def _elected(asked: BuildRequest, places: Stores) -> Attached:
 
 
 def _turn(asked: BuildRequest, places: Stores) -> tuple[Lock | Attached, Stores]:
-    """Be elected in the first store that can hold the lock file, and the stores that are left.
+    """Be elected in the first store that can hold the lock file. Also returns the remaining stores.
 
-    Those who are elected in another store because this one was full a moment ago build the entry a second time at
-    worst: whoever publishes last attaches what the first has published.
+    A process elected in another store, because this one was full for a moment, builds the entry a second time at worst.
+    The last to publish attaches what the first has published.
     """
     while True:
         home = places.election_store
@@ -170,7 +172,7 @@ def _build(asked: BuildRequest, places: Stores) -> Attached:
             try:
                 return _build_in(store, job, places)
             except NoRoom as problem:
-                # Memory may fill up in the middle of the load, too. Its traceback would keep what was read.
+                # Memory may also fill up during the load. The traceback would keep the data read so far alive.
                 refused.append(problem.with_traceback(None))
                 problem.__context__ = problem.__cause__ = None
                 release_freed_memory()
@@ -179,14 +181,14 @@ def _build(asked: BuildRequest, places: Stores) -> Attached:
 
 
 def _build_in(store: Store, job: BuildJob, places: Stores) -> Attached:
-    """Reserve, load and publish in one store; NoRoom at any moment leaves nothing in it."""
+    """Reserve, load and publish in one store. NoRoom at any point leaves nothing in it."""
     asked = job.asked
     with ExitStack() as stack:
         work = stack.enter_context(
             StagingDirectory(store, storage_need(job, store), evict=asked.request.evict)
         )
         if store.directory != places.election_store.directory:
-            # Processes that share this store and not the home store (other containers) are elected here.
+            # Processes that share this store but not the election store (other containers) are elected here.
             try:
                 won = wait_for_turn(asked, store)
             except OSError as problem:
@@ -203,11 +205,11 @@ def _build_in(store: Store, job: BuildJob, places: Stores) -> Attached:
 
 
 def _there_already(job: BuildJob, places: Stores) -> Attached | None:
-    """The entry of a file with the same bytes and another name: hashed before anything is copied."""
+    """Find the entry of a file with the same bytes and another name: hash before copying anything."""
     asked = job.asked
     for store in places.found:
         record = source_records.read_record(store, asked.source)
-        # Other keys may have needed other files behind the named one: their digest is not this one's.
+        # Other keys may refer to other files, and have another digest.
         same = record is not None and set(record.lookups) == set(job.source.lookups)
         if record is not None and same and record.is_trusted(asked.when_ns):
             job.digests.update(record.digests)
@@ -232,7 +234,7 @@ def _there_already(job: BuildJob, places: Stores) -> Attached | None:
 
 
 def _may_be_there(job: BuildJob, places: Stores) -> bool:
-    """Whether some entry was built from as many bytes as this source has, and a few of them are the same."""
+    """Whether an entry exists that was built from a source of the same size with the same sample."""
     wanted = job.asked.request.hash, job.source.size, job.sample
     return any(source_records.may_hold(store, *wanted) for store in places.found)
 
@@ -243,7 +245,7 @@ def _wanted(request: OpenRequest, places: Stores) -> list[Store]:
     if not chosen:
         raise NoStore(
             say("there is no {backing} store", backing=request.backing),
-            why=joined(finding.why for finding in places.findings) or say("no candidate could be used"),
+            why=joined(finding.why for finding in places.findings) or say("no candidate directory is usable"),
             fix=("backing='auto'", "LEGROOM_DIR=/some/local/directory"),
         )
     return chosen
@@ -253,16 +255,16 @@ def _refused(job: BuildJob, refused: Sequence[NoRoom]) -> NoRoom:
     if len(refused) == 1:
         return refused[0]
     return NoRoom(
-        say("no store has room for {path}", path=job.source.paths[0]),
+        say("no store has enough free space for {path}", path=job.source.paths[0]),
         why=joined(say("{name}: {why}", name=problem.what, why=problem.why) for problem in refused),
         fix=tuple(dict.fromkeys(line for problem in refused for line in problem.fix)),
     )
 
 
 def _publish(job: BuildJob, work: StagingDirectory, written: WrittenFiles) -> Attached:
-    """Give the entry its name, unless its content is there already, and record the source.
+    """Give the entry its name, unless the same content is already there, and record the source.
 
-    It is mapped before it has its name: whoever takes it away again, even by force, does not take it from us.
+    It is mapped before it gets its name, so that even a forced removal cannot take it from this process.
     """
     options = entry_options(job.asked.request, job.source)
     while True:
@@ -310,7 +312,7 @@ def _publish(job: BuildJob, work: StagingDirectory, written: WrittenFiles) -> At
 
 
 def _record(job: BuildJob, store: Store, key: str) -> None:
-    """Remember the source's digest. The entry is in use without it: where that fails, the next open hashes again."""
+    """Record the source's digest. The entry works without it: if this fails, the next open hashes the source again."""
     step("record")
     try:
         source_records.note_sample(store, job.asked.request.hash, job.source.size, job.sample, key)
@@ -319,7 +321,7 @@ def _record(job: BuildJob, store: Store, key: str) -> None:
         log.warning(
             "%s",
             say(
-                "{root}: the digest of {path} could not be recorded ({problem}); the next open hashes the file again",
+                "{root}: could not record the digest of {path} ({problem}). The next open hashes the file again.",
                 root=store.root,
                 path=job.source.paths[0],
                 problem=problem.strerror or problem,
@@ -330,15 +332,18 @@ def _record(job: BuildJob, store: Store, key: str) -> None:
 
 def _cannot_read_back(store: Store, problem: Damaged) -> EntryDamaged:
     return EntryDamaged(
-        say("what was written to {root} does not read back as written", root=store.root),
+        say("data written to {root} reads back differently", root=store.root),
         why=str(problem),
-        fix=(say("LEGROOM_DIR on a local file system"), say("LEGROOM_DISABLE=1 does without the cache")),
+        fix=(
+            say("set LEGROOM_DIR to a directory on a local file system"),
+            say("set LEGROOM_DISABLE=1 to read without the cache"),
+        ),
     )
 
 
 def _leased(store: Store, key: str) -> Lease:
     lock = lease(store, key, create=True)
-    assert lock is not None  # it was to be created
+    assert lock is not None  # create=True
     return lock
 
 
@@ -360,7 +365,7 @@ def _manifest(job: BuildJob, written: WrittenFiles, options: Options) -> Manifes
         tables=written.tables,
         attributes=job.plan.attributes,
         built_at=time.time(),
-        # Into a file that others read: in no language of this process.
+        # Not translated: other processes read this file.
         built_by=f"legroom {VERSION}, pid {os.getpid()} on {socket.gethostname()}",
         cgroups=capacity.memory_cgroup_inodes(),
     )
@@ -370,7 +375,7 @@ _POLL = 0.05
 
 
 def wait_for_turn(asked: BuildRequest, store: Store) -> Lock | Attached:
-    """Wait to be the builder, or for the builder to be done."""
+    """Wait to become the builder, or for the builder to finish."""
     name = f"src-{asked.source.name}.lock"
     pause = 0.002
     while True:
@@ -382,9 +387,9 @@ def wait_for_turn(asked: BuildRequest, store: Store) -> Lock | Attached:
             return found
         if not asked.wait:
             raise NotLoaded(
-                say("{path} is being loaded by another process", path=asked.source.paths[0]),
-                why=say("wait=False was asked for"),
-                fix=(say("wait=True waits for it"), say("try again later")),
+                say("another process is loading {path}", path=asked.source.paths[0]),
+                why=say("wait=False was given"),
+                fix=(say("pass wait=True to wait for it"), say("try again later")),
             )
         if asked.progress is not None:
             _report_other(store, name, asked.progress)
@@ -393,7 +398,7 @@ def wait_for_turn(asked: BuildRequest, store: Store) -> Lock | Attached:
 
 
 def _report_other(store: Store, name: str, progress: Progress) -> None:
-    """Pass on what the builder, whose work the lock file names, has noted."""
+    """Report the progress of the builder that the lock file names."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=store.locks)
     except OSError:
@@ -412,13 +417,13 @@ def _report_other(store: Store, name: str, progress: Progress) -> None:
 
 
 def announce_builder(asked: BuildRequest, home: Store, work: StagingDirectory) -> None:
-    """Say in the election's lock file whose note tells the progress."""
+    """Write into the election's lock file which staging directory reports the progress."""
     fd = os.open(
         f"src-{asked.source.name}.lock", os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=home.locks
     )
     try:
         os.pwrite(fd, f"{work.store.backing} {work.lock_file}\n".encode(), 0)
     except OSError:
-        pass  # a /dev/shm that is full to the last page: others wait without seeing how far it is
+        pass  # /dev/shm is full to the last page: others wait without progress
     finally:
         os.close(fd)

@@ -22,7 +22,7 @@ _OTHER_FILES = 8  # the directory, the manifest, lock files, records
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an array that one source gives whole."""
+    """The part of an array that comes from one source."""
 
     source: int
     name: str
@@ -35,7 +35,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ArrayTarget:
-    """One .npy file to be."""
+    """One .npy file to write."""
 
     spec: ArraySpec
     file: str
@@ -49,7 +49,7 @@ class ArrayTarget:
 
 @dataclass(frozen=True, slots=True)
 class TableTarget:
-    """One Arrow file to be."""
+    """One Arrow file to write."""
 
     spec: TableSpec
     file: str
@@ -78,12 +78,12 @@ class BuildPlan:
 
     @cached_property
     def nbytes(self) -> int:
-        """Data bytes: what progress counts to."""
+        """Bytes of data: the total of the progress."""
         return sum(target.spec.nbytes for target in self.targets)
 
     @property
     def need(self) -> Need:
-        """What to reserve: whole pages, some for the manifest, a file each and some for locks and records."""
+        """What to reserve: whole pages, space for the manifest, one inode per file, some for locks and records."""
         pages = sum(-(-target.size // 4096) * 4096 for target in self.targets)
         files = len(self.arrays) + len(self.tables)
         return Need(pages + (1 << 16) + 1024 * files, files + _OTHER_FILES)
@@ -103,8 +103,8 @@ def plan_files(descriptions: Sequence[Description]) -> BuildPlan:
         if not manifest.can_be_stored(item.dtype):
             raise UnsupportedData(
                 say("{name} cannot be stored as an array", name=item.name),
-                why=say("numpy's .npy format has no word for its type: {dtype}", dtype=item.dtype),
-                fix=(say("leave it out: name the arrays you need with keys=[…]"),),
+                why=say("the .npy format cannot store dtype {dtype}", dtype=item.dtype),
+                fix=(say("pass only the arrays you need: keys=[…]"),),
             )
         spec, pieces = _joined(item, descriptions)
         name = manifest.file_name(item.name, ".npy", taken)
@@ -114,14 +114,16 @@ def plan_files(descriptions: Sequence[Description]) -> BuildPlan:
 
 
 def _tables(item: TableSpec, descriptions: Sequence[Description]) -> list[TableTarget]:
-    """One table, or its shards: each a file of its own, handed out as one table."""
+    """One table, or one per shard: each in its own file, presented as one table."""
     if len(descriptions) == 1:
         return [TableTarget(item, "", 0, item.name)]
     found = []
     for index, description in enumerate(descriptions):
         spec = next(other for other in description.items if other.name == item.name)
         if not isinstance(spec, TableSpec) or spec.columns != item.columns:
-            raise _cannot_join(item.name, say("file {index} has other columns than file 1", index=index + 1))
+            raise _cannot_join(
+                item.name, say("file {index} and file 1 have different columns", index=index + 1)
+            )
         part = replace(spec, name=f"{item.name}/{index}")
         found.append(TableTarget(part, "", index, item.name, item.name))
     return found
@@ -133,16 +135,14 @@ def _same_names(descriptions: Sequence[Description]) -> None:
         others = {item.name for item in description.items}
         if others != names:
             odd = sorted(others ^ names)[0]
-            raise _cannot_join(
-                odd, say("file {index} and file 1 do not hold the same names", index=index + 1)
-            )
+            raise _cannot_join(odd, say("file {index} and file 1 have different names", index=index + 1))
 
 
 def _joined(item: ArraySpec, descriptions: Sequence[Description]) -> tuple[ArraySpec, tuple[Piece, ...]]:
     if len(descriptions) == 1:
         return item, (Piece(0, item.name, 0, item.shape, item.nbytes),)
     if not item.shape:
-        raise _cannot_join(item.name, say("an array without axes cannot be joined along the first"))
+        raise _cannot_join(item.name, say("a scalar has no first axis to join along"))
     offsets = item.ragged is not None and item.name == f"{item.ragged}/offsets"
     pieces: list[Piece] = []
     rows = position = shift = 0
@@ -175,17 +175,15 @@ def _array(description: Description, item: ArraySpec) -> ArraySpec:
 
 
 def _cannot_join(
-    name: str, why: str, fix: str = phrase("open the files one by one, or name with keys= what they share")
+    name: str, why: str, fix: str = phrase("open the files one by one, or pass the common names with keys=")
 ) -> UnsupportedData:
-    return UnsupportedData(
-        say("{name} of several files cannot be joined", name=name), why=why, fix=(say(fix),)
-    )
+    return UnsupportedData(say("cannot join {name} across files", name=name), why=why, fix=(say(fix),))
 
 
 class SourceLayout:
     """Where the pieces of all arrays lie in their sources: raw, in slabs, or neither.
 
-    Asked once, before any thread reads: a reader is used by one thread at a time.
+    Read once, before any thread starts: a reader is used by one thread at a time.
     """
 
     def __init__(self, readers: Sequence[Reader], targets: Sequence[ArrayTarget]) -> None:
@@ -194,17 +192,17 @@ class SourceLayout:
         for target in targets:
             for piece in target.pieces:
                 reader, key = readers[piece.source], (piece.source, piece.name)
-                # A shifted piece has other numbers in the entry than in the file.
+                # A shifted piece has other values in the entry than in the file.
                 extent = None if piece.shift else reader.extent(piece.name)
                 whole = piece.shift == 0 and piece.skip == 0
                 if extent is not None and extent.checksum is not None and not whole:
-                    extent = None  # a part alone cannot be compared with it
+                    extent = None  # a part cannot be compared with it
                 self.extents[key] = extent
                 self.slabs[key] = reader.slabs(piece.name) if whole and extent is None else None
 
     @property
     def decodes(self) -> bool:
-        """Whether some array does not lie in its file as it will lie in memory."""
+        """Whether some array is stored differently in its file than in memory."""
         return any(extent is None for extent in self.extents.values())
 
 
@@ -215,7 +213,7 @@ def decoding_bytes(
     *,
     by_map: bool,
 ) -> int:
-    """Bytes of memory that filling the files takes beside them, with one thread at work."""
+    """Bytes of memory that decoding takes in addition to the files, with one thread."""
     most = 0
     for target in targets:
         if isinstance(target, TableTarget):

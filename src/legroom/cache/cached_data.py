@@ -46,15 +46,15 @@ class RaggedParts:
 
 @dataclass(slots=True)
 class Contents:
-    """Everything a Data refers to; dropped as a whole when it is closed."""
+    """Everything a CachedData refers to. close() drops it as a whole."""
 
     entry: Entry
     arrays: Mapping[str, NDArray]
-    tables: Mapping[str, Sequence[MappedFile | bytes]]  # Arrow IPC files, or their bytes: one, or one a shard
+    tables: Mapping[str, Sequence[MappedFile | bytes]]  # Arrow IPC files, or their bytes, one per shard
     ragged: Mapping[str, RaggedParts]
     extent: Callable[[str], Extent | None] = lambda _: None  # where an array lies in a file, if it does
     prefault: Prefault | None = None
-    keep: object = None  # the lease, where no array would hold it
+    keep: object = None  # the lease, in case no array holds it
     findings: tuple[Finding, ...] = ()
 
 
@@ -106,17 +106,17 @@ class CachedData(Mapping[str, Any]):
         self._open()
         return len(self._names)
 
-    # What else is asked of it.
+    # Properties and conversions.
 
     @property
     def columns(self) -> Mapping[str, tuple[str, ...]]:
-        """The columns of each table, under the names that ``[]`` takes; not each can be an array."""
+        """The columns of each table, by the names that ``[]`` takes. Some cannot be arrays."""
         self._open()
         return self._columns
 
     @property
     def info(self) -> Entry:
-        """What this is, where it lies, what it was built from."""
+        """The entry: its source, its location, its arrays and tables."""
         return self._open().entry
 
     @property
@@ -126,17 +126,17 @@ class CachedData(Mapping[str, Any]):
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What was passed over on the way here."""
+        """Stores that were not used, and why."""
         return self._open().findings
 
     def where(self, name: str) -> Extent | None:
-        """In which file an array lies, and where in it; None where it lies in no file."""
+        """The file that an array lies in, and its offset. None if it is not in a file."""
         return self._open().extent(name)
 
     def tensors(self, *names: str) -> dict[str, torch.Tensor]:
-        """The arrays as torch tensors on the same memory, with the columns of tables.
+        """The arrays, and the columns of tables, as torch tensors on the same memory.
 
-        What torch cannot hold is left out, and raises where it is named, or where nothing else is there.
+        What torch cannot hold is left out. It raises if it was named, or if nothing else is left.
         """
         found: dict[str, torch.Tensor] = {}
         refused: dict[str, UnsupportedData] = {}
@@ -150,18 +150,18 @@ class CachedData(Mapping[str, Any]):
                 refused[name] = problem
         if refused and not found:
             raise UnsupportedData(
-                say("none of these can be a tensor: {names}", names=listed(refused)),
+                say("none of these can be converted to a tensor: {names}", names=listed(refused)),
                 why=joined(
                     say("{name}: {why}", name=name, why=problem.why) for name, problem in refused.items()
                 ),
-                fix=(say("use the table itself") if columns else say("use the numpy array itself"),),
+                fix=(say("use the table") if columns else say("use the numpy array"),),
             )
         return found
 
     def dataset(self, *names: str, transform: Callable[..., Any] | None = None) -> SharedDataset:
-        """A torch map-style Dataset of these arrays' rows; ``transform`` gets the row of each as arguments.
+        """A torch map-style Dataset of the rows of these arrays. ``transform`` gets one argument per array.
 
-        Columns of tables count as arrays; no name takes all of them.
+        Columns of tables count as arrays. Without names all are used.
         """
         from legroom.cache.torch_dataset import shared_dataset
 
@@ -174,7 +174,7 @@ class CachedData(Mapping[str, Any]):
         return True if prefault is None else prefault.wait(timeout)
 
     def close(self) -> None:
-        """Let go of everything; arrays that somebody still holds stay valid. A second time does nothing."""
+        """Release everything. Arrays that are still referenced stay valid. Calling it again does nothing."""
         self._contents, self._tables = None, {}
 
     def __enter__(self) -> Self:
@@ -197,16 +197,16 @@ class CachedData(Mapping[str, Any]):
     def _open(self) -> Contents:
         if self._contents is None:
             raise UsageError(
-                say("the data are closed"), why=say("close() was called"), fix=(say("open them again"),)
+                say("the data is closed"), why=say("close() was called"), fix=(say("open it again"),)
             )
         return self._contents
 
     def _leaves(self) -> tuple[str, ...]:
-        """Every name, with the columns of a table in its place."""
+        """Every name, with a table replaced by its columns."""
         return tuple(leaf for name in self._names for leaf in self._columns.get(name, (name,)))
 
     def _column(self, name: str) -> tuple[StoredTable, str] | None:
-        """Whose column that is: ``table/column``, or ``column`` of the only table."""
+        """The table and column of ``table/column``, or of ``column`` if there is one table."""
         for table, stored in self._tables.items():
             below = name.removeprefix(table + "/")
             for column in (below, name) if len(self._tables) == 1 else (below,) if below != name else ():
@@ -216,7 +216,7 @@ class CachedData(Mapping[str, Any]):
 
 
 def ragged_of(arrays: Sequence[Any]) -> Mapping[str, RaggedParts]:
-    """The ragged datasets among arrays that say which one they belong to."""
+    """The ragged datasets among the arrays, by name."""
     found: dict[str, RaggedParts] = {}
     for array in arrays:
         if array.ragged is not None and array.name == f"{array.ragged}/offsets":
@@ -228,7 +228,7 @@ def ragged_of(arrays: Sequence[Any]) -> Mapping[str, RaggedParts]:
 
 
 def _chosen(contents: Contents, selection: Selection) -> Contents:
-    """What was asked for of what is there: an entry of the whole file serves requests for parts of it."""
+    """The requested part of the contents: an entry of the whole file also serves requests for parts of it."""
     return replace(
         contents,
         arrays={name: array for name, array in contents.arrays.items() if selection.takes(name)},
@@ -251,7 +251,7 @@ def _names(contents: Contents, tables: Iterable[str]) -> tuple[str, ...]:
 
 
 def _column_names(names: Sequence[str], tables: Mapping[str, StoredTable]) -> dict[str, tuple[str, ...]]:
-    """Each table's columns, by the shortest names that mean nothing else."""
+    """Each table's columns, by their shortest unambiguous names."""
     found = {}
     for table, stored in tables.items():
         short = len(tables) == 1 and not any(column in names for column in stored.columns)
@@ -260,18 +260,18 @@ def _column_names(names: Sequence[str], tables: Mapping[str, StoredTable]) -> di
 
 
 def _tensor(array: Any, name: str) -> torch.Tensor:
-    needed = require("torch", "torch", "data.tensors()", instead=(say("use the numpy array itself"),))
+    needed = require("torch", "torch", "data.tensors()", instead=(say("use the numpy array"),))
     try:
         with warnings.catch_warnings():
             # Columns of tables, and everything under vm.overcommit_memory=2, are read-only to numpy: torch would
-            # warn, and cannot know that it is meant.
+            # warn although it is intended.
             warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
             return cast("torch.Tensor", needed.from_numpy(array))
     except TypeError as problem:
         raise UnsupportedData(
-            say("{name} cannot be a tensor", name=name),
+            say("{name} cannot be converted to a tensor", name=name),
             why=str(problem).partition(". ")[0],
-            fix=(say("use the numpy array itself"),),
+            fix=(say("use the numpy array"),),
         ) from problem
 
 
@@ -280,7 +280,11 @@ def _shown(value: Any) -> str:
 
 
 class StoredTable:
-    """The columns of one table that were asked for."""
+    """The requested columns of one table: Arrow IPC files, one per shard.
+
+    A column in one record batch is a view of the mapping. A column in several is joined, which copies it once for as
+    long as it is referenced.
+    """
 
     def __init__(self, parts: Sequence[MappedFile | bytes], columns: Sequence[str]) -> None:
         self.columns = tuple(columns)
@@ -289,13 +293,13 @@ class StoredTable:
         self._arrays: WeakValueDictionary[str, NDArray] = WeakValueDictionary()
 
     def whole(self) -> Any:
-        """As a pyarrow.Table; nothing is read until it is used."""
+        """The table as a pyarrow.Table. Nothing is read until it is used."""
         if self._opened is None:
             import pyarrow as pa
 
             tables = [pa.ipc.open_file(pa.BufferReader(_buffer(part))).read_all() for part in self._parts]
             joined = tables[0] if len(tables) == 1 else pa.concat_tables(tables)
-            # An entry of the whole file serves those who asked for some of its columns, too.
+            # An entry of the whole file also serves requests for some of its columns.
             stored = joined.column_names == list(self.columns)
             self._opened = joined if stored else joined.select(list(self.columns))
         return self._opened
@@ -309,7 +313,7 @@ class StoredTable:
 
 
 def _buffer(part: MappedFile | bytes) -> Any:
-    """What pyarrow reads from; it keeps the map alive."""
+    """A buffer for pyarrow that keeps the mapping alive."""
     import pyarrow as pa
 
     return pa.py_buffer(part if isinstance(part, bytes) else part.buffer())
@@ -318,7 +322,7 @@ def _buffer(part: MappedFile | bytes) -> Any:
 def _array(column: Any, name: str) -> NDArray:
     kind = column.type
     if not _is_fixed(kind):
-        raise _cannot(name, say("it is {kind}, and not numbers that lie one after the other", kind=kind))
+        raise _cannot(name, say("its type is {kind}, which is not fixed-width", kind=kind))
     chunk = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     return _values(chunk, name)
 
@@ -338,7 +342,9 @@ def _values(chunk: Any, name: str) -> NDArray:
 
     kind = chunk.type
     if chunk.null_count:
-        raise _cannot(name, say("it is {kind} with {nulls} nulls", kind=kind, nulls=chunk.null_count))
+        raise _cannot(
+            name, say("its type is {kind} and it has {nulls} nulls", kind=kind, nulls=chunk.null_count)
+        )
     if isinstance(kind, pa.FixedShapeTensorType):
         return chunk.to_numpy_ndarray() if len(chunk) else np.empty((0, *kind.shape), _dtype(kind.value_type))
     if pa.types.is_fixed_size_list(kind):
@@ -354,14 +360,14 @@ def _dtype(kind: Any) -> Any:
 
 def _cannot(name: str, why: str) -> UnsupportedData:
     return UnsupportedData(
-        say("column {name} cannot be an array", name=name),
+        say("column {name} cannot be read as an array", name=name),
         why=why,
-        fix=(say("use the table itself"), say("or name the columns that can be")),
+        fix=(say("use the table"), say("or select fixed-width columns without nulls")),
     )
 
 
 class Ragged(Sequence[Any]):
-    """A sequence of arrays, or of texts; ``offsets`` and ``values`` are the shared arrays themselves."""
+    """A sequence of arrays, or of strings. ``offsets`` and ``values`` are the shared arrays."""
 
     def __init__(
         self, offsets: NDArray, values: NDArray, *, text: bool, shape: tuple[int, ...] | None = None

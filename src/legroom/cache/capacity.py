@@ -35,7 +35,7 @@ _MB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one build takes: bytes and files of the store, and memory for decoding, which the store does not hold."""
+    """What one build needs: bytes and files in the store, and memory for decoding outside it."""
 
     nbytes: int
     files: int = 0
@@ -44,21 +44,26 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """One thing that limits a store, and how many bytes it still allows."""
+    """One limit of a store, and how many bytes it still allows."""
 
     free: int
     what: str
-    memory: bool = False  # RAM or a cgroup, which a larger file system does not help
+    memory: bool = False  # RAM or a cgroup: a larger file system does not help
     group: int | None = None  # the inode of that cgroup: evicting frees only what is charged to it
     inodes: bool = False
 
 
 def bounds(store: Store, env: Mapping[str, str] | None = None) -> list[Bound]:
-    """Everything that limits the store now, before reservations."""
+    """All limits of the store now, before reservations."""
     stats = os.statvfs(store.fd)
     size, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
     keep = min(256 * _MB, size // 16) if store.backing == "shm" else min(1024 * _MB, size // 20)
-    found = [Bound(free - keep, say("{root}: {free} free, {keep} kept free", **_sizes(store, free, keep)))]
+    found = [
+        Bound(
+            free - keep,
+            say("{root}: {free} free, {keep} of it reserved as headroom", **_sizes(store, free, keep)),
+        )
+    ]
     if store.backing == "disk":
         found.append(_limit(store, size, os.environ if env is None else env))
     if in_memory(store):
@@ -67,7 +72,7 @@ def bounds(store: Store, env: Mapping[str, str] | None = None) -> list[Bound]:
 
 
 def bounds_now(store: Store) -> list[Bound]:
-    """What may have changed since the reservation: the file system itself, and memory. Cheap."""
+    """The limits that may have changed since the reservation: the file system and memory. Cheap."""
     stats = os.statvfs(store.fd)
     free = stats.f_bavail * stats.f_frsize
     found = [Bound(free, say("{root}: {free} free", root=store.root, free=format_size(free)))]
@@ -75,24 +80,24 @@ def bounds_now(store: Store) -> list[Bound]:
 
 
 def memory_bounds(host: Host | None = None) -> list[Bound]:
-    """What the machine and each memory cgroup above this process still allow."""
+    """What the machine and each memory cgroup of this process still allow."""
     now = memory(host or Host())
     found = []
     if now.available is not None and now.total is not None:
         keep = min(1024 * _MB, now.total // 16)
-        text = say("RAM: {free} available, {keep} kept free", **_pair(now.available, keep))
+        text = say("RAM: {free} available, {keep} of it reserved as headroom", **_pair(now.available, keep))
         found.append(Bound(now.available - keep, text, memory=True))
     for level in now.levels:
         if level.room is not None and level.limit is not None:
             keep = max(16 * _MB, min(512 * _MB, level.limit // 16))
-            text = say("memory cgroup {path}: {free} left of {limit}, {keep} kept free",
+            text = say("memory cgroup {path}: {free} left of {limit}, {keep} of it reserved as headroom",
                        path=level.path, limit=format_size(level.limit), **_pair(level.room, keep))  # fmt: skip
             found.append(Bound(level.room - keep, text, memory=True, group=_inode(level.path)))
     return found
 
 
 def memory_cgroup_inodes() -> tuple[int, ...]:
-    """The inodes of the memory cgroups above this process, its own first: what it allocates is charged to these.
+    """The inodes of this process's memory cgroups, innermost first: its allocations are charged to these.
 
     Inodes, because the same cgroup has another path in another cgroup namespace.
     """
@@ -108,29 +113,29 @@ def _inode(path: str) -> int | None:
 
 
 def decoding_memory() -> DecodingMemory:
-    """The memory that one load may decode in: what the machine and the cgroups allow, measured as it goes."""
+    """The memory that one load may use for decoding, measured again while it runs."""
     return DecodingMemory(decoding_allowance)
 
 
 def decoding_allowance(promised: int = 0) -> Allowed:
-    """What decoding may take now, beside ``promised`` bytes that the load's own data will take of memory."""
+    """What decoding may allocate now, in addition to ``promised`` bytes for the load's own data."""
     found = memory_bounds()
     if not found:
         return Allowed(1 << 62, say("no limit could be read"))
     bound = tightest(found)
     why = bound.what
     if promised:
-        why = joined([why, say("{bytes} promised to the data themselves", bytes=format_size(promised))])
+        why = joined([why, say("{bytes} reserved for the data itself", bytes=format_size(promised))])
     return Allowed(bound.free - promised, why, (raise_ram_limit(environment(Host()), None)[0],))
 
 
 def tightest(found: list[Bound]) -> Bound:
-    """The bound that bites first."""
+    """The bound with the fewest free bytes."""
     return min(found, key=lambda bound: bound.free)
 
 
 def shortfalls(store: Store, need: Need, promised: int) -> list[tuple[int, Bound]]:
-    """(missing bytes, bound) of everything that does not allow ``need`` beside what others have reserved."""
+    """(missing bytes, bound) of each limit that ``need`` exceeds, counting the reservations of others."""
     in_ram = in_memory(store)
     found = bounds(store)
     if need.files:
@@ -147,7 +152,7 @@ def shortfalls(store: Store, need: Need, promised: int) -> list[tuple[int, Bound
 
 
 def check_fits(store: Store, need: Need | int, *, mine: str | None = None) -> None:
-    """Raise NoRoom where ``need`` would not fit beside what others have reserved."""
+    """Raise NoRoom if ``need`` does not fit, counting the reservations of others."""
     need = need if isinstance(need, Need) else Need(need)
     promised = outstanding_reservations(store, mine)
     missing = shortfalls(store, need, promised)
@@ -156,16 +161,16 @@ def check_fits(store: Store, need: Need | int, *, mine: str | None = None) -> No
 
 
 def no_room_error(store: Store, need: Need, missing: int, bound: Bound, promised: int = 0) -> NoRoom:
-    """The error, with the numbers."""
+    """NoRoom, with the numbers."""
     why = [bound.what]
     if promised:
-        why.append(say("{bytes} promised to others who load now", bytes=format_size(promised)))
+        why.append(say("{bytes} reserved by other processes that are loading", bytes=format_size(promised)))
     if need.decoding and bound.memory:
-        why.append(say("decoding needs {size} of memory at once", size=format_size(need.decoding)))
+        why.append(say("decoding needs {size} of memory at a time", size=format_size(need.decoding)))
     if bound.memory and not in_memory(store):
         return NoRoom(
             say(
-                "{missing} of memory missing to decode into {root}",
+                "not enough memory to decode into {root}: {missing} more needed",
                 missing=format_size(missing),
                 root=store.root,
             ),
@@ -173,23 +178,23 @@ def no_room_error(store: Store, need: Need, missing: int, bound: Bound, promised
             fix=(
                 _larger(store, missing, bound),
                 say("write the file with smaller chunks, batches or pages"),
-                say("keys=[…] loads fewer arrays"),
+                say("load fewer arrays: keys=[…]"),
             ),
         )
     return NoRoom(
-        say("{missing} missing to hold {need} in {root}",
+        say("{need} does not fit into {root}: {missing} more needed",
             missing=format_size(missing), need=format_size(need.nbytes), root=store.root),
         why=joined(why),
         fix=(
             "legroom cache gc --free " + exact_size(need.nbytes),
             _larger(store, missing, bound),
-            say("keys=[…] loads fewer arrays"),
+            say("load fewer arrays: keys=[…]"),
         ),
     )  # fmt: skip
 
 
 def _inodes(store: Store, files: int) -> list[Bound]:
-    """The bound that too few free inodes are; none where the file system does not count them, or has enough."""
+    """A bound if too few inodes are free. Empty if the file system does not count them, or has enough."""
     stats = os.statvfs(store.fd)
     if not stats.f_files or stats.f_favail >= files:
         return []
@@ -199,20 +204,20 @@ def _inodes(store: Store, files: int) -> list[Bound]:
 
 
 def _larger(store: Store, missing: int, bound: Bound) -> str:
-    """How to get more of what is short, in this place."""
+    """The command or setting that raises this limit."""
     if bound.inodes:
-        return say("mount {root} with more inodes: -o remount,nr_inodes=…", root=store.root.parent)
+        return say("remount {root} with more inodes: -o remount,nr_inodes=…", root=store.root.parent)
     if bound.memory:
         return raise_ram_limit(environment(Host()), None)[0]
     if store.backing == "disk":
-        return say("LEGROOM_DIR on a larger disk, or a higher LEGROOM_DISK_LIMIT")
+        return say("set LEGROOM_DIR to a larger disk, or raise LEGROOM_DISK_LIMIT")
     stats = os.statvfs(store.fd)
     size = stats.f_blocks * stats.f_frsize + missing
     return enlarge_shm(environment(Host()), 1 << (size - 1).bit_length())[0]
 
 
 def outstanding_reservations(store: Store, mine: str | None = None) -> int:
-    """Bytes that living builders have been promised and have not yet taken."""
+    """Bytes that running builders have reserved and not yet written."""
     total = 0
     for name in os.listdir(store.work):
         if not name.startswith(BUILDING) or not name.endswith(LOCK):
@@ -224,7 +229,7 @@ def outstanding_reservations(store: Store, mine: str | None = None) -> int:
 
 
 def read_reservation(store: Store, name: str) -> tuple[int, int, int]:
-    """(reserved, done, total) as a builder wrote them; zeros where it has written nothing."""
+    """(reserved, done, total) as the builder wrote them. Zeros if it has written nothing."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=store.work)
         try:
@@ -237,18 +242,18 @@ def read_reservation(store: Store, name: str) -> tuple[int, int, int]:
 
 
 def write_reservation(fd: int, reserved: int, done: int, total: int) -> None:
-    """Write the reservation and the progress where others read them, in one call."""
+    """Write the reservation and the progress for other processes, in one call."""
     os.pwrite(fd, f"{reserved:>20} {done:>20} {total:>20}\n".encode(), 0)
 
 
 def disk_limit(size: int, env: Mapping[str, str]) -> int:
-    """How large a disk store may grow: LEGROOM_DISK_LIMIT, or half the file system."""
+    """The size limit of a disk store: LEGROOM_DISK_LIMIT, or half the file system."""
     text = env.get("LEGROOM_DISK_LIMIT")
     return parse_size(text) if text else size // 2
 
 
 def allocate_blocks(fd: int, offset: int, length: int) -> None:
-    """Take the blocks of a file's range for real, but for those that are there."""
+    """Allocate the blocks of a range that are not allocated yet."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, offset, length)
 
@@ -256,7 +261,7 @@ def allocate_blocks(fd: int, offset: int, length: int) -> None:
 def _limit(store: Store, size: int, env: Mapping[str, str]) -> Bound:
     limit = disk_limit(size, env)
     taken = store_bytes(store)
-    text = say("{root} may hold {limit} (LEGROOM_DISK_LIMIT, else half the file system) and holds {taken}",
+    text = say("{root}: {taken} used of {limit} (LEGROOM_DISK_LIMIT; default: half the file system)",
                root=store.root, limit=format_size(limit), taken=format_size(taken))  # fmt: skip
     return Bound(limit - taken, text)
 
@@ -273,7 +278,7 @@ _COUNT = "used"
 
 
 def directory_bytes(folder: int, name: str) -> int:
-    """The bytes that a directory in the open directory ``folder`` takes, by blocks."""
+    """The allocated bytes of the files in directory ``name`` of ``folder``."""
     total = 0
     try:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
@@ -294,9 +299,9 @@ def directory_bytes(folder: int, name: str) -> int:
 
 
 def store_bytes(store: Store) -> int:
-    """The bytes that entries, builders and removals in progress take; lock files and records are not counted.
+    """The bytes of entries, builds and removals in progress. Lock files and records are not counted.
 
-    Asked under the store's lock: two changes within a tick of the file system's clock have the same mtime.
+    Call it under the store's lock: two changes within one tick of the file system's clock have the same mtime.
     """
     changed = os.fstat(store.fd).st_mtime_ns
     total = _read(store)
@@ -308,12 +313,12 @@ def store_bytes(store: Store) -> int:
 
 @contextmanager
 def keep_count(store: Store, name: str, *, comes: bool = False) -> Iterator[None]:
-    """Around the rename that removes the entry ``name``, or adds what is ``name`` in ``work/``, under the store's lock.
+    """Update the count around the rename that removes entry ``name``, or publishes ``work/name``.
 
-    The count is not there while the rename is under way: a kill in between leaves none, and not a wrong one.
+    Call it under the store's lock. The count is absent during the rename: a kill leaves no count, not a wrong one.
     """
     total = _read(store)
-    if total is None:  # no one asks for the sum here, or the next who does counts
+    if total is None:  # not kept in this store, or to be counted by the next reader
         yield
         return
     change = directory_bytes(store.work, name) if comes else -directory_bytes(store.fd, name)
@@ -323,13 +328,13 @@ def keep_count(store: Store, name: str, *, comes: bool = False) -> Iterator[None
 
 
 def forget_count(store: Store) -> None:
-    """Forget the count: the next who asks counts the entries."""
+    """Delete the count: the next reader counts the entries."""
     with suppress(OSError):
         os.unlink(_COUNT, dir_fd=store.work)
 
 
 def _read(store: Store) -> int | None:
-    """The count of all entries; None where there is none that holds for the store as it is now."""
+    """The count of all entries. None if there is none that is valid for the store as it is now."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(_COUNT, flags, dir_fd=store.work)
@@ -344,7 +349,7 @@ def _read(store: Store) -> int | None:
 
 
 def _write(store: Store, total: int, changed: int | None = None) -> None:
-    """Keep the count; where that fails the next one counts again."""
+    """Write the count. If that fails the next reader counts again."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     with suppress(OSError):
         changed = os.fstat(store.fd).st_mtime_ns if changed is None else changed

@@ -19,7 +19,7 @@ from legroom.system.libc import last_error, libc
 
 
 def read_at(fd: int, view: memoryview, offset: int) -> int:
-    """Read into ``view`` from ``offset``; how many bytes came, 0 at the end."""
+    """Read into ``view`` from ``offset``. Returns the number of bytes, 0 at the end."""
     if hasattr(os, "preadv"):
         return os.preadv(fd, [view], offset)
     data = os.pread(fd, len(view), offset)
@@ -36,7 +36,7 @@ def write_all(fd: int, data: memoryview | bytes, offset: int) -> None:
 
 
 def write_back(fd: int) -> None:
-    """Have a file's dirty pages written, and wait for that; without the flush of the disk that fsync asks for."""
+    """Write a file's dirty pages and wait for that, without the disk flush of fsync."""
     if sys.platform == "linux":
         everything = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE, WRITE, WAIT_AFTER
         if libc().sync_file_range(fd, 0, 0, everything) == 0:
@@ -51,11 +51,11 @@ def write_back(fd: int) -> None:
             raise
 
 
-MOST_PARTS = 256  # of one call; systems promise 16 and have 1024
+MOST_PARTS = 256  # per call: POSIX guarantees 16, Linux allows 1024
 
 
 def write_parts(fd: int, parts: list[memoryview], offset: int) -> None:
-    """Write what lies in several places as one run at ``offset``, in one call where the system has it."""
+    """Write several buffers one after the other at ``offset``, in one call if the system can."""
     done = os.pwritev(fd, parts, offset) if hasattr(os, "pwritev") and len(parts) <= MOST_PARTS else 0
     for part in parts:
         if done < len(part):  # a short write, or none
@@ -75,7 +75,7 @@ class Crc(Protocol):
 
 @cache
 def crc32() -> Crc:
-    """The fastest CRC-32 there is here."""
+    """The fastest CRC-32 function installed."""
     try:
         from isal import isal_zlib
     except ImportError:
@@ -85,7 +85,7 @@ def crc32() -> Crc:
 
 
 def combined(parts: Iterable[Part]) -> int:
-    """The CRC of all parts one after the other."""
+    """The CRC of all parts, concatenated."""
     total = 0
     for crc, length in parts:
         total = (_multiply(_shift(length), total) if total else 0) ^ crc
@@ -103,7 +103,7 @@ def file_crc32(fd: int, offset: int = 0) -> int:
 
 
 def hex_digits(crc: int) -> str:
-    """Eight hexadecimal digits, as the manifest holds them."""
+    """Eight hexadecimal digits, as in the manifest."""
     return f"{crc:08x}"
 
 

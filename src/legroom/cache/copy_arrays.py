@@ -35,12 +35,12 @@ _local = threading.local()
 
 
 class Stopped(Exception):
-    """The build was given up: somebody else's error, or an interrupt."""
+    """The build was stopped by another thread's error or an interrupt."""
 
 
 @dataclass(slots=True)
 class BuildMeter:
-    """How far a build is, counted by its threads and read by its watcher."""
+    """Progress of a build: its threads count, the caller's thread reads."""
 
     copied: int = 0
     hashed: int = 0
@@ -49,7 +49,7 @@ class BuildMeter:
     def add(self, count: int) -> None:
         if self.stopped:
             raise Stopped
-        self.copied += count  # a lost update between threads would misreport a moment, nothing more
+        self.copied += count  # a lost update between threads only affects the progress for a moment
 
     def add_hashed(self, count: int) -> None:
         if self.stopped:
@@ -58,7 +58,7 @@ class BuildMeter:
 
 
 class _CopyTask(NamedTuple):
-    """A part of an array for one thread: where it lies in the array, how long it is, where it ends in the file."""
+    """A part of an array for one thread: its offset in the array, its length, its end in the file."""
 
     offset: int
     nbytes: int
@@ -68,14 +68,14 @@ class _CopyTask(NamedTuple):
 
 
 class ArrayWriter:
-    """Fills allocated files from readers; ``jobs`` are what it has under way."""
+    """Fills allocated files from readers. ``jobs`` are its running tasks."""
 
     def __init__(
         self,
         readers: Sequence[Reader],
         meter: BuildMeter,
         pool: ThreadPoolExecutor,
-        again: Callable[[int], None],  # raises where that many more bytes do not fit any more
+        again: Callable[[int], None],  # raises if that many more bytes no longer fit
         memory: DecodingMemory,
         layout: SourceLayout,
         *,
@@ -85,7 +85,7 @@ class ArrayWriter:
         self._again, self._memory = again, memory
         self._extents, self._slabs = layout.extents, layout.slabs
         self._together: list[tuple[str, Future[Any]]] = []
-        self._decoding = threading.Lock()  # readers are not asked from two threads at once
+        self._decoding = threading.Lock()  # a reader is used by one thread at a time
         self._sources: dict[str, int] = {}
         self._opening = threading.Lock()
         # The files that the readers have open.
@@ -95,13 +95,13 @@ class ArrayWriter:
         self._opened: deque[tuple[int, list[Future[Any]]]] = deque()
 
     def is_small(self, target: ArrayTarget) -> bool:
-        """Whether the array is copied together with others: thousands of small ones would each cost a task."""
+        """Whether the array is copied in one task with others: thousands of small ones would cost a task each."""
         extents = (self._extents[piece.source, piece.name] for piece in target.pieces)
-        # What has a checksum of its own is compared with it where large arrays are.
+        # Arrays whose source has a checksum are copied and compared as large ones.
         return target.size <= _SMALL and all(one is not None and one.checksum is None for one in extents)
 
     def copy_small(self, targets: Sequence[ArrayTarget], work: StagingDirectory) -> None:
-        """Start copying small arrays, each into a file of its own that is sealed at once."""
+        """Start copying small arrays, each into its own file, which is sealed at once."""
         job = self._start(self._copy_small, targets, work)
         self._together.extend((target.spec.name, job) for target in targets)
 
@@ -136,17 +136,17 @@ class ArrayWriter:
         return found
 
     def comes_in_slabs(self, target: ArrayTarget) -> bool:
-        """Whether the whole array comes in slabs, which are written and need no map."""
+        """Whether the whole array comes in slabs, which are written without a mapping."""
         return all(self._slabs[piece.source, piece.name] is not None for piece in target.pieces)
 
     def write_array(self, target: ArrayTarget, fd: int, allocated: Iterable[tuple[int, bool]]) -> None:
-        """Fill one array's file as its blocks come: ``allocated`` says up to which byte, and whether they are there.
+        """Fill one array's file while it is allocated: ``allocated`` gives (end, whether the blocks are allocated).
 
-        The descriptor is taken over, and closed when the file is filled.
+        Takes over the descriptor, and closes it when the file is filled.
         """
         parts = self._parts.setdefault(target.spec.name, [])
         started: list[Future[Any]] = []
-        self._opened.append((fd, started))  # first: whatever fails from here on, it is closed
+        self._opened.append((fd, started))  # first, so that it is closed whatever fails
         waiting = deque(self._work(target, fd))
         for end, there in allocated:
             if self._meter.stopped:
@@ -158,7 +158,7 @@ class ArrayWriter:
         self._settle(_MOST_OPEN)
 
     def _work(self, target: ArrayTarget, fd: int) -> Iterator[_CopyTask]:
-        """What fills the file, in its order."""
+        """The tasks that fill the file, in file order."""
         for piece in target.pieces:
             at, start = piece.offset, len(target.header) + piece.offset
             extent = self._extents[piece.source, piece.name]
@@ -180,14 +180,14 @@ class ArrayWriter:
                     yield _CopyTask(at + done, length, place + length, self._copy, arguments)
 
     def _settle(self, most: int) -> None:
-        """Close files that are filled, oldest first, until at most so many are open."""
+        """Close filled files, oldest first, until at most ``most`` are open."""
         while len(self._opened) > most:
             fd, jobs = self._opened.popleft()
             wait(jobs)
             os.close(fd)
 
     def crc32(self, target: ArrayTarget) -> str:
-        """The checksum of an array that has been filled; the checksums that its sources give are compared with it."""
+        """The checksum of a filled array. Also compares it with the checksums in its sources."""
         ordered = sorted(self._parts[target.spec.name], key=lambda pair: pair[0])
         for piece in target.pieces:
             extent = self._extents[piece.source, piece.name]
@@ -208,7 +208,7 @@ class ArrayWriter:
         return self._start(self._table, target, folder)
 
     def close(self) -> None:
-        """Wait for every job, then close whatever is open."""
+        """Wait for all jobs, then close all files."""
         wait(self.jobs)
         self._settle(0)
         for fd in self._sources.values():
@@ -216,7 +216,7 @@ class ArrayWriter:
         self._sources.clear()
 
     def failure(self) -> BaseException | None:
-        """What went wrong first in a job that has ended, if anything did."""
+        """The first error of a finished job, if any."""
         ended = [job for job in self.jobs if job.done() and not job.cancelled()]
         problems = [problem for job in ended if (problem := job.exception()) is not None]
         return next((problem for problem in problems if not isinstance(problem, Stopped)), None)
@@ -232,7 +232,7 @@ class ArrayWriter:
                 self._again(ask)
             return work(*arguments)
         except BaseException:
-            self._meter.stopped = True  # nobody needs to go on
+            self._meter.stopped = True  # the other threads stop
             raise
 
     def _source(self, extent: Extent) -> int:
@@ -244,7 +244,7 @@ class ArrayWriter:
                 except OSError as problem:
                     raise source_gone_error(extent.path, problem) from problem
                 if not any(os.path.samestat(os.fstat(fd), own) for own in self._own):
-                    raise source_changed_error(extent.path)  # its name has come to lead elsewhere
+                    raise source_changed_error(extent.path)  # its name now leads to another file
             return self._sources[path]
 
     def _copy(self, extent: Extent, source: int, start: int, fd: int, to: int, length: int) -> list[Part]:
@@ -262,7 +262,7 @@ class ArrayWriter:
         return [(total, length)]
 
     def _put(self, slab: Slab, fd: int, to: int) -> list[Part]:
-        """Decode a slab and write it: that spares the page faults of a map, and takes blocks or is refused."""
+        """Decode a slab and write it. A write has no page faults of a mapping, and fails cleanly on a full store."""
         crc, total, done = checksummed_io.crc32(), 0, 0
         for parts in _grouped(slab.decode()):
             for part in parts:
@@ -313,12 +313,12 @@ class ArrayWriter:
             if self._meter.stopped:
                 raise Stopped
             path = Path(folder, target.file)
-            # Its file is not ours to allocate: memory is measured before it grows.
+            # The reader allocates the file, so memory is measured before it grows.
             return self._readers[target.source].write_table(target.name, path, self._meter.add, self._again)
 
 
 def check_source_checksum(extent: Extent, name: str, parts: Iterable[Part]) -> None:
-    """DamagedSource where the parts of an extent, in order, are not what its file's own checksum says."""
+    """Raise DamagedSource if the parts of an extent do not match the checksum in its file."""
     if extent.checksum is not None:
         header = (extent.checksum.header, extent.checksum.header_bytes)
         has = checksummed_io.combined([header, *parts])
@@ -327,7 +327,7 @@ def check_source_checksum(extent: Extent, name: str, parts: Iterable[Part]) -> N
 
 
 def _grouped(parts: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """The parts in groups of about a buffer: writers to one file take turns, so they had better come seldom.
+    """Group the parts to about one buffer: writers to one file take turns, so fewer writes are better.
 
     Larger groups would leave the core's cache before they are written.
     """

@@ -33,7 +33,7 @@ Where = str | os.PathLike[str]
 
 
 def drop(what: Where | None = None, *, force: bool = False) -> Reaped:
-    """Remove the entries of a key or file, or all (None); EntryInUse where a named one is in use."""
+    """Remove the entries of a key or file, or all (None). Raises EntryInUse if a named one is in use."""
     removed: list[Entry] = []
     kept: list[Entry] = []
     freed = 0
@@ -64,9 +64,12 @@ def drop(what: Where | None = None, *, force: bool = False) -> Reaped:
 def gc(
     *, free: int | None = None, older: float | None = None, stale: bool = False, dry_run: bool = False
 ) -> Reaped:
-    """Clear what nobody needs: strays always; with ``stale`` entries whose file holds other bytes now; those not used
-    for ``older`` seconds; then the least recently used until every store has ``free`` bytes of room, or is named as
-    ``short`` of it."""
+    """Remove what is no longer needed.
+
+    Leftovers of dead processes always. With ``stale``, entries whose file has other content now. With ``older``,
+    entries not used for that many seconds. With ``free``, the least recently used until every store has that many
+    bytes free. A store that does not get there is listed in ``short``.
+    """
     removed: list[Entry] = []
     kept: list[Entry] = []
     short: list[Shortfall] = []
@@ -79,21 +82,23 @@ def gc(
             of_these = sum(_reap(store, old, removed, kept, dry_run) for old in wanted)
             if free is not None:
                 gone = {old.key for old in wanted}
-                # What would go makes room that cannot be measured yet.
+                # A dry run frees nothing that could be measured.
                 hoped = of_these if dry_run else 0
                 more, missing = _make_room(store, free, gone, removed, kept, dry_run, hoped)
                 of_these += more
                 short += [missing] if missing is not None else []
             freed += of_these
             if not dry_run:
-                delete_strays(store)  # what belonged to the entries that went: nobody's leftovers
+                delete_strays(store)  # belonged to the removed entries: not counted as strays
     return Reaped(tuple(removed), freed, strays, tuple(kept), dry_run, tuple(short))
 
 
 def delete_strays(store: Store, *, dry_run: bool = False) -> int:
-    """Half-built directories, trash, records and lock files of nothing; how many of them dead processes left.
+    """Delete half-built directories, trash, records and lock files without an entry.
 
-    Lock files and records outlive what they were for in the ordinary course of things: they go, and are not counted.
+    Returns how many of them dead processes left.
+
+    Lock files and records normally outlive their entry: they are deleted and not counted.
     """
     with store_lock(store):
         scratch = [name for name in os.listdir(store.sources) if name.startswith(source_records.TEMPORARY)]
@@ -109,17 +114,17 @@ def delete_strays(store: Store, *, dry_run: bool = False) -> int:
 
 
 def in_use_error(store: Store, key: str) -> EntryInUse:
-    """The error that names who uses an entry."""
+    """EntryInUse, with the processes that use the entry."""
     people = (entry_users(store.root) or {}).get(key, ())
     who = listed(say("{pid} ({command})", pid=user.pid, command=user.command) for user in people)
     return EntryInUse(
         say("{key} is in use", key=key),
-        why=say("by {who}", who=who)
+        why=say("used by {who}", who=who)
         if who
-        else say("its lock is held by a process that cannot be seen from here"),
+        else say("a process outside this PID namespace holds its lock"),
         fix=(
             say("end those processes first"),
-            say("--force takes it away; they keep the pages they have mapped"),
+            say("remove it with --force; those processes keep their mapped pages"),
         ),
     )
 
@@ -146,7 +151,7 @@ def _reap(store: Store, old: LeastRecent, removed: list[Entry], kept: list[Entry
 
 
 def _wanted(store: Store, older: float | None, matcher: SourceMatcher | None) -> list[LeastRecent]:
-    """Entries that were not used for so long, and (with ``present``) those whose file holds other bytes now."""
+    """Entries not used for ``older`` seconds, and (with ``matcher``) those whose file has other content now."""
 
     def wanted(old: LeastRecent) -> bool:
         if older is not None and time.time() - old.last_used > older:
@@ -168,7 +173,7 @@ def _make_room(
     dry_run: bool,
     hoped: int,
 ) -> tuple[int, Shortfall | None]:
-    """Bytes that went, or would, and what is missing all the same."""
+    """Evict until ``free`` bytes are free. Returns the bytes freed (or that would be), and the shortfall if any."""
     freed = 0
 
     def missing() -> tuple[int, capacity.Bound]:
@@ -202,13 +207,13 @@ def _clear_records(store: Store) -> None:
                 else source_records.read_record_named(store, name)
             )
         except OSError:
-            continue  # it may be one
+            continue  # it may be a record
         if record is None or not digests & set(record.digests.values()):
             os.unlink(name, dir_fd=store.sources)
 
 
 def _is_folder(folder: int, name: str) -> bool:
-    """A directory where files belong was made by somebody else: it is left alone."""
+    """Whether it is a directory: not one of ours among these files, so it is left alone."""
     try:
         return stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
     except FileNotFoundError:
@@ -216,7 +221,7 @@ def _is_folder(folder: int, name: str) -> bool:
 
 
 def _clear_locks(store: Store) -> None:
-    """Lock files of no entry that nobody holds; whoever waits for one sees that its name has gone."""
+    """Delete unheld lock files without an entry. A process waiting for one sees that its name is gone."""
     for name in os.listdir(store.locks):
         key = name.removesuffix(".lock")
         if name == STORE_LOCK or (is_key(key) and entry_exists(store, key)) or _is_folder(store.locks, name):
@@ -226,7 +231,7 @@ def _clear_locks(store: Store) -> None:
         except FileNotFoundError:
             continue
         except OSError as problem:
-            if problem.errno not in (errno.ELOOP, errno.ENXIO):  # a link or a socket: no lock of ours
+            if problem.errno not in (errno.ELOOP, errno.ENXIO):  # a link or a socket, not a lock
                 raise
             os.unlink(name, dir_fd=store.locks)
             continue

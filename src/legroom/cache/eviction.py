@@ -26,7 +26,7 @@ from legroom.words import say
 
 @dataclass(frozen=True, slots=True)
 class LeastRecent:
-    """An entry as its lock file knows it."""
+    """An entry with its last use and size."""
 
     key: str
     last_used: float
@@ -34,7 +34,7 @@ class LeastRecent:
 
 
 def least_recent_first(store: Store) -> list[LeastRecent]:
-    """Every entry, the one used longest ago first."""
+    """Every entry, least recently used first."""
     found = []
     for name in os.listdir(store.fd):
         if is_key(name):
@@ -43,7 +43,7 @@ def least_recent_first(store: Store) -> list[LeastRecent]:
 
 
 def last_used(store: Store, key: str) -> float:
-    """When somebody last attached the entry: the mtime of its lock file, else of the entry."""
+    """When the entry was last attached: the mtime of its lock file, else of the entry."""
     for folder, name in ((store.locks, lock_name(key)), (store.fd, key)):
         try:
             return os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
@@ -53,9 +53,10 @@ def last_used(store: Store, key: str) -> float:
 
 
 def trash_unused(store: Store, key: str, *, force: bool = False) -> str | None:
-    """Move an unused entry to the trash, under the store's lock; its trash name, None where it is in use.
+    """Move an unused entry to the trash, under the store's lock. Returns its trash name, None if it is in use.
 
-    The lock file's name goes too: whoever waits for it, or holds it by force's leave, sees that and looks again.
+    The lock file's name is removed too: a process that waits for it, or holds it during a forced removal, sees that
+    and tries again.
     """
     step("hold")
     lock = locks.acquire(store.locks, lock_name(key))
@@ -64,7 +65,7 @@ def trash_unused(store: Store, key: str, *, force: bool = False) -> str | None:
     try:
         moved = move_entry_to_trash(store, key)
         step("unlock")
-        if moved is not None or lock is not None:  # else a builder leases what it has not yet published
+        if moved is not None or lock is not None:  # else a builder has leased it and not yet published it
             try:
                 os.unlink(lock_name(key), dir_fd=store.locks)
             except FileNotFoundError:
@@ -76,11 +77,10 @@ def trash_unused(store: Store, key: str, *, force: bool = False) -> str | None:
 
 
 class FreesSpace:
-    """Which entries make room under which bound.
+    """Whether removing an entry frees space under a bound.
 
-    The pages of an entry in memory are charged to the cgroup of the process that built it, so evicting one that
-    another container built frees nothing here. An entry that does not say which cgroups it was built in counts for
-    none of them.
+    The pages of an entry in memory are charged to the cgroup of the process that built it, so evicting an entry that
+    another container built frees nothing here. An entry without recorded cgroups counts for none of them.
     """
 
     def __init__(self, store: Store) -> None:
@@ -109,7 +109,7 @@ class FreesSpace:
 
 
 def evict_until_fits(store: Store, need: capacity.Need, *, mine: str | None = None) -> bool:
-    """Evict until ``need`` fits, under the store's lock; False, and nothing removed, where it cannot."""
+    """Evict until ``need`` fits, under the store's lock. False, with nothing removed, if that is impossible."""
     helps = FreesSpace(store)
     missing = capacity.shortfalls(store, need, capacity.outstanding_reservations(store, mine))
     unused = [old for old in least_recent_first(store) if not locks.held(store.locks, lock_name(old.key))]
@@ -121,7 +121,7 @@ def evict_until_fits(store: Store, need: capacity.Need, *, mine: str | None = No
             continue
         moved = trash_unused(store, old.key)
         if moved is None:
-            continue  # somebody came
+            continue  # a process has attached it meanwhile
         log.info("%s", say("evicted {key} from {root}", key=old.key, root=store.root))
         delete_trash(store, moved)
         missing = capacity.shortfalls(store, need, capacity.outstanding_reservations(store, mine))
@@ -131,9 +131,9 @@ def evict_until_fits(store: Store, need: capacity.Need, *, mine: str | None = No
 
 
 def move_to_trash(store: Store, name: str, folder: int | None = None) -> str | None:
-    """Rename to trash, under the store's lock; the new name, None where there was nothing.
+    """Rename to trash, under the store's lock. Returns the new name, None if it does not exist.
 
-    ``folder`` is where it lies; among the entries where it is not given.
+    ``folder`` is the directory it is in, by default the store itself.
     """
     target = TRASH + secrets.token_hex(8)
     source = store.fd if folder is None else folder
@@ -143,20 +143,20 @@ def move_to_trash(store: Store, name: str, folder: int | None = None) -> str | N
     except FileNotFoundError:
         return None
     except OSError:
-        # A directory that this user may not write to cannot get another parent, but another name.
+        # A directory without write permission cannot be moved to another parent, only renamed.
         target = "." + target
         os.rename(name, target, src_dir_fd=source, dst_dir_fd=store.fd)
     return target
 
 
 def move_entry_to_trash(store: Store, key: str) -> str | None:
-    """Rename an entry to trash, under the store's lock; the new name, None where there was none."""
+    """Rename an entry to trash, under the store's lock. Returns the new name, None if it does not exist."""
     with keep_count(store, key):
         return move_to_trash(store, key)
 
 
 def delete_trash(store: Store, name: str) -> None:
-    """Delete a trash directory; several processes may do so at once."""
+    """Delete a trash directory. Several processes may do so at once."""
     step("delete")
     folder = store.fd if name.startswith(".") else store.work
     if not name.removeprefix(".").startswith(TRASH):
@@ -165,14 +165,14 @@ def delete_trash(store: Store, name: str) -> None:
         if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             shutil.rmtree(name, dir_fd=folder, ignore_errors=True)
         else:
-            os.unlink(name, dir_fd=folder)  # rmtree would open it, and for a FIFO wait for ever
+            os.unlink(name, dir_fd=folder)  # rmtree would open it, and hang on a FIFO
     except OSError:
-        pass  # gone, or still filled by somebody else's file: the next sweep sees it again
+        pass  # gone, or not empty yet: the next gc or build tries again
 
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """What dead builders and interrupted removals left in one place."""
+    """What dead builders and interrupted removals left in one directory."""
 
     folder: int  # of the directories
     locks: int
@@ -185,18 +185,21 @@ class Leftovers:
 
 
 def leftovers(store: Store) -> Leftovers:
-    """What is left in ``work/``, read under the store's lock."""
+    """The leftovers in ``work/``. Call it under the store's lock."""
     return _leftovers(store.work, store.work, "")
 
 
 def leftovers_outside_work(store: Store) -> Leftovers:
-    """What versions left that had no ``work/``: beside the entries and their locks, all of which this lists."""
+    """The leftovers of earlier versions, which had no ``work/``. Lists all entries and locks."""
     return _leftovers(store.fd, store.locks, ".")
 
 
 def _leftovers(folder: int, locks_folder: int, dot: str) -> Leftovers:
-    """A builder holds its lock from before its directory is there until after it has gone, so a lock file or a
-    directory without a lock that is held belongs to a builder that died; both of one builder are one."""
+    """List dead builders and trash.
+
+    A builder holds its lock from before its directory exists until after it is gone. So a lock file or directory whose
+    lock is not held belongs to a dead builder. Both of one builder count as one.
+    """
     found = os.listdir(folder)
     noted = found if locks_folder == folder else os.listdir(locks_folder)
     names = {name.removesuffix(LOCK) for name in noted if name.startswith(BUILDING) and name.endswith(LOCK)}
@@ -208,7 +211,7 @@ def _leftovers(folder: int, locks_folder: int, dot: str) -> Leftovers:
 
 
 def delete_leftovers(store: Store, left: Leftovers) -> None:
-    """Clear what dead builders and interrupted removals left, under the store's lock."""
+    """Delete what dead builders and interrupted removals left, under the store's lock."""
     for name in left.trash:
         delete_trash(store, name)
     for name in left.dead:

@@ -55,7 +55,7 @@ def open_as(
     progress: Callable[[int, int], None] | None = None,
     evict: bool = True,
 ) -> D:
-    """What ``legroom.open`` does (its words are there), giving a Data of that kind: layers above add to Data."""
+    """Open a source as ``legroom.open`` does (documented there), as data of class ``kind``."""
     _check(backing, hash)
     request = OpenRequest(source_paths(path), Selection(keys).keys, backing, hash, evict)
     again = (_reopen, (kind, request, None, None, None))
@@ -69,7 +69,7 @@ def open_as(
 
 @contextmanager
 def _limits_in_words(request: OpenRequest) -> Iterator[None]:
-    """Turn memory or a thread that this process cannot have into NoRoom, and a failed call into StoreError."""
+    """Turn a lack of memory or threads into NoRoom, and a failed system call into StoreError."""
     try:
         yield
     except MemoryError as problem:
@@ -77,7 +77,7 @@ def _limits_in_words(request: OpenRequest) -> Iterator[None]:
     except OSError as problem:
         if isinstance(problem, LegroomError):
             raise
-        raise store_error(problem) from problem  # a temporary file, where the cache is switched off
+        raise store_error(problem) from problem  # a temporary file, with the cache disabled
     except RuntimeError as problem:
         if isinstance(problem, LegroomError) or "can't start new thread" not in str(problem):
             raise
@@ -85,7 +85,7 @@ def _limits_in_words(request: OpenRequest) -> Iterator[None]:
 
 
 def _no_memory(request: OpenRequest, said: str) -> NoRoom:
-    why = say("this process can have no more memory or threads")
+    why = say("this process cannot allocate more memory or start more threads")
     limit = _address_space()
     if limit is not None:
         why = say(
@@ -96,13 +96,13 @@ def _no_memory(request: OpenRequest, said: str) -> NoRoom:
         why=joined([why, said]) if said else why,
         fix=(
             say("raise the limits of this process:\nulimit -v unlimited; ulimit -u"),
-            say("keys=[…] loads fewer arrays"),
+            say("load fewer arrays: keys=[…]"),
         ),
     )
 
 
 def _address_space() -> int | None:
-    """The most bytes of addresses this process may have; None where there is no such limit."""
+    """The limit of this process's address space in bytes, None if unlimited."""
     try:
         import resource
     except ImportError:  # Windows
@@ -112,17 +112,17 @@ def _address_space() -> int | None:
 
 
 def cache_disabled(env: Mapping[str, str]) -> bool:
-    """Whether ``LEGROOM_DISABLE`` switches the cache off."""
+    """Whether ``LEGROOM_DISABLE`` turns the cache off."""
     return env.get("LEGROOM_DISABLE", "").strip().lower() not in ("", "0", "no", "false", "off")
 
 
 def source_paths(path: Where | Iterable[Where]) -> tuple[Path, ...]:
-    """Absolute paths of what was named: a path, a pattern (its matches sorted), or several of either."""
+    """Absolute paths of a path, a glob pattern (matches sorted), or several of either."""
     found: list[Path] = []
     for one in _named(path):
         text = os.path.expanduser(os.fsdecode(one))
         if "\0" in text:
-            raise UsageError(say("a path cannot hold a null character"), fix=(say("check the path"),))
+            raise UsageError(say("a path cannot contain a null character"), fix=(say("check the path"),))
         if glob.has_magic(text) and not os.path.lexists(text):
             matches = sorted(glob.glob(text, recursive=True))
             if not matches:
@@ -135,21 +135,23 @@ def source_paths(path: Where | Iterable[Where]) -> tuple[Path, ...]:
         else:
             found.append(absolute(text))
     if not found:
-        raise UsageError(say("no file was named"), fix=(say("give a path, a pattern or a list of paths"),))
+        raise UsageError(
+            say("no path was given"), fix=(say("pass a path, a glob pattern or a list of paths"),)
+        )
     return tuple(found)
 
 
 def _named(path: Any) -> list[Where]:
-    """Each path by itself; UsageError for what is none."""
+    """The paths as a list. Raises UsageError for anything that is not a path."""
     if isinstance(path, (str, bytes, os.PathLike)):
         return [path]
     given = list(path) if isinstance(path, Iterable) else [path]
     for one in given:
         if not isinstance(one, (str, bytes, os.PathLike)):
             raise UsageError(
-                say("{given!r} is no path", given=one),
-                why=say("a path is text, bytes or a pathlib.Path, not {kind}", kind=type(one).__name__),
-                fix=(say("give a path, a pattern or a list of paths"),),
+                say("{given!r} is not a path", given=one),
+                why=say("a path must be str, bytes or os.PathLike, not {kind}", kind=type(one).__name__),
+                fix=(say("pass a path, a glob pattern or a list of paths"),),
             )
     return given
 
@@ -157,12 +159,12 @@ def _named(path: Any) -> list[Where]:
 def _check(backing: str, hash: str) -> None:
     if backing not in BACKINGS:
         raise UsageError(
-            say("there is no backing {backing!r}", backing=backing),
-            why=say("the backings are {all}", all=listed(BACKINGS)),
+            say("unknown backing {backing!r}", backing=backing),
+            why=say("valid values: {all}", all=listed(BACKINGS)),
             fix=("backing='auto'",),
         )
     if hash != "md5":
-        identity.new_hasher(hash)  # says what is wrong with the name, or what is not installed
+        identity.new_hasher(hash)  # raises for an unknown name or a missing package
 
 
 def _attached(request: OpenRequest, wait: bool, progress: Callable[[int, int], None] | None) -> Attached:
@@ -211,7 +213,7 @@ def _extent(manifest: Manifest, root: Path, name: str) -> Extent | None:
 
 
 def _reopen(kind: type[D], request: OpenRequest, root: str | None, backing: Any, key: str | None) -> D:
-    """In another process: the same entry by name, else the same source."""
+    """Unpickle in another process: attach the same entry by name, else open the same source."""
     if root is not None and key is not None and not cache_disabled(os.environ) and locks.SUPPORTED:
         candidate = StoreCandidate(Path(root).parent, backing, named=True)
         try:
@@ -221,7 +223,7 @@ def _reopen(kind: type[D], request: OpenRequest, root: str | None, backing: Any,
                 if found is not None:
                     return _data(kind, found, request)
         except (OSError, UnusableStore, Damaged, OtherFormat, EntryUnreadable):
-            pass  # whatever is wrong with it, opening the source says so or builds it anew
+            pass  # opening the source reports the problem or rebuilds the entry
     return open_as(
         kind, request.paths, request.keys, backing=request.backing, hash=request.hash, evict=request.evict
     )
@@ -229,7 +231,7 @@ def _reopen(kind: type[D], request: OpenRequest, root: str | None, backing: Any,
 
 @dataclass(frozen=True, slots=True)
 class OpenRequest:
-    """What somebody asked to open."""
+    """The arguments of one open."""
 
     paths: tuple[Path, ...]
     keys: tuple[str, ...] | None = None
@@ -242,7 +244,7 @@ class OpenRequest:
 
 
 def find_entry(request: OpenRequest, source: Source, asked_ns: int) -> Attached | None:
-    """Attach the source's entry by its record; None where it has none that can be used."""
+    """Attach the source's entry by its record. None if there is no usable one."""
     for store in existing_stores():
         if not request.wants(store):
             continue
@@ -259,7 +261,7 @@ def find_entry(request: OpenRequest, source: Source, asked_ns: int) -> Attached 
 def find_by_digest(
     request: OpenRequest, source: Source, store: Store, digest: str, algorithm: str
 ) -> Attached | None:
-    """Attach the entry of that digest in that store; what is damaged is put into the trash."""
+    """Attach the entry of that digest in that store. Damaged entries are moved to the trash."""
     for options in usable_options(request, source):
         key = key_of(digest, algorithm, options)
         while True:
@@ -269,7 +271,7 @@ def find_by_digest(
                 log.warning(
                     "%s",
                     say(
-                        "{root}/{key} cannot be used and is built anew: {why}",
+                        "{root}/{key} is unusable and will be rebuilt: {why}",
                         root=store.root,
                         key=key,
                         why=problem,
@@ -281,7 +283,7 @@ def find_by_digest(
             except OtherFormat as other:
                 if other.version < FORMAT and discard_unusable(store, key):
                     continue
-                break  # a newer one is left alone: the next variant stands beside it
+                break  # a newer format is left alone: the next variant is built beside it
             if found is None:
                 break
             _check_keys(request, found.manifest)
@@ -290,7 +292,7 @@ def find_by_digest(
 
 
 def usable_options(request: OpenRequest, source: Source) -> Iterator[Options]:
-    """The options of every entry that would serve, the whole source first."""
+    """The options of every entry that can serve the request, the whole source first."""
     order = row_order(source)
     for version in (None, FORMAT):
         yield Options(None, order, version)
@@ -305,16 +307,16 @@ def entry_options(request: OpenRequest, source: Source) -> Options:
 
 
 def row_order(source: Source) -> tuple[int, ...] | None:
-    """Where the named files' rows stand, when they are not in the order of their names; None when they are."""
+    """The order of the files' rows if it is not the order of their names, else None."""
     names = shard_names(source.paths)
     order = tuple(sorted(range(len(names)), key=lambda index: names[index]))
     return None if order == tuple(range(len(names))) else order
 
 
 def discard_unusable(store: Store, key: str) -> bool:
-    """Move an entry that cannot be used into the trash; False where it is in fact usable now.
+    """Move an unusable entry to the trash. False if its format is newer: it is left alone.
 
-    Those who have it mapped keep their pages: it is only the name that goes.
+    Processes that have mapped it keep their pages: only the name is removed.
     """
     eviction = lazy_import("legroom.cache.eviction")
     with store_lock(store):

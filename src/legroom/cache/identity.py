@@ -31,8 +31,8 @@ DIGITS = {"md5": 32, "blake3": 64, "xxh3": 32}
 _CHUNKS = {"md5": 256 << 10, "xxh3": 256 << 10, "blake3": 8 << 20}
 
 _SAMPLES = 16
-_TICK_NS = 20_000_000  # no clock of a file system is coarser; 10 ms at 100 Hz
-_MOST_LINKS = 40  # the kernel follows as many
+_TICK_NS = 20_000_000  # the coarsest file system clock: 10 ms at 100 Hz, with a margin
+_MOST_LINKS = 40  # the kernel's own limit
 _MOST_AGAIN = 10_000  # n directories with two links each to the next have 2^n names
 
 
@@ -43,7 +43,7 @@ class Hasher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What the file system says about one file; two equal stamps are taken for the same bytes."""
+    """The stat fields that identify a file's content: two equal stamps are taken for the same bytes."""
 
     dev: int
     ino: int
@@ -61,7 +61,7 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of a source: the name it has in the digest, and its stamp."""
+    """One file of a source: its name in the digest, and its stamp."""
 
     name: str
     path: Path
@@ -70,17 +70,15 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What was named, in the order of its rows, and every file behind it."""
+    """The paths to open, in the order of their rows, and every file that holds their data."""
 
     paths: tuple[Path, ...]
     files: tuple[SourceFile, ...]
-    name: str  # of its record and its election lock
-    referenced: tuple[SourceFile, ...] = ()  # files that hold some of the data and were not named
-    lookups: tuple[Lookup, ...] = ()  # how those were found
-    folders: tuple[
-        SourceFile, ...
-    ] = ()  # directories below what was named: a file that comes or goes changes its own
-    links: tuple[SourceFile, ...] = ()  # symbolic links on the way to ``behind``, each by itself
+    name: str  # names its record and its election lock
+    referenced: tuple[SourceFile, ...] = ()  # files that hold some of the data, found by reference
+    lookups: tuple[Lookup, ...] = ()  # how the referenced files were found
+    folders: tuple[SourceFile, ...] = ()  # directories: adding or removing a file changes their stamps
+    links: tuple[SourceFile, ...] = ()  # symbolic links on the paths of ``referenced``
 
     @property
     def all_files(self) -> tuple[SourceFile, ...]:
@@ -98,7 +96,7 @@ class Source:
 
 
 def stamp_source(paths: Sequence[Path]) -> Source:
-    """Stamp everything that was named."""
+    """Stamp all files of these paths."""
     files: list[SourceFile] = []
     folders: list[SourceFile] = []
     for path, name in zip(paths, shard_names(paths), strict=True):
@@ -114,13 +112,13 @@ def stamp_source(paths: Sequence[Path]) -> Source:
 
 
 def with_referenced(source: Source, lookups: Iterable[Lookup]) -> Source:
-    """The source with the other files its data come from, each named by how it is referred to."""
+    """Add the other files that hold its data, each named by the reference to it."""
     searches = tuple(lookups)
     if not searches:
         return source
     named = {file.path: file.name if len(source.files) > 1 else "" for file in source.files}
     names = {file.stamp: [named[file.path]] for file in source.files}
-    called = dict(named)  # by path, the name of each file that names others
+    called = dict(named)  # by path, the name of each file that refers to others
     given = {file.stamp for file in source.files}
     founds = {one.found: stamp_file(one.found) for one in searches if one.found is not None}
     behind: dict[Stamp, SourceFile] = {}
@@ -148,12 +146,12 @@ def with_referenced(source: Source, lookups: Iterable[Lookup]) -> Source:
 
 
 def with_referenced_files(source: Source, descriptions: Iterable[Description]) -> Source:
-    """The source with every file that its descriptions name."""
+    """Add every file that the descriptions refer to."""
     return with_referenced(source, dict.fromkeys(lookup for one in descriptions for lookup in one.lookups))
 
 
 def require_stamped(source: Source, readers: Iterable[Reader]) -> None:
-    """Raise SourceChanged where a reader reads another file than was stamped: a link flipped under it."""
+    """Raise SourceChanged if a reader has opened another file than was stamped: a link was switched."""
     stamps = {file.stamp for file in (*source.all_files, *source.folders)}
     for reader in readers:
         for fd in reader.descriptors():
@@ -172,12 +170,12 @@ def stamp_file(path: Path, name: str | None = None) -> SourceFile:
     except OSError as problem:
         raise unreadable(path, problem) from problem
     if not stat.S_ISREG(stats.st_mode):
-        require_regular(path)  # says what it is
+        require_regular(path)  # raises with the kind of file
     return SourceFile(name or path.name, path, Stamp.of(stats))
 
 
 def shard_names(paths: Sequence[Path]) -> list[str]:
-    """The name of each path in the digest: below what all have in common, so that a moved folder is the same."""
+    """The name of each path in the digest, relative to their common parent: a moved folder is the same data."""
     if len(paths) == 1:
         return [""]
     base = os.path.commonpath([path.parent for path in paths])
@@ -192,8 +190,8 @@ def _is_folder(path: Path) -> bool:
 
 
 def _walk(path: Path, name: str, files: list[SourceFile], folders: list[SourceFile]) -> None:
-    """Stamp everything below a directory, through symbolic links, as its reader goes."""
-    with import_lock:  # here, because it brings the readers' base class, which attaching does not need
+    """Stamp everything below a directory, following symbolic links as its reader does."""
+    with import_lock:  # imported here: it imports the readers' base class, which attaching does not need
         from legroom.formats.detect import require_zarr_store
 
     require_zarr_store(path)
@@ -202,7 +200,7 @@ def _walk(path: Path, name: str, files: list[SourceFile], folders: list[SourceFi
     again = 0
     while waiting:
         folder, above = waiting.pop()
-        # Names within the folder alone: a renamed or copied folder is the same data.
+        # Names relative to the folder: a renamed or copied folder is the same data.
         here = (Path(name) / folder.relative_to(path)).as_posix()
         try:
             stats = os.stat(folder)
@@ -217,10 +215,12 @@ def _walk(path: Path, name: str, files: list[SourceFile], folders: list[SourceFi
         if this in above or again > _MOST_AGAIN:
             raise UnreadableSource(
                 say("cannot read {path}", path=path),
-                why=say("{folder} is a link to a directory that it lies in", folder=folder)
+                why=say("{folder} is a link to one of its own parent directories", folder=folder)
                 if this in above
-                else say("links lead to the same directories more than {most} times", most=_MOST_AGAIN),
-                fix=(say("remove the links"),),
+                else say(
+                    "symbolic links lead to the same directories more than {most} times", most=_MOST_AGAIN
+                ),
+                fix=(say("remove the symbolic links"),),
             )
         inside = above | {this}
         for child, is_folder in children:
@@ -230,7 +230,7 @@ def _walk(path: Path, name: str, files: list[SourceFile], folders: list[SourceFi
 
 
 def _links_to(path: Path) -> Iterator[SourceFile]:
-    """The symbolic links on the way to a file, stamped each by itself."""
+    """The symbolic links on the path to a file, each with its own stamp."""
     for _ in range(_MOST_LINKS):
         for step in (*reversed(path.parents), path):
             try:
@@ -248,7 +248,7 @@ def _links_to(path: Path) -> Iterator[SourceFile]:
 
 
 def is_unchanged(source: Source) -> bool:
-    """Whether everything is still as it was stamped: listed again, every search repeated."""
+    """Whether all stamps, directory listings and lookups are still the same."""
     try:
         now = stamp_source(source.paths)
         links = all(Stamp.of(os.lstat(link.path)) == link.stamp for link in source.links)
@@ -258,13 +258,13 @@ def is_unchanged(source: Source) -> bool:
         if isinstance(cause, (FileNotFoundError, NotADirectoryError)):
             return False
         if isinstance(problem, UnreadableSource):
-            raise  # it may be the same: that is not known
+            raise  # unknown: it may be unchanged
         raise unreadable(source.paths[0], problem) from problem
     return now.name == source.name and links and behind and all(map(same_lookup, source.lookups))
 
 
 def same_lookup(lookup: Lookup) -> bool:
-    """Whether a search still ends where it did."""
+    """Whether a lookup still finds the same file."""
     with import_lock:
         from legroom.formats.hdf5_external import look_up
 
@@ -272,13 +272,12 @@ def same_lookup(lookup: Lookup) -> bool:
 
 
 def flush_source(source: Source) -> None:
-    """Have changes that other processes made through maps written to the file system.
+    """Flush changes that other processes made through mappings, and wait for the clock tick to pass.
 
-    A page that is dirty already can be changed once more without a trace: the file's times move only when a clean page
-    becomes dirty. Once written, pages are clean. File systems in memory write nothing, so there it does not help.
+    A dirty page can be changed again without a trace: the file's times change only when a clean page becomes dirty.
+    Flushed pages are clean. File systems in memory flush nothing, so it does not help there.
 
-    Clocks of file systems are coarse: a file that was written a moment ago could be written once more and keep its
-    times. Reading begins when that moment is over.
+    File system clocks are coarse: a file written a moment ago could be written again and keep its times.
     """
     changed_ns = max((file.stamp.ctime_ns for file in (*source.all_files, *source.folders)), default=0)
     wait_ns = changed_ns + _TICK_NS - time.time_ns()
@@ -296,7 +295,7 @@ def flush_source(source: Source) -> None:
 
 
 def digest_source(source: Source, algorithm: str, progress: Callable[[int], None] | None = None) -> str:
-    """The digest of all the source's bytes; raises SourceChanged where a file is not what was stamped."""
+    """The digest of all the source's bytes. Raises SourceChanged if a file no longer has its stamp."""
     files = source.all_files
     if len(files) == 1 and not source.folders:
         return hash_file(files[0], algorithm, progress)
@@ -310,7 +309,7 @@ def digest_source(source: Source, algorithm: str, progress: Callable[[int], None
 
 
 def hash_file(file: SourceFile, algorithm: str, progress: Callable[[int], None] | None = None) -> str:
-    """The digest of one file's bytes, its stamp compared before and after on the descriptor."""
+    """The digest of one file's bytes. Its stamp is compared before and after, on the descriptor."""
     hasher = new_hasher(algorithm)
     try:
         fd = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
@@ -337,21 +336,21 @@ def _same(fd: int, file: SourceFile) -> None:
 
 
 def source_gone_error(path: Path, problem: OSError) -> SourceError:
-    """The error for a file that was stamped and cannot be opened or read now."""
+    """The error for a stamped file that can no longer be opened or read."""
     return source_changed_error(path) if isinstance(problem, FileNotFoundError) else unreadable(path, problem)
 
 
 def source_changed_error(path: Path) -> SourceChanged:
-    """The error for a file that does not hold still."""
+    """The error for a file that changes while it is read."""
     return SourceChanged(
         say("{path} changed while it was being read", path=path),
-        why=say("its size or its times are not what they were when the load began"),
-        fix=(say("wait until whatever writes it has finished, then open it again"),),
+        why=say("its size or timestamps changed after the load began"),
+        fix=(say("wait until the file is fully written, then open it again"),),
     )
 
 
 def sample_source(source: Source) -> str:
-    """A few pages of the files, hashed: two sources with different samples differ; nothing more is known."""
+    """A hash of a few pages of the files. Sources with different samples differ; equal samples prove nothing."""
     hasher = hashlib.blake2b(digest_size=8)
     for file in source.all_files[:_SAMPLES]:
         try:
@@ -385,10 +384,10 @@ def new_hasher(algorithm: str) -> Hasher:
         raise MissingPackage(
             say("hash={name!r} needs a package that is not installed", name=algorithm),
             why=str(problem),
-            fix=("pip install 'legroom[hash]'", say("leave hash at 'md5', which needs nothing")),
+            fix=("pip install 'legroom[hash]'", say("use hash='md5', which needs no package")),
         ) from problem
     raise UsageError(
-        say("there is no hash {name!r}", name=algorithm),
-        why=say("the hashes are md5, blake3 and xxh3"),
+        say("unknown hash {name!r}", name=algorithm),
+        why=say("valid values: md5, blake3, xxh3"),
         fix=("hash='md5'",),
     )

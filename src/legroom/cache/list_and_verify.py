@@ -50,18 +50,18 @@ from legroom.probe.process import process_at
 from legroom.words import joined, listed, say
 
 Where = str | os.PathLike[str]
-_SHORTEST = 6  # digits of a key that may stand for it
+_SHORTEST = 6  # the fewest digits of a key that are accepted
 
 
 def entries(what: Where | None = None, *, with_users: bool = False) -> tuple[Entry, ...]:
-    """Every entry of every store, newest use last; or those of one key or file (none, where it is not loaded)."""
+    """Every entry of every store, least recently used first, or those of one key or file."""
     return listing(what, with_users=with_users)[0]
 
 
 def listing(
     what: Where | None = None, *, with_users: bool = False
 ) -> tuple[tuple[Entry, ...], tuple[StoreRoom, ...], tuple[Finding, ...]]:
-    """The entries, the stores that are there with their room, and which stores could not be looked into."""
+    """The entries, the stores with their free space, and the stores that could not be read."""
     found: list[Entry] = []
     with open_stores() as places:
         matcher = SourceMatcher(places.found)
@@ -80,7 +80,7 @@ def listing(
 
 
 def info(what: Where, *, with_users: bool = True) -> Entry:
-    """The entry of a key (or its first digits) or of a file; NotLoaded where there is none."""
+    """The entry of a key (or its first digits) or of a file. Raises NotLoaded if there is none."""
     found, _, findings = listing(what, with_users=with_users)
     if not found:
         raise not_loaded_error(what, findings)
@@ -88,7 +88,7 @@ def info(what: Where, *, with_users: bool = True) -> Entry:
 
 
 def store_rooms() -> tuple[tuple[StoreRoom, ...], tuple[Finding, ...]]:
-    """The stores that are there with their room, and which candidates were passed over."""
+    """The stores with their free space, and the candidates that are not used."""
     with open_stores() as places:
         return tuple(map(_room, places.distinct)), places.findings
 
@@ -99,65 +99,65 @@ def _room(store: Store) -> StoreRoom:
         bound = capacity.tightest(capacity.bounds(store))
         free = max(0, bound.free - capacity.outstanding_reservations(store))
     size = stats.f_blocks * stats.f_frsize
-    used = sum(old.nbytes for old in least_recent_first(store))  # not what locks and records take
+    used = sum(old.nbytes for old in least_recent_first(store))  # without locks and records
     return StoreRoom(os.fspath(store.root), store.backing, size, used, free, bound.what)
 
 
 def not_loaded_error(what: Where, findings: Sequence[Finding] = (), *, wanted: bool = True) -> NotLoaded:
-    """The error for something the cache does not hold; not ``wanted`` there by whoever would remove it.
+    """NotLoaded for something that the cache does not hold. ``wanted`` adds how to load it.
 
-    A store that could not be looked into may hold it: its finding is part of the error.
+    A store that could not be read may hold it, so its finding is part of the error.
     """
     there = os.path.lexists(os.path.expanduser(os.fspath(what)))
     nowhere = (
-        say("no store holds an entry of that file as it is now")
+        say("no store has an entry for the current content of that file")
         if there
-        else say("no store holds an entry of that key, and there is no such file")
+        else say("no store has an entry with that key, and no such file exists")
     )
     return NotLoaded(
         say("{what} is not loaded", what=os.fspath(what)),
         why=joined([nowhere, *(one.why for one in findings if one.severity != "info")]),
         fix=(
             *((say("legroom cache load {what}", what=os.fspath(what)),) if there and wanted else ()),
-            say("see what there is:\nlegroom cache list"),
+            say("list the entries:\nlegroom cache list"),
         ),
     )
 
 
 def matching_keys(store: Store, what: Where, matcher: SourceMatcher) -> list[str]:
-    """The keys of a store that a key, its first digits, or a file stand for."""
+    """The keys in a store that match a key, its first digits, or a file."""
     text = os.fspath(what)
     if not os.path.lexists(text) and len(text) >= _SHORTEST and not set(text) - set("0123456789abcdef-blkex"):
         found = [old.key for old in least_recent_first(store) if old.key.startswith(text)]
         if len(found) > 1 and text not in found and len({key.partition("-")[0] for key in found}) > 1:
             raise UsageError(
-                say("{text} stands for several entries", text=text),
+                say("{text} matches several entries", text=text),
                 why=listed(found),
                 fix=(say("give more digits"),),
             )
         return [text] if text in found else found
     paths = source_paths(what)
     if len(paths) == 1 and not os.path.lexists(paths[0]):
-        # The file may have been removed, and what was built from it not.
+        # The file may have been removed while its entry still exists.
         return keys_built_from(store, paths)
     return keys_of_content(store, paths, matcher)
 
 
 def keys_built_from(store: Store, paths: Sequence[Path]) -> list[str]:
-    """The keys of a store that were built from a file of that name, whatever it holds now."""
+    """The keys in a store that were built from a file of that name, whatever its content is now."""
     names = {os.fspath(path) for path in paths}
     manifests = ((old.key, manifest_of(store, old.key)) for old in least_recent_first(store))
     return [key for key, found in manifests if isinstance(found, Manifest) and names & set(found.paths)]
 
 
 def keys_of_content(store: Store, paths: Sequence[Path], matcher: SourceMatcher) -> list[str]:
-    """The keys of a store that have the content of these files as they are now."""
+    """The keys in a store that have the current content of these files."""
     manifests = ((old.key, manifest_of(store, old.key)) for old in least_recent_first(store))
     return [key for key, found in manifests if isinstance(found, Manifest) and matcher.matches(paths, found)]
 
 
 def manifest_of(store: Store, key: str) -> Manifest | Damaged | OtherFormat | OSError | None:
-    """The manifest of an entry; why it cannot be used (or read: an OSError); None where it is gone."""
+    """The manifest of an entry, or the error that makes it unusable or unreadable. None if it is gone."""
     if not is_key(key):
         return None
     try:
@@ -178,14 +178,14 @@ _T = TypeVar("_T", bound=Exception)
 
 
 def _unless_short(problem: _T) -> _T:
-    """The problem of one entry; raised where it is this process that is short of something."""
+    """Return an error that concerns one entry. Raise one that shows a shortage in this process."""
     if isinstance(problem, OSError) and is_resource_shortage(problem):
         raise problem
     return problem
 
 
 def read_entry(store: Store, key: str, people: tuple[EntryUser, ...] | None = None) -> Entry | None:
-    """One entry as it is now; None where it has gone meanwhile."""
+    """One entry as it is now. None if it is gone."""
     manifest = manifest_of(store, key)
     if manifest is None:
         return None
@@ -208,9 +208,9 @@ def read_entry(store: Store, key: str, people: tuple[EntryUser, ...] | None = No
 
 
 def verify(what: Where | None = None, *, source: bool = True) -> tuple[Verification, ...]:
-    """Check the entries of a key or file, or all; ``source=False`` leaves the sources unread.
+    """Check the entries of a key or file, or all. ``source=False`` skips reading the sources.
 
-    For a file that has no entry as it is now, those of what it was before: they say that it changed.
+    A file without an entry of its current content: checks those of its earlier content, which report the change.
     """
     found = []
     with open_stores() as places:
@@ -259,7 +259,7 @@ def _verify(store: Store, key: str, matcher: SourceMatcher | None) -> Verificati
         finally:
             os.close(folder)
     if matcher is None:
-        return Verification(entry, damaged, "not-checked", say("it was not asked for"))
+        return Verification(entry, damaged, "not-checked", say("not requested"))
     state, why = _source(matcher, manifest)
     return Verification(entry, damaged, state, why)
 
@@ -282,7 +282,7 @@ def _gone(path: str) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError:
-        return False  # it is not known
+        return False  # unknown
     return False
 
 
@@ -295,19 +295,24 @@ def _source(
     except SourceError as problem:
         if any(_gone(path) for path in manifest.paths):
             return "missing", problem.why
-        # What cannot be read may be the same or not.
+        # An unreadable source may be unchanged.
         return ("not-checked" if isinstance(problem, UnreadableSource) else "changed"), problem.why
     if now == manifest.digest:
         return "same", ""
-    return "changed", say("its {hash} is {now} now", hash=manifest.hash, now=now)
+    return "changed", say("its {hash} is now {now}", hash=manifest.hash, now=now)
 
 
 Paths = tuple[Path, ...]
-_OTHER_FILE = (DamagedSource, UnknownFormat, UnsupportedData, MissingKey)  # what was loaded had none of these
+_OTHER_FILE = (
+    DamagedSource,
+    UnknownFormat,
+    UnsupportedData,
+    MissingKey,
+)  # a loaded source raised none of these
 
 
 class SourceMatcher:
-    """The files of one command, each looked at and hashed at most once."""
+    """Compares files with entries by content. Each file is stamped and hashed at most once."""
 
     def __init__(self, stores: Sequence[Store]) -> None:
         self._stores = stores
@@ -319,7 +324,7 @@ class SourceMatcher:
         self._known: dict[str, list[Paths]] | None = None
 
     def matches(self, paths: Sequence[Path], manifest: Manifest) -> bool:
-        """Whether these paths hold the bytes that the entry was built from."""
+        """Whether these paths have the content that the entry was built from."""
         named = tuple(paths)
         if named not in self._looked:
             self._looked[named] = identity.stamp_source(named)
@@ -328,7 +333,7 @@ class SourceMatcher:
             if record is not None and record.is_trusted(self._asked_ns):
                 if record.digests.get(manifest.hash) == manifest.digest:
                     return True
-                # Other keys may have other files behind them, and with these another digest.
+                # Other keys may refer to other files, and have another digest.
                 if manifest.hash in record.digests and manifest.kind != "hdf5":
                     return False
         try:
@@ -353,9 +358,9 @@ class SourceMatcher:
         return self._digests[source, algorithm]
 
     def is_replaced(self, manifest: Manifest) -> bool:
-        """Whether files that the entry is known to be of hold other bytes now, and none holds its own still.
+        """Whether the entry's known files have other content now, and none has its own.
 
-        The same bytes may have been opened under other names since. What cannot be read is not known to be another.
+        The same content may have been opened under other names since. An unreadable file is not known to differ.
         """
         answers: set[bool | None] = set()
         for paths in dict.fromkeys((tuple(map(Path, manifest.paths)), *self._opened(manifest.digest))):
@@ -367,7 +372,7 @@ class SourceMatcher:
         return answers == {False}
 
     def _opened(self, digest: str) -> list[Paths]:
-        """The paths that were opened and had this digest then."""
+        """The paths that had this digest when they were opened."""
         if self._known is None:
             self._known = {}
             for store in self._stores:
@@ -377,7 +382,7 @@ class SourceMatcher:
         return self._known.get(digest, [])
 
     def _source(self, paths: Paths, manifest: Manifest) -> Source:
-        """The source with every file behind it that the entry's keys need."""
+        """The source with every referenced file that the entry's keys need."""
         with_others = manifest.kind == "hdf5"
         key = paths, manifest.options.keys if with_others else None, with_others
         if key not in self._sources:
@@ -386,7 +391,7 @@ class SourceMatcher:
 
 
 def current_source(paths: Sequence[Path], manifest: Manifest) -> Source:
-    """What these paths stand for now, as the entry's load would take them."""
+    """The source of these paths now, as a load with the entry's keys would see it."""
     source = identity.stamp_source(paths)
     if manifest.kind != "hdf5":
         return source
@@ -401,7 +406,10 @@ _AREA = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+ \S+ [0-9]+ +(/.*)$")
 
 
 def entry_users(root: Path, host: Host | None = None) -> dict[str, tuple[EntryUser, ...]] | None:
-    """By key, the processes that map an entry of the store at ``root``; None where /proc is not there."""
+    """By key, the processes that map an entry of the store at ``root``. None without /proc.
+
+    For display only: the entry's lock decides whether it is in use, also across namespaces.
+    """
     host = host or Host()
     pids = sorted(int(name) for name in host.names("/proc") if name.isascii() and name.isdecimal())
     if not pids:
@@ -423,7 +431,7 @@ def entry_users(root: Path, host: Host | None = None) -> dict[str, tuple[EntryUs
 
 
 def private_bytes(smaps: str | None, root: Path) -> dict[str, int] | None:
-    """By key, the bytes of copy-on-write pages in the text of a smaps file; None where it cannot be read."""
+    """By key, the bytes of copy-on-write pages in the text of a smaps file. None if it is unreadable."""
     if not smaps:
         return None
     sums: dict[str, int] = {}

@@ -22,20 +22,20 @@ from dataclasses import dataclass, field
 
 try:
     import fcntl
-except ImportError:  # Windows: data are read into each process, as LEGROOM_DISABLE=1 would have it
+except ImportError:  # Windows: data is read into each process, as with LEGROOM_DISABLE=1
     SUPPORTED = False
 else:
     SUPPORTED = hasattr(os, "register_at_fork")
 
-_NO_LOCK = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EISDIR)  # nothing that a process could lock
-_guard = threading.RLock()  # held while forking, so that no descriptor is missed between open and note
+_NO_LOCK = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EISDIR)  # not a file that can be locked
+_guard = threading.RLock()  # held while forking, so that no descriptor is missed between open and _work.add
 _work: set[int] = set()  # descriptors that children close
 _hooked = False
 
 
 @dataclass(eq=False, slots=True)
 class Lock:
-    """A held lock; it is gone when the last process that has the descriptor closes it or dies."""
+    """A held lock. It ends when the last process that has the descriptor closes it or dies."""
 
     fd: int
     name: str
@@ -43,14 +43,14 @@ class Lock:
     pid: int = field(default_factory=os.getpid)
 
     def touch(self) -> None:
-        """Note the moment in the lock file's mtime: that is when the entry was last used."""
+        """Set the lock file's mtime to now: the time of the entry's last use."""
         try:
             os.utime(self.fd)
         except OSError:
-            pass  # a read-only store: the data are as good, eviction takes the entry for older than it is
+            pass  # a read-only store: the data is usable, but the entry looks older to eviction
 
     def release(self) -> None:
-        """Give it back; a second time does nothing."""
+        """Release it. Calling it again does nothing."""
         fd, self.fd = self.fd, -1
         if fd < 0:
             return
@@ -68,7 +68,7 @@ class Lock:
         self.release()
 
     def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not at_exit() and self.fd >= 0:  # the kernel closes it then
+        if not at_exit() and self.fd >= 0:  # at exit the kernel closes it
             self.release()
 
 
@@ -81,9 +81,9 @@ def acquire(
     block: bool = False,
     lease: bool = False,
 ) -> Lock | None:
-    """Take the lock file ``name`` in the open directory ``folder``; None where it is held by somebody else.
+    """Take the lock file ``name`` in the open directory ``folder``. None if another process holds it.
 
-    Raises FileNotFoundError where it is not there and ``create`` is false.
+    Raises FileNotFoundError if it does not exist and ``create`` is false.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
     kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if block else fcntl.LOCK_NB)
@@ -99,7 +99,7 @@ def acquire(
             lock.release()
             return None
         except FileNotFoundError:
-            pass  # unlinked under us: the lock is on nothing
+            pass  # unlinked meanwhile: the lock protects nothing
         except BaseException:
             lock.release()
             raise
@@ -107,10 +107,10 @@ def acquire(
 
 
 def held(folder: int, name: str) -> bool:
-    """Whether a process holds that lock (shared or not); False where there is no such file.
+    """Whether a process holds that lock (shared or not). False if there is no such file.
 
-    It is taken for a moment to find out. Who calls this holds the store's lock, and so does whoever takes an exclusive
-    lock without waiting: none of them sees the other's moment as a use.
+    The check takes the lock for a moment. The caller holds the store's lock, and so does every process that takes an
+    exclusive lock without waiting, so none of them mistakes the check for a use.
     """
     try:
         lock = acquire(folder, name, create=False)
@@ -140,7 +140,7 @@ def _descriptor(folder: int, name: str, flags: int) -> int:
     except OSError as problem:
         if problem.errno != errno.EROFS:
             raise
-        # A lock that is there can be taken on a read-only file system too.
+        # An existing lock file can be locked on a read-only file system too.
         try:
             return os.open(name, flags & ~(os.O_RDWR | os.O_CREAT) | os.O_RDONLY, dir_fd=folder)
         except FileNotFoundError:
@@ -162,6 +162,6 @@ def _close_in_child() -> None:
         try:
             os.close(fd)
         except OSError:
-            pass  # somebody closed every descriptor before us
+            pass  # already closed by other code
     _work.clear()
     _guard.release()

@@ -29,19 +29,21 @@ from legroom.words import say
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
 CHECKSUM = "crc32"
-_AS_IT_IS = re.compile(r"[A-Za-z0-9_~-][A-Za-z0-9_.~-]{0,179}")  # what quote() leaves alone
+_AS_IT_IS = re.compile(r"[A-Za-z0-9_~-][A-Za-z0-9_.~-]{0,179}")  # names that quote() does not change
 FILE_NAME = re.compile(r"[A-Za-z0-9_%~+=,-][A-Za-z0-9_.%~+=,-]{0,220}\.(?:npy|arrow)")
 
 
 class Damaged(ValueError):
-    """The manifest, or a file, is not what an entry of this format holds."""
+    """The manifest, or a file, is not valid for this format."""
 
 
 class OtherFormat(ValueError):
     """An entry of another format version."""
 
     def __init__(self, version: int) -> None:
-        super().__init__(say("format {version}, this is format {ours}", version=version, ours=FORMAT))
+        super().__init__(
+            say("entry format {version}; this version reads format {ours}", version=version, ours=FORMAT)
+        )
         self.version = version
 
 
@@ -85,7 +87,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What changes the arrays besides the bytes of the source."""
+    """What affects the arrays besides the bytes of the source."""
 
     keys: tuple[str, ...] | None = None
     order: tuple[int, ...] | None = None  # rows of several files, where not in the order of the digest
@@ -101,7 +103,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """An entry in words and numbers."""
+    """What an entry holds, where it came from, and which process built it."""
 
     key: str
     hash: str
@@ -110,7 +112,7 @@ class Manifest:
     paths: tuple[str, ...]  # of the source, absolute
     stamps: tuple[str, ...]  # of each of them, "" for a folder
     source_bytes: int
-    sample: str  # of a few pages of the source: another sample is another source
+    sample: str  # hash of a few pages of the source: a different sample is a different source
     kind: str  # the source's format
     arrays: tuple[Array, ...]
     tables: tuple[Table, ...]
@@ -139,7 +141,7 @@ def key_of(digest: str, algorithm: str, options: Options) -> str:
 
 
 def is_key(name: str) -> bool:
-    """Whether a name in a store can be an entry's."""
+    """Whether a name in a store can be an entry's key."""
     return (
         re.fullmatch(r"(?:[0-9a-f]{32}|[0-9a-f]{64})(?:-(?:blake3|xxh3))?(?:-[0-9a-f]{12})?", name)
         is not None
@@ -147,12 +149,12 @@ def is_key(name: str) -> bool:
 
 
 def stamp_of(stats: os.stat_result) -> str:
-    """A data file as it was sealed: whatever changes, swaps or replaces it afterwards changes this."""
+    """The stamp of a sealed data file. Any later change or replacement changes it."""
     return f"{stats.st_ino}-{stats.st_mtime_ns}-{stats.st_ctime_ns}"
 
 
 def file_name(name: str, suffix: str, taken: set[str]) -> str:
-    """A file name for an array or table: readable, safe on every file system, and not taken."""
+    """A file name for an array or table: readable, safe on every file system, and unique."""
     if _AS_IT_IS.fullmatch(name) and (plain := (name + suffix).lower()) not in taken:
         taken.add(plain)
         return name + suffix
@@ -178,7 +180,7 @@ _T = TypeVar("_T")
 
 
 def to_json(manifest: Manifest) -> bytes:
-    """The manifest as the file holds it."""
+    """The content of manifest.json."""
     value = {
         "format": FORMAT,
         "key": manifest.key,
@@ -248,7 +250,7 @@ def _table_to_json(table: Table) -> dict[str, Any]:
 
 
 def from_json(data: bytes, key: str) -> Manifest:
-    """Read a manifest; Damaged where anything is not as it must be, OtherFormat for another version."""
+    """Parse a manifest. Raises Damaged if anything is invalid, OtherFormat for another version."""
     opening, body = data[:_OPENING_LENGTH], data[_OPENING_LENGTH:]
     try:
         value = json.loads(data)
@@ -257,7 +259,7 @@ def from_json(data: bytes, key: str) -> Manifest:
             and value.get("format") == FORMAT
             and opening != OPENING % zlib.crc32(body)
         ):
-            raise Damaged(say("{name} is not what was written: its own crc32 differs", name=MANIFEST_NAME))
+            raise Damaged(say("{name} is damaged: its crc32 differs", name=MANIFEST_NAME))
     except Damaged:
         raise
     except (ValueError, RecursionError) as problem:
@@ -291,9 +293,9 @@ def from_json(data: bytes, key: str) -> Manifest:
         cgroups=_ints(built.get("cgroups", [])),
     )
     if top.get("checksum") != CHECKSUM:
-        raise Damaged(say("checksum is of an unknown kind"))
+        raise Damaged(say("unknown checksum algorithm"))
     if len(manifest.digest) != DIGITS.get(manifest.hash) or len(manifest.paths) != len(manifest.stamps):
-        raise Damaged(say("digest or source is not whole"))
+        raise Damaged(say("digest or source is incomplete"))
     if manifest.key != key or key_of(manifest.digest, manifest.hash, manifest.options) != key:
         raise Damaged(say("it belongs to another entry"))
     items: Sequence[Array | Table] = manifest.items
@@ -301,9 +303,9 @@ def from_json(data: bytes, key: str) -> Manifest:
         raise Damaged(say("two arrays share a name or a file"))
     taken: set[str] = set()
     if any(item.file != file_name(item.name, item.file[item.file.rindex(".") :], taken) for item in items):
-        raise Damaged(say("a file does not belong to its name"))
+        raise Damaged(say("a file name does not match its array or table"))
     if _int(top.get("bytes"), "bytes") != manifest.nbytes:
-        raise Damaged(say("bytes do not add up"))
+        raise Damaged(say("the total of bytes is wrong"))
     return manifest
 
 
@@ -326,7 +328,7 @@ def _array(value: Any) -> Array:
         text=_of(text, bool, "text"),
     )
     if len(array.shape) > 32 or _int(entry.get("bytes"), "bytes") != array.nbytes:  # and so at most 2^50
-        raise Damaged(say("bytes of an array are not those of its shape and dtype"))
+        raise Damaged(say("the size of an array does not match its shape and dtype"))
     return array
 
 
@@ -389,7 +391,7 @@ def _optional(value: Any, read: Any) -> Any:
 def _file(value: Any, suffix: str) -> str:
     name = _text(value, "file")
     if not FILE_NAME.fullmatch(name) or not name.endswith(suffix):
-        raise Damaged(say("a file name is none of ours"))
+        raise Damaged(say("invalid file name"))
     return name
 
 
@@ -408,7 +410,7 @@ Dtype = np.dtype[Any]
 
 @lru_cache(maxsize=4096)
 def npy_header(shape: tuple[int, ...], dtype: Dtype) -> bytes:
-    """The bytes before the data."""
+    """The .npy header: the bytes before the data."""
     descr = np.lib.format.dtype_to_descr(dtype)
     text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {tuple(map(int, shape))!r}, }}"
     try:
@@ -424,21 +426,21 @@ def npy_header(shape: tuple[int, ...], dtype: Dtype) -> bytes:
 
 
 def dtype_to_json(dtype: Dtype) -> Any:
-    """The dtype as JSON can hold it."""
+    """The dtype as a JSON value."""
     return np.lib.format.dtype_to_descr(dtype)
 
 
 @lru_cache(maxsize=1024)
 def can_be_stored(dtype: Dtype) -> bool:
-    """Whether a .npy header and a manifest say exactly this dtype."""
+    """Whether a .npy header and a manifest can express exactly this dtype."""
     try:
         return dtype_from_json(json.loads(json.dumps(dtype_to_json(dtype)))) == dtype
-    except ValueError:  # numpy has no word for fields that overlap or are out of order
+    except ValueError:  # numpy cannot express fields that overlap or are out of order
         return False
 
 
 def dtype_from_json(value: Any) -> Dtype:
-    """The dtype again; ValueError for anything that is not a plain dtype in native byte order."""
+    """The dtype of a JSON value. Raises ValueError if it is not a plain dtype in native byte order."""
     if isinstance(value, str):
         return _simple(value)
     return _checked(value, _record)
@@ -453,7 +455,7 @@ def _checked(value: Any, make: Callable[[Any], Dtype]) -> Dtype:
     try:
         dtype = make(value)
     except (TypeError, ValueError, SyntaxError, OverflowError, MemoryError) as problem:
-        raise ValueError(say("{value!r} is no dtype", value=value)) from problem
+        raise ValueError(say("{value!r} is not a dtype", value=value)) from problem
     if dtype.hasobject or not dtype.isnative:
         raise ValueError(say("{value!r} is not a native dtype without objects", value=value))
     return dtype
@@ -461,7 +463,7 @@ def _checked(value: Any, make: Callable[[Any], Dtype]) -> Dtype:
 
 def _plain(value: str) -> str:
     if len(value) > 64 or not _SIMPLE.fullmatch(value):
-        raise ValueError(say("{value!r} is no dtype", value=value))
+        raise ValueError(say("{value!r} is not a dtype", value=value))
     return value
 
 
@@ -471,14 +473,14 @@ def _record(value: Any, depth: int = 0) -> Dtype:
     Padding, which aligned C structures have, is a field of bytes without a name: numpy would give it one.
     """
     if not isinstance(value, list) or not value or depth > 8:
-        raise ValueError(say("no list of fields"))
+        raise ValueError(say("not a list of fields"))
     names: list[str] = []
     formats: list[Dtype] = []
     offsets: list[int] = []
     offset = 0
     for entry in value:
         if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3) or not isinstance(entry[0], str):
-            raise ValueError(say("no field"))
+            raise ValueError(say("not a field"))
         name, kind, *rest = entry
         base = np.dtype(_plain(kind)) if isinstance(kind, str) else _record(kind, depth + 1)
         dtype = np.dtype((base, _shape(rest[0]))) if rest else base
@@ -492,5 +494,5 @@ def _record(value: Any, depth: int = 0) -> Dtype:
 
 def _shape(value: Any) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)) or not all(type(n) is int and n >= 0 for n in value):
-        raise ValueError(say("no shape of a field"))
+        raise ValueError(say("not the shape of a field"))
     return tuple(value)

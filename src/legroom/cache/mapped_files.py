@@ -34,14 +34,14 @@ from legroom.system.cpus import usable_cpus
 from legroom.system.imports import import_lock
 from legroom.system.libc import MAP_FAILED, last_error, libc
 
-HUGE_PAGE = 2 << 20  # a large page of x86 and of arm64: what its address in a map must be a multiple of
+HUGE_PAGE = 2 << 20  # bytes of a huge page on x86 and arm64, and the alignment of its address
 _NORESERVE = {"linux": 0x4000}.get(sys.platform, 0)
 _NO_ACCESS = 0  # PROT_NONE
 
 
 @cache
 def maps_writable() -> bool:
-    """Whether private writable maps cost nothing here."""
+    """Whether private writable mappings are free of charge on this kernel."""
     try:
         return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2"
     except OSError:
@@ -49,7 +49,7 @@ def maps_writable() -> bool:
 
 
 class _Pages:
-    """Mapped addresses, unmapped when nobody has this any more."""
+    """Mapped addresses, unmapped when this object is freed."""
 
     __slots__ = ("_unmap", "address", "keep", "length")
 
@@ -58,17 +58,17 @@ class _Pages:
         self._unmap = libc().munmap
 
     def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
-        # At exit other threads may still read; the kernel unmaps soon enough.
+        # At exit other threads may still read. The kernel unmaps it.
         if not at_exit():
             self._unmap(self.address, self.length)
 
 
 class MappedFile:
-    """One mapped file; ``keep`` is held for as long as the map is.
+    """One mapped file. ``keep`` is kept alive as long as the mapping.
 
-    It has no finalizer of its own, on purpose. A weak reference to an object with one can still be followed while
-    the finalizer runs, and a background thread would read pages that are being unmapped; without one, a weak
-    reference gives either nothing or a map that stays.
+    It has no finalizer of its own, on purpose. A weak reference to an object with one can still be followed while the
+    finalizer runs, and a background thread would read pages that are being unmapped. Without one, a weak reference
+    gives either nothing or a mapping that stays.
     """
 
     __slots__ = ("__weakref__", "_pages", "writable")
@@ -84,30 +84,30 @@ class MappedFile:
 
     @property
     def address(self) -> int:
-        """Where it lies."""
+        """Its first address."""
         return self._pages.address
 
     @property
     def length(self) -> int:
-        """Its bytes."""
+        """Its length in bytes."""
         return self._pages.length
 
     @property
     def keep(self) -> object:
-        """What is held along with it."""
+        """The object that is kept alive with it."""
         return self._pages.keep
 
     def buffer(self) -> Any:
-        """The bytes, as an object that keeps this map alive."""
+        """The bytes, as an object that keeps this mapping alive."""
         buffer: Any = (ctypes.c_char * self.length).from_address(self.address)
         buffer.map = self
         return buffer
 
 
 def _aligned_address(length: int, offset: int) -> int | None:
-    """A free address where the file's large pages can be mapped as such; left to itself the kernel takes any.
+    """A free address at which the file's huge pages can be mapped as such. The kernel alone would choose any.
 
-    Another thread may map something there first: then the kernel takes any after all.
+    Another thread may map something there first. Then the kernel chooses.
     """
     if length < HUGE_PAGE or sys.platform != "linux":
         return None
@@ -123,13 +123,13 @@ def _aligned_address(length: int, offset: int) -> int | None:
 _POPULATE_READ = 22
 _STEP = 64 << 20
 _PAGE = 4096
-_AROUND = 65536  # what a fault brings along, unless somebody has changed fault_around_bytes
-_MOST_THREADS = 4  # one is left for whoever reads the data meanwhile
-_HEAD_START = 0.0005  # the caller has its arrays, and perhaps a first row, before pages are filled
+_AROUND = 65536  # the kernel's default fault_around_bytes
+_MOST_THREADS = 4  # one CPU is left for the training run
+_HEAD_START = 0.0005  # the caller gets its arrays before prefaulting starts
 
 
 class Prefault:
-    """A running pre-fault; it ends early when the maps go away."""
+    """A running prefault. It ends early when the mappings are freed."""
 
     def __init__(self, maps: Sequence[MappedFile], *, in_memory: bool) -> None:
         self._maps = [weakref.ref(item) for item in maps]
@@ -146,16 +146,18 @@ class Prefault:
         self._spawn(self._first)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until every page is there; False where that took longer than ``timeout``."""
-        if self._pid != os.getpid():  # a forked child has the maps and not the threads
+        """Wait until every page is mapped. False after ``timeout`` seconds."""
+        if self._pid != os.getpid():  # a forked child has the mappings but not the threads
             self._start()
         return self._done.wait(timeout)
 
     def _spawn(self, work: Callable[[], None]) -> None:
-        # Not threading.Thread: its start() waits until the new thread has had the interpreter's lock.
+        # Not threading.Thread: its start() waits until the new thread has held the interpreter's lock.
         try:
             _thread.start_new_thread(work, ())
-        except RuntimeError:  # the interpreter is ending, or no thread is to be had: pages come when used
+        except (
+            RuntimeError
+        ):  # the interpreter is exiting, or no thread can be started: pages are mapped on use
             self._end()
 
     def _first(self) -> None:
@@ -187,7 +189,7 @@ class Prefault:
                     else:
                         _populate(item, offset, length)
                     self.filled += length
-                    del item  # the map may go between two steps
+                    del item  # the mapping may be freed between two steps
         finally:
             self._end()
 
@@ -207,11 +209,11 @@ def _populate(item: MappedFile, offset: int, length: int) -> None:
         libc().madvise(item.address + offset, length, _POPULATE_READ) != 0
         and ctypes.get_errno() == errno.EINVAL
     ):
-        _touch(item, offset, length, _PAGE)  # any other error: pages will come when they are used
+        _touch(item, offset, length, _PAGE)  # on any other error pages are mapped on use
 
 
 def _fits(size: int) -> bool:
-    """Whether a disk entry is small enough that filling it evicts nothing that is needed."""
+    """Whether a disk entry is small enough to prefault without evicting pages that are in use."""
     with import_lock:
         from legroom.cache.capacity import memory_bounds
 
@@ -219,8 +221,8 @@ def _fits(size: int) -> bool:
 
 
 def _touch(item: MappedFile, offset: int, length: int, step: int) -> None:
-    """Read a byte of every ``step``; numpy lets other threads run meanwhile."""
+    """Read one byte of every ``step``. numpy releases the interpreter's lock meanwhile."""
     import numpy as np
 
     bytes_there = np.frombuffer(item.buffer(), np.uint8, length, offset)[::step]
-    int(bytes_there.max(initial=0))  # read, and nothing made of it
+    int(bytes_there.max(initial=0))  # only to read the pages

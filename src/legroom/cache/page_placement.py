@@ -25,19 +25,19 @@ from legroom.probe.host import Host
 from legroom.system.libc import libc
 
 _COLLAPSE = 25
-_PIECE = 2 * HUGE_PAGE  # taken between two looks at the clock
+_PIECE = 2 * HUGE_PAGE  # allocated between two time measurements
 _DEAR = 0.8e-9  # seconds per byte: twice what small pages take
 _SETTINGS = "/sys/kernel/mm/transparent_hugepage/"
 
 
 class HugePages:
-    """The large pages of one build, for as long as they are worth it."""
+    """The huge pages of one build, used as long as they are fast enough."""
 
     def __init__(self) -> None:
         self._worth_it = hugepages_enabled(os.environ) and hugepages_supported()
 
     def take(self, fd: int, offset: int, length: int) -> bool:
-        """Take a range of a file in memory, save a tail that no large page fits; False where small ones must do."""
+        """Allocate a range of a file in memory as huge pages, except for the tail. False if small pages are needed."""
         end = offset + length - length % HUGE_PAGE
         if offset % HUGE_PAGE or end == offset:
             return False
@@ -48,10 +48,10 @@ class HugePages:
             return False
         worked, begun = time.thread_time(), time.monotonic()
         for place in range(offset, offset + length, HUGE_PAGE):
-            # The one page that there must be. It also says on which node the large one will lie.
+            # MADV_COLLAPSE needs one page in the range. It also decides the NUMA node of the huge page.
             os.pwrite(fd, b"\0", place)
         made = _collapse(fd, offset, length)
-        # Others who run on this core do not count; waiting for memory to be moved does in the end.
+        # CPU time excludes other processes on this core. Wall time includes waiting for memory to be moved.
         cost = max(time.thread_time() - worked, (time.monotonic() - begun) / 8)
         self._worth_it = made and cost <= _DEAR * length
         return made
@@ -66,12 +66,12 @@ def _collapse(fd: int, offset: int, length: int) -> bool:
 
 
 def hugepages_enabled(env: Mapping[str, str]) -> bool:
-    """Whether ``LEGROOM_LARGE_PAGES`` lets large pages be used: unless it says 0."""
+    """Whether ``LEGROOM_LARGE_PAGES`` allows huge pages: yes, unless it is 0."""
     return env.get("LEGROOM_LARGE_PAGES", "").strip().lower() not in ("0", "no", "false", "off")
 
 
 def hugepages_supported(host: Host | None = None) -> bool:
-    """Whether this kernel has large pages of the expected size, and nobody has switched them off."""
+    """Whether this kernel has 2 MB pages and they are not turned off."""
     host = host or Host()
     size = (host.text(_SETTINGS + "hpage_pmd_size") or "").strip()
     return size == str(HUGE_PAGE) and "[never]" not in (host.text(_SETTINGS + "enabled") or "")
@@ -79,16 +79,16 @@ def hugepages_supported(host: Host | None = None) -> bool:
 
 _CALLS = {"x86_64": (239, 238), "aarch64": (236, 237)}  # get_mempolicy, set_mempolicy
 _INTERLEAVE = 3
-_BITS = 1024  # nodes a mask has room for: as many as the kernel can be built for
+_BITS = 1024  # bits in a node mask: the kernel's maximum
 
 
 def numa_nodes(host: Host | None = None) -> list[int]:
-    """The nodes that have memory; empty where that is not known."""
+    """The NUMA nodes that have memory. Empty if unknown."""
     return parse_node_list((host or Host()).text("/sys/devices/system/node/has_memory") or "")
 
 
 def parse_node_list(text: str) -> list[int]:
-    """A list as the kernel writes it: ``0-1,4``."""
+    """Parse the kernel's list format: ``0-1,4``."""
     found: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -100,7 +100,7 @@ def parse_node_list(text: str) -> list[int]:
 
 @contextmanager
 def interleaved(chosen: list[int] | None = None) -> Iterator[bool]:
-    """Spread this thread's new pages over the nodes; yields whether that is so. One node is left as it is."""
+    """Interleave this thread's new pages over the nodes. Yields whether it does. A single node is left as it is."""
     chosen = numa_nodes() if chosen is None else chosen
     calls = _CALLS.get(platform.machine())
     if len(chosen) < 2 or calls is None:

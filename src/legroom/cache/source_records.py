@@ -28,7 +28,7 @@ from legroom.cache.manifest import is_key
 from legroom.cache.store import Store, is_resource_shortage, store_lock
 from legroom.formats.protocol import Lookup
 
-RECORD_FORMAT = 2  # a record of another format counts as none: the source is hashed again
+RECORD_FORMAT = 2  # a record of another format is ignored: the source is hashed again
 QUIET_NS = 2_000_000_000
 TEMPORARY = ".tmp-"
 SAMPLES = "samples"
@@ -41,28 +41,28 @@ _OPENING_LENGTH = len(_OPENING % 0)
 
 @dataclass(frozen=True, slots=True)
 class SourceRecord:
-    """Digests of one source, by algorithm, and when they were taken."""
+    """Digests of one source, by algorithm, and when they were computed."""
 
     digests: Mapping[str, str]
     hashed_ns: int  # when hashing began
-    changed_ns: int  # the youngest change of any file then
+    changed_ns: int  # the latest change of any file at that time
     paths: tuple[str, ...]
-    referenced: tuple[tuple[str, str], ...] = ()  # (path, stamp) of files that were not named
-    lookups: tuple[Lookup, ...] = ()  # how those were found
+    referenced: tuple[tuple[str, str], ...] = ()  # (path, stamp) of referenced files
+    lookups: tuple[Lookup, ...] = ()  # how the referenced files were found
 
     def is_trusted(self, asked_ns: int) -> bool:
-        """Whether somebody who asked then may use it."""
+        """Whether a request made at ``asked_ns`` may use it."""
         return self.hashed_ns - self.changed_ns >= QUIET_NS or self.hashed_ns >= asked_ns
 
 
 def read_record(store: Store, source: Source) -> SourceRecord | None:
-    """The record of that source; None where there is none, or it does not hold any more."""
+    """The record of that source. None if there is none, or it is no longer valid."""
     try:
         record = read_record_named(store, source.name)
     except OSError as problem:
         if is_resource_shortage(problem):
             raise
-        return None  # hashing says what it would have said
+        return None  # hashing will report the same problem
     if record is None:
         return None
     for path, stamp in record.referenced:
@@ -71,7 +71,7 @@ def read_record(store: Store, source: Source) -> SourceRecord | None:
                 return None
         except (OSError, ValueError):
             return None
-    # The named files may have other names now, and are searched from there.
+    # The source may have been renamed: lookups start from its current path.
     holders = dict(zip(map(Path, record.paths), source.paths, strict=False))
     for lookup in record.lookups:
         if not same_lookup(replace(lookup, holder=holders.get(lookup.holder, lookup.holder))):
@@ -80,9 +80,9 @@ def read_record(store: Store, source: Source) -> SourceRecord | None:
 
 
 def read_record_named(store: Store, name: str) -> SourceRecord | None:
-    """The record of that name, its files not looked at; None for anything that is not one.
+    """The record of that name, without checking its files. None for anything that is not a record.
 
-    Raises OSError where it is not known: it could not be read.
+    Raises OSError if it could not be read.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -105,7 +105,7 @@ def read_record_named(store: Store, name: str) -> SourceRecord | None:
 
 
 def all_records(store: Store) -> Iterator[SourceRecord]:
-    """Every record of a store that can be read."""
+    """Every readable record of a store."""
     for name in os.listdir(store.sources):
         try:
             record = read_record_named(store, name)
@@ -139,7 +139,7 @@ def _is_digest(name: str, text: Any) -> bool:
 def write_record(store: Store, source: Source, digests: Mapping[str, str], hashed_ns: int) -> None:
     """Replace the source's record by rename.
 
-    Under the store's lock, so that a temporary file seen under it is one that a kill has left.
+    Under the store's lock, so a temporary file that is seen under it was left by a killed process.
     """
     value = {
         "format": RECORD_FORMAT,
@@ -179,14 +179,14 @@ def _lookup(one: Lookup) -> list[str | None]:
     return [one.kind, one.name, os.fspath(one.holder), None if one.found is None else os.fspath(one.found)]
 
 
-# Which entry was built from so many bytes with that sample: a symbolic link each, so that a cold open learns by its
-# name, however many entries there are, whether hashing the source first may save the load. It is a hint: where it is
-# missing the source is loaded and its entry found when it is to be published; where it is wrong a hash is wasted.
-# A link is made in one step and takes no page of a file system that has none left.
+# Samples: one symbolic link per (hash, size, sample), which points to the entry. By its name a cold open finds out
+# whether hashing first may save the load, however many entries there are. It is a hint. If it is missing, the source
+# is loaded and its entry is found at publishing. If it is wrong, one hash is wasted. A link is created in one step and
+# needs no page on a full file system.
 
 
 def note_sample(store: Store, algorithm: str, size: int, sample: str, key: str) -> None:
-    """Remember the entry of a source."""
+    """Remember the entry that a source with this sample has."""
     name = _sample_name(algorithm, size, sample)
     try:
         os.mkdir(SAMPLES, 0o700, dir_fd=store.fd)
@@ -200,12 +200,12 @@ def note_sample(store: Store, algorithm: str, size: int, sample: str, key: str) 
 
 
 def may_hold(store: Store, algorithm: str, size: int, sample: str) -> bool:
-    """Whether an entry is there that was built from so many bytes with that sample."""
+    """Whether an entry exists that was built from a source of this size with this sample."""
     return _sampled(store, _sample_name(algorithm, size, sample))
 
 
 def clear_samples(store: Store) -> None:
-    """Remove what is remembered of entries that are gone."""
+    """Delete the samples of entries that are gone."""
     try:
         names = os.listdir(store.root / SAMPLES)
     except OSError:

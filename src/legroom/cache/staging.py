@@ -23,20 +23,20 @@ from legroom.errors import NoRoom
 from legroom.formats.decoding_memory import Allowed
 
 _CREDIT = 16 << 20
-FULL = (errno.ENOSPC, errno.EDQUOT)  # no room, or no inode
+FULL = (errno.ENOSPC, errno.EDQUOT)  # no space, or no inode
 
 
 class StagingDirectory:
-    """One build under way."""
+    """The private directory of one running build."""
 
     def __init__(self, store: Store, need: capacity.Need | int, *, evict: bool) -> None:
-        """Reserve ``need`` in the store; NoRoom where it does not fit."""
+        """Reserve ``need`` in the store. Raises NoRoom if it does not fit."""
         self.store, self.need = store, need if isinstance(need, capacity.Need) else capacity.Need(need)
         self.ident = secrets.token_hex(8)
         self.name = BUILDING + self.ident
         self.folder = store.root / WORK / self.name
-        self._counting = threading.Lock()  # threads that write ask too
-        self._credit = 0  # bytes that may be taken before memory is looked at again
+        self._counting = threading.Lock()  # writing threads check it too
+        self._credit = 0  # bytes that may be allocated before the limits are read again
         self._large = HugePages()
         self.lock_file = self.name + LOCK
         self.fd = -1
@@ -52,7 +52,7 @@ class StagingDirectory:
         with store_lock(store):
             eviction.delete_leftovers(store, eviction.leftovers(store))
             lock = locks.acquire(store.work, self.lock_file)
-            assert lock is not None  # nobody else knows the name
+            assert lock is not None  # the name is random and new
             self._lock: Lock = lock
             try:
                 step("reserve")
@@ -64,7 +64,7 @@ class StagingDirectory:
                 try:
                     self._clear()
                 except OSError:
-                    pass  # as in close
+                    pass  # as in close()
                 finally:
                     self._release()
                 raise
@@ -79,22 +79,22 @@ class StagingDirectory:
         capacity.write_reservation(self._lock.fd, self.need.nbytes, 0, 0)
 
     def report_progress(self, done: int, total: int) -> None:
-        """Tell those who wait how far it is."""
+        """Write the progress for the processes that wait."""
         capacity.write_reservation(self._lock.fd, self.need.nbytes, done, total)
 
     def create(self, name: str) -> int:
-        """A new file in the private directory; the descriptor is the caller's."""
+        """Create a file in the private directory. The caller closes the descriptor."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(name, flags, 0o600, dir_fd=self.fd)
 
     def allocate(
         self, fd: int, header: bytes, size: int, *, later: bool = False
     ) -> Iterator[tuple[int, bool]]:
-        """Take the blocks of a file in steps and write its header: up to which byte, and whether they are there.
+        """Allocate a file in steps and write its header. Yields (end, whether blocks are allocated).
 
-        With ``later``, for files in memory that are written and not mapped, small pages are left to the writing: a
-        write takes them or is refused, and taking them beforehand would only clear them once more. Whoever writes
-        asks ``again`` then.
+        With ``later``, for files in memory that are written and not mapped, small pages are left to the write. It
+        allocates them or fails, and allocating them first would only clear them twice. The writer then calls
+        ``check_capacity`` itself.
         """
         try:
             os.ftruncate(fd, size)
@@ -112,7 +112,7 @@ class StagingDirectory:
             raise
 
     def check_capacity(self, count: int) -> None:
-        """Look once more before ``count`` bytes are taken; raises NoRoom where they have become too many."""
+        """Check the limits again before ``count`` bytes are allocated. Raises NoRoom if they no longer fit."""
         with self._counting:
             if count <= self._credit:
                 self._credit -= count
@@ -120,16 +120,16 @@ class StagingDirectory:
             bound = capacity.tightest(capacity.bounds_now(self.store))
             if count > bound.free:
                 raise capacity.no_room_error(self.store, self.need, count - bound.free, bound)
-            # Thousands of small arrays need not each ask the cgroup: one look is good for some megabytes.
+            # One reading of the cgroup is good for some megabytes: thousands of small arrays need not read it each.
             self._credit = min(_CREDIT, (bound.free - count) // 8)
 
     def decoding_allowance(self) -> Allowed:
-        """What decoding may take of memory now, beside what is still to be written to a store in memory."""
+        """What decoding may allocate now, in addition to the data still to be written to a store in memory."""
         taken = directory_bytes(self.store.work, self.name)
         return capacity.decoding_allowance(max(0, self.need.nbytes - taken) if in_memory(self.store) else 0)
 
     def write(self, name: str, data: bytes) -> None:
-        """A small file, whole; one of that name is replaced."""
+        """Write a small file. Replaces one of that name."""
         try:
             os.unlink(name, dir_fd=self.fd)
         except FileNotFoundError:
@@ -142,7 +142,7 @@ class StagingDirectory:
             os.close(fd)
 
     def write_sealed(self, name: str, data: memoryview) -> os.stat_result:
-        """A small file, whole, read-only and, on a disk, durable; what it looks like from now on."""
+        """Write a small file, read-only and, on a disk, durable. Returns its stat."""
         fd = self.create(name)
         try:
             write_all(fd, data, 0)
@@ -157,7 +157,7 @@ class StagingDirectory:
         return os.fstat(fd)
 
     def seal(self, name: str) -> os.stat_result:
-        """Make a file read-only and, on a disk, durable; what it looks like from now on."""
+        """Make a file read-only and, on a disk, durable. Returns its stat."""
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
         try:
             return self._seal(fd)
@@ -168,9 +168,9 @@ class StagingDirectory:
             os.close(fd)
 
     def raise_if_full(self, problem: BaseException) -> None:
-        """Raise NoRoom where a write failed for lack of room; else do nothing."""
+        """Raise NoRoom if a write failed because the store is full. Otherwise do nothing."""
         if isinstance(problem, OSError) and problem.errno in FULL:
-            # Whoever took the room may have given it back by now: then one byte is said to be missing.
+            # The space may be free again by now: then report one byte as missing.
             missing = capacity.shortfalls(self.store, self.need, 0) or [
                 (1, capacity.tightest(capacity.bounds(self.store)))
             ]
@@ -179,7 +179,7 @@ class StagingDirectory:
             ) from problem
 
     def publish(self, key: str) -> bool:
-        """Give the directory its visible name, in one step; False where an entry of that name is there."""
+        """Give the directory its visible name, in one step. False if an entry of that name exists."""
         if self.store.backing == "disk":
             os.fsync(self.fd)
         step("publish")
@@ -196,21 +196,19 @@ class StagingDirectory:
         return True
 
     def close(self) -> None:
-        """Remove whatever has not been published, and the lock; a second time does nothing."""
-        if (
-            self._lock.fd < 0 or self._lock.pid != os.getpid()
-        ):  # a forked child's way out is not the builder's
+        """Remove everything that is not published, and the lock. Calling it again does nothing."""
+        if self._lock.fd < 0 or self._lock.pid != os.getpid():  # a forked child is not the builder
             return
         try:
             with store_lock(self.store):
                 self._clear()
         except OSError:
-            pass  # what is left has no lock that is held: the next sweep clears it
+            pass  # the lock is released, so the next build or gc deletes what is left
         finally:
             self._release()
 
     def _release(self) -> None:
-        """Close what is open; what it stood for is then a dead builder's."""
+        """Close all descriptors. Anything left is then a dead builder's."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

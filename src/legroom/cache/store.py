@@ -29,7 +29,7 @@ from legroom.words import joined, say
 
 Backing = Literal["shm", "disk"]
 LOCKS, SOURCES = "locks", "sources"
-WORK = "work"  # of builders and of removals in progress: a build lists this folder and no other
+WORK = "work"  # builds and removals in progress: a build lists only this folder
 STORE_LOCK = "store.lock"
 TRASH, BUILDING, LOCK = "trash-", "building-", ".lock"  # names in work/
 _FOLDER = (
@@ -41,7 +41,7 @@ _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class UnusableStore(Exception):
-    """A candidate that cannot be a store, with the reason in words."""
+    """A candidate that cannot be a store, with the reason for the user."""
 
     def __init__(self, reason: str, code: str = "store-unusable") -> None:
         super().__init__(reason)
@@ -50,11 +50,11 @@ class UnusableStore(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StoreCandidate:
-    """A directory below which there may be a store."""
+    """A directory that may contain a store."""
 
     parent: Path
     backing: Backing
-    named: bool  # asked for by name: a network file system is then the user's choice
+    named: bool  # set by the user, who may choose a network file system
     may_create: bool = False
 
     @property
@@ -75,12 +75,12 @@ class Store:
 
     @property
     def directory(self) -> tuple[int, int]:
-        """Which directory it is, whatever path led to it: two stores with the same one share their lock files."""
+        """Device and inode: two stores with the same directory share their lock files."""
         stats = os.fstat(self.fd)
         return stats.st_dev, stats.st_ino
 
     def close(self) -> None:
-        """Close its descriptors; a second time does nothing."""
+        """Close its descriptors. Calling it again does nothing."""
         for name in ("fd", "locks", "sources", "work"):
             number = getattr(self, name)
             setattr(self, name, -1)
@@ -96,7 +96,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """The usable stores, shared memory first, and what was passed over."""
+    """The usable stores, shared memory first, and why others are not used."""
 
     found: tuple[Store, ...]
     findings: tuple[Finding, ...] = field(default=())
@@ -106,31 +106,31 @@ class Stores:
 
     @property
     def distinct(self) -> tuple[Store, ...]:
-        """Each directory once: LEGROOM_DIR may be where the store in memory is."""
+        """Each directory once: LEGROOM_DIR may name the store in memory."""
         return tuple({store.directory: store for store in reversed(self.found)}.values())[::-1]
 
     def without(self, store: Store, finding: Finding) -> Stores:
-        """The others, and why this one is passed over."""
+        """The other stores, and why this one is not used."""
         others = tuple(other for other in self.found if other is not store)
         return Stores(others, (*self.findings, finding))
 
     @property
     def election_store(self) -> Store:
-        """Where builders are elected, whichever store the data will go to: the same for every process."""
+        """Where builders are elected, whichever store gets the data: the same for every process."""
         if not self.found:
             raise NoStore(
-                say("there is no place for the shared cache"),
+                say("no directory is usable for the shared cache"),
                 why=joined(finding.why for finding in self.findings) or say("this system has no file locks"),
                 fix=(
                     "LEGROOM_DIR=/some/local/directory",
-                    say("LEGROOM_DISABLE=1 reads the data into this process alone"),
+                    say("set LEGROOM_DISABLE=1 to read the data into this process only"),
                 ),
             )
         return self.found[0]
 
 
 def candidates(env: Mapping[str, str]) -> Iterator[StoreCandidate]:
-    """Every directory that could hold a store, best first."""
+    """Every directory that could contain a store, best first."""
     memory = env.get("LEGROOM_SHM")
     yield StoreCandidate(Path(memory or "/dev/shm").absolute(), "shm", bool(memory))
     with import_lock:
@@ -142,9 +142,9 @@ def candidates(env: Mapping[str, str]) -> Iterator[StoreCandidate]:
 
 
 def existing_stores(env: Mapping[str, str] | None = None) -> Iterator[Store]:
-    """The stores that are there, opened one after the other and closed when the next is asked for.
+    """The existing stores, each closed when the next is requested.
 
-    An attach that finds its entry in the first never looks at the second.
+    An attach that finds its entry in the first never opens the second.
     """
     seen: set[Backing] = set()
     for candidate in candidates(os.environ if env is None else env):
@@ -165,7 +165,7 @@ def existing_stores(env: Mapping[str, str] | None = None) -> Iterator[Store]:
 
 @contextmanager
 def open_stores(env: Mapping[str, str] | None = None, *, make: bool = False) -> Iterator[Stores]:
-    """Open the stores together; with ``make`` those that are not there are made."""
+    """Open all stores together. With ``make``, create the missing ones."""
     opened: list[Store] = []
     findings: list[Finding] = []
     try:
@@ -174,7 +174,7 @@ def open_stores(env: Mapping[str, str] | None = None, *, make: bool = False) -> 
                 _open_one(candidate, make, opened, findings)
         yield Stores(tuple(opened), tuple(findings))
     except OSError as problem:
-        # A store that vanished is the builder's to make anew.
+        # The builder creates a vanished store again.
         if isinstance(problem, LegroomError) or (make and isinstance(problem, FileNotFoundError)):
             raise
         raise store_error(problem) from problem
@@ -187,7 +187,7 @@ def _open_one(candidate: StoreCandidate, make: bool, opened: list[Store], findin
     try:
         opened.append(open_store(candidate, make=make))
     except FileNotFoundError:
-        if make:  # else it is not there yet, and nobody asked for it
+        if make:  # else it does not exist yet, which is normal
             why = say("{path} does not exist", path=candidate.parent)
             findings.append(_passed_over(candidate, UnusableStore(why)))
     except UnusableStore as unfit:
@@ -196,41 +196,41 @@ def _open_one(candidate: StoreCandidate, make: bool, opened: list[Store], findin
         if is_resource_shortage(problem):
             raise
         why = say("{path}: {problem}", path=candidate.root, problem=problem.strerror or problem)
-        # Where a store is there, what it holds is not known: nobody may take that for an empty one.
+        # The store exists but its content is unknown: it must not be taken for empty.
         findings.append(_passed_over(candidate, UnusableStore(why), there=not make))
 
 
 def is_resource_shortage(problem: OSError) -> bool:
-    """Whether a call failed for want of descriptors or memory, which says nothing about the file it was for."""
+    """Whether a call failed for lack of descriptors or memory, which proves nothing about its file."""
     return problem.errno in _SHORT
 
 
 def store_error(
     problem: OSError, kind: type[StoreError] = StoreError, path: Path | None = None
 ) -> StoreError:
-    """A system call on a store that failed, in words."""
+    """The error for a failed system call on a store."""
     reason = problem.strerror or str(problem)
-    fix = say("see which stores there are:\nlegroom cache list")
+    fix = say("list the stores:\nlegroom cache list")
     if path is not None:
         fix = say("check the entry and its file system:\nls -lR {path}", path=path)
     if problem.errno == errno.EMFILE:
-        fix = say("close what is not needed, or raise the limit of open files:\nulimit -n 65536")
+        fix = say("close unused files, or raise the limit of open files:\nulimit -n 65536")
     elif problem.errno == errno.ENFILE:
-        fix = say("raise the limit of open files of the machine:\nsysctl fs.file-max")
+        fix = say("raise the system-wide limit of open files:\nsysctl fs.file-max")
     elif problem.errno == errno.ENOMEM:
-        fix = say("free memory, or raise the limit of maps:\nsysctl vm.max_map_count")
+        fix = say("free memory, or raise the limit of memory mappings:\nsysctl vm.max_map_count")
     elif problem.errno == errno.EFBIG:
-        fix = say("raise the limit of file sizes:\nulimit -f unlimited")
+        fix = say("raise the file size limit:\nulimit -f unlimited")
     where = path or problem.filename
     return kind(
         say("{path} cannot be read", path=path) if path else say("the cache cannot be read or written"),
         why=say("{where}: {reason}", where=where, reason=reason) if where and not path else reason,
-        fix=(fix, say("LEGROOM_DISABLE=1 does without the cache")),
+        fix=(fix, say("set LEGROOM_DISABLE=1 to read without the cache")),
     )
 
 
 def open_store(candidate: StoreCandidate, *, make: bool) -> Store:
-    """Open one store and check it on its descriptors; Unfit where it cannot be trusted."""
+    """Open one store and check it on its descriptors. Raises UnusableStore if it cannot be trusted."""
     root = candidate.root
     if make:
         if candidate.may_create:
@@ -240,14 +240,14 @@ def open_store(candidate: StoreCandidate, *, make: bool) -> Store:
         _make(root)
     opened = [_folder(root, None)]
     try:
-        if not make:  # it was right when the store was made, and may have changed since
+        if not make:  # checked at creation, but it may have changed since
             _check_parent(candidate.parent)
             _check_local(candidate)
         for name in (LOCKS, SOURCES, WORK):
             try:
                 opened.append(_folder(name, opened[0]))
             except FileNotFoundError:
-                if not make and name != WORK:  # a store that an earlier version made has none
+                if not make and name != WORK:  # stores of earlier versions have none
                     raise
                 _make(name, opened[0])
                 opened.append(_folder(name, opened[0]))
@@ -261,14 +261,14 @@ def open_store(candidate: StoreCandidate, *, make: bool) -> Store:
 
 
 def _check_writable(root: Path, opened: Sequence[int]) -> None:
-    """A store on a read-only file system, or with an immutable directory, can be read and not built in."""
+    """Raise UnusableStore on a read-only file system or an immutable directory: no build is possible there."""
     for folder in opened:
         if not os.access(f"/proc/self/fd/{folder}", os.W_OK | os.X_OK) and os.path.isdir("/proc/self/fd"):
             raise UnusableStore(say("{path} cannot be written to: read-only or immutable", path=root))
 
 
 def _make_all(folder: Path) -> None:
-    """Make a directory and those above it, none of them for others whatever the umask is."""
+    """Create a directory and its parents, all private to this user whatever the umask is."""
     try:
         _make(folder)
     except FileNotFoundError:
@@ -308,7 +308,7 @@ def _folder(path: Path | str, folder: int | None) -> int:
 
 
 def _distrust(path: Path | str, fd: int) -> UnusableStore | None:
-    """Why an open directory cannot be trusted; None where it can."""
+    """Why an open directory cannot be trusted, None if it can."""
     stats = os.fstat(fd)
     mode = stat.S_IMODE(stats.st_mode)
     if stats.st_uid != os.geteuid():
@@ -317,11 +317,11 @@ def _distrust(path: Path | str, fd: int) -> UnusableStore | None:
         )
         return UnusableStore(why, "store-squatted")
     if mode & 0o022:
-        why = say("{path} may be written by others (mode {mode})", path=path, mode=oct(mode)[2:])
+        why = say("{path} is writable by other users (mode {mode})", path=path, mode=oct(mode)[2:])
         return UnusableStore(why, "store-writable-by-others")
     if stats.st_uid == _overflow_uid() and not _proven(fd, mode):
         why = say(
-            "{path} belongs to uid {owner}, which here stands for every user that this user namespace does not map",
+            "{path} belongs to uid {owner}, which this user namespace shows for every unmapped user",
             path=path, owner=stats.st_uid,
         )  # fmt: skip
         return UnusableStore(why, "store-squatted")
@@ -338,10 +338,10 @@ def _overflow_uid() -> int:
 
 
 def _proven(fd: int, mode: int) -> bool:
-    """Whether a directory of the overflow uid is this user's own, where this user is shown as that uid too.
+    """Whether a directory of the overflow uid belongs to this user, who has that uid too.
 
-    Where the namespace does not map it the number proves nothing. Where it does, it still stands for others as well;
-    but only the owner may set the mode.
+    If the namespace does not map that uid, the number proves nothing. If it does, the number still stands for others as
+    well, but only the owner can set the mode.
     """
     if not _mapped(_overflow_uid()):
         return False
@@ -353,7 +353,7 @@ def _proven(fd: int, mode: int) -> bool:
 
 
 def _mapped(uid: int) -> bool:
-    """Whether this process's user namespace has a user of that number."""
+    """Whether this process's user namespace maps that uid."""
     try:
         lines = Path("/proc/self/uid_map").read_text().splitlines()
         spans = [(int(first), int(count)) for first, _, count in map(str.split, lines)]
@@ -363,12 +363,14 @@ def _mapped(uid: int) -> bool:
 
 
 def _check_parent(parent: Path) -> None:
-    """Others who may rename what lies in the parent could swap the store: only a sticky bit prevents it."""
+    """Require a sticky bit if other users can write: without it they could replace the store."""
     stats = os.stat(parent)
     mode = stat.S_IMODE(stats.st_mode)
     if mode & 0o022 and not mode & stat.S_ISVTX:
         why = say(
-            "{path} may be written by others and is not sticky (mode {mode})", path=parent, mode=oct(mode)[2:]
+            "{path} is writable by other users and has no sticky bit (mode {mode})",
+            path=parent,
+            mode=oct(mode)[2:],
         )
         raise UnusableStore(why, "store-writable-by-others")
     if stats.st_uid not in (0, os.geteuid()):
@@ -395,13 +397,13 @@ def _check_local(candidate: StoreCandidate) -> None:
         return
     kind = _network(str(candidate.parent), os.stat(candidate.parent).st_dev)
     if kind is not None:
-        why = say("{path} is on {kind}, which other machines share", path=candidate.root, kind=kind)
+        why = say("{path} is on a network file system ({kind})", path=candidate.root, kind=kind)
         raise UnusableStore(why, "store-on-network")
 
 
 @cache
 def _network(parent: str, _device: int) -> str | None:
-    """The kind of network file system the directory is on; None for a local one."""
+    """The type of the network file system that the directory is on, None for a local one."""
     with import_lock:
         from legroom.probe.filesystem import filesystem_of, is_network
 
@@ -410,7 +412,7 @@ def _network(parent: str, _device: int) -> str | None:
 
 
 def filesystem_type(store: Store) -> str | None:
-    """The kind of file system the store is on."""
+    """The type of the file system that the store is on."""
     return _kind(str(store.root), os.fstat(store.fd).st_dev)
 
 
@@ -424,7 +426,7 @@ def _kind(root: str, _device: int) -> str | None:
 
 
 def in_memory(store: Store) -> bool:
-    """Whether the store's files are memory: a tmpfs, wherever it is mounted."""
+    """Whether the store's files are in memory: a tmpfs, wherever it is mounted."""
     kind = filesystem_type(store)
     return store.backing == "shm" if kind is None else kind in ("tmpfs", "ramfs")
 
@@ -435,7 +437,10 @@ step_hook: Callable[[str], None] | None = None
 
 
 def step(name: str) -> None:
-    """Say that ``name`` is about to happen."""
+    """Call the hook before the effect ``name``, which other processes can see.
+
+    The store is valid at every one of these points. Tests prove it by killing the process there.
+    """
     if step_hook is not None:
         step_hook(name)
     log.debug("%s", name)
@@ -443,7 +448,7 @@ def step(name: str) -> None:
 
 @contextmanager
 def store_lock(store: Store) -> Iterator[None]:
-    """The store's one lock, held for moments: whoever holds it takes no other lock but without waiting."""
+    """Hold the store's lock, briefly. Its holder takes other locks only without waiting."""
     lock = locks.acquire(store.locks, STORE_LOCK, block=True)
     assert lock is not None  # a blocking lock is never refused
     with lock:
@@ -451,6 +456,6 @@ def store_lock(store: Store) -> Iterator[None]:
 
 
 def is_locked(store: Store, lock_file: str) -> bool:
-    """Whether a process holds that lock: asked under the store's lock, so that no other takes the asking for a use."""
+    """Whether a process holds that lock. Checked under the store's lock, so no process mistakes the check for a use."""
     with store_lock(store):
         return locks.held(store.locks, lock_file)

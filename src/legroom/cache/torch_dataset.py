@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 def shared_dataset(
     data: CachedData, names: Sequence[str], transform: Callable[..., Any] | None = None
 ) -> SharedDataset:
-    """The rows of these arrays, as an object that torch knows for a Dataset."""
+    """The rows of these arrays, as a torch Dataset."""
     return _torch_class()(data, names, transform)
 
 
 @cache
 def _torch_class() -> type[SharedDataset]:
-    """SharedDataset and torch's Dataset in one class, made when torch is needed and not before."""
+    """A class of SharedDataset and torch's Dataset, created when torch is first needed."""
     Dataset = require("torch.utils.data", "torch", "data.dataset()").Dataset  # noqa: N806
     return type("SharedDataset", (SharedDataset, Dataset), {"__module__": __name__})
 
 
 class SharedDataset:
-    """Rows of some arrays of a Data; one array gives its row, several give tuples of rows."""
+    """Rows of some arrays of the data. One array gives its row, several give a tuple of rows."""
 
     def __init__(
         self, data: CachedData, names: Sequence[str], transform: Callable[..., Any] | None = None
@@ -46,10 +46,10 @@ class SharedDataset:
         lengths = {name: len(column) for name, column in zip(self.names, self._columns, strict=True)}
         if len(set(lengths.values())) != 1:
             raise UsageError(
-                say("these arrays have no common number of rows"),
-                why=listed(say("{name} has {rows}", name=name, rows=rows) for name, rows in lengths.items())
+                say("these arrays have different numbers of rows"),
+                why=listed(say("{name}: {rows}", name=name, rows=rows) for name, rows in lengths.items())
                 or say("there is no array with rows"),
-                fix=(say("name arrays of one length: data.dataset('images', 'labels')"),),
+                fix=(say("pass arrays of equal length: data.dataset('images', 'labels')"),),
             )
         self._length = next(iter(lengths.values()))
 
@@ -96,14 +96,14 @@ def _column(data: CachedData, name: str) -> Any:
         return value
     if not isinstance(value, np.ndarray) or value.ndim == 0:
         raise UsageError(
-            say("{name} has no rows that a dataset could give", name=name),
+            say("{name} has no rows for a dataset", name=name),
             why=say("it is a table or a single value"),
-            fix=(say("name arrays, or columns as table/column"),),
+            fix=(say("pass names of arrays, or columns as table/column"),),
         )
     try:
         return data.tensors(name)[name]
     except UnsupportedData:
-        return value  # texts, dates: rows as numpy gives them
+        return value  # strings, dates: rows as numpy arrays
 
 
 def _gather(column: Any, indices: torch.Tensor) -> Any:

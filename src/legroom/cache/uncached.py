@@ -50,7 +50,7 @@ def in_process(
         arrays = {target.spec.name: _read(target, readers, count) for target in planned.arrays}
         tables: dict[str, list[bytes]] = {}
         if planned.tables:
-            # Readers write tables to files; nobody but this process needs these.
+            # Readers write tables to files. Only this process needs these.
             with tempfile.TemporaryDirectory(prefix="legroom-") as folder:
                 for target in planned.tables:
                     path = Path(folder, target.file)
@@ -60,11 +60,11 @@ def in_process(
 
 
 def in_place(paths: Sequence[Path], keys: tuple[str, ...] | None) -> Contents:
-    """Map the arrays where they lie; the file must not be truncated while they are used."""
+    """Map the arrays in the file itself. It must not be truncated while they are used."""
     arrays: dict[str, NDArray] = {}
     extents: dict[str, Extent] = {}
     if len(paths) != 1:
-        raise _cannot(say("several files"), say("their arrays do not lie side by side"))
+        raise _cannot(say("several files"), say("arrays in different files cannot be mapped as one"))
     with open_source(paths[0], keys) as reader:
         planned = plan_files([reader.describe()])
         if planned.tables:
@@ -72,7 +72,7 @@ def in_place(paths: Sequence[Path], keys: tuple[str, ...] | None) -> Contents:
         for target in planned.arrays:
             extent = reader.extent(target.spec.name)
             if extent is None:
-                raise _cannot(target.spec.name, say("it is compressed, chunked, or in another byte order"))
+                raise _cannot(target.spec.name, say("it is compressed, chunked, or not in native byte order"))
             arrays[target.spec.name] = _mapped(target.spec, extent, reader)
             extents[target.spec.name] = extent
     return Contents(_entry(paths, planned, "inplace"), arrays, {}, ragged_of(specs(planned)), extents.get)
@@ -82,7 +82,7 @@ def _mapped(spec: ArraySpec, extent: Extent, reader: Reader) -> NDArray:
     if extent.nbytes == 0:
         return np.empty(spec.shape, spec.dtype)
     if extent.offset % max(1, spec.dtype.alignment):
-        why = say("it lies at byte {offset}, its numbers need multiples of {alignment}",
+        why = say("its byte offset {offset} is not a multiple of {alignment}",
                   offset=extent.offset, alignment=spec.dtype.alignment)  # fmt: skip
         raise _cannot(spec.name, why)
     start = extent.offset - extent.offset % _PAGE
@@ -94,15 +94,13 @@ def _mapped(spec: ArraySpec, extent: Extent, reader: Reader) -> NDArray:
         if not any(os.path.samestat(os.fstat(fd), os.fstat(own)) for own in reader.descriptors()):
             raise source_changed_error(
                 extent.path
-            )  # its name has come to lead elsewhere since its header was read
+            )  # its name leads to another file since its header was read
         length = extent.offset - start + extent.nbytes
         if os.fstat(fd).st_size < start + length:
-            raise _cannot(spec.name, say("the file ends before its data do"))
+            raise _cannot(spec.name, say("the file is shorter than its data"))
         mapped = MappedFile(fd, length, offset=start)
         array = array_view(mapped, spec.shape, spec.dtype, extent.offset - start)
-        if (
-            extent.checksum is not None
-        ):  # read through once: numpy refuses what does not agree, and so does this
+        if extent.checksum is not None:  # read once and compare, as numpy does
             check_source_checksum(
                 extent, spec.name, [(checksummed_io.crc32()(bytes_of(array)), extent.nbytes)]
             )
@@ -158,7 +156,7 @@ def _cannot(name: str, why: str) -> UnsupportedData:
         say("{name} cannot be mapped in place", name=name),
         why=why,
         fix=(
-            say("backing='auto' makes one shared copy"),
-            say("store it contiguous, uncompressed and native-endian"),
+            say("use backing='auto' to make one shared copy"),
+            say("write it contiguous, uncompressed and in native byte order"),
         ),
     )

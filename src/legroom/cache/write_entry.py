@@ -31,17 +31,15 @@ from legroom.system.cpus import usable_cpus
 Progress = Callable[[int, int], None]  # (done, total) in bytes
 _POLL = 0.05
 _TOGETHER = 256  # small arrays in one task
-_MOST_COPIERS = (
-    8  # more get in each other's way: sixteen took a tenth to a quarter longer, measured on sixteen cores
-)
-# File systems whose allocation holds when the file is written through a map. On others (copy on write,
-# compressed) a full disk would be a SIGBUS there, so data are decoded into memory and written.
+_MOST_COPIERS = 8  # more contend with each other: sixteen took 10 to 25 % longer on sixteen cores
+# File systems on which allocated blocks are really used by writes through a mapping. On others (copy-on-write,
+# compressed) a full disk would cause SIGBUS, so data is decoded into memory and written.
 _SURE = frozenset({"tmpfs", "ext2", "ext3", "ext4", "xfs", "f2fs"})
 
 
 @dataclass(frozen=True, slots=True)
 class BuildRequest:
-    """A request at one moment."""
+    """A request, with its source and time."""
 
     request: OpenRequest
     source: Source
@@ -52,10 +50,10 @@ class BuildRequest:
 
 @dataclass(slots=True)
 class BuildJob:
-    """What is to be built."""
+    """One build: its source, readers, plan and digests."""
 
     asked: BuildRequest
-    source: Source  # with every file behind it
+    source: Source  # with all referenced files
     readers: Sequence[Reader]
     plan: BuildPlan
     memory: DecodingMemory
@@ -67,19 +65,19 @@ class BuildJob:
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    """The data files as they have been written."""
+    """The written data files."""
 
     arrays: tuple[Array, ...]
     tables: tuple[Table, ...]
 
 
 def write_entry_files(job: BuildJob, work: StagingDirectory) -> WrittenFiles:
-    """Fill the private directory, and learn the source's digest on the way."""
+    """Fill the staging directory, and compute the source's digest at the same time."""
     meter = BuildMeter()
     cpus = usable_cpus()
     slow_hash = job.asked.request.hash == "md5" and "md5" not in job.digests
     humble = _lower_priority if slow_hash else None
-    # Copying is done long before md5 is, so one core is left to it; decoding takes all there are.
+    # Copying finishes long before md5, so md5 gets one core. Decoding uses all cores.
     copiers = max(1, cpus - 1) if slow_hash and not job.layout.decodes else max(2, cpus)
     with (
         ThreadPoolExecutor(1, "legroom-hash") as hashing,
@@ -139,14 +137,14 @@ def write_entry_files(job: BuildJob, work: StagingDirectory) -> WrittenFiles:
             wait(first)
             writer.close()
     if job.layout.decodes or job.plan.tables:
-        release_freed_memory()  # whoever loads goes on to train
-    # Closed by everybody: nothing changes the files' times from here on.
+        release_freed_memory()  # the process goes on to train
+    # All descriptors are closed: nothing changes the files' times from here on.
     step("seal")
     return _sealed(job, work, crcs, stats, sizes)
 
 
 def storage_need(job: BuildJob, store: Store) -> Need:
-    """What loading into that store takes."""
+    """What loading into that store needs."""
     return replace(
         job.plan.need,
         decoding=decoding_bytes(job.readers, job.plan.targets, job.layout, by_map=_by_map(store)),
@@ -158,32 +156,32 @@ def _by_map(store: Store) -> bool:
 
 
 def _allocate(job: BuildJob, work: StagingDirectory, writer: ArrayWriter) -> None:
-    """Take the room of every array, starting to fill what has been taken."""
-    with interleaved():  # pages in memory lie where the thread is that takes them
+    """Allocate every array, and start to fill what is allocated."""
+    with interleaved():  # pages in memory lie on the node of the allocating thread
         small: list[ArrayTarget] = []
         for target in job.plan.arrays:
             if writer.is_small(target):
                 small.append(target)
                 continue
             later = in_memory(work.store) and writer.comes_in_slabs(target)
-            fd = work.create(target.file)  # the writer's from here on, which closes it
+            fd = work.create(target.file)  # the writer takes it over and closes it
             writer.write_array(target, fd, work.allocate(fd, target.header, target.size, later=later))
     for start in range(0, len(small), _TOGETHER):
         writer.copy_small(small[start : start + _TOGETHER], work)
 
 
 def _lower_priority() -> None:
-    """Let the hashing thread have a core to itself: md5 takes longer than everything else together."""
+    """Lower this thread's priority, so that hashing has a core to itself: md5 takes longer than all the rest."""
     if sys.platform == "linux":
         try:
             thread = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + 5))
         except OSError:
-            pass  # a sandbox that forbids it: a little slower
+            pass  # forbidden by a sandbox: only a little slower
 
 
 def _watch(jobs: Sequence[Future[Any]], report: Callable[[], None]) -> None:
-    """Wait for everything, reporting on the way; the first failure ends the waiting."""
+    """Wait for all jobs and report progress. The first failure ends the wait."""
     pending: set[Future[Any]] = set(jobs)
     while pending:
         done, pending = wait(pending, timeout=_POLL, return_when=FIRST_EXCEPTION)
@@ -197,7 +195,7 @@ def _watch(jobs: Sequence[Future[Any]], report: Callable[[], None]) -> None:
 
 
 def _report(job: BuildJob, work: StagingDirectory, meter: BuildMeter) -> None:
-    """Both must be done, so the slower of the two is the progress."""
+    """Report the slower of copying and hashing: both must finish."""
     total = job.plan.nbytes
     copied = meter.copied / total if total else 1.0
     hashed = meter.hashed / job.source.size if job.source.size else 1.0

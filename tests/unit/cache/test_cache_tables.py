@@ -134,9 +134,9 @@ def test_what_is_no_array_says_why(path: Path) -> None:
     pytest.importorskip("torch")
     with legroom.open(path) as data:
         for name, why in {
-            "hole": "int64 with 200 nulls",
+            "hole": "int64 and it has 200 nulls",
             "text": "string",
-            "kind": "it is",
+            "kind": "its type is",
             "flag": "bool",
         }.items():
             assert name in data
@@ -190,7 +190,7 @@ def test_shards_need_only_what_is_asked_for_in_common(shm: Path, tmp_path: Path)
         assert data["id"].tolist() == list(range(30))
         assert data["table"].column("text").to_pylist() == [f"row {n}" for n in range(30)]
         assert data["id"] is data["id"]  # joined once for as long as it is held
-    with pytest.raises(UnsupportedData, match="other columns"):
+    with pytest.raises(UnsupportedData, match="different columns"):
         legroom.open(paths)
     with pytest.raises(MissingKey, match="own0"):
         legroom.open(paths, keys=["id", "own0"])
