@@ -26,6 +26,7 @@ from legroom.cache.manifest import Array, Damaged, Dtype, Manifest, Table, from_
 from legroom.cache.mapped_files import MappedFile
 from legroom.cache.store import Store, store_error
 from legroom.errors import EntryUnreadable, LegroomError
+from legroom.formats.protocol import ArraySpec, TableSpec
 from legroom.model import Entry, EntryArray, EntryTable, EntryUser, Finding
 from legroom.words import say
 
@@ -329,7 +330,7 @@ def entry_record(
         backing=backing,
         bytes=manifest.nbytes,
         arrays=arrays_of(manifest.arrays),
-        tables=tables_of(manifest.tables),
+        tables=tables_of((table.part_of or table.name, table) for table in manifest.tables),
         attributes=manifest.attributes,
         store=store,
         in_use=in_use,
@@ -347,19 +348,19 @@ def _text(dtype: Dtype) -> str:
     )  # numpy takes longer for it than for anything else here, and thousands of arrays have the same
 
 
-def arrays_of(arrays: Iterable[Array]) -> dict[str, EntryArray]:
+def arrays_of(arrays: Iterable[Array | ArraySpec]) -> dict[str, EntryArray]:
     """Arrays by name."""
     return {a.name: EntryArray(a.shape, _text(a.dtype), a.nbytes, a.attributes) for a in arrays}
 
 
-def tables_of(tables: Iterable[Table]) -> dict[str, EntryTable]:
+def tables_of(tables: Iterable[tuple[str, Table | TableSpec]]) -> dict[str, EntryTable]:
     """Tables by name, with the shards of each combined."""
     found: dict[str, EntryTable] = {}
-    for table in tables:
-        name = table.part_of or table.name
-        before = found.get(name)
-        rows, size = (before.rows, before.bytes) if before is not None else (0, 0)
-        found[name] = EntryTable(rows + table.rows, table.columns, size + table.nbytes, table.attributes)
+    for name, table in tables:
+        before = found.get(name, EntryTable(0, {}, 0))
+        found[name] = EntryTable(
+            before.rows + table.rows, table.columns, before.bytes + table.nbytes, table.attributes
+        )
     return found
 
 

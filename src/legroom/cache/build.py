@@ -31,7 +31,16 @@ from legroom.cache.find_or_build import (
 from legroom.cache.locks import Lock
 from legroom.cache.manifest import FORMAT, Damaged, Manifest, Options, OtherFormat, to_json
 from legroom.cache.staging import StagingDirectory
-from legroom.cache.store import BUILDING, Store, Stores, existing_stores, log, open_stores, step
+from legroom.cache.store import (
+    BUILDING,
+    Store,
+    Stores,
+    existing_stores,
+    log,
+    open_stores,
+    read_small_file,
+    step,
+)
 from legroom.cache.write_entry import (
     BuildJob,
     BuildRequest,
@@ -66,15 +75,15 @@ def build(request: OpenRequest, *, wait: bool = True, progress: Progress | None 
     for last in (False, True):
         asked = BuildRequest(request, identity.stamp_source(request.paths), time.time_ns(), wait, progress)
         try:
-            with _not_from_itself(asked), open_stores(make=True) as places:
-                for finding in places.findings:
+            with _not_from_itself(asked), open_stores(make=True) as stores:
+                for finding in stores.findings:
                     log.log(
                         WARNING if finding.severity == "warning" else DEBUG,
                         "%s: %s",
                         finding.message,
                         finding.why,
                     )
-                return _elected(asked, places)
+                return _elected(asked, stores)
         except SourceError as problem:
             # Apparent damage may be a mix of two versions of the file.
             if last or (not isinstance(problem, SourceChanged) and identity.is_unchanged(asked.source)):
@@ -107,44 +116,44 @@ def _not_from_itself(asked: BuildRequest) -> Iterator[None]:
         building.discard(asked.source.name)
 
 
-def _elected(asked: BuildRequest, places: Stores) -> Attached:
-    won, places = _turn(asked, places)
+def _elected(asked: BuildRequest, stores: Stores) -> Attached:
+    won, stores = _turn(asked, stores)
     if isinstance(won, Attached):
-        return replace(won, findings=places.findings)
+        return replace(won, findings=stores.findings)
     with won:
         found = find_entry(asked.request, asked.source, asked.when_ns)
         if found is None:
             step("elected")
-            found = _build(asked, places)
-        return replace(found, findings=places.findings)
+            found = _build(asked, stores)
+        return replace(found, findings=stores.findings)
 
 
-def _turn(asked: BuildRequest, places: Stores) -> tuple[Lock | Attached, Stores]:
+def _turn(asked: BuildRequest, stores: Stores) -> tuple[Lock | Attached, Stores]:
     """Be elected in the first store that can hold the lock file. Also returns the remaining stores.
 
     A process elected in another store, because this one was full for a moment, builds the entry a second time at worst.
     The last to publish attaches what the first has published.
     """
     while True:
-        home = places.election_store
+        elected_in = stores.election_store
         try:
-            return wait_for_turn(asked, home), places
+            return wait_for_turn(asked, elected_in), stores
         except OSError as problem:
             if problem.errno not in _CANNOT_HOLD:
                 raise
-            why = say("{path}: {problem}", path=home.root, problem=problem.strerror)
+            why = say("{path}: {problem}", path=elected_in.root, problem=problem.strerror)
             finding = Finding(
                 "store-unusable",
                 "warning",
-                say("{path} is not used as a store", path=home.root),
+                say("{path} is not used as a store", path=elected_in.root),
                 why,
                 ("legroom cache gc", "LEGROOM_DIR=/some/local/directory"),
             )
             log.warning("%s: %s", finding.message, finding.why)
-            places = places.without(home, finding)
+            stores = stores.without(elected_in, finding)
 
 
-def _build(asked: BuildRequest, places: Stores) -> Attached:
+def _build(asked: BuildRequest, stores: Stores) -> Attached:
     with ExitStack() as stack:
         memory = capacity.decoding_memory()
         readers = [
@@ -164,13 +173,13 @@ def _build(asked: BuildRequest, places: Stores) -> Attached:
         identity.require_stamped(job.source, readers)
         identity.flush_source(job.source)
         job.sample = identity.sample_source(job.source)
-        found = _there_already(job, places)
+        found = _there_already(job, stores)
         if found is not None:
             return found
         refused: list[NoRoom] = []
-        for store in _wanted(asked.request, places):
+        for store in _wanted(asked.request, stores):
             try:
-                return _build_in(store, job, places)
+                return _build_in(store, job, stores)
             except NoRoom as problem:
                 # Memory may also fill up during the load. The traceback would keep the data read so far alive.
                 refused.append(problem.with_traceback(None))
@@ -180,14 +189,14 @@ def _build(asked: BuildRequest, places: Stores) -> Attached:
         raise _refused(job, refused)
 
 
-def _build_in(store: Store, job: BuildJob, places: Stores) -> Attached:
+def _build_in(store: Store, job: BuildJob, stores: Stores) -> Attached:
     """Reserve, load and publish in one store. NoRoom at any point leaves nothing in it."""
     asked = job.asked
     with ExitStack() as stack:
         work = stack.enter_context(
             StagingDirectory(store, storage_need(job, store), evict=asked.request.evict)
         )
-        if store.directory != places.election_store.directory:
+        if store.directory != stores.election_store.directory:
             # Processes that share this store but not the election store (other containers) are elected here.
             try:
                 won = wait_for_turn(asked, store)
@@ -200,26 +209,26 @@ def _build_in(store: Store, job: BuildJob, places: Stores) -> Attached:
             found = find_entry(asked.request, asked.source, asked.when_ns)
             if found is not None:
                 return found
-        announce_builder(asked, places.election_store, work)
+        announce_builder(asked, stores.election_store, work)
         return _publish(job, work, write_entry_files(job, work))
 
 
-def _there_already(job: BuildJob, places: Stores) -> Attached | None:
+def _there_already(job: BuildJob, stores: Stores) -> Attached | None:
     """Find the entry of a file with the same bytes and another name: hash before copying anything."""
     asked = job.asked
-    for store in places.found:
+    for store in stores.found:
         record = source_records.read_record(store, asked.source)
         # Other keys may refer to other files, and have another digest.
         same = record is not None and set(record.lookups) == set(job.source.lookups)
         if record is not None and same and record.is_trusted(asked.when_ns):
             job.digests.update(record.digests)
             job.hashed_ns = record.hashed_ns
-    if asked.request.hash in job.digests or not _may_be_there(job, places):
+    if asked.request.hash in job.digests or not _may_be_there(job, stores):
         return None
     step("hash")
     job.hashed_ns = time.time_ns()
     job.digests = {asked.request.hash: identity.digest_source(job.source, asked.request.hash)}
-    for store in places.found:
+    for store in stores.found:
         if not asked.request.wants(store):
             continue
         found = find_by_digest(
@@ -233,19 +242,19 @@ def _there_already(job: BuildJob, places: Stores) -> Attached | None:
     return None
 
 
-def _may_be_there(job: BuildJob, places: Stores) -> bool:
+def _may_be_there(job: BuildJob, stores: Stores) -> bool:
     """Whether an entry exists that was built from a source of the same size with the same sample."""
     wanted = job.asked.request.hash, job.source.size, job.sample
-    return any(source_records.may_hold(store, *wanted) for store in places.found)
+    return any(source_records.may_hold(store, *wanted) for store in stores.found)
 
 
-def _wanted(request: OpenRequest, places: Stores) -> list[Store]:
+def _wanted(request: OpenRequest, stores: Stores) -> list[Store]:
     """The stores that the request may be built in, best first."""
-    chosen = [store for store in places.found if request.wants(store)]
+    chosen = [store for store in stores.found if request.wants(store)]
     if not chosen:
         raise NoStore(
             say("there is no {backing} store", backing=request.backing),
-            why=joined(finding.why for finding in places.findings) or say("no candidate directory is usable"),
+            why=joined(finding.why for finding in stores.findings) or say("no candidate directory is usable"),
             fix=("backing='auto'", "LEGROOM_DIR=/some/local/directory"),
         )
     return chosen
@@ -400,26 +409,23 @@ def wait_for_turn(asked: BuildRequest, store: Store) -> Lock | Attached:
 def _report_other(store: Store, name: str, progress: Progress) -> None:
     """Report the progress of the builder that the lock file names."""
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=store.locks)
+        text = read_small_file(store.locks, name, 100).decode("ascii", "replace")
     except OSError:
         return
-    try:
-        backing, _, work = os.read(fd, 100).decode("ascii", "replace").strip().partition(" ")
-    finally:
-        os.close(fd)
+    backing, _, work = text.strip().partition(" ")
     if not work.startswith(BUILDING) or "/" in work:
         return
-    for place in existing_stores():
-        if place.backing == backing:
-            _, done, total = capacity.read_reservation(place, work)
+    for other in existing_stores():
+        if other.backing == backing:
+            _, done, total = capacity.read_reservation(other, work)
             if total:
                 progress(done, total)
 
 
-def announce_builder(asked: BuildRequest, home: Store, work: StagingDirectory) -> None:
+def announce_builder(asked: BuildRequest, elected_in: Store, work: StagingDirectory) -> None:
     """Write into the election's lock file which staging directory reports the progress."""
     fd = os.open(
-        f"src-{asked.source.name}.lock", os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=home.locks
+        f"src-{asked.source.name}.lock", os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=elected_in.locks
     )
     try:
         os.pwrite(fd, f"{work.store.backing} {work.lock_file}\n".encode(), 0)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from legroom.budget.remedy import enlarge_shm, raise_ram_limit
 from legroom.cache import locks
 from legroom.cache.manifest import is_key
-from legroom.cache.store import BUILDING, LOCK, Store, in_memory
+from legroom.cache.store import BUILDING, LOCK, Store, in_memory, read_small_file
 from legroom.errors import NoRoom
 from legroom.formats.decoding_memory import Allowed, DecodingMemory
 from legroom.probe.cgroup import cgroup
@@ -231,11 +231,7 @@ def outstanding_reservations(store: Store, mine: str | None = None) -> int:
 def read_reservation(store: Store, name: str) -> tuple[int, int, int]:
     """(reserved, done, total) as the builder wrote them. Zeros if it has written nothing."""
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=store.work)
-        try:
-            numbers = [int(word) for word in os.read(fd, 200).split()]
-        finally:
-            os.close(fd)
+        numbers = [int(word) for word in read_small_file(store.work, name, 200).split()]
     except (OSError, ValueError):
         return 0, 0, 0
     return (numbers[0], numbers[1], numbers[2]) if len(numbers) == 3 else (0, 0, 0)
@@ -335,13 +331,8 @@ def forget_count(store: Store) -> None:
 
 def _read(store: Store) -> int | None:
     """The count of all entries. None if there is none that is valid for the store as it is now."""
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        fd = os.open(_COUNT, flags, dir_fd=store.work)
-        try:
-            data = os.read(fd, 100)
-        finally:
-            os.close(fd)
+        data = read_small_file(store.work, _COUNT, 100)
         changed, total = (int(word) for word in data.removesuffix(b"\n").split(b" "))
     except (OSError, ValueError):
         return None

@@ -37,9 +37,9 @@ def drop(what: Where | None = None, *, force: bool = False) -> Reaped:
     removed: list[Entry] = []
     kept: list[Entry] = []
     freed = 0
-    with open_stores() as places:
-        matcher = SourceMatcher(places.found)
-        for store in places.distinct:
+    with open_stores() as stores:
+        matcher = SourceMatcher(stores.found)
+        for store in stores.distinct:
             keys = (
                 [old.key for old in least_recent_first(store)]
                 if what is None
@@ -57,7 +57,7 @@ def drop(what: Where | None = None, *, force: bool = False) -> Reaped:
                 else:
                     raise in_use_error(store, key)
     if what is not None and not removed:
-        raise not_loaded_error(what, places.findings, wanted=False)
+        raise not_loaded_error(what, stores.findings, wanted=False)
     return Reaped(tuple(removed), freed, 0, tuple(kept))
 
 
@@ -74,9 +74,9 @@ def gc(
     kept: list[Entry] = []
     short: list[Shortfall] = []
     freed = strays = 0
-    with open_stores() as places:
-        matcher = SourceMatcher(places.found)
-        for store in places.distinct:
+    with open_stores() as stores:
+        matcher = SourceMatcher(stores.found)
+        for store in stores.distinct:
             strays += delete_strays(store, dry_run=dry_run)
             wanted = _wanted(store, older, matcher if stale else None)
             of_these = sum(_reap(store, old, removed, kept, dry_run) for old in wanted)

@@ -1,6 +1,6 @@
 """Open a source: find its entry by stamp, digest and key, or have it built.
 
-``legroom.open`` itself is in loader/open.py: its Data also make batches.
+``legroom.open`` itself is in loader/batches/open_data.py: its Data also makes batches.
 """
 
 from __future__ import annotations
@@ -44,6 +44,20 @@ Where = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 D = TypeVar("D", bound=CachedData)
 
 
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """The arguments of one open."""
+
+    paths: tuple[Path, ...]
+    keys: tuple[str, ...] | None = None
+    backing: str = "auto"
+    hash: str = "md5"
+    evict: bool = True
+
+    def wants(self, store: Store) -> bool:
+        return self.backing in ("auto", store.backing)
+
+
 def open_as(
     kind: type[D],
     path: Where | Iterable[Where],
@@ -59,7 +73,7 @@ def open_as(
     _check(backing, hash)
     request = OpenRequest(source_paths(path), Selection(keys).keys, backing, hash, evict)
     again = (_reopen, (kind, request, None, None, None))
-    with _limits_in_words(request):
+    with _resource_errors(request):
         if cache_disabled(os.environ) or not locks.SUPPORTED:
             return kind(_uncached().in_process(request.paths, request.keys, progress), request.keys, again)
         if backing == "inplace":
@@ -68,7 +82,7 @@ def open_as(
 
 
 @contextmanager
-def _limits_in_words(request: OpenRequest) -> Iterator[None]:
+def _resource_errors(request: OpenRequest) -> Iterator[None]:
     """Turn a lack of memory or threads into NoRoom, and a failed system call into StoreError."""
     try:
         yield
@@ -227,20 +241,6 @@ def _reopen(kind: type[D], request: OpenRequest, root: str | None, backing: Any,
     return open_as(
         kind, request.paths, request.keys, backing=request.backing, hash=request.hash, evict=request.evict
     )
-
-
-@dataclass(frozen=True, slots=True)
-class OpenRequest:
-    """The arguments of one open."""
-
-    paths: tuple[Path, ...]
-    keys: tuple[str, ...] | None = None
-    backing: str = "auto"
-    hash: str = "md5"
-    evict: bool = True
-
-    def wants(self, store: Store) -> bool:
-        return self.backing in ("auto", store.backing)
 
 
 def find_entry(request: OpenRequest, source: Source, asked_ns: int) -> Attached | None:

@@ -63,9 +63,9 @@ def listing(
 ) -> tuple[tuple[Entry, ...], tuple[StoreRoom, ...], tuple[Finding, ...]]:
     """The entries, the stores with their free space, and the stores that could not be read."""
     found: list[Entry] = []
-    with open_stores() as places:
-        matcher = SourceMatcher(places.found)
-        for store in places.distinct:
+    with open_stores() as stores:
+        matcher = SourceMatcher(stores.found)
+        for store in stores.distinct:
             keys = (
                 [old.key for old in least_recent_first(store)]
                 if what is None
@@ -76,7 +76,7 @@ def listing(
                 entry = read_entry(store, key, people.get(key, ()) if people is not None else None)
                 if entry is not None:
                     found.append(entry)
-        return tuple(found), tuple(map(_room, places.distinct)), places.findings
+        return tuple(found), tuple(map(_room, stores.distinct)), stores.findings
 
 
 def info(what: Where, *, with_users: bool = True) -> Entry:
@@ -89,8 +89,8 @@ def info(what: Where, *, with_users: bool = True) -> Entry:
 
 def store_rooms() -> tuple[tuple[StoreRoom, ...], tuple[Finding, ...]]:
     """The stores with their free space, and the candidates that are not used."""
-    with open_stores() as places:
-        return tuple(map(_room, places.distinct)), places.findings
+    with open_stores() as stores:
+        return tuple(map(_room, stores.distinct)), stores.findings
 
 
 def _room(store: Store) -> StoreRoom:
@@ -213,18 +213,18 @@ def verify(what: Where | None = None, *, source: bool = True) -> tuple[Verificat
     A file without an entry of its current content: checks those of its earlier content, which report the change.
     """
     found = []
-    with open_stores() as places:
-        matcher = SourceMatcher(places.found)
-        keys = {store: _keys(store, what, matcher) for store in places.found}
+    with open_stores() as stores:
+        matcher = SourceMatcher(stores.found)
+        keys = {store: _keys(store, what, matcher) for store in stores.found}
         if what is not None and os.path.lexists(what) and not any(keys.values()):
-            keys = {store: keys_built_from(store, source_paths(what)) for store in places.found}
-        for store in places.found:
+            keys = {store: keys_built_from(store, source_paths(what)) for store in stores.found}
+        for store in stores.found:
             for key in keys[store]:
                 result = _verify(store, key, matcher if source else None)
                 if result is not None:
                     found.append(result)
     if what is not None and not found:
-        raise not_loaded_error(what, places.findings)
+        raise not_loaded_error(what, stores.findings)
     return tuple(found)
 
 

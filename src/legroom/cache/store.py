@@ -459,3 +459,12 @@ def is_locked(store: Store, lock_file: str) -> bool:
     """Whether a process holds that lock. Checked under the store's lock, so no process mistakes the check for a use."""
     with store_lock(store):
         return locks.held(store.locks, lock_file)
+
+
+def read_small_file(folder: int, name: str, size: int) -> bytes:
+    """The first ``size`` bytes of a file in an open directory; never waits for a FIFO or follows a link."""
+    fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        return os.read(fd, size)
+    finally:
+        os.close(fd)

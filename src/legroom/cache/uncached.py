@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from legroom.cache import checksummed_io
-from legroom.cache.attach import array_view
+from legroom.cache.attach import array_view, arrays_of, tables_of
 from legroom.cache.build_plan import ArrayTarget, BuildPlan, plan_files
 from legroom.cache.cached_data import Contents, ragged_of
 from legroom.cache.capacity import decoding_memory
@@ -24,7 +24,7 @@ from legroom.formats.buffers import bytes_of
 from legroom.formats.detect import open_source
 from legroom.formats.protocol import ArraySpec, Extent, Reader
 from legroom.formats.source_file import unreadable
-from legroom.model import Entry, EntryArray, EntryTable
+from legroom.model import Entry
 from legroom.words import say
 
 NDArray = np.ndarray[Any, Any]
@@ -137,14 +137,8 @@ def specs(planned: BuildPlan) -> list[ArraySpec]:
 
 
 def _entry(paths: Sequence[Path], planned: BuildPlan, backing: Any) -> Entry:
-    arrays = {s.name: EntryArray(s.shape, str(s.dtype), s.nbytes, s.attributes) for s in specs(planned)}
-    tables: dict[str, EntryTable] = {}
-    for target in planned.tables:
-        spec, name = target.spec, target.part_of or target.name
-        before = tables.get(name, EntryTable(0, {}, 0))
-        tables[name] = EntryTable(
-            before.rows + spec.rows, spec.columns, before.bytes + spec.nbytes, spec.attributes
-        )
+    arrays = arrays_of(specs(planned))
+    tables = tables_of((target.part_of or target.name, target.spec) for target in planned.tables)
     sources = tuple(os.fspath(path) for path in paths)
     return Entry(
         None, sources, None, None, planned.kind, backing, planned.nbytes, arrays, tables, planned.attributes

@@ -76,13 +76,13 @@ def write_entry_files(job: BuildJob, work: StagingDirectory) -> WrittenFiles:
     meter = BuildMeter()
     cpus = usable_cpus()
     slow_hash = job.asked.request.hash == "md5" and "md5" not in job.digests
-    humble = _lower_priority if slow_hash else None
+    initializer = _lower_priority if slow_hash else None
     # Copying finishes long before md5, so md5 gets one core. Decoding uses all cores.
     copiers = max(1, cpus - 1) if slow_hash and not job.layout.decodes else max(2, cpus)
     with (
         ThreadPoolExecutor(1, "legroom-hash") as hashing,
-        ThreadPoolExecutor(1, "legroom-allocate", humble) as allocating,
-        ThreadPoolExecutor(min(_MOST_COPIERS, copiers), "legroom-copy", humble) as copying,
+        ThreadPoolExecutor(1, "legroom-allocate", initializer) as allocating,
+        ThreadPoolExecutor(min(_MOST_COPIERS, copiers), "legroom-copy", initializer) as copying,
     ):
         job.memory.measure = work.decoding_allowance
         writer = ArrayWriter(
