@@ -75,7 +75,7 @@ def build(request: OpenRequest, *, wait: bool = True, progress: Progress | None 
     for last in (False, True):
         asked = BuildRequest(request, identity.stamp_source(request.paths), time.time_ns(), wait, progress)
         try:
-            with _not_from_itself(asked), open_stores(make=True) as stores:
+            with _refuse_nested_open(asked), open_stores(make=True) as stores:
                 for finding in stores.findings:
                     log.log(
                         WARNING if finding.severity == "warning" else DEBUG,
@@ -100,7 +100,7 @@ def build(request: OpenRequest, *, wait: bool = True, progress: Progress | None 
 
 
 @contextmanager
-def _not_from_itself(asked: BuildRequest) -> Iterator[None]:
+def _refuse_nested_open(asked: BuildRequest) -> Iterator[None]:
     """Refuse to open, in a load's progress callback, the source of that load: it would wait for itself."""
     building: set[str] = _here.__dict__.setdefault("building", set())
     if asked.source.name in building:
@@ -117,7 +117,7 @@ def _not_from_itself(asked: BuildRequest) -> Iterator[None]:
 
 
 def _elected(asked: BuildRequest, stores: Stores) -> Attached:
-    won, stores = _turn(asked, stores)
+    won, stores = _elect(asked, stores)
     if isinstance(won, Attached):
         return replace(won, findings=stores.findings)
     with won:
@@ -128,7 +128,7 @@ def _elected(asked: BuildRequest, stores: Stores) -> Attached:
         return replace(found, findings=stores.findings)
 
 
-def _turn(asked: BuildRequest, stores: Stores) -> tuple[Lock | Attached, Stores]:
+def _elect(asked: BuildRequest, stores: Stores) -> tuple[Lock | Attached, Stores]:
     """Be elected in the first store that can hold the lock file. Also returns the remaining stores.
 
     A process elected in another store, because this one was full for a moment, builds the entry a second time at worst.
@@ -173,7 +173,7 @@ def _build(asked: BuildRequest, stores: Stores) -> Attached:
         identity.require_stamped(job.source, readers)
         identity.flush_source(job.source)
         job.sample = identity.sample_source(job.source)
-        found = _there_already(job, stores)
+        found = _find_same_content(job, stores)
         if found is not None:
             return found
         refused: list[NoRoom] = []
@@ -186,7 +186,7 @@ def _build(asked: BuildRequest, stores: Stores) -> Attached:
                 problem.__context__ = problem.__cause__ = None
                 release_freed_memory()
                 log.info("%s", problem)
-        raise _refused(job, refused)
+        raise _no_room_anywhere(job, refused)
 
 
 def _build_in(store: Store, job: BuildJob, stores: Stores) -> Attached:
@@ -213,7 +213,7 @@ def _build_in(store: Store, job: BuildJob, stores: Stores) -> Attached:
         return _publish(job, work, write_entry_files(job, work))
 
 
-def _there_already(job: BuildJob, stores: Stores) -> Attached | None:
+def _find_same_content(job: BuildJob, stores: Stores) -> Attached | None:
     """Find the entry of a file with the same bytes and another name: hash before copying anything."""
     asked = job.asked
     for store in stores.found:
@@ -223,7 +223,7 @@ def _there_already(job: BuildJob, stores: Stores) -> Attached | None:
         if record is not None and same and record.is_trusted(asked.when_ns):
             job.digests.update(record.digests)
             job.hashed_ns = record.hashed_ns
-    if asked.request.hash in job.digests or not _may_be_there(job, stores):
+    if asked.request.hash in job.digests or not _may_exist(job, stores):
         return None
     step("hash")
     job.hashed_ns = time.time_ns()
@@ -242,7 +242,7 @@ def _there_already(job: BuildJob, stores: Stores) -> Attached | None:
     return None
 
 
-def _may_be_there(job: BuildJob, stores: Stores) -> bool:
+def _may_exist(job: BuildJob, stores: Stores) -> bool:
     """Whether an entry exists that was built from a source of the same size with the same sample."""
     wanted = job.asked.request.hash, job.source.size, job.sample
     return any(source_records.may_hold(store, *wanted) for store in stores.found)
@@ -260,7 +260,7 @@ def _wanted(request: OpenRequest, stores: Stores) -> list[Store]:
     return chosen
 
 
-def _refused(job: BuildJob, refused: Sequence[NoRoom]) -> NoRoom:
+def _no_room_anywhere(job: BuildJob, refused: Sequence[NoRoom]) -> NoRoom:
     if len(refused) == 1:
         return refused[0]
     return NoRoom(

@@ -61,7 +61,7 @@ def bounds(store: Store, env: Mapping[str, str] | None = None) -> list[Bound]:
     found = [
         Bound(
             free - keep,
-            say("{root}: {free} free, {keep} of it reserved as headroom", **_sizes(store, free, keep)),
+            say("{root}: {free} free, {keep} kept free", **_sizes(store, free, keep)),
         )
     ]
     if store.backing == "disk":
@@ -85,12 +85,12 @@ def memory_bounds(host: Host | None = None) -> list[Bound]:
     found = []
     if now.available is not None and now.total is not None:
         keep = min(1024 * _MB, now.total // 16)
-        text = say("RAM: {free} available, {keep} of it reserved as headroom", **_pair(now.available, keep))
+        text = say("RAM: {free} available, {keep} kept free", **_pair(now.available, keep))
         found.append(Bound(now.available - keep, text, memory=True))
     for level in now.levels:
         if level.room is not None and level.limit is not None:
             keep = max(16 * _MB, min(512 * _MB, level.limit // 16))
-            text = say("memory cgroup {path}: {free} left of {limit}, {keep} of it reserved as headroom",
+            text = say("memory cgroup {path}: {free} left of {limit}, {keep} kept free",
                        path=level.path, limit=format_size(level.limit), **_pair(level.room, keep))  # fmt: skip
             found.append(Bound(level.room - keep, text, memory=True, group=_inode(level.path)))
     return found
@@ -176,7 +176,7 @@ def no_room_error(store: Store, need: Need, missing: int, bound: Bound, promised
             ),
             why=joined(why),
             fix=(
-                _larger(store, missing, bound),
+                _fix_for(store, missing, bound),
                 say("write the file with smaller chunks, batches or pages"),
                 say("load fewer arrays: keys=[…]"),
             ),
@@ -187,7 +187,7 @@ def no_room_error(store: Store, need: Need, missing: int, bound: Bound, promised
         why=joined(why),
         fix=(
             "legroom cache gc --free " + exact_size(need.nbytes),
-            _larger(store, missing, bound),
+            _fix_for(store, missing, bound),
             say("load fewer arrays: keys=[…]"),
         ),
     )  # fmt: skip
@@ -203,7 +203,7 @@ def _inodes(store: Store, files: int) -> list[Bound]:
     return [Bound(0, text, inodes=True)]
 
 
-def _larger(store: Store, missing: int, bound: Bound) -> str:
+def _fix_for(store: Store, missing: int, bound: Bound) -> str:
     """The command or setting that raises this limit."""
     if bound.inodes:
         return say("remount {root} with more inodes: -o remount,nr_inodes=…", root=store.root.parent)

@@ -84,12 +84,12 @@ class ArrayWriter:
         self._readers, self._meter, self._pool, self._by_map = readers, meter, pool, by_map
         self._again, self._memory = again, memory
         self._extents, self._slabs = layout.extents, layout.slabs
-        self._together: list[tuple[str, Future[Any]]] = []
+        self._small_jobs: list[tuple[str, Future[Any]]] = []
         self._decoding = threading.Lock()  # a reader is used by one thread at a time
         self._sources: dict[str, int] = {}
         self._opening = threading.Lock()
         # The files that the readers have open.
-        self._own = [os.fstat(fd) for reader in readers for fd in reader.descriptors()]
+        self._reader_stats = [os.fstat(fd) for reader in readers for fd in reader.descriptors()]
         self.jobs: list[Future[Any]] = []
         self._parts: dict[str, list[tuple[int, Future[list[Part]]]]] = {}
         self._opened: deque[tuple[int, list[Future[Any]]]] = deque()
@@ -103,11 +103,11 @@ class ArrayWriter:
     def copy_small(self, targets: Sequence[ArrayTarget], work: StagingDirectory) -> None:
         """Start copying small arrays, each into its own file, which is sealed at once."""
         job = self._start(self._copy_small, targets, work)
-        self._together.extend((target.spec.name, job) for target in targets)
+        self._small_jobs.extend((target.spec.name, job) for target in targets)
 
     def sealed(self) -> dict[str, tuple[str, os.stat_result]]:
         """Checksum and stat of every small array, by name."""
-        jobs = {id(job): job for _, job in self._together}
+        jobs = {id(job): job for _, job in self._small_jobs}
         return {name: found for job in jobs.values() for name, found in job.result().items()}
 
     def _copy_small(
@@ -147,7 +147,7 @@ class ArrayWriter:
         parts = self._parts.setdefault(target.spec.name, [])
         started: list[Future[Any]] = []
         self._opened.append((fd, started))  # first, so that it is closed whatever fails
-        waiting = deque(self._work(target, fd))
+        waiting = deque(self._tasks(target, fd))
         for end, there in allocated:
             if self._meter.stopped:
                 raise Stopped
@@ -155,9 +155,9 @@ class ArrayWriter:
                 share = waiting.popleft()
                 started.append(self._start(share.work, *share.arguments, ask=0 if there else share.nbytes))
                 parts.append((share.offset, started[-1]))
-        self._settle(_MOST_OPEN)
+        self._close_filled(_MOST_OPEN)
 
-    def _work(self, target: ArrayTarget, fd: int) -> Iterator[_CopyTask]:
+    def _tasks(self, target: ArrayTarget, fd: int) -> Iterator[_CopyTask]:
         """The tasks that fill the file, in file order."""
         for piece in target.pieces:
             at, start = piece.offset, len(target.header) + piece.offset
@@ -165,9 +165,13 @@ class ArrayWriter:
             slabs = self._slabs[piece.source, piece.name]
             if slabs is not None:
                 for slab in slabs:
-                    place = start + slab.start
+                    start_byte = start + slab.start
                     yield _CopyTask(
-                        at + slab.start, slab.nbytes, place + slab.nbytes, self._put, (slab, fd, place)
+                        at + slab.start,
+                        slab.nbytes,
+                        start_byte + slab.nbytes,
+                        self._write_slab,
+                        (slab, fd, start_byte),
                     )
             elif extent is None:
                 yield _CopyTask(at, piece.nbytes, start + piece.nbytes, self._decode, (target, piece, fd))
@@ -175,11 +179,11 @@ class ArrayWriter:
                 begin = extent.offset + extent.nbytes - piece.nbytes  # after the rows that are left out
                 source = self._source(extent)
                 for done in range(0, piece.nbytes, PART):
-                    length, place = min(PART, piece.nbytes - done), start + done
-                    arguments = (extent, source, begin + done, fd, place, length)
-                    yield _CopyTask(at + done, length, place + length, self._copy, arguments)
+                    length, start_byte = min(PART, piece.nbytes - done), start + done
+                    arguments = (extent, source, begin + done, fd, start_byte, length)
+                    yield _CopyTask(at + done, length, start_byte + length, self._copy, arguments)
 
-    def _settle(self, most: int) -> None:
+    def _close_filled(self, most: int) -> None:
         """Close filled files, oldest first, until at most ``most`` are open."""
         while len(self._opened) > most:
             fd, jobs = self._opened.popleft()
@@ -193,8 +197,8 @@ class ArrayWriter:
             extent = self._extents[piece.source, piece.name]
             if extent is not None and extent.checksum is not None:
                 first, last = (
-                    bisect_left(ordered, place, key=lambda pair: pair[0])
-                    for place in (piece.offset, piece.offset + piece.nbytes)
+                    bisect_left(ordered, start_byte, key=lambda pair: pair[0])
+                    for start_byte in (piece.offset, piece.offset + piece.nbytes)
                 )
                 check_source_checksum(
                     extent, piece.name, (part for _, job in ordered[first:last] for part in job.result())
@@ -210,7 +214,7 @@ class ArrayWriter:
     def close(self) -> None:
         """Wait for all jobs, then close all files."""
         wait(self.jobs)
-        self._settle(0)
+        self._close_filled(0)
         for fd in self._sources.values():
             os.close(fd)
         self._sources.clear()
@@ -243,7 +247,7 @@ class ArrayWriter:
                     self._sources[path] = fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 except OSError as problem:
                     raise source_gone_error(extent.path, problem) from problem
-                if not any(os.path.samestat(os.fstat(fd), own) for own in self._own):
+                if not any(os.path.samestat(os.fstat(fd), own) for own in self._reader_stats):
                     raise source_changed_error(extent.path)  # its name now leads to another file
             return self._sources[path]
 
@@ -261,7 +265,7 @@ class ArrayWriter:
             self._meter.add(got)
         return [(total, length)]
 
-    def _put(self, slab: Slab, fd: int, to: int) -> list[Part]:
+    def _write_slab(self, slab: Slab, fd: int, to: int) -> list[Part]:
         """Decode a slab and write it. A write has no page faults of a mapping, and fails cleanly on a full store."""
         crc, total, done = checksummed_io.crc32(), 0, 0
         for parts in _grouped(slab.decode()):

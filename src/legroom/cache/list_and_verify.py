@@ -165,11 +165,11 @@ def manifest_of(store: Store, key: str) -> Manifest | Damaged | OtherFormat | OS
     except FileNotFoundError:
         return None
     except (Damaged, OSError) as problem:
-        return _unless_short(problem)
+        return _raise_shortage(problem)
     try:
         return read_manifest(folder, key)
     except (Damaged, OtherFormat, OSError) as problem:
-        return _unless_short(problem)
+        return _raise_shortage(problem)
     finally:
         os.close(folder)
 
@@ -177,7 +177,7 @@ def manifest_of(store: Store, key: str) -> Manifest | Damaged | OtherFormat | OS
 _T = TypeVar("_T", bound=Exception)
 
 
-def _unless_short(problem: _T) -> _T:
+def _raise_shortage(problem: _T) -> _T:
     """Return an error that concerns one entry. Raise one that shows a shortage in this process."""
     if isinstance(problem, OSError) and is_resource_shortage(problem):
         raise problem
