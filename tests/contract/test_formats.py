@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from format_samples import SAMPLES, Sample
 
-from legroom.errors import LegroomError, MissingKey, UsageError
+from legroom.errors import LegroomError, MissingKey
 from legroom.formats.detect import open_source
 from legroom.formats.protocol import ArraySpec, TableSpec
 
@@ -215,9 +215,9 @@ def test_a_wrong_buffer_is_refused(sample: Sample, path_of: Any) -> None:
         if good.ndim and good.size > 1:
             bad.append(np.zeros((2 * spec.shape[0], *spec.shape[1:]), spec.dtype)[::2])
         for out in bad:
-            with pytest.raises(UsageError, match="cannot read"):
+            with pytest.raises(ValueError, match="cannot read"):
                 reader.read_into(spec.name, out)
-        with pytest.raises(UsageError):
+        with pytest.raises(TypeError, match="cannot read"):
             reader.read_into(spec.name, b"nothing")  # type: ignore[arg-type]
         reader.read_into(spec.name, good)
 
@@ -226,7 +226,7 @@ def test_a_wrong_buffer_is_refused(sample: Sample, path_of: Any) -> None:
 def test_arrays_are_not_tables_nor_tables_arrays(sample: Sample, path_of: Any, tmp_path: Path) -> None:
     with open_source(path_of(sample)) as reader:
         item = reader.describe().items[0]
-        with pytest.raises(UsageError):
+        with pytest.raises(TypeError, match="use"):
             if isinstance(item, ArraySpec):
                 reader.write_table(item.name, tmp_path / "no")
             else:
@@ -236,12 +236,12 @@ def test_arrays_are_not_tables_nor_tables_arrays(sample: Sample, path_of: Any, t
 
 
 @every_format
-def test_closing_twice_is_fine_and_using_it_after_is_not(sample: Sample, path_of: Any) -> None:
+def test_closing_twice_is_allowed_and_using_it_afterwards_is_not(sample: Sample, path_of: Any) -> None:
     reader = open_source(path_of(sample))
     name = reader.describe().items[0].name
     reader.close()
     reader.close()
-    with pytest.raises(LegroomError):
+    with pytest.raises(ValueError, match="was closed"):
         reader.extent(name)
 
 

@@ -430,7 +430,7 @@ def test_bad_flags_and_files(trainings: Trainings, uninterrupted: dict[str, Path
         (["train", f"--train_file={HERE / 'README.md'}"], "unknown-format"),
         (["train", f"--validation_file={other}"], "column prompt of"),
         (["train", f"--deepspeed={HERE / 'ds_config_zero2.json'}"], "missing-package"),
-        ([*SMALL, *STREAM, keep, f"--ckpt_dir={tmp_path / 'torn'}"], "cannot be read as a checkpoint"),
+        ([*SMALL, *STREAM, keep, f"--ckpt_dir={tmp_path / 'torn'}"], "cannot load the checkpoint"),
         ([*SMALL, *STREAM, keep, theirs, "--width=32"], "is not a checkpoint of this model"),
         ([*SMALL, *STREAM, keep, theirs, "--seed=4"], "was saved with other settings"),
         (["ask", "what?", "--model_dir=nowhere"], "there is no model in nowhere"),

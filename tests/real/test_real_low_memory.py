@@ -99,4 +99,4 @@ def test_a_checkpoint_is_asked_for_before_the_kill(tmp_path: Path) -> None:
         assert done.returncode == -9 and group.oom_kills() == 1, done.stderr
     saved, last = (json.loads((tmp_path / name).read_text()) for name in ("saved", "step"))
     assert last / 2 < saved <= last  # the kill may come before the next step
-    assert "checkpoint asked for: ram" in done.stderr
+    assert "checkpoint requested: ram" in done.stderr

@@ -54,19 +54,19 @@ class ArrowReader(TableReader):
             raise
 
     def _source(self) -> Any:
-        """pyarrow's reader; a file for itself, closed with it."""
+        """pyarrow's reader on a file of its own, closed with it."""
         with arrow_errors(self.path, say("its schema")):
             file = self._arrow.OSFile(self._file.alias, "rb")
             opener = self._arrow.ipc.open_file if self._is_file else self._arrow.ipc.open_stream
             return opener(file)
 
-    def _look(self) -> Description:
+    def _describe(self) -> Description:
         self._names = self._columns(self._whole_schema)
         layout = read_layout(self._file)
         if layout.replaced:
             raise UnsupportedData(
-                say("{path} replaces a dictionary on the way", path=self.path),
-                why=say("an IPC file, which can be mapped, holds one dictionary for a column"),
+                say("{path} replaces a dictionary within the stream", path=self.path),
+                why=say("an Arrow IPC file holds one dictionary per column"),
                 fix=(say("rewrite it with unified dictionaries: pyarrow.Table.unify_dictionaries()"),),
             )
         largest = max((batch.decoding for batch in layout.batches), default=0)
@@ -81,7 +81,7 @@ class ArrowReader(TableReader):
         return self._arrow.schema(fields, metadata=self._whole_schema.metadata)
 
     def _bound(self, layout: IpcLayout) -> int:
-        """The most the table takes: buffers of the columns asked for, where they can be told apart."""
+        """Upper bound of the table's size. Counts all columns where buffers cannot be assigned to columns."""
         counts = [buffer_count(part.type) for part in self._whole_schema]
         total = sum(sum(batch.buffers) + batch.header for batch in layout.dictionaries)
         taken = set(self._names)
@@ -113,36 +113,36 @@ class ArrowReader(TableReader):
                             batch = source.read_next_batch()
                         except StopIteration:
                             return
-                    # Offsets and indices come from the file: writing follows them.
+                    # Offsets and indices come from the file, and writing follows them.
                     batch.validate(full=True)
                     batch = batch.select(self._names)
                 yield batch
-                del batch  # before the next is read
+                del batch  # before the next one is read
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """One batch of records, or one dictionary."""
+    """The sizes of one record batch or dictionary."""
 
     rows: int
-    buffers: tuple[int, ...]  # plain bytes of each
+    buffers: tuple[int, ...]  # uncompressed bytes of each
     header: int  # bytes of its metadata
     stored: int = 0  # bytes of its body in the file
     compressed: bool = False
 
     @property
     def decoding(self) -> int:
-        """Bytes of memory that reading it takes: the body, and beside it what it decompresses to."""
+        """Bytes of memory that reading it needs: the body, and what it decompresses to."""
         return self.stored + (sum(self.buffers) if self.compressed else 0)
 
 
 @dataclass(slots=True)
 class IpcLayout:
-    """All that the messages say."""
+    """What the message headers state."""
 
     batches: list[BatchSizes] = field(default_factory=list)
     dictionaries: list[BatchSizes] = field(default_factory=list)
-    replaced: bool = False  # a dictionary was replaced on the way
+    replaced: bool = False  # a later message replaces a dictionary
     schema: int = 0  # bytes of the schema's message
 
     @property
@@ -151,7 +151,7 @@ class IpcLayout:
 
 
 def read_layout(file: SourceFile) -> IpcLayout:
-    """Walk over the messages of a file or a stream, skipping the bodies."""
+    """Read the message headers of a file or a stream, skipping the bodies."""
     layout = IpcLayout()
     known: set[int] = set()
     try:
@@ -173,8 +173,8 @@ def read_layout(file: SourceFile) -> IpcLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
-    """A flatbuffer table: fields by number, each found through the table's own vtable."""
+class _FlatTable:
+    """A flatbuffer table: fields by number, located through its vtable."""
 
     data: bytes
     at: int
@@ -189,44 +189,44 @@ class _Table:
         return self.at + offset if offset else None
 
     def number(self, number: int, form: str, default: int) -> int:
-        place = self._field(number)
-        return default if place is None else _unpack(form, self.data, place)
+        at = self._field(number)
+        return default if at is None else _unpack(form, self.data, at)
 
     def has(self, number: int) -> bool:
         return self._field(number) is not None
 
-    def table(self, number: int) -> _Table:
-        place = self._field(number)
-        if place is None:
-            raise ValueError(say("a part of it is missing"))
-        return _Table(self.data, place + _unpack("<I", self.data, place))
+    def table(self, number: int) -> _FlatTable:
+        at = self._field(number)
+        if at is None:
+            raise ValueError(say("a required field is missing"))
+        return _FlatTable(self.data, at + _unpack("<I", self.data, at))
 
     def pairs(self, number: int) -> list[tuple[int, int]]:
-        """A vector of structs of two 64-bit numbers."""
-        place = self._field(number)
-        if place is None:
+        """A vector of structs of two 64-bit integers."""
+        at = self._field(number)
+        if at is None:
             return []
-        start = place + _unpack("<I", self.data, place)
+        start = at + _unpack("<I", self.data, at)
         count = _unpack("<I", self.data, start)
         if start + 4 + 16 * count > len(self.data):
-            raise ValueError(say("a list in it is longer than itself"))
+            raise ValueError(say("a vector is longer than the message"))
         return [struct.unpack_from("<qq", self.data, start + 4 + 16 * i) for i in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
     kind: int
-    header: _Table
+    header: _FlatTable
 
 
 def _unpack(form: str, data: bytes, at: int) -> int:
     if at < 0:
-        raise ValueError(say("an offset before its beginning"))
+        raise ValueError(say("a negative offset"))
     return int(struct.unpack_from(form, data, at)[0])
 
 
 def _messages(file: SourceFile) -> Iterator[tuple[_Message, int, int]]:
-    """(message, bytes of its header, where its body begins) until the end mark or the end of the file."""
+    """(message, bytes of its header, offset of its body) up to the end marker or the end of the file."""
     at = 8 if file.size >= 8 and file.read_at(0, 8) == _MAGIC else 0
     while at + 4 <= file.size:
         length = int.from_bytes(file.read_at(at, 4), "little")
@@ -237,33 +237,33 @@ def _messages(file: SourceFile) -> Iterator[tuple[_Message, int, int]]:
         if length == 0:
             return
         if length > _MOST_HEADER:
-            raise ValueError(say("a header of {length} bytes", length=length))
+            raise ValueError(say("invalid header length: {length} bytes", length=length))
         data = file.read_at(at, length)
-        root = _Table(data, _unpack("<I", data, 0))
+        root = _FlatTable(data, _unpack("<I", data, 0))
         body = root.number(3, "<q", 0)
         if body < 0:
-            raise ValueError(say("a body of {body} bytes", body=body))
+            raise ValueError(say("invalid body length: {body} bytes", body=body))
         at += length
         file.require(at, body)
         yield _Message(root.number(1, "<B", 0), root.table(2)), length + 8, at
         at += body
 
 
-def _batch(file: SourceFile, header: int, table: _Table, body: int) -> BatchSizes:
+def _batch(file: SourceFile, header: int, table: _FlatTable, body: int) -> BatchSizes:
     rows = table.number(0, "<q", 0)
     if rows < 0:
-        raise ValueError(say("{rows} rows", rows=rows))
+        raise ValueError(say("invalid number of rows: {rows}", rows=rows))
     compressed = table.has(3)
     sizes, stored = [], 0
     for offset, length in table.pairs(2):
         if offset < 0 or length < 0:
-            raise ValueError(say("a buffer before the beginning"))
+            raise ValueError(say("a buffer has a negative offset or length"))
         file.require(body + offset, length)
         stored = max(stored, offset + length)
         if compressed and length:
             plain = int.from_bytes(file.read_at(body + offset, 8), "little", signed=True)
             length = length - 8 if plain == -1 else plain
             if length < 0:
-                raise ValueError(say("a buffer of {length} bytes", length=length))
+                raise ValueError(say("invalid buffer length: {length} bytes", length=length))
         sizes.append(length)
     return BatchSizes(rows, tuple(sizes), header, stored, compressed)

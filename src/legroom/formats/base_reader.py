@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from legroom.errors import UnsupportedData, UsageError
+from legroom.errors import UnsupportedData
 from legroom.formats.buffers import PIECE, check_out
 from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
 from legroom.formats.protocol import (
@@ -30,17 +30,19 @@ from legroom.formats.protocol import (
 from legroom.formats.selection import Selection, missing_key
 from legroom.words import say
 
-_MOST_BYTES = 1 << 50  # what a manifest may say
-_MOST_AXES = 32  # of numpy 1
+_MOST_BYTES = 1 << 50  # the limit of a manifest
+_MOST_AXES = 32  # numpy 1's limit
 MOST_ELEMENTS = 1024
 _MOST_TEXT = 1 << 20
 
 
 class BaseReader:
-    """An opened file; what it holds is looked up once."""
+    """An opened file, described once."""
 
-    memory: DecodingMemory = UNLIMITED  # what decoding may take; set by whoever opens the source
-    _counts_itself = False  # takes memory piece by piece where it decodes, not here for the whole read
+    memory: DecodingMemory = UNLIMITED  # what decoding may take; set by open_source()
+    _accounts_memory = (
+        False  # True: the subclass takes memory from ``self.memory`` piece by piece as it decodes
+    )
 
     def __init__(self, path: Path, selection: Selection) -> None:
         self.path = path
@@ -49,9 +51,9 @@ class BaseReader:
         self._by_name: dict[str, ArraySpec | TableSpec] | None = None
         self._closed = False
 
-    # What a format brings.
+    # Implemented by each format.
 
-    def _look(self) -> Description:
+    def _describe(self) -> Description:
         raise NotImplementedError
 
     def _read(self, spec: ArraySpec, out: np.ndarray[Any, Any], progress: Progress) -> None:
@@ -64,7 +66,7 @@ class BaseReader:
         return None
 
     def _decoding(self, spec: ArraySpec | TableSpec) -> int:
-        """Two pieces: one as it comes from the file, one converted (fill.py)."""
+        """Two pieces by default: one as stored in the file, one converted (buffers.py)."""
         return 2 * PIECE if isinstance(spec, TableSpec) or self._extent(spec) is None else 0
 
     def _write(self, spec: TableSpec, path: Path, progress: Progress, ask: Progress) -> int:
@@ -74,21 +76,21 @@ class BaseReader:
         raise NotImplementedError
 
     def _library_errors(self, doing: str) -> AbstractContextManager[None]:
-        """Turn what the format's library raises for a damaged file into one error.
+        """Translate what the format's library raises for a damaged file into a SourceError.
 
-        Every call that reads no data runs in it: h5py converts types and pyarrow parses schemas in attributes
-        that look harmless, so a guard around single calls always misses one.
+        Every call that reads no data runs inside it. h5py converts types and pyarrow parses schemas in attributes that
+        look harmless, so wrapping single calls would miss some.
         """
         return nullcontext()
 
-    # The protocol.
+    # The Reader protocol.
 
     def describe(self) -> Description:
-        """What is in the file; reads no data (but the lengths of ragged rows)."""
+        """Describe the file. Reads no data except the lengths of ragged rows."""
         self._require_open()
         if self._description is None:
             with self._library_errors(say("its contents")):
-                found = self._look()
+                found = self._describe()
             for item in found.items:
                 if isinstance(item, ArraySpec):
                     self._require_possible(item)
@@ -99,17 +101,17 @@ class BaseReader:
         """Read one whole array into ``out``, which has the spec's shape and dtype and is C-contiguous."""
         spec = self._array(name)
         check_out(spec, out)
-        with self._taken(spec):
+        with self._reserve(spec):
             self._read(spec, out, progress)
 
     def extent(self, name: str) -> Extent | None:
-        """Where the array lies raw, or None where it must be decoded."""
+        """Where the array's raw bytes are in a file, or None if it must be decoded."""
         spec = self._array(name)
         with self._library_errors(say("{name!r}", name=name)):
             return self._extent(spec)
 
     def slabs(self, name: str) -> Sequence[Slab] | None:
-        """The array as slabs, one after the other from its first byte to its last; None where it comes whole."""
+        """The array as consecutive slabs from its first byte to its last, or None if it can only be read whole."""
         spec = self._array(name)
         with self._library_errors(say("{name!r}", name=name)):
             return self._slabs(spec)
@@ -117,36 +119,33 @@ class BaseReader:
     def write_table(
         self, name: str, path: Path, progress: Progress = no_progress, ask: Progress = no_progress
     ) -> int:
-        """Write one table as an Arrow IPC file; returns its bytes. ``ask`` may refuse bytes before they are written."""
+        """Write one table as an Arrow IPC file and return its size; ``ask`` may refuse bytes beforehand."""
         spec = self._item(name)
         if not isinstance(spec, TableSpec):
-            raise UsageError(
-                say("{name!r} of {path} is an array, not a table", name=name, path=self.path),
-                fix=(say("use read_into for arrays"),),
-            )
-        with self._taken(spec):
+            raise TypeError(f"{name!r} of {self.path} is an array, not a table: use read_into")
+        with self._reserve(spec):
             return self._write(spec, path, progress, ask)
 
     def decoding(self, name: str) -> int:
-        """Bytes of memory that reading it takes beside the result, with one thread at work."""
+        """Bytes of memory that reading it needs besides the result, with one thread."""
         spec = self._item(name)
         with self._library_errors(say("{name!r}", name=name)):
             return self._decoding(spec)
 
-    def _taken(self, spec: ArraySpec | TableSpec) -> AbstractContextManager[None]:
-        if self._counts_itself:
+    def _reserve(self, spec: ArraySpec | TableSpec) -> AbstractContextManager[None]:
+        if self._accounts_memory:
             return nullcontext()
-        return self.memory.take(self.decoding(spec.name), self._called(spec))
+        return self.memory.take(self.decoding(spec.name), self._label(spec))
 
-    def _called(self, spec: ArraySpec | TableSpec) -> str:
+    def _label(self, spec: ArraySpec | TableSpec) -> str:
         return say("{name!r} of {path}", name=spec.name, path=self.path)
 
     def descriptors(self) -> Sequence[int]:
-        """Of the files, or the directory, that it reads from: they tell whether these are the ones that were meant."""
+        """File descriptors of the files, or the directory, being read."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give the file back; closing twice is fine."""
+        """Close the file. Closing twice is allowed."""
         if not self._closed:
             self._closed = True
             self._close()
@@ -162,10 +161,7 @@ class BaseReader:
     def _array(self, name: str) -> ArraySpec:
         spec = self._item(name)
         if not isinstance(spec, ArraySpec):
-            raise UsageError(
-                say("{name!r} of {path} is a table, not an array", name=name, path=self.path),
-                fix=(say("use write_table for tables"),),
-            )
+            raise TypeError(f"{name!r} of {self.path} is a table, not an array: use write_table")
         return spec
 
     def _item(self, name: str) -> ArraySpec | TableSpec:
@@ -177,24 +173,26 @@ class BaseReader:
         return self._by_name[name]
 
     def _require_possible(self, spec: ArraySpec) -> None:
-        """Refuse a shape that numpy has no array for; one without elements may still have impossible lengths."""
+        """Refuse a shape that numpy cannot represent; an array without elements may still have impossible lengths."""
         most = prod(length for length in spec.shape if length) * max(1, spec.dtype.itemsize)
         if most > _MOST_BYTES or len(spec.shape) > _MOST_AXES:
             raise UnsupportedData(
-                say("{name!r} of {path} has a shape that no array can have", name=spec.name, path=self.path),
+                say("{name!r} of {path} is too large for a numpy array", name=spec.name, path=self.path),
                 why=say("its shape is {shape}", shape=spec.shape),
                 fix=(say("check the file, or leave it out: name the arrays you need with keys=[…]"),),
             )
 
     def _require_open(self) -> None:
         if self._closed:
-            raise UsageError(
-                say("{path} was closed", path=self.path), fix=(say("open it again with open_source(path)"),)
-            )
+            raise ValueError(f"{self.path} was closed")
 
 
 def as_json(value: object) -> Any:
-    """The value as JSON can hold it."""
+    """Convert an attribute to a value that JSON can store.
+
+    Manifests are small files, so a large array is described instead of copied. Numbers that JSON lacks (nan, infinity)
+    become the strings that ``float()`` accepts.
+    """
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, str):

@@ -12,57 +12,45 @@ from typing import Any
 
 import numpy as np
 
-from legroom.errors import UsageError
 from legroom.formats.protocol import ArraySpec, Progress
 from legroom.formats.source_file import SourceFile
 from legroom.system.cpus import usable_cpus
-from legroom.words import say
 
 PIECE = 8 << 20
-_MOST_THREADS = 8  # of sixteen cores' threads, more than this took longer for chunks that inflate fast
+_MOST_THREADS = 8  # measured on 16 cores: more threads were slower for chunks that inflate fast
 
 Array = np.ndarray[Any, Any]
-Take = Callable[[memoryview], None]  # fills the view with the next bytes of the file
+ReadNext = Callable[[memoryview], None]  # fills the view with the next bytes of the file
 DType = np.dtype[Any]
 
 
 def check_out(spec: ArraySpec, out: Array) -> None:
-    """Refuse a buffer that is not exactly what the spec says."""
+    """Refuse a buffer that does not match the spec."""
     if not isinstance(out, np.ndarray):
-        wrong = say("it is a {kind}, not a numpy array", kind=type(out).__name__)
-    elif out.shape != spec.shape:
-        wrong = say("its shape is {has}, needed is {needed}", has=out.shape, needed=spec.shape)
-    elif out.dtype != spec.dtype:
-        wrong = say("its dtype is {has}, needed is {needed}", has=out.dtype, needed=spec.dtype)
-    elif not out.flags.c_contiguous:
-        wrong = say("it is not C-contiguous")
-    elif not out.flags.writeable:
-        wrong = say("it is read-only")
-    else:
-        return
-    raise UsageError(
-        say("cannot read {name!r} into this buffer", name=spec.name),
-        why=wrong,
-        fix=(say("give numpy.empty(spec.shape, spec.dtype), or a writable map of that shape and dtype"),),
-    )
+        raise TypeError(f"cannot read {spec.name!r} into a {type(out).__name__}: a numpy array is needed")
+    if out.shape != spec.shape or out.dtype != spec.dtype:
+        has, needed = f"{out.shape} {out.dtype}", f"{spec.shape} {spec.dtype}"
+        raise ValueError(f"cannot read {spec.name!r} into an array of {has}: {needed} is needed")
+    if not out.flags.c_contiguous or not out.flags.writeable:
+        raise ValueError(f"cannot read {spec.name!r} into an array that is read-only or not C-contiguous")
 
 
 def bytes_of(out: Array) -> memoryview:
-    """The bytes of a C-contiguous array, to be written to."""
+    """A writable view of the bytes of a C-contiguous array."""
     if out.nbytes == 0:
         return memoryview(bytearray())
     return out.reshape(-1).view(np.uint8).data
 
 
 def threads() -> int:
-    """How many threads are worth starting: the CPUs this process may run on."""
+    """How many threads to start: the CPUs this process may run on, at most 8."""
     return min(usable_cpus(), _MOST_THREADS)
 
 
 def in_parallel(tasks: Iterable[Callable[[], int]], progress: Progress) -> None:
-    """Run tasks that each say how many bytes they brought; the first failure ends it all.
+    """Run tasks in threads; each returns how many bytes it read. The first failure cancels the rest.
 
-    ``tasks`` may be a generator: it is drawn from in the calling thread, a few tasks ahead.
+    ``tasks`` may be a generator: the calling thread draws from it, a few tasks ahead.
     """
     count = threads()
     if count == 1:
@@ -91,7 +79,7 @@ def _report_finished(running: set[Future[int]], progress: Progress) -> set[Futur
 
 
 def copy_raw(file: SourceFile, offset: int, out: Array, progress: Progress) -> None:
-    """Read bytes that lie in the file exactly as in memory, by threads."""
+    """Read bytes that the file stores exactly as they are in memory, in threads."""
     view = bytes_of(out)
     file.require(offset, len(view))
 
@@ -110,9 +98,9 @@ def copy_raw(file: SourceFile, offset: int, out: Array, progress: Progress) -> N
 
 
 def fill_in_order(
-    take: Take, out: Array, file_dtype: np.dtype[Any], fortran: bool, progress: Progress
+    read_next: ReadNext, out: Array, file_dtype: np.dtype[Any], fortran: bool, progress: Progress
 ) -> None:
-    """Fill ``out`` from bytes that come in the file's own order, converting byte order and axes on the way."""
+    """Fill ``out`` from bytes in the file's order, converting byte order and axis order."""
     if out.nbytes == 0:
         progress(0)
         return
@@ -121,45 +109,45 @@ def fill_in_order(
         view = bytes_of(out)
         for start in range(0, len(view), PIECE):
             part = view[start : start + PIECE]
-            take(part)
+            read_next(part)
             progress(len(part))
         return
-    # In Fortran order the last axis is the slowest: the transpose runs through memory as the file does.
-    _convert(take, out.T if fortran else out.reshape(-1), file_dtype, progress)
+    # In Fortran order the last axis is the slowest: the transpose has the file's order.
+    _convert(read_next, out.T if fortran else out.reshape(-1), file_dtype, progress)
 
 
-def _convert(take: Take, target: Array, file_dtype: np.dtype[Any], progress: Progress) -> None:
-    """Slab by slab, so that the second copy stays small whatever the shape."""
-    row = target.nbytes // len(target)  # not target[0].nbytes: a text by itself has lost its trailing zeros
+def _convert(read_next: ReadNext, target: Array, file_dtype: np.dtype[Any], progress: Progress) -> None:
+    """Convert piece by piece, so that the second copy stays small whatever the shape."""
+    row = target.nbytes // len(target)  # not target[0].nbytes: a single string drops its trailing zeros
     if row > PIECE and target.ndim > 1:
         for part in target:
-            _convert(take, part, file_dtype, progress)
+            _convert(read_next, part, file_dtype, progress)
         return
     step = max(1, PIECE // row)
     for start in range(0, len(target), step):
         part = target[start : start + step]
         slab = np.empty(part.shape, file_dtype)
-        take(bytes_of(slab))
+        read_next(bytes_of(slab))
         part[...] = slab
         progress(part.nbytes)
 
 
-def sequential(file: SourceFile, offset: int) -> Take:
-    """The bytes of a file from ``offset`` on, in order."""
+def sequential(file: SourceFile, offset: int) -> ReadNext:
+    """Read a file from ``offset`` on, in order."""
     position = offset
 
-    def take(view: memoryview) -> None:
+    def read_next(view: memoryview) -> None:
         nonlocal position
         file.read_into(position, view)
         position += len(view)
 
-    return take
+    return read_next
 
 
 def native_dtype(dtype: DType) -> DType:
-    """The same values in native byte order; offsets and padding of records are kept, metadata is not.
+    """The same type in native byte order, without metadata; records keep their offsets and padding.
 
-    Metadata would be lost, with a warning, by anyone who saves the array.
+    Saving an array whose dtype has metadata drops it with a warning, so it is removed here.
     """
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype

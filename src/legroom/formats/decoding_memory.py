@@ -1,15 +1,13 @@
-"""Memory for decoding: counted before it is taken, shared by the threads of one load.
+"""Memory for decoding: reserved before it is taken, shared by the threads of one load.
 
-Covers: how much decoders may take at once, waiting for other threads, refusing what does not fit even alone.
-Does not cover: how much a decoder needs (each format states it), what is free (whoever opens a source says so).
+Inside a memory cgroup the kernel does not refuse pages, it kills the process. So a decoder reserves the bytes it is
+about to take. If they do not fit next to those of other threads it waits, which leaves fewer threads at work. If there
+is nothing to wait for, the load is refused with the figures. Each format computes its own need; cache measures what is
+free.
 
-Inside a memory cgroup the kernel does not refuse pages, it kills. So a decoder says how many bytes it is about to take.
-Where they do not fit beside what other threads have taken it waits, which leaves fewer threads at work; where nothing
-is left to wait for, the load is refused with the figures.
-
-glibc keeps what a thread has freed for that thread alone (an arena), tens of megabytes each: what another thread takes
-comes beside it. So the most that each thread has taken counts until freed memory is given back to the system, which is
-done before anything waits for room or is refused. Fewer arenas (mallopt) would be a setting of the whole program.
+glibc keeps what a thread has freed for that thread (an arena), tens of megabytes each, and other threads cannot use it.
+So the most that each thread has taken counts until freed memory is returned to the system, which happens before a
+thread waits or is refused. Fewer arenas (mallopt) would be a setting of the whole program.
 """
 
 from __future__ import annotations
@@ -31,11 +29,10 @@ from legroom.system.libc import malloc_trim
 from legroom.units import format_size
 from legroom.words import say
 
-_LARGE = 16 << 20  # what is free is measured before that much is taken, and at least every so many seconds
-_STALE = 0.1
-_KEPT = (
-    64 << 20
-)  # the most that glibc keeps of one thread's freed memory; larger blocks are given back at once
+_LARGE = 16 << 20  # bytes: free memory is measured again before that much is taken
+_STALE = 0.1  # seconds after which a measurement is repeated
+# The most that glibc keeps of one thread's freed memory; larger blocks are returned at once.
+_KEPT = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +45,25 @@ class Allowed:
 
 
 class DecodingMemory:
-    """The memory of one load; ``measure`` says what is free now (None: there is no limit)."""
+    """The memory of one load; ``measure`` returns what is free now (None: no limit)."""
 
     def __init__(self, measure: Callable[[], Allowed] | None = None) -> None:
         self.measure = measure
         self._changed = threading.Condition()
-        self._in_use = 0  # taken by threads that give it back without waiting for anybody
-        self._kept: dict[int, int] = {}  # by thread, what it has freed and its arena may still hold
-        self._limit: Allowed | None = None  # for everything that is in use together
+        self._in_use = 0  # taken by threads that give it back without waiting for others
+        self._kept: dict[int, int] = {}  # per thread: bytes it has freed and its arena may still hold
+        self._limit: Allowed | None = None  # for everything in use
         self._measured = 0.0
 
     @contextmanager
     def take(self, nbytes: int, what: str) -> Iterator[None]:
-        """That many bytes until the block ends; NoRoom where they never fit. Not within another ``take``."""
+        """Reserve that many bytes until the block ends; NoRoom if they never fit. Must not be nested."""
         with self.take_some(nbytes, 1, what):
             yield
 
     @contextmanager
     def take_some(self, each: int, most: int, what: str) -> Iterator[int]:
-        """As many times ``each`` bytes as fit, at least once and at most ``most`` times, until the block ends."""
+        """Reserve ``each`` bytes as many times as fit, from 1 to ``most``, until the block ends; yields the count."""
         if self.measure is None or each <= 0:
             yield most
             return
@@ -81,12 +78,12 @@ class DecodingMemory:
                 self._changed.notify_all()
 
     def require(self, nbytes: int, what: str) -> None:
-        """NoRoom where so many bytes do not fit now."""
+        """Raise NoRoom if that many bytes do not fit now."""
         with self.take(nbytes, what):
             pass
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> np.ndarray[Any, Any]:
-        """A new array that is kept for a while in which others ``take``; its pages are there when it is given."""
+        """A new array that outlives this reservation; its pages are allocated before it is returned."""
         nbytes = prod(shape) * dtype.itemsize
         with self.take(nbytes, what):
             made: np.ndarray[Any, Any] = np.empty(shape, dtype)
@@ -99,22 +96,22 @@ class DecodingMemory:
     def _wait(self, each: int, most: int, what: str) -> int:
         with self._changed:
             while True:
-                count = min(most, self._room(each) // each)
+                count = min(most, self._available(each) // each)
                 if count < 1 and (self._kept or not self._in_use):
                     release_freed_memory()
                     self._kept.clear()
                     self._limit = self._limit if self._in_use else None
-                    count = min(most, self._room(each) // each)
+                    count = min(most, self._available(each) // each)
                     if count < 1 and not self._in_use:
                         raise self._refused(each, what)
                 if count >= 1:
                     self._in_use += count * each
-                    self._kept.pop(threading.get_ident(), None)  # it uses that again
+                    self._kept.pop(threading.get_ident(), None)  # it reuses that memory
                     return count
                 self._changed.wait()
 
-    def _room(self, wanted: int) -> int:
-        """Bytes that may be taken beside what is in use; below zero where there is less than nothing."""
+    def _available(self, wanted: int) -> int:
+        """Bytes that may be taken besides those in use; negative if more is in use than allowed."""
         assert self.measure is not None
         now = time.monotonic()
         found: Allowed | None = None
@@ -123,10 +120,10 @@ class DecodingMemory:
             self._measured = now
             if self._limit is None or not self._in_use:
                 self._limit = found
-                self._kept.clear()  # what was measured is free beside it
+                self._kept.clear()  # the measurement already excludes it
         others = sum(self._kept.values()) - self._kept.get(threading.get_ident(), 0)
         free = self._limit.nbytes - self._in_use - others
-        # Others may have taken what was free a moment ago.
+        # Other processes may have taken what was free before.
         return free if found is None else min(found.nbytes, free)
 
     def _refused(self, nbytes: int, what: str) -> NoRoom:
@@ -134,15 +131,15 @@ class DecodingMemory:
         assert limit is not None
         return NoRoom(
             say(
-                "{missing} of memory missing to decode {what}",
+                "not enough memory to decode {what}: {missing} more needed",
                 missing=format_size(max(1, nbytes - max(0, limit.nbytes))),
                 what=what,
             ),
-            why=say("it takes {need} at once; {why}", need=format_size(nbytes), why=limit.why),
+            why=say("decoding needs {need} at once; {why}", need=format_size(nbytes), why=limit.why),
             fix=(
                 *limit.fix,
                 say("write the file with smaller chunks, batches or pages"),
-                say("keys=[…] loads fewer arrays"),
+                say("load fewer arrays with keys=[…]"),
             ),
         )
 
@@ -151,7 +148,7 @@ UNLIMITED = DecodingMemory()
 
 
 def release_freed_memory() -> None:
-    """Give freed memory back to the system: allocators keep what was freed, and it counts as used."""
+    """Return freed memory to the system: allocators keep it, and it counts as used."""
     malloc_trim()
     arrow = sys.modules.get("pyarrow")
     if arrow is not None:

@@ -38,27 +38,27 @@ _READERS = {  # format → module of this package, class
 }
 ZARR_FILES = (".zgroup", ".zarray", "zarr.json")
 _DATA = (".h5", ".hdf5", ".npy", ".npz", ".parquet", ".arrow", ".feather", ".safetensors", ".zarr")
-_LOOKED_AT = 10_000  # names, for the advice
+_NAMES_READ = 10_000  # of a directory that is refused, to suggest a pattern
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 _HINTS = {
     b"\x1f\x8b": (
-        phrase("it is compressed with gzip as a whole"),
+        phrase("the whole file is compressed with gzip"),
         phrase("decompress it first: gunzip -k {path}"),
     ),
     b"BZh": (
-        phrase("it is compressed with bzip2 as a whole"),
+        phrase("the whole file is compressed with bzip2"),
         phrase("decompress it first: bunzip2 -k {path}"),
     ),
     b"\xfd7zXZ": (
-        phrase("it is compressed with xz as a whole"),
+        phrase("the whole file is compressed with xz"),
         phrase("decompress it first: unxz -k {path}"),
     ),
     b"\x28\xb5\x2f\xfd": (
-        phrase("it is compressed with zstd as a whole"),
+        phrase("the whole file is compressed with zstd"),
         phrase("decompress it first: unzstd {path}"),
     ),
     b"\x80": (
-        phrase("it looks like a pickle, which runs code when it is read"),
+        phrase("it looks like a pickle file; reading one runs code"),
         phrase("save the arrays with numpy.savez"),
     ),
     b"FEA1": (
@@ -83,26 +83,30 @@ def open_source(
     keys: str | Iterable[str] | None = None,
     memory: DecodingMemory = UNLIMITED,
 ) -> Reader:
-    """Open a data file; ``keys`` names the items, or groups of items, that are wanted (None: all).
+    """Open a data file.
 
-    ``memory`` is what describing and decoding may take.
+    Args:
+        path: The file, or the directory of a Zarr store.
+        keys: The items, or groups of items, to read; None: all.
+        memory: What describing and decoding may take.
     """
     reader = _reader(Path(path), Selection(keys))
     reader.memory = memory
     return reader
 
 
-def _reader(place: Path, selection: Selection) -> BaseReader:
-    if _is_folder(place):
-        return _open_folder(place, selection)
-    with SourceFile(place) as file:
+def _reader(path: Path, selection: Selection) -> BaseReader:
+    if _is_directory(path):
+        require_zarr_store(path)
+        return _open("zarr", path, selection)
+    with SourceFile(path) as file:
         if file.size == 0:
-            raise damaged(place, say("it is empty (0 bytes)"))
+            raise damaged(path, say("it is empty (0 bytes)"))
         kind = _kind(file)
-    return _open(kind, place, selection)
+    return _open(kind, path, selection)
 
 
-def _is_folder(path: Path) -> bool:
+def _is_directory(path: Path) -> bool:
     try:
         return path.is_dir()
     except (OSError, ValueError) as problem:
@@ -136,7 +140,7 @@ def _require_end(file: SourceFile, mark: bytes, name: str) -> None:
         raise damaged(
             file.path,
             say(
-                "it begins as {name} and ends with {tail!r}, not {mark!r}: cut short",
+                "it starts as {name} but ends with {tail!r} instead of {mark!r}: the file is truncated",
                 name=name,
                 tail=tail,
                 mark=mark,
@@ -145,7 +149,7 @@ def _require_end(file: SourceFile, mark: bytes, name: str) -> None:
 
 
 def _is_stream(head: bytes) -> bool:
-    """An Arrow stream has no magic: a continuation mark, the length of a message, and a table's offset."""
+    """An Arrow stream has no magic number: it starts with a continuation marker and the length of a message."""
     length = int.from_bytes(head[4:8], "little")
     return head.startswith(b"\xff\xff\xff\xff") and 0 < length < 1 << 28 and length % 8 == 0
 
@@ -158,11 +162,14 @@ def _zip_kind(file: SourceFile, head: bytes) -> str:
         return "npz"
     if any(name.endswith("data.pkl") for name in names):
         raise _unknown(
-            file.path, head, say("it is a torch.save file, a pickle that runs code when it is read"),
+            file.path, head, say("it is a torch.save file (a pickle); reading one runs code"),
             say("save tensors with safetensors.torch.save_file"),
         )  # fmt: skip
     raise _unknown(
-        file.path, head, say("it is a zip archive without .npy members"), say("name one of its files")
+        file.path,
+        head,
+        say("it is a zip archive without .npy members"),
+        say("extract it and pass one of its files"),
     )
 
 
@@ -170,39 +177,34 @@ def _unknown(path: Path, head: bytes, why: str = "", fix: str = "") -> UnknownFo
     for mark, (reason, advice) in _HINTS.items():
         if not why and head.startswith(mark):
             why, fix = say(reason), say(advice, path=path)
-    shown = say("it begins with {shown!r} ({hex})", shown=head[:16], hex=head[:16].hex(" "))
+    shown = say("its first bytes are {shown!r} ({hex})", shown=head[:16], hex=head[:16].hex(" "))
     return UnknownFormat(
-        say("{path} is in no format that can be read", path=path),
+        say("unsupported file format: {path}", path=path),
         why=say("{why}; {shown}", why=why, shown=shown) if why else shown,
-        fix=(*([fix] if fix else []), say("give it as one of: {readable}", readable=say(READABLE))),
+        fix=(*([fix] if fix else []), say("convert it to one of: {readable}", readable=say(READABLE))),
     )
 
 
-def _open_folder(path: Path, selection: Selection) -> BaseReader:
-    require_zarr_store(path)
-    return _open("zarr", path, selection)
-
-
 def _open(kind: str, path: Path, selection: Selection) -> BaseReader:
-    """Each format is imported only when a file of it is opened."""
+    """Import the format's module now, and create its reader."""
     module, name = _READERS[kind]
     reader: BaseReader = getattr(lazy_import("legroom.formats." + module), name)(path, selection)
     return reader
 
 
 def require_zarr_store(path: Path) -> None:
-    """UnreadableSource for a directory that is no Zarr store, with the pattern of the data files in it."""
+    """Raise UnreadableSource for a directory that is not a Zarr store, with a pattern of the data files in it."""
     if any(os.path.lexists(path / mark) for mark in ZARR_FILES):
         return
     found = Counter(ending for name in _names(path) if (ending := os.path.splitext(name)[1]) in _DATA)
     if found:
         pattern = path / f"*{found.most_common(1)[0][0]}"
-        fix = say("name the files in it by a pattern: '{pattern}'", pattern=pattern)
+        fix = say("pass the files in it as a pattern: '{pattern}'", pattern=pattern)
     else:
-        fix = say("name a file in it")
+        fix = say("pass a file in it")
     raise UnreadableSource(
         say("cannot read {path}", path=path),
-        why=say("it is a directory and no Zarr store: it has no .zgroup, .zarray or zarr.json"),
+        why=say("it is a directory but not a Zarr store: it has no .zgroup, .zarray or zarr.json"),
         fix=(fix,),
     )
 
@@ -210,6 +212,6 @@ def require_zarr_store(path: Path) -> None:
 def _names(path: Path) -> list[str]:
     try:
         with os.scandir(path) as found:
-            return [one.name for one in islice(found, _LOOKED_AT)]
+            return [one.name for one in islice(found, _NAMES_READ)]
     except OSError as problem:
         raise unreadable(path, problem) from problem

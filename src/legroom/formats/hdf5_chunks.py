@@ -26,16 +26,15 @@ from legroom.formats.protocol import ArraySpec, Progress, Slab
 from legroom.formats.source_file import SourceFile, damaged
 from legroom.words import say
 
-_KNOWN, _KNOWN_AXIS = 300, 40  # bytes that knowing where a chunk lies takes, measured: 236 to 254 at the most
-_FEW = 4 << 20
-_TASK = 2 << 20  # bytes out of one task: small enough to share out, large enough to be worth a thread's while
-_PIECE = 1 << 20  # of a chunk that needs no decoding
-_SLAB = 2 << 20  # decoded bytes of one slab: small enough to share out, large enough for a thread
+_LOCATION, _LOCATION_AXIS = 300, 40  # bytes of memory per ChunkLocation and axis; 236 to 254 measured
+_FEW = 4 << 20  # bytes of locations below which chunks are not counted first
+_TASK = 2 << 20  # decoded bytes of a task or slab: small enough to distribute, large enough for a thread
+_PIECE = 1 << 20  # bytes read at once of a chunk that needs no decoding
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkLocation:
-    """Where one chunk lies: its first element, its bytes, the filters it went without."""
+    """Where one chunk is: its first element, its bytes in the file, the mask of filters it skipped."""
 
     first: tuple[int, ...]
     offset: int
@@ -45,7 +44,7 @@ class ChunkLocation:
 
 @dataclass(frozen=True)
 class ChunkedDataset:
-    """A chunked dataset that can be read here."""
+    """A chunked dataset that can be read without HDF5."""
 
     dataset: Any
     path: Path
@@ -60,7 +59,7 @@ class ChunkedDataset:
         return tuple(slice(first, first + step) for first, step in zip(chunk.first, self.chunk, strict=True))
 
     def at_edge(self, chunk: ChunkLocation) -> bool:
-        """Whether the chunk reaches beyond the dataset."""
+        """Whether the chunk extends beyond the dataset."""
         ends = zip(chunk.first, self.chunk, self.shape, strict=True)
         return any(first + step > length for first, step, length in ends)
 
@@ -71,31 +70,31 @@ class ChunkedDataset:
 
     @cached_property
     def table(self) -> list[ChunkLocation]:
-        """Every chunk that exists, each once, in the order of the file."""
+        """Every chunk that exists, in the order of the file."""
         return _chunk_table(self)
 
     def decoding(self, size: int, *, convert: bool = False) -> int:
-        """Bytes of memory that decoding one chunk, of ``size`` plain bytes, takes at most."""
+        """Upper bound of the memory to decode one chunk of ``size`` plain bytes."""
         stored = max((chunk.size for chunk in self.table), default=0)
         return memory_to_undo(self.filters, stored, size, convert=convert)
 
     @property
     def count(self) -> int:
-        """How many chunks there are if all were written."""
+        """Number of chunks if all are written."""
         return prod(-(-length // step) for length, step in zip(self.shape, self.chunk, strict=True))
 
 
 def chunked(dataset: Any, memory: DecodingMemory = UNLIMITED) -> ChunkedDataset | None:
-    """The dataset's chunks, or None where HDF5 itself must read it."""
+    """The dataset's chunks, or None if HDF5 itself must read it."""
     if dataset.chunks is None or not hasattr(dataset.id, "chunk_iter"):
         return None
     filters = filters_of(dataset.id.get_create_plist())
     uneven = any(length % step for length, step in zip(dataset.shape, dataset.chunks, strict=True))
-    # A file may say that its edge chunks are not filtered, and h5py cannot ask. It shows in the size of a
-    # deflated or checksummed chunk; shuffling alone changes no size.
+    # A file may leave its edge chunks unfiltered, and h5py has no call to find out. The size of a deflated or
+    # checksummed chunk shows it; shuffle alone changes no size.
     if not can_undo(filters) or (uneven and filters and all(one.code == SHUFFLE for one in filters)):
         return None
-    # Libraries before 1.14.4 gave chunk offsets without the user block in front of them.
+    # HDF5 before 1.14.4 returned chunk offsets that do not include the user block.
     direct = dataset.file.userblock_size == 0
     return ChunkedDataset(
         dataset, Path(dataset.file.filename), dataset.shape, dataset.chunks, filters, direct, memory
@@ -116,7 +115,7 @@ def read_chunks(
         return
     table = source.table
     if len(table) < source.count:
-        out[...] = _fill_value(source, out)  # what was never written
+        out[...] = _fill_value(source, out)  # for chunks never written
     decoder = _Decoder(source, file, file_dtype, out, memory)
     arrived = 0
 
@@ -128,16 +127,16 @@ def read_chunks(
     def tasks() -> Iterator[Callable[[], int]]:
         step = max(1, _TASK // max(1, decoder.chunk_bytes))
         for start in range(0, len(table), step):
-            yield partial(decoder.place_all, table[start : start + step])
+            yield partial(decoder.decode_all, table[start : start + step])
 
     in_parallel(tasks(), count)
     for chunk in decoder.left_to_hdf5:
-        count(decoder.ask_hdf5(chunk))
+        count(decoder.read_by_hdf5(chunk))
     progress(out.nbytes - arrived)
 
 
 class _Decoder:
-    """Puts chunks where they belong in ``out``; threads share it, each chunk has a region of its own."""
+    """Decodes chunks into ``out``; threads share it, each chunk has its own region."""
 
     def __init__(
         self, source: ChunkedDataset, file: SourceFile, file_dtype: DType, out: Array, memory: DecodingMemory
@@ -151,50 +150,63 @@ class _Decoder:
         self.as_is = source.direct and not source.filters and file_dtype == out.dtype
         self.left_to_hdf5: list[ChunkLocation] = []
 
-    def place_all(self, batch: list[ChunkLocation]) -> int:
-        return sum(self.place(chunk) for chunk in batch)
+    def decode_all(self, batch: list[ChunkLocation]) -> int:
+        return sum(self.decode(chunk) for chunk in batch)
 
-    def place(self, chunk: ChunkLocation) -> int:
-        """Undo the filters of one chunk and put it into ``out``; returns the bytes that are there now."""
+    def decode(self, chunk: ChunkLocation) -> int:
+        """Decode one chunk into ``out``; returns the bytes written."""
         target = self.out[self.source.region(chunk)]
         whole = target.shape == self.chunk_shape and target.flags.c_contiguous
         if self.as_is and whole and chunk.size == self.chunk_bytes:
             self.file.read_into(chunk.offset, bytes_of(target))
             return chunk.size
         needed = memory_to_undo(self.source.filters, chunk.size, self.chunk_bytes)
-        with self.memory.take(needed, called(self.source.path, chunk)):
-            return self._decode(chunk, target)
+        with self.memory.take(needed, _label(self.source.path, chunk)):
+            return self._decode_into(chunk, target)
 
-    def _decode(self, chunk: ChunkLocation, target: Array) -> int:
-        try:
-            plain = undo(self.source.filters, self._stored(chunk), chunk.mask, self.chunk_bytes)
-        except ValueError as problem:
-            if chunk.size == self.chunk_bytes and self.source.at_edge(chunk):
-                self.left_to_hdf5.append(chunk)  # left unfiltered, or damaged: HDF5 knows which
-                return 0
-            raise damaged(
-                self.source.path, say("the chunk at {first}: {problem}", first=chunk.first, problem=problem)
-            ) from problem
+    def _decode_into(self, chunk: ChunkLocation, target: Array) -> int:
+        plain = _undo_filters(self.source, self.file, chunk, self.chunk_bytes)
+        if plain is None:
+            self.left_to_hdf5.append(chunk)
+            return 0
         values = plain.view(self.file_dtype).reshape(self.chunk_shape)
         target[...] = values[tuple(slice(length) for length in target.shape)]
         return int(target.nbytes)
 
-    def _stored(self, chunk: ChunkLocation) -> bytes:
-        if self.source.direct:
-            return self.file.read_at(chunk.offset, chunk.size)
-        with hdf5_errors(self.source.path, say("reading a chunk")):
-            stored: bytes = self.source.dataset.id.read_direct_chunk(chunk.first)[1]
-        return stored
-
-    def ask_hdf5(self, chunk: ChunkLocation) -> int:
+    def read_by_hdf5(self, chunk: ChunkLocation) -> int:
         """Let HDF5 read one chunk."""
         region = self.source.region(chunk)
         self.out[region] = self.source.read(chunk)
         return int(self.out[region].nbytes)
 
 
-def called(path: Path, chunk: ChunkLocation) -> str:
-    """A chunk in an error."""
+def _undo_filters(
+    source: ChunkedDataset, file: SourceFile, chunk: ChunkLocation, size: int
+) -> np.ndarray[Any, Any] | None:
+    """The plain bytes of one chunk; None for an edge chunk that HDF5 must read.
+
+    An edge chunk of full size may have been left unfiltered, or is damaged: HDF5 knows which.
+    """
+    try:
+        return undo(source.filters, _stored_bytes(source, file, chunk), chunk.mask, size)
+    except ValueError as problem:
+        if chunk.size == size and source.at_edge(chunk):
+            return None
+        raise damaged(
+            source.path, say("the chunk at {first}: {problem}", first=chunk.first, problem=problem)
+        ) from problem
+
+
+def _stored_bytes(source: ChunkedDataset, file: SourceFile, chunk: ChunkLocation) -> bytes:
+    if source.direct:
+        return file.read_at(chunk.offset, chunk.size)
+    with hdf5_errors(source.path, say("reading a chunk")):
+        stored: bytes = source.dataset.id.read_direct_chunk(chunk.first)[1]
+    return stored
+
+
+def _label(path: Path, chunk: ChunkLocation) -> str:
+    """A chunk in an error message."""
     return say("the chunk at {first} of {path}", first=list(chunk.first), path=path)
 
 
@@ -206,9 +218,9 @@ def _chunk_table(source: ChunkedDataset) -> list[ChunkLocation]:
             first = tuple(info.chunk_offset)
             found[first] = ChunkLocation(first, info.byte_offset, info.size, info.filter_mask)
 
-    each = _KNOWN + _KNOWN_AXIS * len(source.shape)
-    with hdf5_errors(source.path, say("looking for its chunks")):
-        # Counting them takes HDF5 as long as finding them, so it is asked only where they may be many.
+    each = _LOCATION + _LOCATION_AXIS * len(source.shape)
+    with hdf5_errors(source.path, say("locating its chunks")):
+        # Counting takes HDF5 as long as locating, so chunks are counted only if there may be many.
         if source.count * each > _FEW:
             count = source.dataset.id.get_num_chunks()
             source.memory.require(
@@ -216,9 +228,9 @@ def _chunk_table(source: ChunkedDataset) -> list[ChunkLocation]:
             )
         source.dataset.id.chunk_iter(note)
     for first in found:
-        for place, length, step in zip(first, source.shape, source.chunk, strict=True):
-            if place >= length or place % step:
-                raise damaged(source.path, say("a chunk lies at {first}", first=first))
+        for start, length, step in zip(first, source.shape, source.chunk, strict=True):
+            if start >= length or start % step:
+                raise damaged(source.path, say("invalid chunk position {first}", first=first))
     return sorted(found.values(), key=lambda chunk: chunk.offset)
 
 
@@ -238,7 +250,7 @@ def slabs_of(
     spec: ArraySpec,
     memory: DecodingMemory = UNLIMITED,
 ) -> list[Slab] | None:
-    """The dataset as slabs, or None where its chunks are not the array cut into runs of rows."""
+    """The dataset as slabs, or None unless each chunk spans whole rows and every chunk is written."""
     if not source.direct or not spec.nbytes or source.chunk[1:] != source.shape[1:]:
         return None
     table = sorted(source.table, key=lambda chunk: chunk.first)
@@ -246,7 +258,7 @@ def slabs_of(
         return None
     row = spec.nbytes // source.shape[0]
     decoder = _SlabDecoder(source, file, file_dtype, spec, row, memory)
-    step = max(1, _SLAB // (row * source.chunk[0]))
+    step = max(1, _TASK // (row * source.chunk[0]))
     slabs = []
     for index in range(0, len(table), step):
         batch = table[index : index + step]
@@ -258,7 +270,7 @@ def slabs_of(
 
 
 class _SlabDecoder:
-    """Decodes chunks into the bytes of their rows; threads share it and it keeps no state."""
+    """Decodes chunks into the bytes of their rows; threads share it, it keeps no state."""
 
     def __init__(
         self,
@@ -275,7 +287,7 @@ class _SlabDecoder:
         self.chunk_bytes = prod((*source.chunk, *inner)) * file_dtype.itemsize
 
     def decoding(self, chunk: ChunkLocation) -> int:
-        """Bytes of memory that the chunk takes at once."""
+        """Bytes of memory that decoding the chunk needs at once."""
         if self._is_plain(chunk):
             return min(_PIECE, chunk.size)
         convert = self.file_dtype != self.dtype
@@ -289,29 +301,18 @@ class _SlabDecoder:
                     count = min(_PIECE, length - start)
                     yield memoryview(self.file.read_at(chunk.offset + start, count))
                 continue
-            with self.memory.take(self.decoding(chunk), called(self.source.path, chunk)):
+            with self.memory.take(self.decoding(chunk), _label(self.source.path, chunk)):
                 yield self._plain(chunk)[:length]
 
     def _is_plain(self, chunk: ChunkLocation) -> bool:
-        """Whether the chunk's bytes lie in the file as they will lie in memory."""
+        """Whether the file stores the chunk's bytes exactly as they are in memory."""
         plain = not self.source.filters and self.file_dtype == self.dtype
         return plain and chunk.size == self.chunk_bytes
 
     def _plain(self, chunk: ChunkLocation) -> memoryview:
-        try:
-            plain = undo(
-                self.source.filters,
-                self.file.read_at(chunk.offset, chunk.size),
-                chunk.mask,
-                self.chunk_bytes,
-            )
-        except ValueError as problem:
-            if chunk.size != self.chunk_bytes or not self.source.at_edge(chunk):
-                raise damaged(
-                    self.source.path,
-                    say("the chunk at {first}: {problem}", first=chunk.first, problem=problem),
-                ) from problem
-            return self._by_hdf5(chunk)  # left unfiltered, or damaged: HDF5 knows which
+        plain = _undo_filters(self.source, self.file, chunk, self.chunk_bytes)
+        if plain is None:
+            return self._by_hdf5(chunk)
         if self.file_dtype == self.dtype:
             return plain.data
         return plain.view(self.file_dtype).astype(self.dtype).view(np.uint8).data

@@ -1,12 +1,12 @@
-"""The files behind an HDF5 file: external links, virtual datasets, external storage.
+"""The other files behind an HDF5 file: external links, virtual datasets, external storage.
 
-Covers: finding each of them where HDF5 will look for it, every file that a chain of links passes through, and
-refusing when one is missing (HDF5 itself would fill the gap with zeros and say nothing). Does not cover: reading them.
+Each is searched where HDF5 searches it, along every chain of links. A missing one is an error here; HDF5 would return
+zeros without a message.
 
-The bytes, the digest and the stat of a file that refers to others stay the same while its data change. Whoever
-identifies data by the file must know the others too, and that the search for each still ends at the same file: it
-depends on the working directory, on HDF5_EXT_PREFIX, HDF5_VDS_PREFIX and HDF5_EXTFILE_PREFIX, and on which files there
-are in the directories that come first. So each search is a Lookup, which can be repeated without HDF5.
+A file that refers to others keeps its bytes and its times while its data change. So an identity of the data needs the
+other files too, and that each search still ends at the same file. A search depends on the working directory, on
+HDF5_EXT_PREFIX, HDF5_VDS_PREFIX and HDF5_EXTFILE_PREFIX, and on the files in the directories searched first. Each is
+recorded as a Lookup, which can be repeated without HDF5.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from legroom.formats.source_file import absolute, damaged, require_regular
 from legroom.words import say
 
 _ORIGIN = "${ORIGIN}"
-_NOWHERE = "/legroom-origin"  # a directory that is not there, to see where HDF5 puts a file's own
-_MOST_STEPS = 100  # of one chain of links; HDF5 itself gives up after 16
+_NOWHERE = "/legroom-origin"  # a directory that does not exist, to see how HDF5 expands ${ORIGIN}
+_MOST_STEPS = 100  # in one chain of links; HDF5 itself gives up after 16
 _MOST_OPEN = 32
 
 
 def look_up(kind: str, name: str, holder: Path) -> Lookup:
-    """Search as HDF5 does for a file that ``holder`` names."""
+    """Search as HDF5 does for a file that ``holder`` refers to."""
     if kind == "storage":
-        place = _built_in(_library_prefixes()[1], holder)
-        path = absolute(os.path.join(place, name) if place else name)
+        folder = _expand_origin(_library_prefixes()[1], holder)
+        path = absolute(os.path.join(folder, name) if folder else name)
         return Lookup(kind, name, holder, path if path.is_file() else None)
     if os.path.isabs(name):
         if os.path.isfile(name):
@@ -45,25 +45,25 @@ def look_up(kind: str, name: str, holder: Path) -> Lookup:
         given = os.path.basename(name)
     else:
         given = name
-    for place in _places(kind, holder):
-        candidate = os.path.join(place, given)
+    for folder in _search_folders(kind, holder):
+        candidate = os.path.join(folder, given)
         if os.path.isfile(candidate):
             return Lookup(kind, name, holder, absolute(candidate))
     return Lookup(kind, name, holder, None)
 
 
-def _places(kind: str, holder: Path) -> Iterator[str]:
+def _search_folders(kind: str, holder: Path) -> Iterator[str]:
     """The directories that HDF5 searches, in its order; "" is the working directory."""
     variable = "HDF5_EXT_PREFIX" if kind == "link" else "HDF5_VDS_PREFIX"
     yield from (prefix for prefix in os.environ.get(variable, "").split(":") if prefix)
-    if kind == "virtual" and (prefix := _built_in(_library_prefixes()[0], holder)):
-        yield prefix  # the variable once more: whole, and as it was when the library was loaded
+    if kind == "virtual" and (prefix := _expand_origin(_library_prefixes()[0], holder)):
+        yield prefix  # the variable again: unsplit, and as it was when the library was loaded
     yield os.path.dirname(holder)
     yield ""
     yield os.path.dirname(os.path.realpath(holder))
 
 
-def _built_in(prefix: str, holder: Path) -> str:
+def _expand_origin(prefix: str, holder: Path) -> str:
     if prefix.startswith(_ORIGIN):
         return os.path.dirname(holder) + "/" + prefix.removeprefix(_ORIGIN)
     return prefix
@@ -72,7 +72,7 @@ def _built_in(prefix: str, holder: Path) -> str:
 def _library_prefixes() -> tuple[str, str]:
     """The prefixes of virtual datasets and of external storage that HDF5 uses in this process.
 
-    The library reads both variables once, when it is loaded. Before that they are what they are now.
+    The library reads both variables once, when it is loaded; before that, their current values count.
     """
     if "h5py" in sys.modules:
         return _loaded_prefixes()
@@ -91,7 +91,7 @@ def _loaded_prefixes() -> tuple[str, str]:
 
 
 def link_of(group: Any, key: str | bytes) -> Any:
-    """The link of a name, as h5py describes it; also where the name is not UTF-8. TypeError for a user-defined one."""
+    """The link of a name as h5py describes it, also if the name is not UTF-8; TypeError for a user-defined link."""
     import h5py
 
     name = key.encode("utf-8", "surrogateescape") if isinstance(key, str) else key
@@ -107,46 +107,46 @@ def link_of(group: Any, key: str | bytes) -> Any:
     return h5py.ExternalLink(os.fsdecode(file), path.decode("utf-8", "surrogateescape"))
 
 
-_Which = tuple[Path, str]  # file and name of a dataset
+_DatasetKey = tuple[Path, str]  # file and name of a dataset
 
 
 @dataclass(frozen=True, slots=True)
 class _Virtual:
-    """A virtual dataset: what is asked of it is asked before the files of its sources are opened."""
+    """A virtual dataset, queried before the files of its sources are opened."""
 
-    which: _Which
+    key: _DatasetKey
     dataset: Any
     cache: int  # bytes of chunks that HDF5 keeps of each source
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
-    """What a source of a virtual dataset takes of memory: while a chunk is decoded, and as long as it is open."""
+class _SourceMemory:
+    """Memory that a source of a virtual dataset takes: to decode a chunk, and as long as it is open."""
 
     decoding: int
     cached: int
 
 
-def _source(source: Any, cache: int) -> _Source:
+def _source_memory(source: Any, cache: int) -> _SourceMemory:
     width = int(source.id.get_type().get_size())
     chunk = prod(source.chunks) * width if source.chunks is not None else 0
     kept = 0
     if 0 < chunk <= cache:  # a larger one is decoded each time it is read
         kept = min(cache, -(-(source.size or 0) * width // chunk) * chunk)
-    return _Source(memory_in_hdf5(source), kept)
+    return _SourceMemory(memory_in_hdf5(source), kept)
 
 
-def _which(dataset: Any) -> _Which:
+def _dataset_key(dataset: Any) -> _DatasetKey:
     return absolute(dataset.file.filename), dataset.name
 
 
 class ExternalFiles:
-    """Follows links and virtual datasets through files, noting each search; used as a context, it closes them."""
+    """Follows links and virtual datasets through other files and records each search; a context manager."""
 
     def __init__(self) -> None:
         self._open: dict[Path, Any] = {}
-        # By virtual dataset, the datasets whose data it shows, and what reading each takes of memory.
-        self._sources: dict[_Which, dict[_Which, _Source]] = {}
+        # For each virtual dataset, its source datasets and the memory that reading each takes.
+        self._sources: dict[_DatasetKey, dict[_DatasetKey, _SourceMemory]] = {}
 
     def __enter__(self) -> ExternalFiles:
         return self
@@ -156,7 +156,7 @@ class ExternalFiles:
             self._open.popitem()[1].close()
 
     def behind_link(self, node: Any, link: Any, name: str, holder: Path) -> list[Lookup]:
-        """Every search on the way along a soft or external link in the group ``node``."""
+        """Every search made to follow a soft or external link in the group ``node``."""
         import h5py
 
         if isinstance(link, h5py.SoftLink):
@@ -166,11 +166,11 @@ class ExternalFiles:
         return []
 
     def behind_dataset(self, dataset: Any, name: str) -> Iterator[Lookup]:
-        """Every search beyond its own file for the bytes that are the dataset's data, through any number of steps."""
-        which = holder, _ = _which(dataset)
-        if which in self._sources:
+        """Every search for other files that hold the dataset's data, through any number of steps."""
+        key = holder, _ = _dataset_key(dataset)
+        if key in self._sources:
             return
-        self._sources[which] = {}
+        self._sources[key] = {}
         if dataset.external:
             yield from external_storage(dataset, name)
         if dataset.is_virtual:
@@ -180,18 +180,18 @@ class ExternalFiles:
                 )
                 cache = int(dataset.id.get_access_plist().get_chunk_cache()[1])
             for file_name, inner in sources:
-                yield from self._virtual_source(_Virtual(which, dataset, cache), name, file_name, inner)
+                yield from self._virtual_source(_Virtual(key, dataset, cache), name, file_name, inner)
 
     def memory_behind(self, dataset: Any) -> int:
         """Bytes of memory that HDF5 takes to read the sources of a virtual dataset whose ``behind_dataset`` is known.
 
         It keeps every source open, each with a cache of chunks, and decodes one chunk at a time.
         """
-        found = self._sources.get(_which(dataset), {}).values()
+        found = self._sources.get(_dataset_key(dataset), {}).values()
         return max((one.decoding for one in found), default=0) + sum(one.cached for one in found)
 
     def _along(self, node: Any, path: str, name: str, holder: Path, steps: int = 0) -> Iterator[Lookup]:
-        """The searches on the way to ``path``, from the group ``node`` (or the root, where it begins with /)."""
+        """The searches made to follow ``path`` from the group ``node`` (from the root if it starts with /)."""
         import h5py
 
         waiting = [part for part in path.split("/") if part not in ("", ".")][::-1]
@@ -207,7 +207,7 @@ class ExternalFiles:
                 elif not isinstance(link, h5py.ExternalLink):
                     node = node[part.encode("utf-8", "surrogateescape")] if waiting else None
             except Exception:
-                return  # leads nowhere: following the link for its data says so
+                return  # a broken link: reading its data raises the error
             steps += 1
             if steps > _MOST_STEPS:
                 return
@@ -221,13 +221,13 @@ class ExternalFiles:
     ) -> Iterator[Lookup]:
         lookup = look_up("link", link.filename, holder)
         if lookup.found is None:
-            raise missing_file(name, holder, link.filename, say("an external link"))
+            raise missing_file(name, holder, link.filename, say("external link"))
         yield lookup
         file = self._file(lookup.found)
         yield from self._along(file["/"], link.path if path is None else path, name, lookup.found, steps)
 
     def _virtual_source(self, virtual: _Virtual, name: str, file_name: str, inner: str) -> Iterator[Lookup]:
-        holder = virtual.which[0]
+        holder = virtual.key[0]
         if file_name == ".":
             yield from self._into(virtual, virtual.dataset.file, inner, name, holder)
             return
@@ -237,25 +237,25 @@ class ExternalFiles:
                 yield from self._into(virtual, self._file(lookup.found), inner, name, lookup.found)
 
     def _into(self, virtual: _Virtual, file: Any, inner: str, name: str, holder: Path) -> Iterator[Lookup]:
-        """Continue with a source dataset, which may itself be virtual or reached by links."""
+        """Continue with a source dataset, which may itself be virtual or behind links."""
         path = inner.replace("%%", "%")
         yield from self._along(file["/"], path, name, holder)
         try:
             source = file[path]
             more = source.is_virtual or source.external
-            which, takes = _which(source), _source(source, virtual.cache)
+            key, takes = _dataset_key(source), _source_memory(source, virtual.cache)
         except (KeyError, AttributeError, ValueError, RuntimeError, OSError) as problem:
             raise UnreadableSource(
-                say("{name!r} takes data from {inner!r} of {path}", name=name, inner=inner, path=holder),
-                why=say("there is no such dataset in that file"),
+                say("{name!r} needs the dataset {inner!r} of {path}", name=name, inner=inner, path=holder),
+                why=say("that file has no such dataset"),
                 fix=(say("restore it, or leave the dataset out with keys=[…]"),),
             ) from problem
         if more:
             yield from self.behind_dataset(source, name)
-        self._sources[virtual.which] |= {which: takes, **self._sources.get(which, {})}
+        self._sources[virtual.key] |= {key: takes, **self._sources.get(key, {})}
 
     def _file(self, path: Path) -> Any:
-        """The file, opened with every check: HDF5 would share one that is being written."""
+        """The file, opened with all checks: HDF5 would open one that is being written."""
         if path not in self._open:
             while len(self._open) >= _MOST_OPEN:
                 self._open.pop(next(iter(self._open))).close()
@@ -264,20 +264,20 @@ class ExternalFiles:
 
 
 def _virtual_files(file_name: str, inner: str, name: str, holder: Path) -> Iterator[Lookup]:
-    """The files a virtual source names; ``%b`` stands for 0, 1, 2 and so on, as far as there are files.
+    """The files of a virtual source; ``%b`` stands for 0, 1, 2 and so on, as far as files exist.
 
-    The first that is not there belongs to the answer: once it is, there are more data.
+    The first missing file is part of the answer: if it appears, there are more data.
     """
     if "%b" in inner.replace("%%", ""):
         raise UnsupportedData(
             say(
-                "{name!r} of {holder} takes its data from datasets numbered {inner!r}",
+                "{name!r} of {holder} has sources with numbered names ({inner!r})",
                 name=name,
                 holder=holder,
                 inner=inner,
             ),
-            why=say("how many there are is not written down"),
-            fix=(say("name its sources one by one, or leave it out with keys=[…]"),),
+            why=say("the file does not store how many there are"),
+            fix=(say("rewrite it with every source named, or leave it out with keys=[…]"),),
         )
     numbered = "%b" in file_name.replace("%%", "")
     count = 0
@@ -285,7 +285,7 @@ def _virtual_files(file_name: str, inner: str, name: str, holder: Path) -> Itera
         given = file_name.replace("%b", str(count)) if numbered else file_name.replace("%%", "%")
         lookup = look_up("virtual", given, holder)
         if lookup.found is None and count == 0:
-            raise missing_file(name, holder, given, say("a virtual dataset"))
+            raise missing_file(name, holder, given, say("virtual dataset"))
         yield lookup
         count += 1
         if lookup.found is None or not numbered:
@@ -298,30 +298,30 @@ def external_storage(dataset: Any, name: str) -> list[Lookup]:
     lookups = [look_up("storage", file_name, holder) for file_name, _, _ in dataset.external]
     for lookup in lookups:
         if lookup.found is None:
-            # HDF5 looks in the working directory alone, unless told otherwise.
+            # By default HDF5 searches the working directory only.
             beside = holder.parent / lookup.name
             raise missing_file(name, holder, lookup.name, say("external storage"), beside=beside)
         require_regular(lookup.found)
     if not lookups:
-        raise damaged(holder, say("{name!r} has external storage without files", name=name))
+        raise damaged(holder, say("{name!r} has external storage but lists no files", name=name))
     return lookups
 
 
 def missing_file(
     name: str, holder: Path, target: str, kind: str, beside: Path | None = None
 ) -> UnreadableSource:
-    """The error for a file that another one needs."""
-    fix = [say("restore it beside {holder}, or leave {name!r} out with keys=[…]", holder=holder, name=name)]
+    """The error for a missing file that another one needs."""
+    fix = [say("restore it next to {holder}, or leave {name!r} out with keys=[…]", holder=holder, name=name)]
     if beside is not None and beside.is_file():
         fix.insert(
             0,
             say(
-                "it lies beside the file: set HDF5_EXTFILE_PREFIX={folder} before the program starts",
+                "it is next to the HDF5 file: set HDF5_EXTFILE_PREFIX={folder} before the program starts",
                 folder=beside.parent,
             ),
         )
     return UnreadableSource(
         say("{target} is missing", target=target),
-        why=say("{name!r} of {holder} is {kind} that needs it", name=name, holder=holder, kind=kind),
+        why=say("{name!r} of {holder} needs it ({kind})", name=name, holder=holder, kind=kind),
         fix=fix,
     )

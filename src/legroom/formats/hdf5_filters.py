@@ -1,7 +1,7 @@
-"""The filters HDF5 puts on chunks: which there are, and undoing the common ones without HDF5.
+"""The filters that HDF5 applies to chunks; undoes the common ones without HDF5.
 
-Covers: deflate, shuffle and fletcher32 in any order, with the mask of filters a chunk went without; finding
-other filters through hdf5plugin. Does not cover: undoing any other filter; HDF5 does that itself.
+Undoes deflate, shuffle and fletcher32 in any order, and honors the mask of filters that a chunk skipped. HDF5 itself
+undoes all other filters; hdf5plugin is imported if it may provide one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAMES = {
     4: "szip", 5: "nbit", 6: "scale-offset", 307: "bzip2", 32000: "lzf", 32001: "blosc", 32004: "lz4",
     32008: "bitshuffle", 32013: "zfp", 32015: "zstd", 32018: "fcidecomp", 32026: "blosc2", 32029: "sperr",
 }  # fmt: skip
-_ROW = 256  # words whose weighted sum stays within 32 bits
+_ROW = 256  # words whose weighted sum fits into 32 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ def filters_of(properties: Any) -> tuple[ChunkFilter, ...]:
 
 
 def memory_in_hdf5(dataset: Any) -> int:
-    """Bytes of memory that HDF5 itself takes to read one chunk of a dataset; 0 where it has no chunks.
+    """Bytes of memory that HDF5 itself needs to read one chunk of a dataset; 0 if it has no chunks.
 
-    Each filter has what it is given and what it makes; deflate makes up to twice too much.
+    Each filter holds its input and its output; the output of deflate is up to twice too large.
     """
     if dataset.chunks is None:
         return 0
@@ -57,7 +57,7 @@ def memory_in_hdf5(dataset: Any) -> int:
 
 
 def require_filters(filters: tuple[ChunkFilter, ...], name: str, path: Path) -> None:
-    """Refuse a dataset whose filters are not to be had; hdf5plugin is imported only where it may help."""
+    """Refuse a dataset whose filters are not available; hdf5plugin is imported only if it may help."""
     from h5py import h5z
 
     missing = [one for one in filters if not h5z.filter_avail(one.code)]
@@ -72,8 +72,8 @@ def require_filters(filters: tuple[ChunkFilter, ...], name: str, path: Path) -> 
         if not missing:
             return
         why, fix = (
-            say("hdf5plugin does not have it"),
-            say("install the plugin that wrote it, or rewrite it with gzip"),
+            say("hdf5plugin does not provide it"),
+            say("install the HDF5 plugin of this filter, or rewrite the dataset with gzip"),
         )
     raise UnsupportedData(
         say(
@@ -83,20 +83,20 @@ def require_filters(filters: tuple[ChunkFilter, ...], name: str, path: Path) -> 
             filter=missing[0].name,
             code=missing[0].code,
         ),
-        why=say("this HDF5 has no such filter, and {why}", why=why),
+        why=say("the installed HDF5 has no such filter, and {why}", why=why),
         fix=(fix, say("or leave it out: name the datasets you need with keys=[…]")),
     )
 
 
 def can_undo(filters: tuple[ChunkFilter, ...]) -> bool:
-    """Whether these can be undone here."""
+    """Whether these filters can be undone without HDF5."""
     return all(one.code in (DEFLATE, SHUFFLE, FLETCHER32) for one in filters)
 
 
 def memory_to_undo(filters: tuple[ChunkFilter, ...], stored: int, size: int, *, convert: bool = False) -> int:
-    """Bytes that a chunk of ``stored`` bytes takes until its ``size`` plain ones are there, at the worst moment.
+    """Peak bytes of memory to decode a chunk of ``stored`` bytes into ``size`` plain ones.
 
-    Each step holds what it is given and what it makes; ``convert`` is one more step.
+    Each step holds its input and its output; ``convert`` adds one step.
     """
     steps = sum(one.code in (DEFLATE, SHUFFLE) for one in filters) + convert
     steps += size % 2 and any(
@@ -108,7 +108,7 @@ def memory_to_undo(filters: tuple[ChunkFilter, ...], stored: int, size: int, *, 
 
 
 def undo(filters: tuple[ChunkFilter, ...], stored: bytes, mask: int, size: int) -> np.ndarray[Any, Any]:
-    """One chunk's plain bytes, exactly ``size`` of them; ValueError where that cannot be.
+    """Decode one chunk to exactly ``size`` plain bytes; ValueError if that fails.
 
     Callers keep no reference to ``stored``: it is freed as soon as the first filter is undone.
     """
@@ -125,14 +125,12 @@ def undo(filters: tuple[ChunkFilter, ...], stored: bytes, mask: int, size: int) 
         else:
             data = _unshuffled(data, one.values[0] if one.values else 1)
     if len(data) != size:
-        raise ValueError(
-            say("a chunk of {length} bytes where {size} were promised", length=len(data), size=size)
-        )
+        raise ValueError(say("the chunk has {length} bytes instead of {size}", length=len(data), size=size))
     return np.frombuffer(data, np.uint8)
 
 
 def _sizes_before(applied: list[ChunkFilter], size: int) -> list[int]:
-    """What each filter was given: only fletcher32 changes the length before deflate."""
+    """The input size of each filter: only fletcher32 changes the length before deflate."""
     sizes = []
     for one in applied:
         sizes.append(size)
@@ -141,7 +139,7 @@ def _sizes_before(applied: list[ChunkFilter], size: int) -> list[int]:
 
 
 def _unshuffled(data: Bytes, width: int) -> memoryview:
-    """Bytes grouped by significance, put back together; what is left over was never moved."""
+    """Undo shuffle, which groups bytes by significance; the remainder was never moved."""
     count = len(data) // width if width > 1 else 0
     if count <= 1:
         return memoryview(data)
@@ -156,25 +154,25 @@ def _unshuffled(data: Bytes, width: int) -> memoryview:
 
 
 def _verified(data: Bytes) -> memoryview:
-    """The data without their checksum, once it agrees."""
+    """The data without their checksum, after verifying it."""
     if len(data) < 4:
-        raise ValueError(say("a chunk of {length} bytes has no room for its checksum", length=len(data)))
+        raise ValueError(say("a chunk of {length} bytes is too short for its checksum", length=len(data)))
     body, tail = memoryview(data)[:-4], bytes(data[-4:])
     has = fletcher32(body)
-    # HDF5 1.6.2 and before wrote the bytes of both halves the other way round on little-endian machines.
+    # HDF5 up to 1.6.2 swapped the bytes of both halves on little-endian machines.
     swapped = (has & 0xFF00FF) << 8 | (has >> 8) & 0xFF00FF
     if int.from_bytes(tail, "little") not in (has, swapped):
         raise ValueError(
-            say("a chunk's checksum is {has:08x}, the file says {hex}", has=has, hex=tail[::-1].hex())
+            say("the chunk's checksum is {has:08x}, but the file stores {hex}", has=has, hex=tail[::-1].hex())
         )
     return body
 
 
 def fletcher32(data: memoryview) -> int:
-    """HDF5's Fletcher-32: of big-endian 16-bit words, an odd last byte taken as the high one.
+    """HDF5's Fletcher-32 over big-endian 16-bit words; an odd last byte is the high byte of a word.
 
-    Modulo 65535, reading a word the other way round is multiplying it by 256: the sums are taken over
-    little-endian words, which machines read fast, and turned at the end.
+    Modulo 65535, swapping a word's bytes multiplies it by 256. So the sums are taken over little-endian words, which is
+    faster, and swapped at the end.
     """
     even = len(data) & ~1
     words = np.frombuffer(data[:even], "<u2")
@@ -191,9 +189,9 @@ def fletcher32(data: memoryview) -> int:
     high += int(np.dot(tail, np.arange(len(tail), 0, -1, dtype=np.uint64)))
     if low == 0:
         return 0
-    return _turned(high) << 16 | _turned(low)
+    return _swapped(high) << 16 | _swapped(low)
 
 
-def _turned(total: int) -> int:
-    """Modulo 65535 as end-around carries leave it: a sum that is not zero never becomes zero."""
+def _swapped(total: int) -> int:
+    """Swap a sum modulo 65535 with end-around carry: a sum that is not zero never becomes zero."""
     return (256 * total - 1) % 65535 + 1

@@ -1,10 +1,7 @@
-"""Finding the datasets of an HDF5 file by name.
+"""Find the datasets of an HDF5 file by name, through nested groups and hard, soft and external links.
 
-Covers: nested groups, hard, soft and external links, groups that contain themselves. Does not cover: what
-the datasets hold (hdf5_types.py).
-
-A dataset that two names lead to is found under both. Nothing that was not asked for is opened, so a broken
-link or an unsupported dataset elsewhere in the file does no harm.
+A dataset with two names is found under both. Groups may contain themselves. Only what is selected is opened, so a
+broken link or an unsupported dataset elsewhere in the file does no harm.
 """
 
 from __future__ import annotations
@@ -24,13 +21,13 @@ from legroom.formats.source_file import absolute, damaged
 from legroom.words import say
 
 _MOST_LINKS = 1_000_000
-_MOST_AGAIN = 10_000  # names below groups that were reached before: n groups of two links each have 2^n names
-_DEEPEST = 200  # groups inside one another: each takes a frame of Python's stack
+_MOST_REPEATED = 10_000  # names below groups reached before: n groups of two links each have 2^n names
+_MOST_LEVELS = 200  # nested groups: each takes a frame of Python's stack
 
 
 @dataclass(frozen=True, slots=True)
 class FoundNode:
-    """A dataset or a group under one of its names; ``through`` are the searches for the files that links led into."""
+    """A dataset or group under one of its names; ``through``: the searches for other files that links led into."""
 
     name: str
     node: Any
@@ -38,28 +35,28 @@ class FoundNode:
 
 
 class DatasetSearch:
-    """One walk through a file."""
+    """One search through a file."""
 
-    def __init__(self, path: Path, selection: Selection, trail: ExternalFiles) -> None:
+    def __init__(self, path: Path, selection: Selection, external: ExternalFiles) -> None:
         self._path = path
         self._selection = selection
-        self._trail = trail
-        self._links = self._again = 0
+        self._external = external
+        self._links = self._repeated = 0
         self._reached: set[tuple[int, ...]] = set()
 
     def __call__(self, file: Any) -> Iterator[FoundNode]:
-        """Groups asked for and datasets that may be asked for, in the order of the file."""
-        yield from self._group(FoundNode("", file), frozenset({self._identity(file)}), again=False)
+        """Selected groups, and datasets that may be selected, in file order."""
+        yield from self._group(FoundNode("", file), frozenset({self._identity(file)}), repeated=False)
 
     def _group(
-        self, group: FoundNode, above: frozenset[tuple[int, ...]], *, again: bool
+        self, group: FoundNode, above: frozenset[tuple[int, ...]], *, repeated: bool
     ) -> Iterator[FoundNode]:
         import h5py
 
-        if len(above) > _DEEPEST:
+        if len(above) > _MOST_LEVELS:
             raise UnsupportedData(
-                say("{path} has groups more than {most} deep", path=self._path, most=_DEEPEST),
-                why=say("the deepest that was followed is {name!r}", name=group.name),
+                say("{path} has more than {most} levels of groups", path=self._path, most=_MOST_LEVELS),
+                why=say("the deepest group reached is {name!r}", name=group.name),
                 fix=(say("name the datasets you need with keys=[…]"),),
             )
 
@@ -69,7 +66,7 @@ class DatasetSearch:
             name = group.name + "/" + readable(key) if group.name else readable(key)
             if not self._selection.enters(name):
                 continue
-            self._count(again)
+            self._count(repeated)
             found = self._follow(group, key, name)
             if isinstance(found.node, h5py.Dataset):
                 yield found
@@ -77,20 +74,20 @@ class DatasetSearch:
                 identity = self._identity(found.node)
                 if identity not in above:
                     yield found
-                    again_below = again or identity in self._reached
+                    repeated_below = repeated or identity in self._reached
                     self._reached.add(identity)
-                    yield from self._group(found, above | {identity}, again=again_below)
+                    yield from self._group(found, above | {identity}, repeated=repeated_below)
 
-    def _count(self, again: bool) -> None:
-        """Refuse a file with more names than anybody can mean, before they are followed for minutes."""
+    def _count(self, repeated: bool) -> None:
+        """Refuse a file with far too many names, before following them takes minutes."""
         self._links += 1
-        self._again += again
+        self._repeated += repeated
         if self._links > _MOST_LINKS:
-            raise damaged(self._path, say("more than {most} names in it", most=_MOST_LINKS))
-        if self._again > _MOST_AGAIN:
+            raise damaged(self._path, say("it has more than {most} links", most=_MOST_LINKS))
+        if self._repeated > _MOST_REPEATED:
             raise UnsupportedData(
                 say("{path} has too many names for the same datasets", path=self._path),
-                why=say("groups that several links lead to hold more than {most} names", most=_MOST_AGAIN),
+                why=say("groups reached by several links hold more than {most} names", most=_MOST_REPEATED),
                 fix=(say("name the datasets you need with keys=[…]"),),
             )
 
@@ -104,7 +101,7 @@ class DatasetSearch:
                 link = link_of(group.node, key)
             except TypeError:  # user-defined
                 raise _unknown_link(name, self._path) from None
-        searches = self._trail.behind_link(group.node, link, name, holder)
+        searches = self._external.behind_link(group.node, link, name, holder)
         through = (*through, *searches)
         try:
             with hdf5_errors(self._path, say("{name!r}", name=name)):
@@ -117,9 +114,12 @@ class DatasetSearch:
             node, (searches and searches[-1].found) or holder
         ):
             raise SourceChanged(
-                say("{name!r} of {path} leads to another file than before", name=name, path=self._path),
-                why=say("HDF5 followed it into {file}", file=node.file.filename),
-                fix=(say("try again once nobody replaces files"), say("or leave it out with keys=[…]")),
+                say("the link {name!r} of {path} changed while it was followed", name=name, path=self._path),
+                why=say("HDF5 opened {file}", file=node.file.filename),
+                fix=(
+                    say("try again when no process is replacing files"),
+                    say("or leave it out with keys=[…]"),
+                ),
             )
         return FoundNode(name, node, through)
 
@@ -132,7 +132,7 @@ class DatasetSearch:
 
 
 def _is_in(node: Any, path: Path) -> bool:
-    """Whether HDF5 has the node from the file of that name."""
+    """Whether HDF5 read the node from the file at that path."""
     fd = descriptor(node.file)
     try:
         return fd is None or os.path.samestat(os.fstat(fd), os.stat(path))
@@ -141,12 +141,12 @@ def _is_in(node: Any, path: Path) -> bool:
 
 
 def readable(name: str | bytes) -> str:
-    """A name as text; h5py gives bytes where it is not UTF-8."""
+    """A name as text; h5py returns bytes if it is not UTF-8."""
     return name if isinstance(name, str) else name.decode("utf-8", "backslashreplace")
 
 
 def dataset_names(file: Any, most: int = 1000) -> list[str]:
-    """Names to choose from, for a message; as many as can be had."""
+    """Names of datasets for an error message, as many as can be read."""
     import h5py
 
     names: list[str] = []
@@ -158,15 +158,15 @@ def dataset_names(file: Any, most: int = 1000) -> list[str]:
 
     try:
         file.visititems(note)
-    except Exception:  # the message is about something else
+    except Exception:  # the message reports another problem
         pass
     return names
 
 
 def _dangling(name: str, target: str, path: Path) -> UnreadableSource:
     return UnreadableSource(
-        say("{name!r} leads nowhere", name=name),
-        why=say("it is a link to {target!r} of {path}, which does not exist", target=target, path=path),
+        say("{name!r} is a broken link", name=name),
+        why=say("it points to {target!r} of {path}, which does not exist", target=target, path=path),
         fix=(say("restore what it points to, or leave it out: name the datasets you need with keys=[…]"),),
     )
 
@@ -174,6 +174,6 @@ def _dangling(name: str, target: str, path: Path) -> UnreadableSource:
 def _unknown_link(name: str, path: Path) -> UnsupportedData:
     return UnsupportedData(
         say("{name!r} of {path} is a user-defined link", name=name, path=path),
-        why=say("only the program that made it knows where it leads"),
+        why=say("only the program that wrote it can follow it"),
         fix=(say("leave it out: name the datasets you need with keys=[…]"),),
     )

@@ -1,7 +1,6 @@
-"""Opening HDF5 files, read-only, without ever waiting for or disturbing a writer.
+"""Open HDF5 files read-only, without waiting for a writer or disturbing one.
 
-Covers: finding the signature, the flags of a file that is open for writing, file locks on filesystems that
-have none. Does not cover: what is inside (hdf5_walk.py) and which other files it needs (hdf5_files.py).
+Finds the signature, detects a file that is open for writing, and handles filesystems without file locks.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from legroom.words import say
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _WRITING, _SWMR = 0x1, 0x4
-# Errors of system calls that say nothing about the file's bytes.
+# Errors of system calls that do not mean that the file is damaged.
 _NO_DAMAGE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EINTR, errno.EIO}
 _LOCKED = {errno.EAGAIN, errno.EACCES, errno.EDEADLK}
 
 
 def signature_at(file: SourceFile) -> int | None:
-    """Where the file's superblock begins: at 0, 512, 1024, 2048 and so on, or None."""
+    """Offset of the file's superblock: 0, 512, 1024, 2048 and so on, or None."""
     offset = 0
     while offset + len(SIGNATURE) <= file.size:
         if file.read_at(offset, len(SIGNATURE)) == SIGNATURE:
@@ -36,10 +35,10 @@ def signature_at(file: SourceFile) -> int | None:
 
 @contextmanager
 def hdf5_errors(path: Path, doing: str) -> Iterator[None]:
-    """Turn whatever the library says about a file that breaks its rules into one error.
+    """Translate what h5py raises for a damaged file into a SourceError.
 
-    h5py raises OSError, KeyError, RuntimeError, ValueError, TypeError and UnicodeError for damage, depending
-    on the place; none of them is a fault of the caller's here.
+    For damage, h5py raises OSError, KeyError, RuntimeError, ValueError, TypeError or UnicodeError, depending on where
+    it is. None of them is a mistake of the caller here.
     """
     try:
         yield
@@ -59,7 +58,7 @@ def _first_line(problem: Exception) -> str:
 
 
 def open_hdf5(path: Path) -> Any:
-    """The file as h5py opens it; refused where somebody is writing it."""
+    """Open the file with h5py; SourceBeingWritten if a process is writing it."""
     import h5py
 
     with SourceFile(path) as file:
@@ -68,8 +67,8 @@ def open_hdf5(path: Path) -> Any:
             raise damaged(path, say("it has no HDF5 signature"))
         _refuse_flags(file, start)
     _refuse_own_writer(path)
-    # The default first: HDF5 wants all openers in one process to agree about locking. The others are for a
-    # process that opened the file another way, and False also for filesystems without locks.
+    # The default first: within one process, HDF5 requires the same locking for every open of a file. The others
+    # are for a process that opened it in another way; False is also for filesystems without locks.
     for locking in (None, "best-effort", True, False):
         try:
             return h5py.File(path, "r", locking=locking)
@@ -94,13 +93,13 @@ def descriptor(file: Any) -> int | None:
 
 
 def _refuse_flags(file: SourceFile, start: int) -> None:
-    """The superblock of version 3 says whether a writer has it open (or died with it open)."""
+    """A superblock of version 3 marks a file that a writer has open, or had open when it crashed."""
     head = file.read_at(start, min(16, file.size - start))
     if len(head) < 12 or head[8] != 3:
         return
     if head[11] & (_WRITING | _SWMR):
         how = say("for single-writer/multiple-reader access") if head[11] & _SWMR else say("for writing")
-        raise _being_written(file.path, say("its superblock says that it is open {how}", how=how))
+        raise _being_written(file.path, say("its superblock marks it as open {how}", how=how))
 
 
 def _refuse_own_writer(path: Path) -> None:
@@ -114,7 +113,7 @@ def _refuse_own_writer(path: Path) -> None:
         except (OSError, ValueError, RuntimeError):  # not a file on disk, or just closed
             continue
         if same and writes:
-            raise _being_written(path, say("this very process has it open for writing"))
+            raise _being_written(path, say("this process has it open for writing"))
 
 
 def _being_written(path: Path, why: str) -> SourceBeingWritten:
@@ -123,7 +122,10 @@ def _being_written(path: Path, why: str) -> SourceBeingWritten:
         why=why,
         fix=(
             say("wait until the writer has closed it"),
-            say("if the writer died, clear its mark once nobody writes:\nh5clear -s {path}", path=path),
+            say(
+                "if the writer crashed, clear the mark when no process is writing:\nh5clear -s {path}",
+                path=path,
+            ),
         ),
     )
 
@@ -132,7 +134,7 @@ def _cannot_open(path: Path, problem: Exception) -> UnreadableSource | DamagedSo
     if "st_ino or st_dev fields changed" in str(problem):  # between two system calls of HDF5's own
         return SourceChanged(
             say("{path} was replaced while it was being opened", path=path),
-            fix=(say("try again once nobody replaces it"),),
+            fix=(say("try again when no process is replacing it"),),
         )
     number = getattr(problem, "errno", None)
     if number is not None and number not in (0, errno.EINVAL):

@@ -1,8 +1,7 @@
-"""HDF5 files as arrays.
+"""Read HDF5 files: every dataset under its path (``group/name``), with its attributes.
 
-Covers: every dataset under its path (``group/name``) with its attributes; contiguous data read raw by
-threads, common compression decoded by threads (hdf5_chunks.py), everything else through h5py in slabs.
-Does not cover: writing, ever; what the parts refuse is in hdf5_types.py, hdf5_files.py and hdf5_open.py.
+Threads read contiguous data raw and decode common compression (hdf5_chunks.py); h5py reads everything else, in pieces.
+Files are never written. What is refused is listed in hdf5_types.py, hdf5_external.py and hdf5_open.py.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ from legroom.formats.selection import Selection
 from legroom.formats.source_file import SourceFile, absolute
 from legroom.words import say
 
-_MOST_ATTRIBUTE = 16 << 20  # more is not read: it would only be described
+_MOST_ATTRIBUTE = 16 << 20  # a larger attribute is described, not read
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What stands behind one array of the description."""
+    """The dataset behind one array of the description."""
 
     dataset: Any
     stored: StoredType
     rows: VariableLengthRows | None = None
-    behind: int = 0  # bytes of memory that HDF5 takes for the sources of a virtual dataset
+    source_memory: int = 0  # bytes that HDF5 needs for the sources of a virtual dataset
 
 
 class Hdf5Reader(BaseReader):
     """An HDF5 file."""
 
-    _counts_itself = True
+    _accounts_memory = True
 
     def __init__(self, path: Path, selection: Selection) -> None:
         super().__init__(path, selection)
-        # Absolute, so that changing the working directory while it is open does no harm.
+        # Absolute, so that the working directory may change while it is open.
         self._file = open_hdf5(absolute(path))
         self._linked: dict[int, Any] = {}  # an object of each file that a link led into
         self._raw_files: dict[Path, SourceFile] = {}
@@ -61,42 +60,44 @@ class Hdf5Reader(BaseReader):
     def _library_errors(self, doing: str) -> AbstractContextManager[None]:
         return hdf5_errors(self.path, doing)
 
-    # What there is.
+    # Describing.
 
-    def _look(self) -> Description:
+    def _describe(self) -> Description:
         import h5py
 
         items: list[ArraySpec] = []
         attributes = self._attributes(self._file)
         lookups: dict[Lookup, None] = {}
-        with ExternalFiles() as trail:
-            for found in DatasetSearch(self.path, self.selection, trail)(self._file):
+        with ExternalFiles() as external:
+            for found in DatasetSearch(self.path, self.selection, external)(self._file):
                 if isinstance(found.node, h5py.Group):
                     if self.selection.takes(found.name):
                         own = self._attributes(found.node)
                         attributes.update({found.name + "/" + name: value for name, value in own.items()})
-                        self._note(found, lookups)
+                        self._record(found, lookups)
                     continue
-                specs = self._specs(found, trail, lookups)
+                specs = self._specs(found, external, lookups)
                 if specs:
-                    self._note(found, lookups)
+                    self._record(found, lookups)
                 items += specs
         names = [item.name for item in items]
         self.selection.check(names, dataset_names(self._file) if self.selection.keys else (), self.path)
         founds = {lookup.found for lookup in lookups if lookup.found is not None}
-        others = sorted(path for path in founds if not _same(path, self.path))
+        others = sorted(path for path in founds if not _same_file(path, self.path))
         return Description("hdf5", tuple(items), attributes, (self.path, *others), tuple(lookups))
 
-    def _note(self, found: FoundNode, lookups: dict[Lookup, None]) -> None:
-        """Remember how a dataset or a group was reached, where that was by other files."""
+    def _record(self, found: FoundNode, lookups: dict[Lookup, None]) -> None:
+        """Record how a dataset or group was reached through other files."""
         if found.through:
             from h5py import h5o
 
             lookups.update(dict.fromkeys(found.through))
             self._linked.setdefault(h5o.get_info(found.node.id).fileno, found.node)
 
-    def _specs(self, found: FoundNode, trail: ExternalFiles, lookups: dict[Lookup, None]) -> list[ArraySpec]:
-        """One array for a dataset, two for one of variable length; none where it was not asked for."""
+    def _specs(
+        self, found: FoundNode, external: ExternalFiles, lookups: dict[Lookup, None]
+    ) -> list[ArraySpec]:
+        """One array for a dataset, two for one of variable length, none if it is not selected."""
         wanted = self.selection.takes(found.name)
         parts = (found.name + "/offsets", found.name + "/values")
         if not wanted and not any(self.selection.takes(part) for part in parts):
@@ -109,12 +110,12 @@ class Hdf5Reader(BaseReader):
             shape = (0,) if dataset.shape is None else dataset.shape
         if not stored.variable and not wanted:
             return []
-        lookups.update(dict.fromkeys(trail.behind_dataset(dataset, name)))
-        behind = trail.memory_behind(dataset)
+        lookups.update(dict.fromkeys(external.behind_dataset(dataset, name)))
+        source_memory = external.memory_behind(dataset)
         if not stored.variable:
-            self._entries[name] = _Entry(dataset, stored, behind=behind)
+            self._entries[name] = _Entry(dataset, stored, source_memory=source_memory)
             return [ArraySpec(name, shape + stored.inner, stored.dtype, notes)]
-        rows = VariableLengthRows(dataset, stored, self._raw_file(dataset), name, self.memory, behind)
+        rows = VariableLengthRows(dataset, stored, self._raw_file(dataset), name, self.memory, source_memory)
         if len(shape) != 1:
             notes["ragged_shape"] = list(shape)
         entry = _Entry(dataset, stored, rows)
@@ -141,7 +142,7 @@ class Hdf5Reader(BaseReader):
                 readable(name): _attribute(node, name, kind, dtypes[name]) for name, kind in kinds.items()
             }
 
-    # Bringing it.
+    # Reading.
 
     def _extent(self, spec: ArraySpec) -> Extent | None:
         entry = self._entries[spec.name]
@@ -190,7 +191,7 @@ class Hdf5Reader(BaseReader):
             and entry.stored.file_dtype is not None
         ):
             return chunks.decoding(chunk)
-        return 2 * PIECE + memory_in_hdf5(entry.dataset) + entry.behind
+        return 2 * PIECE + memory_in_hdf5(entry.dataset) + entry.source_memory
 
     def _read(self, spec: ArraySpec, out: Array, progress: Progress) -> None:
         entry = self._entries[spec.name]
@@ -213,11 +214,11 @@ class Hdf5Reader(BaseReader):
         if chunks is not None and file is not None and entry.stored.file_dtype is not None:
             read_chunks(chunks, file, entry.stored.file_dtype, out, progress, self.memory)
         else:
-            with self.memory.take(self._decoding(spec), self._called(spec)):
+            with self.memory.take(self._decoding(spec), self._label(spec)):
                 self._read_slabs(entry, spec.name, out, progress)
 
     def _read_slabs(self, entry: _Entry, name: str, out: Array, progress: Progress) -> None:
-        """Through HDF5, some megabytes at a time, cut between chunks so that none is decoded twice."""
+        """Read through HDF5 some megabytes at a time, cut between chunks so that none is decoded twice."""
         from h5py import h5s
 
         dataset, kind = entry.dataset, entry.stored.memory_type
@@ -239,7 +240,7 @@ class Hdf5Reader(BaseReader):
                 progress(part.nbytes)
 
     def _raw_file(self, dataset: Any) -> SourceFile | None:
-        """The file a dataset lies in, for reading around HDF5; None where HDF5 splits or hides it."""
+        """The file that holds a dataset, for reading without HDF5; None if HDF5 splits or hides it."""
         if dataset.file.driver not in ("sec2", "windows"):
             return None
         path = absolute(dataset.file.filename)
@@ -249,12 +250,12 @@ class Hdf5Reader(BaseReader):
             if theirs is not None and not os.path.samestat(os.fstat(file.fileno()), os.fstat(theirs)):
                 raise SourceChanged(
                     say("{path} was replaced while it was being opened", path=file.path),
-                    fix=(say("try again once nobody replaces it"),),
+                    fix=(say("try again when no process is replacing it"),),
                 )
         return self._raw_files[path]
 
     def descriptors(self) -> list[int]:
-        """Of its file, of those that links led into, and of those that are read around HDF5."""
+        """File descriptors of the file, of files behind links, and of files read without HDF5."""
         files = [self._file, *(node.file for node in self._linked.values())]
         theirs = [fd for file in files if (fd := descriptor(file)) is not None]
         return [*theirs, *(file.fileno() for file in self._raw_files.values())]
@@ -269,7 +270,7 @@ class Hdf5Reader(BaseReader):
 
 
 def _numpy_type(kind: Any) -> np.dtype[Any] | None:
-    """The attribute's type, None where numpy has none for it (times, floats of other machines)."""
+    """The attribute's dtype, or None if numpy has none (times, floats of other machines)."""
     try:
         dtype: np.dtype[Any] = kind.dtype
     except (TypeError, ValueError):
@@ -278,21 +279,21 @@ def _numpy_type(kind: Any) -> np.dtype[Any] | None:
 
 
 def _attribute(node: Any, name: str | bytes, kind: Any, dtype: np.dtype[Any] | None) -> Any:
-    # References, as netCDF and MATLAB keep in attributes, mean nothing outside the file.
-    if dtype is None or (dtype.hasobject and not _strings(dtype)):
+    # netCDF and MATLAB store references in attributes; they have no meaning outside the file.
+    if dtype is None or (dtype.hasobject and not _is_strings(dtype)):
         return {"omitted": str(dtype or "unknown type"), "shape": list(kind.shape or ())}
     if prod(kind.shape or ()) * dtype.itemsize > _MOST_ATTRIBUTE:
         return {"omitted": str(dtype), "shape": list(kind.shape or ())}
     return as_json(node.attrs[name])
 
 
-def _strings(dtype: np.dtype[Any]) -> bool:
+def _is_strings(dtype: np.dtype[Any]) -> bool:
     from h5py import check_string_dtype
 
     return check_string_dtype(dtype) is not None
 
 
-def _same(one: Path, other: Path) -> bool:
+def _same_file(one: Path, other: Path) -> bool:
     try:
         return os.path.samefile(one, other)
     except OSError:

@@ -1,8 +1,8 @@
-"""HDF5 types as numpy arrays.
+"""HDF5 types as numpy dtypes.
 
-Covers: integers, floats, booleans, enumerations, complex numbers, fixed strings, records and arrays of them,
-in any byte order; strings and sequences of variable length as two arrays. Does not cover: references, opaque
-bytes, times and variable length inside records: they are refused by name.
+Supports integers, floats, booleans, enumerations, complex numbers, fixed strings, records and arrays of them, in any
+byte order, and strings and sequences of variable length as two arrays. Refuses references, opaque bytes, times, and
+variable length inside records.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from legroom.words import say
 
 @dataclass(frozen=True, slots=True)
 class StoredType:
-    """How the elements of a dataset lie in the file, and what they become."""
+    """How a dataset stores its elements, and which dtype they get in memory."""
 
     dtype: DType  # of one element in memory; for variable length, of one value
     inner: tuple[int, ...]  # axes that belong to the element (HDF5 array types)
-    file_dtype: DType | None  # a numpy view of the file's bytes, where there is one
+    file_dtype: DType | None  # a numpy dtype of the file's bytes, if there is one
     memory_type: Any  # the h5py type to read with
     notes: Mapping[str, Any] = field(default_factory=dict)
     variable: bool = False  # strings or sequences of variable length
@@ -33,7 +33,7 @@ class StoredType:
 
 
 def stored_type(dataset: Any, name: str, path: Path) -> StoredType:
-    """How that dataset is stored, or the reason it cannot be an array."""
+    """How that dataset is stored; UnsupportedData if it cannot be an array."""
     from h5py import check_string_dtype, check_vlen_dtype, h5t
 
     kind = dataset.id.get_type()
@@ -55,7 +55,7 @@ def stored_type(dataset: Any, name: str, path: Path) -> StoredType:
         try:
             h5t.find(kind, memory_type)
         except (TypeError, ValueError, RuntimeError) as problem:
-            raise _unsupported(name, path, say("HDF5 cannot convert its type to one numpy has")) from problem
+            raise _unsupported(name, path, say("HDF5 cannot convert its type to a numpy type")) from problem
     notes = {"hdf5_enum": {str(k): int(v) for k, v in names.items()}} if (names := _enum(dtype)) else {}
     return StoredType(native_dtype(element), inner, element if raw else None, memory_type, notes)
 
@@ -64,16 +64,16 @@ def _sequence(kind: Any, base: DType, name: str, path: Path) -> StoredType:
     from h5py import h5t
 
     if not isinstance(base, np.dtype) or base.hasobject:
-        raise _unsupported(name, path, say("its rows hold rows of variable length themselves"))
+        raise _unsupported(name, path, say("its elements are nested sequences of variable length"))
     _refuse_parts(base, name, path)
     if base.subdtype is not None:
-        raise _unsupported(name, path, say("its rows are sequences of arrays"))
+        raise _unsupported(name, path, say("its elements are sequences of arrays"))
     raw = kind.get_super() == h5t.py_create(base, logical=True)
     return StoredType(native_dtype(base), (), base if raw else None, None, variable=True)
 
 
 def _memory_type(kind: Any, dtype: DType) -> Any:
-    """The type to ask HDF5 for: the file's own, in native byte order and as numpy pads strings."""
+    """The type to request from HDF5: the file's, in native byte order and with numpy's string padding."""
     from h5py import h5t
 
     if isinstance(kind, h5t.TypeStringID):
@@ -92,7 +92,7 @@ def _enum(dtype: DType) -> Mapping[str, int] | None:
 
 
 def _refuse_parts(dtype: DType, name: str, path: Path) -> None:
-    """Refuse what has no numbers in it, at any depth."""
+    """Refuse references, opaque bytes and variable length at any depth."""
     from h5py import check_ref_dtype
 
     if dtype.subdtype is not None:
@@ -110,7 +110,7 @@ def _refuse_parts(dtype: DType, name: str, path: Path) -> None:
 
 def _unsupported(name: str, path: Path, why: str) -> UnsupportedData:
     return UnsupportedData(
-        say("{name!r} of {path} cannot be shared as an array", name=name, path=path),
+        say("cannot load {name!r} of {path} as an array", name=name, path=path),
         why=why,
         fix=(say("leave it out: name the datasets you need with keys=[…]"),),
     )

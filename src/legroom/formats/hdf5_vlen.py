@@ -31,14 +31,14 @@ from legroom.units import format_size
 from legroom.words import say
 
 _REFERENCE = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])
-_LENGTHS = 16  # bytes a row: its length and its offset
-_ORDER = 56  # bytes a row: which are filled, their addresses, sorted, summed up
-_SIGNATURE = b"GCOL"
-_HEADER = 16  # of a heap, and of each object in it
+_LENGTHS = 16  # bytes per row: its length and its offset
+_ORDER = 56  # bytes per row to sort the rows by heap: indices, addresses, order, cumulative sizes
+_HEAP_SIGNATURE = b"GCOL"
+_HEAP_HEADER = 16  # bytes, of a heap and of each object in it
 _FIRST_READ = 4096  # the size of a heap unless an object is larger
 _CONTINUATION = 0x10
 _MOST_BLOCKS = 1000
-HeapObjects = dict[int, tuple[int, int]]  # an object's index: where it begins in the heap, how long it is
+HeapObjects = dict[int, tuple[int, int]]  # index of an object → its offset in the heap, its length
 
 
 class VariableLengthRows:
@@ -51,27 +51,29 @@ class VariableLengthRows:
         file: SourceFile | None,
         name: str,
         memory: DecodingMemory = UNLIMITED,
-        behind: int = 0,  # bytes of memory that HDF5 takes for the sources of a virtual dataset
+        source_memory: int = 0,  # bytes that HDF5 needs for the sources of a virtual dataset
     ) -> None:
         self._dataset = dataset
-        self._behind = behind
+        self._source_memory = source_memory
         self._memory = memory
         self._stored = stored
         self._file = file
         self._name = name
         self._path = Path(dataset.file.filename)
-        self._shape = (0,) if dataset.shape is None else dataset.shape  # None: a dataset without a space
-        # Asked here, once: threads must not call h5py.
+        self._shape = (
+            (0,) if dataset.shape is None else dataset.shape
+        )  # None: a dataset with a null dataspace
+        # Read here, once: threads must not call h5py.
         self._heaps = GlobalHeaps(file, dataset.file.userblock_size, self._path) if file is not None else None
         references = self._references()
         if references is None and stored.file_dtype != stored.dtype:
-            # h5py gives the rows' bytes as they lie in the file and calls them native.
+            # h5py returns the rows' bytes as stored in the file and calls them native.
             raise UnsupportedData(
                 say("the rows of {name!r} of {path} cannot be read", name=name, path=self._path),
-                why=say("they are in another byte order, behind a layout that only h5py can read"),
+                why=say("they are not in native byte order, and only h5py can read their layout"),
                 fix=(say("rewrite it in native byte order, or leave it out with keys=[…]"),),
             )
-        with memory.take(_LENGTHS * prod(self._shape) + behind, self._called()):
+        with memory.take(_LENGTHS * prod(self._shape) + source_memory, self._label()):
             lengths = references["length"].astype(np.int64) if references is not None else self._measured()
             self._raw = references is not None
             self._longest = int(lengths.max(initial=0)) * stored.dtype.itemsize
@@ -80,35 +82,35 @@ class VariableLengthRows:
 
     @property
     def total(self) -> int:
-        """How many values all rows have together."""
+        """Number of values in all rows."""
         return int(self.offsets[-1])
 
     @property
     def decoding(self) -> int:
-        """Bytes of memory that reading the values takes: references, their order, the largest heap."""
+        """Bytes of memory that reading the values needs: references, their order, the largest heap."""
         count = prod(self._shape) if self._raw else 0
-        return (_REFERENCE.itemsize + _ORDER) * count + self._heap + self._behind
+        return (_REFERENCE.itemsize + _ORDER) * count + self._heap + self._source_memory
 
     @property
     def _heap(self) -> int:
-        return self._longest + PIECE  # a heap is as large as its largest row, and some
+        return self._longest + PIECE  # a heap is a little larger than its largest row
 
-    def _called(self) -> str:
+    def _label(self) -> str:
         return say("{name!r} of {path}", name=self._name, path=self._path)
 
     def read_values(self, out: Array, progress: Progress) -> None:
-        """All rows, one after the other."""
+        """Read all rows, one after the other."""
         references = self._references() if self._raw else None
         if references is None:
-            with self._memory.take(self.decoding, self._called()):
+            with self._memory.take(self.decoding, self._label()):
                 self._read_through_hdf5(out, progress)
         else:
             self._read_heap(references, out, progress)
 
-    # The heap, read here.
+    # Reading the heaps without HDF5.
 
     def _references(self) -> np.ndarray[Any, Any] | None:
-        """Every element's reference, or None where they cannot be read raw."""
+        """The reference of every element, or None if they cannot be read raw."""
         file = self._file
         if file is None or self._stored.file_dtype is None or self._dataset.shape is None:
             return None
@@ -116,7 +118,7 @@ class VariableLengthRows:
             offset, chunks = self._storage()
             if offset is None and chunks is None:
                 return None
-            table = self._room_for_references()
+            table = self._allocate_references()
             if offset is not None and self._dataset.id.get_storage_size() != table.nbytes:
                 offset = None
         if offset is not None:
@@ -130,10 +132,10 @@ class VariableLengthRows:
             raise damaged(self._path, say("a row of {name!r} is longer than the file", name=self._name))
         return table
 
-    def _room_for_references(self) -> np.ndarray[Any, Any]:
-        self._memory.require((_REFERENCE.itemsize + _LENGTHS) * prod(self._shape), self._called())
+    def _allocate_references(self) -> np.ndarray[Any, Any]:
+        self._memory.require((_REFERENCE.itemsize + _LENGTHS) * prod(self._shape), self._label())
         try:
-            table = self._memory.array(self._shape, _REFERENCE, self._called())
+            table = self._memory.array(self._shape, _REFERENCE, self._label())
             table[...] = np.zeros((), _REFERENCE)
             return table
         except (MemoryError, ValueError) as problem:
@@ -148,34 +150,34 @@ class VariableLengthRows:
             ) from problem
 
     def _storage(self) -> tuple[int | None, ChunkedDataset | None]:
-        """Where the references lie, as one piece or as chunks; neither where h5py must read the rows."""
+        """Where the references are, contiguous or chunked; neither if h5py must read the rows."""
         dataset = self._dataset
-        strange = dataset.is_virtual or dataset.external or _has_fill(dataset)
-        if strange or dataset.file.id.get_create_plist().get_sizes() != (8, 8):
+        indirect = dataset.is_virtual or dataset.external or _has_fill(dataset)
+        if indirect or dataset.file.id.get_create_plist().get_sizes() != (8, 8):
             return None, None
         return dataset.id.get_offset(), chunked(dataset, self._memory)
 
     def _read_heap(self, references: np.ndarray[Any, Any], out: Array, progress: Progress) -> None:
         width = self._stored.dtype.itemsize
-        self._memory.require(_ORDER * len(references) + self._heap, self._called())
+        self._memory.require(_ORDER * len(references) + self._heap, self._label())
         target = bytes_of(out)
         filled = np.flatnonzero(references["length"])
         order = filled[np.argsort(references["address"][filled], kind="stable")]
         in_parallel(
             (
                 partial(self._copy_rows, references, rows, target, width)
-                for rows in self._shares(references, order)
+                for rows in self._tasks(references, order)
             ),
             progress,
         )
         if self._stored.file_dtype is not None and self._stored.file_dtype != self._stored.dtype:
             step = max(1, PIECE // width)
-            for start in range(0, len(out), step):  # in pieces: numpy copies what it turns in place
+            for start in range(0, len(out), step):  # in pieces: numpy makes a copy to swap bytes in place
                 part = out[start : start + step]
                 part[...] = part.view(self._stored.file_dtype)
 
-    def _shares(self, references: np.ndarray[Any, Any], order: Array) -> Iterator[Array]:
-        """Rows in the order of their heaps, cut between heaps into tasks of some megabytes."""
+    def _tasks(self, references: np.ndarray[Any, Any], order: Array) -> Iterator[Array]:
+        """Rows sorted by heap, cut between heaps into tasks of some megabytes."""
         if not len(order):
             return
         addresses = references["address"][order]
@@ -190,25 +192,25 @@ class VariableLengthRows:
     def _copy_rows(
         self, references: np.ndarray[Any, Any], rows: Array, target: memoryview, width: int
     ) -> int:
-        with self._memory.take(self._heap, self._called()):
+        with self._memory.take(self._heap, self._label()):
             return self._copy(references, rows, target, width)
 
     def _copy(self, references: np.ndarray[Any, Any], rows: Array, target: memoryview, width: int) -> int:
         heaps = self._heaps
-        assert heaps is not None  # there are no references without a file to read
+        assert heaps is not None  # references exist only with a file
         here, done = None, 0
-        heap, places = b"", HeapObjects()
+        heap, objects = b"", HeapObjects()
         for row, (length, address, index) in zip(rows.tolist(), references[rows].tolist(), strict=True):
             if address != here:
-                heap, places = heaps.read(address)
+                heap, objects = heaps.read(address)
                 here = address
-            first, size = places.get(index, (0, -1))
+            first, size = objects.get(index, (0, -1))
             count = length * width
             if count > size:
                 raise damaged(
                     self._path,
                     say(
-                        "row {row} of {name!r} has {count} bytes, its heap holds {size}",
+                        "row {row} of {name!r} has {count} bytes, but its heap holds {size}",
                         row=row,
                         name=self._name,
                         count=count,
@@ -226,7 +228,7 @@ class VariableLengthRows:
         return np.fromiter((len(row) for row in self._rows()), np.int64)
 
     def _read_through_hdf5(self, out: Array, progress: Progress) -> None:
-        start, told = 0, 0
+        start, reported = 0, 0
         for row in self._rows():
             values = np.frombuffer(row, np.uint8) if self._stored.text else row
             end = start + len(values)
@@ -234,17 +236,17 @@ class VariableLengthRows:
                 break
             out[start:end] = values
             start = end
-            if (start - told) * out.itemsize >= PIECE:
-                progress((start - told) * out.itemsize)
-                told = start
+            if (start - reported) * out.itemsize >= PIECE:
+                progress((start - reported) * out.itemsize)
+                reported = start
         if start != len(out):
             raise damaged(self._path, say("{name!r} changed while it was read", name=self._name))
-        progress((start - told) * out.itemsize)
+        progress((start - reported) * out.itemsize)
 
     def _rows(self) -> Iterator[Any]:
-        """Every row, some megabytes of them at a time."""
+        """Every row, read some megabytes at a time."""
         dataset = self._dataset
-        read = _guarded(self._path, say("the rows of {name!r}", name=self._name))
+        read = _with_hdf5_errors(self._path, say("the rows of {name!r}", name=self._name))
         if self._shape == ():
             yield read(lambda: dataset[()])
             return
@@ -257,7 +259,7 @@ class VariableLengthRows:
             yield from block
 
 
-def _guarded(path: Path, doing: str) -> Callable[[Callable[[], Any]], Any]:
+def _with_hdf5_errors(path: Path, doing: str) -> Callable[[Callable[[], Any]], Any]:
     def read(call: Callable[[], Any]) -> Any:
         with hdf5_errors(path, doing):
             return call()
@@ -266,16 +268,16 @@ def _guarded(path: Path, doing: str) -> Callable[[Callable[[], Any]], Any]:
 
 
 def _has_fill(dataset: Any) -> bool:
-    """Whether rows that were never written may be something else than empty."""
+    """Whether rows that were never written may be anything but empty."""
     from h5py import h5d
 
-    # Asked for, not read: a fill value of variable length is itself a reference that may be damaged.
+    # Not read: a fill value of variable length is itself a reference, which may be damaged.
     defined = dataset.id.get_create_plist().fill_value_defined()
     return bool(defined == h5d.FILL_VALUE_USER_DEFINED)
 
 
 class GlobalHeaps:
-    """The heaps of one file; ``base`` is where its addresses count from."""
+    """The global heaps of one file; ``base`` is the offset that its addresses count from."""
 
     def __init__(self, file: SourceFile, base: int, path: Path) -> None:
         self._file = file
@@ -283,49 +285,52 @@ class GlobalHeaps:
         self._path = path
 
     def read(self, address: int) -> tuple[bytes, HeapObjects]:
-        """One heap: its bytes, and where each object lies in them."""
+        """One heap: its bytes, and where each object is in them."""
         start = self._base + address
-        self._file.require(start, _HEADER)
+        self._file.require(start, _HEAP_HEADER)
         heap = self._file.read_at(start, min(_FIRST_READ, self._file.size - start))
-        if heap[:4] != _SIGNATURE or heap[4] != 1:
-            raise damaged(self._path, say("no heap begins at byte {start}", start=start))
+        if heap[:4] != _HEAP_SIGNATURE or heap[4] != 1:
+            raise damaged(self._path, say("there is no heap at byte {start}", start=start))
         size = int.from_bytes(heap[8:16], "little")
         self._file.require(start, size)
         if size > len(heap):
             heap = self._file.read_at(start, size)
-        return heap, self._places(heap, size, start)
+        return heap, self._objects(heap, size, start)
 
-    def _places(self, heap: bytes, size: int, start: int) -> HeapObjects:
-        places: HeapObjects = {}
-        at = _HEADER
-        while at + _HEADER <= size:
+    def _objects(self, heap: bytes, size: int, start: int) -> HeapObjects:
+        objects: HeapObjects = {}
+        at = _HEAP_HEADER
+        while at + _HEAP_HEADER <= size:
             index = int.from_bytes(heap[at : at + 2], "little")
             length = int.from_bytes(heap[at + 8 : at + 16], "little")
             # Index 0 is free space, whose length counts its own header; the others are rounded up to 8.
-            step = _HEADER + (length + 7) // 8 * 8 if index else length
-            if step < _HEADER or at + step > size:
+            step = _HEAP_HEADER + (length + 7) // 8 * 8 if index else length
+            if step < _HEAP_HEADER or at + step > size:
                 what = say("object {index} of the heap at byte {start}", index=index, start=start)
-                raise damaged(self._path, say("{what} has {length} bytes", what=what, length=length))
+                raise damaged(
+                    self._path,
+                    say("{what} has an invalid length of {length} bytes", what=what, length=length),
+                )
             if index:
-                places[index] = (at + _HEADER, length)
+                objects[index] = (at + _HEAP_HEADER, length)
             at += step
-        return places
+        return objects
 
     def check_attributes(self, header: int) -> None:
-        """Look over every heap that the object with its header at ``header`` refers to."""
+        """Verify every heap that the object with its header at ``header`` refers to."""
         seen: set[int] = set()
         for block in self._header_blocks(header):
-            # Anything in the header that is the address of a heap is taken for a reference to it.
+            # Any number in the header that is the address of a heap counts as a reference to it.
             for shift in range(8):
                 words = np.frombuffer(block[shift : shift + (len(block) - shift) // 8 * 8], "<u8")
                 seen.update(words[(words > 0) & (words < self._file.size)].tolist())
         for address in seen:
             start = self._base + address
-            if start + 4 <= self._file.size and self._file.read_at(start, 4) == _SIGNATURE:
+            if start + 4 <= self._file.size and self._file.read_at(start, 4) == _HEAP_SIGNATURE:
                 self.read(address)
 
     def _header_blocks(self, address: int) -> Iterator[bytes]:
-        """The blocks of an object header, as far as they can be followed; HDF5 has followed them before."""
+        """The blocks of an object header, as far as they can be followed; HDF5 has already read them."""
         waiting, seen = [(address, 0)], set[int]()
         while waiting and len(seen) < _MOST_BLOCKS:
             at, length = waiting.pop()
@@ -342,7 +347,7 @@ class GlobalHeaps:
                     waiting.append((int.from_bytes(data[:8], "little"), int.from_bytes(data[8:16], "little")))
 
     def _block(self, address: int, length: int) -> tuple[bytes, list[tuple[int, bytes]]]:
-        """One block and its messages; the first of a header (length 0) says itself how long it is."""
+        """One block and its messages; the first block of a header (length 0) contains its own length."""
         start = self._base + address
         lead = self._file.read_at(start, min(64, self._file.size - start))
         if lead[:4] == b"OHDR":
@@ -354,7 +359,7 @@ class GlobalHeaps:
             return block, list(_messages(block, 0, 6 if flags & 4 else 4))
         if lead[:4] == b"OCHK":
             block = self._file.read_at(start, length)
-            # Whether messages carry their order is said in the first block only: try without, then with.
+            # Only the first block states whether messages carry their order: try without, then with.
             return block, [*_messages(block, 4, 4), *_messages(block, 4, 6)]
         if length == 0:
             length = int.from_bytes(lead[8:12], "little")
@@ -364,7 +369,7 @@ class GlobalHeaps:
 
 
 def _messages(block: bytes, at: int, head: int) -> Iterator[tuple[int, bytes]]:
-    """(type, data) of each message; headers of 8 bytes have types of two, the newer ones of one."""
+    """(type, data) of each message; types take two bytes in 8-byte headers, one byte in newer ones."""
     old = head == 8
     while at + head <= len(block):
         kind = int.from_bytes(block[at : at + (2 if old else 1)], "little")

@@ -1,10 +1,8 @@
-"""Inflating deflate streams, as fast as this machine can.
+"""Decompress deflate streams with the fastest library installed; all of them release the GIL.
 
-Covers: a whole stream of known size by libdeflate where it is installed, streams in pieces by isal where that is,
-else Python's zlib; all let other threads run. Does not cover: any container around the streams.
-
-libdeflate (the package deflate) takes 0.8 of isal's time for photographs and half of it for masks, but wants a stream
-at once; isal takes 0.73 of zlib's.
+Whole streams of known size use libdeflate (package ``deflate``) if installed. Streams in pieces use isal, or else
+Python's zlib. libdeflate takes 0.8 of isal's time for photographs and half of it for masks, but needs the whole stream.
+isal takes 0.73 of zlib's time.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ Whole = Callable[[Bytes, int], bytes | bytearray]
 
 @cache
 def zlib_module() -> ModuleType:
-    """isal's zlib where it is installed, else Python's; both have the same functions."""
+    """isal's zlib if it is installed, or else Python's; both have the same functions."""
     try:
         from isal import isal_zlib
     except ImportError:
@@ -39,8 +37,8 @@ def zlib_module() -> ModuleType:
 
 @cache
 def _whole() -> tuple[Whole, type[Exception]]:
-    """What inflates a stream of at most so many bytes at once, and what it raises."""
-    _keep_what_is_freed()
+    """The function that inflates a whole stream, and the exception it raises."""
+    _keep_freed_memory()
     try:
         import deflate
     except ImportError:
@@ -49,28 +47,30 @@ def _whole() -> tuple[Whole, type[Exception]]:
     return deflate.zlib_decompress, deflate.DeflateError
 
 
-def _keep_what_is_freed() -> None:
-    """Let chunks that come and go use the same memory again.
+def _keep_freed_memory() -> None:
+    """Make glibc reuse the memory of freed chunks.
 
-    glibc gives memory back as soon as twice the largest block that it has ever mapped by itself and seen freed is
-    free at its heap's end, and then every page is taken and cleared anew: for chunks of 200 kB that was a fifth of
-    a load. A program that has freed an array of some megabytes is beyond that, a young one is not.
+    glibc returns the free end of its heap to the system when it exceeds twice the largest block ever mapped and freed.
+    Then every page is faulted in and cleared again: a fifth of the load time for chunks of 200 kB. Freeing one array of
+    some megabytes raises that threshold.
     """
     np.empty(_HEAP, np.uint8)
 
 
 def inflate(packed: Bytes, size: int) -> bytes | bytearray:
-    """The whole of a zlib stream that must give exactly ``size`` bytes; ValueError where it does not."""
+    """Decompress a whole zlib stream to exactly ``size`` bytes; ValueError if that fails."""
     if size > len(packed) * MOST_EXPANSION + 64:
-        # Before memory is taken for it: a damaged file may promise anything.
-        raise ValueError(say("{packed} packed bytes cannot hold {size}", packed=len(packed), size=size))
+        # Checked before memory is allocated: a damaged file may claim any size.
+        raise ValueError(
+            say("{packed} compressed bytes cannot expand to {size}", packed=len(packed), size=size)
+        )
     unpack, problems = _whole()
     try:
         plain = unpack(packed, max(size, 1))
     except problems as problem:
         raise ValueError(
-            say("{packed} packed bytes are not the {size} that were promised", packed=len(packed), size=size)
+            say("cannot decompress {packed} bytes to the expected {size}", packed=len(packed), size=size)
         ) from problem
     if len(plain) != size:
-        raise ValueError(say("{plain} bytes where {size} were promised", plain=len(plain), size=size))
+        raise ValueError(say("decompressed to {plain} bytes instead of {size}", plain=len(plain), size=size))
     return plain

@@ -23,14 +23,22 @@ import numpy as np
 
 from legroom.errors import SourceError, UnsupportedData
 from legroom.formats.base_reader import BaseReader
-from legroom.formats.buffers import PIECE, Take, bytes_of, copy_raw, fill_in_order, native_dtype, sequential
+from legroom.formats.buffers import (
+    PIECE,
+    ReadNext,
+    bytes_of,
+    copy_raw,
+    fill_in_order,
+    native_dtype,
+    sequential,
+)
 from legroom.formats.inflate import zlib_module
 from legroom.formats.protocol import ArraySpec, Checksum, Description, Extent, Progress
 from legroom.formats.selection import Selection
 from legroom.formats.source_file import SourceFile, damaged, wrong_checksum
 from legroom.words import say
 
-NAME = "array"  # a .npy file has no name for the one thing it holds
+NAME = "array"  # a .npy file holds one array without a name
 _ENCRYPTED, _UTF8 = 0x1, 0x800
 NPY_MAGIC = b"\x93NUMPY"
 _MOST_HEADER = 1 << 18
@@ -38,7 +46,7 @@ _TYPE = re.compile(r"[<>|=]?(?:[?bBhHiIlLqQefdgFDG]|[biufcSUV][0-9]{1,9}|[Mm]8(?
 
 
 def is_raw(header: NpyHeader) -> bool:
-    """Whether the bytes lie in the file as they will lie in memory."""
+    """Whether the file stores the bytes exactly as they are in memory."""
     fortran = header.fortran and len(header.shape) > 1
     return not fortran and header.dtype == native_dtype(header.dtype)
 
@@ -55,7 +63,7 @@ class NpyReader(BaseReader):
             self._file.close()
             raise
 
-    def _look(self) -> Description:
+    def _describe(self) -> Description:
         spec = ArraySpec(NAME, self._header.shape, native_dtype(self._header.dtype))
         self.selection.check([NAME], [NAME], self.path)
         self._file.require(self._header.size, spec.nbytes)
@@ -69,11 +77,11 @@ class NpyReader(BaseReader):
         if is_raw(header):
             copy_raw(self._file, header.size, out, progress)
         else:
-            take = sequential(self._file, header.size)
-            fill_in_order(take, out, header.dtype, header.fortran, progress)
+            read_next = sequential(self._file, header.size)
+            fill_in_order(read_next, out, header.dtype, header.fortran, progress)
 
     def descriptors(self) -> list[int]:
-        """Of its file."""
+        """File descriptors of the files being read."""
         return [self._file.fileno()]
 
     def _close(self) -> None:
@@ -84,7 +92,7 @@ class NpyReader(BaseReader):
 class _Member:
     info: zipfile.ZipInfo
     header: NpyHeader
-    start: int  # where the member's bytes begin in the archive
+    start: int  # offset of the member's bytes in the archive
 
 
 class NpzReader(BaseReader):
@@ -100,7 +108,7 @@ class NpzReader(BaseReader):
             self._file.close()
             raise
 
-    def _look(self) -> Description:
+    def _describe(self) -> Description:
         starts = {info.filename: _data_start(self._file, info) for info in self._infos}
         names = {info.filename.removesuffix(".npy"): info for info in self._infos if _is_array(info)}
         taken = {name: info for name, info in names.items() if self.selection.takes(name)}
@@ -118,7 +126,7 @@ class NpzReader(BaseReader):
                 raise damaged(
                     self.path,
                     say(
-                        "{name!r} takes {needed} bytes, the archive has {has} for it",
+                        "{name!r} needs {needed} bytes, but the archive holds {has}",
                         name=spec.name,
                         needed=member.header.size + spec.nbytes,
                         has=member.info.file_size,
@@ -137,9 +145,9 @@ class NpzReader(BaseReader):
         return _Member(info, read_header(read, self.path, name), start)
 
     def _reader_of_head(self, info: zipfile.ZipInfo, start: int) -> Callable[[int, int], bytes]:
-        """Random access to the beginning of a member, where its header is."""
+        """A function that reads from the start of a member, where its header is."""
         head = b""
-        take = self._take(info, start, None)
+        read_next = self._read_next(info, start, None)
 
         def read(offset: int, count: int) -> bytes:
             nonlocal head
@@ -147,7 +155,7 @@ class NpzReader(BaseReader):
                 raise damaged(self.path, say("{name!r} ends within its header", name=info.filename))
             while len(head) < offset + count:
                 buffer = bytearray(offset + count - len(head))
-                take(memoryview(buffer))
+                read_next(memoryview(buffer))
                 head += buffer
             return head[offset : offset + count]
 
@@ -172,17 +180,17 @@ class NpzReader(BaseReader):
             copy_raw(self._file, member.start + member.header.size, out, progress)
             crc.add(bytes_of(out))
         else:
-            take = self._take(member.info, member.start, crc)
-            take(memoryview(bytearray(member.header.size)))
-            fill_in_order(take, out, member.header.dtype, member.header.fortran, progress)
+            read_next = self._read_next(member.info, member.start, crc)
+            read_next(memoryview(bytearray(member.header.size)))
+            fill_in_order(read_next, out, member.header.dtype, member.header.fortran, progress)
         if crc.value != member.info.CRC:
             raise wrong_checksum(self.path, spec.name, crc.value, member.info.CRC)
 
-    def _take(self, info: zipfile.ZipInfo, start: int, crc: _RunningCrc | None) -> Take:
-        """The member's bytes from its beginning, in order."""
+    def _read_next(self, info: zipfile.ZipInfo, start: int, crc: _RunningCrc | None) -> ReadNext:
+        """A function that reads the member's bytes from its start, in order."""
         stream = _open_member(self._file, info, start)
 
-        def take(view: memoryview) -> None:
+        def read_next(view: memoryview) -> None:
             done = 0
             while done < len(view):
                 try:
@@ -194,16 +202,16 @@ class NpzReader(BaseReader):
                         self.path, say("{name!r}: {problem}", name=info.filename, problem=problem)
                     ) from problem
                 if not part:
-                    raise damaged(self.path, say("{name!r} ends too early", name=info.filename))
+                    raise damaged(self.path, say("{name!r} is truncated", name=info.filename))
                 view[done : done + len(part)] = part
                 done += len(part)
             if crc is not None:
                 crc.add(view)
 
-        return take
+        return read_next
 
     def descriptors(self) -> list[int]:
-        """Of its file."""
+        """File descriptors of the files being read."""
         return [self._file.fileno()]
 
     def _close(self) -> None:
@@ -226,9 +234,9 @@ def member_infos(file: SourceFile) -> list[zipfile.ZipInfo]:
         with file.as_stream() as stream, zipfile.ZipFile(stream) as archive:
             return archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OverflowError, EOFError) as problem:
-        raise damaged(file.path, say("as a zip archive: {problem}", problem=problem)) from problem
-    except (struct.error, UnicodeDecodeError, IndexError) as problem:  # a mangled directory
-        raise damaged(file.path, say("the archive's directory: {problem}", problem=problem)) from problem
+        raise damaged(file.path, say("invalid zip archive: {problem}", problem=problem)) from problem
+    except (struct.error, UnicodeDecodeError, IndexError) as problem:  # a damaged directory
+        raise damaged(file.path, say("invalid zip directory: {problem}", problem=problem)) from problem
 
 
 def _is_array(info: zipfile.ZipInfo) -> bool:
@@ -236,28 +244,32 @@ def _is_array(info: zipfile.ZipInfo) -> bool:
 
 
 def _data_start(file: SourceFile, info: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin: the local header repeats the name with an extra field of its own."""
+    """Offset of a member's bytes: after its local header, which repeats the name and has an extra field of its own."""
     local = file.read_at(info.header_offset, 30)
     if local[:4] != b"PK\x03\x04":
-        raise damaged(file.path, say("no member begins at byte {at}", at=info.header_offset))
+        raise damaged(file.path, say("there is no member at byte {at}", at=info.header_offset))
     name, extra = (int(n) for n in struct.unpack("<HH", local[26:30]))
     encoding = "utf-8" if info.flag_bits & _UTF8 else "cp437"
     if file.read_at(info.header_offset + 30, name) != info.orig_filename.encode(encoding, "replace"):
         raise damaged(
-            file.path, say("its directory and its member disagree about {name!r}", name=info.filename)
+            file.path,
+            say("the zip directory and the member header name {name!r} differently", name=info.filename),
         )
     return info.header_offset + 30 + name + extra
 
 
 def _open_member(file: SourceFile, info: zipfile.ZipInfo, start: int) -> Callable[[int], bytes]:
-    """A function that gives the member's next bytes, at most as many as asked for."""
+    """A function that returns the member's next bytes, at most as many as requested."""
     if info.compress_type == zipfile.ZIP_STORED:
         return _stored(file, info, start)
     if info.compress_type == zipfile.ZIP_DEFLATED:
         return _deflated(file, info, start)
     raise UnsupportedData(
         say("{name!r} of {path} cannot be decompressed", name=info.filename, path=file.path),
-        why=say("it is packed by method {method}, neither stored nor deflated", method=info.compress_type),
+        why=say(
+            "its compression method is {method}; only stored and deflate are supported",
+            method=info.compress_type,
+        ),
         fix=(say("write the archive with numpy.savez or numpy.savez_compressed"),),
     )
 
@@ -276,23 +288,23 @@ def _stored(file: SourceFile, info: zipfile.ZipInfo, start: int) -> Callable[[in
 
 def _deflated(file: SourceFile, info: zipfile.ZipInfo, start: int) -> Callable[[int], bytes]:
     module = zlib_module()
-    machine = module.decompressobj(-15)
+    inflater = module.decompressobj(-15)
     position, end = start, start + info.compress_size
     waiting, piece = b"", 1 << 12  # a header needs little
 
     def read(most: int) -> bytes:
         nonlocal position, waiting, piece
-        while not machine.eof:
+        while not inflater.eof:
             if not waiting and position < end:
                 count = min(piece, end - position)
                 piece = min(4 * piece, 1 << 20)
                 waiting = file.read_at(position, count)
                 position += count
             try:
-                part: bytes = machine.decompress(waiting, min(most, PIECE))
+                part: bytes = inflater.decompress(waiting, min(most, PIECE))
             except module.error as problem:
                 raise ValueError(str(problem)) from problem
-            waiting = machine.unconsumed_tail
+            waiting = inflater.unconsumed_tail
             if part or (not waiting and position == end):
                 return part
         return b""
@@ -302,7 +314,7 @@ def _deflated(file: SourceFile, info: zipfile.ZipInfo, start: int) -> Callable[[
 
 @dataclass(frozen=True, slots=True)
 class NpyHeader:
-    """What a .npy file says of its array."""
+    """The header of a .npy array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]  # as in the file
@@ -311,24 +323,26 @@ class NpyHeader:
 
 
 def read_header(read: Callable[[int, int], bytes], path: Path, name: str) -> NpyHeader:
-    """Parse the header; ``read(offset, count)`` gives exactly the bytes asked for, or raises."""
+    """Parse the header; ``read(offset, count)`` returns exactly the bytes requested, or raises."""
     lead = read(0, 8)
     if lead[:6] != NPY_MAGIC:
-        raise damaged(path, say("{name!r} does not begin like a .npy array", name=name))
+        raise damaged(path, say("{name!r} has no .npy header", name=name))
     version = lead[6]
     if version not in (1, 2, 3) or lead[7] != 0:
-        raise damaged(path, say("{name!r}: no .npy version {a}.{b} exists", name=name, a=version, b=lead[7]))
+        raise damaged(path, say("{name!r}: unknown .npy version {a}.{b}", name=name, a=version, b=lead[7]))
     width = 2 if version == 1 else 4
     length = int.from_bytes(read(8, width), "little")
     if length > _MOST_HEADER:
-        raise damaged(path, say("{name!r}: a header of {length} bytes", name=name, length=length))
+        raise damaged(
+            path, say("{name!r}: the header is too long ({length} bytes)", name=name, length=length)
+        )
     text = read(8 + width, length)
     try:
         shape, dtype, fortran = _parse(text.decode("utf-8" if version == 3 else "latin-1"))
-    except _Objects:
+    except _PythonObjects:
         raise UnsupportedData(
             say("{name!r} of {path} holds Python objects", name=name, path=path),
-            why=say("they are stored as a pickle, and a pickle runs code when it is read"),
+            why=say("they are stored as a pickle; reading one runs code"),
             fix=(
                 say(
                     "save it as numbers, fixed-length strings or records: numpy.save(..., allow_pickle=False)"
@@ -340,8 +354,8 @@ def read_header(read: Callable[[int, int], bytes], path: Path, name: str) -> Npy
     return NpyHeader(shape, dtype, fortran, 8 + width + length)
 
 
-class _Objects(Exception):
-    """The type is, or has, a Python object."""
+class _PythonObjects(Exception):
+    """The type is or contains Python objects."""
 
 
 def _parse(text: str) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
@@ -350,27 +364,27 @@ def _parse(text: str) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
         raise ValueError(say("it is not a dictionary of descr, fortran_order and shape"))
     shape, fortran = header["shape"], header["fortran_order"]
     if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n <= sys.maxsize for n in shape):
-        raise ValueError(say("shape is not a tuple of lengths"))
+        raise ValueError(say("shape is not a tuple of integers ≥ 0"))
     if len(shape) > 32:
-        raise ValueError(say("{count} dimensions", count=len(shape)))
+        raise ValueError(say("{count} dimensions; at most 32 are supported", count=len(shape)))
     if not isinstance(fortran, bool):
         raise ValueError(say("fortran_order is neither True nor False"))
     _check_type(header["descr"])
     dtype = np.lib.format.descr_to_dtype(header["descr"])
     if dtype.hasobject:
-        raise _Objects
+        raise _PythonObjects
     return shape, dtype, fortran
 
 
 def _check_type(descr: object, depth: int = 0) -> None:
-    """Let only what numpy itself writes through to numpy."""
+    """Refuse types that numpy itself does not write, before numpy sees them."""
     if depth > 32:
         raise ValueError(say("types nested too deeply"))
     if isinstance(descr, str):
         if descr.lstrip("<>|=").startswith("O"):
-            raise _Objects
+            raise _PythonObjects
         if not _TYPE.fullmatch(descr):
-            raise ValueError(say("{descr!r} is no type", descr=descr))
+            raise ValueError(say("{descr!r} is not a numpy type", descr=descr))
     elif isinstance(descr, list):
         for field in descr:
             if not isinstance(field, tuple) or len(field) not in (2, 3):
@@ -379,4 +393,4 @@ def _check_type(descr: object, depth: int = 0) -> None:
     elif isinstance(descr, tuple) and len(descr) == 2:
         _check_type(descr[0], depth + 1)
     else:
-        raise ValueError(say("{descr!r} is no type", descr=descr))
+        raise ValueError(say("{descr!r} is not a numpy type", descr=descr))

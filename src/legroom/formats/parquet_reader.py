@@ -37,7 +37,7 @@ from legroom.words import say
 
 _BATCH_BYTES = 4 << 20
 _MOST_ROWS = 1 << 16
-_BATCHES = 12  # on their way at once, with what Arrow's allocator keeps: measured, 20 to 50 MB
+_BATCHES = 12  # in flight at once, including what Arrow's allocator keeps: 20 to 50 MB measured
 _MOST_FOOTER = 64 << 20
 _MOST_DEPTH = 32
 # Types of Thrift's compact encoding.
@@ -45,11 +45,11 @@ _STOP, _TRUE, _FALSE, _BYTE = 0, 1, 2, 3
 _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT, _UUID = 7, 8, 9, 10, 11, 12, 13
 _BYTE_ARRAY = 6
 _DICTIONARIES = {2, 8}
-_PREFIXES = {7}  # each string after the first is what differs from the one before
+_PREFIXES = {7}  # each string is stored as its difference from the previous one
 _DICTIONARY_PAGE = 2
 _HEADER = 512  # most headers are below 100 bytes; statistics of long strings make some longer
 _MOST_HEADER = 1 << 20
-_DICTIONARY_ENTRY = 16  # pointer and length of each string, beside its bytes
+_DICTIONARY_ENTRY = 16  # pointer and length of each string, besides its bytes
 
 
 class ParquetReader(TableReader):
@@ -60,7 +60,7 @@ class ParquetReader(TableReader):
         try:
             parquet = require("pyarrow.parquet", "parquet", "Parquet")
             with arrow_errors(path, say("its footer")):
-                # Neither pre-buffering nor whole column chunks in memory: page by page.
+                # Read page by page: no pre-buffering, no whole column chunks in memory.
                 self._table = parquet.ParquetFile(
                     self._arrow_file(), pre_buffer=False, buffer_size=1 << 16, page_checksum_verification=True
                 )
@@ -78,7 +78,7 @@ class ParquetReader(TableReader):
         # Given a name, pyarrow would look for a filesystem by its scheme.
         return require("pyarrow", "parquet", "Parquet").OSFile(self._file.alias, "rb")
 
-    def _look(self) -> Description:
+    def _describe(self) -> Description:
         self._names = self._columns(self._whole_schema)
         rows = self._metadata.num_rows
         groups = self._groups = row_groups(self._file)
@@ -88,7 +88,7 @@ class ParquetReader(TableReader):
             data = sum(self._column_sizes(groups).values())
             self._batch_rows = max(1, min(_MOST_ROWS, _BATCH_BYTES * rows // max(1, data)))
             schema = self._schema()
-            # Batches end with their row group; twice as many is room for those pyarrow splits.
+            # Batches end with their row group; pyarrow may split them, so twice as many are assumed.
             batches = 2 * (rows // self._batch_rows + self._metadata.num_row_groups + 1)
             nbytes = data + batches * batch_overhead(schema) + schema_bytes(schema) + FILE_OVERHEAD
             spec = self._spec(schema, rows, nbytes)
@@ -103,7 +103,7 @@ class ParquetReader(TableReader):
         )
 
     def _column_sizes(self, groups: list[tuple[int, list[ColumnChunk]]] | None) -> dict[str, int]:
-        """The most that each column asked for takes."""
+        """Upper bound of the bytes of each selected column."""
         leaves = iter(()) if groups is None else self._leaves(groups)
         sizes: dict[str, int] = {}
         for part in self._whole_schema:
@@ -116,14 +116,14 @@ class ParquetReader(TableReader):
         return sizes
 
     def _decoding(self, spec: ArraySpec | TableSpec) -> int:
-        """Of every column at once a page and the dictionary, of some row group, and a few batches on their way."""
+        """One page and the dictionary of every column of the largest row group, and the batches in flight."""
         if self._memory_needed is None:
             pages = max(map(self._pages, range(len(self._groups))), default=0) if self._groups else 0
             self._memory_needed = _BATCHES * _BATCH_BYTES + pages
         return self._memory_needed
 
     def _pages(self, group: int) -> int:
-        """What the pages of the columns asked for take in one row group, by the footer where that says little."""
+        """Bytes that the pages of one row group need; reads the page headers if the footer's bound is high."""
         assert self._groups is not None
         _, chunks = self._groups[group]
         taken: list[ColumnChunk] = []
@@ -139,7 +139,7 @@ class ParquetReader(TableReader):
         return column_bound if None in found else sum(pages.needed for pages in found if pages is not None)
 
     def _leaves(self, groups: list[tuple[int, list[ColumnChunk]]]) -> Iterator[LeafColumn]:
-        """What the footer says of each stored column."""
+        """What the footer states about each stored column."""
         for index in range(self._metadata.num_columns):
             chunks = [columns[index] for _, columns in groups if index < len(columns)]
             sizes = [chunk.data for chunk in chunks]
@@ -148,7 +148,7 @@ class ParquetReader(TableReader):
             yield LeafColumn(sum(chunk.entries for chunk in chunks), data)
 
     def _counted(self, name: str) -> int:
-        """Stream one column and count."""
+        """Read one column and measure it."""
         kind = without_dictionaries(self._whole_schema.field(name).type)
         batches = self._table.iter_batches(batch_size=1024, columns=[name], use_threads=False)
         return sum(int(batch.column(name).cast(kind).nbytes) + 64 for batch in batches)
@@ -180,7 +180,7 @@ class ParquetReader(TableReader):
 
 
 def _leaf_count(kind: Any) -> int:
-    """How many stored columns a type takes."""
+    """How many stored columns a type has."""
     inner = children(kind)
     return sum(_leaf_count(child) for child in inner) if inner else 1
 
@@ -190,15 +190,15 @@ class ColumnChunk:
     """One column of one row group."""
 
     entries: int
-    data: int | None  # the most its values take unencoded, without offsets; None: not known
-    start: int = 0  # where its first page, a dictionary or data, begins in the file
+    data: int | None  # upper bound of its unencoded values, without offsets; None: unknown
+    start: int = 0  # offset of its first page (dictionary or data) in the file
     compressed: int = 0  # bytes of all its pages in the file
     uncompressed: int = 0
     varying: bool = False  # values of varying length: strings and bytes
 
 
 def row_groups(file: SourceFile) -> list[tuple[int, list[ColumnChunk]]] | None:
-    """(rows, columns) of each row group; None where the footer cannot be followed."""
+    """(rows, columns) of each row group; None if the footer cannot be parsed."""
     length = int.from_bytes(file.read_at(file.size - 8, 4), "little")
     if length > min(_MOST_FOOTER, file.size - 8):
         return None
@@ -206,31 +206,33 @@ def row_groups(file: SourceFile) -> list[tuple[int, list[ColumnChunk]]] | None:
         footer = _Compact(file.read_at(file.size - 8 - length, length)).struct(0)
         return [(group[3], [_chunk(chunk[3]) for chunk in group[1]]) for group in footer.get(4, [])]
     except (IndexError, KeyError, AttributeError, ValueError, TypeError):
-        return None  # odd, but pyarrow may read it: what is lost is a bound, not the file
+        return None  # pyarrow may still read the file: only the bound is lost
 
 
 def _chunk(column: dict[int, Any]) -> ColumnChunk:
     entries, size, encodings = column[5], column[6], set(column[2])
     if min(entries, size) < 0:
-        raise ValueError(say("less than nothing"))
+        raise ValueError("negative size")
     exact = column.get(16, {}).get(1)
     hidden = encodings & (_DICTIONARIES | _PREFIXES) or column.get(11)
     if not isinstance(exact, int) or exact < 0:
         exact = None if hidden else size
-    start = min(place for place in (column[9], column.get(11)) if place)
+    start = min(offset for offset in (column[9], column.get(11)) if offset)
     return ColumnChunk(entries, exact, start, column[7], size, column[1] == _BYTE_ARRAY)
 
 
 def page_header(data: bytes) -> tuple[dict[int, Any], int]:
-    """The page header at the beginning of ``data``, by field numbers, and its length; ValueError or IndexError
-    where it is none, or longer than ``data``."""
+    """The fields of the page header at the start of ``data``, by number, and its length.
+
+    ValueError or IndexError if there is none, or if it is longer than ``data``.
+    """
     reader = _Compact(data)
     return reader.struct(0), reader.at
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The largest parts of one column chunk, in bytes."""
+    """The largest dictionary and page of one column chunk, in bytes."""
 
     dictionary: int
     page: int
@@ -241,23 +243,23 @@ class Pages:
 
 
 def from_footer(chunks: Iterable[ColumnChunk]) -> int:
-    """The most that these chunks can need, whatever their pages."""
+    """Upper bound of the memory that these chunks need, whatever their pages."""
     return sum(chunk.compressed + chunk.uncompressed * (1 + chunk.varying) for chunk in chunks)
 
 
 def from_headers(file: SourceFile, chunk: ColumnChunk) -> Pages | None:
-    """What the headers of the chunk's pages say; None where they cannot be followed."""
+    """Sizes from the headers of the chunk's pages; None if they cannot be parsed."""
     dictionary = page = 0
     try:
         for kind, compressed, uncompressed, entries in _headers(file, chunk):
             if kind == _DICTIONARY_PAGE:
-                # Strings are copied out of their page, and pointed to.
+                # Strings are copied out of their page, with a pointer each.
                 own = uncompressed + entries * _DICTIONARY_ENTRY if chunk.varying else 0
                 dictionary = max(dictionary, uncompressed + compressed + own)
             else:
                 page = max(page, uncompressed + compressed)
     except (IndexError, KeyError, ValueError, TypeError, AttributeError):
-        return None  # odd; pyarrow will say what is wrong, if anything is
+        return None  # pyarrow raises the error, if there is one
     return Pages(dictionary, page)
 
 
@@ -268,7 +270,7 @@ def _headers(file: SourceFile, chunk: ColumnChunk) -> Iterator[tuple[int, int, i
         fields, length = _header(file, at, end)
         compressed, uncompressed = fields[3], fields[2]
         if min(compressed, uncompressed) < 0:
-            raise ValueError(say("a page of less than nothing"))
+            raise ValueError("negative page size")
         yield fields[1], compressed, uncompressed, fields.get(7, {}).get(1, 0)
         at += length + compressed
 
@@ -286,7 +288,7 @@ def _header(file: SourceFile, at: int, end: int) -> tuple[dict[int, Any], int]:
 
 
 class _Compact:
-    """Thrift's compact encoding, as dictionaries of field numbers."""
+    """A decoder of Thrift's compact encoding; structs become dictionaries of field numbers."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -305,7 +307,7 @@ class _Compact:
 
     def _value(self, kind: int, depth: int) -> Any:
         if depth > _MOST_DEPTH:
-            raise ValueError(say("nested too deeply"))
+            raise ValueError("nested too deeply")
         if kind in (_TRUE, _FALSE, _BYTE):  # in lists, booleans take a byte
             return self._byte()
         if kind in (4, 5, 6):
@@ -316,10 +318,10 @@ class _Compact:
             head = self._byte()
             count = self._varint() if head >> 4 == 15 else head >> 4
             if count > len(self._data):
-                raise ValueError(say("a list longer than the footer"))
+                raise ValueError("list longer than the footer")
             return [self._value(head & 0x0F, depth + 1) for _ in range(count)]
         if kind == _MAP:
-            raise ValueError(say("footers have no maps"))
+            raise ValueError("unexpected map")
         self._skip({_DOUBLE: 8, _UUID: 16}[kind] if kind != _BINARY else self._varint())
         return None
 
@@ -330,7 +332,7 @@ class _Compact:
     def _skip(self, count: int) -> None:
         self.at += count
         if self.at > len(self._data):
-            raise ValueError(say("it ends too early"))
+            raise ValueError("truncated")
 
     def _varint(self) -> int:
         value = shift = 0
@@ -341,7 +343,7 @@ class _Compact:
                 return value
             shift += 7
             if shift > 63:
-                raise ValueError(say("a number of more than 64 bits"))
+                raise ValueError("integer of more than 64 bits")
 
     def _signed(self) -> int:
         value = self._varint()

@@ -1,10 +1,8 @@
-"""Tensors in a safetensors file: eight bytes of length, a JSON header, raw bytes.
+"""Read safetensors files: eight bytes of length, a JSON header, raw bytes.
 
-Covers: the whole format, checked strictly: known types, offsets in bounds, in order, without gap or overlap.
-Does not cover: types narrower than a byte, which are refused.
-
-bfloat16 and the 8-bit floats have no numpy type: their bits come as uint16 and uint8, and the true type is
-in ``attributes["safetensors_dtype"]``.
+The format is checked strictly: known types, offsets in bounds, in order, without gap or overlap. Types narrower than a
+byte are refused. bfloat16 and the 8-bit floats have no numpy type: their bits are read as uint16 and uint8. The true
+type is in ``attributes["safetensors_dtype"]``.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _BITS = {
     "BF16": "<u2", "F8_E4M3": "u1", "F8_E5M2": "u1", "F8_E8M0": "u1", "F8_E4M3FNUZ": "u1", "F8_E5M2FNUZ": "u1",
 }  # fmt: skip
 _FIELDS = {"dtype", "shape", "data_offsets"}
-_NARROW = ("F4", "F6_E2M3", "F6_E3M2")
+_SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
 
 
 class SafetensorsReader(BaseReader):
@@ -49,7 +47,7 @@ class SafetensorsReader(BaseReader):
             self._file.close()
             raise
 
-    def _look(self) -> Description:
+    def _describe(self) -> Description:
         header = dict(self._header)
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
@@ -64,21 +62,23 @@ class SafetensorsReader(BaseReader):
 
     def _range(self, name: str, entry: object) -> tuple[int, int]:
         if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-            raise damaged(self.path, say("{name!r} is not dtype, shape and data_offsets", name=name))
+            raise damaged(
+                self.path, say("{name!r} must have exactly dtype, shape and data_offsets", name=name)
+            )
         offsets = entry["data_offsets"]
-        if not _whole(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise damaged(self.path, say("the offsets of {name!r} are {has}", name=name, has=offsets))
+        if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+            raise damaged(self.path, say("invalid offsets of {name!r}: {has}", name=name, has=offsets))
         return offsets[0], offsets[1]
 
     def _check_ranges(self, ranges: dict[str, tuple[int, int]]) -> None:
-        """In the order of their offsets the tensors must cover all that follows the header, once."""
+        """In the order of their offsets, the tensors must cover everything after the header exactly once."""
         end = 0
         for name, (first, last) in sorted(ranges.items(), key=lambda item: item[1]):
             if first != end:
                 raise damaged(
                     self.path,
                     say(
-                        "{name!r} begins at {first}, the one before ends at {end}",
+                        "{name!r} starts at {first}, but the previous tensor ends at {end}",
                         name=name,
                         first=first,
                         end=end,
@@ -92,7 +92,7 @@ class SafetensorsReader(BaseReader):
 
     def _spec(self, name: str, entry: dict[str, Any]) -> ArraySpec:
         kind, shape = entry["dtype"], entry["shape"]
-        if kind in _NARROW:
+        if kind in _SUB_BYTE:
             raise UnsupportedData(
                 say("{name!r} of {path} has type {kind}", name=name, path=self.path, kind=kind),
                 why=say("its elements are narrower than a byte"),
@@ -101,15 +101,15 @@ class SafetensorsReader(BaseReader):
         text = _TYPES.get(kind) or _BITS.get(kind) if isinstance(kind, str) else None
         if text is None:
             raise damaged(self.path, say("{name!r} has the unknown type {kind!r}", name=name, kind=kind))
-        if not _whole(shape) or len(shape) > 32:
-            raise damaged(self.path, say("the shape of {name!r} is {shape}", name=name, shape=shape))
+        if not _is_sizes(shape) or len(shape) > 32:
+            raise damaged(self.path, say("invalid shape of {name!r}: {shape}", name=name, shape=shape))
         dtype = np.dtype(text)
         first, last = self._ranges[name]
         if prod(shape) * dtype.itemsize != last - first:
             raise damaged(
                 self.path,
                 say(
-                    "{name!r} of shape {shape} and type {kind} has {has} bytes",
+                    "{name!r} has {has} bytes, which does not match shape {shape} and type {kind}",
                     name=name,
                     shape=shape,
                     kind=kind,
@@ -135,7 +135,7 @@ class SafetensorsReader(BaseReader):
             fill_in_order(sequential(self._file, offset), out, self._file_dtype(spec), False, progress)
 
     def descriptors(self) -> list[int]:
-        """Of its file."""
+        """File descriptors of the files being read."""
         return [self._file.fileno()]
 
     def _close(self) -> None:
@@ -143,12 +143,12 @@ class SafetensorsReader(BaseReader):
 
 
 def _read_header(file: SourceFile) -> tuple[dict[str, Any], int]:
-    """The header's object, and where the tensors begin."""
+    """The header as an object, and the offset of the tensors."""
     length = int.from_bytes(file.read_at(0, 8), "little")
     if length > MOST_HEADER:
         raise damaged(
             file.path,
-            say("a header of {length} bytes; at most {most} are allowed", length=length, most=MOST_HEADER),
+            say("the header has {length} bytes; at most {most} are allowed", length=length, most=MOST_HEADER),
         )
     text = file.read_at(8, length)
     try:
@@ -156,7 +156,7 @@ def _read_header(file: SourceFile) -> tuple[dict[str, Any], int]:
     except (ValueError, RecursionError) as problem:
         raise damaged(file.path, say("its header: {problem}", problem=problem)) from problem
     if not isinstance(header, dict) or not text.startswith(b"{"):
-        raise damaged(file.path, say("its header is not an object"))
+        raise damaged(file.path, say("its header is not a JSON object"))
     return header, 8 + length
 
 
@@ -167,5 +167,5 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _whole(numbers: object) -> bool:
+def _is_sizes(numbers: object) -> bool:
     return isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)

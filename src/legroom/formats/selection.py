@@ -1,7 +1,6 @@
-"""Which items of a file are asked for.
+"""Which arrays, groups and columns of a file are read: the ``keys`` argument.
 
-Covers: choosing by name or by group, columns of tables too, and the error for a name that is not there. Does not
-cover: walking a file, which each format does its own way, asking a Selection what to enter and what to take.
+Each format walks its file in its own way and asks a Selection what to enter and what to read.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _SHOWN = 20
 
 
 class Selection:
-    """The keys asked for; none given means everything."""
+    """The selected keys; None selects everything."""
 
     def __init__(self, keys: str | Iterable[str] | None = None) -> None:
         if keys is None:
@@ -26,27 +25,27 @@ class Selection:
         if not given or not all(isinstance(key, str) for key in given):
             raise UsageError(
                 say("keys={keys!r} selects nothing", keys=keys),
-                why=say("keys names items of the file; None means all of them"),
-                fix=(say("leave keys out to take everything"),),
+                why=say("keys lists items of the file; None means all of them"),
+                fix=(say("omit keys to load everything"),),
             )
         self.keys = given
 
     def takes(self, name: str) -> bool:
-        """Whether that item is asked for, by its own name or that of a group above it."""
+        """Whether that item is selected, by its own name or by a group above it."""
         return self.keys is None or any(_covers(key, name) for key in self.keys)
 
     def enters(self, group: str) -> bool:
-        """Whether something below that group may be asked for."""
+        """Whether an item below that group may be selected."""
         if self.keys is None or self.takes(group):
             return True
         return any(key.strip("/").startswith(group + "/") for key in self.keys)
 
     def columns(self, table: str, names: Iterable[str]) -> list[str]:
-        """The columns of a table that are asked for: as ``column``, as ``table/column``, or all by the table's name."""
+        """The selected columns of a table: ``column``, ``table/column``, or all by the table's name."""
         every = list(names)
         if self.keys is None:
             return every
-        # A column that has the table's name is meant before the table.
+        # A column with the table's name takes precedence over the table.
         if table not in every and self.takes(table):
             return every
         below = [key for key in self.keys if not _covers(key, table)]
@@ -57,7 +56,7 @@ class Selection:
         ]
 
     def check(self, taken: Collection[str], every: Iterable[str], where: object) -> None:
-        """Refuse a key that no item taken answers to; ``every`` is what there is to choose from."""
+        """Refuse a key that matches no selected item; ``every`` is listed in the error."""
         for key in self.keys or ():
             if not any(_covers(key, name) for name in taken):
                 raise missing_key(key, every, where)
@@ -69,17 +68,17 @@ def _covers(key: str, name: str) -> bool:
 
 
 def column_names(table: str, columns: Iterable[str]) -> list[str]:
-    """Every name that a table and these columns of it answer to."""
+    """All names that select a table or these columns of it."""
     named = list(columns)
     return [table, *named, *(f"{table}/{name}" for name in named)]
 
 
 def missing_key(key: str, every: Iterable[str], where: object) -> MissingKey:
-    """The error for a name that is not there: what there is, and the nearest."""
+    """The error for an unknown name, with the names that exist and the nearest one."""
     names = list(dict.fromkeys(every))
     groups = {name.rpartition("/")[0] for name in names} - {""}
     bare, among = key.strip("/"), [*names, *sorted(groups)]
-    # What is above it may be the table, which the names do not repeat.
+    # The part before the last slash may be the table, which the column names do not repeat.
     near = _nearest(bare, among) or _nearest(bare.rpartition("/")[2], among)
     held = listed(map(shown, names[:_SHOWN])) or say("nothing")
     if len(names) > _SHOWN:
@@ -88,7 +87,7 @@ def missing_key(key: str, every: Iterable[str], where: object) -> MissingKey:
     return MissingKey(
         say("{where} has no {key!r}", where=where, key=key),
         why=say("it holds {shown}", shown=held),
-        fix=(*fix, say("leave keys out to take everything")),
+        fix=(*fix, say("omit keys to load everything")),
     )
 
 

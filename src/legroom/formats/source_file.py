@@ -1,10 +1,7 @@
-"""A data file opened for reading at any place, and the words for a file that cannot be opened.
+"""A data file read at offsets, and the errors for files that are missing, unreadable, truncated or damaged.
 
-Covers: missing files, dangling links, directories, devices, permissions; reads at an offset that either give
-all the bytes asked for or say that the file is cut short. Does not cover: what the bytes mean.
-
-A SourceFile owns one descriptor. Reads take an offset and never move a shared position, so threads may read
-from one SourceFile at the same time.
+A SourceFile owns one file descriptor. Reads take an offset and move no shared position, so threads can read from one
+SourceFile at the same time. A read returns all bytes requested or raises.
 """
 
 from __future__ import annotations
@@ -44,17 +41,16 @@ class SourceFile:
         self._lock = threading.Lock()
 
     def fileno(self) -> int:
-        """Its descriptor."""
+        """The file descriptor."""
         return self._file.fileno()
 
     @property
     def alias(self) -> str:
-        """A path for libraries that open files by name: of the file that is open here, whatever its own name leads to
-        by now."""
+        """A path, for libraries that open files by name, to the file that is open here even if it was replaced."""
         return alias(self.fileno()) or os.fspath(self.path)
 
     def read_at(self, offset: int, count: int) -> bytes:
-        """Exactly ``count`` bytes from ``offset``."""
+        """Read exactly ``count`` bytes from ``offset``."""
         self.require(offset, count)
         if hasattr(os, "pread") and count <= _MOST_AT_ONCE:
             try:
@@ -76,21 +72,21 @@ class SourceFile:
             except OSError as problem:
                 raise unreadable(self.path, problem) from problem
             if got == 0:
-                raise cut_short(self.path, offset + len(view), offset + done)
+                raise truncated(self.path, offset + len(view), offset + done)
             done += got
 
     def _read_some(self, offset: int, view: memoryview) -> int:
         if hasattr(os, "preadv"):
             return os.preadv(self._file.fileno(), [view], offset)
-        with self._lock:  # Windows: one position for everybody
+        with self._lock:  # Windows: all threads share one position
             self._file.seek(offset)
             return self._file.readinto(view) or 0
 
     @contextmanager
     def as_stream(self) -> Iterator[BinaryIO]:
-        """The file from its beginning, for libraries that want to read it themselves; closing it closes nothing.
+        """The file as a stream from its start, for libraries that read it themselves. Closing it closes no file.
 
-        What cannot be read is raised as such, whatever the library makes of it.
+        A read error is raised as UnreadableSource, whatever the library turns it into.
         """
         stream = _Stream(self)
         try:
@@ -101,9 +97,9 @@ class SourceFile:
             raise
 
     def require(self, offset: int, count: int) -> None:
-        """Refuse a range that the file does not have, before memory is taken for it."""
+        """Refuse a range outside the file, before memory is allocated for it."""
         if offset < 0 or count < 0 or offset + count > self.size:
-            raise cut_short(self.path, offset + count, self.size)
+            raise truncated(self.path, offset + count, self.size)
 
     def close(self) -> None:
         self._file.close()
@@ -116,9 +112,9 @@ class SourceFile:
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """The path from the root on, for later: of the same file, whatever the working directory is then.
+    """The absolute path, which stays valid if the working directory changes.
 
-    ``..`` is resolved as the kernel does it: after a symbolic link it is not the directory that the link lies in.
+    ``..`` is resolved as the kernel does it: after a symbolic link it is the parent of the link's target.
     """
     text = os.fspath(path) if os.path.isabs(path) else os.path.join(os.getcwd(), path)
     head, dots, tail = text.rpartition("/../")
@@ -128,7 +124,7 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def alias(descriptor: int) -> str | None:
-    """A path to what a descriptor is open on; None where the system has none."""
+    """A path to the file behind a descriptor; None if the system has no such path."""
     path = f"/proc/self/fd/{descriptor}"
     return path if os.path.exists(path) else None
 
@@ -150,7 +146,7 @@ class _Stream(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size}[whence]
         if start + offset < 0:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # as a file's own
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # as a file does
         self._at = start + offset
         return self._at
 
@@ -170,7 +166,7 @@ class _Stream(io.RawIOBase):
 
 
 def require_regular(path: Path) -> os.stat_result:
-    """The file's stat, or the error that says why it is not a file to read."""
+    """The file's stat; UnreadableSource if it is not a regular file."""
     try:
         found = os.stat(path)
     except (OSError, ValueError) as problem:
@@ -180,13 +176,13 @@ def require_regular(path: Path) -> os.stat_result:
         raise UnreadableSource(
             say("cannot read {path}", path=path),
             why=say("it is {kind}", kind=kind),
-            fix=(say("name a data file, or the directory of a Zarr store"),),
+            fix=(say("pass a data file or the directory of a Zarr store"),),
         )
     return found
 
 
 def unreadable(path: Path, problem: Exception) -> UnreadableSource:
-    """Why that path cannot be opened or read, in words."""
+    """The error for a path that cannot be opened or read."""
     what = say("cannot read {path}", path=path)
     if isinstance(problem, FileNotFoundError):
         if target := _dangling(path):
@@ -197,14 +193,17 @@ def unreadable(path: Path, problem: Exception) -> UnreadableSource:
             )
         return UnreadableSource(
             what,
-            why=say("there is no such file"),
-            fix=(say("look for it:\nls {folder}", folder=path.parent),),
+            why=say("no such file"),
+            fix=(say("check the path:\nls {folder}", folder=path.parent),),
         )
     if isinstance(problem, PermissionError):
         return UnreadableSource(
             what,
-            why=say("this user may not read it"),
-            fix=(say("see who may:\nls -l {path}", path=path), say("ask its owner for read permission")),
+            why=say("this user has no read permission"),
+            fix=(
+                say("check its permissions:\nls -l {path}", path=path),
+                say("ask its owner for read permission"),
+            ),
         )
     reason = getattr(problem, "strerror", None) or str(problem)
     return UnreadableSource(
@@ -213,7 +212,7 @@ def unreadable(path: Path, problem: Exception) -> UnreadableSource:
 
 
 def _dangling(path: Path) -> str | None:
-    """Where the first broken link on the way to ``path`` points, or None where no link is at fault."""
+    """The target of the first broken link in ``path``, or None if no link is broken."""
     for step in (path, *path.parents):
         try:
             target = os.readlink(step)
@@ -224,12 +223,12 @@ def _dangling(path: Path) -> str | None:
     return None
 
 
-def cut_short(path: Path, needed: int, size: int) -> DamagedSource:
-    """The error for a file that ends before its data do."""
+def truncated(path: Path, needed: int, size: int) -> DamagedSource:
+    """The error for a file that ends before its data."""
     return DamagedSource(
-        say("{path} is cut short", path=path),
+        say("{path} is truncated", path=path),
         why=say(
-            "its data go on to byte {needed}, the file ends at byte {size} ({missing} missing)",
+            "its data end at byte {needed}, but the file ends at byte {size} ({missing} missing)",
             needed=needed,
             size=size,
             missing=format_size(max(0, needed - size)),
@@ -239,20 +238,20 @@ def cut_short(path: Path, needed: int, size: int) -> DamagedSource:
 
 
 def damaged(path: Path, why: str) -> DamagedSource:
-    """The error for a file that breaks the rules of its own format."""
+    """The error for a file that violates its format."""
     return DamagedSource(
         say("{path} is damaged", path=path),
         why=why,
-        fix=(say("copy or download the file again, or write it anew from its source"),),
+        fix=(say("copy or download the file again, or recreate it"),),
     )
 
 
 def wrong_checksum(path: Path, name: str, has: int, needed: int) -> DamagedSource:
-    """The error for bytes that are not those the file's own CRC-32 was taken of."""
+    """The error for bytes that do not match the CRC-32 stored in the file."""
     return damaged(
         path,
         say(
-            "the checksum of {name!r} is {has:08x}, the archive says {needed:08x}",
+            "the checksum of {name!r} is {has:08x}, but the archive stores {needed:08x}",
             name=name, has=has, needed=needed,
         ),
     )  # fmt: skip

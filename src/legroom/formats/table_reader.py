@@ -19,15 +19,15 @@ from legroom.formats.source_file import SourceFile, damaged, unreadable
 from legroom.system.imports import require
 from legroom.words import say
 
-NAME = "table"  # the file has no name for the one table it holds
-_SILENT = {b"ARROW:schema"}  # the schema itself, encoded
-FILE_OVERHEAD = 4096  # magic numbers, end marks, and slack
-_BUFFER = 16 + 64 + 16  # its place in the header, the padding after it, one offset more than rows
+NAME = "table"  # the file holds one table without a name
+_HIDDEN_METADATA = {b"ARROW:schema"}  # the encoded schema itself
+FILE_OVERHEAD = 4096  # magic numbers, end markers and slack
+_BUFFER = 16 + 64 + 16  # its entry in the header, the padding after it, one offset more than rows
 _BATCH = 512 + 24 + 64  # a message's frame, its block in the footer, padding
 
 
 class TableReader(BaseReader):
-    """A file that is one table."""
+    """A file that holds one table."""
 
     def __init__(self, path: Path, selection: Selection) -> None:
         super().__init__(path, selection)
@@ -37,18 +37,18 @@ class TableReader(BaseReader):
         return arrow_errors(self.path, doing)
 
     def _batches(self) -> Iterator[Any]:
-        """Record batches with the columns asked for, checked so that writing them is safe."""
+        """Record batches with the selected columns, validated so that writing them is safe."""
         raise NotImplementedError
 
     def _columns(self, schema: Any) -> list[str]:
-        """The columns asked for, by their own names or below ``table``, which alone means all."""
+        """The selected columns: ``column``, ``table/column``, or ``table`` for all."""
         with arrow_errors(self.path, say("the names of its columns")):
             names: list[str] = schema.names
         double = {name for name in names if names.count(name) > 1}
         if double:
             raise UnsupportedData(
                 say("{path} has two columns named {name!r}", path=self.path, name=min(double)),
-                why=say("a table is a mapping of names to columns"),
+                why=say("column names must be unique"),
                 fix=(say("rename one of them"),),
             )
         taken = self.selection.columns(NAME, names)
@@ -57,11 +57,13 @@ class TableReader(BaseReader):
 
     def _spec(self, schema: Any, rows: int, nbytes: int) -> TableSpec:
         metadata = schema.metadata or {}
-        notes = {as_json(key): as_json(value) for key, value in metadata.items() if key not in _SILENT}
+        notes = {
+            as_json(key): as_json(value) for key, value in metadata.items() if key not in _HIDDEN_METADATA
+        }
         return TableSpec(NAME, rows, {part.name: str(part.type) for part in schema}, nbytes, notes)
 
     def _read(self, spec: ArraySpec, out: Any, progress: Progress) -> None:
-        raise NotImplementedError  # no arrays here; BaseReader refuses before this
+        raise NotImplementedError  # there are no arrays; BaseReader refuses first
 
     def _extent(self, spec: ArraySpec) -> Extent | None:
         raise NotImplementedError
@@ -70,7 +72,8 @@ class TableReader(BaseReader):
         rows, taken = write_ipc(self._schema(), self._batches(), path, spec.nbytes, progress, self.path, ask)
         if rows != spec.rows:
             raise damaged(
-                self.path, say("{rows} rows where {promised} were promised", rows=rows, promised=spec.rows)
+                self.path,
+                say("it has {rows} rows, but its metadata states {stated}", rows=rows, stated=spec.rows),
             )
         return taken
 
@@ -78,11 +81,11 @@ class TableReader(BaseReader):
         raise NotImplementedError
 
     def descriptors(self) -> list[int]:
-        """Of its file."""
+        """File descriptors of the files being read."""
         return [self._file.fileno()]
 
     def _close(self) -> None:
-        # What decoding freed stays with Arrow's allocator otherwise, and whoever builds an entry goes on to train.
+        # Otherwise Arrow's allocator keeps what decoding freed, and this process may go on to train.
         require("pyarrow", "parquet", say("tables")).default_memory_pool().release_unused()
         self._file.close()
 
@@ -98,39 +101,41 @@ def write_ipc(
 ) -> tuple[int, int]:
     """Write batches as an uncompressed Arrow IPC file; returns its rows and bytes.
 
-    Room was reserved for ``most`` bytes: a file whose metadata promised less than it holds is damaged.
+    Space was reserved for ``most`` bytes. A source that holds more than its metadata states is damaged.
     """
     arrow = require("pyarrow", "parquet", say("tables"))
     options = arrow.ipc.IpcWriteOptions(compression=None, emit_dictionary_deltas=True)
-    rows = told = 0
+    rows = reported = 0
     with arrow.OSFile(str(path), "wb") as sink:
         with arrow.ipc.new_file(sink, schema, options=options) as writer:
             for batch in batches:
                 ask(batch.nbytes)
                 writer.write_batch(batch)
                 rows += batch.num_rows
-                del batch  # before the next is read: one at a time is what was counted
+                del batch  # before the next one is read: memory was reserved for one
                 if sink.tell() > most:
                     raise damaged(
-                        source, say("it holds more than the {most} bytes its metadata promise", most=most)
+                        source, say("it holds more than the {most} bytes stated in its metadata", most=most)
                     )
-                progress(sink.tell() - told)
-                told = sink.tell()
+                progress(sink.tell() - reported)
+                reported = sink.tell()
         taken = sink.tell()
-    progress(taken - told)
+    progress(taken - reported)
     return rows, taken
 
 
 @contextmanager
 def arrow_errors(path: Path, doing: str) -> Iterator[None]:
-    """Turn whatever pyarrow says about a file that breaks its rules into one error."""
+    """Translate what pyarrow raises for a damaged or unsupported file into a SourceError."""
     try:
         yield
     except (LegroomError, MemoryError):
         raise
     except Exception as problem:
         text = (str(problem).splitlines() or [type(problem).__name__])[0]
-        if isinstance(problem, OSError) and problem.errno:  # of the system: it proves nothing about the file
+        if (
+            isinstance(problem, OSError) and problem.errno
+        ):  # from the operating system: the file may be intact
             raise unreadable(path, problem) from problem
         if "launch worker thread" in text:
             raise MemoryError(text) from problem
@@ -145,25 +150,25 @@ def arrow_errors(path: Path, doing: str) -> Iterator[None]:
 
 
 def batch_overhead(schema: Any) -> int:
-    """What a batch takes beside its buffers' bytes, at most."""
+    """Upper bound of a batch's bytes besides its buffers."""
     fields = sum(1 for part in schema for _ in every_type(part.type))
     return _BATCH + fields * (16 + 3 * _BUFFER)
 
 
 def schema_bytes(schema: Any) -> int:
-    """What the schema takes: once at the beginning, once in the footer."""
+    """Bytes of the schema, which is stored twice: at the start and in the footer."""
     return 2 * int(schema.serialize().size)
 
 
 def every_type(kind: Any) -> Iterator[Any]:
-    """The type and all types within it."""
+    """The type and all types nested in it."""
     yield kind
     for child in children(kind):
         yield from every_type(child)
 
 
 def children(kind: Any) -> list[Any]:
-    """The types a nested type is made of."""
+    """The direct child types of a nested type."""
     types = require("pyarrow", "parquet", say("Arrow data")).types
     if isinstance(kind, require("pyarrow", "parquet", say("Arrow data")).BaseExtensionType):
         return [kind.storage_type]
@@ -173,7 +178,7 @@ def children(kind: Any) -> list[Any]:
 
 
 def without_dictionaries(kind: Any) -> Any:
-    """The type without dictionaries: an IPC file allows one dictionary a column, and row groups have many."""
+    """The type without dictionaries: an IPC file allows one per column, but each row group has its own."""
     arrow = require("pyarrow", "parquet", say("Arrow data"))
     if arrow.types.is_dictionary(kind):
         return without_dictionaries(kind.value_type)
@@ -186,7 +191,7 @@ def without_dictionaries(kind: Any) -> Any:
 
 
 def buffer_count(kind: Any) -> int | None:
-    """How many buffers a column of that type has in an IPC batch; None where it depends on the data."""
+    """How many buffers a column of that type has in an IPC batch; None if it depends on the data."""
     types = require("pyarrow", "parquet", say("Arrow data")).types
     if types.is_union(kind) or types.is_run_end_encoded(kind) or "view" in str(kind):
         return None
@@ -208,17 +213,17 @@ def buffer_count(kind: Any) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class LeafColumn:
-    """What is known of one stored column: entries, and bytes where they vary (None: not known)."""
+    """What is known about one stored column."""
 
     entries: int
-    data: int | None
+    data: int | None  # bytes of values of varying length; None: unknown
 
 
 def column_bound(kind: Any, leaves: Iterator[LeafColumn]) -> int | None:
-    """The most bytes that a column of ``kind`` takes; draws its leaves in order. None: cannot be told.
+    """Upper bound of the bytes of a column of type ``kind``, drawing its leaves in order; None: unknown.
 
-    No level of a nested column has more elements than its leaf has entries, for every element shows as at
-    least one; only fixed-size lists multiply, a missing one takes its whole room.
+    Every element of a nested column is at least one entry of its leaf, so no level has more elements than the leaf has
+    entries. Only fixed-size lists multiply: a null list takes the space of a full one.
     """
     taken, _ = _column_bound(kind, leaves, 1)
     return taken

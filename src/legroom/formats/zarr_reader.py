@@ -1,10 +1,7 @@
-"""Zarr stores, versions 2 and 3, as arrays.
+"""Read Zarr stores, version 2 and 3: a directory or a zip file, with nested groups and every codec that zarr has.
 
-Covers: a directory or a zip file, nested groups, attributes, every codec the zarr package has; slabs cut
-between chunks, which zarr decodes in parallel. Does not cover: arrays of Python objects or of strings of
-variable length, which are refused, and stores elsewhere than in files.
-
-``files`` is the directory itself: what lies below it are the store's chunks.
+Refuses arrays of Python objects and strings of variable length. Reads in pieces cut between chunks, which zarr decodes
+in parallel. ``files`` is the directory itself: everything below it belongs to the store.
 """
 
 from __future__ import annotations
@@ -30,25 +27,25 @@ from legroom.formats.source_file import alias, damaged, unreadable
 from legroom.system.imports import require
 from legroom.words import say
 
-NAME = "array"  # a store that is one array has no name for it
-_SLAB = 4 * PIECE  # enough chunks at once for zarr to work on several
-_AT_ONCE = 10  # chunks that zarr reads and decodes at once, unless it is told otherwise
+NAME = "array"  # for a store that is a single array without a name
+_SLAB = 4 * PIECE  # enough for zarr to decode several chunks at once
+_AT_ONCE = 10  # zarr's default number of chunks read and decoded at once
 
 
 class ZarrReader(BaseReader):
     """A Zarr store."""
 
-    _counts_itself = True
+    _accounts_memory = True
 
     def __init__(self, path: Path, selection: Selection) -> None:
         super().__init__(path, selection)
         self._zarr = require("zarr", "zarr", "Zarr")
         self._arrays: dict[str, Any] = {}
-        with _trouble(path, say("its metadata")):
+        with _zarr_errors(path, say("its metadata")):
             storage = self._zarr.storage
             self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             try:
-                # Below the descriptor: the path may lead elsewhere by the time a chunk is read.
+                # Through the descriptor: the path may be replaced before a chunk is read.
                 below = alias(self._fd) or os.fspath(path)
                 self._store = (
                     storage.LocalStore(below, read_only=True)
@@ -64,8 +61,8 @@ class ZarrReader(BaseReader):
                 self._close()
                 raise
 
-    def _look(self) -> Description:
-        with _trouble(self.path, say("its metadata")):
+    def _describe(self) -> Description:
+        with _zarr_errors(self.path, say("its metadata")):
             if isinstance(self._root, self._zarr.Array):
                 found, attributes = {NAME: self._root}, {}
             else:
@@ -85,7 +82,7 @@ class ZarrReader(BaseReader):
         dtype = node.dtype
         if not isinstance(dtype, np.dtype) or dtype.hasobject or dtype.kind not in "biufcSUVMm":
             raise UnsupportedData(
-                say("{name!r} of {path} cannot be shared as an array", name=name, path=self.path),
+                say("cannot load {name!r} of {path} as an array", name=name, path=self.path),
                 why=say("its elements are {dtype}: objects or strings of variable length", dtype=dtype),
                 fix=(
                     say("leave it out: name the arrays you need with keys=[…]"),
@@ -95,7 +92,7 @@ class ZarrReader(BaseReader):
         return ArraySpec(name, tuple(node.shape), native_dtype(dtype), as_json(node.attrs.asdict()))
 
     def _library_errors(self, doing: str) -> AbstractContextManager[None]:
-        return _trouble(self.path, doing)
+        return _zarr_errors(self.path, doing)
 
     def _extent(self, spec: ArraySpec) -> Extent | None:
         return None
@@ -106,29 +103,29 @@ class ZarrReader(BaseReader):
             return
         node = self._arrays[spec.name]
         if out.ndim == 0:
-            with _trouble(self.path, say("{name!r}", name=spec.name)):
+            with _zarr_errors(self.path, say("{name!r}", name=spec.name)):
                 out[...] = node[...]
             progress(out.nbytes)
             return
-        # Shards are read whole: they, not the chunks in them, must not be cut.
+        # Shards are read whole, so pieces are cut between shards, not between the chunks in them.
         rows = (getattr(node, "shards", None) or node.chunks)[0]
         step = -(-max(1, _SLAB // max(1, out.nbytes // len(out))) // rows) * rows
         for start in range(0, len(out), step):
             part = out[start : start + step]
             with (
-                self.memory.take_some(self._decoding(spec), _AT_ONCE, self._called(spec)) as count,
-                _trouble(self.path, say("{name!r}", name=spec.name)),
+                self.memory.take_some(self._decoding(spec), _AT_ONCE, self._label(spec)) as count,
+                _zarr_errors(self.path, say("{name!r}", name=spec.name)),
                 self._zarr.config.set({"async.concurrency": count}),
             ):
                 self._fill(node, start, part)
             progress(part.nbytes)
 
     def descriptors(self) -> list[int]:
-        """Of the directory, or of the zip file."""
+        """File descriptor of the directory or of the zip file."""
         return [self._fd]
 
     def _fill(self, node: Any, start: int, part: Array) -> None:
-        """Decode some rows into ``part``, without a second copy of them where their bytes need no conversion."""
+        """Decode some rows into ``part``, without a second copy if their bytes need no conversion."""
         rows = slice(start, start + len(part))
         if _in_place(node, part.dtype):
             from zarr.buffer.cpu import NDBuffer
@@ -143,7 +140,7 @@ class ZarrReader(BaseReader):
             part[...] = node[rows]
 
     def _decoding(self, spec: ArraySpec | TableSpec) -> int:
-        """One chunk or shard as it is stored, at most as large as decoded, and decoded; twice where zarr copies it."""
+        """One chunk or shard as stored (at most as large as decoded) and decoded, plus a copy where zarr makes one."""
         assert isinstance(spec, ArraySpec)
         node = self._arrays[spec.name]
         shards = getattr(node, "shards", None)
@@ -160,12 +157,12 @@ class ZarrReader(BaseReader):
 
 
 def _in_place(node: Any, dtype: Any) -> bool:
-    """Whether zarr can decode straight into memory of that type, and be waited for."""
-    return bool(node.dtype == dtype and dtype.kind in "biufc" and _has_parts())
+    """Whether zarr can decode directly into memory of that type, and its tasks can be waited for."""
+    return bool(node.dtype == dtype and dtype.kind in "biufc" and _has_zarr_internals())
 
 
 @cache
-def _has_parts() -> bool:
+def _has_zarr_internals() -> bool:
     if find_spec("zarr.buffer") is None or find_spec("zarr.core.sync") is None:
         return False
     from zarr.core import sync
@@ -174,10 +171,10 @@ def _has_parts() -> bool:
 
 
 def _wait_for_zarr() -> None:
-    """Wait until zarr writes nothing more into memory that it was given.
+    """Wait until zarr has stopped writing into the caller's memory.
 
-    A chunk that cannot be read ends the call, and an interrupt does; zarr's thread goes on with the other chunks. What
-    it writes to may be unmapped by then.
+    An unreadable chunk or an interrupt ends the call, but zarr's thread continues with the other chunks. The memory it
+    writes to may be unmapped by then.
     """
     import asyncio  # zarr has imported it
 
@@ -191,11 +188,11 @@ def _wait_for_zarr() -> None:
 
 
 @contextmanager
-def _trouble(path: Path, doing: str) -> Iterator[None]:
-    """Turn whatever zarr and its codecs say about a broken store into one error."""
+def _zarr_errors(path: Path, doing: str) -> Iterator[None]:
+    """Translate what zarr and its codecs raise for a damaged store into a SourceError."""
     try:
         with warnings.catch_warnings():
-            # About specifications in flux and foreign files in the store: nothing a reader can act on.
+            # About unstable specifications and unknown files in the store: the user cannot act on them.
             warnings.simplefilter("ignore")
             yield
     except (LegroomError, MemoryError):
@@ -203,7 +200,7 @@ def _trouble(path: Path, doing: str) -> Iterator[None]:
     except OSError as problem:
         if problem.errno is None:
             raise damaged(path, say("{doing}: {text}", doing=doing, text=problem)) from problem
-        raise unreadable(path, problem) from problem  # of the system: it proves nothing about the store
+        raise unreadable(path, problem) from problem  # from the operating system: the store may be intact
     except Exception as problem:
         text = (str(problem).splitlines() or [type(problem).__name__])[0]
         raise damaged(path, say("{doing}: {text}", doing=doing, text=text)) from problem

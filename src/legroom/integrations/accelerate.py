@@ -1,4 +1,4 @@
-"""A guard for a loop of one's own under accelerate.
+"""A guard for your own training loop under accelerate.
 
     with guarded(accelerator, save_to="checkpoints/last") as guard:
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -9,8 +9,8 @@
                 with accelerator.accumulate(model): ...
                 guard.step()
 
-Covers: accelerate's accumulation, trackers and ``save_state``. Does not cover: what is done at each call (guard.py).
-The accelerator is handed in, so this module imports nothing of accelerate's.
+Uses accelerate's accumulation, trackers and ``save_state``; guard.py does the rest. The accelerator is an argument, so
+this module does not import accelerate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from legroom.model import Settings
 
 
 class AccelerateGuard(Guard):
-    """A guard that asks the accelerator what it needs to know."""
+    """A guard that uses the accelerator's accumulation, trackers and ``save_state``."""
 
     def __init__(self, accelerator: Any, save_to: str | os.PathLike[str] | None, **options: Any) -> None:
         super().__init__(**options)
@@ -32,11 +32,11 @@ class AccelerateGuard(Guard):
         self.report = lambda numbers: accelerator.log(dict(numbers)) if accelerator.trackers else None
 
     def epoch(self, number: int, loader: Any = None, accumulation: int | None = None) -> Settings | None:
-        """An epoch begins, over that prepared loader."""
+        """An epoch over that prepared loader begins."""
         return super().epoch(number, loader, accumulation or self._accelerator.gradient_accumulation_steps)
 
     def step(self) -> str | None:
-        """A batch is done; between two optimizer steps this does nothing. Why a checkpoint was saved, or None."""
+        """A batch is done. Returns why a checkpoint was saved, or None. Does nothing between two optimizer steps."""
         if not self._accelerator.sync_gradients:
             return None
         why = super().step()
@@ -48,12 +48,12 @@ class AccelerateGuard(Guard):
 def guarded(
     accelerator: Any, save_to: str | os.PathLike[str] | None = None, **options: Any
 ) -> AccelerateGuard:
-    """A guard for this accelerator's training, to use in a ``with``.
+    """A guard for this accelerator's training run; use it in a ``with`` statement.
 
     Args:
-        accelerator: The training's.
-        save_to: Where a checkpoint that is due is saved, by ``accelerator.save_state``; None: ``step`` returns why one
-            is due, and the loop saves its own.
+        accelerator: The ``accelerate.Accelerator`` of the run.
+        save_to: Where ``accelerator.save_state`` saves a checkpoint that is due. None: ``step`` returns why one is due,
+            and your loop saves it.
         **options: Those of ``legroom.integrations.guard.Guard``.
     """
     return AccelerateGuard(accelerator, save_to, **options)

@@ -27,68 +27,68 @@ from legroom.words import listed, say
 VERSION = 1
 _KIND = "legroom_checkpoint"
 HORIZON = 180.0  # seconds: several times what a large checkpoint takes to write
-_AGAIN = 2  # horizons after a save, where the forecast still stands
+_AGAIN = 2  # horizons after a save, if the alarm is still active
 _NEARLY_FULL = {"ram-near-limit", "limit-hit", "shm-nearly-full", "gpu-nearly-full"}
 _FILLING = {"ram-filling", "shm-filling", "gpu-filling", "swap-filling"}
 _DISK_FULL = "disk-low"
 
 
 def save(path: str | os.PathLike[str], **parts: Any) -> None:
-    """Write the checkpoint: states of parts that have one, the others as they are, and the random generators.
+    """Write a checkpoint: the state of parts that have one, other parts as they are, and the random generators.
 
     Args:
-        path: The file; it is replaced as a whole, or not at all.
-        **parts: By name: models, optimizers, schedulers, batches, streams and loaders, and plain values.
+        path: The file; it is replaced completely or not at all.
+        **parts: Models, optimizers, schedulers, batches, streams, loaders and plain values, by name.
     """
     import torch
 
     states = {name: part.state_dict() for name, part in parts.items() if _has_state(part)}
     values = {name: part for name, part in parts.items() if name not in states}
-    place = Path(path)
-    scratch = place.with_name(f".{place.name}.part")  # one name: what a killed save left is written over
+    target = Path(path)
+    scratch = target.with_name(f".{target.name}.part")  # a fixed name: overwrites what a killed save left
     try:
         with scratch.open("wb") as file:
             torch.save({_KIND: VERSION, "states": states, "values": values, "random": _random_states()}, file)
             file.flush()
             os.fsync(file.fileno())
-        scratch.replace(place)
+        scratch.replace(target)
     finally:
         scratch.unlink(missing_ok=True)
-    _sync_folder(place.parent)
+    _sync_folder(target.parent)
 
 
 def restore(path: str | os.PathLike[str], **parts: Any) -> dict[str, Any] | None:
-    """Bring the parts and the random generators to where they were; the plain values, or None without such a file.
+    """Restore the parts and the random generators; returns the plain values, or None if there is no such file.
 
     Args:
         path: The file that ``save`` wrote.
-        **parts: What was saved under the same names, to be brought back.
+        **parts: The parts to restore, under the names they were saved with.
     """
     import torch
 
-    place = Path(path)
-    if not place.exists():
+    target = Path(path)
+    if not target.exists():
         return None
     try:
-        kept = torch.load(place, map_location="cpu", weights_only=True)
-    except Exception as problem:  # zip, pickle, torch: each says it in its own way
+        kept = torch.load(target, map_location="cpu", weights_only=True)
+    except Exception as problem:  # zip, pickle and torch raise different exceptions
         raise UnreadableSource(
-            say("{path} cannot be read as a checkpoint", path=place),
+            say("cannot load the checkpoint {path}", path=target),
             why=str(problem).partition("\n")[0],
-            fix=(say("remove it to begin anew"),),
+            fix=(say("remove it to start from scratch"),),
         ) from problem
     if not isinstance(kept, dict) or kept.get(_KIND) != VERSION:
         raise UsageError(
-            say("{path} is no checkpoint of this kind", path=place),
-            why=say("it should hold {kind}={version}", kind=_KIND, version=VERSION),
-            fix=(say("load it with what wrote it"),),
+            say("{path} is not a Legroom checkpoint", path=target),
+            why=say("it does not contain {kind}={version}", kind=_KIND, version=VERSION),
+            fix=(say("load it with the program that wrote it"),),
         )
     there, here = (listed(sorted(names)) for names in (kept["states"], parts))
     if there != here:
         raise UsageError(
-            say("{path} holds other parts than are to be restored", path=place),
-            why=say("there: {there}; here: {here}", there=there, here=here),
-            fix=(say("name the same parts as when it was saved"),),
+            say("the parts to restore do not match those in {path}", path=target),
+            why=say("saved: {there}; to restore: {here}", there=there, here=here),
+            fix=(say("pass the same names as to save()"),),
         )
     for name, part in parts.items():
         part.load_state_dict(kept["states"][name])
@@ -102,7 +102,7 @@ def _has_state(part: Any) -> bool:
 
 
 def _random_states() -> dict[str, Any]:
-    """Every generator that this program can have drawn from."""
+    """The states of all random generators that this program may use."""
     import torch
 
     found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
@@ -130,7 +130,7 @@ def _restore_random_states(states: dict[str, Any]) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The rename itself reaches the disk with its directory; where directories cannot be opened, it does so later."""
+    """Sync the directory, so that the rename is on disk; skipped where directories cannot be opened."""
     try:
         opened = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -138,13 +138,13 @@ def _sync_folder(folder: Path) -> None:
     try:
         os.fsync(opened)
     except OSError:
-        pass  # some filesystems cannot
+        pass  # not supported by some filesystems
     finally:
         os.close(opened)
 
 
 def threatens(alarm: Alarm, horizon: float) -> bool:
-    """Whether the training may die of this within the horizon."""
+    """Whether the run may fail because of this alarm within the horizon."""
     if alarm.code in _FILLING:
         left = alarm.evidence.get("full_in_seconds")
         return alarm.level == "critical" or (isinstance(left, (int, float)) and left <= horizon)
@@ -152,27 +152,31 @@ def threatens(alarm: Alarm, horizon: float) -> bool:
 
 
 def disk_full(alarms: Iterable[Alarm]) -> Alarm | None:
-    """What speaks against saving: half a checkpoint on a full disk helps nobody."""
+    """The alarm of a full disk, where a checkpoint would be incomplete, or None."""
     return next((alarm for alarm in alarms if alarm.code == _DISK_FULL and alarm.level == "critical"), None)
 
 
 @dataclass
 class CheckpointSchedule:
-    """Remembers what was saved for, and when."""
+    """Decides when a checkpoint is due, so that one alarm does not request it again and again.
+
+    Saving costs time, and work after an early save is lost. So an alarm counts once its time left is within the
+    horizon. An alarm that is still active two horizons after a save requests another.
+    """
 
     horizon: float = HORIZON
     _saved: float | None = None
     _for: frozenset[tuple[str, str | None]] = frozenset()
 
     def ask(self, alarms: Iterable[Alarm], now: float) -> Alarm | None:
-        """The alarm to save for at this moment, or None."""
-        deadly = [alarm for alarm in alarms if threatens(alarm, self.horizon)]
+        """The alarm that makes a checkpoint due now, or None."""
+        threats = [alarm for alarm in alarms if threatens(alarm, self.horizon)]
         fresh = self._saved is None or now - self._saved >= _AGAIN * self.horizon
-        return next((alarm for alarm in deadly if fresh or alarm.key not in self._for), None)
+        return next((alarm for alarm in threats if fresh or alarm.key not in self._for), None)
 
     def saved(self, alarms: Iterable[Alarm], now: float) -> None:
-        """A checkpoint was asked for, and covers everything that threatens now."""
-        deadly = frozenset(alarm.key for alarm in alarms if threatens(alarm, self.horizon))
+        """Record that a checkpoint was requested; it covers all alarms that are active now."""
+        threats = frozenset(alarm.key for alarm in alarms if threatens(alarm, self.horizon))
         within = self._saved is not None and now - self._saved < _AGAIN * self.horizon
-        self._for = self._for | deadly if within else deadly
+        self._for = self._for | threats if within else threats
         self._saved = now

@@ -36,8 +36,8 @@ from legroom.units import format_size
 from legroom.words import say
 
 Tune = Literal["apply", "advise", "off"]
-_TUNES = ("apply", "advise", "off")
-_LEVEL = {"warning": 1.0, "critical": 2.0}
+_TUNE_CHOICES = ("apply", "advise", "off")
+_LEVEL_NUMBERS = {"warning": 1.0, "critical": 2.0}
 _SETTINGS_SHOWN = (
     "low_memory",
     "batch_size",
@@ -50,7 +50,7 @@ _SETTINGS_SHOWN = (
 
 
 class Guard:
-    """A training under guard, from ``start`` to ``end``; also a context manager."""
+    """Guards a training run from ``start`` to ``end``; also a context manager."""
 
     def __init__(
         self,
@@ -62,55 +62,57 @@ class Guard:
         agree_every: int = 16,
         on_alarm: Callable[[Alarm], object] | None = None,
     ) -> None:
-        """Guard a training, once it starts.
+        """Create a guard; it begins with ``start``.
 
         Args:
-            log: A file for ``legroom watch --replay``; each further rank writes its own, named after it.
-            interval: Between two samples of the watch: seconds, or ``"5s"``.
-            tune: ``"apply"`` changes the loader's workers, prefetch and pinning between epochs, ``"advise"`` only says
-                what it would choose, ``"off"`` does neither.
-            horizon: How many seconds before a predicted death a checkpoint is asked for.
-            agree_every: Optimizer steps between two agreements of the ranks on whether to save.
-            on_alarm: Called with each alarm, in the watch's thread.
+            log: A file for ``legroom watch --replay``. Ranks other than 0 write files of their own, named after it.
+            interval: Time between two memory samples: seconds, or ``"5s"``.
+            tune: ``"apply"`` changes the loader's workers, prefetch and pinning between epochs; ``"advise"`` only logs
+                what it would choose; ``"off"`` does neither.
+            horizon: How many seconds before memory is predicted to run out a checkpoint is requested.
+            agree_every: Optimizer steps after which the ranks agree on whether to save.
+            on_alarm: Called with each alarm, in the monitoring thread.
         """
-        check_choice("tune", tune, _TUNES)
+        check_choice("tune", tune, _TUNE_CHOICES)
         self._log_file, self._interval, self._tune, self._on_alarm = log, interval, tune, on_alarm
         self._agree_every = max(1, agree_every)
-        self._due = CheckpointSchedule(horizon)
+        self._schedule = CheckpointSchedule(horizon)
         self._alarms: deque[Alarm] = deque(maxlen=256)
-        self._looks: list[MemorySnapshot] = []
-        self._pending: tuple[int, list[str]] | None = None  # the epoch whose block is still to be logged
+        self._snapshots: list[MemorySnapshot] = []
+        self._pending: tuple[int, list[str]] | None = None  # the epoch that is not logged yet, and its notes
         self._steps = 0
         self._ranks = RankConsensus()
         self.watch: Watch | None = None
         self.settings: Settings | None = None
         self.logger = logging.getLogger("legroom")
         self.report: Callable[[Mapping[str, float]], object] | None = None
-        self.main = True  # whether this rank speaks for its machine
+        self.main = True  # whether this rank logs for its machine
 
-    # The life of a training.
+    # Called in the course of a training run.
 
     def start(self) -> None:
-        """Training begins; a second time does nothing."""
+        """Training begins. Calling it again does nothing."""
         if self.watch is not None:
             return
-        self._looks = [memory_snapshot(say("at start"))]
+        self._snapshots = [memory_snapshot(say("at start"))]
         self._ranks = RankConsensus()
-        self.watch = watch(self._own_log(), interval=self._interval, on_alarm=self._heard).__enter__()
+        self.watch = watch(
+            self._own_log(), interval=self._interval, on_alarm=self._on_watch_alarm
+        ).__enter__()
 
     def model_ready(self) -> None:
-        """The model and its optimizer are where they will be trained."""
-        self._looks = [*self._looks[:1], memory_snapshot(say("after the model"))]
+        """The model and its optimizer are on their device."""
+        self._snapshots = [*self._snapshots[:1], memory_snapshot(say("after the model"))]
 
     def epoch(self, number: int, loader: Any = None, accumulation: int = 1) -> Settings | None:
-        """An epoch begins: decide the settings for it, from what memory there is now."""
-        self._flush()
+        """An epoch begins: choose settings for it from the memory that is free now."""
+        self._log_epoch()
         if self.watch is not None:
             self.watch.mark(say("epoch {number}", number=number))
         notes: list[str] = []
         if loader is not None and self._tune != "off":
-            found, why_not = retune(loader, accumulation=accumulation, previous=self.settings)
-            notes += [why_not] if why_not else []
+            found, note = retune(loader, accumulation=accumulation, previous=self.settings)
+            notes += [note] if note else []
             if found is not None:
                 self.settings = found
                 notes += apply_settings(loader, found) if self._tune == "apply" else []
@@ -118,21 +120,21 @@ class Guard:
         return self.settings
 
     def step(self) -> str | None:
-        """An optimizer step is done. Why a checkpoint should be saved now, or None."""
+        """An optimizer step is done. Returns why a checkpoint should be saved now, or None."""
         self._steps += 1
         if self.watch is not None:
             self.watch.step()
-        self._flush(memory_snapshot(say("at step 0")) if self._pending is not None else None)
-        self._tell()
+        self._log_epoch(memory_snapshot(say("at step 0")) if self._pending is not None else None)
+        self._report_alarms()
         return self._checkpoint()
 
     def end(self) -> None:
         """Training is over, or failed."""
-        self._flush()
+        self._log_epoch()
         if self.watch is not None:
             self.watch.__exit__(None, None, None)
             self.watch = None
-        self._tell()
+        self._report_alarms()
 
     def __enter__(self) -> Guard:
         self.start()
@@ -141,20 +143,20 @@ class Guard:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    # What becomes of it.
+    # Alarms, checkpoints, log.
 
-    def _heard(self, alarm: Alarm) -> None:
-        """In the watch's thread, at once: the step that is under way may be the last."""
+    def _on_watch_alarm(self, alarm: Alarm) -> None:
+        """Log at once, in the monitoring thread: the current step may be the last."""
         self.logger.warning("%s", alarm.message)
         self._alarms.append(alarm)
         if self._on_alarm is not None:
             self._on_alarm(alarm)
 
-    def _tell(self) -> None:
-        """Alarms since the last step, as numbers for the trainer's loggers."""
+    def _report_alarms(self) -> None:
+        """Report the alarms since the last step as numbers, for the trainer's loggers."""
         while self._alarms:
             alarm = self._alarms.popleft()
-            numbers = {f"legroom/{alarm.code}": _LEVEL[alarm.level]}
+            numbers = {f"legroom/{alarm.code}": _LEVEL_NUMBERS[alarm.level]}
             left = alarm.evidence.get("full_in_seconds")
             if isinstance(left, (int, float)):
                 numbers[f"legroom/{alarm.code}/seconds_left"] = float(left)
@@ -165,30 +167,35 @@ class Guard:
         if self.watch is None or (self._ranks.world_size > 1 and self._steps % self._agree_every):
             return None
         alarms, now = self.watch.alarms, time.monotonic()
-        cause = self._due.ask(alarms, now)
+        cause = self._schedule.ask(alarms, now)
         full = disk_full(alarms)
         if cause is not None and full is not None:
             self.logger.warning(
-                "%s", say("no checkpoint though {cause}: {full}", cause=cause.message, full=full.message)
+                "%s",
+                say(
+                    "checkpoint skipped ({full}), although one is due: {cause}",
+                    cause=cause.message,
+                    full=full.message,
+                ),
             )
-            self._due.saved(alarms, now)
+            self._schedule.saved(alarms, now)
             cause = None
         (asked,) = self._ranks.maximum([cause is not None])
         if not asked:
             return None
-        self._due.saved(alarms, now)
+        self._schedule.saved(alarms, now)
         why = cause.message if cause is not None else say("another rank is about to run out of memory")
-        self.logger.warning("%s", say("checkpoint asked for: {why}", why=why))
+        self.logger.warning("%s", say("checkpoint requested: {why}", why=why))
         return why
 
-    def _flush(self, last: MemorySnapshot | None = None) -> None:
-        """Log the block of the epoch that has begun, if it was not."""
+    def _log_epoch(self, last: MemorySnapshot | None = None) -> None:
+        """Log the epoch that has begun, unless that is done."""
         if self._pending is None:
             return
         (number, notes), self._pending = self._pending, None
-        looks = [*self._looks, last] if last is not None else self._looks
+        snapshots = [*self._snapshots, last] if last is not None else self._snapshots
         if self.main:
-            self.logger.info("%s", epoch_lines(number, self.settings, looks, notes))
+            self.logger.info("%s", epoch_lines(number, self.settings, snapshots, notes))
 
     def _own_log(self) -> Path | None:
         if self._log_file is None:
@@ -199,22 +206,22 @@ class Guard:
 
 
 def unwrap_loader(loader: Any) -> Any:
-    """The DataLoader below accelerate's wrapping."""
+    """The DataLoader inside accelerate's wrapper."""
     return getattr(loader, "base_dataloader", loader)
 
 
 def retune(
     loader: Any, *, accumulation: int, previous: Settings | None
 ) -> tuple[Settings | None, str | None]:
-    """Settings for that loader on this box now, or why there are none: a training never ends because of this."""
+    """Settings for that loader on this machine now, and a note. Failures become a note: training continues."""
     from torch.utils.data import DataLoader
 
     loader = unwrap_loader(loader)
     if not isinstance(loader, DataLoader):
-        return None, say("not tuned: {kind} is no DataLoader", kind=type(loader).__name__)
+        return None, say("not tuned: {kind} is not a DataLoader", kind=type(loader).__name__)
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     if not isinstance(size, int):
-        return None, say("not tuned: the loader has no batch size of its own")
+        return None, say("not tuned: the loader has no batch_size")
     kind: LoaderKind = "legroom" if hasattr(loader, "memory_budget") else "torch"
     _, world = rank_and_world(None, None, os.environ, process_group())
     try:
@@ -231,14 +238,14 @@ def retune(
     if found.batch_size == size:
         return found, None
     note = say(
-        "batch {batch} × accumulation {steps} would fit better; a training that has begun keeps {size} × {now}",
+        "batch {batch} × accumulation {steps} would fit better; this run keeps {size} × {now}",
         batch=found.batch_size, steps=found.accumulation, size=size, now=accumulation,
     )  # fmt: skip
     return found.override(batch_size=size, accumulation=accumulation), note
 
 
 def apply_settings(loader: Any, settings: Settings) -> list[str]:
-    """Change the loader for its next epoch; what was changed, or what could not be, in words."""
+    """Change the loader for its next epoch; returns sentences about what was or could not be changed."""
     loader = unwrap_loader(loader)
     wanted = {"num_workers": settings.num_workers, "pin_memory": settings.pin_memory}
     if settings.num_workers:
@@ -247,22 +254,22 @@ def apply_settings(loader: Any, settings: Settings) -> list[str]:
     if not changes:
         return []
     if loader.persistent_workers:
-        return [say("kept as it is: its workers are persistent and live through all epochs")]
+        return [say("loader not changed: persistent workers live through all epochs")]
     if settings.num_workers and getattr(loader, "transport", None) == "none":
-        # Made without workers, its collate carries nothing: workers' batches would travel through /dev/shm.
-        return [say("kept as it is: a legroom.DataLoader made without workers does not get any")]
-    told = [
+        # Created without workers, it has no transport of its own: batches of workers would go through /dev/shm.
+        return [say("loader not changed: a legroom.DataLoader created without workers cannot get any later")]
+    changed = [
         say("{name}: {old} → {new}", name=name, old=getattr(loader, name), new=value)
         for name, value in changes.items()
     ]
     for name, value in changes.items():
         setattr(loader, name, value)
-    return told
+    return changed
 
 
 @dataclass(frozen=True, slots=True)
 class TorchMemory:
-    """What torch holds of one card for this process."""
+    """GPU memory that torch holds for this process on one device."""
 
     device: str
     allocated: int
@@ -271,17 +278,17 @@ class TorchMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemorySnapshot:
-    """The memory at one moment of a training."""
+    """Memory at one moment of a training run."""
 
     moment: str
     ram: Pool
     swap: Pool
-    cards: tuple[Pool, ...] = ()
-    held: tuple[TorchMemory, ...] = ()
+    gpus: tuple[Pool, ...] = ()  # of all processes
+    torch: tuple[TorchMemory, ...] = ()  # of this process
 
 
 def memory_snapshot(moment: str, host: Host | None = None, torch: Any = None) -> MemorySnapshot:
-    """The memory now, under that name."""
+    """Memory now, under that name. Does not initialize CUDA."""
     host = host or Host()
     counters = read_swap_counters(host)
     ram = memory(host)
@@ -306,9 +313,9 @@ def _torch_memory(torch: Any) -> tuple[TorchMemory, ...]:
 
 
 def epoch_lines(
-    epoch: int, settings: Settings | None, looks: Sequence[MemorySnapshot], notes: Sequence[str] = ()
+    epoch: int, settings: Settings | None, snapshots: Sequence[MemorySnapshot], notes: Sequence[str] = ()
 ) -> str:
-    """The lines of one epoch, to be logged as one message."""
+    """The log message of one epoch: active settings and memory."""
     lines = [say("epoch {epoch}", epoch=epoch)]
     if settings is not None:
         mode = say("low-memory: map or stream the data") if settings.low_memory else say("normal")
@@ -316,31 +323,31 @@ def epoch_lines(
         lines += [f"  {settings.why[name]}" for name in _SETTINGS_SHOWN if name in settings.why]
         lines.append(say("  effective batch: {count}", count=settings.effective_batch))
     lines += [f"  {note}" for note in notes]
-    for one in looks:
+    for one in snapshots:
         lines += _snapshot_lines(one)
     return "\n".join(lines)
 
 
-def _snapshot_lines(one: MemorySnapshot) -> list[str]:
+def _snapshot_lines(snapshot: MemorySnapshot) -> list[str]:
     return [
         say(
             "  memory {moment}: {ram}; swap {swap}",
-            moment=one.moment,
-            ram=_pool_words(one.ram),
-            swap=_pool_words(one.swap),
+            moment=snapshot.moment,
+            ram=_pool_usage(snapshot.ram),
+            swap=_pool_usage(snapshot.swap),
         ),
         *(
             say(
                 "    {device}: {allocated} allocated, {reserved} reserved by this process",
                 device=held.device, allocated=format_size(held.allocated), reserved=format_size(held.reserved),
             )
-            for held in one.held
+            for held in snapshot.torch
         ),
-        *(say("    {name}: {used}", name=card.name, used=_pool_words(card)) for card in one.cards),
+        *(say("    {name}: {used}", name=gpu.name, used=_pool_usage(gpu)) for gpu in snapshot.gpus),
     ]  # fmt: skip
 
 
-def _pool_words(pool: Pool) -> str:
+def _pool_usage(pool: Pool) -> str:
     if pool.size == 0:
         return say("none")
     if pool.used is None or pool.size is None:

@@ -1,9 +1,7 @@
 """A callback for Hugging Face's Trainer: ``Trainer(callbacks=[LegroomCallback()])``.
 
-Covers: the Trainer's events to the guard's, alarms into its log history, its own checkpoint when one is asked for.
-Does not cover: what is done at each (guard.py).
-
-A callback cannot reach the Trainer's reporters; ``callback.log = trainer.log`` lets alarms reach them too.
+Forwards the Trainer's events to the guard (guard.py), writes alarms into the log history, and requests the Trainer's
+own checkpoint. A callback cannot reach the Trainer's reporters: set ``callback.log = trainer.log`` to send them alarms.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ from legroom.words import say
 
 
 class Events:
-    """A watch, settings at every epoch and a checkpoint in time, for Hugging Face's Trainer (a TrainerCallback)."""
+    """A TrainerCallback: watches memory, tunes at every epoch, saves a checkpoint before memory runs out."""
 
     log: Callable[[dict[str, float]], object] | None = None
 
     def __init__(self, **options: Any) -> None:
-        """Make the callback.
+        """Create the callback.
 
         Args:
             **options: Those of ``legroom.integrations.guard.Guard``.
@@ -36,7 +34,7 @@ class Events:
         self.guard.main = state.is_local_process_zero
         self.guard.report = lambda numbers: self._report(state, numbers)
         self.guard.start()
-        self.guard.model_ready()  # the Trainer has placed it by now
+        self.guard.model_ready()  # the Trainer has moved it to its device by now
 
     def on_epoch_begin(
         self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any
@@ -53,7 +51,7 @@ class Events:
 
     def _report(self, state: Any, numbers: Mapping[str, float]) -> None:
         if self.log is not None:
-            self.log(dict(numbers))  # which writes the history too
+            self.log(dict(numbers))  # also writes the history
         else:
             state.log_history.append({**numbers, "epoch": state.epoch, "step": state.global_step})
 

@@ -1,9 +1,9 @@
 """A Lightning callback: ``Trainer(callbacks=[LegroomCallback()])``.
 
-Covers: Lightning's hooks to the guard's, and a checkpoint of Lightning's own when one is asked for. Does not cover:
-what is done at each (guard.py). Works with ``lightning`` and with ``pytorch_lightning``, whichever the program uses.
+Forwards Lightning's hooks to the guard (guard.py) and saves Lightning's own checkpoint when one is due. Works with
+``lightning`` and ``pytorch_lightning``, whichever the program uses.
 
-Lightning makes the first epoch's iterator before any hook: what tune changes in the loader holds from the second on.
+Lightning creates the first epoch's iterator before any hook: changes of the loader take effect from the second epoch.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from legroom.words import say
 
 
 class Hooks:
-    """A watch, settings at every epoch and a checkpoint in time, as a callback (a subclass of Lightning's)."""
+    """A Lightning callback: watches memory, tunes at every epoch, saves a checkpoint before memory runs out."""
 
-    logger_name = "legroom"  # below Lightning's own, which prints by itself
+    logger_name = "legroom"  # a child of Lightning's logger, which has a handler
 
     def __init__(self, *, checkpoints: str | None = None, **options: Any) -> None:
-        """Make the callback.
+        """Create the callback.
 
         Args:
-            checkpoints: A folder for checkpoints before a predicted death; None: the trainer's own.
+            checkpoints: A folder for the checkpoints; None: the trainer's ``default_root_dir``.
             **options: Those of ``legroom.integrations.guard.Guard``.
         """
         super().__init__()
@@ -57,7 +57,7 @@ class Hooks:
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step == self._counted:
-            return  # in the middle of accumulating, where a checkpoint would lose gradients
+            return  # while accumulating, a checkpoint would lose gradients
         self._counted = trainer.global_step
         if self.guard.step() is not None:
             self._save(trainer)
@@ -70,7 +70,7 @@ class Hooks:
         self.guard.end()
 
     def _save(self, trainer: Any) -> None:
-        """A new file each time, and the one before goes only when it is there: a death while saving costs nothing."""
+        """Save a new file, then delete the previous one: a crash while saving loses nothing."""
         path = Path(self._folder or trainer.default_root_dir) / f"legroom-step{trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
         if self._last is not None and self._last != path and trainer.is_global_zero:

@@ -1,4 +1,4 @@
-"""A guard for a loop of one's own in a worker of Ray Train's.
+"""A guard for your own training loop in a Ray Train worker.
 
     def train_loop_per_worker(config):
         with guarded() as guard:
@@ -10,11 +10,11 @@
                         guard.report(metrics, checkpoint=...)
                 guard.report(metrics)
 
-Covers: Ray's ranks, its logger, its wrapped loaders, alarms as metrics of ``ray.train.report``. Does not cover: what is
-done at each call (guard.py), the checkpoint itself, which is the loop's.
+Uses Ray's ranks, logger and wrapped loaders, and reports alarms as metrics of ``ray.train.report``; guard.py does the
+rest. Your loop saves the checkpoint itself.
 
-``ray.train.report`` is a barrier that every worker passes equally often. So an alarm waits for the loop's next report
-and makes none of its own, and a checkpoint is asked for on all workers at the same step or on none.
+``ray.train.report`` is a barrier that every worker must pass equally often. So alarms wait for the loop's next report,
+and a checkpoint is requested on all workers at the same step or on none.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from legroom.model import Settings
 from legroom.system.imports import require
 from legroom.words import say
 
-LOGGER = "ray.train.legroom"  # below Ray Train's own, which a worker shows and keeps
+LOGGER = "ray.train.legroom"  # a child of Ray Train's logger, which a worker prints and stores
 
 
 class RayGuard:
-    """A worker's training under guard, from ``start`` to ``end``; also a context manager."""
+    """Guards a worker's training run from ``start`` to ``end``; also a context manager."""
 
     def __init__(self, **options: Any) -> None:
         self.guard = Guard(**options)
@@ -44,41 +44,41 @@ class RayGuard:
         self._numbers: dict[str, float] = {}
 
     def start(self) -> None:
-        """Training begins; a second time does nothing."""
+        """Training begins. Calling it again does nothing."""
         if self.guard.watch is not None:
             return
-        local_rank, workers = self._place()
+        local_rank, workers = self._ranks()
         self.guard.logger = logging.getLogger(LOGGER)
         self.guard.main = local_rank == 0
         self._together = workers == 1 or process_group() is not None
         if not self._together and self.guard.main:
             self.guard.logger.warning(
                 "%s",
-                say("no checkpoint is asked for: {workers} workers have no process group of torch's to agree in",
+                say("checkpoints are off: the {workers} workers need a torch process group to agree on one",
                     workers=workers),
             )  # fmt: skip
         self.guard.start()
 
     def model_ready(self) -> None:
-        """The model and its optimizer are where they will be trained."""
+        """The model and its optimizer are on their device."""
         self.guard.model_ready()
 
     def epoch(self, number: int, loader: Any = None, accumulation: int = 1) -> Settings | None:
-        """An epoch begins, over that loader, prepared by Ray or not."""
+        """An epoch over that loader begins, prepared by Ray or not."""
         return self.guard.epoch(number, _inside(loader), accumulation)
 
     def step(self) -> str | None:
-        """An optimizer step is done. Why every worker should report a checkpoint now, or None."""
+        """An optimizer step is done. Returns why every worker should report a checkpoint now, or None."""
         why = self.guard.step()
         return why if self._together else None
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, **options: Any) -> None:
-        """``ray.train.report``, with the alarms up to the last step among the metrics.
+        """Call ``ray.train.report`` with the alarms up to the last step among the metrics.
 
         Args:
-            metrics: The loop's own.
+            metrics: Your metrics.
             checkpoint: A ``ray.train.Checkpoint``, or None.
-            **options: Further ones of ``ray.train.report``.
+            **options: Further options of ``ray.train.report``.
         """
         self._train.report({**self._numbers, **metrics}, checkpoint=checkpoint, **options)
         self._numbers.clear()
@@ -95,22 +95,22 @@ class RayGuard:
         self.end()
 
     def _keep(self, numbers: Mapping[str, float]) -> None:
-        """Of an alarm that comes more than once between two reports, the worst: the highest level, the least time."""
+        """Keep the worst value of an alarm raised repeatedly between two reports: highest level, least time."""
         for name, number in numbers.items():
             worse = min if name.endswith("/seconds_left") else max
             self._numbers[name] = worse(number, self._numbers.get(name, number))
 
-    def _place(self) -> tuple[int, int]:
-        """The rank on this machine, and how many workers there are on all."""
+    def _ranks(self) -> tuple[int, int]:
+        """The rank on this machine, and the number of workers on all machines."""
         try:
             context = self._train.get_context()
             return context.get_local_rank(), context.get_world_size()
         except (
             RuntimeError,
             DeprecationWarning,
-        ) as problem:  # the latter is what Ray raises in a function of Tune's
+        ) as problem:  # Ray raises the latter inside a Tune function
             raise UsageError(
-                say("this process is no worker of Ray Train's"),
+                say("this process is not a Ray Train worker"),
                 why=str(problem),
                 fix=(
                     say("call guarded() inside train_loop_per_worker"),
@@ -120,9 +120,9 @@ class RayGuard:
 
 
 def guarded(**options: Any) -> RayGuard:
-    """A guard for this worker's training, to use in a ``with``.
+    """A guard for this worker's training run; use it in a ``with`` statement.
 
-    Outside a worker of Ray Train's, entering it is a UsageError: there is nobody to report to.
+    Entering it outside a Ray Train worker raises UsageError, because there is nothing to report to.
 
     Args:
         **options: Those of ``legroom.integrations.guard.Guard``.
@@ -131,5 +131,5 @@ def guarded(**options: Any) -> RayGuard:
 
 
 def _inside(loader: Any) -> Any:
-    """The loader that ``prepare_data_loader`` wrapped: it is the one iterated, and so the one to change."""
+    """The loader that ``prepare_data_loader`` wrapped: it is iterated, so it is the one to change."""
     return getattr(loader, "_dataloader", loader)

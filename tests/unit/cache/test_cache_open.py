@@ -402,7 +402,7 @@ def test_an_unreadable_file(npy) -> None:
     done = subprocess.run(
         rigs.as_user(65534, [sys.executable, "-c", script]), capture_output=True, text=True, cwd="/"
     )
-    assert done.stdout.startswith("unreadable-source this user may not read it"), done.stderr
+    assert done.stdout.startswith("unreadable-source this user has no read permission"), done.stderr
 
 
 def _garbage(path: Path) -> None:

@@ -23,28 +23,28 @@ def test_a_missing_file_is_unreadable(tmp_path: Path) -> None:
     assert "nowhere.h5" in str(caught.value)
 
 
-def test_a_dangling_link_says_where_it_points(tmp_path: Path) -> None:
+def test_a_dangling_link_reports_its_target(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("gone/data.h5")
     with pytest.raises(UnreadableSource) as caught:
         open_source(tmp_path / "link")
     assert str(tmp_path / "gone" / "data.h5") in caught.value.why
 
 
-def test_a_dangling_link_on_the_way_says_where_it_points(tmp_path: Path) -> None:
+def test_a_dangling_link_in_a_parent_folder_reports_its_target(tmp_path: Path) -> None:
     (tmp_path / "disk").symlink_to("/no/such/disk")
     with pytest.raises(UnreadableSource) as caught:
         open_source(tmp_path / "disk" / "data.h5")
     assert "/no/such/disk" in caught.value.why
 
 
-def test_a_link_that_leads_to_itself_is_unreadable(tmp_path: Path) -> None:
+def test_a_link_to_itself_is_unreadable(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(UnreadableSource):
         open_source(tmp_path / "loop")
 
 
-def test_a_directory_that_is_no_zarr_store_is_unreadable(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableSource, match="no Zarr store"):
+def test_a_directory_that_is_not_a_zarr_store_is_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableSource, match="not a Zarr store"):
         open_source(tmp_path)
 
 
@@ -71,7 +71,7 @@ def test_a_path_no_filesystem_can_have_is_unreadable() -> None:
 
 
 @pytest.mark.real("user")
-def test_a_file_of_somebody_else_is_unreadable(tmp_path: Path) -> None:
+def test_a_file_without_read_permission_is_unreadable(tmp_path: Path) -> None:
     path = tmp_path / "data.npy"
     np.save(path, np.zeros(3))
     rigs.open_to_all(tmp_path)
@@ -86,7 +86,7 @@ def test_a_file_of_somebody_else_is_unreadable(tmp_path: Path) -> None:
         rigs.as_user(65534, [sys.executable, "-c", script]),
         capture_output=True, text=True, env={"PYTHONPATH": str(source), "PATH": os.environ["PATH"]},
     )  # fmt: skip
-    assert done.stdout.startswith("unreadable-source this user may not read it"), done.stderr
+    assert done.stdout.startswith("unreadable-source this user has no read permission"), done.stderr
 
 
 def test_an_empty_file_is_damaged(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_an_unknown_format_shows_its_first_bytes_and_what_can_be_read(tmp_path: 
         (b"MATLAB 5.0 MAT-file", "v7.3"),
     ],
 )
-def test_known_strangers_are_told_apart(tmp_path: Path, content: bytes, word: str) -> None:
+def test_known_unsupported_formats_are_named(tmp_path: Path, content: bytes, word: str) -> None:
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(UnknownFormat) as caught:
         open_source(tmp_path / "x")
@@ -128,7 +128,7 @@ def test_a_torch_checkpoint_is_not_unpickled(tmp_path: Path) -> None:
         open_source(tmp_path / "model.pt")
 
 
-def test_a_zip_of_anything_else_is_unknown(tmp_path: Path) -> None:
+def test_another_zip_archive_is_unsupported(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("readme.txt", b"hello")
     with pytest.raises(UnknownFormat, match="zip archive without"):
@@ -138,7 +138,7 @@ def test_a_zip_of_anything_else_is_unknown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"PAR1", b"PAR1" + bytes(100), b"ARROW1\0\0" + bytes(50), b"PK\x03\x04" + bytes(90)]
 )
-def test_a_file_without_its_end_is_damaged(tmp_path: Path, content: bytes) -> None:
+def test_a_file_without_its_end_marker_is_damaged(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(DamagedSource):
         open_source(tmp_path / "x")
@@ -170,7 +170,7 @@ def test_a_missing_package_is_named_with_its_command(
 
 
 @pytest.mark.parametrize("keys", [[], [1], ""])
-def test_keys_that_name_nothing_are_refused_or_mean_all(tmp_path: Path, keys: object) -> None:
+def test_keys_that_select_nothing_are_refused(tmp_path: Path, keys: object) -> None:
     np.save(tmp_path / "x.npy", np.zeros(3))
     if keys == "":
         with open_source(tmp_path / "x.npy", keys="/") as reader:

@@ -1,22 +1,22 @@
-"""A watch that a test plays, for guards."""
+"""A fake watch, whose alarms the test sets, for guards."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from integrations.guard_stage import StagedWatch
+from integrations.fake_watch import FakeWatch
 
 from legroom.integrations import guard
 
 
 @pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch) -> list[StagedWatch]:
+def watches(monkeypatch: pytest.MonkeyPatch) -> list[FakeWatch]:
     """The watches that guards have made."""
-    made: list[StagedWatch] = []
+    made: list[FakeWatch] = []
 
-    def watch(log: Any = None, *, interval: Any, on_alarm: Any) -> StagedWatch:
-        made.append(StagedWatch(log, on_alarm))
+    def watch(log: Any = None, *, interval: Any, on_alarm: Any) -> FakeWatch:
+        made.append(FakeWatch(log, on_alarm))
         return made[-1]
 
     monkeypatch.setattr(guard, "watch", watch)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.guard_stage import StagedWatch, filling
+from integrations.fake_watch import FakeWatch, filling
 from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("accelerate")
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*")
 
 
 def test_a_loop_with_accumulation_saves_in_time(
-    stage: list[StagedWatch], tmp_path: Path, monkeypatch: Any
+    watches: list[FakeWatch], tmp_path: Path, monkeypatch: Any
 ) -> None:
     from accelerate import Accelerator
 
@@ -39,18 +39,18 @@ def test_a_loop_with_accumulation_saves_in_time(
                     optimizer.step()
                     optimizer.zero_grad()
                 if (epoch, number) == (1, 2):
-                    stage[0].raise_alarm(filling(50))
+                    watches[0].raise_alarm(filling(50))
                 reasons.append(guard.step())
     assert [number for number, reason in enumerate(reasons) if reason] == [11]
-    assert stage[0].steps == 8 and stage[0].left == 1
+    assert watches[0].steps == 8 and watches[0].left == 1
     assert (tmp_path / "last" / "optimizer.bin").is_file()
 
 
-def test_without_a_place_the_loop_is_told(stage: list[StagedWatch]) -> None:
+def test_without_a_place_the_loop_is_told(watches: list[FakeWatch]) -> None:
     from accelerate import Accelerator
 
     from legroom.integrations.accelerate import guarded
 
     with guarded(Accelerator(cpu=True), tune="off") as guard:
-        stage[0].raise_alarm(filling(50))
+        watches[0].raise_alarm(filling(50))
         assert guard.step() == "ram-filling in about 50 s"

@@ -30,13 +30,13 @@ def test_parts_values_and_every_generator_come_back(tmp_path: Path) -> None:
     assert draws() == expected
 
 
-def test_without_a_file_nothing_happens(tmp_path: Path) -> None:
+def test_restore_without_a_file_changes_nothing(tmp_path: Path) -> None:
     expected = torch.get_rng_state()
     assert checkpoint.restore(tmp_path / "last.pt", model=torch.nn.Identity()) is None
     assert torch.equal(torch.get_rng_state(), expected)
 
 
-def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "last.pt"
     checkpoint.save(path, step=1)
 
@@ -50,15 +50,15 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: py
     assert [one.name for one in tmp_path.iterdir()] == ["last.pt"]
 
 
-def test_other_parts_other_files_and_damage_are_refused(tmp_path: Path) -> None:
+def test_wrong_parts_other_files_and_damage_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "last.pt"
     checkpoint.save(path, model=torch.nn.Linear(2, 2))
-    with pytest.raises(UsageError, match="other parts"):
+    with pytest.raises(UsageError, match="do not match"):
         checkpoint.restore(path, model=torch.nn.Linear(2, 2), optimizer=torch.nn.Identity())
-    with pytest.raises(UsageError, match="there: model; here: "):
+    with pytest.raises(UsageError, match="saved: model; to restore: "):
         checkpoint.restore(path)
     torch.save({"model": {}}, tmp_path / "other.pt")
-    with pytest.raises(UsageError, match="no checkpoint of this kind"):
+    with pytest.raises(UsageError, match="not a Legroom checkpoint"):
         checkpoint.restore(tmp_path / "other.pt")
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(UnreadableSource):

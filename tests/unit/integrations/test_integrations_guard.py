@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.guard_stage import StagedWatch, filling
+from integrations.fake_watch import FakeWatch, filling
 from torch.utils.data import DataLoader, TensorDataset
 
 import legroom
@@ -53,11 +53,11 @@ def _no_memory_of_other_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         (Alarm("swap-moving", "swap", "critical", "", 0.0), False),
     ],
 )
-def test_what_threatens_a_training(alarm: Alarm, expected: bool) -> None:
+def test_which_alarms_make_a_checkpoint_due(alarm: Alarm, expected: bool) -> None:
     assert threatens(alarm, horizon=180) is expected
 
 
-def test_one_checkpoint_a_threat_and_another_much_later() -> None:
+def test_one_checkpoint_per_alarm_and_another_much_later() -> None:
     due, alarm, other = CheckpointSchedule(horizon=100), filling(50), filling(50, code="gpu-filling")
     assert due.ask([], 0) is None
     assert due.ask([filling(500)], 0) is None
@@ -70,7 +70,7 @@ def test_one_checkpoint_a_threat_and_another_much_later() -> None:
     assert due.ask([alarm, other], 203) is alarm
 
 
-def test_a_full_disk_speaks_against_it() -> None:
+def test_a_full_disk_prevents_a_checkpoint() -> None:
     low = Alarm("disk-low", "disk", "critical", "", 0.0)
     assert disk_full([filling(), low]) is low
     assert disk_full([filling(), replace(low, level="warning")]) is None
@@ -87,7 +87,7 @@ def settings() -> Settings:
     )  # fmt: skip
 
 
-def test_the_block_holds_what_was_decided_and_what_is_held() -> None:
+def test_the_epoch_log_has_settings_and_memory() -> None:
     ram, none = Pool("ram", 1000 * MB, 900 * MB, 100 * MB, "cgroup"), Pool("swap", 0, 0, 0, "")
     card = Pool("gpu0", 20 << 30, 5 << 30, 15 << 30, "NVML")
     held = TorchMemory("cuda:0", 1471 * MB, 2290 * MB)
@@ -100,12 +100,12 @@ def test_the_block_holds_what_was_decided_and_what_is_held() -> None:
     assert "gpu0: 5 GB of 20 GB used (25.0%)" in text
 
 
-def test_unknown_memory_is_said_to_be() -> None:
+def test_unknown_memory_is_logged_as_unknown() -> None:
     dark = Pool("ram", None, None, None, "", "no /proc")
     assert "memory now: unknown (no /proc)" in epoch_lines(0, None, [MemorySnapshot("now", dark, dark)])
 
 
-def test_a_look_at_this_machine() -> None:
+def test_a_memory_snapshot_of_this_machine() -> None:
     cuda = SimpleNamespace(
         is_initialized=lambda: True,
         device_count=lambda: 2,
@@ -113,7 +113,7 @@ def test_a_look_at_this_machine() -> None:
         memory_reserved=lambda i: 2 * i,
     )
     found = memory_snapshot("now", torch=SimpleNamespace(cuda=cuda))
-    assert found.held == (TorchMemory("cuda:0", 0, 0), TorchMemory("cuda:1", 1, 2))
+    assert found.torch == (TorchMemory("cuda:0", 0, 0), TorchMemory("cuda:1", 1, 2))
     assert found.ram.used and found.ram.size and found.ram.used <= found.ram.size
 
 
@@ -133,10 +133,10 @@ def test_a_loader_is_tuned_again_and_keeps_its_batch() -> None:
     assert again is not None and again.measured is found.measured  # nothing is measured twice
 
 
-def test_what_cannot_be_tuned_says_why() -> None:
-    assert retune([1, 2], accumulation=1, previous=None)[1] == "not tuned: list is no DataLoader"
+def test_what_cannot_be_tuned_has_a_note() -> None:
+    assert retune([1, 2], accumulation=1, previous=None)[1] == "not tuned: list is not a DataLoader"
     unbatched = DataLoader(dataset(), batch_size=None)
-    assert "no batch size" in str(retune(unbatched, accumulation=1, previous=None)[1])
+    assert "no batch_size" in str(retune(unbatched, accumulation=1, previous=None)[1])
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -151,12 +151,12 @@ def test_workers_change_between_epochs(wrapped: bool) -> None:
     assert apply_settings(loader, Settings(8)) == []
 
 
-def test_what_must_not_change_is_left_alone() -> None:
+def test_loaders_that_must_not_change_are_left_alone() -> None:
     lasting = DataLoader(dataset(), batch_size=8, num_workers=1, persistent_workers=True)
     assert "persistent" in apply_settings(lasting, Settings(8))[0] and lasting.num_workers == 1
     ours = legroom.DataLoader(dataset(), batch_size=8)
     assert (
-        "made without workers" in apply_settings(ours, Settings(8, num_workers=1))[0]
+        "created without workers" in apply_settings(ours, Settings(8, num_workers=1))[0]
         and ours.num_workers == 0
     )
 
@@ -164,8 +164,8 @@ def test_what_must_not_change_is_left_alone() -> None:
 # The guard.
 
 
-def test_a_guarded_training(
-    stage: list[StagedWatch],
+def test_a_guarded_training_run(
+    watches: list[FakeWatch],
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:
@@ -188,22 +188,22 @@ def test_a_guarded_training(
         ):
             assert part in shown
         assert guard.step() is None
-        stage[0].raise_alarm(filling(50))
+        watches[0].raise_alarm(filling(50))
         assert guard.step() == "ram-filling in about 50 s"
         assert guard.step() is None
         assert numbers == [{"legroom/ram-filling": 1.0, "legroom/ram-filling/seconds_left": 50.0}]
         assert guard.epoch(1, loader) is not None
     assert (
-        stage[0].log == tmp_path / "run.jsonl"
-        and stage[0].steps == 4
-        and stage[0].marks == ["epoch 0", "epoch 1"]
+        watches[0].log == tmp_path / "run.jsonl"
+        and watches[0].steps == 4
+        and watches[0].marks == ["epoch 0", "epoch 1"]
     )
-    assert (stage[0].entered, stage[0].left) == (1, 1)
+    assert (watches[0].entered, watches[0].left) == (1, 1)
     assert any(record.message.startswith("epoch 1") for record in caplog.records)  # though it had no step
-    assert sum("checkpoint asked for" in record.message for record in caplog.records) == 1
+    assert sum("checkpoint requested" in record.message for record in caplog.records) == 1
 
 
-def test_ranks_agree_and_ask_each_other_rarely(stage: list[StagedWatch]) -> None:
+def test_ranks_agree_every_few_steps(watches: list[FakeWatch]) -> None:
     asked: list[list[int]] = []
 
     class Two:
@@ -221,27 +221,27 @@ def test_ranks_agree_and_ask_each_other_rarely(stage: list[StagedWatch]) -> None
     assert asked == [[False]]
 
 
-def test_no_checkpoint_onto_a_full_disk(stage: list[StagedWatch], caplog: pytest.LogCaptureFixture) -> None:
+def test_no_checkpoint_onto_a_full_disk(watches: list[FakeWatch], caplog: pytest.LogCaptureFixture) -> None:
     with Guard() as guard:
-        stage[0].alarms = (filling(50), Alarm("disk-low", "disk", "critical", "256 MB left", 0.0))
+        watches[0].alarms = (filling(50), Alarm("disk-low", "disk", "critical", "256 MB left", 0.0))
         assert guard.step() is None
-        assert "no checkpoint though" in caplog.text
-        stage[0].alarms = (filling(50),)
+        assert "checkpoint skipped" in caplog.text
+        watches[0].alarms = (filling(50),)
         assert guard.step() is None  # it was told once, and is asked again later
 
 
-def test_other_ranks_keep_logs_of_their_own(
-    stage: list[StagedWatch],
+def test_other_ranks_write_their_own_logs(
+    watches: list[FakeWatch],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with Guard(log=tmp_path / "run.jsonl"):
-        assert stage[0].log == tmp_path / "run-rank2.jsonl"
+        assert watches[0].log == tmp_path / "run-rank2.jsonl"
 
 
-def test_an_unknown_way_of_tuning_is_refused() -> None:
+def test_an_unknown_value_of_tune_is_refused() -> None:
     with pytest.raises(UsageError, match="tune must be one of"):
         Guard(tune="always")  # type: ignore[arg-type]
 

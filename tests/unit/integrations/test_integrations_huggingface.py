@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.guard_stage import StagedWatch, filling
+from integrations.fake_watch import FakeWatch, filling
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*")  # of the frameworks about each other
 
@@ -56,20 +56,20 @@ def trainer(folder: Path, callback: Any, *more: Any, **settings: Any) -> Any:
     return Trainer(Tiny(), arguments, train_dataset=Rows(), callbacks=[*more, callback])
 
 
-def alarming(stage: list[StagedWatch]) -> Any:
+def alarming(watches: list[FakeWatch]) -> Any:
     from transformers import TrainerCallback
 
     class Alarming(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 5:
-                stage[0].raise_alarm(filling(50))
+                watches[0].raise_alarm(filling(50))
 
     return Alarming()
 
 
 @pytest.mark.parametrize("through_trainer", [False, True])
 def test_alarms_blocks_and_a_checkpoint_in_time(
-    stage: list[StagedWatch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through_trainer: bool
+    watches: list[FakeWatch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through_trainer: bool
 ) -> None:
     from legroom.integrations import guard
     from legroom.integrations.huggingface import LegroomCallback
@@ -89,14 +89,14 @@ def test_alarms_blocks_and_a_checkpoint_in_time(
     logger = logging.getLogger("transformers.legroom")
     logger.addHandler(handler)
     callback = LegroomCallback()
-    training = trainer(tmp_path, callback, alarming(stage), log_level="info")
+    training = trainer(tmp_path, callback, alarming(watches), log_level="info")
     if through_trainer:
         callback.log = training.log
     try:
         training.train()
     finally:
         logger.removeHandler(handler)
-    assert stage[0].left == 1 and stage[0].steps == training.state.global_step == 8
+    assert watches[0].left == 1 and watches[0].steps == training.state.global_step == 8
     blocks = [record.getMessage() for record in shown if record.getMessage().startswith("epoch ")]
     assert len(blocks) == 2 and "effective batch: 8" in blocks[0] and "num_workers: 0 → 1" in blocks[0]
     assert loaders[0].num_workers == 1  # and was trained with, from the first epoch on

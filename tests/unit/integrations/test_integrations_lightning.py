@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.guard_stage import StagedWatch, filling
+from integrations.fake_watch import FakeWatch, filling
 from torch.utils.data import DataLoader, TensorDataset
 
 pytestmark = [
@@ -81,7 +81,7 @@ def loader() -> Any:
 
 
 def test_alarms_blocks_and_a_checkpoint_in_time(
-    stage: list[StagedWatch], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    watches: list[FakeWatch], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     import lightning.pytorch as pl
 
@@ -90,7 +90,7 @@ def test_alarms_blocks_and_a_checkpoint_in_time(
     class Alarming(pl.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
             if trainer.global_step == 5:
-                stage[0].raise_alarm(filling(50))
+                watches[0].raise_alarm(filling(50))
 
     numbers, callback = Numbers(), LegroomCallback(log=tmp_path / "run.jsonl")
     caplog.set_level(logging.INFO)
@@ -98,8 +98,8 @@ def test_alarms_blocks_and_a_checkpoint_in_time(
         tmp_path, [Alarming(), callback], logger=numbers, max_epochs=2, accumulate_grad_batches=2
     )
     training.fit(model(), loader())
-    assert stage[0].left == 1 and stage[0].steps == training.global_step == 8
-    assert stage[0].marks == ["epoch 0", "epoch 1"]
+    assert watches[0].left == 1 and watches[0].steps == training.global_step == 8
+    assert watches[0].marks == ["epoch 0", "epoch 1"]
     blocks = [record for record in caplog.records if record.message.startswith("epoch ")]
     assert len(blocks) == 2 and {record.name for record in blocks} == {"lightning.pytorch.legroom"}
     assert "effective batch: 8" in blocks[0].message and "memory after the model" in blocks[0].message
@@ -112,14 +112,14 @@ def test_alarms_blocks_and_a_checkpoint_in_time(
     assert again.global_step == 8
 
 
-def test_a_failed_training_ends_its_watch_and_is_not_hidden(stage: list[StagedWatch], tmp_path: Path) -> None:
+def test_a_failed_training_ends_its_watch_and_is_not_hidden(watches: list[FakeWatch], tmp_path: Path) -> None:
     from legroom.integrations.lightning import LegroomCallback
 
     broken = model()
     type(broken).training_step = lambda self, batch, index: 1 / 0
     with pytest.raises(ZeroDivisionError):
         trainer(tmp_path, [LegroomCallback(tune="off")], logger=False, max_epochs=1).fit(broken, loader())
-    assert stage[0].left == 1
+    assert watches[0].left == 1
 
 
 def test_the_class_is_one_and_is_found_by_pickle() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.guard_stage import StagedWatch, filling
+from integrations.fake_watch import FakeWatch, filling
 from torch.utils.data import DataLoader, TensorDataset
 
 from legroom.errors import MissingPackage, UsageError
@@ -68,7 +68,7 @@ def rows() -> DataLoader[Any]:
 
 
 def test_a_worker_is_watched_and_its_alarms_ride_with_its_own_reports(
-    train: Train, stage: list[StagedWatch], caplog: pytest.LogCaptureFixture
+    train: Train, watches: list[FakeWatch], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="ray.train.legroom")
     mine = object()
@@ -77,7 +77,7 @@ def test_a_worker_is_watched_and_its_alarms_ride_with_its_own_reports(
         found = guard.epoch(3, rows(), accumulation=2)
         assert found is not None and found.effective_batch == 8
         assert guard.step() is None
-        stage[0].raise_alarm(filling(50))
+        watches[0].raise_alarm(filling(50))
         why = guard.step()
         assert why == "ram-filling in about 50 s"
         assert train.reports == []  # an alarm is no report: the other workers would have to make one too
@@ -87,15 +87,15 @@ def test_a_worker_is_watched_and_its_alarms_ride_with_its_own_reports(
         ({"legroom/ram-filling": 1.0, "legroom/ram-filling/seconds_left": 50.0, "loss": 0.5}, mine, "step-2"),
         ({"loss": 0.4}, None, None),
     ]
-    assert (stage[0].marks, stage[0].steps, stage[0].left) == (["epoch 3"], 2, 1)
+    assert (watches[0].marks, watches[0].steps, watches[0].left) == (["epoch 3"], 2, 1)
     assert {record.name for record in caplog.records} == {"ray.train.legroom"}
     assert any("memory after the model" in record.message for record in caplog.records)
 
 
-def test_of_an_alarm_that_came_again_the_worst_is_reported(train: Train, stage: list[StagedWatch]) -> None:
+def test_of_an_alarm_that_came_again_the_worst_is_reported(train: Train, watches: list[FakeWatch]) -> None:
     with guarded(tune="off") as guard:
         for alarm in (filling(90), filling(30, "critical"), filling(60), filling(20, code="shm-filling")):
-            stage[0].raise_alarm(alarm)
+            watches[0].raise_alarm(alarm)
             guard.step()
         guard.report({})
     assert train.reports[0][0] == {
@@ -107,7 +107,7 @@ def test_of_an_alarm_that_came_again_the_worst_is_reported(train: Train, stage: 
 
 
 def test_one_worker_of_a_machine_logs_the_block(
-    train: Train, stage: list[StagedWatch], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    train: Train, watches: list[FakeWatch], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, logger="ray.train.legroom")
     monkeypatch.setattr(adapter, "process_group", lambda: (1, 2))
@@ -119,30 +119,30 @@ def test_one_worker_of_a_machine_logs_the_block(
 
 
 def test_workers_that_cannot_agree_are_not_asked_one_by_one(
-    train: Train, stage: list[StagedWatch], caplog: pytest.LogCaptureFixture
+    train: Train, watches: list[FakeWatch], caplog: pytest.LogCaptureFixture
 ) -> None:
     """One of them alone in ray.train.report would wait for the others for ever."""
     train.context = Context(0, 2)
     with guarded(tune="off") as guard:
         assert "2 workers have no process group" in caplog.text
-        stage[0].raise_alarm(filling(50))
+        watches[0].raise_alarm(filling(50))
         assert guard.step() is None
         guard.report({})
     assert "legroom/ram-filling" in train.reports[0][0]
 
 
 def test_workers_with_a_process_group_are_asked(
-    train: Train, stage: list[StagedWatch], monkeypatch: pytest.MonkeyPatch
+    train: Train, watches: list[FakeWatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapter, "process_group", lambda: (0, 2))
     train.context = Context(0, 2)
     with guarded(tune="off") as guard:
-        stage[0].raise_alarm(filling(50))
+        watches[0].raise_alarm(filling(50))
         assert guard.step() == "ram-filling in about 50 s"
 
 
 def test_the_loader_that_ray_wrapped_is_the_one_that_changes(
-    train: Train, stage: list[StagedWatch], monkeypatch: pytest.MonkeyPatch
+    train: Train, watches: list[FakeWatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Wrapped(DataLoader[Any]):
         """As ray.train.torch.prepare_data_loader wraps: attributes are copied, the inner one is iterated."""
@@ -163,20 +163,20 @@ def test_the_loader_that_ray_wrapped_is_the_one_that_changes(
 
 @pytest.mark.parametrize("raised", [RuntimeError("not in a worker"), DeprecationWarning("not in a worker")])
 def test_outside_a_worker_it_says_what_to_use(
-    train: Train, stage: list[StagedWatch], raised: Exception
+    train: Train, watches: list[FakeWatch], raised: Exception
 ) -> None:
     train.context = raised
-    with pytest.raises(UsageError, match="no worker of Ray Train's") as caught, guarded():
+    with pytest.raises(UsageError, match="not a Ray Train worker") as caught, guarded():
         pass
     assert "not in a worker" in str(caught.value)
     assert any("legroom.integrations.guard.Guard" in fix for fix in caught.value.fix)
-    assert stage == []
+    assert watches == []
 
 
-def test_a_second_start_does_nothing(train: Train, stage: list[StagedWatch]) -> None:
+def test_a_second_start_does_nothing(train: Train, watches: list[FakeWatch]) -> None:
     with guarded() as guard:
         guard.start()
-    assert len(stage) == 1
+    assert len(watches) == 1
 
 
 def test_without_ray_it_says_what_to_install(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,9 +27,7 @@ def tensor(kind: str, shape: list[int], first: int, last: int) -> dict[str, Any]
     ("kind", "dtype"),
     [("BF16", np.uint16), ("F8_E4M3", np.uint8), ("F8_E5M2", np.uint8), ("F8_E8M0", np.uint8)],
 )
-def test_floats_without_a_numpy_type_come_as_bits_with_their_name(
-    tmp_path: Path, kind: str, dtype: type
-) -> None:
+def test_floats_without_a_numpy_type_are_read_as_bits(tmp_path: Path, kind: str, dtype: type) -> None:
     size = 3 * np.dtype(dtype).itemsize
     path = write(tmp_path / "x", {"w": tensor(kind, [3], 0, size)}, bytes(range(size)))
     with open_source(path) as reader:
@@ -41,7 +39,7 @@ def test_floats_without_a_numpy_type_come_as_bits_with_their_name(
     assert out.tobytes() == bytes(range(size))
 
 
-def test_torch_bfloat16_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_torch_bfloat16_is_read_bit_for_bit(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from safetensors.torch import save_file
 
@@ -58,8 +56,8 @@ def test_torch_bfloat16_comes_back_bit_for_bit(tmp_path: Path) -> None:
     [
         ({"a": tensor("U8", [4], 0, 4)}, b"123", "ends at byte"),
         ({"a": tensor("U8", [4], 0, 4)}, b"12345", "1 bytes after"),
-        ({"a": tensor("U8", [4], 0, 4), "b": tensor("U8", [4], 2, 6)}, bytes(6), "begins at 2"),
-        ({"a": tensor("U8", [2], 0, 2), "b": tensor("U8", [2], 4, 6)}, bytes(6), "begins at 4"),
+        ({"a": tensor("U8", [4], 0, 4), "b": tensor("U8", [4], 2, 6)}, bytes(6), "starts at 2"),
+        ({"a": tensor("U8", [2], 0, 2), "b": tensor("U8", [2], 4, 6)}, bytes(6), "starts at 4"),
         ({"a": tensor("U8", [5], 0, 4)}, bytes(4), "has 4 bytes"),
         ({"a": tensor("U8", [-4], 0, 4)}, bytes(4), "shape"),
         ({"a": tensor("U8", [1 << 40, 1 << 40, 0], 0, 4)}, bytes(4), "has 4 bytes"),
@@ -67,16 +65,16 @@ def test_torch_bfloat16_comes_back_bit_for_bit(tmp_path: Path) -> None:
         ({"a": tensor("U8", [4], 0, True)}, bytes(4), "offsets"),  # type: ignore[arg-type]
         ({"a": tensor("Q9", [4], 0, 4)}, bytes(4), "unknown type"),
         ({"a": tensor(["U8"], [4], 0, 4)}, bytes(4), "unknown type"),  # type: ignore[arg-type]
-        ({"a": {"dtype": "U8"}}, b"", "not dtype, shape"),
-        ({"a": 5}, b"", "not dtype, shape"),
+        ({"a": {"dtype": "U8"}}, b"", "exactly dtype, shape"),
+        ({"a": 5}, b"", "exactly dtype, shape"),
         ({"__metadata__": {"k": 1}}, b"", "__metadata__"),
         (b'{"a": 1, "a": 2}', b"", "twice"),
         (b"{" * 60, b"", "header"),
         (b'{"a\xff": 1}', b"", "header"),
-        (b"[]", b"", "no format"),
+        (b"[]", b"", "unsupported file format"),
     ],
 )  # fmt: skip
-def test_a_file_that_breaks_a_rule_is_refused(tmp_path: Path, header: Any, data: bytes, word: str) -> None:
+def test_an_invalid_file_is_refused(tmp_path: Path, header: Any, data: bytes, word: str) -> None:
     path = write(tmp_path / "x", header, data)
     with pytest.raises(Exception, match=word) as caught, open_source(path) as reader:
         reader.describe()

@@ -71,7 +71,7 @@ quick = settings(max_examples=60, deadline=None, derandomize=True, suppress_heal
 
 @quick
 @given(table=tables(), dictionary=st.booleans(), group=st.sampled_from([7, 1000]))
-def test_parquet_promises_enough_room(
+def test_parquet_sizes_are_upper_bounds(
     tmp_path_factory: Any, table: pa.Table, dictionary: bool, group: int
 ) -> None:
     folder = tmp_path_factory.mktemp("t")
@@ -83,7 +83,7 @@ def test_parquet_promises_enough_room(
 
 @quick
 @given(table=tables(), stream=st.booleans(), compression=st.sampled_from([None, "lz4", "zstd"]))
-def test_arrow_promises_enough_room(
+def test_arrow_sizes_are_upper_bounds(
     tmp_path_factory: Any, table: pa.Table, stream: bool, compression: str
 ) -> None:
     folder = tmp_path_factory.mktemp("t")
@@ -108,14 +108,14 @@ def repeated(path: Path, **options: Any) -> pa.Table:
     return table
 
 
-def test_a_dictionary_does_not_hide_how_large_its_column_is(tmp_path: Path) -> None:
+def test_the_size_of_a_dictionary_encoded_column_is_known(tmp_path: Path) -> None:
     table = repeated(tmp_path / "x")
     spec, found = copy(tmp_path / "x", tmp_path / "out")
     assert found.equals(table)
     assert spec.nbytes < 1.2 * (tmp_path / "out").stat().st_size
 
 
-def test_a_column_whose_size_nobody_noted_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_column_of_unknown_size_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = repeated(tmp_path / "x")
     monkeypatch.setattr(parquet_module, "row_groups", lambda _: None)
     spec, found = copy(tmp_path / "x", tmp_path / "out")
@@ -135,7 +135,7 @@ def test_the_footer_is_read_as_pyarrow_reads_it(tmp_path: Path) -> None:
         assert columns[0].data == chunk.num_values * len("the very same sentence " * 40)
 
 
-def test_more_than_the_metadata_promise_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_data_than_the_metadata_state_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repeated(tmp_path / "x")
     real = row_groups
 
@@ -212,7 +212,7 @@ def test_a_dictionary_that_only_grows_is_kept(tmp_path: Path) -> None:
     assert found["k"].to_pylist() == ["a", "a", "b", "a"]
 
 
-def test_a_stream_without_its_end_mark_is_read(tmp_path: Path) -> None:
+def test_a_stream_without_an_end_marker_is_read(tmp_path: Path) -> None:
     table = pa.table({"a": [1, 2, 3]})
     with pa.ipc.new_stream(str(tmp_path / "x"), table.schema) as to:
         to.write_table(table)

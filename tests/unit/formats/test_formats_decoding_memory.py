@@ -23,7 +23,7 @@ MB = 1 << 20
 
 
 def memory(nbytes: int) -> DecodingMemory:
-    return DecodingMemory(lambda: Allowed(nbytes, "a box of its own", ("buy more",)))
+    return DecodingMemory(lambda: Allowed(nbytes, "a machine of its own", ("buy more",)))
 
 
 def test_threads_wait_for_each_other_and_never_take_too_much() -> None:
@@ -48,14 +48,14 @@ def test_threads_wait_for_each_other_and_never_take_too_much() -> None:
     assert now == [0, 80]
 
 
-def test_what_does_not_fit_alone_is_refused_with_figures() -> None:
+def test_what_never_fits_is_refused_with_figures() -> None:
     gate = memory(10 * MB)
     with (
-        pytest.raises(NoRoom, match=r"15 MB of memory missing to decode the chunk") as refused,
+        pytest.raises(NoRoom, match=r"not enough memory to decode the chunk: 15 MB more needed") as refused,
         gate.take(25 * MB, "the chunk"),
     ):
         pass
-    assert "25 MB at once; a box of its own" in str(refused.value) and "buy more" in str(refused.value)
+    assert "25 MB at once; a machine of its own" in str(refused.value) and "buy more" in str(refused.value)
     with gate.take(10 * MB, "another"):  # the refusal took nothing
         pass
 
@@ -70,7 +70,7 @@ def test_as_many_as_fit() -> None:
         assert count == 7  # no limit
 
 
-def test_memory_that_others_take_meanwhile_counts() -> None:
+def test_memory_taken_by_others_meanwhile_counts() -> None:
     left = [100 * MB]
     gate = DecodingMemory(lambda: Allowed(left[0], "shrinking"))
     with gate.take(60 * MB, "one"):
@@ -113,7 +113,7 @@ SOURCES: dict[str, tuple[Callable[[Path], int], str]] = {
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_what_a_format_needs_is_said_and_kept_to(tmp_path: Path, name: str) -> None:
+def test_decoding_stays_within_the_memory_that_a_format_states(tmp_path: Path, name: str) -> None:
     """With exactly what it says, it reads; with less than one chunk, it refuses and does not take it."""
     write, item = SOURCES[name]
     chunk = write(tmp_path / name) // (2 if name == "columns.h5" else 1)
@@ -135,11 +135,11 @@ def test_what_a_format_needs_is_said_and_kept_to(tmp_path: Path, name: str) -> N
         slabs = max((slab.decoding for slab in reader.slabs(item) or ()), default=0) if item == "x" else 0
     assert chunk <= max(needed, slabs) <= 4 * chunk
     read(memory(max(needed, slabs)))
-    with pytest.raises(NoRoom, match="memory missing to decode"):
+    with pytest.raises(NoRoom, match="not enough memory to decode"):
         read(memory(chunk - 1))
 
 
-def test_plain_data_need_nothing(tmp_path: Path) -> None:
+def test_raw_data_need_no_memory(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((1000, 1000)))
     with open_source(tmp_path / "a.npy", memory=memory(0)) as reader:
         assert reader.decoding("array") == 0
@@ -190,7 +190,7 @@ def test_the_sources_of_a_virtual_dataset_are_counted(tmp_path: Path, name: str)
         assert reader.decoding("x") >= 3 * 256 * MB
 
 
-def test_a_table_of_chunks_is_counted_before_it_is_made(tmp_path: Path) -> None:
+def test_chunk_locations_are_counted_before_they_are_read(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "tiny.h5", "w", libver="latest") as file:
         file.create_dataset("x", data=np.zeros((30_000, 4), np.int32), chunks=(1, 4))
     with open_source(tmp_path / "tiny.h5", None, memory(5 * MB)) as reader:
@@ -202,7 +202,7 @@ def test_a_table_of_chunks_is_counted_before_it_is_made(tmp_path: Path) -> None:
         assert reader.slabs("x") is not None
 
 
-def test_memory_that_a_thread_has_freed_counts_until_it_is_given_back(
+def test_memory_freed_by_a_thread_counts_until_it_is_released(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An allocator keeps what a thread has freed for that thread: another one's is taken beside it."""

@@ -35,7 +35,7 @@ def test_shards_are_read_whole(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read(tmp_path / "x", "a"), data)
 
 
-def test_large_arrays_come_in_slabs_cut_between_chunks(tmp_path: Path) -> None:
+def test_large_arrays_are_read_in_pieces_cut_between_chunks(tmp_path: Path) -> None:
     root = zarr.create_group(store=str(tmp_path / "x"))
     data = np.arange(10_000_000, dtype=np.int64)
     root.create_array("a", data=data, chunks=(3_000_000,), compressors=None)
@@ -63,7 +63,7 @@ def test_strings_of_variable_length_are_refused_by_name(tmp_path: Path) -> None:
         assert [item.name for item in reader.describe().items] == ["good"]
 
 
-def test_a_damaged_chunk_is_noticed(tmp_path: Path) -> None:
+def test_a_damaged_chunk_is_detected(tmp_path: Path) -> None:
     root = zarr.create_group(store=str(tmp_path / "x"))
     root.create_array("a", data=np.arange(1000), chunks=(100,))
     (tmp_path / "x" / "a" / "c" / "3").write_bytes(b"not what zstd wrote")
@@ -74,7 +74,7 @@ def test_a_damaged_chunk_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", "{", '{"zarr_format": 9}', '{"zarr_format": 3, "node_type": "array"}']
 )
-def test_damaged_metadata_are_noticed(tmp_path: Path, content: str) -> None:
+def test_damaged_metadata_are_detected(tmp_path: Path, content: str) -> None:
     (tmp_path / "zarr.json").write_text(content)
     with pytest.raises(DamagedSource), open_source(tmp_path) as reader:
         reader.describe()

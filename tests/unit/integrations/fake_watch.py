@@ -1,4 +1,4 @@
-"""A watch whose alarms a test sets, in the place of the real one."""
+"""A fake watch, whose alarms a test sets."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def filling(left: float = 60.0, level: Any = "warning", code: str = "ram-filling
     return Alarm(code, code.partition("-")[0], level, message, 0.0, {"full_in_seconds": left})
 
 
-class StagedWatch:
-    """Says what it is told to say."""
+class FakeWatch:
+    """Records its calls, and has the alarms that a test raises."""
 
     def __init__(self, log: Any, on_alarm: Callable[[Alarm], object]) -> None:
         self.log, self._on_alarm = log, on_alarm
@@ -33,7 +33,7 @@ class StagedWatch:
     def step(self) -> None:
         self.steps += 1
 
-    def __enter__(self) -> StagedWatch:
+    def __enter__(self) -> FakeWatch:
         self.entered += 1
         return self
 

@@ -83,7 +83,7 @@ def test_any_chunks_and_filters_read_as_h5py_reads_them(
     assert out.tobytes() == expected.astype(out.dtype).tobytes()
 
 
-def test_what_does_not_fill_a_word_is_never_shuffled() -> None:
+def test_the_remainder_of_a_chunk_is_not_shuffled() -> None:
     shuffled = np.arange(10, dtype=np.uint8)  # two words of four bytes and two bytes more
     plain = undo((ChunkFilter(SHUFFLE, (4,), "shuffle"),), shuffled.tobytes(), 0, 10)
     assert plain.tolist() == [0, 2, 4, 6, 1, 3, 5, 7, 8, 9]
@@ -95,7 +95,7 @@ def test_a_checksum_inside_the_compression_is_undone_in_order() -> None:
     filters = (ChunkFilter(FLETCHER32, (), "fletcher32"), ChunkFilter(DEFLATE, (6,), "deflate"))
     assert undo(filters, packed, 0, 100).tobytes() == body
     assert undo(filters, body, 3, 100).tobytes() == body  # both skipped
-    with pytest.raises(ValueError, match="promised"):
+    with pytest.raises(ValueError, match=r"instead of|expected"):
         undo(filters, packed, 0, 99)
 
 
@@ -107,17 +107,17 @@ def test_the_old_order_of_checksum_bytes_is_accepted() -> None:
         assert undo(filters, body + tail, 0, len(body)).tobytes() == body
     with pytest.raises(ValueError, match="checksum"):
         undo(filters, body + b"\1\2\3\4", 0, len(body))
-    with pytest.raises(ValueError, match="no room"):
+    with pytest.raises(ValueError, match="too short"):
         undo(filters, b"ab", 0, 2)
 
 
-def test_a_promise_deflate_cannot_keep_takes_no_memory() -> None:
-    with pytest.raises(ValueError, match="cannot hold"):
+def test_a_size_that_deflate_cannot_reach_allocates_no_memory() -> None:
+    with pytest.raises(ValueError, match="cannot expand"):
         inflate(zlib.compress(b"x"), 1 << 40)
-    with pytest.raises(ValueError, match="where 5 were promised"):
+    with pytest.raises(ValueError, match="instead of 5"):
         inflate(zlib.compress(b"x"), 5)
     for packed in (b"rubbish", zlib.compress(bytes(6)), zlib.compress(bytes(5))[:-5]):
-        with pytest.raises(ValueError, match="promised"):
+        with pytest.raises(ValueError, match=r"instead of|expected"):
             inflate(packed, 5)
 
 
@@ -125,7 +125,9 @@ def test_a_promise_deflate_cannot_keep_takes_no_memory() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_the_first_failure_ends_all_tasks_and_is_told(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_the_first_failure_cancels_all_tasks_and_is_raised(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
     monkeypatch.setattr(buffers, "threads", lambda: count)
     done: list[int] = []
 
@@ -160,11 +162,11 @@ def test_large_arrays_are_copied_in_pieces(tmp_path: Path) -> None:
         buffers.copy_raw(file, 3, out, seen.append)
         np.testing.assert_array_equal(out, array)
         assert len(seen) == 3 and sum(seen) == array.nbytes
-        with pytest.raises(DamagedSource, match="cut short"):
+        with pytest.raises(DamagedSource, match="truncated"):
             buffers.copy_raw(file, 4, out, seen.append)
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_cut_short(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_while_it_is_read_is_truncated(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(1000))
     with SourceFile(tmp_path / "x") as file:
         (tmp_path / "x").write_bytes(bytes(10))
@@ -187,7 +189,7 @@ def test_without_positional_reads_a_file_reads_the_same(
     np.testing.assert_array_equal(out, array)
 
 
-def test_a_failing_disk_is_unreadable_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_error_means_unreadable_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
     import os
 
@@ -216,13 +218,13 @@ def test_a_failing_disk_is_unreadable_not_damaged(tmp_path: Path, monkeypatch: p
         (["/"], "x", True, True),
     ],
 )
-def test_a_selection_takes_items_and_enters_groups(keys: Any, name: str, takes: bool, enters: bool) -> None:
+def test_a_selection_matches_items_and_groups(keys: Any, name: str, takes: bool, enters: bool) -> None:
     selection = Selection(keys)
     assert selection.takes(name) is takes
     assert selection.enters(name) is enters
 
 
-def test_a_missing_key_lists_what_there_is() -> None:
+def test_a_missing_key_lists_the_existing_names() -> None:
     problem = missing_key("imges", [f"n{i}" for i in range(50)] + ["images"], "x.h5")
     assert isinstance(problem, MissingKey)
     assert "and 31 more" in problem.why
@@ -258,7 +260,7 @@ def test_attributes_become_json(value: object, expected: object) -> None:
     json.dumps(as_json(value), allow_nan=False)
 
 
-def test_types_lose_metadata_and_foreign_order_but_keep_their_layout() -> None:
+def test_native_dtypes_lose_metadata_and_keep_their_layout() -> None:
     kind = np.dtype(
         {"names": ["a", "b"], "formats": [">i4", ("<f8", (2,))], "offsets": [4, 16], "itemsize": 40}
     )

@@ -48,7 +48,7 @@ def read(path: Path, name: str) -> np.ndarray:
 # Attributes.
 
 
-def test_attributes_are_kept_as_json_holds_them(tmp_path: Path) -> None:
+def test_attributes_are_converted_to_json(tmp_path: Path) -> None:
     path = tmp_path / "x.h5"
     with h5py.File(path, "w") as file:
         file.attrs["text"] = "grün"
@@ -103,14 +103,14 @@ def test_rows_of_several_axes_keep_their_shape(tmp_path: Path) -> None:
     assert read(tmp_path / "x.h5", "grid/values").tobytes() == b"abcd"
 
 
-def test_strings_without_a_space_are_no_rows(tmp_path: Path) -> None:
+def test_strings_with_a_null_dataspace_have_no_rows(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("none", data=h5py.Empty(h5py.string_dtype()))
     assert read(tmp_path / "x.h5", "none/offsets").tolist() == [0]
     assert read(tmp_path / "x.h5", "none/values").tolist() == []
 
 
-def test_rows_in_the_other_byte_order_are_turned(tmp_path: Path) -> None:
+def test_rows_in_foreign_byte_order_are_converted(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         rows = file.create_dataset(
             "a", (3,), h5py.vlen_dtype(np.dtype(">f4")), chunks=(2,), compression="gzip"
@@ -121,7 +121,7 @@ def test_rows_in_the_other_byte_order_are_turned(tmp_path: Path) -> None:
     assert read(tmp_path / "x.h5", "a/offsets").tolist() == [0, 2, 2, 3]
 
 
-def test_rows_that_only_h5py_can_reach_and_would_misread_are_refused(tmp_path: Path) -> None:
+def test_rows_that_h5py_would_misread_are_refused(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         rows = file.create_dataset(
             "a", (3,), h5py.vlen_dtype(np.dtype(">f4")), chunks=(2,), compression="lzf"
@@ -150,7 +150,7 @@ def unsupported(file: h5py.File) -> None:
 @pytest.mark.parametrize(
     "name", ["reference", "region", "opaque", "record", "nested", "arrays", "time", "nowhere"]
 )
-def test_what_cannot_be_an_array_is_refused_by_name_and_can_be_left_out(tmp_path: Path, name: str) -> None:
+def test_an_unsupported_dataset_is_refused_by_name_and_can_be_left_out(tmp_path: Path, name: str) -> None:
     path = tmp_path / "x.h5"
     with h5py.File(path, "w") as file:
         unsupported(file)
@@ -161,7 +161,7 @@ def test_what_cannot_be_an_array_is_refused_by_name_and_can_be_left_out(tmp_path
     assert names(path, "good") == ["good"]
 
 
-def test_groups_that_contain_themselves_are_walked_once(tmp_path: Path) -> None:
+def test_a_group_that_contains_itself_is_visited_once(tmp_path: Path) -> None:
     path = tmp_path / "x.h5"
     with h5py.File(path, "w") as file:
         file["a/x"] = np.zeros(1)
@@ -172,7 +172,7 @@ def test_groups_that_contain_themselves_are_walked_once(tmp_path: Path) -> None:
     assert sorted(names(path)) == ["a/x", "alias", "soft/x"]
 
 
-def test_a_named_type_is_no_data(tmp_path: Path) -> None:
+def test_a_named_type_is_not_an_array(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["kind"] = np.dtype("f4")
         file["x"] = np.zeros(1)
@@ -211,7 +211,7 @@ def chunked_file(path: Path, **filters: Any) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     "filters", [{"compression": "gzip"}, {"fletcher32": True}, {"compression": "gzip", "fletcher32": True}]
 )
-def test_a_damaged_chunk_is_noticed(tmp_path: Path, filters: dict[str, Any]) -> None:
+def test_a_damaged_chunk_is_detected(tmp_path: Path, filters: dict[str, Any]) -> None:
     path = tmp_path / "x.h5"
     offset, size = chunked_file(path, **filters)[1]
     data = bytearray(path.read_bytes())
@@ -221,7 +221,7 @@ def test_a_damaged_chunk_is_noticed(tmp_path: Path, filters: dict[str, Any]) -> 
         read(path, "x")
 
 
-def test_an_edge_chunk_as_long_as_plain_is_for_hdf5_to_judge(tmp_path: Path) -> None:
+def test_hdf5_reads_an_edge_chunk_of_full_size(tmp_path: Path) -> None:
     path = tmp_path / "x.h5"
     with h5py.File(path, "w") as file:
         made = file.create_dataset("x", data=np.arange(50, dtype=np.int32), chunks=(20,), compression="gzip")
@@ -237,7 +237,7 @@ def test_a_chunk_beyond_the_end_of_the_file_is_damage_not_an_allocation(tmp_path
     entry = size.to_bytes(4, "little") + bytes(4)  # a chunk's size and filter mask in the B-tree
     assert data.count(entry) >= 1
     path.write_bytes(data.replace(entry, (0x7FFFFFFF).to_bytes(4, "little") + bytes(4), 1))
-    with pytest.raises(DamagedSource, match="cut short"):
+    with pytest.raises(DamagedSource, match="truncated"):
         read(path, "x")
 
 
@@ -261,7 +261,7 @@ def test_a_row_longer_than_its_heap_is_damage_not_a_crash(tmp_path: Path, packed
 
 
 @pytest.mark.parametrize("options", [{}, {"libver": "latest"}, {"userblock_size": 512}])
-def test_a_heap_that_would_hang_hdf5_is_noticed_before_hdf5_reads_it(tmp_path: Path, options: Any) -> None:
+def test_a_heap_that_would_hang_hdf5_is_detected_before_hdf5_reads_it(tmp_path: Path, options: Any) -> None:
     path = tmp_path / "x.h5"
     with h5py.File(path, "w", **options) as file:
         file["x"] = np.arange(3)
@@ -282,7 +282,7 @@ def test_a_heap_that_would_hang_hdf5_is_noticed_before_hdf5_reads_it(tmp_path: P
 # Filters.
 
 
-def test_a_filter_of_a_plugin_is_found(tmp_path: Path) -> None:
+def test_a_filter_of_hdf5plugin_is_used(tmp_path: Path) -> None:
     plugin = pytest.importorskip("hdf5plugin")
     data = np.arange(1000)
     with h5py.File(tmp_path / "x.h5", "w") as file:
@@ -301,7 +301,7 @@ def test_a_filter_of_a_plugin_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_a_filter_nobody_has_is_named(
+def test_an_unavailable_filter_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
 ) -> None:
     path = tmp_path / "x.h5"
@@ -324,7 +324,7 @@ def test_a_filter_nobody_has_is_named(
 
 
 @pytest.mark.parametrize("missing", [("deflate",), ("deflate", "isal")])
-def test_without_them_the_next_best_inflates(
+def test_inflate_falls_back_to_zlib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...]
 ) -> None:
     from legroom.formats import inflate
@@ -343,7 +343,7 @@ def test_without_them_the_next_best_inflates(
         assert inflate.zlib_module().__name__ == ("zlib" if "isal" in missing else "isal.isal_zlib")
         assert inflate._whole()[1] is inflate.zlib_module().error
         np.testing.assert_array_equal(read(tmp_path / "x.h5", "x"), expected)
-        with pytest.raises(ValueError, match="promised"):
+        with pytest.raises(ValueError, match=r"instead of|expected"):
             inflate.inflate(b"rubbish", 5)
     finally:
         forget()
@@ -353,7 +353,7 @@ def test_without_them_the_next_best_inflates(
 
 
 @pytest.mark.parametrize("swmr", [False, True])
-def test_the_flags_of_a_writer_are_seen(tmp_path: Path, swmr: bool) -> None:
+def test_the_flags_of_a_writer_are_detected(tmp_path: Path, swmr: bool) -> None:
     path, copy = tmp_path / "x.h5", tmp_path / "copy.h5"
     with h5py.File(path, "w", libver="latest") as file:
         file.create_dataset("x", data=np.arange(3), maxshape=(None,))
@@ -368,18 +368,18 @@ def test_the_flags_of_a_writer_are_seen(tmp_path: Path, swmr: bool) -> None:
     assert names(path) == ["x"]
 
 
-def test_a_writer_in_this_process_is_seen(tmp_path: Path) -> None:
+def test_a_writer_in_this_process_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "x.h5"
     with h5py.File(path, "w") as file:
         file["x"] = np.arange(3)
         file.flush()
         (tmp_path / "link.h5").symlink_to(path)
-        with pytest.raises(SourceBeingWritten, match="this very process"):
+        with pytest.raises(SourceBeingWritten, match="this process"):
             open_source(tmp_path / "link.h5")
     assert names(path) == ["x"]
 
 
-def test_a_writer_in_another_process_is_seen_by_its_lock(tmp_path: Path) -> None:
+def test_a_writer_in_another_process_is_detected_by_its_lock(tmp_path: Path) -> None:
     path = tmp_path / "x.h5"
     script = (
         "import h5py, sys\n"
@@ -401,7 +401,7 @@ def test_a_writer_in_another_process_is_seen_by_its_lock(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("locking", [True, False, "best-effort", None])
-def test_readers_of_this_process_need_not_agree_about_locks(tmp_path: Path, locking: Any) -> None:
+def test_readers_of_this_process_may_use_different_locking(tmp_path: Path, locking: Any) -> None:
     path = tmp_path / "x.h5"
     with h5py.File(path, "w") as file:
         file["x"] = np.arange(3)
@@ -410,7 +410,7 @@ def test_readers_of_this_process_need_not_agree_about_locks(tmp_path: Path, lock
         assert read(path, "x").tolist() == [0, 1, 2]
 
 
-def test_a_filesystem_without_locks_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filesystem_without_locks_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.h5"
     with h5py.File(path, "w") as file:
         file["x"] = np.arange(3)
@@ -427,7 +427,7 @@ def test_a_filesystem_without_locks_does_no_harm(tmp_path: Path, monkeypatch: py
         assert tried[-1] is False
 
 
-def test_a_failing_disk_is_not_called_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_error_is_not_reported_as_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.h5"
     with h5py.File(path, "w") as file:
         file["x"] = np.arange(3)
@@ -461,7 +461,7 @@ def test_a_damaged_file_in_a_thread_prints_nothing(tmp_path: Path, capfd: pytest
     assert capfd.readouterr() == ("", "")
 
 
-def test_more_rows_than_memory_can_refer_to_are_refused(tmp_path: Path) -> None:
+def test_too_many_rows_for_memory_are_refused(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("x", (1 << 56,), h5py.string_dtype(), chunks=(1 << 20,))
     with pytest.raises(UnsupportedData, match="1 EB"):
@@ -490,7 +490,7 @@ def test_a_file_on_a_read_only_filesystem_can_be_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize("bottom", [False, True])
-def test_groups_whose_names_double_at_each_step_are_refused_soon(
+def test_exponentially_many_names_are_refused(
     tmp_path: Path, soft: bool, bottom: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = 0
@@ -502,7 +502,7 @@ def test_groups_whose_names_double_at_each_step_are_refused_soon(
         return follow(self, *arguments)
 
     monkeypatch.setattr(DatasetSearch, "_follow", counting)
-    monkeypatch.setattr(hdf5_find, "_MOST_AGAIN", 1000)
+    monkeypatch.setattr(hdf5_find, "_MOST_REPEATED", 1000)
     with h5py.File(tmp_path / "x", "w", libver="latest") as file:
         file["top"] = np.arange(3)
         below = file.create_group("g22")
@@ -526,13 +526,13 @@ def test_a_group_under_a_second_name_is_found_under_both(tmp_path: Path) -> None
     assert len(names(tmp_path / "x")) == 100
 
 
-def test_groups_too_deep_to_be_walked_are_refused(tmp_path: Path) -> None:
+def test_too_many_levels_of_groups_are_refused(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x", "w") as file:
         group = file
         for _ in range(1500):
             group = group.create_group("g")
         group["x"] = [1]
-    with pytest.raises(UnsupportedData, match="deep"):
+    with pytest.raises(UnsupportedData, match="levels of groups"):
         describe(tmp_path / "x")
 
 

@@ -32,18 +32,18 @@ def test_rows_that_do_not_fill_the_last_chunk(tmp_path: Path, rows: int, shuffle
     assert b"".join(parts) == data.astype("=i4").tobytes()
 
 
-def test_large_data_come_in_several_slabs(tmp_path: Path) -> None:
+def test_large_arrays_have_several_slabs(tmp_path: Path) -> None:
     data = np.random.default_rng(0).integers(0, 9, (90, 100_000), dtype=np.uint8)
     parts = _slabs(tmp_path / "a.h5", data, chunks=(1, 100_000), compression="gzip", fletcher32=True)
     assert parts is not None and len(parts) > 3
     assert b"".join(parts) == data.tobytes()
 
 
-def test_chunks_across_rows_have_none(tmp_path: Path) -> None:
+def test_chunks_that_cut_rows_have_no_slabs(tmp_path: Path) -> None:
     assert _slabs(tmp_path / "a.h5", np.zeros((64, 64)), chunks=(8, 8), compression="gzip") is None
 
 
-def test_chunks_that_were_never_written_have_none(tmp_path: Path) -> None:
+def test_unwritten_chunks_have_no_slabs(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", (100, 10), "f4", chunks=(10, 10), compression="gzip", fillvalue=3.0)[:10] = 1
     with open_source(tmp_path / "a.h5") as reader:

@@ -48,7 +48,7 @@ def virtual(path: Path, sources: list[tuple[str, str]], name: str = "v") -> Path
     return path
 
 
-def test_a_virtual_dataset_names_all_its_files(folder: Path) -> None:
+def test_a_virtual_dataset_lists_all_its_files(folder: Path) -> None:
     path = virtual(folder / "x.h5", [("part0.h5", "data"), (str(folder / "part1.h5"), "data")])
     assert files(path) == {"part0.h5", "part1.h5"}
     assert read(path, "v") == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
@@ -67,7 +67,7 @@ def test_a_virtual_dataset_on_its_own_file_needs_no_other(folder: Path) -> None:
     assert read(path, "v") == [0, 1, 2, 3, 4]
 
 
-def test_a_virtual_dataset_of_virtual_datasets_names_the_last_files(folder: Path) -> None:
+def test_a_virtual_dataset_of_virtual_datasets_lists_all_files(folder: Path) -> None:
     virtual(folder / "middle.h5", [("part0.h5", "data")])
     path = virtual(folder / "x.h5", [("middle.h5", "v")])
     assert files(path) == {"middle.h5", "part0.h5"}
@@ -82,7 +82,7 @@ def test_a_missing_source_is_named_and_not_filled_with_zeros(folder: Path) -> No
         files(path)
 
 
-def test_what_is_not_asked_for_may_be_missing(folder: Path) -> None:
+def test_what_is_not_selected_may_be_missing(folder: Path) -> None:
     path = virtual(folder / "x.h5", [("gone.h5", "data")])
     with h5py.File(path, "a") as file:
         file["good"] = np.arange(3)
@@ -121,7 +121,7 @@ def test_a_source_that_is_being_written_is_refused(folder: Path) -> None:
         files(path)
 
 
-def test_an_external_link_names_its_file(folder: Path) -> None:
+def test_an_external_link_lists_its_file(folder: Path) -> None:
     path = folder / "x.h5"
     with h5py.File(path, "w") as file:
         file["linked"] = h5py.ExternalLink("part0.h5", "data")
@@ -138,7 +138,7 @@ def test_an_external_link_names_its_file(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "inner", "word"), [("gone.h5", "data", "gone.h5"), ("part0.h5", "no", "'no'")]
 )
-def test_an_external_link_to_nothing_is_named(folder: Path, target: str, inner: str, word: str) -> None:
+def test_a_broken_external_link_is_named(folder: Path, target: str, inner: str, word: str) -> None:
     path = folder / "x.h5"
     with h5py.File(path, "w") as file:
         file["linked"] = h5py.ExternalLink(target, inner)
@@ -168,7 +168,7 @@ def test_links_are_searched_where_hdf5_searches(folder: Path, monkeypatch: pytes
     assert read(path, "v") == read(path, "linked") == [0, 1, 2, 3, 4]
 
 
-def test_external_storage_names_its_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_external_storage_lists_its_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     path = folder / "x.h5"
     with h5py.File(path, "w") as file:
@@ -187,7 +187,7 @@ def test_external_storage_names_its_files(folder: Path, monkeypatch: pytest.Monk
         files(path)
 
 
-def test_a_link_whose_name_is_not_utf8_names_its_file(folder: Path) -> None:
+def test_a_link_whose_name_is_not_utf8_lists_its_file(folder: Path) -> None:
     path = folder / "x.h5"
     with h5py.File(path, "w") as file:
         file.id.links.create_external(b"l\xff", b"part0.h5", b"data")
