@@ -83,3 +83,22 @@ def test_links_of_pages_outside_the_site_lead_somewhere(page: str) -> None:
     text = (REPO / page).read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text):
         assert ((REPO / page).parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_files_that_developers_are_sent_to_exist(page: str) -> None:
+    text = (REPO / page).read_text(encoding="utf-8")
+    bases = [REPO, REPO / "src" / "legroom", DOCS]
+    named = set(re.findall(r"`((?:[\w-]+/)+[\w*]+\.(?:py|md))`", text))
+    assert named
+    missing = [name for name in named if not any(any(base.glob(name)) for base in bases)]
+    assert {name for name in missing if "NAME" not in name} == set()
+
+
+def test_packages_in_the_picture_exist() -> None:
+    picture = (DOCS / "images" / "architecture.svg").read_text(encoding="utf-8")
+    names = re.findall(r'class="name">(\w+)<', picture)
+    home = REPO / "src" / "legroom"
+    assert [name for name in names if not ((home / name).is_dir() or (home / f"{name}.py").is_file())] == []
+    shown = {path.name for path in home.iterdir() if (path / "__init__.py").is_file()}
+    assert shown <= set(names)
