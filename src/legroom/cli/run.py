@@ -73,7 +73,7 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
     from legroom.rescue.run_report import run_object, write_report
     from legroom.rescue.supervisor import supervise
 
-    def tell(line: str) -> None:
+    def print_line(line: str) -> None:
         if not quiet:
             click.echo(f"legroom: {line}", err=True)
 
@@ -92,7 +92,7 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
         raise click.UsageError(say("--resume-flag needs --checkpoint"))
     if options["resume_existing"] and not options["checkpoint"]:
         raise click.UsageError(say("--resume-existing needs --checkpoint"))
-    order = RunOptions(
+    run_options = RunOptions(
         command=words,
         retries=options["retries"],
         named=tuple(parse_named(text) for text in options["flags"]),
@@ -111,18 +111,18 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
     box = snapshot()
     for finding in findings(box):
         if finding.severity == "critical":
-            tell(say("{code}: {message}", code=finding.code, message=finding.message))
+            print_line(say("{code}: {message}", code=finding.code, message=finding.message))
     if options["gpu_limit"] is not None and not box.gpus.cards:
-        tell(say("--gpu-limit has no effect here: {why}", why=box.gpus.reason or say("no GPU found")))
-    story = supervise(order, box, tell)
+        print_line(say("--gpu-limit has no effect here: {why}", why=box.gpus.reason or say("no GPU found")))
+    supervised = supervise(run_options, box, print_line)
     if report is not None:
         try:
-            tell(say("report: {names}", names=listed(write_report(story, report))))
+            print_line(say("report: {names}", names=listed(write_report(supervised, report))))
         except OSError as problem:  # the directory is gone or the disk is full: keep the command's status
-            tell(say("cannot write {path}: {why}", path=report, why=problem.strerror or problem))
+            print_line(say("cannot write {path}: {why}", path=report, why=problem.strerror or problem))
     if as_json:
-        click.echo(json.dumps(run_object(story), ensure_ascii=False))
-    return story.ending.shell_status
+        click.echo(json.dumps(run_object(supervised), ensure_ascii=False))
+    return supervised.ending.shell_status
 
 
 def _writable(report: Path) -> None:

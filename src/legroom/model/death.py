@@ -223,7 +223,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class SupervisedRun:
-    """A supervised run from its first start to its last end."""
+    """A supervised run: its command and all attempts."""
 
     command: tuple[str, ...]
     attempts: tuple[Attempt, ...]

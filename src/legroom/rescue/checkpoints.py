@@ -26,24 +26,24 @@ from legroom.words import say
 _ZIP_LOCAL = b"PK\x03\x04"
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _LARGEST_HEADER = 100 << 20
-_SHORTEST = 64  # bytes: no checkpoint of any kind is shorter
+_SHORTEST = 64  # bytes: no checkpoint is shorter
 _WEIGHTS = re.compile(r"\.(?:safetensors|pt|pth|bin|ckpt|npz|h5|distcp)$")
 
 
-Stamp = frozenset[tuple[int, int, int, int]]  # of its files: device, inode, size, time of the last write
+Stamp = frozenset[tuple[int, int, int, int]]  # of its files: device, inode, size, mtime
 
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """The newest whole checkpoint, and the newer ones that are not whole, each with the reason."""
+    """The newest complete checkpoint, and the newer incomplete ones, each with the reason."""
 
     path: str | None
-    passed_over: tuple[str, ...] = ()
-    older: str | None = None  # the newest that would have been taken, had it not been there before
+    skipped: tuple[str, ...] = ()
+    older: str | None = None  # the newest complete one that is older than this run
 
 
 def newest_complete(pattern: str, before: Collection[Stamp] = ()) -> FoundCheckpoint:
-    """Of what the pattern matches, the newest that is whole and is not one of ``before``."""
+    """The newest complete checkpoint that matches the pattern and is not in ``before``."""
     passed: list[str] = []
     older: str | None = None
     for path in _matches(pattern):
@@ -58,12 +58,12 @@ def newest_complete(pattern: str, before: Collection[Stamp] = ()) -> FoundCheckp
 
 
 def stamps(pattern: str) -> frozenset[Stamp]:
-    """What the pattern matches now."""
+    """Stamps of the checkpoints that match the pattern now."""
     return frozenset(stamp(Path(path)) for path in _matches(pattern)) - {frozenset()}
 
 
 def stamp(path: Path) -> Stamp:
-    """What tells whether a checkpoint was written again: of a directory, its files with weights."""
+    """Changes when a checkpoint is rewritten; for a directory, from its weight files."""
     files = [path]
     if path.is_dir():
         files = [entry for entry in path.rglob("*") if entry.is_file()]
@@ -72,7 +72,7 @@ def stamp(path: Path) -> Stamp:
     for file in files:
         try:
             stat = file.stat()
-        except OSError:  # it is just being replaced
+        except OSError:  # being replaced right now
             continue
         found.add((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
     return frozenset(found)
@@ -83,7 +83,7 @@ def _matches(pattern: str) -> list[str]:
 
 
 def _age(path: str) -> tuple[int, list[tuple[int, str]]]:
-    """By time, then by the numbers in the name: two files of one second are told apart by their step."""
+    """Sort key: time, then the numbers in the name, so that the step decides within one second."""
     parts = re.findall(r"\d+|\D+", path)
     natural = [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
     try:
@@ -93,7 +93,7 @@ def _age(path: str) -> tuple[int, list[tuple[int, str]]]:
 
 
 def why_incomplete(path: Path) -> str | None:
-    """Why that checkpoint cannot be resumed from, or None."""
+    """Why that checkpoint is incomplete, or None."""
     try:
         return _directory(path) if path.is_dir() else _file(path)
     except (OSError, ValueError, KeyError, struct.error, zipfile.BadZipFile) as problem:
@@ -119,11 +119,11 @@ def _file(path: Path) -> str | None:
             return None if file.read(1) == b"." else say("the pickle is truncated")
     if _WEIGHTS.search(path.name) and not head.strip(b"\0"):
         return say("starts with zeros: the data never reached the disk")
-    return None  # of another kind: nothing says how long it should be
+    return None  # another format: its full length is unknown
 
 
 def _zip(file: BinaryIO) -> str | None:
-    # The directory is written last. Blocks that never reached the disk read as zeros, so the heads are looked at too.
+    # The directory is written last. Blocks that never reached the disk read as zeros, so headers are checked too.
     with zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             file.seek(info.header_offset)
@@ -144,11 +144,11 @@ def _safetensors(file: BinaryIO, head: bytes, size: int) -> str | None:
 
 
 def _hdf5(head: bytes, size: int) -> str | None:
-    """The superblock says where the file ends."""
+    """The superblock stores the file's length."""
     version = head[8]
     if version < 2:
         if head[13] != 8:
-            return None  # offsets of another width than everybody's
+            return None  # unusual width of offsets
         (end,) = struct.unpack_from("<Q", head, 40 if version == 0 else 44)
     else:
         if head[9] != 8:
@@ -158,7 +158,7 @@ def _hdf5(head: bytes, size: int) -> str | None:
 
 
 def _directory(path: Path) -> str | None:
-    """A checkpoint of several files: every one whole, all that an index names there, the last-written one there."""
+    """A checkpoint of several files: all complete, none of the index missing, the last-written one present."""
     names = {entry.name for entry in path.iterdir()}
     if not names:
         return say("empty")

@@ -25,7 +25,6 @@ from legroom.words import listed, say
 SETTINGS = ("batch_size", "accumulation", "num_workers", "prefetch_factor", "pin_memory", "low_memory")
 SHORT_NAMES = {full: short for short, full in ALIASES.items()}  # of `--flag`, and in JSON
 LOADER = "LEGROOM_LOADER"
-
 _WHOLE = re.compile(r"(?:global|total)[-_]?batch", re.I)
 
 

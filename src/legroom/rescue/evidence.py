@@ -32,34 +32,27 @@ from legroom.system.child_processes import ExitStatus
 from legroom.words import say
 
 _KMSG = "/dev/kmsg"
-
 _LOGS = ("/var/log/syslog", "/var/log/messages", "/var/log/kern.log")
-
-_INITIAL = 0xEFFFFFFC  # the inode of the machine's first PID namespace, on every Linux since 3.8
-
+_INITIAL = 0xEFFFFFFC  # the inode of the initial PID namespace, on every Linux since 3.8
 _DAEMON = re.compile(
     r"(?:systemd-oomd|earlyoom|kubelet)\S*:?.*(?:[Kk]ill|SIGTERM|SIGKILL|[Ee]vict)|low on resource: memory"
 )
-
 _DAEMONS = ("systemd-oomd", "earlyoom", "kubelet")
-
 _PID = re.compile(r"\b(\d+)\b")
-
-_MOST = 1 << 20  # bytes of what was appended to a log file
-
+_MOST = 1 << 20  # bytes appended to a log file that are read
 _JOURNAL_WITHIN = 3.0
 
 
 @dataclass
 class KernelLog:
-    """Marks in the logs, set before the job starts."""
+    """Positions in the system's logs, taken before the job starts."""
 
     kmsg: int | None = None
     reason: str | None = None
     sizes: dict[str, int] = field(default_factory=dict)
     killed: set[int] = field(
         default_factory=set
-    )  # every process of the machine that was OOM-killed since the mark
+    )  # every process of the machine that was OOM-killed since then
 
     @classmethod
     def mark(cls, kmsg: str = _KMSG, logs: tuple[str, ...] = _LOGS) -> KernelLog:
@@ -80,13 +73,13 @@ class KernelLog:
         return log
 
     def close(self) -> None:
-        """Let go of the kernel's log."""
+        """Close the kernel log."""
         if self.kmsg is not None:
             os.close(self.kmsg)
             self.kmsg = None
 
     def kills(self, pids: set[int], group: str | None) -> tuple[str, ...] | None:
-        """Lines since the mark about OOM kills of these processes or in that cgroup; None: it may not be read."""
+        """Lines since `mark` about OOM kills of these processes or in that cgroup; None if unreadable."""
         if self.kmsg is None:
             return None
         found = []
@@ -108,7 +101,9 @@ class KernelLog:
                 record = os.read(self.kmsg, 8192)
             except BlockingIOError:
                 break
-            except BrokenPipeError:  # overwritten before it was read: the next read goes on with what is left
+            except (
+                BrokenPipeError
+            ):  # overwritten before it was read: the next read continues with the oldest line left
                 continue
             except OSError:
                 break
@@ -120,7 +115,7 @@ class KernelLog:
         return lines
 
     def killers(self, pids: set[int], since: float) -> tuple[str, ...]:
-        """Lines of the daemons that kill for memory, about these processes."""
+        """Lines of OOM daemons about these processes."""
         lines = [line for path, size in self.sizes.items() for line in _appended(path, size)]
         lines += _journal(since)
         found = []
@@ -134,10 +129,10 @@ class KernelLog:
 
 
 def same_pids() -> bool:
-    """Whether the process ids in the machine's logs are those that we see."""
+    """Whether process IDs in the machine's logs are those of our PID namespace."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino == _INITIAL
-    except OSError:  # no Linux, or no /proc: there is no such log either
+    except OSError:  # not Linux, or no /proc: then there is no such log
         return True
 
 
@@ -163,11 +158,11 @@ def _journal(since: float) -> list[str]:
 
 @dataclass
 class EvidenceCollector:
-    """What has to be known before a job starts in order to say afterwards what happened to it."""
+    """Takes counters and log positions before a job starts; collects the evidence after it ends."""
 
     host: Host
-    home: JobCgroup
-    readings: JobSampler
+    cgroup: JobCgroup
+    sampler: JobSampler
     folders: Sequence[str] = ()  # of its checkpoints
     disks: DiskLevels = field(init=False)
     log: KernelLog = field(default_factory=KernelLog)
@@ -176,18 +171,18 @@ class EvidenceCollector:
     def __post_init__(self) -> None:
         temporary = self.host.env.get("TMPDIR", "/tmp")
         self.disks = DiskLevels(
-            self.host, (*self.folders, os.getcwd(), temporary), lambda: self.readings.present
+            self.host, (*self.folders, os.getcwd(), temporary), lambda: self.sampler.present
         )
 
     def begin(self) -> None:
-        """Set the marks."""
+        """Read counters and log positions before the start."""
         self.disks.start()
         self.since = time.time()
         self.log = KernelLog.mark() if self.host.platform == "linux" else KernelLog(reason=self.host.platform)
-        self.readings.begin()
+        self.sampler.begin()
 
     def close(self) -> None:
-        """Let go of what is held open."""
+        """Close what is open."""
         self.disks.finish(0.0)
         self.log.close()
 
@@ -202,13 +197,13 @@ class EvidenceCollector:
         held_shm: int | None = None,
         keyboard: bool = False,
     ) -> Evidence:
-        """All of it, after the end."""
-        seen = self.readings
+        """Collect everything after the end."""
+        seen = self.sampler
         pids = seen.victims.job_pids
-        unknown = [reason for reason in (self.home.reason, self.log.reason) if reason]
+        unknown = [reason for reason in (self.cgroup.reason, self.log.reason) if reason]
         kernel = self.log.kills(pids, self._group())
         killers = list(self.log.killers(pids, self.since))
-        if (oomd := self.home.killed_by_oomd()) is not None and self.home.own:
+        if (oomd := self.cgroup.killed_by_oomd()) is not None and self.cgroup.own:
             killers.append(oomd)
         return Evidence(
             ending=ending,
@@ -232,29 +227,29 @@ class EvidenceCollector:
         )
 
     def _group(self) -> str | None:
-        """The end of the job's cgroup path, as the kernel's log has it; only of one that is the job's own."""
-        if not self.home.own or self.home.path is None:
+        """The last part of the job's own cgroup path, as the kernel log shows it."""
+        if not self.cgroup.own or self.cgroup.path is None:
             return None
-        return "/" + self.home.path.rpartition("/")[2]
+        return "/" + self.cgroup.path.rpartition("/")[2]
 
     def _count(self, kernel: tuple[str, ...] | None) -> OomCount | None:
-        seen = self.readings.victims
+        seen = self.sampler.victims
         if seen.kills is None:
             return None
         ours, others = seen.taken()
         victims = seen.victims()
-        if kernel:  # it names the process, and what that held
+        if kernel:  # it names the process and its RSS
             named = killed_in(kernel)
             victims = tuple(replace(one, rss=named.get(one.pid) or one.rss) for one in victims)
             victims = tuple(one for one in victims if one.pid in named) or victims
             ours = len(named)
         elif self.log.killed & seen.other_pids:
             ours, others = 0, len(self.log.killed & seen.other_pids)
-        end = self.readings.age
+        end = self.sampler.age
         return OomCount(
             kills=seen.kills,
-            own=self.home.own,
-            source=self.home.counters(self.host)[1],
+            own=self.cgroup.own,
+            source=self.cgroup.counters(self.host)[1],
             before_end=seen.before_end(end),
             ours=ours,
             others=others,

@@ -40,47 +40,37 @@ from legroom.units import format_size
 from legroom.words import say
 
 _DRAIN = 2.0  # seconds for the last output after the end
-
-_STALL_EVERY = 2.0
-
-_STALL_GRACE = 5.0
-
+_STALL_EVERY = 2.0  # seconds between stall checks
+_STALL_GRACE = 5.0  # seconds from SIGTERM to SIGKILL for a stalled job
 _PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGWINCH")
-
 _ENDS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
-
-
 _HELD_SHARE = 0.45  # of /dev/shm, by the job's own processes
-
-_IDLE = 0.02  # of one core: polling loops use less, anything that works uses more
-
+_IDLE = 0.02  # of one core: polling loops use less, real work uses more
 _TICKS = 100
-
-
-_OURS = ("torch", "python")
+_REMOVABLE = ("torch", "python")  # kinds of files
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What to run, and how."""
+    """The options of `legroom run`."""
 
     command: tuple[str, ...]
     retries: int = 0
     named: tuple[NamedFlag, ...] = ()
-    checkpoint: str | None = None  # a pattern
+    checkpoint: str | None = None  # a glob pattern
     resume_flag: str | None = None
-    resume_existing: bool = False  # also from checkpoints that were there before the start
-    grace: float = 30.0  # seconds between a passed-on SIGTERM and SIGKILL
-    stall: float = 60.0  # seconds of standing still on a full /dev/shm; 0: never ended for that
+    resume_existing: bool = False  # also from checkpoints older than this run
+    grace: float = 30.0  # seconds from a forwarded SIGTERM to SIGKILL
+    stall: float = 60.0  # seconds without progress on a full /dev/shm before the job is stopped; 0: never
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    stdout: int = 1  # where the child's output goes
-    replaces_loader: bool = True  # after shm-full with the lowest settings: legroom.DataLoader for torch's
-    fresh: bool = False  # do not begin with the settings that worked last
-    quiet: bool = False  # nothing is told on standard error
+    stdout: int = 1  # file descriptor for the job's output
+    replaces_loader: bool = True  # may replace torch's DataLoader after shm-full with the lowest settings
+    fresh: bool = False  # ignore remembered settings
+    quiet: bool = False  # print nothing on stderr
 
     @property
     def folders(self) -> list[str]:
-        """Where it writes, as far as that is known: the directory of its checkpoints."""
+        """Directories the job is known to write to: that of its checkpoints."""
         if self.checkpoint is None:
             return []
         folder = os.path.dirname(os.path.abspath(os.path.expanduser(self.checkpoint)))
@@ -91,127 +81,125 @@ class RunOptions:
 
 @dataclass
 class RunningAttempt:
-    """One attempt while it lives."""
+    """One attempt of the job."""
 
-    order: RunOptions
+    options: RunOptions
     box: Box
-    home: JobCgroup
+    cgroup: JobCgroup
     host: Host
-    tell: Callable[[str], None]
-    asked: int | None = None  # the signal that told us to stop
+    print_line: Callable[[str], None]
+    stop_signal: int | None = None  # the signal that asked us to stop
     stalled_on: str | None = None
-    held_shm: int | None = None  # by the job, when it was last seen to do nothing
+    held_shm: int | None = None  # bytes held by the job at the last stall check
     _child: JobProcess | None = None
     _output: JobOutput = field(default_factory=JobOutput)
     _deadline: float | None = None
-    _typed: bool = False  # we were in the terminal's foreground when that signal came
-    _had_terminal: bool = False  # the terminal was handed to the child
+    _typed: bool = False  # we were the terminal's foreground group when that signal arrived
+    _had_terminal: bool = False  # the job was the terminal's foreground group
 
     def run(
         self, number: int, command: Sequence[str], environment: Mapping[str, str], *, raise_descriptors: bool
     ) -> Attempt:
-        """Start it, wait for its end, say what ended it."""
-        self._output = JobOutput(stdout=self.order.stdout)
+        """Start the job, wait for its end, and return the attempt with its verdict."""
+        self._output = JobOutput(stdout=self.options.stdout)
         streams = self._output.open()
-        readings = JobSampler(self.host, self.home, list, look_at_cards=_gpu_reader(self.host))
-        alarms = JobAlarms(readings)
-        witness = EvidenceCollector(self.host, self.home, readings, self.order.folders)
-        witness.begin()
+        sampler = JobSampler(self.host, self.cgroup, list, read_gpus=_gpu_reader(self.host))
+        alarms = JobAlarms(sampler)
+        collector = EvidenceCollector(self.host, self.cgroup, sampler, self.options.folders)
+        collector.begin()
         try:
             with self._signals():
                 child = self._child = JobProcess.start(
-                    command, environment, streams, self.home, raise_descriptors=raise_descriptors
+                    command, environment, streams, self.cgroup, raise_descriptors=raise_descriptors
                 )
                 self._had_terminal = child.foreground is not None
                 self._output.start()
-                readings.pids = lambda: child.pids(self.host)
-                readings.victims.root = child.process.pid
-                readings.written = lambda: self._output.count
-                ending, shm_at_end = self._wait(child, readings, alarms)
+                sampler.pids = lambda: child.pids(self.host)
+                sampler.victims.root = child.process.pid
+                sampler.written = lambda: self._output.count
+                ending, shm_at_end = self._wait(child, sampler, alarms)
                 fine = ending.success and self.stalled_on is None
                 if not fine:
-                    child.end_all()  # what is left of it would hold memory, ports and files of the next attempt
+                    child.kill_all()  # leftovers would hold memory, ports and files that the next attempt needs
                 self._output.finish(_DRAIN)
                 child.close()
             verdict: Verdict | None = None
             notes: list[str] = []
-            if not fine or readings.kills():
-                verdict, evidence = self._verdict(witness, ending, shm_at_end)
+            if not fine or sampler.kills():
+                verdict, evidence = self._verdict(collector, ending, shm_at_end)
                 if fine and verdict.cause != "ram-oom-kill":
-                    verdict, notes = None, oom_lines(evidence)  # a kill that may have been the job's
+                    verdict, notes = None, oom_lines(evidence)  # an OOM kill that may not have been the job's
                     for line in notes:
-                        self._say(line)
+                        self._print(line)
         except OSError:
             if self._child is None:
                 self._output.abandon()
             raise
         finally:
-            witness.close()
-        found = command_settings(command, self.order.named)
+            collector.close()
+        found = command_settings(command, self.options.named)
         return Attempt(
             number=number,
             command=tuple(command),
             settings={name: getattr(found, name) for name in SETTINGS},
             ending=ending,
-            seconds=readings.age,
+            seconds=sampler.age,
             verdict=verdict,
             notes=tuple(notes),
-            readings=tuple(readings.history),
-            peaks=dict(readings.peaks),
+            readings=tuple(sampler.history),
+            peaks=dict(sampler.peaks),
             alarms=tuple(alarms.raised),
         )
 
     def begin_line(self) -> None:
-        """What is told next begins a line, also where the job's output ended in the middle of one."""
-        if not self.order.quiet:
+        """Start a new line if the job's output ended in the middle of one."""
+        if not self.options.quiet:
             self._output.begin_line()
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self.begin_line()
-        self.tell(line)
+        self.print_line(line)
 
     def _wait(
-        self, child: JobProcess, readings: JobSampler, alarms: JobAlarms
+        self, child: JobProcess, sampler: JobSampler, alarms: JobAlarms
     ) -> tuple[ExitStatus, Level | None]:
-        stall = StallDetector(self.order.stall)
+        stall = StallDetector(self.options.stall)
         stall_at = 0.0
         while True:
-            ending = child.wait(readings.pause)
+            ending = child.wait(sampler.pause)
             if ending is not None:
-                return ending, readings.last()
-            reading = readings.look()
+                return ending, sampler.sample_at_end()
+            reading = sampler.sample()
             if reading is not None:
-                for alarm in alarms.look(reading):
-                    self._say(f"{alarm.level} {alarm.code}: {alarm.message}")
+                for alarm in alarms.update(reading):
+                    self._print(f"{alarm.level} {alarm.code}: {alarm.message}")
             now = time.monotonic()
             if self._deadline is not None and now >= self._deadline:
-                child.end_all()
+                child.kill_all()
                 self._deadline = None
-            if now >= stall_at and self.stalled_on is None and self.asked is None:
+            if now >= stall_at and self.stalled_on is None and self.stop_signal is None:
                 stall_at = now + _STALL_EVERY
                 cpu = cpu_seconds(self.host, child.pids(self.host))
-                if stall.stalled(now, cpu, self._output.count) and self._hangs(child, readings):
-                    self._end_stall(child, stall)
+                if stall.stalled(now, cpu, self._output.count) and self._hangs(child, sampler):
+                    self._stop_stalled(child, stall)
 
-    def _hangs(self, child: JobProcess, readings: JobSampler) -> bool:
+    def _hangs(self, child: JobProcess, sampler: JobSampler) -> bool:
         pids = child.pids(self.host)
         self.held_shm = held_shm(self.host, pids)
         log = facts_of(self._output.tail.bytes())
         refused = refused_shm(self.host, pids)
-        return hangs_on_shm(
-            readings.shm(), self.held_shm, log, loader=readings.victims.loader, refused=refused
-        )
+        return hangs_on_shm(sampler.shm(), self.held_shm, log, loader=sampler.victims.loader, refused=refused)
 
-    def _end_stall(self, child: JobProcess, stall: StallDetector) -> None:
+    def _stop_stalled(self, child: JobProcess, stall: StallDetector) -> None:
         held = format_size(self.held_shm or 0)
-        if not self.order.retries:
-            stall.patience = 0.0  # said once
-            self._say(
+        if not self.options.retries:
+            stall.limit = 0.0  # printed once
+            self._print(
                 say("the job hangs: /dev/shm has no room for its next batch (the job holds {held}). With "
 "--retries it would be restarted", held=held)
             )  # fmt: skip
             return
-        self._say(
+        self._print(
             say(
                 "the job hangs: /dev/shm has no room for its next batch (the job holds {held}). Stopping it",
                 held=held,
@@ -219,17 +207,17 @@ class RunningAttempt:
         )
         self.stalled_on = "shm"
         child.signal(signal.SIGTERM)
-        self._deadline = time.monotonic() + min(self.order.grace, _STALL_GRACE)
+        self._deadline = time.monotonic() + min(self.options.grace, _STALL_GRACE)
 
     def _verdict(
-        self, witness: EvidenceCollector, ending: ExitStatus, shm_at_end: Level | None
+        self, collector: EvidenceCollector, ending: ExitStatus, shm_at_end: Level | None
     ) -> tuple[Verdict, Evidence]:
         log = facts_of(self._output.tail.bytes(), self._output.tail.passed)
-        evidence = witness.evidence(
+        evidence = collector.evidence(
             ending,
             log,
             shm_at_end,
-            asked_to_stop=self.asked,
+            asked_to_stop=self.stop_signal,
             stalled_on=self.stalled_on,
             held_shm=self.held_shm,
             keyboard=self._by_keyboard(ending, log),
@@ -237,16 +225,16 @@ class RunningAttempt:
         return with_fixes(classify(evidence), evidence, self.box), evidence
 
     def _by_keyboard(self, ending: ExitStatus, log: LogFacts) -> bool:
-        """Whether Ctrl-C ended it: typed to us, or to it where the terminal was its own."""
-        if self.asked is not None:
-            return self.asked == signal.SIGINT and self._typed
+        """Whether Ctrl-C ended it: sent to us, or to the job if it had the terminal."""
+        if self.stop_signal is not None:
+            return self.stop_signal == signal.SIGINT and self._typed
         last = log.last_error
         interrupted = last is not None and "KeyboardInterrupt" in last.line
         return self._had_terminal and (ending.signal == signal.SIGINT or interrupted)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Pass signals on while it lives; only a main thread may ask for them."""
+        """Forward signals while the job runs; Python allows handlers only in the main thread."""
         old = {}
         if threading.current_thread() is threading.main_thread():
             for name in _PASSED_ON:
@@ -263,10 +251,10 @@ class RunningAttempt:
         if number == getattr(signal, "SIGWINCH", None):
             self._output.resize()
         if signal_name(number) in _ENDS:
-            if self.asked is None:
-                self.asked, self._typed = number, in_foreground()
+            if self.stop_signal is None:
+                self.stop_signal, self._typed = number, in_foreground()
             if self._deadline is None:
-                self._deadline = time.monotonic() + self.order.grace
+                self._deadline = time.monotonic() + self.options.grace
         if self._child is not None:
             self._child.signal(number)
 
@@ -275,7 +263,7 @@ def _gpu_reader(host: Host) -> Callable[[], GpuLevels] | None:
     if not host.exists("/dev/nvidiactl"):
         return None
 
-    def look() -> GpuLevels:
+    def read() -> GpuLevels:
         from legroom.probe.gpu_devices import gpu_pools, gpus
 
         found = gpus(host)
@@ -287,35 +275,37 @@ def _gpu_reader(host: Host) -> Callable[[], GpuLevels] | None:
         held: dict[int, int] = {}
         for card in found.cards:
             for user in card.processes or ():
-                if user.used is not None and user.command is not None:  # else its pid is of another namespace
+                if (
+                    user.used is not None and user.command is not None
+                ):  # otherwise the pid is from another namespace
                     held[user.pid] = held.get(user.pid, 0) + user.used
         return GpuLevels(levels, held)
 
-    return look
+    return read
 
 
 @dataclass
 class StallDetector:
-    """When it last did something."""
+    """Detects a job that neither uses CPU nor prints."""
 
-    patience: float
+    limit: float  # seconds; 0: never
     _since: float | None = None
     _cpu: float = 0.0
     _written: int = -1
 
     def idle_for(self, now: float, cpu: float, written: int) -> float:
-        """Seconds since it last wrote or worked, by the CPU time and the bytes it has by now."""
+        """Seconds since the job last printed or used CPU; takes its CPU seconds and output bytes so far."""
         span = 0.0 if self._since is None else now - self._since
         worked = cpu - self._cpu > max(0.05, span * _IDLE)
-        # CPU time falls when a worker ends: that, too, is something that happened.
+        # The sum of CPU time falls when a worker exits: that counts as activity.
         if self._since is None or worked or cpu < self._cpu or written != self._written:
             self._since, self._cpu, self._written = now, cpu, written
             return 0.0
         return span
 
     def stalled(self, now: float, cpu: float, written: int) -> bool:
-        """Whether it has stood still for longer than patience allows."""
-        return self.patience > 0 and self.idle_for(now, cpu, written) >= self.patience
+        """Whether it has been idle for longer than the limit."""
+        return self.limit > 0 and self.idle_for(now, cpu, written) >= self.limit
 
 
 def cpu_seconds(host: Host, pids: Sequence[int]) -> float:
@@ -329,7 +319,7 @@ def cpu_seconds(host: Host, pids: Sequence[int]) -> float:
 
 
 def held_shm(host: Host, pids: Sequence[int]) -> int | None:
-    """Bytes of /dev/shm that these processes map or have open; None where that cannot be read."""
+    """Bytes of /dev/shm that these processes map or have open; None if unreadable."""
     if not pids:
         return 0
     segments = Segments.of(host, pids[0])
@@ -343,19 +333,19 @@ def held_shm(host: Host, pids: Sequence[int]) -> int | None:
 
 
 def refused_shm(host: Host, pids: Sequence[int]) -> int:
-    """The largest segment of /dev/shm that these processes have open and that got no pages: a refused request.
+    """Bytes without pages of the largest /dev/shm segment that these processes have open: a failed allocation.
 
-    torch sets the size of the file before it asks for its pages, and keeps a file that was refused.
+    torch sets the file size before it allocates pages, and keeps a file whose allocation failed.
     """
     most = 0
     for pid in pids:
         folder = host.path(f"/proc/{pid}/fd")
         try:
             names = os.listdir(folder)
-        except OSError:  # it has ended, or may not be read: no evidence
+        except OSError:  # exited, or not readable
             continue
         for name in names:
-            # The link is read before the file is asked: asking a dead network filesystem would hang.
+            # Read the link before stat: stat on a dead network file system would hang.
             if (host.link(f"/proc/{pid}/fd/{name}") or "").startswith(SHM + "/"):
                 try:
                     found = os.stat(folder / name)
@@ -368,10 +358,10 @@ def refused_shm(host: Host, pids: Sequence[int]) -> int:
 def hangs_on_shm(
     level: Level | None, held: int | None, log: LogFacts, *, loader: bool, refused: int = 0
 ) -> bool:
-    """Whether a job that does nothing waits for a batch that /dev/shm had no room for. Pure.
+    """Whether an idle job waits for a batch that did not fit into /dev/shm. Pure.
 
-    ``refused``: bytes of the job's own request that got no pages. One that is larger than what is free now cannot be
-    met, however little the job holds.
+    ``refused``: bytes of the job's own segment that got no pages. A segment larger than what is free cannot fit,
+    however little the job holds.
     """
     if not loader or level is None or held is None:
         return False
@@ -386,12 +376,12 @@ def shm_names(host: Host) -> frozenset[str]:
 
 
 def remove_leftover_shm(host: Host, before: Collection[str]) -> int:
-    """Remove what appeared since and is unused; the bytes that freed."""
+    """Remove unused shared-memory files of torch and Python that are not in ``before``; return the bytes freed."""
     freed = 0
     for file in shm(host).files:
         if (
             file.name in before
-            or file.kind not in _OURS
+            or file.kind not in _REMOVABLE
             or file.mapped is not False
             or file.owner != host.uid
         ):

@@ -23,24 +23,24 @@ _CLOSE_WITHIN = 5.0  # seconds for processes that were killed to be gone
 
 @dataclass
 class JobCgroup:
-    """The job's cgroup, or the one it shares with us."""
+    """The job's cgroup, or the one it shares with the supervisor."""
 
-    path: str | None  # None: no memory cgroup at all
+    path: str | None  # None: no memory cgroup
     version: Version | None
     own: bool
     reason: str | None = None  # why it is not the job's own
-    stepped_into: str | None = None  # v2: the group that we moved into to make room
+    stepped_into: str | None = None  # v2: the child group that we moved into
     _listed: list[bytes] = field(default_factory=list)
     _members: set[int] = field(default_factory=set)
     _inner: dict[str, int] = field(
         default_factory=dict
-    )  # v1: kills in groups that the job made, gone ones too
+    )  # v1: OOM kills in groups that the job created, removed ones included
 
     def counters(self, host: Host) -> tuple[int | None, str]:
-        """(OOM kills so far, those in groups that the job made below its own included; where that is read)."""
+        """OOM kills so far, including groups that the job created, and the file they are read from."""
         if self.path is None:
             return None, "/proc/vmstat"
-        if self.version == "v2":  # counts for everything below
+        if self.version == "v2":  # includes the groups below
             file = f"{self.path}/memory.events"
             return host.table(file).get("oom_kill"), file
         file = f"{self.path}/memory.oom_control"
@@ -54,20 +54,20 @@ class JobCgroup:
         return kills + sum(self._inner.values()), file
 
     def swapped_back(self, host: Host) -> int | None:
-        """Pages that had been swapped out and had to come back, in all."""
+        """Pages swapped in so far."""
         if self.path is None:
             return None
         table = host.table(f"{self.path}/memory.stat")
         return table.get("total_workingset_refault_anon", table.get("workingset_refault_anon"))
 
     def peak(self, host: Host) -> int | None:
-        """The most that the job's own group ever held, file cache included, as the kernel keeps it."""
+        """The kernel's peak of the job's own group, page cache included."""
         if not self.own or self.path is None:
             return None
         return host.number(f"{self.path}/memory.{'max_usage_in_bytes' if self.version == 'v1' else 'peak'}")
 
     def killed_by_oomd(self) -> str | None:
-        """systemd-oomd writes into a group's extended attributes when it kills it."""
+        """What systemd-oomd recorded in the group's extended attributes after a kill."""
         if self.path is None or not hasattr(os, "getxattr"):
             return None
         for name in ("user.oomd_kill", "user.oomd_ooms"):
@@ -77,7 +77,7 @@ class JobCgroup:
         return None
 
     def members(self) -> set[int] | None:
-        """The processes in the group, and below it where it is the job's own; None where that cannot be read."""
+        """The processes in the group, and below it if it is the job's own; None if unreadable."""
         if self.path is None:
             return None
         listed = []
@@ -87,36 +87,36 @@ class JobCgroup:
                     listed.append(file.readall() or b"")
             except OSError:
                 if group == self.path:
-                    return None  # an inner one may just have been removed
-        if listed != self._listed:  # mostly nobody came or went: this is read many times a second
+                    return None  # an inner group may just have been removed
+        if listed != self._listed:  # read many times a second and usually unchanged
             self._listed = listed
             self._members = {int(word) for text in listed for word in text.split()} - {0}
-        return self._members  # 0 would be one of another PID namespace
+        return self._members  # 0 is a process of another PID namespace
 
     def _groups(self) -> list[str]:
-        """The job's own group and those that the job made below it, parents first."""
+        """The job's own group and the groups below it, parents first."""
         assert self.path is not None
         found = [self.path]
-        for group in found:  # grows while it is walked
+        for group in found:  # grows during the loop
             with contextlib.suppress(OSError):
-                if os.stat(group).st_nlink != 2:  # one link more for each directory in it
+                if os.stat(group).st_nlink != 2:  # one more link per subdirectory
                     found += [
                         entry.path for entry in os.scandir(group) if entry.is_dir(follow_symlinks=False)
                     ]
         return found
 
     def pids(self) -> list[int]:
-        """The job's processes, where the group is its own."""
+        """The job's processes, if the group is its own."""
         return sorted(self.members() or ()) if self.own else []
 
     def kill(self) -> None:
-        """End everybody in the job's own group."""
+        """Kill every process in the job's own group."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Remove the group. Processes that outlive the job are moved to ours, not killed."""
+        """Remove the group. Processes that outlive the job are moved to our group, not killed."""
         if not self.own or self.path is None:
             return
         folder = Path(self.path)
@@ -142,13 +142,13 @@ class JobCgroup:
                 break
             except OSError:
                 if time.monotonic() > deadline:
-                    break  # a zombie that nobody collects keeps it; it is empty and harmless
+                    break  # a zombie without a waiting parent keeps it; it is empty and harmless
                 time.sleep(0.02)
         self.own = False
 
 
 def make_job_cgroup(host: Host, name: str) -> JobCgroup:
-    """A group of the job's own where it can be had; else the one it shares with us, and why."""
+    """Create a cgroup for the job; if not possible, the one it shares with us, with the reason."""
     group = cgroup(host, "memory")
     if group.version is None or not group.chain or host.platform != "linux":
         return JobCgroup(None, None, False, group.reason or say("no memory cgroup here"))
@@ -162,15 +162,15 @@ def make_job_cgroup(host: Host, name: str) -> JobCgroup:
 
 def _make(host: Host, base: str, version: Version, name: str, stepped_into: str | None = None) -> JobCgroup:
     path = f"{base}/{name}"
-    home = JobCgroup(path, version, True, stepped_into=stepped_into)
+    made = JobCgroup(path, version, True, stepped_into=stepped_into)
     try:
         os.mkdir(path)
     except OSError as problem:
         return JobCgroup(base, version, False, say("{path}: {why}", path=path, why=problem.strerror))
-    if home.counters(host)[0] is None or not os.access(f"{path}/cgroup.procs", os.W_OK):
-        home.close()
+    if made.counters(host)[0] is None or not os.access(f"{path}/cgroup.procs", os.W_OK):
+        made.close()
         return JobCgroup(base, version, False, say("{path} has no OOM counter", path=path))
-    return home
+    return made
 
 
 def _make_v2(host: Host, base: str, name: str, *, is_root: bool) -> JobCgroup:
@@ -200,7 +200,7 @@ def _make_v2(host: Host, base: str, name: str, *, is_root: bool) -> JobCgroup:
         with contextlib.suppress(OSError):
             os.rmdir(aside)
         return JobCgroup(base, "v2", False, say("{path}: {why}", path=base, why=problem.strerror))
-    home = _make(host, base, "v2", name, stepped_into=aside)
-    if not home.own:  # undo the step as well
+    made = _make(host, base, "v2", name, stepped_into=aside)
+    if not made.own:  # undo our move as well
         JobCgroup(f"{base}/{name}", "v2", True, stepped_into=aside).close()
-    return home
+    return made

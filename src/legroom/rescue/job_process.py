@@ -27,23 +27,17 @@ from legroom.system.child_processes import ExitStatus
 from legroom.words import say
 
 _POSIX = os.name == "posix"
-
-# A shell that moves itself into the group, raises its limit, and becomes the command. (Code of ours between fork and
-# exec would not be safe beside threads.)
+# A shell that moves itself into the cgroup, raises its limit and execs the command. (Python code between fork and exec
+# is not safe with threads.)
 _MOVE = 'echo $$ > "$0" 2>/dev/null; '
-
 _RAISE = 'ulimit -n "$(ulimit -Hn)" 2>/dev/null; '
-
 _BECOME = 'exec "$@"'
-
 _GONE_WITHIN = 10.0
-
-
 _CHUNK = 1 << 16
 
 
 def find_command(word: str) -> str:
-    """Where that command lies, or why it cannot be run."""
+    """The path of that command; raises if it cannot be run."""
     found = shutil.which(word)
     if found is not None:
         return found
@@ -70,12 +64,12 @@ def find_command(word: str) -> str:
 
 @dataclass
 class JobProcess:
-    """A running command."""
+    """The running command."""
 
     process: subprocess.Popen[bytes]
-    home: JobCgroup
+    cgroup: JobCgroup
     pidfd: int | None = None
-    foreground: int | None = None  # the terminal that was handed to it
+    foreground: int | None = None  # the terminal whose foreground group it is
 
     @classmethod
     def start(
@@ -83,16 +77,16 @@ class JobProcess:
         command: Sequence[str],
         environment: Mapping[str, str],
         streams: tuple[int, int],
-        home: JobCgroup,
+        cgroup: JobCgroup,
         *,
         raise_descriptors: bool = False,
     ) -> JobProcess:
-        """Start it."""
+        """Start it in the cgroup and its own process group."""
         words = list(command)
-        moves = home.own and home.path is not None
+        moves = cgroup.own and cgroup.path is not None
         if _POSIX and (moves or raise_descriptors):
             script = (_MOVE if moves else "") + (_RAISE if raise_descriptors else "") + _BECOME
-            words = ["/bin/sh", "-c", script, f"{home.path}/cgroup.procs", *words]
+            words = ["/bin/sh", "-c", script, f"{cgroup.path}/cgroup.procs", *words]
         process = subprocess.Popen(
             words,
             env=dict(environment),
@@ -100,7 +94,7 @@ class JobProcess:
             stderr=streams[1],
             process_group=0 if _POSIX else None,
         )
-        child = cls(process, home)
+        child = cls(process, cgroup)
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
                 child.pidfd = os.pidfd_open(process.pid)
@@ -108,7 +102,7 @@ class JobProcess:
         return child
 
     def wait(self, seconds: float) -> ExitStatus | None:
-        """Its ending, if it ends within that time; at once when it does."""
+        """Wait up to that time; its exit status, or None if it still runs."""
         if self.pidfd is not None:
             with contextlib.suppress(InterruptedError):
                 select.select([self.pidfd], [], [], seconds)
@@ -122,7 +116,7 @@ class JobProcess:
             return None if status is None else ExitStatus(status=status)
         try:
             pid, status = os.waitpid(self.process.pid, os.WNOHANG | os.WUNTRACED)
-        except ChildProcessError:  # somebody else waited for it
+        except ChildProcessError:  # another thread waited for it
             return ExitStatus(status=self.process.returncode or 0)
         if pid == 0:
             return None
@@ -138,7 +132,7 @@ class JobProcess:
         return ending
 
     def _stopped(self, number: int) -> None:
-        """Ctrl-Z stopped it: stop as well, as its shell expects, and go on with it."""
+        """After Ctrl-Z, stop as well, as the shell expects, and continue together."""
         if self.foreground is None or number not in (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU):
             return
         _set_foreground(self.foreground, os.getpgrp())
@@ -147,29 +141,29 @@ class JobProcess:
         self.signal_group(signal.SIGCONT)
 
     def signal(self, number: int) -> None:
-        """Pass a signal on to the process itself, as whoever sent it to us meant it."""
+        """Forward a signal to the process itself."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             self.process.send_signal(number) if not _POSIX else os.kill(self.process.pid, number)
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to everybody in its process group."""
+        """Send a signal to its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
             os.killpg(self.process.pid, number)
 
-    def end_all(self) -> None:
-        """Kill whatever is left of it, and wait until it is gone."""
+    def kill_all(self) -> None:
+        """Kill all of its processes and wait until they are gone."""
         if not _POSIX:
             self.process.kill()
             return
         deadline = time.monotonic() + _GONE_WITHIN
         self.signal_group(signal.SIGKILL)
-        self.home.kill()
-        while self.home.pids() and time.monotonic() < deadline:
+        self.cgroup.kill()
+        while self.cgroup.pids() and time.monotonic() < deadline:
             time.sleep(0.02)
-            self.home.kill()
+            self.cgroup.kill()
 
     def close(self) -> None:
-        """Take the terminal back."""
+        """Take the terminal back and close the pidfd."""
         if self.foreground is not None:
             _set_foreground(self.foreground, os.getpgrp())
             self.foreground = None
@@ -178,9 +172,9 @@ class JobProcess:
             self.pidfd = None
 
     def pids(self, host: Host) -> list[int]:
-        """It and its descendants."""
-        if self.home.own:
-            return self.home.pids()
+        """The process IDs of the job and its descendants."""
+        if self.cgroup.own:
+            return self.cgroup.pids()
         found, at = [self.process.pid], 0
         while at < len(found):
             pid = found[at]
@@ -191,7 +185,7 @@ class JobProcess:
         return found
 
     def _hand_over_terminal(self) -> None:
-        """Its process group reads the keyboard and gets Ctrl-C, where ours did so far."""
+        """Make it the terminal's foreground group, if ours was, so that it reads the keyboard and gets Ctrl-C."""
         if sys.platform == "win32":
             return
         with contextlib.suppress(OSError):
@@ -201,9 +195,9 @@ class JobProcess:
 
 
 def in_foreground() -> bool:
-    """Whether a terminal's keyboard speaks to our process group: a SIGINT is Ctrl-C then, as far as can be told."""
+    """Whether we are the terminal's foreground group: then a SIGINT most likely is Ctrl-C."""
     if sys.platform == "win32":
-        return True  # it has no other way to send one
+        return True  # SIGINT comes only from the keyboard there
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
     except OSError:
@@ -219,7 +213,7 @@ def in_foreground() -> bool:
 def _set_foreground(terminal: int, group: int) -> None:
     if sys.platform == "win32":
         return
-    # From the background this call would stop us, unless the signal for it is ignored.
+    # Without ignoring SIGTTOU, this call would stop us in the background.
     old = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     try:
         with contextlib.suppress(OSError):
@@ -230,11 +224,11 @@ def _set_foreground(terminal: int, group: int) -> None:
 
 @dataclass
 class _Channel:
-    source: int  # we read here
-    end: int  # the child writes here; closed in us once it has started
+    source: int  # our end
+    end: int  # the job's end; we close our copy once it has started
     target: int
     terminal: bool
-    within_line: bool = False  # what was passed on last did not end with a line feed: a progress bar
+    within_line: bool = False  # the last output did not end with a newline, as with a progress bar
     thread: threading.Thread | None = None
 
 
@@ -242,7 +236,7 @@ class _Channel:
 class JobOutput:
     """The two streams of one attempt."""
 
-    stdout: int = 1  # where they go
+    stdout: int = 1  # where the output goes
     stderr: int = 2
     tail: LogTail = field(default_factory=LogTail)
     count: int = 0  # bytes passed on
@@ -250,46 +244,46 @@ class JobOutput:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open(self) -> tuple[int, int]:
-        """The descriptors for the child's standard output and error."""
+        """The descriptors for the job's stdout and stderr."""
         first = self._channel(self.stdout)
-        second = first if _one_place(self.stdout, self.stderr) else self._channel(self.stderr)
+        second = first if _same_file(self.stdout, self.stderr) else self._channel(self.stderr)
         return first.end, second.end
 
     def start(self) -> None:
-        """Pass on from now; the child has its own copies of the ends."""
+        """Start forwarding; the job has its own copies of the ends."""
         for channel in self._channels:
             os.close(channel.end)
             channel.thread = threading.Thread(target=self._pump, args=(channel,), daemon=True)
             channel.thread.start()
 
     def abandon(self) -> None:
-        """Close everything: there was no child."""
+        """Close everything: the job did not start."""
         for channel in self._channels:
             os.close(channel.end)
             os.close(channel.source)
         self._channels.clear()
 
     def finish(self, within: float) -> None:
-        """Wait until all is passed on; what still holds the other end after that long is left alone."""
+        """Wait until all output is forwarded, at most that long: a leftover process may hold the other end."""
         deadline = time.monotonic() + within
         for channel in self._channels:
             if channel.thread is not None:
                 channel.thread.join(max(0.0, deadline - time.monotonic()))
 
     def begin_line(self, target: int = 2) -> None:
-        """End the line that the child is in the middle of, where it and ``target`` go to one place.
+        """End the job's unfinished line, if it and ``target`` go to the same file.
 
-        Otherwise what we write there would stand behind a progress bar, or be drawn over by it.
+        Otherwise our message would follow a progress bar on the same line, or be overwritten by it.
         """
         with self._lock:
             for channel in self._channels:
-                if channel.within_line and _one_place(channel.target, target):
+                if channel.within_line and _same_file(channel.target, target):
                     channel.within_line = False
                     with contextlib.suppress(OSError):
                         os.write(target, b"\n")
 
     def resize(self) -> None:
-        """Tell the pseudo-terminals how large the terminal is now."""
+        """Copy the terminal's size to the pseudo-terminals."""
         for channel in self._channels:
             if channel.terminal:
                 _copy_size(channel.target, channel.source)
@@ -315,7 +309,7 @@ class JobOutput:
                     view = view[os.write(channel.target, view) :]
                 channel.within_line = not data.endswith(b"\n")
         except OSError:
-            pass  # whoever read us has gone
+            pass  # our reader closed its end
         finally:
             with contextlib.suppress(OSError):
                 os.close(channel.source)
@@ -324,11 +318,11 @@ class JobOutput:
 def _read(source: int) -> bytes:
     try:
         return os.read(source, _CHUNK)
-    except OSError:  # a pseudo-terminal whose other side was closed gives EIO
+    except OSError:  # EIO: the other side of a pseudo-terminal was closed
         return b""
 
 
-def _one_place(first: int, second: int) -> bool:
+def _same_file(first: int, second: int) -> bool:
     if first == second:
         return True
     try:
@@ -343,7 +337,7 @@ def _pseudo_terminal(target: int) -> tuple[int, int]:
     import tty
 
     source, end = pty.openpty()
-    tty.setraw(end)  # the real terminal turns line feeds into new lines; twice would be a change
+    tty.setraw(end)  # the real terminal already converts newlines
     _copy_size(target, source)
     return source, end
 

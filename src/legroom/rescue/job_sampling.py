@@ -28,48 +28,28 @@ from legroom.probe.process import process_at
 from legroom.rescue.job_cgroup import JobCgroup
 from legroom.rescue.oom_victims import OomVictims
 
-# Seconds between looks at /dev/shm, by the run's age: a loader fills it in its first seconds or keeps it as it is.
+# Seconds between samples of /dev/shm, by the run's age: a loader fills it in the first seconds or not at all.
 PAUSES = ((5.0, 0.02), (30.0, 0.05), (float("inf"), 0.1))
-
-SLOW = ((60.0, 1.0), (float("inf"), 2.0))  # between looks at everything else, likewise
-
+SLOW = ((60.0, 1.0), (float("inf"), 2.0))  # between samples of the other pools
 _GPU_EVERY = 5.0
-
 _MOST = 4000
-
 _SHM = "/dev/shm"
-
 _PRESSURE = "/proc/pressure/memory"
-
 _PAGE = 4096
-
 _MOST_PROCESSES = 64  # whose descriptors are counted
-
-
-_FIND_LIMIT_EVERY = (
-    30  # looks after which all levels are read again: limits may be changed under a living job
-)
-
-
+_FIND_LIMIT_EVERY = 30  # reads between searches: limits may change while the job runs
 _EVERY = 1.0
-
-_MAPS_EVERY = 10.0  # a torch process maps a thousand files: listing them takes a millisecond
-
+_MAPS_EVERY = 10.0  # listing a torch process's thousand mappings takes a millisecond
 _MOST_CWDS = 8
-
 _WRITABLE = re.compile(r"^\S+ rw.s \S+ \S+ \d+ +(/(?!dev/|memfd:|SYSV).*)$", re.M)
-
 _DELETED = " (deleted)"
-
-
 _MOST_KEPT = 100
-
 _LONGEST_COMMAND = 160
 
 
 @dataclass(frozen=True, slots=True)
 class GpuLevels:
-    """The cards' levels by pool, and what each process holds on them."""
+    """GPU memory by pool, and what each process holds."""
 
     levels: Mapping[str, Level] = field(default_factory=dict)
     held: Mapping[int, int] = field(default_factory=dict)
@@ -77,39 +57,39 @@ class GpuLevels:
 
 @dataclass
 class JobSampler:
-    """What was seen of one attempt."""
+    """Samples of one attempt."""
 
     host: Host
-    home: JobCgroup
+    cgroup: JobCgroup
     pids: Callable[[], list[int]]  # the job's processes
-    written: Callable[[], int] = int  # bytes that the job has written
+    written: Callable[[], int] = int  # bytes of output so far
     clock: Callable[[], float] = time.monotonic
-    look_at_cards: Callable[[], GpuLevels] | None = None
+    read_gpus: Callable[[], GpuLevels] | None = None
     history: list[Reading] = field(default_factory=list)
     peaks: dict[str, Level] = field(default_factory=dict)
-    present: list[int] = field(default_factory=list)  # the job's processes at the last slow look
-    nearest: int | None = None  # the one of them whose descriptors are "fds"
-    cards: GpuLevels = field(default_factory=GpuLevels)
+    present: list[int] = field(default_factory=list)  # the job's processes at the last slow sample
+    nearest: int | None = None  # the one whose descriptors are "fds"
+    gpus: GpuLevels = field(default_factory=GpuLevels)
     victims: OomVictims = field(init=False)
     _ram: RamLevel = field(init=False)
     _began: float = 0.0
     _slow_at: float = 0.0
     _gpu_at: float = 0.0
     _refaults: int | None = None
-    _held: int = 0  # the group's peak before the start: attempts share one group
+    _held: int = 0  # the cgroup's peak before the start: attempts share one cgroup
     _kept_shm: Level | None = None
 
     def __post_init__(self) -> None:
         self._ram = RamLevel(self.host)
-        self.victims = OomVictims(self.host, self.home)
+        self.victims = OomVictims(self.host, self.cgroup)
 
     def begin(self) -> None:
-        """Take the counters before the job starts."""
+        """Read the counters before the job starts."""
         self._began = self.clock()
         self._slow_at = self._gpu_at = float("-inf")
         self.victims.begin()
-        self._refaults = self.home.swapped_back(self.host)
-        self._held = self.home.peak(self.host) or 0
+        self._refaults = self.cgroup.swapped_back(self.host)
+        self._held = self.cgroup.peak(self.host) or 0
 
     @property
     def age(self) -> float:
@@ -118,17 +98,17 @@ class JobSampler:
 
     @property
     def pause(self) -> float:
-        """How long to wait before the next look."""
+        """Seconds until the next sample."""
         return _by_age(PAUSES, self.age)
 
     @property
     def slow_pause(self) -> float:
-        """Seconds between slow looks."""
+        """Seconds between slow samples."""
         return _by_age(SLOW, self.age)
 
-    def look(self) -> Reading | None:
-        """The fast look, and the slow one when it is time for it, which is given back."""
-        self.victims.look(self.age, self.written())
+    def sample(self) -> Reading | None:
+        """Take a fast sample; also a slow one when it is due, which is returned."""
+        self.victims.update(self.age, self.written())
         shm = self.shm()
         if shm is not None:
             self._peak("shm", shm)
@@ -141,9 +121,9 @@ class JobSampler:
             self._keep(Reading(self.age, {"shm": shm}))
         return None
 
-    def last(self) -> Level | None:
-        """The look at the moment of death: /dev/shm as it is, and the counters."""
-        self.victims.look(self.age, self.written())
+    def sample_at_end(self) -> Level | None:
+        """Sample /dev/shm and the counters when the job has ended."""
+        self.victims.update(self.age, self.written())
         shm = self.shm()
         if shm is not None:
             self._peak("shm", shm)
@@ -157,16 +137,16 @@ class JobSampler:
         return None if room is None or not room.size else Level(room.used, room.size)
 
     def kills(self) -> int | None:
-        """OOM kills since the start, by the last look."""
+        """OOM kills since the start."""
         return self.victims.kills
 
     def ram_peak(self) -> Level | None:
-        """RAM at its fullest by the kernel's own count; None where that says no more than was seen.
+        """The kernel's RAM peak of the cgroup; None if it is not above the samples.
 
-        It keeps one of a group, not of an attempt: only what this one raised it to is its own. A look a
-        second misses what takes a tenth of one: memory that is taken at once, and the kill for it.
+        Attempts share one cgroup, so only a peak above that of earlier attempts counts. Samples once a second miss
+        memory that is allocated, and killed for, within a tenth of one.
         """
-        peak, seen = self.home.peak(self.host), self.peaks.get("ram")
+        peak, seen = self.cgroup.peak(self.host), self.peaks.get("ram")
         if peak is None or seen is None or peak <= max(self._held, seen.used):
             return None
         return Level(peak, seen.size)
@@ -181,21 +161,23 @@ class JobSampler:
             levels["swap"] = swap
         if (fds := self._descriptors(pids)) is not None:
             levels["fds"] = fds
-        if self.look_at_cards is not None and self.clock() - self._gpu_at >= _GPU_EVERY:
-            self._gpu_at, self.cards = self.clock(), self.look_at_cards()
-        levels.update(self.cards.levels)
+        if self.read_gpus is not None and self.clock() - self._gpu_at >= _GPU_EVERY:
+            self._gpu_at, self.gpus = self.clock(), self.read_gpus()
+        levels.update(self.gpus.levels)
         for name, level in levels.items():
             self._peak(name, level)
         return Reading(self.age, levels, self._swapped_back(), self.kills(), self._stalled())
 
     def _swapped_back(self) -> int | None:
-        now = self.home.swapped_back(self.host)
+        now = self.cgroup.swapped_back(self.host)
         return None if now is None or self._refaults is None else max(0, now - self._refaults) * _PAGE
 
     def _stalled(self) -> float | None:
-        """PSI of the job's own group where it has one (v2), else of the machine."""
+        """PSI of the job's own cgroup (v2), otherwise of the machine."""
         own = (
-            f"{self.home.path}/memory.pressure" if self.home.own and self.home.version == "v2" else _PRESSURE
+            f"{self.cgroup.path}/memory.pressure"
+            if self.cgroup.own and self.cgroup.version == "v2"
+            else _PRESSURE
         )
         full = parse_pressure(self.host.text(own) or "").get("full")
         return None if full is None else full[0]
@@ -206,7 +188,7 @@ class JobSampler:
         return Level(total - free, total) if total and free is not None else None
 
     def _descriptors(self, pids: list[int]) -> Level | None:
-        """Of the process nearest its own limit."""
+        """Descriptors of the process nearest its limit."""
         from legroom.probe.process import parse_limits
 
         found = {}
@@ -224,7 +206,7 @@ class JobSampler:
             self.peaks[name] = level
 
     def _jumped(self, shm: Level) -> bool:
-        """Whether /dev/shm moved enough since the last kept reading to show in a plot."""
+        """Whether /dev/shm changed by more than 5 % since the last kept reading."""
         return self._kept_shm is None or abs(shm.used - self._kept_shm.used) * 20 > shm.size
 
     def _keep(self, reading: Reading) -> None:
@@ -240,7 +222,7 @@ def _by_age(steps: tuple[tuple[float, float], ...], age: float) -> float:
 
 
 def recent_rate(history: list[Reading], seconds: float = 10.0) -> float | None:
-    """Bytes a second fetched back from swap over the last seconds."""
+    """Bytes per second swapped in over the last seconds."""
     known = [reading for reading in history if reading.swapped_back is not None]
     if len(known) < 2:
         return None
@@ -262,13 +244,13 @@ def worst_stall(history: list[Reading], seconds: float = 15.0) -> float | None:
 
 
 def seconds_unread(history: list[Reading], pool: str) -> float | None:
-    """Seconds from the last look at a pool to the end; None where it was never looked at."""
-    looks = [one.when for one in history if pool in one.levels]
-    return history[-1].when - looks[-1] if looks else None
+    """Seconds from a pool's last sample to the end; None if it was never sampled."""
+    samples = [one.when for one in history if pool in one.levels]
+    return history[-1].when - samples[-1] if samples else None
 
 
 def thinned(history: list[Reading], most: int = 600) -> tuple[Reading, ...]:
-    """At most that many readings, the last minute's whole."""
+    """About that many readings; the last 60 are all kept."""
     if len(history) <= most:
         return tuple(history)
     step = len(history) // most + 1
@@ -277,18 +259,21 @@ def thinned(history: list[Reading], most: int = 600) -> tuple[Reading, ...]:
 
 @dataclass
 class RamLevel:
-    """The tightest of the limits above a process, or the machine's RAM where none is tighter."""
+    """Usage of the tightest cgroup limit above a process, or of the machine's RAM.
+
+    The limit is searched for now and then; in between only that one is read.
+    """
 
     host: Host
     _tightest: str | None = None  # the group that has it
     _version: Version | None = None
-    _looks: int = 0
+    _reads: int = 0
 
     def read(self, pid: str) -> Level | None:
-        """How full it is now; None where it cannot be read."""
-        if self._looks % _FIND_LIMIT_EVERY == 0:
-            self._look_around(pid)
-        self._looks += 1
+        """How full it is now; None if unreadable."""
+        if self._reads % _FIND_LIMIT_EVERY == 0:
+            self._find_tightest(pid)
+        self._reads += 1
         if self._tightest is not None and self._version is not None:
             level = level_at(self.host, self._version, self._tightest)
             if level.limit is not None and level.unreclaimable is not None:
@@ -297,7 +282,7 @@ class RamLevel:
         total, available = info.get("MemTotal"), info.get("MemAvailable")
         return None if total is None or available is None else Level(max(0, total - available), total)
 
-    def _look_around(self, pid: str) -> None:
+    def _find_tightest(self, pid: str) -> None:
         found = memory(self.host, pid)
         limited = [level for level in found.levels if _limits(level, found.total)]
         tight = min(limited, key=lambda level: level.limit or 0, default=None)
@@ -311,7 +296,11 @@ def _limits(level: CgroupLevel, total: int | None) -> bool:
 
 @dataclass
 class DiskLevels:
-    """The disks of one attempt."""
+    """How full the disks are that the job writes to, each at its peak.
+
+    A thread reads them, so that a network file system that does not answer blocks nothing else. Peaks are kept: a
+    temporary file disappears with the process that filled the disk.
+    """
 
     host: Host
     folders: Iterable[str]
@@ -323,12 +312,12 @@ class DiskLevels:
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Read them from now on."""
+        """Start reading."""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def finish(self, within: float = 1.0) -> dict[str, Level]:
-        """Each disk at its fullest, by directory, the present level included if it comes within that time."""
+        """Each disk's peak, by directory, including its present level if it is read within that time."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(within)
@@ -355,7 +344,7 @@ class DiskLevels:
                 device = os.stat(self.host.path(folder)).st_dev
             except OSError:
                 continue
-            # What root alone may write to is not room: a disk is full when nothing is free to us.
+            # Blocks reserved for root do not count: a disk is full when nothing is free for us.
             level = Level(room.size - room.free, room.size)
             old = self._peaks.get(device)
             if old is None or level.share >= old[1].share:
@@ -363,7 +352,7 @@ class DiskLevels:
 
 
 def mapped_folders(host: Host, pid: int) -> list[str]:
-    """Directories of the files that a process maps for writing."""
+    """Directories of files that a process maps for writing."""
     found = []
     for match in _WRITABLE.finditer(host.text(f"/proc/{pid}/maps") or ""):
         if not match[1].endswith(_DELETED):
@@ -375,47 +364,47 @@ def mapped_folders(host: Host, pid: int) -> list[str]:
 class JobAlarms:
     """The alarms of one attempt."""
 
-    readings: JobSampler
+    sampler: JobSampler
     raised: deque[Alarm] = field(default_factory=lambda: deque(maxlen=_MOST_KEPT))
     _alarms: AlarmTracker = field(default_factory=AlarmTracker)
     _born: dict[int, float | None] = field(default_factory=dict)
     _swap: SwapCounters | None = None
 
-    def look(self, reading: Reading) -> tuple[Alarm, ...]:
-        """Those that begin, or turn critical, with this reading; ``since`` says when, from the job's start."""
+    def update(self, reading: Reading) -> tuple[Alarm, ...]:
+        """Alarms that begin or turn critical with this reading; ``since`` counts from the job's start."""
         moment = self._alarms.add(self._sample(reading))
         begun = tuple(replace(alarm, since=reading.when) for alarm in moment.begun)
         self.raised.extend(begun)
         return begun
 
     def _sample(self, reading: Reading) -> Sample:
-        readings = self.readings
+        sampler = self.sampler
         rows = self._rows(reading)
         inward, outward = self._swap_rates()
-        _, source = readings.home.counters(readings.host)
+        _, source = sampler.cgroup.counters(sampler.host)
         return Sample(
             when=reading.when,
             clock=reading.when,
-            interval=readings.slow_pause,
+            interval=sampler.slow_pause,
             watched="",
-            # Descriptors are no bytes: the rules take them from their process.
+            # Descriptors are not bytes: the rules read them from the process row.
             pools=tuple(_pool(name, level) for name, level in reading.levels.items() if name != "fds"),
             processes=rows,
             swap_in=inward,
             swap_out=outward,
-            pressure=pressure(readings.host, str(rows[0].pid) if rows else "self"),
+            pressure=pressure(sampler.host, str(rows[0].pid) if rows else "self"),
             events=MemoryEvents(reading.oom_kills, None, None, "cgroup", source),
         )
 
     def _rows(self, reading: Reading) -> tuple[ProcessRow, ...]:
-        readings, first = self.readings, not self._born
+        sampler, first = self.sampler, not self._born
         fds = reading.levels.get("fds")
         rows = []
-        for pid in readings.present:
-            found = process_at(readings.host, pid)
+        for pid in sampler.present:
+            found = process_at(sampler.host, pid)
             if found is None:
                 continue
-            nearest = fds if pid == readings.nearest else None
+            nearest = fds if pid == sampler.nearest else None
             row = ProcessRow(
                 pid,
                 found.parent,
@@ -425,7 +414,7 @@ class JobAlarms:
                 swap=found.swap,
                 fds=nearest.used if nearest else None,
                 fd_limit=nearest.size if nearest else None,
-                gpu=readings.cards.held.get(pid),
+                gpu=sampler.gpus.held.get(pid),
                 born=self._born.setdefault(pid, None if first else reading.when),
             )
             rows.append(row)
@@ -433,8 +422,8 @@ class JobAlarms:
         return tuple(rows)
 
     def _swap_rates(self) -> tuple[float | None, float | None]:
-        """Bytes a second since the last look, in and out, of the machine."""
-        before, now = self._swap, read_swap_counters(self.readings.host)
+        """Bytes per second swapped in and out on the machine since the last sample."""
+        before, now = self._swap, read_swap_counters(self.sampler.host)
         self._swap = now
         if before is None or now.when <= before.when:
             return None, None

@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-# Errors that name a thing in shared memory and are not about room: permissions, a file that is gone or already there.
+# Errors about shared memory that are not about free space: permissions, missing or existing files.
 _NOT_ROOM = (
     r"(?:No such file or directory|Permission denied|Operation not permitted|File exists|Invalid argument"
     r"|Function not implemented|Read-only file system|\((?:1|2|13|17|22|30|38)\)\s*$)"
 )
 
-# Files that only ever lie in /dev/shm: torch's, Python's SharedMemory and its heaps, semaphores, NCCL's.
+# Files that exist only in /dev/shm: torch's, Python's SharedMemory and heaps, semaphores, NCCL's.
 _SHM_FILE = (
     r"(?:/dev/shm|</?torch_\d|/torch_\d|/psm_|/wnsm_|pym-\d|/mp-|/sem\.|nccl-\w{6}|SemLock|sem_open|shm_open)"
 )
@@ -42,7 +42,7 @@ _CUDA_OOM = r"(?i:out of memory|out_of_memory|OutOfMemory|MemoryAllocation|memor
 
 _WORKER = r"worker \(pid\(?s?\)? ?[\d, ]+\) (?:is|was) killed by signal: "
 
-_SHELL = r"^(?:\S+: (?:line )?\d+:? +\d+ )?"  # what bash puts before its word on a signal
+_SHELL = r"^(?:\S+: (?:line )?\d+:? +\d+ )?"  # what bash prints before the name of a signal
 
 _EXIT = r"(?i:exit(?:ed)?|terminated|returned?)[ -]*(?:with )?(?:non-zero )?(?:exit )?(?:code|status)?s?\s*[=:]?\s*\(?"
 
@@ -52,21 +52,21 @@ def _exit(status: str) -> str:
     return rf"\b{_EXIT}(?:{status})\b(?![.\d])"
 
 
-# (code, patterns). A code may come twice where another has to be tried between.
+# (code, patterns). A code may appear twice if another must be tried in between.
 _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
-    # What a launcher does to the ranks that are left, or a program to itself: no cause of anything.
+    # What a launcher does to the remaining ranks, or a program to itself: never a cause.
     ("cleanup", (
         r"forcefully exit+ing via|[Ss]ending process \d+ closing signal SIG(?:TERM|INT|KILL)|sigkill_handler"
         r"|Killing subprocess|Bypassing signal|Terminating process \d+|Waiting up to \d+ seconds for job step",
     )),
-    # What to do against it, or TensorFlow's word that a library is not needed: nothing has happened.
+    # Advice, or TensorFlow's notice that a library is not needed: nothing has failed.
     ("advice", (
         r"(?i:\b(?:avoid|prevent|protect against|risk of|in case of|(?:if|when) you (?:run|get|hit|see"
         r"|encounter|face)"
         r"|(?:may|might|could|can) (?:cause|lead to|result in|run))\b.{0,80}(?:out[ -]of[ -]memory|\bOOM\b))",
         r"Could not load dynamic library|dlerror:|nodes are available: .*Insufficient memory",
     )),
-    # Faults of a kernel, a driver or a device, and limits that are not memory although their words sound like it.
+    # Faults of a GPU kernel, a driver or a device, and limits that only sound like memory.
     ("fault", (
         r"illegal memory access|illegal instruction was encountered|misaligned address|device-side assert(?!ion)"
         r"|unspecified launch failure|the launch timed out|uncorrectable (?:NVLink|ECC)|ECC error|\bNVRM: Xid"
@@ -76,7 +76,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"|CUDA driver initialization failed|Memory access fault by GPU|HSA_STATUS_ERROR_(?!OUT_OF_RES)",
         r"(?:CUDA_ERROR|cudaError|hipError)_?(?:Illegal|ILLEGAL|Launch|LAUNCH|Assert|ASSERT|ECC|Misaligned"
         r"|MISALIGNED)",
-        # On-chip memory of a GPU's kernel: a matter of block sizes.
+        # On-chip memory of a GPU kernel: depends on block sizes.
         r"out of resource: (?:shared memory|threads|registers|tensor memory)|OutOfResources:"
         r"|too many resources requested"
         r"|uses too much shared (?:data|memory)",
@@ -84,7 +84,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"|malloc\(\): (?!fail)"
         r"|munmap_chunk|stack smashing detected",
     )),
-    # Limits and libraries whose words are those of memory or of a disk; often only a warning.
+    # Limits and libraries with messages like those of memory or disks; often only warnings.
     ("library", (
         r"in static TLS block|write\+execute memory|MDB_MAP_FULL|inotify (?:instance|watch)|inotify_\w+",
         r"symbol lookup error|undefined symbol|version `?GLIBC"
@@ -92,9 +92,9 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"(?i:/sys/fs/cgroup\S*.*no space left|session key.*quota exceeded)",
     )),
     ("assertion", (r"\bAssertion .{1,200}\bfailed\b",)),
-    # A size that no program asked for: garbage read after another failure.
+    # A size that no program requests: garbage after another failure.
     ("absurd-size", (r"[Tt]ried to allocate (?:more than )?[\d.]+ ?[EZY]i?B",)),
-    # The kernel's own words, or a scheduler's or a daemon's about them.
+    # OOM kills as the kernel, a scheduler or a daemon reports them.
     ("oom-kill", (
         r"(?:Memory cgroup out of memory|Out of memory(?: \(\w+\))?): Kill(?:ed)? process \d+",
         r"oom-kill:constraint=CONSTRAINT_|invoked oom-killer:|oom_reaper: reaped process",
@@ -123,19 +123,19 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"|killed due to (?:the node running low on memory|memory pressure)|exceeds the memory usage threshold",
         r"Worker .{0,40}exceeded \d+% memory budget",
     )),
-    # Pinned memory, before CUDA's own: the same words, in other hands.
+    # Pinned memory, before GPU memory: CUDA uses the same message for both.
     ("pinned", (
         rf"{_PINNED_CALL}.*(?:{_CUDA_OOM}|failed(?!.*(?:invalid|not supported|denied|illegal|already)))",
         rf"{_CUDA_OOM}.*{_PINNED_CALL}",
         r"(?i:(?:failed to|cannot|could not|unable to) (?:alloc(?:ate)?|pin|register|page-lock).{0,60}"
         r"(?:pinned|page-locked|host memory|bytes on host))",
     )),
-    # The thread's name, or a traceback's line that asks for pinned memory.
+    # The thread's name, or a traceback line that requests pinned memory.
     ("pin-thread", (
         r"[Cc]aught \w+ in pin memory thread|_pin_memory_loop|_utils/pin_memory\.py"
         r"|^(?:\[rank\d+\]:)? {2,}.*pin_memory",
     )),
-    # TensorFlow goes on after these, with another algorithm or a smaller block.
+    # TensorFlow continues after these, with another algorithm or a smaller block.
     ("gpu-hint", (
         r"caller indicates that this is not a failure|^(?!.*OOM when allocating).*GPU_\d+_bfc"
         r"|Created (?:TensorFlow )?device .*GPU",
@@ -166,7 +166,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"|cuda ?[Rr]untime error \(2\)",
     )),
     ("gpu-likely", (
-        # torch names the error once more, to be looked up, below whatever met it: that is no second witness.
+        # torch repeats the name of the error as a search hint: not a second report.
         r"(?<!Search for `)(?:cudaErrorMemoryAllocation|hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY)",
         r"cudaSuccess.*out of memory|[Cc]uda ?[Rr]untime.*out of memory|error=2 : out of memory",
         r"Attempting to (?:allocate|reserve) [\d.]+[KMGT]i?B?\b.*not possible|No executable batch size found"
@@ -181,7 +181,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"|[Uu]nable to find (?:a valid cuDNN algorithm|an engine to execute)|HSA_STATUS_ERROR_OUT_OF_RESOURCES"
         r"|(?:CUDA|cuda runtime).{0,16}unknown error",
     )),
-    # Out of memory on a device that is not named.
+    # Out of memory on an unnamed device.
     ("device-oom", (
         r"(?:RESOURCE_EXHAUSTED|Resource exhausted|ResourceExhausted\w*).*(?i:out of memory|OOM|allocat)"
         r"|OOM when allocating tensor|BFCArena|BFCAllocator.*(?i:out of memory|failed)",
@@ -200,9 +200,9 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         rf"{_NOT_ROOM}.*(?:/dev/shm/|/torch_\d|/psm_)",
         r"Couldn't open shared (?:file mapping|event).*error code: <(?:0|2|5|6|87|183)>",
     )),
-    # Before torch 1.12 the error was not named; it is the number of descriptors as a rule.
+    # torch before 1.12 does not name the error; usually it is the number of descriptors.
     ("fds-likely", (r"unable to open shared memory object <[^>]*> in read-write mode(?!:)",)),
-    # A map of a file that exists needs no memory: the number of maps, or of addresses, ran out.
+    # Mapping an existing file needs no memory: the number of mappings or the address space ran out.
     ("mmap-refused", (rf"unable to mmap \d+ bytes from file <.*{_NO_MEMORY}"
         rf"|[Mm]emory mapping file failed.*{_NO_MEMORY}",)),
     ("map-count", (r"max_map_count|[Mm]ap count (?:limit|exceeded)|[Tt]oo many (?:memory )?mappings",)),
@@ -224,7 +224,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"|object store is full|[Pp]lasma.*is full",
     )),
     ("shm-vague", (r"[Ee]rror while attaching to shared memory segment|torch_shm_manager",)),
-    # Frames of a traceback: whose "No space left on device" it was, who asked for a child.
+    # Frames of a traceback: what got "No space left on device", what started a child.
     ("frame-shm", (
         r"_multiprocessing\.SemLock|multiprocessing/(?:synchronize|shared_memory|sharedctypes|heap|queues)\.py"
         r"|multiprocessing\\(?:synchronize|shared_memory|sharedctypes|heap|queues)\.py|_posixshmem|_share_f(?:d"
@@ -256,10 +256,10 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"basic_ios::clear: iostream error",
     )),
     ("disk-io", (r"Input/output error|\[Errno 5\]|\bEIO\b",)),
-    # Host memory that was refused.
+    # Host memory allocations that failed.
     ("ram", (
         r"DefaultCPUAllocator: (?:can't|not enough|failed to) allocate|not enough memory: you tried to allocate",
-        # A library that could not be mapped: for want of address space, unless it says that it may not be executed.
+        # A library that could not be mapped: no address space, unless execution is not permitted.
         r"failed to map segment from shared object(?!: [Oo]peration not permitted)",
         r"ArrowMemoryError|ArrayMemoryError|[Uu]nable to allocate (?:array|[\d.]+ [KMGTP]?i?B) ",
         r"^(?:\[\w+\]:? ?)*(?:\w+\.)*_?(?:Array)?MemoryError\b|(?<!\w)MemoryError\b",
@@ -270,18 +270,18 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"|файл подкачки слишком мал|ページング ファイルが小さすぎ|内存资源不足",
         r"memory allocation of \d+ bytes failed|[Ii]nsufficient memory|malloc of size \d+ failed"
         r"|virtual memory exhausted|LLVM ERROR: out of memory|C error: out of memory|libgomp: Out of memory",
-        r"\bBudgetTooSmall\b|\[budget-too-small\]",  # our own loader's, before anybody is killed
+        r"\bBudgetTooSmall\b|\[budget-too-small\]",  # Legroom's own loader, before any process is killed
     )),
     ("ram-thread", (rf"{_NO_MEMORY} for thread-local data",)),
     ("ram-likely", (
         rf"{_NO_MEMORY}|std::bad_alloc|WinError 1450|heap out of memory|java\.lang\.OutOfMemoryError",
     )),
-    # What may have happened, in the words of one who does not know.
+    # Guesses by programs that do not know the cause.
     ("oom-guess", (
         r"(?i:\b(?:may|might|could|perhaps|possib\w*|potential\w*|probably|likely|maybe)\b.{0,120}"
         r"(?:out of memory|out-of-memory|\bOOM\b|memory))",
     )),
-    # Workers and children that a signal ended.
+    # Workers and children killed by a signal.
     ("worker-killed", (rf"{_WORKER}(?:Killed|Terminated)",)),
     ("worker-crash", (_WORKER,)),
     ("worker-gone", (
@@ -290,7 +290,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         r"process \d+ terminated with signal SIGKILL",
         r"A worker process managed by the executor was unexpectedly terminated",
     )),
-    # Who ended it, and that it was no lack of memory: limits of time, preemption, a closed terminal.
+    # Ended for a reason other than memory: time limits, preemption, a closed terminal.
     ("ended-by", (
         r"DUE TO (?:TIME LIMIT|PREEMPTION|JOB REQUEUE)|CANCELLED BY|[Cc]ancelled by (?:user|uid)",
         r"TERM_(?:RUNLIMIT|OWNER|ADMIN|CPULIMIT|DEADLINE|PREEMPT|REQUEUE|FORCE|WINDOW|BUCKET_KILL|RMS)",
@@ -332,7 +332,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         rf"{_SHELL}Aborted|Fatal Python error: Aborted|\bSIGABRT\b|died with signal 6|已放弃",
         _exit("134|-6|3221226505|-1073740791"),
     )),
-    # Progress that stopped: what slow swap looks like from inside.
+    # Progress that stopped: how swap thrashing looks from inside.
     ("timeout", (
         r"[Ww]atchdog.*time?d?[ -]?out|collective operation timeout|DataLoader timed out|checkTimeout"
         r"|ncclCommWatchdog",
@@ -343,7 +343,7 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("oom-handled", (r"(?i:ran out of memory|OOM detected|skipping (?:this )?batch)",)),
     ("oom-words", (r"(?i:out of memory|out-of-memory|OutOfMemoryError|not enough memory|insufficient memory"
         r"|memory exhausted|invalid buffer size)|内存不足|内存溢出",)),
-    # A death whose cause stands elsewhere, or nowhere.
+    # An exit whose cause is elsewhere in the log, or not in it.
     ("gone", (
         r"[Kk]ernel (?:appears to have )?died|[Kk]ernel crashed|The actor is dead|worker died or was killed"
         r"|Pin memory thread exited unexpectedly|Worker unexpectedly exit|did not become healthy",
@@ -351,19 +351,19 @@ _TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 SIGNATURES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
-    # What belongs together stands near: without a bound, a long line of one word takes a second.
+    # Bounded: without it, a long line without spaces takes a second.
     (code, re.compile("|".join(f"(?:{pattern})" for pattern in patterns).replace(".*", ".{0,300}")))
     for code, patterns in _TABLE
 )
 
-# Codes that say which pool ran out.
+# Codes that name the pool that ran out.
 SHORTAGES: tuple[str, ...] = (
     "oom-kill", "oom-daemon", "pinned", "gpu-oom", "gpu-likely", "cuda-oom-bare", "device-oom", "fds", "fds-likely",
     "mmap-refused", "map-count", "worker-bus", "shm", "shm-likely", "processes", "disk", "disk-quota", "disk-write",
     "ram", "ram-likely", "ram-thread", "oom-handled",
 )  # fmt: skip
 
-# Errors that are mostly the echo of somebody else's death.
+# Errors that usually report another process's exit.
 CONSEQUENCE = re.compile(
     r"BrokenPipeError|ConnectionResetError|ConnectionRefusedError|EOFError|ChildFailedError|CalledProcessError"
     r"|ProcessExitedException|ProcessRaisedException|exited unexpectedly|BrokenProcessPool|terminated abruptly"
@@ -373,7 +373,7 @@ CONSEQUENCE = re.compile(
     r"|Engine (?:process )?(?:failed|is dead)|EngineDeadError|can only test a child process|^(?:\S* )?Exception:?\s*$"
 )
 
-# Every number that a pattern asks for: lines that differ in others have the same code.
+# Every number that a pattern contains: lines that differ only in other numbers have the same code.
 NUMBERS = frozenset(re.findall(r"\d+", " ".join(pattern.pattern for _, pattern in SIGNATURES)))
 
 _PATTERNS: dict[str, list[re.Pattern[str]]] = {}
@@ -383,12 +383,12 @@ for _code, _pattern in SIGNATURES:
 
 
 def code_of(line: str) -> str | None:
-    """What that line is a sign of, or None."""
+    """The code of that line, or None."""
     return next((code for code, pattern in SIGNATURES if pattern.search(line)), None)
 
 
 def start_of(code: str, line: str) -> int:
-    """Where in the line the words begin that give it that code."""
+    """Where in the line the match of that code begins."""
     return min((found.start() for one in _PATTERNS[code] if (found := one.search(line))), default=0)
 
 
@@ -399,7 +399,7 @@ OOM_KILL = re.compile(r"Kill(?:ed)? process (\d+)|oom-kill:.*task_memcg=([^,]*),
 
 
 def killed_in(lines: Iterable[str]) -> dict[int, int | None]:
-    """The processes that these lines say were killed, each with the memory it held, where a line has that."""
+    """The processes killed according to these kernel log lines, each with its RSS if a line has it."""
     found: dict[int, int | None] = {}
     for line in lines:
         if match := _RSS.search(line):

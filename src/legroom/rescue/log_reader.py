@@ -19,14 +19,14 @@ from legroom.rescue.log_patterns import NUMBERS, code_of, start_of
 from legroom.words import say
 
 KEEP = 4 << 20  # bytes of a log's end: 64 ranks that each print a long traceback fit
-MOST = 16 << 20  # bytes of a log's end that are read where the last KEEP name no ending
+MOST = 16 << 20  # bytes read if the last KEEP contain no failure
 LONGEST = 4 << 10  # bytes from each end of a line that are examined; progress bars run to megabytes
 _CHUNK = 1 << 20
 _MOST_SIGNS = 2000
-_HELD, _BEFORE = 2000, 500  # characters that are kept of a sign's line, and how many before its words
+_HELD, _BEFORE = 2000, 500  # characters kept of a matching line, and of them before the match
 _MOST_ERRORS = 200
 _LONGEST_TRACEBACK = 2000  # lines
-NEAR = 450  # lines from the end, and around an exception, in which signs are looked for
+NEAR = 450  # lines from the end, and around an exception, that are searched
 _NUMBER = re.compile(r"\d+")
 _MOST_PROGRESS, _PROGRESS_WITHIN = (
     200,
@@ -38,7 +38,7 @@ _KIND = r"(?:Error|Exception|Interrupt|Exit|Expired|Warning|Died|OutOfMemory\w*|
 _SEE = r"(?: \(see above for traceback\))?"
 _NAME = rf"(?:(?:[A-Za-z_]\w*\.)*_?[A-Z]\w*{_KIND}|[A-Za-z_][\w.]*\.[A-Z]\w+)"
 _ERROR = re.compile(rf"^\+?[ |]{{0,1}}({_NAME}){_SEE}(?::|$)")
-# Without a traceback's header above it: only names that are surely exceptions, at the start or after a prefix.
+# Without a traceback header: only names that certainly are exceptions, at the start or after a prefix.
 _BARE_NAME = r"(?:[A-Za-z_]\w*\.)*_?[A-Z]\w*(?:Error|Exception|Interrupt)"
 _BARE = re.compile(rf"^(?:\S.{{0,120}}?[\])|:>-] +)?({_BARE_NAME}){_SEE}(?:: |:?$)")
 _ANY_NAME = re.compile(r"^[A-Za-z_][\w.]*(?:: |:?$)")
@@ -48,8 +48,8 @@ _PROGRESS = re.compile(
     r"\d%\||\bit/s\b|\bs/it\b|(?i:\b(?:epochs?|steps?|iter(?:ation)?s?|batch(?:es)?|loss)\b\W{0,12}\d)"
 )
 _NO_PROGRESS = re.compile(r"(?i:error|exception|traceback|fail|kill|abort|wandb:|^\s+\S)")
-# What another process, or native code below Python, writes just before the exception that it leads to.
-_LAST_WORDS = frozenset({
+# What another process or native code prints just before the exception it causes.
+_FINAL_MESSAGES = frozenset({
     "fault", "assertion", "oom-kill", "oom-daemon", "worker-bus", "bus", "killed", "child-killed", "crash", "abort",
     "shm", "shm-other", "ended-by", "gpu-hint", "pinned",
 })  # fmt: skip
@@ -67,10 +67,10 @@ class LogTail:
         self._keep = keep
         self._chunks: deque[bytes] = deque()
         self._held = 0
-        self.passed = 0  # bytes that are not held any more
+        self.passed = 0  # bytes dropped
 
     def feed(self, data: bytes) -> None:
-        """Take what comes next."""
+        """Append data, dropping the oldest."""
         self._chunks.append(data)
         self._held += len(data)
         while self._held - len(self._chunks[0]) >= self._keep:
@@ -79,12 +79,12 @@ class LogTail:
             self.passed += len(old)
 
     def bytes(self) -> bytes:
-        """What is held."""
+        """The bytes kept."""
         return b"".join(self._chunks)
 
 
 def read_log(path: str, standard_input: BinaryIO | None = None) -> LogFacts:
-    """What the end of that file says; ``-`` is the standard input."""
+    """Read the end of that file; ``-`` is standard input."""
     try:
         if path == "-":
             with (
@@ -95,7 +95,7 @@ def read_log(path: str, standard_input: BinaryIO | None = None) -> LogFacts:
             size = os.fstat(file.fileno()).st_size
             if file.seekable() and size:
                 return _of_file(file, size)
-            return _to_its_end(file)  # a FIFO, or a file of /proc that gives no size
+            return _to_its_end(file)  # a FIFO, or a /proc file without a size
     except (OSError, ValueError) as problem:
         why = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
         raise UnreadableSource(
@@ -125,38 +125,39 @@ def _to_its_end(stream: BinaryIO) -> LogFacts:
 
 
 class _Traceback(NamedTuple):
-    start: int  # of the line with its header
-    prefix: re.Pattern[str]  # what stands before each of its lines: a rank, a time, a file
+    start: int  # the header's line
+    prefix: re.Pattern[str]  # prefix of each line: a rank, a time, a file
     ignored: bool
 
 
 class _LoggedException(NamedTuple):
     name: str
     at: int
-    start: int  # the first line that belongs to it
+    start: int  # its first line
 
 
 def facts_of(data: bytes, skipped: int = 0) -> LogFacts:
-    """What these bytes, the end of a log, say."""
+    """Failure messages, exceptions and reported steps in these bytes, the end of a log."""
     lines = _lines(data, skipped)
     count = len(lines)
-    faults = _exceptions(lines)
-    signs = _signs(lines, faults)
+    exceptions = _exceptions(lines)
+    signs = _signs(lines, exceptions)
     by_number = {sign.number: sign for sign in signs}
     errors = tuple(
-        by_number.get(count - fault.at) or _sign(fault.name, lines[fault.at], count - fault.at, 0)
-        for fault in faults
+        by_number.get(count - exception.at)
+        or _sign(exception.name, lines[exception.at], count - exception.at, 0)
+        for exception in exceptions
     )
     chain = None
-    if faults:
-        told = {sign.number for sign in signs if sign.code in _LAST_WORDS}
-        chain = count - _chain_start(lines, faults[-1].start, told)
+    if exceptions:
+        final = {sign.number for sign in signs if sign.code in _FINAL_MESSAGES}
+        chain = count - _chain_start(lines, exceptions[-1].start, final)
     return LogFacts(
         signs=signs,
         last_error=errors[-1] if errors else None,
         chain_from=chain,
         errors=errors,
-        raised_in=_raised_in(lines, faults[-1]) if faults else None,
+        raised_in=_raised_in(lines, exceptions[-1]) if exceptions else None,
         progress=_progress(lines, by_number),
         lines=count,
         skipped=skipped,
@@ -165,7 +166,7 @@ def facts_of(data: bytes, skipped: int = 0) -> LogFacts:
 
 def _exceptions(lines: list[str]) -> list[_LoggedException]:
     """The exceptions, each with the line where its traceback begins."""
-    faults: deque[_LoggedException] = deque(maxlen=_MOST_ERRORS)
+    exceptions: deque[_LoggedException] = deque(maxlen=_MOST_ERRORS)
     open_tracebacks: list[_Traceback] = []
     ignored = False
     for at, line in enumerate(lines):
@@ -180,9 +181,7 @@ def _exceptions(lines: list[str]) -> list[_LoggedException]:
             ignored = False
             continue
         if "Exception ignored in" in line:
-            ignored = (
-                True  # it could not be raised, mostly while Python was ending: its traceback ended nothing
-            )
+            ignored = True  # usually at interpreter exit: this traceback ended nothing
             continue
         if not open_tracebacks and not ("Err" in line or "Exc" in line or "Interrupt" in line):
             continue
@@ -190,33 +189,36 @@ def _exceptions(lines: list[str]) -> list[_LoggedException]:
         if owner is not None:
             open_tracebacks.remove(owner)
         if name is not None and (owner is None or not owner.ignored):
-            faults.append(
+            exceptions.append(
                 _LoggedException(name, at, _frames_start(lines, at) if owner is None else owner.start)
             )
-    return list(faults)
+    return list(exceptions)
 
 
-def _raised_in(lines: list[str], fault: _LoggedException) -> Role | None:
+def _raised_in(lines: list[str], exception: _LoggedException) -> Role | None:
     """The process that raised that exception, where its traceback proves it.
 
     torch passes a worker's exception on with the worker's number. The training process's traceback begins in its
     script; that of a thread or of another child process does not.
     """
-    if _FROM_WORKER.search(lines[fault.at]):
+    if _FROM_WORKER.search(lines[exception.at]):
         return "worker"
-    if any(_REMOTE.search(line) for line in lines[max(0, fault.start - NEAR) : fault.at + 1]):
+    if any(_REMOTE.search(line) for line in lines[max(0, exception.start - NEAR) : exception.at + 1]):
         return None  # passed on from a process pool
-    first = next((line for line in lines[fault.start : fault.at] if 'File "' in line), "")
+    first = next((line for line in lines[exception.start : exception.at] if 'File "' in line), "")
     return "main" if _IN_SCRIPT.search(first) else None
 
 
-def _signs(lines: list[str], faults: list[_LoggedException]) -> tuple[Sign, ...]:
-    """The signs near the end and near exceptions; what stands elsewhere was survived, whatever it is."""
+def _signs(lines: list[str], exceptions: list[_LoggedException]) -> tuple[Sign, ...]:
+    """Failure messages near the end and near exceptions; the program survived any others."""
     count = len(lines)
     signs: deque[Sign] = deque(maxlen=_MOST_SIGNS)
-    known: dict[str, str | None] = {}  # ranks print the same lines but for their numbers
+    known: dict[str, str | None] = {}  # lines of different ranks differ only in numbers
     done = 0
-    for begin, end in [*((fault.start - NEAR, fault.at + NEAR) for fault in faults), (count - NEAR, count)]:
+    for begin, end in [
+        *((exception.start - NEAR, exception.at + NEAR) for exception in exceptions),
+        (count - NEAR, count),
+    ]:
         for at in range(max(done, begin), min(end, count)):
             line = lines[at]
             key = _NUMBER.sub(_same, line)
@@ -249,15 +251,15 @@ def _sign(code: str, line: str, number: int, at: int) -> Sign:
 
 
 def _lines(data: bytes, skipped: int) -> list[str]:
-    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):  # what PowerShell redirects to
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):  # PowerShell's redirection
         data = data.decode("utf-16", "replace").encode()
     data = _ESCAPE.sub(b"", data) if b"\x1b" in data else data
-    # A log of JSON objects has a traceback in one line, with its line feeds escaped.
+    # A log of JSON objects has a traceback on one line, with escaped newlines.
     data = data.replace(rb"\r\n", b"\n").replace(rb"\n", b"\n") if rb"recent call last):\n" in data else data
-    # A progress bar rewrites its line with carriage returns: each state is a line here.
+    # A progress bar uses carriage returns: each state counts as a line.
     parts = re.split(rb"[\r\n]+", data)
     if skipped and len(parts) > 1:
-        parts = parts[1:]  # the first is half a line
+        parts = parts[1:]  # the first line is incomplete
     return [_text(part) for part in parts if part]
 
 
@@ -267,7 +269,7 @@ def _text(part: bytes) -> str:
     try:
         return part.decode()
     except UnicodeDecodeError:
-        # A Chinese Windows writes in its own code page; a character that was cut in half is no sign of one.
+        # Chinese Windows uses its own code page; one character cut in half does not indicate that.
         text = part.decode("utf-8", "replace")
         if text.count("\ufffd") <= 2:
             return text
@@ -275,7 +277,7 @@ def _text(part: bytes) -> str:
 
 
 def _shape(prefix: str) -> re.Pattern[str]:
-    """What stands before each line of a traceback whose header has that prefix; its numbers may change."""
+    """A pattern for the prefix of a traceback's lines; its numbers may change."""
     prefix = re.sub(
         rf"(?:{_BARE_NAME}|Process \S+|Exception)\s*:?\s*$", "", prefix
     )  # an error that quotes a traceback
@@ -289,7 +291,7 @@ def _shape(prefix: str) -> re.Pattern[str]:
 def _exception(
     lines: list[str], at: int, open_tracebacks: list[_Traceback]
 ) -> tuple[str | None, _Traceback | None]:
-    """The name of the exception in that line and the traceback that it ends; (None, None) where it is none."""
+    """The exception on that line and the traceback that it ends; (None, None) if there is none."""
     line = lines[at]
     for one in reversed(open_tracebacks):
         inside = one.prefix.match(line)
@@ -310,17 +312,17 @@ def _exception(
 
 
 def _frames_start(lines: list[str], at: int) -> int:
-    """Where the frames above an exception begin whose header is not in the log."""
+    """Where the frames above an exception begin, if the traceback header is missing."""
     start = at
     while start > 0 and at - start < 200 and _FRAME.match(lines[start - 1]):
         start -= 1
     return start
 
 
-def _chain_start(lines: list[str], start: int, told: set[int]) -> int:
-    """Where the first of the tracebacks begins that lead to the one that starts at that line.
+def _chain_start(lines: list[str], start: int, final: set[int]) -> int:
+    """Where the first traceback of the chain begins that leads to the one at that line.
 
-    Tracebacks belong together when a linking sentence says so, or when nothing ordinary was written between them.
+    Tracebacks belong together if a linking sentence joins them, or if no ordinary output is between them.
     """
     count = len(lines)
     inside = linked = False
@@ -332,11 +334,11 @@ def _chain_start(lines: list[str], start: int, told: set[int]) -> int:
             if not _INSIDE.search(line):
                 break
         elif _LINK.search(line):
-            linked = True  # what stands above may be the end of a message of several lines
+            linked = True  # the lines above may end a message of several lines
         elif _ERROR.match(line) or _BARE.match(line):
             inside = True
-        elif count - at in told:
-            start = at  # another process's last words, right above
+        elif count - at in final:
+            start = at  # another process's final message, right above
         elif not (linked or line.startswith("[rank")):
             break
     return start

@@ -18,7 +18,7 @@ from legroom.model.death import Cause, Verdict
 from legroom.rescue.command_line import CommandSettings
 from legroom.words import say
 
-# Which settings work against which cause, in the order they are pulled.
+# Which settings help against which cause, in the order they are lowered.
 _ORDER: dict[Cause, tuple[str, ...]] = {
     "shm-full": ("prefetch_factor", "num_workers", "batch_size", "loader"),
     "ram-oom-kill": ("prefetch_factor", "num_workers", "low_memory", "batch_size"),
@@ -35,7 +35,7 @@ _TRAINER_KILLED = ("low_memory", "batch_size", "prefetch_factor", "num_workers")
 
 @dataclass(frozen=True, slots=True)
 class RetryStep:
-    """The next attempt's settings, or why there is none."""
+    """The next attempt's settings, or why there is no next attempt."""
 
     values: Mapping[str, int | bool | str]  # what changes
     why: str
@@ -51,9 +51,9 @@ def next_step(
     repeated: bool = False,
     last_change: str | None = None,
 ) -> RetryStep:
-    """What to change after that death.
+    """What to change after that failure.
 
-    ``repeated``: it was already started once again unchanged. ``last_change``: the change that the attempt began with.
+    ``repeated``: it was already retried once unchanged. ``last_change``: the change made before the failed attempt.
     """
     if verdict.cause == "worker-killed" and not repeated:
         return RetryStep({}, say("no sign that memory ran out: retrying with the same settings"))
@@ -126,7 +126,7 @@ def _lower_workers(settings: CommandSettings) -> RetryStep | None:
     old, least = settings.num_workers, 1 if settings.needs_worker else 0
     if old is not None and old <= least:
         return None
-    # Half, then none: with none nothing passes through shared memory, and no worker holds anything.
+    # Half, then none: without workers nothing passes through shared memory.
     new = max(least, old // 2 if old is not None and old >= 4 else 0)
     why = say("num_workers {old} → {new}", old=old if old is not None else say("unset"), new=new)
     return _step(why, num_workers=new)
@@ -140,7 +140,7 @@ def _replace_loader(settings: CommandSettings) -> RetryStep | None:
 
 
 def _lower_batch(settings: CommandSettings) -> RetryStep | None:
-    """The micro-batch down by its smallest divisor, and accumulation up by the same."""
+    """Divide the micro-batch by its smallest divisor and multiply accumulation by it."""
     batch = settings.batch_size
     if "batch_size" not in settings.changeable or batch is None or batch < 2:
         return None

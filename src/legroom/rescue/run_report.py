@@ -22,19 +22,19 @@ from legroom.units import format_duration
 from legroom.words import counted, phrase, say
 
 
-def run_object(story: SupervisedRun) -> dict[str, Any]:
-    """The run as other programs read it; ``verdict`` is the last attempt's, null where nothing was wrong."""
-    last = story.verdict
+def run_object(run: SupervisedRun) -> dict[str, Any]:
+    """The run as JSON; ``verdict`` is the last attempt's, null if it succeeded."""
+    last = run.verdict
     return {
         "schema": "legroom.run/1",
-        "command": list(story.command),
-        "exit": story.ending.shell_status,
+        "command": list(run.command),
+        "exit": run.ending.shell_status,
         **verdict_object(last),
-        "isolation": story.isolation,
-        "stopped": story.stopped,
-        "began": story.began,
-        "own_cpu_seconds": story.own_cpu,
-        "attempts": [_attempt_object(attempt) for attempt in story.attempts],
+        "isolation": run.isolation,
+        "stopped": run.stopped,
+        "began": run.began,
+        "own_cpu_seconds": run.own_cpu,
+        "attempts": [_attempt_object(attempt) for attempt in run.attempts],
     }
 
 
@@ -72,40 +72,40 @@ def _attempt_object(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def write_report(story: SupervisedRun, path: str) -> tuple[str, str]:
-    """Write FILE.json and FILE.html, whichever of the two FILE names; their paths."""
+def write_report(run: SupervisedRun, path: str) -> tuple[str, str]:
+    """Write FILE.json and FILE.html, for either as FILE; return their paths."""
 
     base = Path(path)
     stem = base.with_suffix("") if base.suffix in (".json", ".html") else base
     names = (f"{stem}.json", f"{stem}.html")
-    replace_file(names[0], json.dumps(run_object(story), ensure_ascii=False, indent=1))
-    replace_file(names[1], run_page(story))
+    replace_file(names[0], json.dumps(run_object(run), ensure_ascii=False, indent=1))
+    replace_file(names[1], run_page(run))
     return names
 
 
-def run_page(story: SupervisedRun) -> str:
+def run_page(run: SupervisedRun) -> str:
     """The whole page."""
-    body = [element("pre", shlex.join(story.command)), element("p", _started(story), "soft")]
-    if story.stopped and story.verdict is not None:
-        body.append(element("p", say("Not restarted: {why}.", why=story.stopped)))
-    for attempt in story.attempts:
+    body = [element("pre", shlex.join(run.command)), element("p", _started(run), "soft")]
+    if run.stopped and run.verdict is not None:
+        body.append(element("p", say("Not restarted: {why}.", why=run.stopped)))
+    for attempt in run.attempts:
         body += _attempt_section(attempt)
-    return page(_title(story), body)
+    return page(_title(run), body)
 
 
-def _title(story: SupervisedRun) -> str:
-    count = len(story.attempts)
-    if story.verdict is None or story.attempts[-1].finished:
+def _title(run: SupervisedRun) -> str:
+    count = len(run.attempts)
+    if run.verdict is None or run.attempts[-1].finished:
         return say("Finished after {count} attempts", count=count) if count > 1 else say("Finished")
     attempts = counted(count, phrase("{count} attempt"), phrase("{count} attempts"))
-    return say("Ended by {cause} after {attempts}", cause=story.verdict.cause, attempts=attempts)
+    return say("Ended by {cause} after {attempts}", cause=run.verdict.cause, attempts=attempts)
 
 
-def _started(story: SupervisedRun) -> str:
-    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(story.began))
-    took = format_duration(sum(attempt.seconds for attempt in story.attempts))
+def _started(run: SupervisedRun) -> str:
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.began))
+    took = format_duration(sum(attempt.seconds for attempt in run.attempts))
     return say(
-        "Started {began}, ran for {took}, in {isolation}.", began=began, took=took, isolation=story.isolation
+        "Started {began}, ran for {took}, in {isolation}.", began=began, took=took, isolation=run.isolation
     )
 
 
@@ -143,13 +143,13 @@ def _chart(attempt: Attempt) -> list[str]:
         ]
         for name in names
     }  # fmt: skip
-    # A reading has no word on when an alarm ended: the band is as wide as its beginning.
+    # Readings do not record when an alarm ended: mark only its start.
     alarms = [AlarmSpan(a.code, a.pool, a.level, a.message, a.since, a.since) for a in attempt.alarms]
     return [figure(pool_chart(pools, (), alarms, start=0.0, listed=False))]
 
 
 def _alarms(attempt: Attempt) -> str:
-    """What was reported while it ran, with the numbers that the chart has."""
+    """The alarms raised during the run, with their numbers in the chart."""
     rows = [
         (str(number), format_duration(alarm.since), alarm.level, alarm.code, alarm.message)
         for number, alarm in enumerate(attempt.alarms, start=1)

@@ -47,60 +47,57 @@ from legroom.units import format_duration, format_size
 from legroom.words import counted, listed, phrase, say
 
 _BELOW = " " * 8
-
 _IN_ENVIRONMENT = frozenset({"num_workers", "prefetch_factor", "low_memory", "pin_memory"})
 
 
 def supervise(
-    order: RunOptions, box: Box, tell: Callable[[str], None], host: Host | None = None
+    options: RunOptions, box: Box, print_line: Callable[[str], None], host: Host | None = None
 ) -> SupervisedRun:
-    """Run an order to its end."""
-    return Supervisor(order, box, tell, host or Host()).run()
+    """Run a command under supervision until it succeeds or no retry is left."""
+    return Supervisor(options, box, print_line, host or Host()).run()
 
 
 @dataclass
 class Supervisor:
     """One supervised run."""
 
-    order: RunOptions
+    options: RunOptions
     box: Box
-    tell: Callable[[str], None]
+    print_line: Callable[[str], None]
     host: Host
-    lowered: dict[str, int | bool | str] = field(
-        default_factory=dict
-    )  # against the command as it was written
+    lowered: dict[str, int | bool | str] = field(default_factory=dict)  # changes to the command as given
     resumed: str | None = None
     raise_descriptors: bool = False
-    last_change: str | None = None  # the change of settings that the latest attempt began with
-    existing: frozenset[Stamp] = frozenset()  # checkpoints that were there before the start
+    last_change: str | None = None  # the settings change before the latest attempt
+    existing: frozenset[Stamp] = frozenset()  # checkpoints older than this run
 
     def run(self) -> SupervisedRun:
-        """Run the command until it ends well or nothing more can be done."""
-        find_command(self.order.command[0])
+        """Run the command until it succeeds or no retry is left."""
+        find_command(self.options.command[0])
         began, cpu = time.time(), time.process_time()
-        if self.order.checkpoint is not None and not self.order.resume_existing:
-            self.existing = stamps(self.order.checkpoint)
-        home = make_job_cgroup(self.host, f"legroom-run-{os.getpid()}")
-        isolation = _isolation(home)
+        if self.options.checkpoint is not None and not self.options.resume_existing:
+            self.existing = stamps(self.options.checkpoint)
+        cgroup = make_job_cgroup(self.host, f"legroom-run-{os.getpid()}")
+        isolation = _isolation(cgroup)
         try:
-            attempts, stopped = self._attempts(home)
+            attempts, stopped = self._attempts(cgroup)
         finally:
-            home.close()
+            cgroup.close()
         return SupervisedRun(
-            self.order.command, tuple(attempts), began, isolation, stopped, time.process_time() - cpu
+            self.options.command, tuple(attempts), began, isolation, stopped, time.process_time() - cpu
         )
 
-    def _attempts(self, home: JobCgroup) -> tuple[list[Attempt], str | None]:
-        order = self.order
-        state = state_folder(order.environment)
-        key = command_key(order.command, order.named, os.getcwd())
+    def _attempts(self, cgroup: JobCgroup) -> tuple[list[Attempt], str | None]:
+        options = self.options
+        state = state_folder(options.environment)
+        key = command_key(options.command, options.named, os.getcwd())
         changed = self._recall(recall_settings(state, key, self.box))
         attempts: list[Attempt] = []
         notes: list[str] = []
         while True:
             before = shm_names(self.host)
-            watched = RunningAttempt(order, self.box, home, self.host, self.tell)
-            attempt = watched.run(
+            running = RunningAttempt(options, self.box, cgroup, self.host, self.print_line)
+            attempt = running.run(
                 len(attempts) + 1,
                 self._command(),
                 self._environment(),
@@ -116,36 +113,36 @@ class Supervisor:
             )
             attempts.append(attempt)
             if attempt.verdict is not None or len(attempts) > 1:
-                watched.begin_line()
+                running.begin_line()
             if attempt.verdict is not None:
-                self._tell_death(attempts)
+                self._print_verdict(attempts)
             if attempt.finished:
-                self._tell_rescue(attempts)
+                self._print_success(attempts)
                 if attempt.verdict is not None:
-                    return attempts, None  # no settings to keep: a process of it was OOM-killed with these
+                    return attempts, None  # do not remember settings with which a process was OOM-killed
                 if self.lowered:
                     remember_settings(state, key, self.lowered, self.box)
                 else:
                     forget_settings(state, key)
                 return attempts, None
-            step = self._step(attempts, asked=watched.asked is not None)
+            step = self._step(attempts, asked=running.stop_signal is not None)
             if step.stop:
-                if order.retries:
-                    self.tell(say("not retrying: {why}", why=step.why))
-                    self._tell_failure(attempts)
+                if options.retries:
+                    self.print_line(say("not retrying: {why}", why=step.why))
+                    self._print_failure(attempts)
                 return attempts, step.why
             changed = [step.why]
             notes = self._take(step, before)
-            self._tell_retry(len(attempts), step.why, notes)
+            self._print_retry(len(attempts), step.why, notes)
 
     def _command(self) -> list[str]:
-        command = with_settings(self.order.command, self.lowered, self.order.named)
-        if self.resumed is not None and self.order.resume_flag is not None:
-            return with_resume(command, self.order.resume_flag, self.resumed)
+        command = with_settings(self.options.command, self.lowered, self.options.named)
+        if self.resumed is not None and self.options.resume_flag is not None:
+            return with_resume(command, self.options.resume_flag, self.resumed)
         return command
 
     def _environment(self) -> dict[str, str]:
-        environment = dict(self.order.environment)
+        environment = dict(self.options.environment)
         if self.lowered:
             environment[VARIABLE] = to_environment({**from_environment(environment), **self.lowered})
         if "loader" in self.lowered:
@@ -158,10 +155,10 @@ class Supervisor:
         assert verdict is not None
         if asked:
             return RetryStep({}, say("legroom run was asked to stop"), stop=True)
-        if len(attempts) > self.order.retries:
+        if len(attempts) > self.options.retries:
             used = say("all {count} attempts are used", count=len(attempts))
             return RetryStep(
-                {}, used if self.order.retries else say("no retries requested (--retries)"), stop=True
+                {}, used if self.options.retries else say("no retries requested (--retries)"), stop=True
             )
         killed = sum(1 for one in attempts if one.verdict and one.verdict.cause == "worker-killed")
         return next_step(
@@ -173,9 +170,9 @@ class Supervisor:
         )
 
     def _changeable_settings(self) -> CommandSettings:
-        """What can be changed: on the command line, or, where nothing is recognised there, in the environment."""
-        found = command_settings(self._command(), self.order.named)
-        if found.num_workers != 0 and self.order.replaces_loader:
+        """Settings that can be changed: on the command line, or in the environment if none is recognized there."""
+        found = command_settings(self._command(), self.options.named)
+        if found.num_workers != 0 and self.options.replaces_loader:
             found = replace(found, replaces_loader=loader_replaceable(self._environment()))
         if found.changeable:
             return found
@@ -190,7 +187,7 @@ class Supervisor:
         )
 
     def _take(self, step: RetryStep, before: frozenset[str]) -> list[str]:
-        """Make the step the next attempt's settings; what there is to say about it."""
+        """Apply the step to the next attempt; return notes to print."""
         self.lowered.update(step.values)
         self.last_change = step.why if step.values else None
         self.raise_descriptors = self.raise_descriptors or step.raise_descriptors
@@ -200,11 +197,11 @@ class Supervisor:
         return notes
 
     def _find_checkpoint(self) -> list[str]:
-        if self.order.checkpoint is None:
+        if self.options.checkpoint is None:
             return []
-        found = newest_complete(self.order.checkpoint, self.existing)
+        found = newest_complete(self.options.checkpoint, self.existing)
         self.resumed = found.path
-        notes = [say("skipped checkpoint {why}", why=why) for why in found.passed_over]
+        notes = [say("skipped checkpoint {why}", why=why) for why in found.skipped]
         if found.path is not None:
             return notes
         if found.older is not None:
@@ -215,22 +212,22 @@ class Supervisor:
                 )
             )
         else:
-            notes.append(say("no complete checkpoint matches {pattern}", pattern=self.order.checkpoint))
+            notes.append(say("no complete checkpoint matches {pattern}", pattern=self.options.checkpoint))
         return notes
 
     def _recall(self, values: Mapping[str, int | bool | str]) -> list[str]:
-        if self.order.fresh or not self.order.retries or not values:
+        if self.options.fresh or not self.options.retries or not values:
             return []
-        if not (self.order.replaces_loader and loader_replaceable(self._environment())):
+        if not (self.options.replaces_loader and loader_replaceable(self._environment())):
             values = {name: value for name, value in values.items() if name != "loader"}
         self.lowered.update(values)
         shown = listed(f"{name} {value}" for name, value in values.items())
         line = say("starting with the settings that worked last: {shown} (--fresh ignores them)", shown=shown)
-        self.tell(line)
+        self.print_line(line)
         return [line]
 
-    def _tell_death(self, attempts: Sequence[Attempt]) -> None:
-        """The whole of it the first time; a death for the same cause as the one before is one line."""
+    def _print_verdict(self, attempts: Sequence[Attempt]) -> None:
+        """Print the whole verdict; only one line if the cause is the same as in the attempt before."""
         verdict = attempts[-1].verdict
         assert verdict is not None
         before = attempts[-2].verdict if len(attempts) > 1 else None
@@ -238,25 +235,27 @@ class Supervisor:
             victim = verdict.victim
             held = None if victim is None or victim.rss is None else format_size(victim.rss)
             if victim is None or held is None:
-                self.tell(say("{name} again", name=headline(verdict)))
+                self.print_line(say("{name} again", name=headline(verdict)))
             else:
                 who = process_name(victim)
-                self.tell(say("{name} again: {who} used {held}", name=headline(verdict), who=who, held=held))
+                self.print_line(
+                    say("{name} again: {who} used {held}", name=headline(verdict), who=who, held=held)
+                )
             return
-        self.tell(say("{name}: {why}", name=headline(verdict), why=verdict.summary))
+        self.print_line(say("{name}: {why}", name=headline(verdict), why=verdict.summary))
         for line in verdict.evidence:
-            self.tell(say("  by: {line}", line=line))
+            self.print_line(say("  by: {line}", line=line))
         for step in verdict.fix:
-            # A command stands alone on its line, without our name before it: it is there to be pasted.
-            self.tell(say("  do: {line}", line=step.replace("\n", "\n" + _BELOW)))
+            # A command is alone on its line, without the `legroom:` prefix, so that it can be pasted.
+            self.print_line(say("  do: {line}", line=step.replace("\n", "\n" + _BELOW)))
 
-    def _tell_rescue(self, attempts: Sequence[Attempt]) -> None:
-        """After a rescue: which settings finished, and what the failed attempts cost."""
+    def _print_success(self, attempts: Sequence[Attempt]) -> None:
+        """After retries: which settings succeeded, and how long the failed attempts took."""
         failed = len(attempts) - 1
         if not failed:
             return
         lost = format_duration(sum(attempt.seconds for attempt in attempts[:-1]))
-        self.tell(
+        self.print_line(
             say(
                 "finished on attempt {number} with {settings}; {failures} took {lost}",
                 number=len(attempts),
@@ -266,12 +265,12 @@ class Supervisor:
             )
         )
 
-    def _tell_failure(self, attempts: Sequence[Attempt]) -> None:
-        """After the last failed attempt: how many there were, what was tried, what they cost."""
+    def _print_failure(self, attempts: Sequence[Attempt]) -> None:
+        """After the last failed attempt: how many there were, the last settings, the total time."""
         if len(attempts) < 2:
             return
         spent = format_duration(sum(attempt.seconds for attempt in attempts))
-        self.tell(
+        self.print_line(
             say(
                 "failed {count} times in {spent}, last with {settings}",
                 count=len(attempts),
@@ -280,17 +279,17 @@ class Supervisor:
             )
         )
 
-    def _tell_retry(self, done: int, why: str, notes: Sequence[str]) -> None:
-        everything = self.order.retries + 1
-        self.tell(say("attempt {next} of {all}: {why}", next=done + 1, all=everything, why=why))
+    def _print_retry(self, done: int, why: str, notes: Sequence[str]) -> None:
+        everything = self.options.retries + 1
+        self.print_line(say("attempt {next} of {all}: {why}", next=done + 1, all=everything, why=why))
         if self.resumed is not None:
-            self.tell(say("  resuming from {path}", path=self.resumed))
+            self.print_line(say("  resuming from {path}", path=self.resumed))
         for note in notes:
-            self.tell(f"  {note}")
+            self.print_line(f"  {note}")
 
 
 def _after_change(verdict: Verdict | None, change: str | None) -> Verdict | None:
-    """The verdict; of another error right after a change of settings, with the change as its possible cause."""
+    """The verdict; for another error right after a settings change, the change is named as a possible cause."""
     if verdict is None or verdict.cause != "not-memory" or change is None:
         return verdict
     why = say(
@@ -302,7 +301,7 @@ def _after_change(verdict: Verdict | None, change: str | None) -> Verdict | None
 
 
 def _settings(lowered: Mapping[str, int | bool | str], first: Attempt) -> str:
-    """The settings that were changed, each with what it was: ``workers 1 (was 4)``."""
+    """The changed settings, each with its old value: ``num_workers 1 (was 4)``."""
     shown = []
     for name, value in lowered.items():
         before = first.settings.get(name)
@@ -317,20 +316,20 @@ def _shown(value: object) -> object:
     return (say("on") if value else say("off")) if isinstance(value, bool) else value
 
 
-def _isolation(home: JobCgroup) -> str:
-    if home.own:
-        return say("its own memory cgroup ({version}): {path}", version=home.version, path=home.path)
-    return say("a process group without its own cgroup: {why}", why=home.reason)
+def _isolation(cgroup: JobCgroup) -> str:
+    if cgroup.own:
+        return say("its own memory cgroup ({version}): {path}", version=cgroup.version, path=cgroup.path)
+    return say("a process group without its own cgroup: {why}", why=cgroup.reason)
 
 
 def state_folder(environment: Mapping[str, str]) -> Path:
-    """Where such files are kept."""
+    """The directory of remembered settings."""
     base = environment.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
     return Path(base) / "legroom" / "run"
 
 
 def command_key(command: Sequence[str], named: Sequence[NamedFlag], folder: str) -> str:
-    """The same for one command whatever the values of its levers."""
+    """A hash of the command and directory that ignores the values of its settings."""
     words: list[str | None] = list(command)
     for name, flag in find_flags(command, named).items():
         if name in SETTINGS and flag.at >= 0:
@@ -343,7 +342,7 @@ def command_key(command: Sequence[str], named: Sequence[NamedFlag], folder: str)
 
 
 def remember_settings(folder: Path, key: str, values: Mapping[str, int | bool | str], box: Box) -> None:
-    """Remember that these worked here. A state directory that cannot be written is no reason to fail."""
+    """Remember settings that worked. An unwritable state directory is not an error."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         text = json.dumps({"values": dict(values), "sizes": _sizes(box)})
@@ -351,13 +350,13 @@ def remember_settings(folder: Path, key: str, values: Mapping[str, int | bool | 
 
 
 def forget_settings(folder: Path, key: str) -> None:
-    """The command works as it is written."""
+    """Forget the settings of a command that works as given."""
     with contextlib.suppress(OSError):
         (folder / f"{key}.json").unlink()
 
 
 def recall_settings(folder: Path, key: str, box: Box) -> dict[str, int | bool | str]:
-    """What worked last, where the box has not grown since; empty where nothing is known."""
+    """The settings that worked last; empty if there are none or /dev/shm or RAM has grown since."""
     try:
         record = json.loads((folder / f"{key}.json").read_text())
         values, sizes = dict(record["values"]), dict(record["sizes"])

@@ -21,10 +21,7 @@ from legroom.units import format_size
 from legroom.words import phrase, say
 
 LOG_ALONE = 0.85
-
-
 _LEAST_SHM = 512 << 20
-
 _RULES: tuple[Callable[[Evidence, Signs], RuleResult | None], ...] = (
     verdict_from_exit.oom_behind_success,
     verdict_from_exit.stop_requested,
@@ -94,8 +91,8 @@ _SUMMARIES: dict[Cause, str] = {
     ),
 }
 
-# What would tell that it was this cause.
-_TELLS: dict[Cause, str] = {
+# How to confirm each cause.
+_CONFIRM: dict[Cause, str] = {
     "shm-full": phrase("check `df -h /dev/shm` while it runs: it fills up"),
     "ram-oom-kill": phrase(
         'usually RAM: `dmesg -T` shows "Killed process", or the scheduler\'s accounting reports memory'
@@ -121,23 +118,23 @@ _TELLS: dict[Cause, str] = {
 
 
 def classify(evidence: Evidence) -> Verdict:
-    """The verdict on that evidence; ``fix`` is left to the one who knows the place."""
+    """The verdict on that evidence; `with_fixes` adds the fixes for this machine."""
     signs = Signs.of(evidence)
-    because = next(found for rule in _RULES if (found := rule(evidence, signs)) is not None)
-    confidence = because.confidence if evidence.live else min(LOG_ALONE, because.confidence)
-    lines, victim = because.lines, None
-    if because.cause != "ram-oom-kill":
-        lines = (*lines, *verdict_from_exit.oom_lines(evidence))  # an OOM kill is always told
+    result = next(found for rule in _RULES if (found := rule(evidence, signs)) is not None)
+    confidence = result.confidence if evidence.live else min(LOG_ALONE, result.confidence)
+    lines, victim = result.lines, None
+    if result.cause != "ram-oom-kill":
+        lines = (*lines, *verdict_from_exit.oom_lines(evidence))  # always report an OOM kill
     elif evidence.oom is not None and evidence.oom.victims:
         victim = evidence.oom.victims[0]
     return Verdict(
-        cause=because.cause,
+        cause=result.cause,
         confidence=round(confidence, 2),
-        summary=because.summary or say(_SUMMARIES[because.cause]),
+        summary=result.summary or say(_SUMMARIES[result.cause]),
         evidence=tuple(dict.fromkeys(lines)),
-        likely=tuple(Likely(cause, say(_TELLS[cause])) for cause in because.likely),
+        likely=tuple(Likely(cause, say(_CONFIRM[cause])) for cause in result.likely),
         victim=victim,
-        refused=_refused(evidence) if because.cause == "ram-allocation" else None,
+        refused=_refused(evidence) if result.cause == "ram-allocation" else None,
     )
 
 
@@ -148,7 +145,7 @@ def _refused(evidence: Evidence) -> Role | None:
 
 
 def with_fixes(verdict: Verdict, evidence: Evidence, box: Box) -> Verdict:
-    """The verdict with what to do about it on that box."""
+    """The verdict with the fixes for that machine."""
     ram = box.pool("ram")
     lines = fixes(
         verdict.cause,
@@ -174,9 +171,9 @@ def fixes(
     machine: int | None = None,
     keyboard: bool = False,
 ) -> tuple[str, ...]:
-    """The lines for that cause at that place.
+    """The fixes for that cause in that environment.
 
-    ``ram`` is what RAM's pool allows, ``machine`` all the RAM there is, ``here`` the size of /dev/shm now;
+    ``ram`` is the RAM limit, ``machine`` the machine's RAM, ``here`` the size of /dev/shm now;
     ``keyboard``: Ctrl-C at this terminal.
     """
     if cause == "shm-full":
@@ -184,7 +181,7 @@ def fixes(
         if shm is not None:
             bigger = max(_LEAST_SHM, 2 * _power_of_two(shm.size))
             wanted = max(wanted, bigger if ram is None else min(bigger, ram // 2))
-        # A log may come from elsewhere, and a large /dev/shm may be full: setting it to less than it has helps nobody.
+        # A log may come from elsewhere, and a large /dev/shm may be full: never advise a smaller one.
         larger = (_large_already(here),) if here and here >= wanted else remedy.enlarge_shm(place, wanted)
         return (
             say("num_workers=0 uses no shared memory; fewer workers, prefetch_factor=1 and smaller batches use less"),
@@ -233,7 +230,7 @@ def fixes(
 
 
 def _more_ram(place: Place, ram: int | None, machine: int | None) -> tuple[str, ...]:
-    """A limit can be raised only where there is one below the machine's RAM; and the process is gone: no `ps`."""
+    """Only a limit below the machine's RAM can be raised. The process is gone, so no `ps`."""
     limited = ram is not None and (machine is None or ram < machine)
     return remedy.raise_ram_limit(place, ram if limited else None, machine, running=False)
 
@@ -267,7 +264,7 @@ def _power_of_two(size: int) -> int:
 
 
 def verdict_object(verdict: Verdict | None) -> dict[str, Any]:
-    """A verdict's fields as `explain` and `run` share them."""
+    """A verdict's JSON fields, shared by `explain` and `run`."""
     if verdict is None:
         return {"verdict": None, "confidence": None, "summary": None, "likely": [], "evidence": [], "fix": []}
     return {

@@ -26,36 +26,22 @@ from legroom.units import format_duration, format_size
 from legroom.words import listed, say
 
 _SIGKILL, _SIGTERM = 9, 15
-
-_AT_THE_END = 5.0  # seconds: an OOM kill and a SIGKILL as near as this are one
-
-_THRASH = 1 << 20  # bytes a second fetched back from swap, when everything stalls as well
-
-_THRASH_ALONE = 8 << 20  # when nobody can say whether it stalls
-
-_STALLED = 10.0  # percent of the time in which nothing ran for want of memory
-
+_AT_THE_END = 5.0  # seconds: an OOM kill and a SIGKILL this close are the same event
+_THRASH = 1 << 20  # bytes per second swapped in, if PSI also shows stalls
+_THRASH_ALONE = 8 << 20  # if PSI is not available
+_STALLED = 10.0  # percent of the time with all tasks stalled on memory
 _FULL = 0.97
-
 _MOST_VICTIMS, _MOST_BESIDE = 3, 3  # named in the evidence
-
-_ENDS_A_STALL = frozenset({1, 2, 6, 9, 14, 15})  # what watchdogs, schedulers and people send
-
-
+_ENDS_A_STALL = frozenset({1, 2, 6, 9, 14, 15})  # sent by watchdogs, schedulers and people
 _FROM_OUTSIDE = frozenset({1, 2, 3, 9, 15, 24, 25})  # HUP, INT, QUIT, KILL, TERM, XCPU, XFSZ
-
 _SHELL = 128
-
-# Exceptions that only the program's own code leads to.
+# Exceptions that come only from the program's own code.
 _OF_THE_PROGRAM = re.compile(
     r"\b(?:Key|Index|Name|UnboundLocal|Import|ModuleNotFound|Syntax|Indentation|ZeroDivision|NotImplemented|Recursion)Error\b"
 )
-
-# A socket whose process has gone away, when the line names no file.
+# A socket whose process has exited, if the line names no file.
 _PEER_GONE = re.compile(r"FileNotFoundError: \[Errno 2\] [^:]*$|Connection\w*Error|OSError: handle is closed")
-
 _OF_MEMORY = re.compile(r"(?i:\bmemory|\ballocat|\boom\b|\bshm\b|no space|resources?\b)")
-
 _SHORT_OF: dict[str, Cause] = {
     "gpu-oom": "gpu-oom", "gpu-likely": "gpu-oom", "cuda-oom-bare": "gpu-oom", "device-oom": "gpu-oom",
     "oom-handled": "gpu-oom", "pinned": "pinned-exhausted", "fds": "fds-exhausted", "fds-likely": "fds-exhausted",
@@ -68,7 +54,7 @@ _SHORT_OF: dict[str, Cause] = {
 
 
 def stop_requested(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """Somebody told the supervisor to stop."""
+    """legroom run was asked to stop."""
     if evidence.asked_to_stop is None:
         return None
     name = signal_name(evidence.asked_to_stop)
@@ -77,7 +63,7 @@ def stop_requested(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def stalled_on_shm(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """It hung on a full pool until the supervisor ended it."""
+    """The job hung on a full /dev/shm until the supervisor stopped it."""
     if evidence.stalled_on != "shm":
         return None
     lines = [
@@ -97,7 +83,7 @@ def stalled_on_shm(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def oom_behind_success(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """It ended with 0, and one of its processes was OOM-killed: a pipe, a `wait` or a handler hid it."""
+    """Exit code 0, but one of its processes was OOM-killed: a pipe, `wait` or a handler hid it."""
     if evidence.ending is None or not evidence.ending.success or evidence.stalled_on is not None:
         return None
     if not (kills := _job_kill_lines(evidence)):
@@ -112,10 +98,10 @@ def oom_behind_success(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def oom_killed(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """The kernel's OOM killer took a process of the job, and that ended the job.
+    """The kernel's OOM killer killed a process of the job, and that ended the job.
 
-    How long before does not matter: a rank waits for a dead one until its timeout, which is 10 to 30 minutes. What
-    matters is whether the job went on.
+    How long before the end does not matter: a rank waits for a dead one until its timeout, 10 to 30 minutes. What
+    matters is whether the job continued.
     """
     lines = _job_kill_lines(evidence)
     if not lines:
@@ -124,18 +110,18 @@ def oom_killed(evidence: Evidence, signs: Signs) -> RuleResult | None:
     gap = (count.before_end if count is not None else None) or 0.0
     ending = evidence.ending
     if _killed(evidence):
-        sure = 0.99 if gap <= _AT_THE_END else 0.6  # later, SIGKILL came from elsewhere
+        sure = 0.99 if gap <= _AT_THE_END else 0.6  # much later: SIGKILL may have come from elsewhere
     elif sign := signs.first("worker-killed", "worker-gone", "child-killed", "killed"):
         sure = 0.97
         lines.append(quoted_line(sign))
-    elif _echo(evidence) or _ended_in_timeout(evidence):
+    elif _is_consequence(evidence) or _ended_in_timeout(evidence):
         sure = 0.95
     elif signs.text("gpu-oom", "gpu-likely", "cuda-oom-bare", "shm", "fds", "disk", "disk-quota", "pinned"):
-        return None  # it died of what it says; the kill was another process's, and survived
+        return None  # the program reports another cause and survived the kill
     elif count is not None and count.went_on:
         return None
     elif ending is not None and ending.signal in _ENDS_A_STALL and gap > _AT_THE_END:
-        sure = 0.6  # a time limit ends a job that waits for the dead process, and any other job
+        sure = 0.6  # a time limit ends a job that waits for the dead process, and also any other job
     else:
         sure = 0.85
     if count is not None and not count.own and not evidence.kernel:
@@ -144,7 +130,7 @@ def oom_killed(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def oom_lines(evidence: Evidence) -> list[str]:
-    """What is known about OOM kills during the run, for any verdict."""
+    """Evidence of OOM kills during the run, for any verdict."""
     count = evidence.oom
     lines = _job_kill_lines(evidence)
     if lines and count is not None and count.before_end is not None:
@@ -155,7 +141,7 @@ def oom_lines(evidence: Evidence) -> list[str]:
 
 
 def _job_kill_lines(evidence: Evidence) -> list[str]:
-    """The lines on OOM kills of the job's own processes; empty where there was none, or none that is known to be."""
+    """Evidence of OOM kills of the job's own processes; empty if there is none."""
     count, kernel = evidence.oom, evidence.kernel or ()
     lines: list[str] = []
     if count is not None and count.of_job:
@@ -176,15 +162,15 @@ def _job_kill_lines(evidence: Evidence) -> list[str]:
                             for one in count.beside[:_MOST_BESIDE])  # fmt: skip
             lines.append(say("other processes of the job at that time: {others}", others=others))
     named = {victim.pid for victim in count.victims} if count is not None and count.of_job else set()
-    # The kernel's own lines are long; who was killed and what it held is what they add.
-    told = {pid: rss for pid, rss in killed_in(kernel).items() if pid not in named}
-    for pid, rss in list(told.items())[:_MOST_VICTIMS]:
+    # The kernel's lines are long: show only the killed process and its RSS.
+    unnamed = {pid: rss for pid, rss in killed_in(kernel).items() if pid not in named}
+    for pid, rss in list(unnamed.items())[:_MOST_VICTIMS]:
         if rss is None:
             lines.append(say("kernel log: killed process {pid}", pid=pid))
         else:
             used = format_size(rss)
             lines.append(say("kernel log: killed process {pid}, which used {size}", pid=pid, size=used))
-    if kernel and not told:
+    if kernel and not unnamed:
         lines.append(say("the kernel log names it too"))
     return lines
 
@@ -225,7 +211,7 @@ def _unattributed(count: OomCount) -> str:
 
 
 def _ram_peak_lines(evidence: Evidence) -> list[str]:
-    """How full RAM was: by the kernel's own peak where there is one, else as it was last seen, and when."""
+    """The RAM peak: the kernel's own if there is one, otherwise from the samples, with the age of the last."""
     if evidence.ram_peak is not None:
         return [level_line(say("RAM peak of its cgroup, recorded by the kernel"), evidence.ram_peak)]
     seen = evidence.peaks.get("ram")
@@ -239,16 +225,20 @@ def _ram_peak_lines(evidence: Evidence) -> list[str]:
 
 
 def oom_daemon(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """systemd-oomd, earlyoom or a kubelet killed it for memory: to the kernel that is a plain signal."""
+    """systemd-oomd, earlyoom or a kubelet killed it: to the kernel that is a plain signal."""
     if not evidence.killers:
         return None
-    if not (_killed(evidence) or (evidence.ending and evidence.ending.signal == _SIGTERM) or _echo(evidence)):
+    if not (
+        _killed(evidence)
+        or (evidence.ending and evidence.ending.signal == _SIGTERM)
+        or _is_consequence(evidence)
+    ):
         return None
     return RuleResult("ram-oom-kill", 0.93, (*evidence.killers[:3], exit_line(evidence.ending)))
 
 
 def oom_shared(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """A counter that others share rose for a process that is not known, or RAM was nearly full, when SIGKILL came."""
+    """SIGKILL came while a shared OOM counter rose for an unknown process, or while RAM was nearly full."""
     lost = signs.first("worker-killed", "worker-gone", "child-killed", "killed")
     if not (_killed(evidence) or lost):
         return None
@@ -266,24 +256,24 @@ def oom_shared(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def oom_in_log(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """A kernel, a scheduler or a daemon says so in the log itself."""
+    """The log contains an OOM kill report of a kernel, a scheduler or a daemon."""
     sign = signs.first("oom-kill", "oom-daemon")
     if sign is None:
         return None
     lines, sure = [quoted_line(sign)], 0.95 if sign.code == "oom-kill" else 0.9
     count = evidence.oom
     if sign.code == "oom-kill" and count is not None and not count.of_job and not count.unattributed:
-        # Of another job or an earlier one; unless the job ran elsewhere, below a scheduler's launcher.
+        # From another or an earlier job, unless the job ran elsewhere, under a scheduler's launcher.
         lines.append(say("oom_kill shows no kill in this job ({source})", source=count.source))
         sure = 0.6
     return RuleResult("ram-oom-kill", sure, (*lines, exit_line(evidence.ending)))
 
 
 def swapping(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """It did nothing but fetch pages back from swap until something lost patience."""
-    patience = signs.first("timeout")
+    """The job only swapped until a timeout or a signal ended it."""
+    timeout = signs.first("timeout")
     signal = evidence.ending.signal if evidence.ending else None
-    if not (patience or _echo(evidence) or signal in _ENDS_A_STALL or _killed(evidence)):
+    if not (timeout or _is_consequence(evidence) or signal in _ENDS_A_STALL or _killed(evidence)):
         return None
     lines: list[str] = []
     if evidence.swapped_back is not None:
@@ -293,39 +283,39 @@ def swapping(evidence: Evidence, signs: Signs) -> RuleResult | None:
         lines.append(
             say("all tasks were stalled on memory {share:.0f} % of the time (PSI)", share=evidence.stalled)
         )
-    if patience:
-        lines.append(quoted_line(patience))
+    if timeout:
+        lines.append(quoted_line(timeout))
     moved = evidence.swapped_back or 0
     hint = signs.first("swap-hint")
     if moved >= _THRASH and (evidence.stalled or 0) >= _STALLED:
         return RuleResult("swap-thrash", 0.9, (*lines, exit_line(evidence.ending)))
     if moved >= _THRASH_ALONE:
         return RuleResult("swap-thrash", 0.8, (*lines, exit_line(evidence.ending)))
-    if not evidence.live and patience and hint:
+    if not evidence.live and timeout and hint:
         return RuleResult("swap-thrash", 0.6, (quoted_line(hint), *lines))
     return None
 
 
 def _killed(evidence: Evidence) -> bool:
-    """Whether SIGKILL ended it, as its parent or a shell between sees it."""
+    """Whether SIGKILL ended it, as seen by its parent or by a shell in between."""
     ending = evidence.ending
     return ending is not None and (ending.signal == _SIGKILL or ending.status == 128 + _SIGKILL)
 
 
 def _ended_in_timeout(evidence: Evidence) -> bool:
-    """Whether its last exception is that it waited for too long."""
+    """Whether its last exception is a timeout."""
     last = evidence.log.last_error
     return last is not None and last.code == "timeout"
 
 
-def _echo(evidence: Evidence) -> bool:
-    """Whether its last exception is about another process's death."""
+def _is_consequence(evidence: Evidence) -> bool:
+    """Whether its last exception reports another process's exit."""
     last = evidence.log.last_error
     return last is not None and CONSEQUENCE.search(last.line) is not None
 
 
 def worker_killed(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """A loader's worker was killed, and no counter says that it was for memory."""
+    """A DataLoader worker was killed, and no counter shows an OOM kill."""
     sign = signs.text("worker-killed")
     if sign is None:
         return None
@@ -338,13 +328,13 @@ def worker_killed(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def crashed_worker(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """A process crashed by itself, as another or a shell saw it."""
+    """A process crashed, as another process or a shell reports."""
     sign = signs.text("worker-crash", "crash", "abort")
     if sign is None or _before(signs.text("child-killed"), sign):
         return None
     lines = (quoted_line(sign), exit_line(evidence.ending))
     summary = say("a process crashed in native code; no sign that a memory pool ran out.")
-    # A watchdog's abort may have been right about something that a log does not show, such as swap.
+    # A watchdog may have aborted for a reason that a log does not show, such as swap.
     if not evidence.live and signs.first("timeout"):
         return unknown(lines, "not-memory", "ram-oom-kill", "swap-thrash")
     if sign.code == "abort":
@@ -355,7 +345,7 @@ def crashed_worker(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def ended_by(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """A scheduler, a closed terminal or another user ended it, and the log says so."""
+    """The log shows that a scheduler, a closed terminal or another user ended it."""
     sign = signs.text("ended-by")
     if sign is None:
         return None
@@ -370,10 +360,10 @@ def child_killed(evidence: Evidence, signs: Signs) -> RuleResult | None:
     lines = (quoted_line(sign), _counter_line(evidence), exit_line(evidence.ending))
     named = "SIGKILL" in sign.line and _counted_none(
         evidence
-    )  # the signal is named, and no OOM kill was counted
+    )  # SIGKILL is named, and no OOM kill was counted
     if sign.code in ("worker-gone", "oom-guess") and not named:
         if signs.origin is not None:
-            return None  # what that process said itself
+            return None  # that process reported its own error
         return unknown(
             lines, "ram-oom-kill", "worker-killed" if "oader" in sign.line else "killed", "not-memory"
         )
@@ -385,7 +375,7 @@ def child_killed(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def killed_by_signal(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """A signal that somebody sent."""
+    """A signal from another process."""
     ending = evidence.ending
     if ending is None or ending.signal not in _FROM_OUTSIDE:
         return None
@@ -400,7 +390,7 @@ def killed_by_signal(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def interrupted(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """Ctrl-C, as Python tells it."""
+    """Ctrl-C, reported by Python as KeyboardInterrupt."""
     last = evidence.log.last_error
     if last is None or "KeyboardInterrupt" not in last.line:
         return None
@@ -410,7 +400,7 @@ def interrupted(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def crashed(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """A signal that the program brought upon itself."""
+    """A signal caused by the program itself."""
     ending = evidence.ending
     if ending is None or ending.signal is None:
         return None
@@ -421,7 +411,7 @@ def crashed(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def other_exception(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """An exception of another kind."""
+    """Any other exception."""
     last = signs.decisive or signs.origin
     if last is None:
         return None
@@ -443,7 +433,7 @@ def other_exception(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def unexplained(evidence: Evidence, signs: Signs) -> RuleResult:
-    """Nothing names a cause."""
+    """No cause found."""
     lines = [exit_line(evidence.ending)]
     status = evidence.ending.status if evidence.ending else None
     if status is not None and status > _SHELL:
@@ -473,7 +463,7 @@ def unexplained(evidence: Evidence, signs: Signs) -> RuleResult:
 
 
 def _leads_to(sign: Sign, error: Sign) -> bool:
-    """Whether the exception itself, or what stands above it in its tracebacks, reports the child's death."""
+    """Whether the exception or its tracebacks report the child's exit."""
     return sign.number == error.number or (sign.code == "child-killed" and sign.number > error.number)
 
 
@@ -487,7 +477,7 @@ def _before(first: Sign | None, second: Sign) -> bool:
 
 
 def _counted_none(evidence: Evidence) -> bool:
-    """Whether it is known that no OOM kill took a process of the job."""
+    """Whether the counter proves that no process of the job was OOM-killed."""
     count = evidence.oom
     return count is not None and not count.of_job and not count.unattributed
 

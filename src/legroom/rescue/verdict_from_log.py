@@ -22,15 +22,15 @@ from legroom.rescue.verdict_rule import (
 from legroom.words import say
 
 _SIGBUS = 7
-FULL = 0.9  # a pool as full as this has no room for the next batch
-GREW = 0.5  # seen half full between two looks, and a bus error right after
+FULL = 0.9  # a pool this full has no space for the next batch
+GREW = 0.5  # half full at a sample, and a bus error right after
 DISK_FULL = 0.98
-_NEAR = 10.0  # seconds before the end in which a level has to do with it
+_NEAR = 10.0  # seconds before the end in which a level counts
 _BUS_CAUSES: tuple[Cause, ...] = ("shm-full", "disk-full", "not-memory")
 _VAGUE = frozenset({"cuda-oom-bare", "gpu-likely", "device-oom", "oom-handled", "fds-likely", "shm-likely"})
 _ON_CPU = re.compile(r"device:CPU|allocator (?:mkl_?)?cpu|cpu_allocator|DefaultCPU")
 _BYTES = re.compile(r"allocat\w* (\d+) bytes")
-_LARGE = 1 << 20  # bytes: whoever refuses less was not asked for much
+_LARGE = 1 << 20  # bytes: a failed request above this is a large one
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMGT]i?B)")
 _FREE = re.compile(r"of which ([\d.]+) ([KMGT]i?B) is free|([\d.]+) ([KMGT]i?B) free")
 _UNITS = {
@@ -41,24 +41,24 @@ _UNITS = {
 _EAGAIN = re.compile(r"temporarily unavailable|EAGAIN|Errno 11|pids controller|资源暂时不可用")
 _SLACK = 256 << 20
 _MAPPED = re.compile(r"</?torch_\d+_\d+_(\d+)>")
-_MANY_MAPS = 30_000  # objects that one process shares: each may take two mappings
+_MANY_MAPS = 30_000  # shared objects of one process: each may need two mappings
 _PATH = re.compile(
     r"WinError 112|on the disk|磁盘|on device: b?['\"]|[:'\" ](?:/(?!dev/shm|torch_|psm_|mp-|sem\.)[\w.@+-]+/|[A-Z]:\\)"
 )
-_FRAME_LINES = 5  # of one frame: its place, its code, what marks the place in the code, and one call more
+_FRAME_LINES = 5  # lines of one frame (file, code, marker) and one more call
 _ALONE = re.compile(
     r"^\W*(?:OS|IO)?(?:Error)?:?\s?\[?(?:Errno 28\]?)?:?\s?[Nn]o\s+space\s+left\s+on\s+device\W*$"
 )
 
 
 def faults(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """A fault of a GPU's kernel, of a driver or of a library, or a size that is garbage after one."""
+    """A fault of a GPU kernel, a driver or a library, or a garbage size after one."""
     sign = signs.text("fault", "absurd-size", "shm-other", "assertion") or _library(signs)
     if sign is None:
         return None
     before = signs.text(*SHORTAGES)
     if before is not None and before.number > sign.number and before.code not in _VAGUE:
-        return None  # it had run out of something before
+        return None  # a pool had run out before
     if sign.code == "absurd-size":
         summary = say("the size in the message is garbage from an earlier failure: see the lines before it.")
         return RuleResult("not-memory", 0.7, (quoted_line(sign), exit_line(evidence.ending)), summary=summary)
@@ -72,7 +72,7 @@ def faults(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def _library(signs: Signs) -> Sign | None:
-    """A library or a kernel limit, unless that was a warning and something else was reported later."""
+    """A library or a kernel limit, unless another error was reported later."""
     sign = signs.text("library")
     if sign is None or signs.decisive is not None:
         return sign
@@ -81,7 +81,7 @@ def _library(signs: Signs) -> Sign | None:
 
 
 def pinned(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """Page-locked host memory: CUDA's words for it are those for GPU memory, so it counts who said them."""
+    """Page-locked host memory. CUDA's message is the same as for GPU memory, so its origin decides."""
     if sign := signs.text("pinned"):
         return RuleResult("pinned-exhausted", 0.92, (quoted_line(sign), exit_line(evidence.ending)))
     bare = signs.text("cuda-oom-bare")
@@ -93,7 +93,7 @@ def pinned(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def gpu(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """The GPU's memory."""
+    """GPU memory."""
     sign = signs.text("gpu-oom", "gpu-likely", "cuda-oom-bare")
     if sign is None:
         return None
@@ -117,7 +117,7 @@ def gpu(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def gpu_refused(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """TensorFlow asked a GPU for less and less; where nothing else is said, that was the end."""
+    """TensorFlow requested less and less GPU memory, and no other error follows."""
     sign = signs.text("gpu-refused")
     if sign is None or signs.decisive:
         return None
@@ -127,7 +127,7 @@ def gpu_refused(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def device(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """Out of memory on a device that the message does not name."""
+    """Out of memory on an unnamed device."""
     sign = signs.text("device-oom")
     if sign is None:
         return None
@@ -147,7 +147,7 @@ def device(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def gpu_library(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """cuDNN, cuBLAS and the like could not start or run: a full GPU, or a mismatch of versions, or an earlier fault."""
+    """cuDNN, cuBLAS and the like failed: a full GPU, mismatched versions or an earlier fault."""
     sign = signs.text("gpu-library")
     if sign is None:
         return None
@@ -181,9 +181,9 @@ def descriptors(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def processes(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """The number of processes and threads."""
+    """The limit on processes and threads."""
     if sign := signs.text("processes"):
-        # Without an error number it may be memory that a stack could not have.
+        # Without an error number, it may be memory for a thread's stack.
         sure = 0.85 if _EAGAIN.search(sign.line) else 0.78
         return RuleResult("processes-exhausted", sure, (quoted_line(sign), exit_line(evidence.ending)))
     sign = signs.text("try-again")
@@ -196,7 +196,7 @@ def processes(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def maps(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """The number of mappings of a process (vm.max_map_count)."""
+    """The limit on mappings of a process (vm.max_map_count)."""
     if sign := signs.text("map-count"):
         return RuleResult("map-count", 0.78, (quoted_line(sign), exit_line(evidence.ending)))
     sign = signs.text("mmap-refused")
@@ -216,10 +216,9 @@ def maps(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def sockets(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """No socket could be made below the folder for temporary files.
+    """No socket could be created in the temporary directory.
 
-    torch loses every batch and waits for ever, until somebody loses patience: what ended it, a signal or an exception
-    far below, does not speak against it.
+    torch loses every batch and waits forever. The signal or exception that finally ended it does not contradict this.
     """
     last = evidence.log.last_error
     waited = last is not None and (last.code == "timeout" or "KeyboardInterrupt" in last.line)
@@ -231,7 +230,7 @@ def sockets(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def shm(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """/dev/shm was refused; what torch only supposes below a bus error is judged as a bus error."""
+    """An allocation in /dev/shm failed. torch's guess after a bus error is left to the bus-error rule."""
     sign, sure = signs.text("shm"), 0.93
     if sign is None:
         sign, sure = _space_in_shm(evidence, signs)
@@ -253,7 +252,7 @@ def shm(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def _space_in_shm(evidence: Evidence, signs: Signs) -> tuple[Sign | None, float]:
-    """A "No space left on device" of a semaphore, a queue or a tensor that is shared: these lie in /dev/shm."""
+    """A "No space left on device" for a semaphore, a queue or a shared tensor: these are in /dev/shm."""
     sign = signs.text("disk")
     if sign is None or _PATH.search(sign.line) or _full_disks(evidence):
         return None, 0.0
@@ -263,7 +262,7 @@ def _space_in_shm(evidence: Evidence, signs: Signs) -> tuple[Sign | None, float]
 
 
 def _innermost(evidence: Evidence, sign: Sign) -> bool:
-    """Whether the frame right above the error is one that only uses /dev/shm."""
+    """Whether the frame right above the error only uses /dev/shm."""
     return any(
         one.code == "frame-shm" and sign.number < one.number <= sign.number + _FRAME_LINES
         for one in evidence.log.signs
@@ -271,7 +270,7 @@ def _innermost(evidence: Evidence, sign: Sign) -> bool:
 
 
 def bus(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """SIGBUS: a page that a full tmpfs or a full disk could not give, or a mapped file that was truncated."""
+    """SIGBUS: no page left on a full tmpfs or disk, or a truncated memory-mapped file."""
     ending = evidence.ending
     hit = ending is not None and (ending.signal == _SIGBUS or ending.status == 128 + _SIGBUS)
     sign = signs.text("worker-bus", "bus")
@@ -281,7 +280,7 @@ def bus(evidence: Evidence, signs: Signs) -> RuleResult | None:
     level = fullest_shm(evidence)
     if not evidence.live or level is None:
         lines.append(say("/dev/shm usage is unknown; a truncated memory-mapped file causes the same error"))
-        # Of a loader's worker it mostly is /dev/shm.
+        # In a DataLoader worker it usually is /dev/shm.
         if signs.text("worker-bus"):
             return RuleResult("shm-full", 0.7, (*lines, exit_line(evidence.ending)), likely=_BUS_CAUSES)
         return unknown((*lines, exit_line(evidence.ending)), *_BUS_CAUSES)
@@ -319,7 +318,7 @@ def disk(evidence: Evidence, signs: Signs) -> RuleResult | None:
         lines.append(level_line(say("/dev/shm peak"), level))
         return RuleResult("shm-full", 0.85, (*lines, exit_line(evidence.ending)))
     if sign.code in ("disk-write", "disk-io") and not full and evidence.live:
-        return None  # torch says the same of a file system that went away
+        return None  # torch prints the same for a file system that disappeared
     lines.append(exit_line(evidence.ending))
     if full or sign.code == "disk-quota":
         return RuleResult("disk-full", 0.97 if full else 0.93, tuple(lines))
@@ -329,14 +328,14 @@ def disk(evidence: Evidence, signs: Signs) -> RuleResult | None:
         return RuleResult("disk-full", 0.7, tuple(lines), likely=("disk-full", "not-memory"))
     if evidence.live or _PATH.search(sign.line):
         return RuleResult("disk-full", 0.85, tuple(lines))
-    # A command names itself before the error; an exception without its traceback could be anything's.
+    # A command prints its name before the error; an exception without a traceback could be from anything.
     if _in_traceback(evidence, sign) or not _ALONE.search(sign.line):
         return RuleResult("disk-full", 0.75, tuple(lines), likely=("disk-full", "shm-full"))
     return unknown(tuple(lines), "disk-full", "shm-full")
 
 
 def ram(evidence: Evidence, signs: Signs) -> RuleResult | None:
-    """Host memory that was refused: an exception, not a kill."""
+    """A host memory allocation failed: an exception, not a kill."""
     sign = signs.text("ram", "ram-likely", "ram-thread")
     if sign is None:
         return None
@@ -351,13 +350,13 @@ def ram(evidence: Evidence, signs: Signs) -> RuleResult | None:
 
 
 def fullest_shm(evidence: Evidence) -> Level | None:
-    """/dev/shm as full as it was seen, the moment of death included."""
+    """The peak of /dev/shm, including its level at the end."""
     seen = [level for level in (evidence.peaks.get("shm"), evidence.shm_at_end) if level is not None]
     return max(seen, key=lambda level: level.share, default=None)
 
 
 def _shm_near_end(evidence: Evidence) -> Level | None:
-    """/dev/shm as full as it was in the last seconds; what was full and freed before that ended nothing."""
+    """The peak of /dev/shm in the last seconds: an earlier one did not end the job."""
     if not evidence.readings:
         return fullest_shm(evidence)
     since = evidence.readings[-1].when - _NEAR
@@ -372,14 +371,14 @@ def _full_disks(evidence: Evidence) -> dict[str, Level]:
 
 
 def _in_traceback(evidence: Evidence, sign: Sign) -> bool:
-    """Whether frames above the line show what the program was doing."""
+    """Whether a traceback ends at that line."""
     return any(error.number == sign.number for error in evidence.log.errors) and (
         evidence.log.chain_from is not None and evidence.log.chain_from > sign.number
     )
 
 
 def _room_for_it(line: str) -> bool:
-    """Whether a GPU's own message reports far more free memory than was asked for."""
+    """Whether the message reports far more free GPU memory than was requested."""
     asked, free = _ASKED.search(line), _FREE.search(line)
     if asked is None or free is None:
         return False

@@ -151,7 +151,7 @@ def test_run_tells_a_command_on_a_line_without_its_own_name() -> None:
     told: list[str] = []
     supervisor = Supervisor(RunOptions(("true",)), healthy(), told.append, Host())
     verdict = Verdict("shm-full", 0.9, "full", fix=("now:\nmount -o remount,size=8G /dev/shm",))
-    supervisor._tell_death([Attempt(1, ("true",), {}, ExitStatus(status=1), 1.0, verdict=verdict)])
+    supervisor._print_verdict([Attempt(1, ("true",), {}, ExitStatus(status=1), 1.0, verdict=verdict)])
     lines = "\n".join(f"legroom: {line}" for line in told).splitlines()
     assert "mount -o remount,size=8G /dev/shm" in [line.strip() for line in lines]
 

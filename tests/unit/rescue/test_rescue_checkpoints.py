@@ -75,7 +75,7 @@ def test_the_newest_whole_one_is_taken_and_the_torn_ones_are_named(tmp_path: Pat
         os.utime(tmp_path / name, ns=(10**18 + at, 10**18 + at))
     found = newest_complete(f"{tmp_path}/step*.pt")
     assert found.path == str(tmp_path / "step10.pt")
-    assert len(found.passed_over) == 2 and "step12.pt: empty" in found.passed_over[0]
+    assert len(found.skipped) == 2 and "step12.pt: empty" in found.skipped[0]
     assert newest_complete(f"{tmp_path}/*.ckpt").path is None
 
 

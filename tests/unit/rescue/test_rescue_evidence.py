@@ -61,7 +61,7 @@ def test_a_day_of_looks_stays_small_and_keeps_the_peak() -> None:
     readings.begin()
     for second in range(20_000):
         clock[0] = float(second)
-        readings.look()
+        readings.sample()
     assert len(readings.history) <= 4001
     assert readings.peaks["shm"] == Level(60 * MB, 64 * MB)
     assert readings.history[-1].when == 19_999
@@ -101,20 +101,20 @@ def test_daemons_that_kill_for_memory_are_found_by_the_pid(tmp_path: Path) -> No
 
 def test_no_cgroup_is_no_reason_to_fail(tmp_path: Path) -> None:
     host = Host(root=tmp_path, recording={}, platform="linux")
-    home = make_job_cgroup(host, "legroom-run-1")
-    assert not home.own and home.reason and home.pids() == []
-    assert home.counters(host)[0] is None
-    home.close()
+    made = make_job_cgroup(host, "legroom-run-1")
+    assert not made.own and made.reason and made.pids() == []
+    assert made.counters(host)[0] is None
+    made.close()
     elsewhere = make_job_cgroup(Host(root=tmp_path, recording={}, platform="darwin"), "x")
     assert elsewhere.path is None and elsewhere.reason
 
 
 def test_a_job_that_works_or_writes_does_not_stall() -> None:
-    watch = StallDetector(patience=10)
+    watch = StallDetector(limit=10)
     assert not any(watch.stalled(float(t), cpu=t * 0.5, written=0) for t in range(60))
     assert not any(watch.stalled(float(60 + t), cpu=30, written=t) for t in range(60))
     assert any(watch.stalled(float(120 + t), cpu=30 + t * 0.001, written=60) for t in range(12))
-    assert not any(StallDetector(patience=0).stalled(float(t), 0, 0) for t in range(100))
+    assert not any(StallDetector(limit=0).stalled(float(t), 0, 0) for t in range(100))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -213,8 +213,8 @@ def test_the_kernel_s_peak_counts_where_it_is_of_this_attempt(
     peak = group / name
     peak.write_text(f"{50 * MB}\n")
 
-    def looked(home: JobCgroup) -> JobSampler:
-        readings = JobSampler(Host(root=tmp_path), home, list)
+    def looked(made: JobCgroup) -> JobSampler:
+        readings = JobSampler(Host(root=tmp_path), made, list)
         readings.begin()
         readings.peaks["ram"] = Level(18 * MB, 120 * MB)
         return readings

@@ -39,8 +39,8 @@ class Job:
         (self.root / f"proc/{TRAINER}/status").write_text(
             f"Name:\tpython\nState:\tR (running)\nPPid:\t1\nVmRSS:\t{int(used) // 1024} kB\n"
         )
-        reading = self.readings.look()
-        return () if reading is None else self.alarms.look(reading)
+        reading = self.readings.sample()
+        return () if reading is None else self.alarms.update(reading)
 
 
 def test_a_leak_is_told_in_time_and_once_for_each_level(tmp_path: Path) -> None:
@@ -83,9 +83,9 @@ def test_the_report_keeps_and_draws_them() -> None:
     alarm = Alarm("ram-filling", "ram", "warning", "ram full, from pid 1 (<b>)", 12.0, {"growth": 5}, (1,))
     readings = tuple(Reading(float(when), {"ram": Level(when, 20)}) for when in range(20))
     attempt = Attempt(1, ("x",), {}, ExitStatus(0), 20.0, readings=readings, alarms=(alarm, alarm))
-    story = SupervisedRun(("x",), (attempt,), 0.0, "a process group")
-    kept = run_object(story)["attempts"][0]["alarms"]
+    run = SupervisedRun(("x",), (attempt,), 0.0, "a process group")
+    kept = run_object(run)["attempts"][0]["alarms"]
     assert [(one["code"], one["since"], one["pids"]) for one in kept] == [("ram-filling", 12.0, [1])] * 2
-    shown = run_page(story)
+    shown = run_page(run)
     assert "ram full, from pid 1 (&lt;b&gt;)" in shown
     assert ">1–2</text>" in shown  # two of one moment share a label

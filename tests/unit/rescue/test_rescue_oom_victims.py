@@ -63,7 +63,7 @@ def _job(group: Group) -> tuple[OomVictims, int, int, int]:
     main = group.start()
     watched.root = main
     worker = group.start(group=main)
-    watched.look(1.0, 0)
+    watched.update(1.0, 0)
     watched.measure([main, worker])
     return watched, main, worker, another
 
@@ -72,7 +72,7 @@ def test_the_job_lost_a_process(group: Group) -> None:
     watched, main, worker, _ = _job(group)
     group.kills += 1
     group.end(worker)
-    watched.look(2.0, 0)
+    watched.update(2.0, 0)
     assert watched.kills == 1 and watched.taken() == (1, 0)
     (victim,) = watched.victims()
     assert victim.pid == worker and victim.command == "sleep 60" and victim.rss
@@ -86,7 +86,7 @@ def test_another_lost_a_process(group: Group) -> None:
     watched, _, _, another = _job(group)
     group.kills += 1
     group.end(another)
-    watched.look(2.0, 0)
+    watched.update(2.0, 0)
     assert watched.taken() == (0, 1) and watched.victims() == () and watched.before_end(9.0) is None
 
 
@@ -94,10 +94,10 @@ def test_both_or_neither_is_not_known(group: Group) -> None:
     watched, _, worker, another = _job(group)
     group.kills += 2
     group.end(worker, another)
-    watched.look(2.0, 0)
+    watched.update(2.0, 0)
     group.kills += 1
     group.write()
-    watched.look(5.0, 0)
+    watched.update(5.0, 0)
     assert watched.kills == 3 and watched.taken() == (0, 0)
 
 
@@ -105,22 +105,22 @@ def test_a_process_that_takes_its_time_to_go_is_the_victim_and_a_later_one_is_no
     watched, main, worker, _ = _job(group)
     group.kills += 1
     group.write()
-    watched.look(2.0, 0)
+    watched.update(2.0, 0)
     assert watched.taken() == (0, 0)
     group.end(worker)
-    watched.look(2.3, 0)
+    watched.update(2.3, 0)
     group.end(main)
-    watched.look(2.4, 0)
+    watched.update(2.4, 0)
     assert watched.taken() == (1, 0) and [one.pid for one in watched.victims()] == [worker]
 
 
 def test_processes_that_end_while_nothing_is_killed_are_no_victims(group: Group) -> None:
     watched, _, worker, _ = _job(group)
     group.end(worker)
-    watched.look(2.0, 0)
+    watched.update(2.0, 0)
     group.kills += 1
     group.write()
-    watched.look(5.0, 0)
+    watched.update(5.0, 0)
     assert watched.taken() == (0, 0) and watched.victims() == ()
 
 
@@ -128,12 +128,12 @@ def test_a_job_that_keeps_on_writing_went_on(group: Group) -> None:
     watched, _, worker, _ = _job(group)
     group.kills += 1
     group.end(worker)
-    watched.look(2.0, 10)
+    watched.update(2.0, 10)
     for step, when in enumerate((3.0, 4.0, 5.0)):
-        watched.look(when, 20 + step)
+        watched.update(when, 20 + step)
     assert watched.went_on(10.0)
     assert not watched.went_on(5.5)  # what it writes at its end is about its end
-    watched.look(20.0, 30)
+    watched.update(20.0, 30)
     assert watched.went_on(30.0)
 
 
@@ -142,7 +142,7 @@ def test_a_group_that_cannot_be_listed_attributes_nothing(group: Group) -> None:
     group.kills += 1
     group.end(worker)
     (group.folder / "cgroup.procs").unlink()
-    watched.look(2.0, 0)
+    watched.update(2.0, 0)
     assert watched.kills == 1 and watched.taken() == (0, 0)
 
 
@@ -154,11 +154,11 @@ def test_a_group_that_the_job_made_below_its_own_counts_also_when_it_is_removed(
     inner.mkdir()
     (inner / "cgroup.procs").write_text("")
     (inner / "memory.oom_control").write_text("oom_kill 1\n")
-    watched.look(1.0, 0)
+    watched.update(1.0, 0)
     (inner / "memory.oom_control").unlink()
     (inner / "cgroup.procs").unlink()
     inner.rmdir()
-    watched.look(2.0, 0)
+    watched.update(2.0, 0)
     assert watched.kills == 1 and watched.taken() == (1, 0)
 
 

@@ -1,9 +1,8 @@
-"""Runs at the start of a Python child of `legroom run` with `--loader legroom` or `--gpu-limit`.
+"""Runs when a Python process starts under `legroom run` with `--loader legroom` or `--gpu-limit`.
 
-Covers: waiting until torch is imported; then replacing its DataLoader with ours, and having a limit put on the card
-when CUDA starts; handing over to the sitecustomize this one hides. Does not cover: anything that LEGROOM_LOADER and
-LEGROOM_GPU_LIMIT do not ask for. It imports nothing of Legroom's before torch is there; a failure is told on standard
-error and leaves torch as it is.
+After torch is imported, replaces its DataLoader with Legroom's (LEGROOM_LOADER) and limits GPU memory when CUDA starts
+(LEGROOM_GPU_LIMIT). Then runs the sitecustomize that this one hides. Nothing of Legroom is imported before torch. A
+failure is printed on stderr and leaves torch unchanged.
 """
 
 import importlib
@@ -21,7 +20,7 @@ _LIMIT = bool(os.environ.get("LEGROOM_GPU_LIMIT"))
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Lets torch be found as ever, and acts once its import is complete."""
+    """Lets torch be found as usual, and acts once its import is complete."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -54,14 +53,14 @@ def _replace() -> None:
         ).DataLoader  # its base is torch's own class, taken before this
         data.DataLoader = data.dataloader.DataLoader = ours
     except Exception as problem:  # the script must run, with torch's loader if need be
-        sys.stderr.write(f"legroom: torch's DataLoader stays: {problem}\n")
+        sys.stderr.write(f"legroom: keeping torch's DataLoader: {problem}\n")
 
 
 def _limit() -> None:
     try:
         importlib.import_module("legroom.gpu.memory_limit").apply_from_environment()
     except Exception as problem:  # the script must run, without the limit if need be
-        sys.stderr.write(f"legroom: no limit on the card: {problem}\n")
+        sys.stderr.write(f"legroom: could not set the limit on GPU memory: {problem}\n")
 
 
 def _hand_over() -> None:
