@@ -124,7 +124,7 @@ def test_workers_that_cannot_agree_are_not_asked_one_by_one(
     """One of them alone in ray.train.report would wait for the others for ever."""
     train.context = Context(0, 2)
     with guarded(tune="off") as guard:
-        assert "2 workers have no process group" in caplog.text
+        assert "2 workers need a torch process group" in caplog.text
         watches[0].raise_alarm(filling(50))
         assert guard.step() is None
         guard.report({})
