@@ -160,6 +160,16 @@ def test_in_a_small_dev_shm_the_last_step_is_another_loader_and_is_remembered(tm
     assert b"loader legroom" not in unused.stdout
 
 
+def test_a_script_without_flags_gets_another_loader_too(tmp_path: Path) -> None:
+    """Settings in the environment come first: nothing shows whether the script reads them."""
+    done = _run(
+        "--retries", "3", "--json", "--", sys.executable, _script(tmp_path, SMALL_SHM), folder=tmp_path
+    )
+    report = _report(done)
+    assert (report["exit"], len(report["attempts"])) == (0, 4), report
+    assert report["attempts"][-1]["settings"] == {"loader": "legroom"}
+
+
 def test_an_error_that_a_change_of_settings_may_have_caused(tmp_path: Path) -> None:
     done = _run("--retries", "3", "--json", "--", sys.executable, _script(tmp_path, SMALL_SHM), "--num_workers", "2", folder=tmp_path)  # fmt: skip
     report = _report(done)
