@@ -73,8 +73,8 @@ class PinnedGatherer(CudaGatherer):
         self._buffers = [StagingBuffer(self.side.driver)]
 
     def _start(self, rows: NDArray) -> Callable[[], QueuedBatch]:
-        made: Future[QueuedBatch] = self._maker.submit(self._make, rows)
-        return made.result
+        batch: Future[QueuedBatch] = self._maker.submit(self._make, rows)
+        return batch.result
 
     def _make(self, rows: NDArray) -> QueuedBatch:
         starts, total = _column_offsets(self._rows, len(rows))
@@ -91,9 +91,9 @@ class PinnedGatherer(CudaGatherer):
                 if size:
                     part = memory[starts[name] : starts[name] + size].view(kind.dtype)
                     parts[name].copy_(part.view(len(rows), *kind.shape), non_blocking=pinned)
-        made = self.side.queued(parts)
-        buffer.copied = made.done
-        return made
+        batch = self.side.queued(parts)
+        buffer.copied = batch.done
+        return batch
 
     def _memory(self, total: int) -> tuple[torch.Tensor, StagingBuffer]:
         self._turn = (self._turn + 1) % len(self._buffers)

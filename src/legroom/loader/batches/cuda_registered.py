@@ -67,8 +67,8 @@ class RegisteredGatherer(CudaGatherer):
                     parts[name] = kind.empty(len(rows), driver.device)
                 else:
                     parts[name] = kind.restore(torch.index_select(source, 0, chosen))
-        made = self.side.queued(parts)
-        return lambda: made
+        batch = self.side.queued(parts)
+        return lambda: batch
 
     def _release(self) -> None:
         self._sources.clear()

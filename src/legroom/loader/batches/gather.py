@@ -245,9 +245,9 @@ _KEPT = 4  # free blocks: one being consumed, one ready, one being filled, one t
 class BufferPool:
     """Page-aligned buffers of one size, reused once no batch uses them.
 
-    A batch's array lies on a block through a lease: the array, and any view or tensor of it, keeps the lease alive, and
-    the end of the last one returns the block. A consumer that keeps its batches gets new memory. Blocks are private
-    memory, so a forked child that drops its batches returns its own copy.
+    A batch's array refers to a block through a lease: the array, and any view or tensor of it, keeps the lease alive.
+    When the last of them is deleted, the block is returned. A consumer that keeps its batches gets new memory. Blocks
+    are private memory, so a forked child that drops its batches returns its own copy.
 
     The block that came back last is reused first: it is most likely still in the CPU cache. Writing to a destination
     off a page boundary is three times as slow (8 against 22 GB/s), so blocks begin on one.
@@ -255,7 +255,7 @@ class BufferPool:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        # Bounded: what a consumer kept and then drops at once goes back to the system. Appending and popping are
+        # Bounded: batches that a consumer drops all at once are returned to the system. Appending and popping are
         # atomic, so a lease may end in any thread, between any two lines.
         self._free: deque[_Block] = deque(maxlen=_KEPT)
 

@@ -110,10 +110,10 @@ def open(
             them: shards of one dataset, in the order given.
         keys: The arrays, groups, or columns of a table to take, by name; None takes all.
         backing: ``"shm"``, ``"disk"``, or ``"auto"`` for the first of them with room; ``"inplace"`` maps an
-            uncompressed file where it lies, without a copy.
-        hash: What identifies the file: ``"md5"``, or ``"blake3"`` or ``"xxh3"`` with ``legroom[hash]``.
+            uncompressed file in place, without a copy.
+        hash: The hash that identifies the file: ``"md5"``, or ``"blake3"`` or ``"xxh3"`` with ``legroom[hash]``.
         wait: Wait for another process that is loading the file; False raises NotLoaded then.
         progress: Called with (done, total) bytes while it loads.
-        evict: Let unused entries go when room is needed; False raises NoRoom instead.
+        evict: Remove unused entries when space is needed; False raises NoRoom instead.
     """
     return open_as(Data, path, keys, backing=backing, hash=hash, wait=wait, progress=progress, evict=evict)

@@ -79,8 +79,8 @@ def pieces(sizes: Sequence[int], order: Sequence[int], start: int, stop: int) ->
     found: list[ShardPiece] = []
     while start < stop and total:
         at = start % total
-        place = bisect_right(ends, at) - 1
-        group, first = order[place], at - ends[place]
+        index = bisect_right(ends, at) - 1
+        group, first = order[index], at - ends[index]
         size = min(sizes[group] - first, stop - start)
         found.append(ShardPiece(group, first, first + size))
         start += size
@@ -147,23 +147,26 @@ def read_pieces(
         for step in reader.rows(catalog.groups[piece.group]):
             batch = catalog.condition.rows(step) if counted and catalog.condition else step
             first, last = max(begin - at, 0), min(piece.stop - at, batch.num_rows)
-            place, at = at, at + batch.num_rows
+            begin_at, at = at, at + batch.num_rows
             if first < last:
                 batch = batch.slice(first, last - first)
                 if catalog.condition and not counted:
                     batch = catalog.condition.rows(batch)
-                done = place + last == piece.stop
-                after = _beginning(pieces, number + 1) if done else StreamPosition(number, place + last)
+                done = begin_at + last == piece.stop
+                after = _start_of(pieces, number + 1) if done else StreamPosition(number, begin_at + last)
                 selected = _selected(catalog, batch)
                 # Bytes of whole buffers: exact bytes take fifty times as long, 1-2 % of the decoding time.
                 yield RowChunk(
-                    selected, selected.get_total_buffer_size(), StreamPosition(number, place + first), after
+                    selected,
+                    selected.get_total_buffer_size(),
+                    StreamPosition(number, begin_at + first),
+                    after,
                 )
             if at >= piece.stop:
                 break
 
 
-def _beginning(pieces: Sequence[ShardPiece], number: int) -> StreamPosition:
+def _start_of(pieces: Sequence[ShardPiece], number: int) -> StreamPosition:
     return StreamPosition(number, pieces[number].start if number < len(pieces) else 0)
 
 

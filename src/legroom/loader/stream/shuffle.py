@@ -49,7 +49,7 @@ class RowChunk:
 
 
 class BatchProgress(NamedTuple):
-    """How much of a chunk has been returned. Made for every batch, so it computes nothing until it is asked."""
+    """How much of a chunk has been returned. Made for every batch; the position is computed only on request."""
 
     mark: StreamPosition
     after: StreamPosition

@@ -17,7 +17,7 @@ from legroom.units import exact_size, format_size
 from legroom.words import say
 
 LIBRARIES = 16 << 20  # mapped by the first use of Arrow's readers
-KEPT = 2  # an allocator's resident memory over what is in use
+KEPT = 2  # times the bytes in use that an allocator keeps resident
 # Bytes decoded at a time. A step has a fixed cost per stored column; larger steps than these are no faster.
 _MOST_STEP = 8 << 20
 _FEW_COLUMNS_STEP = 2 << 20

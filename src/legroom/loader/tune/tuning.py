@@ -66,7 +66,7 @@ def tune(
         ranks: Number of processes that train together; None: from the launcher, else 1.
         collate_fn: As for DataLoader; None: that of the DataLoader, or torch's.
         preset: ``"development"``, ``"production"`` or ``"cluster"``: how much of the free memory to use.
-        climb: Run the loader with increasing settings and keep the last that improved.
+        climb: Run the loader with increasing settings and keep the last that worked.
         loader: Which DataLoader will run: ``"legroom"`` or ``"torch"``.
         previous: Result of an earlier call: its measurements are reused, free memory is read again, and changes
             are logged. ``"last"`` uses the settings that worked in the last run.
@@ -212,13 +212,13 @@ def tune_named(
 
     def run(rung: Rung) -> float | str:
         try:
-            told = in_child(
+            answer = in_child(
                 spec, timeout, work="attempt", spec=spec, collate=collate, rung=asdict(rung), kind=kind,
                 step_seconds=step_seconds,
             )  # fmt: skip
         except DatasetFailed as problem:
             return problem.why
-        return float(told["rate"])
+        return float(answer["rate"])
 
     climbed = climb(measured, box, ask, choose(measured, box, ask), run) if climbing else None
     settings = settle(measured, box, ask, wanted, climbed)
