@@ -293,3 +293,11 @@ def test_pieces_that_do_not_fit_are_not_half_written() -> None:
     slot = Slot.make(4096, 1)
     _, pieces = pickled([torch.ones(100), torch.ones(10_000)])
     assert write(pieces.all, regions(pieces.all), Writer(slot)) is None
+
+
+def test_a_slot_collected_before_its_batch_is_written_to_no_more() -> None:
+    slot = arena_slot.Slot.make(4096, 1)
+    slot.__del__()  # as the collector calls it, in a cycle with objects that are finalized after it
+    slot.state = arena_slot.FREE
+    assert slot.state == arena_slot.FREE
+    slot._unmap = slot.fd = None

@@ -160,6 +160,8 @@ class Slot:
         if getattr(self, "_unmap", None) is not None:
             if self.before_unmap is not None:
                 self.before_unmap(self.address)
+            # In a collected cycle others' __del__ may come after this one, and still write here.
+            self._state, self._given_up = type(self._state)(), type(self._given_up)()
             self._unmap(self.address, HEADER + self.capacity)
         fd = getattr(self, "fd", None)
         if fd is not None:
