@@ -198,6 +198,10 @@ def test_what_is_not_run_has_its_reason(record_property: pytest.RecordProperty) 
     every = [block for page in pages() for block in blocks_of(page)]
     for block in left_out:
         record_property(str(block), block.marks.get("no") or f"needs {block.marks['needs']}")
+    # docs/outputs.py runs those itself, and writes what they print into the page
+    left_out = [
+        block for block in left_out if not block.marks.get("no", "").startswith("docs/outputs.py runs it")
+    ]
     assert len(left_out) <= len(every) // 20, [f"{block}: {block.marks}" for block in left_out]
 
 
