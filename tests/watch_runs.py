@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from legroom.model import (
+from legroom.monitor.watch_loop import MomentStream
+from legroom.records import (
     Annotations,
     EntryRow,
     Mark,
@@ -16,7 +17,6 @@ from legroom.model import (
     ProcessRow,
     Sample,
 )
-from legroom.monitor.watch_loop import MomentStream
 
 MB, GB = 1 << 20, 1 << 30
 START = 1_760_000_000.0

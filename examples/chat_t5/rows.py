@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import legroom
 from legroom.errors import UnsupportedData, UsageError
-from legroom.model import Settings
+from legroom.records import Settings
 from legroom.words import either
 
 COLUMNS = ["prompt", "response"]

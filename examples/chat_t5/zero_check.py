@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from legroom.budget.zero import Shape, zero_row
+from legroom.advice.launcher_config import Shape, zero_row
 from legroom.errors import MissingPackage, UsageError
 from legroom.units import format_size
 from legroom.words import either

@@ -25,7 +25,7 @@ import stripes
 import summary
 
 import legroom
-from legroom.model import Plan
+from legroom.records import Plan
 from legroom.units import format_size, parse_size
 from legroom.words import either
 

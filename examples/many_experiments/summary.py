@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from legroom.model import Plan
+from legroom.records import Plan
 from legroom.units import format_duration, format_size
 from legroom.words import either
 

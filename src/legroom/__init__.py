@@ -13,17 +13,17 @@ from legroom.version import VERSION
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from legroom import gpu
-    from legroom.budget.planning import plan
     from legroom.errors import LegroomError
     from legroom.loader.batches.open_data import open
     from legroom.loader.collate import collate
     from legroom.loader.dataloader import DataLoader
+    from legroom.loader.planning import plan
     from legroom.loader.preflight import check
     from legroom.loader.stream.stream_dataset import stream
     from legroom.loader.tune.tuning import tune
-    from legroom.model import Box
     from legroom.monitor.script import watch
     from legroom.probe.snapshot import snapshot
+    from legroom.records import Box
 
 __version__ = VERSION
 
@@ -47,8 +47,8 @@ _HOMES = {
     "DataLoader": "legroom.loader.dataloader",
     "collate": "legroom.loader.collate",
     "check": "legroom.loader.preflight",
-    "plan": "legroom.budget.planning",
-    "Box": "legroom.model",
+    "plan": "legroom.loader.planning",
+    "Box": "legroom.records",
     "LegroomError": "legroom.errors",
     "gpu": "legroom.gpu",
     "open": "legroom.loader.batches.open_data",

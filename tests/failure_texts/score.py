@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from legroom.model.death import Evidence, Verdict
+from legroom.records.failure import Evidence, Verdict
 from legroom.rescue.log_reader import facts_of
 from legroom.rescue.verdict import classify
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from legroom.model import Gpu
 from legroom.probe.environment import in_initial_namespace
 from legroom.probe.gpu_devices import gpu_pools, gpus, gpus_on_bus
 from legroom.probe.host import Host
 from legroom.probe.limits import limits, pinned_pool
+from legroom.records import Gpu
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():

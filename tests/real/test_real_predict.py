@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import rigs
 
-from legroom.budget.predict import batch_pages, need
-from legroom.model import Loader, Workload
+from legroom.advice.memory_need import batch_pages, need
+from legroom.records import Loader, Workload
 
 pytest.importorskip("torch")
 

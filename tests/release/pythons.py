@@ -28,7 +28,7 @@ OPTIONAL = ("torch", "pyarrow", "zarr", "blake3", "xxhash", "hdf5plugin", "textu
 UNIT_TESTS = (  # that need no more than this
     "tests/unit/test_errors.py",
     "tests/unit/test_units.py",
-    "tests/unit/budget/test_findings.py",
+    "tests/unit/advice/test_advice_findings.py",
     "tests/unit/probe",
     "tests/unit/report",
     "tests/unit/rescue/test_rescue_verdict.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from legroom.model import (
+from legroom.records import (
     Box,
     CgroupLevel,
     Cpu,

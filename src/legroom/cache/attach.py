@@ -27,7 +27,7 @@ from legroom.cache.mapped_files import MappedFile
 from legroom.cache.store import Store, store_error
 from legroom.errors import EntryUnreadable, LegroomError
 from legroom.formats.protocol import ArraySpec, TableSpec
-from legroom.model import Entry, EntryArray, EntryTable, EntryUser, Finding
+from legroom.records import Entry, EntryArray, EntryTable, EntryUser, Finding
 from legroom.words import say
 
 _READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)

@@ -61,7 +61,7 @@ from legroom.errors import (
 )
 from legroom.formats.decoding_memory import release_freed_memory
 from legroom.formats.detect import open_source
-from legroom.model import Finding
+from legroom.records import Finding
 from legroom.version import VERSION
 from legroom.words import joined, say
 

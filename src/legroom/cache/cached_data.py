@@ -21,7 +21,7 @@ from legroom.cache.mapped_files import MappedFile, Prefault
 from legroom.errors import UnsupportedData, UsageError
 from legroom.formats.protocol import Extent
 from legroom.formats.selection import Selection, missing_key
-from legroom.model import Entry, Finding
+from legroom.records import Entry, Finding
 from legroom.system.imports import require
 from legroom.words import joined, listed, say
 

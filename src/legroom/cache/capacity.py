@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from legroom.budget.remedy import enlarge_shm, raise_ram_limit
+from legroom.advice.remedies import enlarge_shm, raise_ram_limit
 from legroom.cache import locks
 from legroom.cache.manifest import is_key
 from legroom.cache.store import BUILDING, LOCK, Store, in_memory, read_small_file

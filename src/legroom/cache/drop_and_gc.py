@@ -26,7 +26,7 @@ from legroom.cache.list_and_verify import (
 from legroom.cache.manifest import Manifest, is_key
 from legroom.cache.store import STORE_LOCK, Store, open_stores, step, store_lock
 from legroom.errors import EntryInUse
-from legroom.model import Entry, Reaped, Shortfall
+from legroom.records import Entry, Reaped, Shortfall
 from legroom.words import listed, say
 
 Where = str | os.PathLike[str]

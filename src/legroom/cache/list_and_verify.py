@@ -44,9 +44,9 @@ from legroom.errors import (
     UsageError,
 )
 from legroom.formats.detect import open_source
-from legroom.model import Entry, EntryUser, Finding, StoreRoom, Verification
 from legroom.probe.host import Host
 from legroom.probe.process import process_at
+from legroom.records import Entry, EntryUser, Finding, StoreRoom, Verification
 from legroom.words import joined, listed, say
 
 Where = str | os.PathLike[str]

@@ -22,8 +22,8 @@ from typing import Literal
 
 from legroom.cache import locks
 from legroom.errors import LegroomError, NoStore, StoreError
-from legroom.model import Finding
 from legroom.probe.host import Host
+from legroom.records import Finding
 from legroom.system.imports import import_lock
 from legroom.words import joined, say
 

@@ -24,7 +24,7 @@ from legroom.formats.buffers import bytes_of
 from legroom.formats.detect import open_source
 from legroom.formats.protocol import ArraySpec, Extent, Reader
 from legroom.formats.source_file import unreadable
-from legroom.model import Entry
+from legroom.records import Entry
 from legroom.words import say
 
 NDArray = np.ndarray[Any, Any]

@@ -18,7 +18,7 @@ from legroom.charts.drawing import (
     x_axis,
     y_axis,
 )
-from legroom.model.gpu import BatchFound
+from legroom.records.gpu_usage import BatchFound
 from legroom.units import format_size
 from legroom.words import say
 

@@ -21,7 +21,7 @@ from legroom.charts.drawing import (
     y_axis,
 )
 from legroom.columns import cut
-from legroom.model import AlarmSpan, Mark, PoolPoint
+from legroom.records import AlarmSpan, Mark, PoolPoint
 from legroom.units import format_size
 from legroom.words import say
 

@@ -3,7 +3,6 @@
 main          entry point, list of commands, errors and exit statuses
 cache, check, demo, doctor, explain, help, plan, report, run, tune, watch
               one command each, with its text and JSON output
-check_view    the output of `check`
 options       argument types and options that several commands share
 needs         how `plan` and `check` print memory needs
 layout        wrapping, bars and colours

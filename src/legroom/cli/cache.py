@@ -16,7 +16,7 @@ from legroom.cli.layout import paragraph
 from legroom.cli.options import DURATION, SIZE, EntryName
 from legroom.cli.streams import for_drawing
 from legroom.columns import cells, left
-from legroom.model import Entry, Finding, Reaped, StoreRoom, Verification
+from legroom.records import Entry, Finding, Reaped, StoreRoom, Verification
 from legroom.units import format_duration, format_size
 from legroom.words import counted, listed, phrase, say, shown
 

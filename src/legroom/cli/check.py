@@ -7,8 +7,12 @@ from typing import Any
 
 import click
 
+from legroom.cli.layout import labelled, steps
+from legroom.cli.needs import note_lines, plan_object, pool_lines, settings_line, term_lines, verdict_lines
 from legroom.cli.options import DURATION, SIZE, asked, training_options
+from legroom.columns import cells
 from legroom.errors import UsageError
+from legroom.records import Plan
 from legroom.words import say
 
 
@@ -60,7 +64,6 @@ def command(
     Give the size of a batch with --data FILE, --sample-bytes SIZE or --dataset MODULE:OBJECT. Exits 0 if it fits or the
     answer is unknown, 1 if it is too big.
     """
-    from legroom.cli import check_view as view
     from legroom.cli import main
     from legroom.loader.preflight import check
     from legroom.probe.host import Host
@@ -83,7 +86,44 @@ def command(
         **asked(training),
     )
     if as_json:
-        click.echo(json.dumps(view.as_object(found), ensure_ascii=False))
+        click.echo(json.dumps(as_object(found), ensure_ascii=False))
     else:
-        click.echo(view.as_text(found))
+        click.echo(as_text(found))
     return 1 if found.verdict == "too-big" else 0
+
+
+def as_object(plan: Plan) -> dict[str, Any]:
+    """The verdict as other programs read it."""
+    return {"schema": "legroom.check/1", **plan_object(plan), "largest_batch": plan.largest_batch}
+
+
+def as_text(plan: Plan) -> str:
+    """The verdict as people read it."""
+    lines = [
+        *verdict_lines(plan),
+        *_settings_lines(plan),
+        *steps(plan.fix),
+        "",
+        say("Need"),
+        *term_lines(plan.need),
+        *note_lines(plan),
+        "",
+        say("Here now"),
+        *pool_lines(plan),
+    ]
+    return "\n".join(lines)
+
+
+def _settings_lines(plan: Plan) -> list[str]:
+    lines = []
+    if plan.settings is None:
+        lines.append(say("  no loader setting makes it fit"))
+    elif plan.verdict == "too-big":
+        label = say("  fits: ")
+        lines.append(labelled(label, settings_line(plan.settings)))
+        lines += [labelled(" " * cells(label), why) for why in plan.settings.why.values()]
+    if plan.largest_batch:
+        lines.append(say("  largest batch at these workers: {samples}", samples=plan.largest_batch))
+    elif plan.largest_batch == 0:
+        lines.append(say("  not even a batch of one fits at these workers"))
+    return lines

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from legroom.demo.demo_child import Child
     from legroom.demo.event_loop import Screen
-    from legroom.model import Pool
+    from legroom.records import Pool
 
 Row = tuple[str, ...]  # what, without Legroom, with it, a note
 _LINE_EVERY, _DRAW_EVERY = 4.0, 0.25  # seconds

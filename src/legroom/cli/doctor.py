@@ -9,15 +9,15 @@ from typing import Any
 
 import click
 
-from legroom.budget.binding import bind
-from legroom.budget.findings import findings
-from legroom.budget.settings import safe_settings
+from legroom.advice.findings import findings
+from legroom.advice.fit import bind
+from legroom.advice.safe_settings import safe_settings
 from legroom.cli.layout import elide, labelled, paint, paragraph, pool_line, shorten, steps
 from legroom.columns import right
-from legroom.model import Box, Finding, Job, LoaderSettings, Process
-from legroom.model.advice import heading
 from legroom.probe.host import Host
 from legroom.probe.snapshot import snapshot
+from legroom.records import Box, Finding, Job, LoaderSettings, Process
+from legroom.records.findings import heading
 from legroom.units import format_size
 from legroom.words import counted, listed, phrase, say
 

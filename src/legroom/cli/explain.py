@@ -7,7 +7,7 @@ import json
 import click
 
 from legroom.cli.layout import labelled, paint, paragraph, steps
-from legroom.model.death import Verdict
+from legroom.records.failure import Verdict
 from legroom.words import say
 
 
@@ -21,8 +21,8 @@ def command(log: str, as_json: bool) -> int:
     prove a cause, the verdict is unknown, with the likely causes in order.
     legroom run also reads the kernel's counters and is more certain.
     """
-    from legroom.model.death import Evidence
     from legroom.probe.snapshot import snapshot
+    from legroom.records.failure import Evidence
     from legroom.rescue.log_reader import read_log
     from legroom.rescue.verdict import classify, verdict_object, with_fixes
 

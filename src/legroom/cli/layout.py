@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import click
 
 from legroom.columns import cells, cut, fill
-from legroom.model import Pool, Severity
+from legroom.records import Pool, Severity
 from legroom.units import format_size
 from legroom.words import say
 

@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from legroom.cli.layout import elide, labelled, paint, paragraph, pool_line
-from legroom.model import Need, Plan, Settings, Severity, Term
+from legroom.records import Need, Plan, Settings, Severity, Term
 from legroom.units import format_size
 from legroom.words import phrase, say
 

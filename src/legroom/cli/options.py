@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from legroom.budget.demand import DTYPES, OPTIMIZERS
+from legroom.advice.plan_inputs import DTYPES, OPTIMIZERS
 from legroom.errors import LegroomError, UsageError
 from legroom.units import parse_duration, parse_size
 from legroom.words import say

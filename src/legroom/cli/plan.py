@@ -7,13 +7,13 @@ from typing import Any
 
 import click
 
-from legroom.budget.emit import KINDS
-from legroom.budget.emit import emit as snippet
+from legroom.advice.shm_config import KINDS
+from legroom.advice.shm_config import emit as snippet
 from legroom.cli.layout import labelled, paragraph, shorten, steps
 from legroom.cli.needs import note_lines, plan_object, pool_lines, term_lines, verdict_lines
 from legroom.cli.options import SIZE, asked, training_options
 from legroom.columns import cells, left, right
-from legroom.model import Job, Plan
+from legroom.records import Job, Plan
 from legroom.units import format_size
 from legroom.words import counted, phrase, say
 
@@ -62,7 +62,7 @@ def command(
     """
     if pids and not measure:
         raise click.UsageError(say("give process ids after --measure"))
-    from legroom.budget.planning import plan
+    from legroom.loader.planning import plan
     from legroom.probe.host import Host
 
     found = plan(

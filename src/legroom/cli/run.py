@@ -66,7 +66,7 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
     With --checkpoint and --resume-flag it resumes from the newest complete
     checkpoint.
     """
-    from legroom.budget.findings import findings
+    from legroom.advice.findings import findings
     from legroom.probe.snapshot import snapshot
     from legroom.rescue.command_line import parse_named, with_gpu_limit, with_loader
     from legroom.rescue.job_attempt import RunOptions

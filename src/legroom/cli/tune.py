@@ -8,12 +8,11 @@ from typing import Any, Literal
 
 import click
 
-from legroom.budget.emit_training import Precision, emit_training
-from legroom.budget.zero import ZeroRow
+from legroom.advice.launcher_config import Precision, ZeroRow, emit_training
 from legroom.cli.layout import paint, paragraph, steps
 from legroom.cli.options import COUNT, DURATION
 from legroom.columns import left, right
-from legroom.model import Measured, Pool, Settings
+from legroom.records import Measured, Pool, Settings
 from legroom.units import format_size
 from legroom.words import phrase, say
 
@@ -81,7 +80,7 @@ def command(
 
     Loads a few samples and one batch in a child process, in under five seconds. Exits 1 if nothing fits.
     """
-    from legroom.budget.zero import Shape, zero_rows
+    from legroom.advice.launcher_config import Shape, zero_rows
     from legroom.loader.tune import tuning
     from legroom.probe.host import Host
     from legroom.probe.memory import memory, ram_pool
@@ -124,7 +123,7 @@ def command(
 
 
 def _pairs(texts: tuple[str, ...]) -> dict[str, Any]:
-    from legroom.model.settings_env import read_word
+    from legroom.records.settings import read_word
 
     pairs: dict[str, Any] = {}
     for text in texts:

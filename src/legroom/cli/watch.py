@@ -20,11 +20,11 @@ from legroom.errors import MissingPackage
 from legroom.words import say
 
 if TYPE_CHECKING:
-    from legroom.model import Moment, Sample
     from legroom.monitor.sampler import Sampler
     from legroom.monitor.tui import TerminalView
     from legroom.monitor.watch_loop import MomentStream, Output
     from legroom.monitor.web_view import WebView
+    from legroom.records import Moment, Sample
 
 
 @click.command()

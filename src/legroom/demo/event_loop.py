@@ -15,11 +15,11 @@ from typing import Protocol
 
 from legroom.demo.demo_child import Child, end_all
 from legroom.errors import DemoFailed
-from legroom.model import Pool
 from legroom.monitor.watch_loop import StopEvent
 from legroom.probe.host import Host
 from legroom.probe.memory import memory, ram_pool
 from legroom.probe.shm import shm_space
+from legroom.records import Pool
 from legroom.words import say
 
 WITHIN = 180.0  # seconds to wait for anything

@@ -22,8 +22,8 @@ from legroom.gpu.batch_trials import GpuTrialRunner, StepFunction, TrialResult, 
 from legroom.gpu.cuda_device import import_torch, open_device, why_no_cuda
 from legroom.gpu.rank_consensus import RankConsensus
 from legroom.gpu.trial_processes import ForkTrialRunner, SubprocessTrialRunner
-from legroom.model.gpu import BatchFound, Trial
 from legroom.probe.memory import free_memory
+from legroom.records.gpu_usage import BatchFound, Trial
 from legroom.units import format_size
 from legroom.words import say
 

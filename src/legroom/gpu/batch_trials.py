@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from legroom.gpu.cuda_device import CudaDevice
 from legroom.gpu.oom import is_oom, release_frames
-from legroom.model.gpu import Trial
+from legroom.records.gpu_usage import Trial
 from legroom.units import format_size
 from legroom.words import say
 

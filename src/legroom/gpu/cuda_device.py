@@ -9,9 +9,9 @@ import os
 from typing import Any
 
 from legroom.errors import NoCuda, UsageError
-from legroom.model.box import Gpu
 from legroom.probe.gpu_devices import gpus
 from legroom.probe.host import Host
+from legroom.records.machine import Gpu
 from legroom.system.imports import require
 from legroom.words import counted, phrase, say
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from legroom.gpu.cuda_device import CudaDevice, allocator_size, open_device
-from legroom.model.box import Gpu
-from legroom.model.gpu import Account, Overhead
+from legroom.records.gpu_usage import Account, Overhead
+from legroom.records.machine import Gpu
 from legroom.units import format_size
 from legroom.words import say
 

@@ -20,7 +20,7 @@ from legroom.gpu.training_step import (
     split_batch,
     step_errors,
 )
-from legroom.model.gpu import Advice, Estimate, Saving
+from legroom.records.gpu_usage import Advice, Estimate, Saving
 from legroom.words import say
 
 # The trace does not see workspace inside operations. Checked on a GPU by tests/gpu/test_gpu_memory.py.

@@ -16,7 +16,7 @@ from typing import Any
 from legroom.errors import BadLimit, BadSize, LegroomError
 from legroom.gpu.cuda_device import CudaDevice, import_torch, open_device
 from legroom.gpu.memory_account import measure_overhead, used_before_context
-from legroom.model.gpu import Limit, Overhead
+from legroom.records.gpu_usage import Limit, Overhead
 from legroom.units import format_size, parse_size
 from legroom.words import phrase, say
 

@@ -25,9 +25,9 @@ from legroom.errors import TrialFailed
 from legroom.gpu.batch_trials import STEPS_PER_TRIAL, GpuTrialRunner, StepFunction, TrialResult, run_step
 from legroom.gpu.cuda_device import open_device
 from legroom.gpu.oom import is_oom
-from legroom.model.gpu import Trial
 from legroom.probe.host import Host
 from legroom.probe.memory import memory
+from legroom.records.gpu_usage import Trial
 from legroom.system.child_processes import ExitStatus, prefer_oom_kill
 from legroom.words import say
 

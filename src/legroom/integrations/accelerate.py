@@ -19,7 +19,7 @@ import os
 from typing import Any
 
 from legroom.integrations.guard import Guard
-from legroom.model import Settings
+from legroom.records import Settings
 
 
 class AccelerateGuard(Guard):

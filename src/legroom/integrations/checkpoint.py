@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import UnreadableSource, UsageError
-from legroom.model import Alarm
+from legroom.records import Alarm
 from legroom.words import listed, say
 
 VERSION = 1

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from legroom.budget.emit_training import Precision, deepspeed_config
-from legroom.budget.zero import Shape, ZeroRow, zero_rows
-from legroom.model import Settings
+from legroom.advice.launcher_config import Precision, Shape, ZeroRow, deepspeed_config, zero_rows
+from legroom.records import Settings
 
 
 def config(

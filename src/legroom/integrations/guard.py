@@ -26,11 +26,11 @@ from legroom.integrations.checkpoint import HORIZON, CheckpointSchedule, disk_fu
 from legroom.loader.measure.transport import LoaderKind
 from legroom.loader.ranks import process_group, rank_and_world
 from legroom.loader.tune.tuning import tune
-from legroom.model import Alarm, Pool, Settings
 from legroom.monitor.script import Watch, watch
 from legroom.probe.gpu_devices import gpu_pools, gpus
 from legroom.probe.host import Host
 from legroom.probe.memory import memory, ram_pool, read_swap_counters, swap, swap_pool
+from legroom.records import Alarm, Pool, Settings
 from legroom.system.argument_checks import check_choice
 from legroom.units import format_size
 from legroom.words import say

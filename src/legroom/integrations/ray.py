@@ -26,7 +26,7 @@ from typing import Any
 from legroom.errors import UsageError
 from legroom.integrations.guard import Guard
 from legroom.loader.ranks import process_group
-from legroom.model import Settings
+from legroom.records import Settings
 from legroom.system.imports import require
 from legroom.words import say
 

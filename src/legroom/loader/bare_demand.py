@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from legroom.budget.crew import SPARE
-from legroom.budget.demand import Demand
+from legroom.advice.memory_need import SPARE
+from legroom.advice.plan_inputs import Demand
 from legroom.loader.measure.bare import Bare, bare
 from legroom.loader.measure.private import idle_worker, start_method
 from legroom.units import format_size

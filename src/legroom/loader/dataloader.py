@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from legroom.budget.crew import Each
+from legroom.advice.memory_need import Each
 from legroom.errors import Unpicklable
 from legroom.loader import deaths, resume
 from legroom.loader.arena.door import Door, careful

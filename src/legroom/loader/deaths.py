@@ -15,12 +15,12 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
-from legroom.budget.remedy import raise_ram_limit
+from legroom.advice.remedies import raise_ram_limit
 from legroom.errors import BatchLost, WorkerDied
-from legroom.model import Memory
 from legroom.probe.environment import environment
 from legroom.probe.host import Host
 from legroom.probe.memory import memory, ram_pool
+from legroom.records import Memory
 from legroom.system.child_processes import signal_name
 from legroom.units import format_size
 from legroom.words import say

@@ -14,20 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from legroom.budget.demand import Batch, Demand, batch_of
-from legroom.budget.fit import fit
-from legroom.budget.largest import fits, judged, largest_batch, largest_settings
-from legroom.budget.rows import data_rows
-from legroom.budget.tried import calibrated, may_grow, overlap, tried_need
+from legroom.advice.fit import fit, fits, judged, largest_batch, largest_settings
+from legroom.advice.memory_need import calibrated, may_grow, overlap, tried_need
+from legroom.advice.plan_inputs import Batch, Demand, batch_of, data_rows
 from legroom.errors import DatasetOutOfMemory, UsageError
 from legroom.loader.bare_demand import with_bare_processes
 from legroom.loader.measure.guarded import RESERVE
 from legroom.loader.measure.private import private_bytes
 from legroom.loader.measure.private import start_method as start_method_here
-from legroom.model import Box, Measured, Need, Plan, Pool, Term, Trial
 from legroom.probe.filesystem import disk_at
 from legroom.probe.host import Host
 from legroom.probe.snapshot import snapshot
+from legroom.records import Box, Measured, Need, Plan, Pool, Term, Trial
 from legroom.system.argument_checks import check_integer
 from legroom.system.libc import malloc_trim
 from legroom.units import format_size, parse_size

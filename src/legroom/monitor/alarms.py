@@ -11,9 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from legroom.budget import rules_gpu, rules_machine, rules_ram, rules_shm
-from legroom.model import Alarm, AlarmLevel, Moment, Pool, ProcessRow, Sample
-from legroom.model.advice import scope_name
+from legroom.advice import findings, findings_ram, findings_shm
 from legroom.monitor.sample_history import History
 from legroom.monitor.trend import (
     GrowingProcesses,
@@ -23,6 +21,8 @@ from legroom.monitor.trend import (
     growing_processes,
     held_by_new_processes,
 )
+from legroom.records import Alarm, AlarmLevel, Moment, Pool, ProcessRow, Sample
+from legroom.records.findings import scope_name
 from legroom.units import format_duration, format_size
 from legroom.words import counted, joined, listed, phrase, say
 
@@ -138,7 +138,7 @@ def swap_traffic(history: History, active: ActiveAlarms) -> Iterator[Alarm]:
     """Pages that move to and from swap. Pages that only lie there cost nothing."""
     code = "swap-moving"
     recent = history.samples.last(_SWAP_ENDS_AFTER)
-    traffic = [(sample.swap_in or 0.0) + (sample.swap_out or 0.0) >= rules_ram.MOVING for sample in recent]
+    traffic = [(sample.swap_in or 0.0) + (sample.swap_out or 0.0) >= findings_ram.MOVING for sample in recent]
     if (code, "swap") in active:
         enough = any(traffic)
     else:
@@ -173,12 +173,12 @@ def memory_pressure(history: History, active: ActiveAlarms) -> Iterator[Alarm]:
         return
     worst = max(sample.pressure, key=lambda one: (one.full_avg10, one.some_avg10))
     factor = 0.5 if ("memory-pressure", None) in active else 1.0
-    if worst.some_avg10 < rules_ram.STALL * factor and worst.full_avg10 < rules_ram.HARD_STALL * factor:
+    if worst.some_avg10 < findings_ram.STALL * factor and worst.full_avg10 < findings_ram.HARD_STALL * factor:
         return
     yield Alarm(
         "memory-pressure",
         None,
-        "critical" if worst.full_avg10 >= rules_ram.HARD_STALL else "warning",
+        "critical" if worst.full_avg10 >= findings_ram.HARD_STALL else "warning",
         say(
             "tasks stalled on memory in the last 10 s: some {some:.0f} %, all {full:.0f} % of the time ({scope})",
             some=worst.some_avg10,
@@ -279,15 +279,15 @@ RULES = (pool_levels, swap_traffic, memory_pressure, oom_kills, cgroup_counters,
 def _thresholds(pool: Pool) -> tuple[str | None, float, float]:
     """The code of a pool's level alarm, and the used shares from which it is a warning and critical."""
     if pool.name == "shm":
-        return "shm-nearly-full", rules_shm.NEARLY_FULL, rules_shm.ABOUT_TO_FAIL
+        return "shm-nearly-full", findings_shm.NEARLY_FULL, findings_shm.ABOUT_TO_FAIL
     if pool.name == "ram":
-        return "ram-near-limit", 1 - rules_ram.NEAR, 1 - rules_ram.AT_THE_EDGE
+        return "ram-near-limit", 1 - findings_ram.NEAR, 1 - findings_ram.AT_THE_EDGE
     if pool.name.startswith("gpu"):
-        return "gpu-nearly-full", rules_gpu.NEARLY_FULL, rules_gpu.FULL
+        return "gpu-nearly-full", findings.NEARLY_FULL, findings.FULL
     if pool.name == "fds":
         return "fds-nearly-out", _FDS_WARNING, _FDS_CRITICAL
     if pool.name == "disk" and pool.size:
-        return "disk-low", 1 - rules_machine.DISK_LOW / pool.size, 1 - rules_machine.DISK_OUT / pool.size
+        return "disk-low", 1 - findings.DISK_LOW / pool.size, 1 - findings.DISK_OUT / pool.size
     return None, 2.0, 2.0
 
 

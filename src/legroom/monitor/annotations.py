@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from legroom.model import Annotations, Mark
 from legroom.probe.host import Host
 from legroom.probe.process import started_at
+from legroom.records import Annotations, Mark
 from legroom.system.atomic_file import replace_file
 from legroom.words import say
 

@@ -16,9 +16,9 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from legroom.errors import UsageError
-from legroom.model import Alarm, Moment
-from legroom.model.advice import heading
 from legroom.monitor.watch_log import alarm_object
+from legroom.records import Alarm, Moment
+from legroom.records.findings import heading
 from legroom.words import say
 
 SCHEMA = "legroom.alarm/1"

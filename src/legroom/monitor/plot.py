@@ -10,8 +10,8 @@ from legroom.charts.chart_file import check_path, render
 from legroom.charts.drawing import since
 from legroom.charts.page import element, figure, page, table
 from legroom.charts.pool_chart import amount, pool_chart
-from legroom.model import Moment, PoolPoint
 from legroom.monitor.timeline import Timeline
+from legroom.records import Moment, PoolPoint
 from legroom.system.atomic_file import replace_file
 from legroom.units import format_duration
 from legroom.words import say

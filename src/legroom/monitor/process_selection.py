@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from legroom.errors import NothingMatches, UsageError
-from legroom.model import Process
 from legroom.probe.host import Host
 from legroom.probe.process import matching, our_pid, tree
+from legroom.records import Process
 from legroom.words import say
 
 _Processes = Mapping[int, Process]

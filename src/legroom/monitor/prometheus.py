@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from legroom.model import Moment, ProcessRow, Sample
 from legroom.monitor.http_server import TEXT, Handler, parse_address, serve
+from legroom.records import Moment, ProcessRow, Sample
 
 PORT = 9464
 MOST_PROCESSES = 64  # the largest: Prometheus stores a series for every process that is ever exported

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
-from legroom.model import ProcessRow, Sample
+from legroom.records import ProcessRow, Sample
 
 Item = TypeVar("Item")
 _ROWS_KEPT = 16  # processes in an old sample, the largest

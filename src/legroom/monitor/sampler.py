@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from legroom.errors import LegroomError
-from legroom.model import Annotations, EntryRow, Gpus, Memory, Pool, Pressure, Process, ProcessRow, Sample
 from legroom.monitor.process_selection import ProcessSelection
 from legroom.probe.filesystem import disk_pool, disks
 from legroom.probe.gpu_devices import gpu_pools, gpus
@@ -30,6 +29,7 @@ from legroom.probe.nvml import NvmlSession
 from legroom.probe.process import ProcessTable, open_files, parse_limits, pss_of, status_of
 from legroom.probe.shm import shm_space
 from legroom.probe.shm_segments import SHM, shm_mount
+from legroom.records import Annotations, EntryRow, Gpus, Memory, Pool, Pressure, Process, ProcessRow, Sample
 from legroom.words import say
 
 LONGEST_COMMAND = 160  # characters kept of a command line

@@ -13,7 +13,6 @@ from dataclasses import replace
 from types import TracebackType
 
 from legroom.errors import UsageError
-from legroom.model import Alarm, Annotations, Moment
 from legroom.monitor.annotations import AnnotationCollector, AnnotationFile, StepRate
 from legroom.monitor.notify import Notifier, Send, command_sender, function_sender, webhook_sender
 from legroom.monitor.process_selection import this_process
@@ -23,6 +22,7 @@ from legroom.monitor.sampler import Sampler
 from legroom.monitor.watch_log import WatchLog
 from legroom.monitor.watch_loop import MomentStream, Output, sample_periodically
 from legroom.probe.host import Host
+from legroom.records import Alarm, Annotations, Moment
 from legroom.units import parse_duration
 from legroom.words import say
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from legroom.columns import cells, cut, fill
-from legroom.model import Moment, Pool, ProcessRow, Sample
-from legroom.model.advice import heading
 from legroom.monitor.sample_history import History
+from legroom.records import Moment, Pool, ProcessRow, Sample
+from legroom.records.findings import heading
 from legroom.units import format_duration, format_size
 from legroom.words import counted, listed, phrase, say
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
-from legroom.model import Alarm, AlarmSpan, Mark, Moment, PoolPoint, Sample
+from legroom.records import Alarm, AlarmSpan, Mark, Moment, PoolPoint, Sample
 
 RECENT = 900  # points kept as they are: 15 minutes at 1 Hz
 _OLDER = 1024  # points kept of everything before, at most

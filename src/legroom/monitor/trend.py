@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from legroom.model import ProcessRow, Sample
 from legroom.monitor.sample_history import FreePoint
+from legroom.records import ProcessRow, Sample
 from legroom.words import listed, say
 
 _BINS = 16

@@ -16,11 +16,11 @@ from rich.text import Text
 
 from legroom.columns import cut
 from legroom.errors import MissingPackage
-from legroom.model import Moment, PoolPoint
 from legroom.monitor import tui_lines
 from legroom.monitor.sample_history import ThinningBuffer, keep_largest_processes
 from legroom.monitor.timeline import Timeline
 from legroom.monitor.watch_loop import Output, feed_outputs
+from legroom.records import Moment, PoolPoint
 from legroom.words import counted, phrase, say
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from legroom.columns import cells, left, right
-from legroom.model import Alarm, EntryRow, Pool, PoolPoint, ProcessRow, Sample
-from legroom.model.advice import heading, scope_name
 from legroom.monitor.timeline import column_shares
+from legroom.records import Alarm, EntryRow, Pool, PoolPoint, ProcessRow, Sample
+from legroom.records.findings import heading, scope_name
 from legroom.units import format_duration, format_size
 from legroom.words import counted, phrase, say
 

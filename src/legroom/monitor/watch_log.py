@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from legroom.errors import DamagedSource, UnreadableSource, UsageError
-from legroom.model import (
+from legroom.records import (
     Alarm,
     Annotations,
     EntryRow,

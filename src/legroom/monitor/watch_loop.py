@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
-from legroom.model import Moment, Sample
 from legroom.monitor.alarms import AlarmTracker
 from legroom.monitor.sample_history import History
+from legroom.records import Moment, Sample
 from legroom.words import say
 
 _MOST_WAITING = 256  # moments queued for a slow output

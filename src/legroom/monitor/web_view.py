@@ -17,11 +17,11 @@ from dataclasses import asdict, replace
 from importlib import resources
 from typing import Any
 
-from legroom.model import Moment, PoolPoint
 from legroom.monitor.http_server import Handler, parse_address, serve
 from legroom.monitor.sample_history import keep_largest_processes
 from legroom.monitor.timeline import Timeline, thin_points
 from legroom.monitor.watch_log import moment_object
+from legroom.records import Moment, PoolPoint
 from legroom.words import say
 
 PORT = 9465

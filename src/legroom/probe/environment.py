@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from legroom.model import Place, PlaceKind
 from legroom.probe.filesystem import Mount, mounted_at, mounts
 from legroom.probe.host import Host
+from legroom.records import Place, PlaceKind
 from legroom.words import joined, listed, say
 
 CAP_SYS_ADMIN = 21

@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from legroom.model import Disk, Pool
 from legroom.probe.host import DiskSpace, Host
+from legroom.records import Disk, Pool
 from legroom.words import joined, say
 
 _ESCAPE = re.compile(r"\\([0-3][0-7]{2})")  # the kernel writes space, tab, newline and backslash so

@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from legroom.model import Gpu, GpuProcess, Gpus, Pool
 from legroom.probe.environment import in_initial_namespace
 from legroom.probe.host import Host
 from legroom.probe.nvml import NOT_FOUND, NOT_SUPPORTED, NvmlError, call, memory_info, running, text
 from legroom.probe.process import plain, process_at
 from legroom.probe.windows_gpu import CounterSource, Spill, spill
+from legroom.records import Gpu, GpuProcess, Gpus, Pool
 from legroom.words import joined, say
 
 _PCI = "/sys/bus/pci/devices"

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from legroom.model import Job, Process
 from legroom.probe.host import Host
 from legroom.probe.process import arguments, holdings, matching, our_pid, processes, tree
 from legroom.probe.shm import makers_alive, on_its_way
 from legroom.probe.shm_segments import Segments, files_below
 from legroom.probe.training_flags import Flag, flags
+from legroom.records import Job, Process
 from legroom.units import format_size
 from legroom.words import say
 

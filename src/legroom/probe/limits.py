@@ -17,9 +17,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from legroom.model import Cpu, Limits, Pool, Process, Temporary
 from legroom.probe.cgroup import Version, cgroup
 from legroom.probe.host import UNLIMITED, Host
+from legroom.records import Cpu, Limits, Pool, Process, Temporary
 from legroom.units import format_size
 from legroom.words import joined, say
 

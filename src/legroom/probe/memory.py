@@ -16,9 +16,9 @@ import re
 import time
 from dataclasses import dataclass
 
-from legroom.model import CgroupLevel, Memory, MemoryEvents, Pool, Pressure, Swap
 from legroom.probe.cgroup import UNIFIED, Group, Version, cgroup
 from legroom.probe.host import Host
+from legroom.records import CgroupLevel, Memory, MemoryEvents, Pool, Pressure, Swap
 from legroom.words import joined, say
 
 _MEMINFO = "/proc/meminfo"

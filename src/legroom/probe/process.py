@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from legroom.errors import NoSuchProcess, NothingMatches, UsageError
-from legroom.model import Process
 from legroom.probe.host import Host
 from legroom.probe.shm_segments import Segments
+from legroom.records import Process
 from legroom.words import say
 
 # What could move a terminal's cursor or turn its text around is replaced; line ends and tabs become blanks.

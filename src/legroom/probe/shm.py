@@ -11,7 +11,6 @@ import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from legroom.model import Leftover, Pool, Process, Shm
 from legroom.probe.filesystem import Mount
 from legroom.probe.host import Host
 from legroom.probe.process import plain, processes, started_at
@@ -25,6 +24,7 @@ from legroom.probe.shm_segments import (
     is_memory,
     shm_mount,
 )
+from legroom.records import Leftover, Pool, Process, Shm
 from legroom.words import say
 
 

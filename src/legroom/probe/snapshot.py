@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from legroom.model import Box
 from legroom.probe.environment import environment
 from legroom.probe.filesystem import disk_pool, disks
 from legroom.probe.gpu_devices import gpu_pools, gpus
@@ -11,6 +10,7 @@ from legroom.probe.limits import cpu, fds_pool, limits, pinned_pool, temporary
 from legroom.probe.memory import memory, pressure, ram_pool, read_swap_counters, swap, swap_pool
 from legroom.probe.process import processes, with_shm
 from legroom.probe.shm import shm, shm_pool
+from legroom.records import Box
 
 
 def snapshot(host: Host | None = None, *, pid: str = "self") -> Box:

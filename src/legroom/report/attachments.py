@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import DamagedSource, UnreadableSource
-from legroom.model import Box
-from legroom.model.death import Evidence
 from legroom.monitor.watch_log import SCHEMA as WATCH
+from legroom.records import Box
+from legroom.records.failure import Evidence
 from legroom.report.bundle import Attachments, Part
 from legroom.report.redact import shape_of
 from legroom.rescue.log_reader import read_log

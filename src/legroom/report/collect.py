@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from legroom.budget.findings import findings
-from legroom.budget.settings import safe_settings
+from legroom.advice.findings import findings
+from legroom.advice.safe_settings import safe_settings
 from legroom.errors import LegroomError
-from legroom.model import Box, Entry
 from legroom.probe.environment import SUDO_GROUPS, in_initial_namespace
 from legroom.probe.host import DiskSpace, Host
 from legroom.probe.limits import TAIL, temporary
 from legroom.probe.snapshot import snapshot
+from legroom.records import Box, Entry
 from legroom.report.attachments import attached_parts
 from legroom.report.bundle import Attachments, Collected, Part
 from legroom.report.redact import SECRET_NAME, shape_of

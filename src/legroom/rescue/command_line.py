@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from legroom.errors import UsageError
-from legroom.model.settings_env import ALIASES
 from legroom.probe.training_flags import Flag, flags
+from legroom.records.settings import ALIASES
 from legroom.words import listed, say
 
 # What a retry may lower. `--flag` also takes the short names batch, workers and prefetch.

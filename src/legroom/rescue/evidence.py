@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from legroom.model.death import Evidence, Level, LogFacts, OomCount
 from legroom.probe.host import Host
+from legroom.records.failure import Evidence, Level, LogFacts, OomCount
 from legroom.rescue.job_cgroup import JobCgroup
 from legroom.rescue.job_sampling import (
     DiskLevels,

@@ -21,11 +21,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from legroom.model import Box
-from legroom.model.death import Attempt, Evidence, Level, LogFacts, Verdict
 from legroom.probe.host import Host
 from legroom.probe.shm import shm
 from legroom.probe.shm_segments import SHM, Segments
+from legroom.records import Box
+from legroom.records.failure import Attempt, Evidence, Level, LogFacts, Verdict
 from legroom.rescue.command_line import SETTINGS, NamedFlag, command_settings
 from legroom.rescue.evidence import EvidenceCollector
 from legroom.rescue.job_cgroup import JobCgroup

@@ -18,13 +18,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from legroom.model import Alarm, CgroupLevel, MemoryEvents, Pool, ProcessRow, Sample
-from legroom.model.death import Level, Reading
 from legroom.monitor.alarms import AlarmTracker
 from legroom.probe.cgroup import Version
 from legroom.probe.host import Host
 from legroom.probe.memory import SwapCounters, level_at, memory, parse_pressure, pressure, read_swap_counters
 from legroom.probe.process import process_at
+from legroom.records import Alarm, CgroupLevel, MemoryEvents, Pool, ProcessRow, Sample
+from legroom.records.failure import Level, Reading
 from legroom.rescue.job_cgroup import JobCgroup
 from legroom.rescue.oom_victims import OomVictims
 

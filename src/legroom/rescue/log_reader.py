@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from legroom.errors import UnreadableSource
-from legroom.model.death import LogFacts, Role, Sign
+from legroom.records.failure import LogFacts, Role, Sign
 from legroom.rescue.log_patterns import NUMBERS, code_of, start_of
 from legroom.words import say
 

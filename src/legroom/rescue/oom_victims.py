@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from legroom.model.death import Role, Victim
 from legroom.probe.host import Host
 from legroom.probe.process import arguments, command_text, is_ending
+from legroom.records.failure import Role, Victim
 from legroom.rescue.job_cgroup import JobCgroup
 
 _DYING = 0.5  # seconds within which a killed process disappears after the counter rose

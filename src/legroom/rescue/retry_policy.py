@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from legroom.model.death import Cause, Verdict
+from legroom.records.failure import Cause, Verdict
 from legroom.rescue.command_line import CommandSettings
 from legroom.words import say
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from legroom.charts.page import bullets, element, figure, page, table
 from legroom.charts.pool_chart import amount, pool_chart
-from legroom.model import AlarmSpan, PoolPoint
-from legroom.model.death import Attempt, SupervisedRun
 from legroom.monitor.watch_log import alarm_object
+from legroom.records import AlarmSpan, PoolPoint
+from legroom.records.failure import Attempt, SupervisedRun
 from legroom.rescue.command_line import SHORT_NAMES
 from legroom.rescue.verdict import verdict_object
 from legroom.rescue.verdict_rule import exit_line, headline

@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from legroom.model import Box
-from legroom.model.death import Attempt, SupervisedRun, Verdict
-from legroom.model.settings_env import VARIABLE, from_environment, to_environment
 from legroom.probe.host import Host
+from legroom.records import Box
+from legroom.records.failure import Attempt, SupervisedRun, Verdict
+from legroom.records.settings import VARIABLE, from_environment, to_environment
 from legroom.rescue.checkpoints import Stamp, newest_complete, stamps
 from legroom.rescue.command_line import (
     SETTINGS,

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from legroom.budget import remedy
-from legroom.model import Box, Place
-from legroom.model.death import Cause, Evidence, Level, Likely, Role, Verdict
+from legroom.advice import remedies
 from legroom.probe.limits import NAMES, TAIL, longest_socket
+from legroom.records import Box, Place
+from legroom.records.failure import Cause, Evidence, Level, Likely, Role, Verdict
 from legroom.rescue import verdict_from_exit, verdict_from_log
 from legroom.rescue.verdict_rule import RuleResult, Signs
 from legroom.units import format_size
@@ -177,12 +177,12 @@ def fixes(
     ``keyboard``: Ctrl-C at this terminal.
     """
     if cause == "shm-full":
-        wanted = remedy.advised_shm(ram)
+        wanted = remedies.advised_shm(ram)
         if shm is not None:
             bigger = max(_LEAST_SHM, 2 * _power_of_two(shm.size))
             wanted = max(wanted, bigger if ram is None else min(bigger, ram // 2))
         # A log may come from elsewhere, and a large /dev/shm may be full: never advise a smaller one.
-        larger = (_large_already(here),) if here and here >= wanted else remedy.enlarge_shm(place, wanted)
+        larger = (_large_already(here),) if here and here >= wanted else remedies.enlarge_shm(place, wanted)
         return (
             say("num_workers=0 uses no shared memory; fewer workers, prefetch_factor=1 and smaller batches use less"),
             say("legroom.DataLoader does not use /dev/shm. For an unmodified script:\nlegroom run --loader "
@@ -192,22 +192,22 @@ def fixes(
     if cause in ("ram-oom-kill", "ram-allocation"):
         return _more_ram(place, ram, machine)
     if cause == "swap-thrash":
-        return remedy.settle_swap(place, moving=True)
+        return remedies.settle_swap(place, moving=True)
     if cause == "gpu-oom":
-        return remedy.use_less_gpu(place)
+        return remedies.use_less_gpu(place)
     if cause == "pinned-exhausted":
         less = say("pin_memory=False, or fewer batches in flight: prefetch_factor=1, fewer workers")
         return (less, *_more_ram(place, ram, machine))
     if cause == "fds-exhausted":
-        return remedy.raise_nofile(place, nofile or 1024, None)
+        return remedies.raise_nofile(place, nofile or 1024, None)
     if cause == "processes-exhausted":
         return _more_processes(place)
     if cause == "map-count":
         return _more_maps(place)
     if cause == "disk-full":
-        return remedy.free_disk(".")
+        return remedies.free_disk(".")
     if cause == "tmpdir-too-long":
-        return remedy.shorten_temporary(NAMES[0], longest_socket(place.platform) - TAIL)
+        return remedies.shorten_temporary(NAMES[0], longest_socket(place.platform) - TAIL)
     if cause == "worker-killed":
         who = say("find out what killed it: a time limit, another user, an OOM daemon (journalctl, dmesg)")
         return (who, say("check:\nlegroom doctor"))
@@ -232,7 +232,7 @@ def fixes(
 def _more_ram(place: Place, ram: int | None, machine: int | None) -> tuple[str, ...]:
     """Only a limit below the machine's RAM can be raised. The process is gone, so no `ps`."""
     limited = ram is not None and (machine is None or ram < machine)
-    return remedy.raise_ram_limit(place, ram if limited else None, machine, running=False)
+    return remedies.raise_ram_limit(place, ram if limited else None, machine, running=False)
 
 
 def _more_processes(place: Place) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from legroom.model.death import Cause, Evidence, OomCount, Sign, Victim
+from legroom.records.failure import Cause, Evidence, OomCount, Sign, Victim
 from legroom.rescue.log_patterns import CONSEQUENCE, killed_in
 from legroom.rescue.verdict_rule import (
     RuleResult,

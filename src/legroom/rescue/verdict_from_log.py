@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from legroom.model.death import Cause, Evidence, Level, Sign
+from legroom.records.failure import Cause, Evidence, Level, Sign
 from legroom.rescue.log_patterns import SHORTAGES
 from legroom.rescue.verdict_rule import (
     WINDOW,

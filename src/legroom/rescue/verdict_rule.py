@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from legroom.model.death import Cause, Evidence, Level, LogFacts, Sign, Verdict
+from legroom.records.failure import Cause, Evidence, Level, LogFacts, Sign, Verdict
 from legroom.rescue.log_patterns import CONSEQUENCE, SHORTAGES
 from legroom.system.child_processes import ExitStatus
 from legroom.units import format_size

@@ -175,7 +175,7 @@ def _rig(case: Case, place: str, command: list[str], folder: Path) -> Iterator[l
 
 def explain(text: str) -> dict[str, Any]:
     """What `legroom explain` says about that log."""
-    from legroom.model.death import Evidence
+    from legroom.records.failure import Evidence
     from legroom.rescue.log_reader import facts_of
     from legroom.rescue.verdict import classify, verdict_object
 

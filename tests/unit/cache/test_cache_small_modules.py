@@ -21,7 +21,7 @@ from legroom.cache.staging import StagingDirectory
 from legroom.cache.store import open_stores
 from legroom.errors import BadSize, NoRoom, UnsupportedData
 from legroom.formats.protocol import ArraySpec, Description
-from legroom.model import CgroupLevel, Memory, MemoryEvents
+from legroom.records import CgroupLevel, Memory, MemoryEvents
 from legroom.words import speak
 
 MB = 1 << 20

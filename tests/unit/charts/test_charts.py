@@ -31,8 +31,8 @@ from legroom.charts.drawing import (
 from legroom.charts.page import bullets, element, page, table
 from legroom.charts.pool_chart import amount, pool_chart
 from legroom.errors import MissingPackage, UsageError
-from legroom.model import AlarmSpan, Mark, PoolPoint
-from legroom.model.gpu import BatchFound, Trial
+from legroom.records import AlarmSpan, Mark, PoolPoint
+from legroom.records.gpu_usage import BatchFound, Trial
 from legroom.units import format_size
 from watch_runs import HOSTILE
 

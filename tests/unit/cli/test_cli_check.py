@@ -308,7 +308,7 @@ def test_what_is_missing_is_named_as_it_is_typed(capsys: pytest.CaptureFixture[s
 
 def test_a_trial_is_left_out_only_where_one_batch_does_not_fit() -> None:
     """Not for what drawing took of the process: that counts the measuring code too, and said no to what ran."""
-    from legroom.budget.demand import Batch
+    from legroom.advice.plan_inputs import Batch
     from legroom.loader.preflight import _worth_trying
     from legroom.probe.host import Host
     from legroom.probe.snapshot import snapshot

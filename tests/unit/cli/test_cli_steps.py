@@ -14,14 +14,14 @@ from boxes import GB, MB, healthy
 
 import legroom
 from legroom import words
-from legroom.budget import remedy
-from legroom.budget.relief import relieve
+from legroom.advice import remedies
+from legroom.advice.fit import relieve
 from legroom.charts.page import bullets
 from legroom.cli.layout import steps
 from legroom.errors import LegroomError
-from legroom.model import Place
-from legroom.model.death import Attempt, Level, Verdict
 from legroom.probe.host import Host
+from legroom.records import Place
+from legroom.records.failure import Attempt, Level, Verdict
 from legroom.rescue.job_attempt import RunOptions
 from legroom.rescue.supervisor import Supervisor
 from legroom.rescue.verdict import fixes
@@ -67,16 +67,16 @@ def _places() -> Iterator[Place]:
 
 def _every_fix() -> Iterator[tuple[str, ...]]:
     box = healthy()
-    yield remedy.remove_leftovers(("torch_1", "a name", *(f"torch_{n:040}" for n in range(3))), 40 * MB)
-    yield remedy.remove_leftovers(tuple(f"torch_{n:040}" for n in range(9)), 40 * MB)
-    yield remedy.stop_spilling()
-    yield remedy.shorten_temporary("TMPDIR", 107)
-    yield remedy.unpin()
+    yield remedies.remove_leftovers(("torch_1", "a name", *(f"torch_{n:040}" for n in range(3))), 40 * MB)
+    yield remedies.remove_leftovers(tuple(f"torch_{n:040}" for n in range(9)), 40 * MB)
+    yield remedies.stop_spilling()
+    yield remedies.shorten_temporary("TMPDIR", 107)
+    yield remedies.unpin()
     for pool in ("shm", "ram", "fds", "disk", "pinned", "gpu0"):
         yield relieve(box, pool, 40 * GB)
     for place in _places():
-        yield remedy.enlarge_shm(place, 8 * GB)
-        yield remedy.settle_swap(place, moving=True, used=GB, free=8 * GB)
+        yield remedies.enlarge_shm(place, 8 * GB)
+        yield remedies.settle_swap(place, moving=True, used=GB, free=8 * GB)
         for cause in CAUSES:
             yield fixes(cause, place, ram=16 * GB, shm=Level(64 * MB, 64 * MB), nofile=1024)
 
@@ -97,9 +97,9 @@ def test_no_newline_splits_a_command(language: str, columns: int, monkeypatch: p
 
 
 def test_the_largest_are_removed_by_one_line_and_nothing_after_it() -> None:
-    step = remedy.remove_leftovers(("a", "b"), 0)[0]
+    step = remedies.remove_leftovers(("a", "b"), 0)[0]
     assert step.splitlines()[1:] == ["rm /dev/shm/a /dev/shm/b"]
-    assert "9" in remedy.remove_leftovers(tuple("abcdefghi"), MB)[0].splitlines()[0]
+    assert "9" in remedies.remove_leftovers(tuple("abcdefghi"), MB)[0].splitlines()[0]
 
 
 def _templates() -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ import yaml
 
 from legroom.cli.main import run
 from legroom.loader.tune import tuning as tuning_named
-from legroom.model import Settings
+from legroom.records import Settings
 
 BASE = ("tune", "--dataset", "data:set", "--batch", "32", "--ranks", "3")
 

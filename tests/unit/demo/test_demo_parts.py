@@ -34,9 +34,9 @@ from legroom.demo.demo_stages import best_rates, machine_line, steps_for
 from legroom.demo.event_loop import MemorySample, peak
 from legroom.demo.training_script import Model
 from legroom.errors import MissingPackage, NoRoom, UsageError
-from legroom.model import Pool
 from legroom.probe.host import Host
 from legroom.probe.limits import TAIL, longest_socket
+from legroom.records import Pool
 
 MB, GB = 1 << 20, 1 << 30
 NAMES = ("one", "two", "three", "four")

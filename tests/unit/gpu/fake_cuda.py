@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from legroom.gpu.cuda_device import CudaDevice
-from legroom.model.box import Gpu, GpuProcess
+from legroom.records.machine import Gpu, GpuProcess
 
 MB, GB = 1 << 20, 1 << 30
 

@@ -14,7 +14,7 @@ from legroom.errors import DoesNotFit, RanksDisagree, TrialFailed, UsageError
 from legroom.gpu import batch_size, batch_trials, plot
 from legroom.gpu.batch_trials import GpuTrialRunner, TrialResult
 from legroom.gpu.rank_consensus import RankConsensus
-from legroom.model.gpu import BatchFound, Trial
+from legroom.records.gpu_usage import BatchFound, Trial
 
 torch = pytest.importorskip("torch")
 FIXED, EACH = 3 * GB, 20 * MB

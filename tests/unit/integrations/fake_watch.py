@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from legroom.model import Alarm
+from legroom.records import Alarm
 
 
 def filling(left: float = 60.0, level: Any = "warning", code: str = "ram-filling") -> Alarm:

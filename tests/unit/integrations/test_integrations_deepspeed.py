@@ -14,10 +14,10 @@ import pytest
 import torch
 import yaml
 
-from legroom.budget.emit_training import emit_training
+from legroom.advice.launcher_config import emit_training
 from legroom.errors import UsageError
 from legroom.integrations import deepspeed
-from legroom.model import Settings
+from legroom.records import Settings
 
 JUDGE = Path(__file__).with_name("deepspeed_judge.py")
 SETTINGS = Settings(32, 2, 3, threads=4, pin_memory=False)

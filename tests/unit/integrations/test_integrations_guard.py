@@ -27,7 +27,7 @@ from legroom.integrations.guard import (
     memory_snapshot,
     retune,
 )
-from legroom.model import Alarm, Pool, Settings
+from legroom.records import Alarm, Pool, Settings
 
 MB = 1 << 20
 

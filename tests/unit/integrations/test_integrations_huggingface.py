@@ -73,7 +73,7 @@ def test_alarms_blocks_and_a_checkpoint_in_time(
 ) -> None:
     from legroom.integrations import guard
     from legroom.integrations.huggingface import LegroomCallback
-    from legroom.model import Settings
+    from legroom.records import Settings
 
     loaders: list[Any] = []
     monkeypatch.setattr(

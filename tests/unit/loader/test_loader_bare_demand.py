@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from legroom.budget.crew import SPARE
-from legroom.budget.demand import Demand
+from legroom.advice.memory_need import SPARE
+from legroom.advice.plan_inputs import Demand
 from legroom.loader import bare_demand, preflight
 from legroom.loader.arena.refusal import Left
 from legroom.loader.bare_demand import with_bare_processes

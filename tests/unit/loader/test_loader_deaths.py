@@ -10,7 +10,7 @@ import pytest
 
 from legroom.errors import BatchLost, WorkerDied
 from legroom.loader import deaths
-from legroom.model import Memory, MemoryEvents
+from legroom.records import Memory, MemoryEvents
 
 
 def memory(kills: int | None, scope: str = "cgroup") -> Memory:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from legroom.budget.crew import Each
+from legroom.advice.memory_need import Each
 from legroom.cache.capacity import Bound
 from legroom.errors import BudgetTooSmall, LoaderClosed
 from legroom.loader.arena import door as arena_door

@@ -20,8 +20,8 @@ import legroom
 from legroom.errors import UsageError
 from legroom.loader.measure.benchmark import time_step
 from legroom.loader.tune.settings_history import key_of, recall, remember
-from legroom.model import Settings
-from legroom.model.settings_env import VARIABLE
+from legroom.records import Settings
+from legroom.records.settings import VARIABLE
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from legroom.model import MemoryEvents, Moment, Pool, ProcessRow, Sample
 from legroom.monitor.watch_loop import MomentStream
+from legroom.records import MemoryEvents, Moment, Pool, ProcessRow, Sample
 
 MB, GB = 1 << 20, 1 << 30
 START = 1_760_000_000.0

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from monitor_samples import GB, MB, codes, moments, pool, row, sample
 
-from legroom.model import MemoryEvents, Moment, Pool, Pressure, ProcessRow, Sample
 from legroom.monitor.alarms import raised_alarms
 from legroom.monitor.sample_history import History
+from legroom.records import MemoryEvents, Moment, Pool, Pressure, ProcessRow, Sample
 
 
 def _run(samples: list[Any]) -> list[Moment]:

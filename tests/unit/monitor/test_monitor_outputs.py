@@ -20,12 +20,12 @@ from monitor_samples import GB, MB, moments, pool, row, sample
 
 from legroom.columns import cells
 from legroom.errors import CannotListen, UsageError
-from legroom.model import Annotations, EntryRow, Mark, MemoryEvents, Moment, Pool, Pressure
 from legroom.monitor.http_server import parse_address
 from legroom.monitor.notify import Notifier, command_sender, webhook_sender
 from legroom.monitor.prometheus import METRICS, MOST_PROCESSES, Prometheus, Totals, metrics_text
 from legroom.monitor.sample_history import History
 from legroom.monitor.text_output import TextOutput, sample_line
+from legroom.records import Annotations, EntryRow, Mark, MemoryEvents, Moment, Pool, Pressure
 
 EVIL = 'python "<script>"\\n\\ train.py\nX{a="b"}'
 

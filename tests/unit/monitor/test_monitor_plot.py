@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.errors import MissingPackage, UsageError
-from legroom.model import Annotations, Mark, Moment, Pool, PoolPoint
 from legroom.monitor.plot import Plot, drawn
 from legroom.monitor.timeline import RECENT, PoolSeries, Timeline, column_shares, thin_points
+from legroom.records import Annotations, Mark, Moment, Pool, PoolPoint
 from watch_runs import HOSTILE, START, moments, samples
 
 SVG = "{http://www.w3.org/2000/svg}"

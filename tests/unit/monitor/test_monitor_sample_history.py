@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from monitor_samples import GB, MB, pool, row, sample
 
-from legroom.model import Sample
 from legroom.monitor.sample_history import History, ThinningBuffer
 from legroom.monitor.watch_loop import MomentStream
+from legroom.records import Sample
 
 
 def test_tiers_are_bounded_ordered_and_reach_back() -> None:

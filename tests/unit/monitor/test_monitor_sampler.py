@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "probe"))
 from fake_machine import MB, FakeMachine
 
 from legroom.errors import NoSuchProcess, NothingMatches, UsageError
-from legroom.model import Gpu, GpuProcess, Gpus, Process, Sample
 from legroom.monitor.process_selection import (
     ProcessSelection,
     matching_processes,
@@ -26,6 +25,7 @@ from legroom.monitor.sampler import RateLimit, Sampler
 from legroom.probe.host import Host
 from legroom.probe.nvml import NvmlSession
 from legroom.probe.process import ProcessTable, status_of
+from legroom.records import Gpu, GpuProcess, Gpus, Process, Sample
 
 
 class Clock:

@@ -15,7 +15,6 @@ from monitor_samples import sample
 
 import legroom
 from legroom.errors import BadDuration, UsageError
-from legroom.model import Alarm, Annotations, Mark, Moment
 from legroom.monitor.annotations import (
     AnnotationCollector,
     AnnotationFile,
@@ -25,6 +24,7 @@ from legroom.monitor.annotations import (
 )
 from legroom.monitor.watch_log import read_samples
 from legroom.probe.host import Host
+from legroom.records import Alarm, Annotations, Mark, Moment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -112,7 +112,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
 
 def test_alarms_reach_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
     got: list[Alarm] = []
-    monkeypatch.setattr("legroom.budget.rules_shm.NEARLY_FULL", -1.0)  # every /dev/shm is nearly full
+    monkeypatch.setattr("legroom.advice.findings_shm.NEARLY_FULL", -1.0)  # every /dev/shm is nearly full
     with legroom.watch(interval=0.1, on_alarm=got.append) as w:
         _until(lambda: got)
         assert got[0].code == "shm-nearly-full" and w.alarms

@@ -8,9 +8,9 @@ import pytest
 from monitor_samples import GB, MB, moments, pool, row, sample
 from monitor_traces import HEALTHY, SIZE, Course, healthy, leak, workers_starting
 
-from legroom.model import Alarm, ProcessRow, Sample
 from legroom.monitor.sample_history import FreePoint
 from legroom.monitor.trend import SHORTEST, find_trend, theil_sen
+from legroom.records import Alarm, ProcessRow, Sample
 
 LEAD = 30  # samples, which at one a second are the seconds before death
 

@@ -14,10 +14,10 @@ import pytest
 
 from legroom.columns import cells
 from legroom.errors import MissingPackage
-from legroom.model import Annotations, Moment, Pool, PoolPoint, ProcessRow, Sample
 from legroom.monitor import tui_lines
 from legroom.monitor.tui import ScreenState, TerminalView, require_textual, run_full_screen
 from legroom.monitor.watch_loop import MomentStream
+from legroom.records import Annotations, Moment, Pool, PoolPoint, ProcessRow, Sample
 from legroom.words import speak
 from watch_runs import GB, HOSTILE, MB, START, moments, samples
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from monitor_samples import GB, MB, moments, pool, row, sample
 
 from legroom.errors import DamagedSource, UnreadableSource, UsageError
-from legroom.model import Annotations, EntryRow, Mark, Moment, Pressure, Sample
 from legroom.monitor.watch_log import (
     InvalidRecord,
     WatchLog,
@@ -21,6 +20,7 @@ from legroom.monitor.watch_log import (
     parse_sample,
     read_samples,
 )
+from legroom.records import Annotations, EntryRow, Mark, Moment, Pressure, Sample
 
 
 def _full(clock: float = 5.0) -> Sample:

@@ -19,10 +19,10 @@ import psutil
 import pytest
 
 from legroom.errors import CannotListen
-from legroom.model import Moment, ProcessRow
 from legroom.monitor import web_view as web_module
 from legroom.monitor.http_server import AllowedHosts, host_name
 from legroom.monitor.web_view import MOST_PROCESSES, MOST_STREAMS, EventFeed, WebView
+from legroom.records import Moment, ProcessRow
 from watch_runs import HOSTILE, moments, samples
 
 PATIENCE = 60.0

@@ -13,9 +13,9 @@ import rigs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.model import Place
 from legroom.probe.environment import environment, has_capability, in_initial_namespace, status_fields
 from legroom.probe.host import Host
+from legroom.records import Place
 
 TREES = Path(__file__).parents[2] / "trees"
 PLAIN_DOCKER = "00000000a80425fb"  # what docker gives root: no CAP_SYS_ADMIN

@@ -14,9 +14,9 @@ import rigs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.model import Disk
 from legroom.probe.filesystem import disk_pool, disks, filesystem_of, is_network, store_candidates, why_not
 from legroom.probe.host import Host
+from legroom.records import Disk
 
 TREES = Path(__file__).parents[2] / "trees"
 SOURCE = Path(__file__).parents[3] / "src"

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.model import Gpu, Gpus
 from legroom.probe.gpu_devices import gpu_pools, gpus, gpus_on_bus, module_version
 from legroom.probe.host import Host
 from legroom.probe.nvml import NvmlError, call
+from legroom.records import Gpu, Gpus
 
 GIB = 1 << 30
 RESERVED = 600 << 20

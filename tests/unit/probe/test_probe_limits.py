@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from legroom.model import Limits, Pool, Process
 from legroom.probe.host import Host
 from legroom.probe.limits import fds_pool, limits, pinned_pool
+from legroom.records import Limits, Pool, Process
 
 TREES = Path(__file__).parents[2] / "trees"
 RAM = Pool("ram", 8 << 30, 3 << 30, 5 << 30, "/proc/meminfo")

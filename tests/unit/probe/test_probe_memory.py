@@ -11,9 +11,9 @@ from fake_host import NAMES, FakeHost, mount, tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.model import CgroupLevel, Memory, MemoryEvents
 from legroom.probe.host import Host
 from legroom.probe.memory import amount, memory, ram_pool
+from legroom.records import CgroupLevel, Memory, MemoryEvents
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 TOP = "/sys/fs/cgroup"

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.errors import NoSuchProcess, NothingMatches, UsageError
-from legroom.model import Process
 from legroom.probe.host import Host
 from legroom.probe.process import (
     arguments,
@@ -32,6 +31,7 @@ from legroom.probe.process import (
     started_at,
     tree,
 )
+from legroom.records import Process
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads this machine's /proc")
 

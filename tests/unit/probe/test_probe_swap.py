@@ -9,9 +9,9 @@ from fake_host import NAMES, FakeHost, tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.model import CgroupLevel, Memory, MemoryEvents, Swap
 from legroom.probe.host import Host
 from legroom.probe.memory import memory, read_swap_counters, swap, swap_pool
+from legroom.records import CgroupLevel, Memory, MemoryEvents, Swap
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 

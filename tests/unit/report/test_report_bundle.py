@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import rigs
 
-from legroom.budget.findings import findings
+from legroom.advice.findings import findings
 from legroom.cli.main import run
 from legroom.errors import DamagedSource, UnreadableSource, UsageError
 from legroom.probe import limits

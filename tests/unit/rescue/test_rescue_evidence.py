@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from legroom.model.death import Level, Reading
 from legroom.probe.host import Host
+from legroom.records.failure import Level, Reading
 from legroom.rescue.evidence import KernelLog
 from legroom.rescue.job_attempt import (
     StallDetector,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from legroom.model import Place
-from legroom.model.death import Level
+from legroom.records import Place
+from legroom.records.failure import Level
 from legroom.rescue.verdict import fixes
 
 GB = 1 << 30

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from legroom.model import Alarm
-from legroom.model.death import Attempt, Level, Reading, SupervisedRun
 from legroom.probe.host import Host
+from legroom.records import Alarm
+from legroom.records.failure import Attempt, Level, Reading, SupervisedRun
 from legroom.rescue.job_cgroup import JobCgroup
 from legroom.rescue.job_sampling import JobAlarms, JobSampler
 from legroom.rescue.run_report import run_object, run_page

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legroom.model.death import Evidence, Verdict
+from legroom.records.failure import Evidence, Verdict
 from legroom.rescue.log_patterns import SIGNATURES
 from legroom.rescue.log_reader import facts_of
 from legroom.rescue.verdict import LOG_ALONE, classify

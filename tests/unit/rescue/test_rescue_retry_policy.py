@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom.errors import UsageError
-from legroom.model.death import Cause, Evidence, Likely, Role, Verdict, Victim
+from legroom.records.failure import Cause, Evidence, Likely, Role, Verdict, Victim
 from legroom.rescue.command_line import (
     CommandSettings,
     NamedFlag,

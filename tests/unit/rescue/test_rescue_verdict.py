@@ -8,16 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legroom.model.death import (
-    MEMORY_CAUSES,
-    Evidence,
-    Level,
-    LogFacts,
-    OomCount,
-    Reading,
-    Sign,
-    Victim,
-)
+from legroom.records.failure import MEMORY_CAUSES, Evidence, Level, LogFacts, OomCount, Reading, Sign, Victim
 from legroom.rescue.log_reader import facts_of
 from legroom.rescue.verdict import LOG_ALONE, classify
 from legroom.rescue.verdict_rule import UNKNOWN

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from legroom.budget.crew import SPARE, Each, fits, least
+from legroom.advice.memory_need import SPARE, Each, fits, least
 from legroom.errors import BudgetTooSmall, LoaderClosed
 from legroom.loader.arena.ending import watch_end
 from legroom.loader.arena.processes import Blocked, Guarded, end_if_told

@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from legroom.budget.crew import Each, fits
+from legroom.advice.memory_need import Each, fits
 from legroom.cache.capacity import memory_bounds, tightest
 from legroom.errors import BudgetTooSmall, LoaderClosed
 from legroom.loader.arena.processes import must_end

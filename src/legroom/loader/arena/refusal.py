@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from legroom.budget.crew import Each, fits, least, most_samples, most_workers, spare
-from legroom.budget.remedy import raise_ram_limit
+from legroom.advice.memory_need import Each, fits, least, most_samples, most_workers, spare
+from legroom.advice.remedies import raise_ram_limit
 from legroom.errors import BudgetTooSmall
 from legroom.probe.environment import environment
 from legroom.probe.host import Host

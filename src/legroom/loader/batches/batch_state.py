@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from legroom.errors import UsageError
 from legroom.loader.batches.gather import Column
-from legroom.model import Entry
+from legroom.records import Entry
 from legroom.words import listed, phrase, say
 
 VERSION = 1

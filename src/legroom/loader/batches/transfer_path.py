@@ -20,7 +20,7 @@ import numpy as np
 from legroom.errors import UnsupportedData
 from legroom.loader.batches.batch_arguments import BatchSettings
 from legroom.loader.batches.gather import Batch, Column, Gatherer, HostGatherer, torch_holds
-from legroom.model import Entry
+from legroom.records import Entry
 from legroom.words import listed, say
 
 if TYPE_CHECKING:

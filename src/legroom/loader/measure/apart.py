@@ -23,7 +23,7 @@ from legroom.errors import DatasetFailed, DatasetOutOfMemory, LegroomError, Miss
 from legroom.loader.measure import meter
 from legroom.loader.measure.guarded import Watched, environment, forked, guarded
 from legroom.loader.measure.named import split
-from legroom.model import Measured, Transport
+from legroom.records import Measured, Transport
 from legroom.system.child_processes import ExitStatus
 from legroom.units import format_duration, format_size
 from legroom.words import say

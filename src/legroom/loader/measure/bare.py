@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from functools import cache
 
-from legroom.budget.crew import SPARE
+from legroom.advice.memory_need import SPARE
 from legroom.loader.arena.refusal import left
 from legroom.loader.measure.private import idle_worker, private_bytes
 

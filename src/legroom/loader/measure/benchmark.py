@@ -10,8 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from legroom.budget.choose import Rung
-from legroom.budget.pace import Step
+from legroom.advice.recommend import Rung, Step
 from legroom.errors import UsageError
 from legroom.loader.measure.clock import Clock
 from legroom.loader.measure.draw import draw, is_iterable, length

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from legroom.budget.choose import Rung
+from legroom.advice.recommend import Rung
 from legroom.errors import DatasetFailed, LegroomError
 from legroom.loader.measure.benchmark import run_loader
 from legroom.loader.measure.measuring import FIX, measure

@@ -20,7 +20,7 @@ from legroom.loader.measure.contents import Contents, contents
 from legroom.loader.measure.draw import Drawn, draw, is_iterable, length
 from legroom.loader.measure.private import free_bytes, idle_worker, private_bytes, start_method
 from legroom.loader.measure.transport import LoaderKind, measure_transport
-from legroom.model import Measured
+from legroom.records import Measured
 from legroom.system.argument_checks import check_integer
 from legroom.system.imports import require
 from legroom.words import phrase, say

@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from legroom.loader.measure.private import free_bytes, private_bytes, start_method
-from legroom.model import Transport
+from legroom.records import Transport
 from legroom.words import say
 
 LoaderKind = Literal["torch", "legroom"]

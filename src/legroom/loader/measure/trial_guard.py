@@ -17,7 +17,7 @@ from typing import Any
 from legroom.errors import DatasetFailed
 from legroom.loader.measure.apart import last_words
 from legroom.loader.measure.guarded import Watched, become_guard, earlier_folder, finished, forked, guarded
-from legroom.model import Measured, Transport, Trial
+from legroom.records import Measured, Transport, Trial
 from legroom.system.child_processes import ExitStatus
 from legroom.units import format_duration
 from legroom.words import say

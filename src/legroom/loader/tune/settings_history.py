@@ -17,8 +17,8 @@ from typing import Any
 
 from legroom.errors import UsageError
 from legroom.loader.measure.draw import length
-from legroom.model import Settings
-from legroom.model.settings_env import checked
+from legroom.records import Settings
+from legroom.records.settings import checked
 from legroom.system.atomic_file import PRIVATE, replace_file
 from legroom.words import say
 

@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 
-from legroom.budget.choose import Ask, Rung, choose
-from legroom.budget.climbing import Climbed, climb
-from legroom.budget.effective import per_rank
-from legroom.budget.pace import Step
-from legroom.budget.presets import preset as named_preset
-from legroom.budget.settle import changes, settle
+from legroom.advice.explain_settings import changes, settle
+from legroom.advice.fit import per_rank
+from legroom.advice.recommend import Ask, Climbed, Rung, Step, choose, climb
+from legroom.advice.recommend import preset as named_preset
 from legroom.errors import DatasetFailed, UsageError
 from legroom.loader.measure.apart import in_child, measure_dataset
 from legroom.loader.measure.benchmark import run_loader_in_child, time_step
@@ -25,9 +23,9 @@ from legroom.loader.measure.transport import LoaderKind
 from legroom.loader.measure.untouched import untouched_randomness
 from legroom.loader.ranks import process_group, rank_and_world
 from legroom.loader.tune.settings_history import key_of, recall, remember
-from legroom.model import Box, Measured, Settings
-from legroom.model.settings_env import checked, from_environment
 from legroom.probe.snapshot import snapshot
+from legroom.records import Box, Measured, Settings
+from legroom.records.settings import checked, from_environment
 from legroom.system.argument_checks import check_integer, check_seconds
 from legroom.system.imports import require
 from legroom.words import say

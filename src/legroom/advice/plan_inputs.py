@@ -1,0 +1,237 @@
+"""A job as it is described: DataLoader settings, ranks, and the bytes of a batch from a data file's description.
+
+Invalid values are refused here, once for the command line and for Python.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import cycle, islice
+from math import ceil
+from typing import Literal
+
+from legroom.errors import UnsupportedData
+from legroom.records import Loader, Workload
+from legroom.system.argument_checks import check_choice, check_integer
+from legroom.units import format_size
+from legroom.words import say
+
+# Copies of the parameters that live beside them in training: gradients, and what each optimizer remembers.
+OPTIMIZERS = {"none": 0, "sgd": 1, "adafactor": 1, "momentum": 2, "adam": 3, "adamw": 3}
+_MOST_TENSORS = 1 << 20
+DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+# Fields of Demand, as callers name them, and the least that each may be.
+_INTEGERS = {
+    "workers": ("num_workers", 0), "prefetch": ("prefetch_factor", 1), "ranks": ("ranks", 1),
+    "val_workers": ("val_workers", 0), "val_batch": ("val_batch", 1), "per_process": ("per_process", 0),
+    "process_ram": ("process_ram", 0), "worker_ram": ("worker_ram", 0), "nccl": ("nccl", 0), "params": ("params", 0),
+    "gpu": ("gpu_bytes", 0), "checkpoint": ("checkpoint", 0),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The bytes of each tensor of one batch, for so many samples, and where that was learnt."""
+
+    tensors: tuple[int, ...]
+    samples: int
+    source: str
+    rows: int | None = None  # samples in the dataset
+    making: int | None = None  # private bytes while it is made; None: as many as its own
+    each: bool = (
+        False  # every sample brings tensors of its own: a larger batch has more of them, not larger ones
+    )
+
+    def of(self, samples: int) -> Batch:
+        """The batch of another number of samples: every tensor in proportion, rounded up, or more tensors."""
+        if self.each:
+            count = -(-len(self.tensors) * samples // self.samples)
+            scaled = (
+                tuple(islice(cycle(self.tensors), count)) if count <= _MOST_TENSORS else self._as_one(samples)
+            )
+        else:
+            scaled = tuple(-(-nbytes * samples // self.samples) for nbytes in self.tensors)
+        making = None if self.making is None else -(-self.making * samples // self.samples)
+        return Batch(scaled, samples, self.source, self.rows, making, self.each)
+
+    def _as_one(self, samples: int) -> tuple[int, ...]:
+        """So many tensors that no limit on descriptors allows them: their bytes decide nothing any more."""
+        return (-(-sum(self.tensors) * samples // self.samples), *(0,) * _MOST_TENSORS)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A training as its user states it; sizes in bytes."""
+
+    workers: int = 0
+    prefetch: int = 2
+    pin_memory: bool = False
+    persistent: bool = False  # workers live on from epoch to epoch
+    kind: Literal["torch", "legroom"] = "torch"
+    val_batch: int | None = None  # samples; None: as in training
+    val_workers: int | None = None  # None: there is no validation loader
+    ranks: int = 1
+    per_process: int | None = None  # bytes in /dev/shm
+    process_ram: int | None = None
+    process_ram_source: str = ""  # empty: stated
+    worker_ram: int = 0
+    worker_ram_source: str = ""  # where it was measured
+    nccl: int = 0
+    params: int = 0  # kept on the host
+    optimizer: str = "none"
+    dtype: str = "float32"
+    gpu: int | None = None
+    checkpoint: int = 0
+    start_method: str | None = None  # of workers; None: as this Python starts them
+    squeezed: bool = False  # our loader with as few batches on their way as it can do with
+
+    def __post_init__(self) -> None:
+        for field, (name, least) in _INTEGERS.items():
+            if (value := getattr(self, field)) is not None:
+                object.__setattr__(self, field, check_integer(name, value, least))
+        check_choice("loader", self.kind, ("torch", "legroom"))
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("dtype", self.dtype, DTYPES)
+        if self.start_method is not None:
+            check_choice("start_method", self.start_method, ("fork", "spawn", "forkserver"))
+
+
+def batch_of(sample_bytes: int, samples: int, source: str = "") -> Batch:
+    """One tensor a batch, of so many bytes a sample."""
+    samples = check_integer("batch_size", samples, 1)
+    sample_bytes = check_integer("sample_bytes", sample_bytes, 1)
+    text = source or say(
+        "{each} a sample × {samples}, stated", each=format_size(sample_bytes), samples=samples
+    )
+    return Batch((sample_bytes * samples,), samples, text)
+
+
+def loaders_of(demand: Demand, batch: Batch | None) -> tuple[Loader, ...]:
+    """The loaders that are alive together: training, and validation where it was asked about."""
+    if batch is None:
+        return ()
+    found = [_loader(demand, batch, demand.workers)]
+    if demand.val_workers is not None:
+        val = batch.of(demand.val_batch) if demand.val_batch is not None else batch
+        # How long the validation set is was not said: its queues may fill.
+        found.append(_loader(demand, replace(val, rows=None), demand.val_workers))
+    return tuple(found)
+
+
+def _loader(demand: Demand, batch: Batch, workers: int) -> Loader:
+    return Loader(
+        tensors=batch.tensors,
+        workers=workers,
+        prefetch=demand.prefetch,
+        batches=None if batch.rows is None else max(1, -(-batch.rows // (batch.samples * demand.ranks))),
+        again=not demand.persistent,
+        pin_memory=demand.pin_memory,
+        kind=demand.kind,
+        source=batch.source,
+        making=batch.making,
+        slots=workers + 1 if demand.squeezed else None,
+    )
+
+
+def host_model(demand: Demand) -> tuple[int, str]:
+    """Bytes that a model of so many parameters takes on the host while it is trained there, with its arithmetic."""
+    if not demand.params:
+        return 0, say("none stated")
+    each, copies = DTYPES[demand.dtype], 1 + OPTIMIZERS[demand.optimizer]
+    text = say(
+        "{params} parameters × {each} bytes × {copies} ({parts})",
+        params=demand.params, each=each, copies=copies,
+        parts=say("weights, gradients, {optimizer}'s state", optimizer=demand.optimizer)
+        if copies > 2
+        else say("weights, gradients") if copies == 2 else say("weights"),
+    )  # fmt: skip
+    return demand.params * each * copies, text
+
+
+def workload_of(demand: Demand, batch: Batch | None, processes: int, per_gpu: int = 1) -> Workload:
+    """The workload of so many such processes."""
+    model, model_source = host_model(demand)
+    stated = say("stated")
+    return Workload(
+        processes=processes,
+        loaders=loaders_of(demand, batch),
+        process_shm=demand.per_process or 0,
+        process_shm_source=stated,
+        process_ram=demand.process_ram or 0,
+        process_ram_source=demand.process_ram_source or stated,
+        host_model=model,
+        host_model_source=model_source,
+        worker_ram=demand.worker_ram,
+        worker_ram_source=demand.worker_ram_source,
+        nccl=demand.nccl,
+        gpu=demand.gpu,
+        per_gpu=per_gpu,
+        checkpoint=demand.checkpoint,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DataRows:
+    """A data file as a loader sees it."""
+
+    path: str
+    rows: int
+    tensors: tuple[Fraction, ...]  # bytes of one row of each
+    nbytes: int  # of everything in it
+    uneven: bool  # some rows are ragged or text: their average is all that is known
+    left_out: tuple[str, ...] = ()  # arrays that have no rows
+
+    def batch(self, samples: int) -> Batch:
+        """A batch of so many rows."""
+        samples = check_integer("batch_size", samples, 1)
+        name = os.path.basename(self.path)
+        source = (
+            say("{samples} average rows of {path}", samples=samples, path=name)
+            if self.uneven
+            else say("{samples} rows of {path} as they lie there", samples=samples, path=name)
+        )
+        return Batch(tuple(ceil(each * samples) for each in self.tensors), samples, source, self.rows)
+
+
+def data_rows(path: str | os.PathLike[str], keys: str | Iterable[str] | None = None) -> DataRows:
+    """What a loader over that file would batch."""
+    from legroom.formats.detect import open_source
+    from legroom.formats.protocol import ArraySpec
+
+    with open_source(path, keys) as reader:
+        description = reader.describe()
+    arrays = [item for item in description.items if isinstance(item, ArraySpec)]
+    tables = [item for item in description.items if not isinstance(item, ArraySpec)]
+    # Offsets have one more row than there are rows: of a ragged pair the values carry the bytes.
+    ragged = {
+        item.ragged: item.shape[0] - 1 for item in arrays if item.ragged and item.name.endswith("/offsets")
+    }
+    counts = Counter([item.shape[0] for item in arrays if item.shape and not item.ragged])
+    counts.update(ragged.values())
+    counts.update(table.rows for table in tables)
+    rows = max(counts, key=lambda count: (counts[count], count), default=0)
+    if rows < 1:
+        raise UnsupportedData(
+            say("{path} has no rows to make batches of", path=path),
+            why=say("none of its {count} arrays has a first axis", count=len(description.items)),
+            fix=(say("give the bytes of a sample instead"),),
+        )
+    tensors: list[Fraction] = []
+    left_out: list[str] = []
+    for item in arrays:
+        if item.ragged:
+            if item.name.endswith("/values") and ragged.get(item.ragged) == rows:
+                tensors.append(Fraction(item.nbytes, rows))
+        elif item.shape and item.shape[0] == rows:
+            tensors.append(Fraction(item.nbytes, rows))
+        else:
+            left_out.append(item.name)
+    for table in tables:
+        if table.rows == rows and table.columns:
+            tensors += [Fraction(table.nbytes, rows * len(table.columns))] * len(table.columns)
+    uneven = bool(ragged) or bool(tables)
+    return DataRows(str(path), rows, tuple(tensors), description.nbytes, uneven, tuple(left_out))

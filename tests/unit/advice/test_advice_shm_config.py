@@ -1,0 +1,86 @@
+"""Snippets are valid as they stand: parsed by what will read them."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+
+import pytest
+import yaml
+from boxes import GB, MB
+from hypothesis import given
+from hypothesis import strategies as st
+
+from legroom.advice.memory_need import need
+from legroom.advice.shm_config import KINDS, emit
+from legroom.errors import UsageError
+from legroom.records import Workload
+from legroom.units import parse_size
+
+NEED = need(Workload(processes=48, process_shm=23 * MB // 4, process_ram=100 * MB))
+
+
+def _commands(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def test_docker() -> None:
+    (command,) = _commands(emit("docker", GB))
+    assert shlex.split(command) == ["docker", "run", "--shm-size=1g", "$@"]
+    (limited,) = _commands(emit("docker", GB, need=NEED))
+    assert shlex.split(limited)[3] == "--memory=5888m"  # 48 × 100 MB and 1 GB, up to the next 256 MB
+
+
+def test_compose() -> None:
+    assert yaml.safe_load(emit("compose", GB)) == {"services": {"training": {"shm_size": "1gb"}}}
+    limited = yaml.safe_load(emit("compose", GB, need=NEED))["services"]["training"]
+    assert limited == {"shm_size": "1gb", "mem_limit": "5888mb"}
+
+
+def test_kubernetes() -> None:
+    pod = yaml.safe_load(emit("kubernetes", GB, need=NEED))
+    assert (pod["apiVersion"], pod["kind"]) == ("v1", "Pod")
+    (volume,), (container,) = pod["spec"]["volumes"], pod["spec"]["containers"]
+    assert volume == {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}}
+    assert container["volumeMounts"] == [{"name": "shm", "mountPath": "/dev/shm"}]
+    assert container["resources"] == {"limits": {"memory": "5888Mi"}}
+    plain = yaml.safe_load(emit("kubernetes", GB))
+    assert "resources" not in plain["spec"]["containers"][0]  # nothing is known of the processes
+
+
+def test_fstab() -> None:
+    fields = emit("fstab", GB).split()
+    assert fields == ["tmpfs", "/dev/shm", "tmpfs", "defaults,size=1G", "0", "0"]
+
+
+def test_slurm() -> None:
+    text = emit("slurm", GB, need=NEED, gpus=8)
+    assert "#SBATCH --mem=5888M" in text and "#SBATCH --gpus-per-node=8" in text
+    assert text.splitlines()[0] == "#!/bin/bash"
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("bash is not installed")
+    assert subprocess.run([bash, "-n"], input=text, text=True, capture_output=True).stderr == ""
+    # As a node with a full and one with an empty /dev/shm would run it.
+    for free, status in (("1", 1), (str(NEED.shm), 0)):
+        stub = f"df() {{ printf 'Avail\\n{free}\\n'; }}\n"
+        done = subprocess.run([bash, "-c", stub + text], capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+
+
+@given(st.integers(0, 1 << 44).map(lambda n: n * 4096))
+def test_every_size_survives(size: int) -> None:
+    (command,) = _commands(emit("docker", size))
+    assert parse_size(shlex.split(command)[2].split("=")[1]) == size
+    assert parse_size(yaml.safe_load(emit("compose", size))["services"]["training"]["shm_size"]) == size
+    pod = yaml.safe_load(emit("kubernetes", size))
+    quantity = str(pod["spec"]["volumes"][0]["emptyDir"]["sizeLimit"])
+    assert parse_size(quantity + "B" if quantity.endswith("i") else quantity) == size
+    assert parse_size(emit("fstab", size).split("size=")[1].split()[0]) == size
+
+
+def test_no_such_kind() -> None:
+    assert set(KINDS) == {"docker", "compose", "kubernetes", "slurm", "fstab"}
+    with pytest.raises(UsageError, match="nomad"):
+        emit("nomad", GB)
