@@ -175,7 +175,7 @@ LIMITED = """
 import json, os, resource, sys
 import h5py, numpy, pyarrow, pyarrow.parquet, legroom
 from legroom.cache import build, uncached
-from legroom.formats import hdf5, npz, parquet
+from legroom.formats import hdf5_reader, npy_reader, parquet_reader
 path, limits = sys.argv[1], json.loads(sys.argv[2])
 for which, limit, disabled in limits:
     pid = os.fork()  # libraries are loaded once; nothing else has happened in this process
