@@ -53,6 +53,7 @@ _FINAL_MESSAGES = frozenset({
     "fault", "assertion", "oom-kill", "oom-daemon", "worker-bus", "bus", "killed", "child-killed", "crash", "abort",
     "shm", "shm-other", "ended-by", "gpu-hint", "pinned",
 })  # fmt: skip
+_FOR_WORKERS = "[budget-too-small]"
 _FROM_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d")
 _REMOTE = re.compile(r"RemoteTraceback|DataLoader worker")
 _IN_SCRIPT = re.compile(r'File "[^"<>]+", line \d+, in <module>')
@@ -198,10 +199,11 @@ def _exceptions(lines: list[str]) -> list[_LoggedException]:
 def _raised_in(lines: list[str], exception: _LoggedException) -> Role | None:
     """The process that raised that exception, where its traceback proves it.
 
-    torch passes a worker's exception on with the worker's number. The training process's traceback begins in its
-    script; that of a thread or of another child process does not.
+    torch passes a worker's exception on with the worker's number. legroom.DataLoader refuses in the training process
+    what its workers have no memory for. The training process's traceback begins in its script; that of a thread or of
+    another child process does not.
     """
-    if _FROM_WORKER.search(lines[exception.at]):
+    if _FROM_WORKER.search(lines[exception.at]) or _FOR_WORKERS in lines[exception.at]:
         return "worker"
     if any(_REMOTE.search(line) for line in lines[max(0, exception.start - NEAR) : exception.at + 1]):
         return None  # passed on from a process pool

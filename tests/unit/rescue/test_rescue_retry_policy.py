@@ -275,6 +275,11 @@ _FAILED = b"MemoryError: Unable to allocate 8.00 GiB\n"
         (_SCRIPT + _FAILED, "main"),
         (b"[rank1]: " + (_SCRIPT + _FAILED).replace(b"\n", b"\n[rank1]: "), "main"),
         (_SCRIPT + b"MemoryError: Caught MemoryError in DataLoader worker process 0.\nOriginal " + _FED, "worker"),
+        (
+            _SCRIPT + b"legroom.errors.BudgetTooSmall: the memory that is left does not hold one batch for each of 4 "
+            b"workers [budget-too-small]\n",
+            "worker",
+        ),
         (_FED + _FAILED, None),  # a thread, of whichever process
         (_SPAWNED + _FAILED, None),
         (b"Process SpawnProcess-1:\n" + _FED + _FAILED, None),
