@@ -14,7 +14,7 @@ import numpy as np
 
 from legroom.formats.protocol import ArraySpec, Progress
 from legroom.formats.source_file import SourceFile
-from legroom.system.cpus import usable_cpus
+from legroom.system.cpus import room_for_threads, usable_cpus
 
 PIECE = 8 << 20
 _MOST_THREADS = 8  # measured on 16 cores: more threads were slower for chunks that inflate fast
@@ -43,8 +43,9 @@ def bytes_of(out: Array) -> memoryview:
 
 
 def threads() -> int:
-    """How many threads to start: the CPUs this process may run on, at most 8."""
-    return min(usable_cpus(), _MOST_THREADS)
+    """How many threads to start: the CPUs this process may run on, at most 8; 1 where ``ulimit -v`` allows no more."""
+    count = min(usable_cpus(), _MOST_THREADS)
+    return count if room_for_threads(count) else 1
 
 
 def in_parallel(tasks: Iterable[Callable[[], int]], progress: Progress) -> None:

@@ -1,8 +1,14 @@
-"""CPUs that this process may run on. legroom.probe.limits reads the cgroup's quota, which slows threads down."""
+"""CPUs that this process may run on, and whether it may start threads.
+
+legroom.probe.limits reads the cgroup's quota, which slows threads down.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
+
+_PER_THREAD = 72 << 20  # bytes of address space: a malloc arena and a stack
 
 
 def usable_cpus() -> int:
@@ -10,3 +16,20 @@ def usable_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def room_for_threads(count: int) -> bool:
+    """Whether ``ulimit -v`` leaves address space for so many more threads.
+
+    CPython waits forever for a thread that runs out of memory before it has begun.
+    """
+    if sys.platform != "linux":
+        return True
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return True
+    with open("/proc/self/statm", "rb") as statm:
+        used = int(statm.read().split()[0]) * resource.getpagesize()
+    return limit - used >= count * _PER_THREAD

@@ -12,7 +12,7 @@ import tune_data
 from torch.utils.data import TensorDataset
 
 from legroom.errors import DatasetFailed, MissingKey, UsageError
-from legroom.loader.measure import meter
+from legroom.loader.measure import apart, meter
 from legroom.loader.measure.contents import contents
 from legroom.loader.measure.measuring import measure, measure_dataset
 from legroom.loader.tune.settings_history import key_of
@@ -214,3 +214,13 @@ def test_a_group_that_is_ended_leaves_no_semaphores() -> None:
     meter.end_group(child.pid)
     child.wait()
     assert not Path("/dev/shm", f"sem.{name}").exists() and meter._in_group(child.pid) == {}
+
+
+def test_the_last_words_of_a_crash_are_those_of_the_thread_that_crashed(tmp_path: Path) -> None:
+    other = [
+        "Thread 0x01 (most recent call first):",
+        *(f'  File "queues.py", line {line}' for line in range(9)),
+    ]
+    own = ["Current thread 0x02 (most recent call first):", '  File "dataset.py", line 7 in __getitem__']
+    (tmp_path / "output").write_text("\n".join(["Fatal Python error: Segmentation fault", *other, *own]))
+    assert apart.last_words(tmp_path / "output") == ["Fatal Python error: Segmentation fault", *own]

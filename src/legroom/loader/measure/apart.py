@@ -146,9 +146,15 @@ def last_words(output: Path) -> list[str]:
     except OSError:  # it was ended before it opened the file
         return []
     lines = [line for line in text.splitlines() if line.strip()]
-    # faulthandler writes the innermost call first, Python's own traceback last.
+    # faulthandler writes the innermost call first, Python's own traceback last. Other threads may come before the one
+    # that crashed.
     crash = next((at for at, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
-    return lines[-_TAIL_LINES:] if crash is None else lines[crash : crash + _TAIL_LINES]
+    if crash is None:
+        return lines[-_TAIL_LINES:]
+    own = next(
+        (at for at, line in enumerate(lines) if at > crash and line.startswith("Current thread")), crash + 1
+    )
+    return [lines[crash], *lines[own : own + _TAIL_LINES - 1]]
 
 
 def _out_of_room(name: str, ran: Watched) -> DatasetOutOfMemory:
