@@ -6,7 +6,11 @@ legroom.probe.limits reads the cgroup's quota, which slows threads down.
 from __future__ import annotations
 
 import os
-import sys
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 _PER_THREAD = 72 << 20  # bytes of address space: a malloc arena and a stack
 
@@ -23,10 +27,8 @@ def room_for_threads(count: int) -> bool:
 
     CPython waits forever for a thread that runs out of memory before it has begun.
     """
-    if sys.platform != "linux":
+    if resource is None or not os.path.exists("/proc/self/statm"):
         return True
-    import resource
-
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return True
