@@ -87,11 +87,10 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         drop_and_gc.gc()
         drop_and_gc.drop()
         drop_and_gc.gc()
-        left = (
-            [name for name in os.listdir(root) if name not in ("locks", "samples", "sources")]
-            if root.exists()
-            else []
-        )
+        kept = {"locks", "samples", "sources", "work"}
+        left = [name for name in os.listdir(root) if name not in kept] if root.exists() else []
+        if (root / "work").exists():
+            left += [name for name in os.listdir(root / "work") if name != "used"]
         assert not left, left
     finally:
         logging.disable(logging.NOTSET)

@@ -27,6 +27,7 @@ from legroom.cache.store import Store, filesystem_type, in_memory, step
 from legroom.formats.decoding_memory import DecodingMemory, release_freed_memory
 from legroom.formats.protocol import Reader
 from legroom.system.cpus import room_for_threads, usable_cpus
+from legroom.words import say
 
 Progress = Callable[[int, int], None]  # (done, total) in bytes
 _POLL = 0.05
@@ -80,7 +81,7 @@ def write_entry_files(job: BuildJob, work: StagingDirectory) -> WrittenFiles:
     # Copying finishes long before md5, so md5 gets one core. Decoding uses all cores.
     copiers = max(1, cpus - 1) if slow_hash and not job.layout.decodes else max(2, cpus)
     if not room_for_threads(2 + min(_MOST_COPIERS, copiers)):
-        raise MemoryError("ulimit -v leaves no address space for the threads that copy and hash")
+        raise MemoryError(say("ulimit -v leaves no address space for the threads that copy and hash"))
     with (
         ThreadPoolExecutor(1, "legroom-hash") as hashing,
         ThreadPoolExecutor(1, "legroom-allocate", initializer) as allocating,
