@@ -164,7 +164,7 @@ class Around:
 
 
 def around(measured: Measured, box: Box, ask: Ask, choice: Choice) -> Around:
-    """What goes with that choice on this box."""
+    """The settings around the DataLoader that go with that choice on this machine."""
     why: dict[str, str] = {}
     persistent, why["persistent_workers"] = _persistent(choice)
     low, why["low_memory"] = _low_memory(measured, box, ask, choice)
@@ -304,7 +304,7 @@ def settle(
     by_hand: Mapping[str, Any] | None = None,
     climbed: Climbed | None = None,
 ) -> Settings:
-    """The settings for this dataset on this box; ``by_hand`` overrides, setting by setting."""
+    """The settings for this dataset on this machine; ``by_hand`` overrides, setting by setting."""
     choice = choose(measured, box, ask)
     if climbed is not None:
         choice = _at(climbed.rung, measured, box, ask, choice)

@@ -12,7 +12,7 @@ from legroom.advice import findings_ram, findings_shm
 from legroom.advice.remedies import free_disk, raise_nofile, shorten_temporary, stop_spilling
 from legroom.records import Box, Finding, Gpu
 from legroom.units import format_size
-from legroom.words import joined, listed, say
+from legroom.words import counted, joined, listed, phrase, say
 
 FDS_COMFORT = 4096
 FDS_LOW = 1024
@@ -178,7 +178,11 @@ def unseen(box: Box) -> Iterator[Finding]:
     yield Finding(
         "gpu-unseen",
         "warning",
-        say("{count} NVIDIA card(s) on the bus, none can be used", count=gpus.on_bus),
+        counted(
+            gpus.on_bus,
+            phrase("{count} NVIDIA GPU on the bus, not usable"),
+            phrase("{count} NVIDIA GPUs on the bus, none usable"),
+        ),
         gpus.reason or say("the driver did not answer"),
         (
             say("in a container, with the NVIDIA container toolkit on the host:\ndocker run --gpus all …")

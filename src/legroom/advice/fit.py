@@ -132,7 +132,7 @@ def _judge(
         return
     pool = box.pool(name)
     if room is None:
-        unknown[name] = (pool.reason or pool.source) if pool else say("this box has no such pool")
+        unknown[name] = (pool.reason or pool.source) if pool else say("this machine has no such pool")
     elif amount > room:
         problems.append(Problem(name, amount, room, _message(name, amount, room), relieve(box, name, amount)))
 

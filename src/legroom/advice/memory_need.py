@@ -411,7 +411,7 @@ def calibrated(demand: Demand, batch: Batch, measured: Need) -> Batch:
 
 
 def may_grow(demand: Demand, batch: Batch, trial: Trial, *, forked: bool) -> int | None:
-    """Bytes that batches which were not tried can add, going on as it grew; None: no end can be seen."""
+    """Bytes that batches beyond the trial can add if it keeps growing as it did; None: it does not level off."""
     if trial.whole or not trial.growth:
         return 0
     copied = trial.process * demand.workers if forked and demand.workers else None
