@@ -6,17 +6,20 @@ READY := $(VENV)/.ready
 PEERS := .venv-peers
 # The environment of the demo: the one for development where that is set up, else one with less in it.
 DEMO := $(if $(wildcard $(READY)),$(VENV),.venv-demo)
-PYTEST := $(BIN)/python -m pytest -m "not soak"
-RIGS := $(BIN)/python -m pytest tests/real -m
+PYTEST := $(BIN)/python -m pytest --durations=20 --durations-min=4 -m "not soak and not nodes"
+RIGS := $(BIN)/python -m pytest --durations=30 --durations-min=4 tests/real -m
 SOAK := $(BIN)/python -m pytest -m soak
-# Three processes on two cores, because tests also wait; a file stays in one process, long files first (tests/conftest.py).
-SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
+# Four processes on two cores, because tests also wait; a file stays in one process, long files first (tests/file_order.py).
+SPREAD := -n 4 --dist loadfile --no-loadscope-reorder
+
+# Some images set it. Without bytecode each process compiles what it imports, and pytest rewrites every test file again.
+export PYTHONDONTWRITEBYTECODE :=
 
 # pip compiles on one core and compiles everything; transformers' models and others' tests are compiled when imported.
 COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/transformers/models/|/tests?/' $(VENV)/lib || true
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint unit coverage chromium podman test-pythons test-torch test-torch-suite bench gpu docs messages evidence soak clean
+.PHONY: help setup demo test check lint style types rewritten unit coverage chromium podman test-pythons test-nodes test-torch test-torch-suite bench gpu docs messages evidence soak clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,17 +42,28 @@ demo: $(DEMO)/.ready ## run the demo: what Legroom does, measured on this machin
 	$(DEMO)/bin/legroom demo --out build/legroom-demo.png
 
 test: ## all checks and all tests
-	$(MAKE) --no-print-directory --output-sync -j 3 lint docs podman
+	$(MAKE) --no-print-directory --output-sync -j 4 types style docs podman rewritten
 	$(MAKE) --no-print-directory unit
 
-check: $(READY) lint ## style, types, and the unit tests that reach what changed since main: the loop while you work
+check: $(READY) ## style, types, and the unit tests that reach what changed since main: the loop while you work
+	$(MAKE) --no-print-directory --output-sync -j 2 lint
 	$(BIN)/python tests/changed.py -q -n 2 --dist loadfile
 
-lint: $(READY) ## style, types, layers
+lint: style types ## style, types, layers
+
+style: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+types: $(READY)
+	$(BIN)/mypy
+
+# pytest keeps each test file with its assertions rewritten. Once here, beside mypy, which uses one core: otherwise every
+# process of a run rewrites all files at its start.
+rewritten: $(READY)
+	@$(BIN)/python -m compileall -qq src examples
+	@mkdir -p build && { $(BIN)/python -m pytest --collect-only -qqq tests > build/collected.txt || { cat build/collected.txt; exit 1; }; }
 
 # Then, one by one, the rigs that change the whole machine or measure it; last, a minute's worth of random faults.
 unit: $(READY) chromium podman ## every test
@@ -83,6 +97,15 @@ podman: | chromium ## containers for the tests of `legroom run`; installed where
 	       >/dev/null 2>&1 </dev/null && command -v podman >/dev/null; } \
 	|| echo "podman is not installed and could not be: no diagnosis is tested in a container"
 
+# Starting four nodes of Ray takes 20 to 50 s on two cores, and its wheel has 76 MB, so `make test` does without.
+$(VENV)/.ray: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[ray]'
+	touch $@
+
+# As root: namespaces with a network, a /dev/shm and a link limit each. Everything is removed, also after a failure.
+test-nodes: $(VENV)/.ray ## several nodes with Ray or Slurm on this machine; needs root, takes minutes
+	$(BIN)/python -m pytest -p no:cacheprovider -m nodes tests/nodes
+
 test-pythons: $(READY) ## the wheel in an empty environment of every Python here, without torch
 	$(BIN)/python tests/release/pythons.py
 
@@ -91,8 +114,8 @@ test-pythons: $(READY) ## the wheel in an empty environment of every Python here
 TORCH_OLDEST ?= 2.4.1
 OLDEST := .venv-torch-oldest
 OLDEST_READY := $(OLDEST)/.ready-$(TORCH_OLDEST)
-TORCH_CONTRACT := tests/contract/test_contract_dataloader.py $(addprefix tests/unit/loader/test_loader_, \
-    arena.py dataloader.py lifetime.py nested.py orphans.py queues.py)
+TORCH_CONTRACT := tests/contract/test_contract_dataloader.py $(addprefix tests/unit/loader/test_dataloader, \
+    .py _batch_lifetime.py _nested_collate.py _orphaned_workers.py _private_interfaces.py _queues.py _slots.py)
 $(OLDEST_READY): pyproject.toml
 	$(PYTHON) -m venv --clear $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
@@ -126,16 +149,19 @@ bench: $(READY) $(PEERS)/.ready ## measure: speed as ratios against peers, side 
 	$(BIN)/python bench/cache.py
 	$(BIN)/python bench/loader_batches.py
 	$(BIN)/python bench/loader_transport.py
+	$(BIN)/python bench/share.py
 	$(BIN)/python bench/stream.py
 	$(BIN)/python bench/tune.py --loader torch
 	$(BIN)/python bench/tune.py --loader legroom
 	$(BIN)/python bench/watch.py
 	$(BIN)/python bench/parquet_ranks.py
+	$(BIN)/python bench/freeze.py
+	$(BIN)/python bench/leak.py
 	$(PEERS)/bin/python bench/peers.py
 	$(BIN)/python bench/tables.py
 
 gpu: ## every GPU test, real rig, experiment and benchmark, with the machine's own python3 and nothing else
-	PYTHONPATH=$(CURDIR)/src python3 -m pytest -p no:cacheprovider -c tests/gpu/pytest.ini --rootdir . \
+	PYTHONPATH=$(CURDIR)/src python3 -m pytest -p no:cacheprovider -c tests/gpu/pytest.ini --rootdir . --confcutdir . \
 	    -m "(gpu or real) and not soak" tests/gpu tests/real --ignore=tests/real/test_real_evidence.py
 	bash tests/gpu/chat_t5_zero.sh
 	python3 docs/evidence/run.py
@@ -146,7 +172,7 @@ docs: $(READY) ## build the documentation, warnings are errors
 	$(BIN)/mkdocs build --strict --quiet
 
 messages: $(READY) ## bring the translations up to date with the sentences in the code, and compile them
-	$(BIN)/python po/messages.py extract
+	$(BIN)/python po/messages.py update
 	$(BIN)/python po/messages.py compile
 	$(BIN)/python po/messages.py check
 

@@ -26,21 +26,7 @@ import legroom
 from cache_cold import cold, gzip, storm
 from cache_pages import pages
 from cache_rig import Bench, Measured, preload
-from measure import (
-    RESULTS,
-    Row,
-    alternate,
-    as_json,
-    best,
-    in_words,
-    kept,
-    machine,
-    places,
-    save,
-    show,
-    spreads,
-    timed,
-)
+from measure import RESULTS, Row, alternate, as_json, best, in_words, kept, machine, places, save, show, spreads, timed
 
 OPEN = "import sys, legroom; legroom.open(sys.argv[1])['images'][0].max()"
 PRELOAD = "import sys, h5py; h5py.File(sys.argv[1])['images'][:][0].max()"
@@ -65,14 +51,10 @@ def attach(bench: Bench) -> Measured:
     path, small, large = bench.file(368, "a"), bench.file(100, "small"), bench.file(1000, "large")
     for one in (path, small, large):
         legroom.open(one).ready()
-    figures = alternate(
-        {"legroom": opened(path), "h5py": lambda: timed(lambda: preload(path))}, 3 * bench.rounds
-    )
+    figures = alternate({"legroom": opened(path), "h5py": lambda: timed(lambda: preload(path))}, 3 * bench.rounds)
     sizes = alternate({"small": opened(small), "large": opened(large)}, 10 * bench.rounds)
     # A whole process, as a shell sees it: the interpreter, imports, the first row, the end.
-    whole = alternate(
-        {"legroom": bench.process(OPEN, path), "h5py": bench.process(PRELOAD, path)}, bench.rounds
-    )
+    whole = alternate({"legroom": bench.process(OPEN, path), "h5py": bench.process(PRELOAD, path)}, bench.rounds)
     ours, theirs = (best(whole)[name] for name in ("legroom", "h5py"))
     fresh: dict[str, list[dict[str, float]]] = {"first": [], "preload": []}
     for _ in range(bench.rounds):
@@ -85,7 +67,7 @@ def attach(bench: Bench) -> Measured:
         Row("  median of the rounds", 1e3 * median(figures["legroom"]), "ms", 1.0),
         Row("h5py preload of the same file, warm", 1e3 * least["h5py"], "ms"),
         Row("  times as long", least["h5py"] / least["legroom"], "×", 50, True),
-        Row("first open of a fresh process", first, "ms", note="imports apart"),
+        Row("first open of a fresh process", first, "ms", note="without imports"),
         Row("  importing legroom.open after numpy", min(one["legroom_ms"] for one in fresh["first"]), "ms"),
         Row("  h5py preload in a fresh process", other, "ms"),
         Row("  times as long", other / first, "×", 50, True),
@@ -110,15 +92,9 @@ def epoch(bench: Bench) -> Measured:
     rows = []
     for how, target in (("at-once", 0.65), ("ready", 0.85), ("plain", None)):
         firsts, seconds = [run[0] for run in runs[how]], [run[1] for run in runs[how]]
-        name = {
-            "at-once": "started at once",
-            "ready": "after data.ready()",
-            "plain": "no pre-fault (np.load)",
-        }[how]
+        name = {"at-once": "started at once", "ready": "after data.ready()", "plain": "no pre-fault (np.load)"}[how]
         note = f"{max(firsts):.1f} of {max(seconds):.1f} GB/s"
-        rows.append(
-            Row(f"first epoch, {name}", max(firsts) / max(seconds), "of the second", target, True, note)
-        )
+        rows.append(Row(f"first epoch, {name}", max(firsts) / max(seconds), "of the second", target, True, note))
         middle = median(one / two for one, two in zip(firsts, seconds, strict=True))
         rows.append(Row("  median of the runs' ratios", middle, "of the second", target, True))
     return rows, {"gigabytes_per_second": runs}
@@ -186,11 +162,7 @@ def write_tensors(path: Path, count: int, seed: int) -> None:
     """A safetensors file of that many tensors of 64 numbers."""
     size = 256
     header = {
-        f"layer.{number}.weight": {
-            "dtype": "F32",
-            "shape": [64],
-            "data_offsets": [number * size, (number + 1) * size],
-        }
+        f"layer.{number}.weight": {"dtype": "F32", "shape": [64], "data_offsets": [number * size, (number + 1) * size]}
         for number in range(count)
     }
     text = json.dumps(header).encode()
@@ -199,15 +171,7 @@ def write_tensors(path: Path, count: int, seed: int) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + data.tobytes())
 
 
-PARTS = {
-    "attach": attach,
-    "cold": cold,
-    "gzip": gzip,
-    "epoch": epoch,
-    "pages": pages,
-    "many": many,
-    "storm": storm,
-}
+PARTS = {"attach": attach, "cold": cold, "gzip": gzip, "epoch": epoch, "pages": pages, "many": many, "storm": storm}
 
 
 def main() -> None:

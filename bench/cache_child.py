@@ -90,10 +90,10 @@ def storm(path: str, folder: str, number: str) -> dict[str, Any]:
     import numpy  # noqa: F401
 
     from legroom import open
-    from legroom.cache import build, store  # noqa: F401  (imported ahead, so that the storm is of opens alone)
+    from legroom.cache import build, store_directories  # noqa: F401  (imported ahead, so that the storm is of opens alone)
 
     taken: list[str] = []
-    store.step_hook = taken.append
+    store_directories.step_hook = taken.append
     place = Path(folder)
     (place / f"started-{number}").touch()
     _wait_for(place / "go")

@@ -18,9 +18,9 @@ import h5py
 
 from cache_rig import CHILD, ROW, Bench, Measured, preload
 from formats import by_legroom, images, write
-from legroom.cache.page_placement import HugePages
+from legroom.cache.staging_directory import HugePages
 from legroom.formats.inflate import inflate
-from legroom.system.cpus import usable_cpus
+from legroom.system.process_control import usable_cpus
 from measure import Row, alternate, best, settle, spreads, timed, warm
 
 
@@ -66,9 +66,7 @@ def gzip(bench: Bench) -> Measured:
 
 def _gzip(bench: Bench, kind: str, noise: float) -> Measured:
     path = bench.disk / f"gzip-{noise}.h5"
-    write(
-        path, images(max(64, int(295e6 * bench.scale) // ROW), noise), {"chunks": True, "compression": "gzip"}
-    )
+    write(path, images(max(64, int(295e6 * bench.scale) // ROW), noise), {"chunks": True, "compression": "gzip"})
     os.sync()
     warm(path)
     settle(path)
@@ -92,9 +90,7 @@ def _gzip(bench: Bench, kind: str, noise: float) -> Measured:
     # Hashing is one thread's work, and threads that write to one file of tmpfs take turns.
     bound = least["h5py"] / max(sum(needs.values()) / usable_cpus(), needs["md5"], needs["write to tmpfs"])
     parts = ", ".join(f"{name} {1e3 * seconds:.0f}" for name, seconds in needs.items())
-    rows.append(
-        Row("  the most these cores could give with md5", bound, "×", note=f"ms of one core: {parts}")
-    )
+    rows.append(Row("  highest possible ratio on these cores with md5", bound, "×", note=f"ms of one core: {parts}"))
     path.unlink()
     return rows, spreads(figures)
 
@@ -104,8 +100,7 @@ def _processor_seconds(path: Path, there: Path) -> dict[str, float]:
     with h5py.File(path, "r") as file:
         chunks = file["images"].id
         stored = [
-            chunks.read_direct_chunk(chunks.get_chunk_info(n).chunk_offset)[1]
-            for n in range(len(file["images"]))
+            chunks.read_direct_chunk(chunks.get_chunk_info(n).chunk_offset)[1] for n in range(len(file["images"]))
         ]
     whole, plain = path.read_bytes(), inflate(stored[0], ROW)
 
@@ -127,12 +122,7 @@ def _processor_seconds(path: Path, there: Path) -> dict[str, float]:
             while file.readinto(buffer):
                 pass
 
-    works = {
-        "read": read,
-        "inflate": unpack,
-        "md5": lambda: hashlib.md5(whole).digest(),
-        "write to tmpfs": put,
-    }
+    works = {"read": read, "inflate": unpack, "md5": lambda: hashlib.md5(whole).digest(), "write to tmpfs": put}
     seconds = best(alternate({name: lambda work=work: timed(work) for name, work in works.items()}, 3))
     there.unlink()
     return seconds
@@ -164,13 +154,11 @@ def storm(bench: Bench, processes: int = 48) -> Measured:
     times = sorted(one["opened"] - begun for one in found)
     read = sum(one["read"] for one in found) / path.stat().st_size
     rows = [
-        Row(f"{processes} processes, cold {bench.size(200)}: all have it after", 1e3 * times[-1], "ms"),
+        Row(f"{processes} processes, cold {bench.size(200)}: all have the data after", 1e3 * times[-1], "ms"),
         Row("  one process alone", 1e3 * alone, "ms"),
         Row("  processes that read the file", sum(one["read"] > size / 2 for one in found), "", 1),
-        Row(
-            "  bytes read by all of them / file", read, "×", note="one process hashes and copies side by side"
-        ),
-        Row("  loads begun", sum(one["loads"] for one in found), "", 1),
+        Row("  bytes read by all of them / file", read, "×", note="one process hashes and copies at the same time"),
+        Row("  loads started", sum(one["loads"] for one in found), "", 1),
         Row("  PSS of all mappings / entry", sum(one["pss"] for one in found) / size, "×", 1.02),
     ]
     return rows, {"seconds": times, "alone": alone, "processes": processes}

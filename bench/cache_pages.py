@@ -43,9 +43,7 @@ def pages(bench: Bench) -> Measured:
     rows = [Row("  in large pages, median", median(large["share"]), "of the entry")]
     for name in ("load, xxh3", "first epoch", "second epoch", "64-byte rows", "attach", "remove"):
         least = min(large[name])
-        rows.append(
-            Row(f"{name}: small / large pages", min(small[name]) / least, "×", note=_note(small, large, name))
-        )
+        rows.append(Row(f"{name}: small / large pages", min(small[name]) / least, "×", note=_note(small, large, name)))
     return rows, {"small": small, "large": large}
 
 
@@ -96,7 +94,5 @@ def _attach(path: Path) -> float:
 def _share(array: np.ndarray) -> float:
     """How much of an array is mapped by large pages."""
     begin = array.ctypes.data // 4096 * 4096
-    area = re.search(
-        rf"^{begin:x}-.*?ShmemPmdMapped: +(\d+) kB", Path("/proc/self/smaps").read_text(), re.M | re.S
-    )
+    area = re.search(rf"^{begin:x}-.*?ShmemPmdMapped: +(\d+) kB", Path("/proc/self/smaps").read_text(), re.M | re.S)
     return 1024 * int(area.group(1)) / array.nbytes if area else 0.0

@@ -41,9 +41,9 @@ class Bench:
             made = file.create_dataset("images", (count, *IMAGE), "u1")
             for at in range(0, count, 256):
                 rows = min(256, count - at)
-                made[at : at + rows] = np.frombuffer(
-                    np.random.default_rng(at).bytes(rows * ROW), "u1"
-                ).reshape(rows, *IMAGE)
+                made[at : at + rows] = np.frombuffer(np.random.default_rng(at).bytes(rows * ROW), "u1").reshape(
+                    rows, *IMAGE
+                )
         os.sync()  # or writing it back falls into somebody's measurement
         warm(path)
         settle(path)

@@ -15,10 +15,12 @@ HERE = Path(__file__).parent
 RESULTS, REPO = HERE / "results", HERE.parent
 BEGIN, END = "<!-- comparison: made by bench/tables.py -->", "<!-- end of comparison -->"
 HEADS = {
-    "en": ("", "the usual way", "Legroom", "ratio"),
-    "zh": ("", "通常做法", "Legroom", "比值"),
+    "en": ("", "baseline", "Legroom", "improvement (above 1: Legroom is better)"),
+    "zh": ("", "基线", "Legroom", "提升（大于 1：Legroom 更好）"),
 }
-MEASURED = {"en": "Measured on: ", "zh": "测量环境："}
+MEASURED = {"en": "Measured on ", "zh": "测量环境："}
+GPU_ROW = {"en": " The {gpu} row: ", "zh": "{gpu} 一行："}
+STOP = {"en": ".", "zh": "。"}
 READMES = {"en": REPO / "README.md", "zh": REPO / "README.zh-CN.md"}
 
 
@@ -61,11 +63,12 @@ def machines(language: str) -> str:
     for name, _ in _MAKERS:
         about = _load(name)["machine"] if name != "cache" else _load(name)["parts"]["attach"]["machine"]
         torch = f", torch {about['packages']['torch']}" if "torch" in about["packages"] else ""
-        where = f"{about['cpus']} × {about['cpu']}, {about['system'].split('-')[0]}, Python {about['python']}{torch}"
-        found[f"{about['gpu']}: {where}" if "gpu" in about else where] = None
+        cpus = f"{about['cpus']} logical CPUs ({about['cpu'].replace('(R)', '')})"
+        where = f"{cpus}, {about['system'].split('-')[0]}, Python {about['python']}{torch}"
+        found[GPU_ROW[language].format(gpu=about["gpu"]) + where if "gpu" in about else where] = None
     # Of two lines that differ in torch's version alone the longer says both.
     kept = [one for one in found if not any(other.startswith(one) and other != one for other in found)]
-    return MEASURED[language] + "; ".join(kept) + "."
+    return MEASURED[language] + "".join(one + STOP[language] for one in kept)
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -83,8 +86,9 @@ def _attach(found: dict[str, Any]) -> Line:
     ours = _row(found, "attach and first row, 368 MB")["value"]
     usual = _row(found, "h5py preload of the same file, warm")["value"]
     words = {
-        "en": "`open` of 368 MB that another process has loaded, to its first row, imports done (h5py preload)",
-        "zh": "另一进程已加载 368 MB：`open` 到第一行，不含 import（h5py 预加载）",
+        "en": "time to the first row of a 368 MB file that another process has opened before, without imports "
+        "(baseline: h5py reads the whole file)",
+        "zh": "读出 368 MB 文件第一行的时间，该文件已由另一进程打开过，不含 import（基线：h5py 读入整个文件）",
     }
     return Line(words, f"{usual:.0f} ms", f"{ours:.2f} ms", f"{usual / ours:.0f} ×")
 
@@ -96,8 +100,8 @@ def _whole(found: dict[str, Any]) -> Line | None:
     except StopIteration:  # results of before it was measured
         return None
     words = {
-        "en": "the same as a whole process: interpreter, imports, first row, exit",
-        "zh": "同上，按整个进程计：解释器、import、第一行、退出",
+        "en": "the same, as wall time of a complete Python process, from interpreter start to exit",
+        "zh": "同上，按一个完整 Python 进程的总用时计：从启动解释器到退出",
     }
     return Line(words, f"{usual:.0f} ms", f"{ours:.0f} ms", f"{usual / ours:.1f} ×")
 
@@ -107,8 +111,9 @@ def _copies(found: dict[str, Any]) -> Line:
     usual, ours = (peers[name]["summary"]["memory"][count]["beyond_bare_mb"] for name in ("h5py", "legroom"))
     size = found["megabytes"]
     words = {
-        "en": f"memory of {count} processes on one dataset of {size:.0f} MB (h5py preload)",
-        "zh": f"{count} 个进程共用 {size:.0f} MB 数据集的内存（h5py 预加载）",
+        "en": f"memory of {count} processes that use one {size:.0f} MB dataset "
+        "(baseline: h5py, whole file read into memory)",
+        "zh": f"{count} 个进程使用同一个 {size:.0f} MB 数据集时的内存（基线：h5py，整个文件读入内存）",
     }
     return Line(words, f"{usual:.0f} MB", f"{ours:.0f} MB", f"{usual / ours:.1f} ×")
 
@@ -118,8 +123,8 @@ def _batches(found: dict[str, Any]) -> Line:
     ours = _row(part, "data.batches")["value"]
     ratio = _row(part, "of torch's DataLoader, 2 workers")["value"]
     words = {
-        "en": "shuffled batches of 12.6 MB from memory (torch's DataLoader, 2 workers)",
-        "zh": "从内存取 12.6 MB 的随机批次（torch DataLoader，2 个 worker）",
+        "en": "`data.batches()`, shuffled, 12.6 MB per batch (baseline: torch's DataLoader, 2 workers)",
+        "zh": "`data.batches()`，打乱顺序，每批 12.6 MB（基线：torch DataLoader，2 个 worker）",
     }
     return Line(words, f"{ours / ratio:.1f} GB/s", f"{ours:.1f} GB/s", f"{ratio:.1f} ×")
 
@@ -128,8 +133,8 @@ def _transport(found: dict[str, Any]) -> Line:
     row = _row(found, "map, 24 MB")
     usual, _, ours = row["note"].removesuffix(" GB/s").partition(" → ")
     words = {
-        "en": "batches of 24 MB through two workers (torch's DataLoader)",
-        "zh": "24 MB 批次经两个 worker 传送（torch DataLoader）",
+        "en": "`legroom.DataLoader`, 2 workers, 24 MB per batch (baseline: torch's DataLoader, 2 workers)",
+        "zh": "`legroom.DataLoader`，2 个 worker，每批 24 MB（基线：torch DataLoader，2 个 worker）",
     }
     return Line(words, f"{usual} GB/s", f"{ours} GB/s", f"{row['value']:.1f} ×")
 
@@ -139,20 +144,22 @@ def _gpu(found: dict[str, Any]) -> Line:
     ours, _, usual = row["note"].removesuffix(" GB/s").partition(" : ")
     card = found["machine"]["gpu"]
     words = {
-        "en": f"random rows to an {card} (torch's DataLoader, 8 workers, pin_memory)",
-        "zh": f"随机行送到 {card}（torch DataLoader，8 个 worker，pin_memory）",
+        "en": f"`data.batches()` to an {card}, shuffled (baseline: torch's DataLoader, 8 workers, pin_memory)",
+        "zh": f"`data.batches()` 送到 {card}，打乱顺序（基线：torch DataLoader，8 个 worker，pin_memory）",
     }
     return Line(words, f"{usual} GB/s", f"{ours} GB/s", f"{row['value']:.1f} ×")
 
 
 def _parquet(found: dict[str, Any]) -> Line:
     usual = _row(found, "copies held by three ranks, read_table")["value"]
-    ours = _row(found, "copies held by three ranks, shared")["value"]
+    ours, size = _row(found, "copies held by three ranks, shared")["value"], found["one_copy"] / 1e9
     words = {
-        "en": f"copies of {found['size'] / 1e9:.0f} GB of Parquet that three ranks hold (`read_table`)",
-        "zh": f"三个 rank 持有 {found['size'] / 1e9:.0f} GB Parquet 的份数（`read_table`）",
+        "en": f"memory of three ranks that read one Parquet table of {size:.0f} GB in memory "
+        "(baseline: `pyarrow.parquet.read_table` in each rank)",
+        "zh": f"三个 rank 读同一张在内存中占 {size:.0f} GB 的 Parquet 表时的内存"
+        "（基线：每个 rank 各自 `pyarrow.parquet.read_table`）",
     }
-    return Line(words, f"{usual:.2f}", f"{ours:.2f}", f"{usual / ours:.1f} ×")
+    return Line(words, f"{usual * size:.1f} GB", f"{ours * size:.1f} GB", f"{usual / ours:.1f} ×")
 
 
 _MAKERS: tuple[tuple[str, Callable[[dict[str, Any]], Line | None]], ...] = (

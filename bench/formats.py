@@ -20,7 +20,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from legroom.formats.buffers import threads
+from legroom.formats.decode_arrays import threads
 from legroom.formats.detect import open_source
 from measure import RESULTS, Row, alternate, as_json, best, in_words, machine, save, show, spreads, timed
 
@@ -84,9 +84,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--mb", type=int, default=295, help="megabytes of data (10**6), uncompressed")
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument(
-        "--only", default="", help="measure only the cases whose names contain this; not kept"
-    )
+    options.add_argument("--only", default="", help="measure only the cases whose names contain this; not kept")
     options.add_argument("--results", type=Path, default=RESULTS)
     given = options.parse_args()
     where = machine("numpy", "h5py")
@@ -102,22 +100,12 @@ def main() -> None:
             write(path, data, case)
             figures = measure(path, given.rounds)
             rows.append(row(name, best(figures)))
-            raw[name] = {
-                "seconds": spreads(figures),
-                "file_bytes": os.path.getsize(path),
-                "threads": threads(),
-            }
+            raw[name] = {"seconds": spreads(figures), "file_bytes": os.path.getsize(path), "threads": threads()}
             path.unlink()
     print(show(rows))
     if given.only:
         return
-    kept = {
-        "machine": where,
-        "megabytes": given.mb,
-        "rounds": given.rounds,
-        "rows": as_json(rows),
-        "raw": raw,
-    }
+    kept = {"machine": where, "megabytes": given.mb, "rounds": given.rounds, "rows": as_json(rows), "raw": raw}
     print(f"kept in {save('formats', kept, given.results)}")
 
 

@@ -13,17 +13,13 @@ goes to $OUT/gpu_loader.json where OUT is set, else to bench/results/.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from gpu_loader_paths import CARD_SIZES, SIZES, card, link, loaders, odd, overlap, registering, right, staged
 from gpu_loader_rig import ROW, Bench
-from measure import RESULTS, Row, as_json, in_words, machine, places, save, show
+from measure import Row, as_json, gpu_machine, places, save, show
 
 PARTS = {
     "right": right,
@@ -46,23 +42,17 @@ def comparisons() -> list[Ratio]:
         target = 0.85 if size == 256 else None
         below = f"link {size} pinned H2D"
         found.append((f"registered, {size} rows : pinned H2D", f"link {size} batches", below, target))
-        found.append(
-            (f"bare index_select, {size} rows : pinned H2D", f"link {size} bare index_select", below, None)
-        )
+        found.append((f"bare index_select, {size} rows : pinned H2D", f"link {size} bare index_select", below, None))
     for size in (64, 256):
         theirs = f"torch {size} DataLoader, 8 workers"
         found.append((f"registered, {size} rows : torch's DataLoader", f"link {size} batches", theirs, 15.0))
     for size in CARD_SIZES:
         target = 0.7 if size == 1024 else None
-        found.append(
-            (f"resident, {size} rows : D2D copy", f"card {size} batches", f"card {size} D2D copy", target)
-        )
+        found.append((f"resident, {size} rows : D2D copy", f"card {size} batches", f"card {size} D2D copy", target))
     for name in ("pinned buffers", "plain copies"):
         found.append((f"{name}, 256 rows : pinned H2D", f"staged 256 {name}", "link 256 pinned H2D", None))
     for width in (1, 2, 4):
-        found.append(
-            (f"{width}-byte words : 8-byte words", f"width {width} batches", "link 256 batches", None)
-        )
+        found.append((f"{width}-byte words : 8-byte words", f"width {width} batches", "link 256 batches", None))
     return found
 
 
@@ -80,24 +70,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default=",".join(PARTS))
     asked = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("no CUDA here: nothing to measure")
-    where = {**machine("torch", "numpy"), "gpu": torch.cuda.get_device_name()}
-    print(in_words(where), where["gpu"], sep="\n", flush=True)
-    folder = Path(os.environ["OUT"]) if os.environ.get("OUT") else RESULTS
+    where = gpu_machine()
     with places() as (_, disk):
         bench = Bench(disk, asked.rows, asked.rounds)
         for name in asked.only.split(","):
             start = time.perf_counter()
             bench.attempt(name, partial(PARTS[name], bench))
             print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
-            path = save("gpu_loader", result(bench, where, []), folder)  # should the next part end everything
-        rows = [
-            row
-            for ratio in comparisons()
-            if (row := bench.attempt(ratio[0], partial(compared, bench, ratio)))
-        ]
-        path = save("gpu_loader", result(bench, where, rows), folder)
+            path = save("gpu_loader", result(bench, where, []))  # should the next part end everything
+        rows = [row for ratio in comparisons() if (row := bench.attempt(ratio[0], partial(compared, bench, ratio)))]
+        path = save("gpu_loader", result(bench, where, rows))
         bench.close()
     print(show(rows))
     for key, value in bench.notes.items():

@@ -21,7 +21,9 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import legroom
 from gpu_loader_rig import DEVICE, ROW, Bench, Contender, clocked, epochs, loop, on_path, repeated
-from legroom.loader.batches.cuda_driver import CudaRefused, Driver, open_driver
+from legroom.gpu.cuda_driver_api import CudaRefused
+from legroom.loader.batches.batch_settings import CUDA_PATHS
+from legroom.loader.batches.cuda_runtime import Driver, open_driver
 
 SIZES = (64, 256, 1024)
 CARD_SIZES = (*SIZES, 2048)
@@ -36,6 +38,8 @@ def link(bench: Bench) -> None:
             {
                 "pinned H2D": partial(_h2d, size),
                 "batches": partial(_batches, bench, size, "cuda-registered", 4 * GB),
+                "copy engines": partial(_batches, bench, size, "cuda-copy-engine", 4 * GB),
+                "kernel": partial(_batches, bench, size, "cuda-kernel", 4 * GB),
                 "bare index_select": partial(_bare, bench, size),
             },
         )
@@ -96,17 +100,20 @@ def registering(bench: Bench) -> None:
     with legroom.open(bench.source(), backing="shm") as data:
         data.ready()
         bench.notes["first_batch_of_registered_s"] = min(
-            _seconds(lambda: next(iter(data.batches(64, device="cuda", keys="images"))))
-            for _ in range(bench.rounds)
+            _seconds(lambda: next(iter(data.batches(64, device="cuda", keys="images")))) for _ in range(bench.rounds)
         )
     on_path(held, "cuda-registered")
 
 
 def overlap(bench: Bench) -> None:
-    """A step that computes about as long as its batch takes to come."""
-    batches = on_path(
-        bench.data().batches(256, shuffle=True, device="cuda", keys="images"), "cuda-registered"
-    )
+    """A step that computes about as long as its batch takes to come, on each path."""
+    bench.notes["overlap_step_s"] = {
+        path: _overlap(bench, path) for path in ("cuda-copy-engine", "cuda-kernel", "cuda-registered")
+    }
+
+
+def _overlap(bench: Bench, path: str) -> dict[str, float]:
+    batches = bench.data().batches(256, shuffle=True, device="cuda", keys="images", path=path)
     matrix = torch.rand(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
 
     def compute(repeat: int) -> None:
@@ -125,10 +132,13 @@ def overlap(bench: Bench) -> None:
 
     gather = a_step(lambda: epochs(batches, 1))
     repeat = max(1, round(gather / a_step(lambda: compute(len(batches)))))
-    bench.notes["overlap_step_s"] = {
+    alone = a_step(lambda: compute(repeat * len(batches)))
+    together = a_step(lambda: both(repeat, False))
+    return {
         "gather alone": gather,
-        "compute alone": a_step(lambda: compute(repeat * len(batches))),
-        "both": a_step(lambda: both(repeat, False)),
+        "compute alone": alone,
+        "both": together,
+        "both : longer": together / max(gather, alone),
         "both, waiting for every step": a_step(lambda: both(repeat, True)),
     }
 
@@ -162,7 +172,8 @@ def _batches(
     resident: bool = False,
 ) -> Contender:
     data = bench.data(backing, row, rows)
-    batches = data.batches(size, shuffle=True, device="cuda", keys="images", resident=resident)
+    given = path if path in CUDA_PATHS and backing == "shm" else None
+    batches = data.batches(size, shuffle=True, device="cuda", keys="images", resident=resident, path=given)
     return loop(batches, path, total)
 
 
@@ -175,7 +186,9 @@ def _h2d(size: int) -> Contender:
 
 def _bare(bench: Bench, size: int) -> Contender:
     """index_select from registered memory and nothing around it: what a loop could at most give."""
-    batches = on_path(bench.data().batches(size, device="cuda", keys="images"), "cuda-registered")
+    batches = on_path(
+        bench.data().batches(size, device="cuda", keys="images", path="cuda-registered"), "cuda-registered"
+    )
     source = batches._gatherer._sources["images"]
     chosen = [torch.randperm(len(source), device=DEVICE)[:size] for _ in range(8)]
     out = torch.empty((size, source.shape[1]), dtype=source.dtype, device=DEVICE)

@@ -69,9 +69,7 @@ class Bench:
     def take_turns(self, part: str, makers: Mapping[str, Callable[[], Contender]]) -> None:
         """Every contender's rates, one a round; one that fails keeps its error and loses its turns."""
         named = {f"{part} {name}": make for name, make in makers.items()}
-        made = {
-            name: found for name, make in named.items() if (found := self.attempt(name, make)) is not None
-        }
+        made = {name: found for name, make in named.items() if (found := self.attempt(name, make)) is not None}
         turns = {name: partial(self._turn, name, contender) for name, contender in made.items()}
         for name, found in alternate(turns, self.rounds).items():
             if name not in self.errors:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import time
 import traceback
@@ -26,7 +25,7 @@ from legroom.gpu.cuda_device import CudaDevice
 from legroom.probe.gpu_devices import gpus
 from legroom.probe.host import Host
 from legroom.version import VERSION
-from measure import RESULTS, in_words, machine, save
+from measure import in_words, machine, save
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "gpu" / "scripts"))
@@ -119,7 +118,7 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
         print(name, json.dumps(results[name])[:400], flush=True)
-    print(save("gpu_memory", results, Path(os.environ["OUT"]) if os.environ.get("OUT") else RESULTS))
+    print(save("gpu_memory", results))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import legroom
 from cache_rig import Bench
 from legroom.loader.batches import batch_iterator
-from legroom.loader.sampling import permutation
+from legroom.loader.rank_sampler import permutation
 from measure import RESULTS, Row, alternate, as_json, best, in_words, machine, places, save, show, spreads
 
 PAGE = 4096
@@ -52,9 +52,7 @@ def bare(images: np.ndarray[Any, Any], size: int, buffers: int) -> Callable[[], 
     return work
 
 
-def looped(
-    make: Callable[[], Iterable[Any]], consume: Callable[[], object] | None = None
-) -> Callable[[], float]:
+def looped(make: Callable[[], Iterable[Any]], consume: Callable[[], object] | None = None) -> Callable[[], float]:
     """Seconds a batch of a loop, its start included."""
 
     def work() -> float:
@@ -131,9 +129,7 @@ def measure(bench: Bench, size: int) -> tuple[list[Row], dict[str, Any]]:
         Row("  of the bare gather", least["bare"] / least["ours"], "×", 0.85, True),
         Row("  of the bare gather into two buffers", least["bare2"] / least["ours"], "×"),
         Row("  of torch's DataLoader, 0 workers", least["torch0"] / least["ours"], "×", 1.4, True),
-        Row(
-            "  the bare gather itself, of torch's DataLoader, 0 workers", least["torch0"] / least["bare"], "×"
-        ),
+        Row("  the bare gather itself, of torch's DataLoader, 0 workers", least["torch0"] / least["bare"], "×"),
         Row("  of torch's DataLoader, 2 workers", least["torch2"] / least["ours"], "×", 8, True),
         Row("  busy consumer: with prefetching, of without", least["busy-direct"] / least["busy"], "×"),
     ]

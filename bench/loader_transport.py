@@ -121,7 +121,7 @@ def bare_round(nbytes: int, batches: int) -> Callable[[], float]:
 
 
 def dropped(samples: list[Any]) -> None:
-    """A collate that makes the batch and carries nothing."""
+    """A collate that makes the batch and sends nothing."""
     torch.utils.data.default_collate(samples)
 
 
@@ -157,43 +157,26 @@ def main() -> None:
     for name, nbytes, batches, target in SIZES:
         count = max(2 * WARM, int(batches * chosen.scale))
         note(f"map, {name}", nbytes, compare(Rows(nbytes, count), chosen.rounds, batch_size=ROWS), target)
-        note(
-            f"iterable, {name}", nbytes, compare(Whole(nbytes, count), chosen.rounds, batch_size=None), target
-        )
+        note(f"iterable, {name}", nbytes, compare(Whole(nbytes, count), chosen.rounds, batch_size=None), target)
     for name, nbytes, batches, _ in SIZES[:2]:
         least = min(bare_round(nbytes, batches)() for _ in range(chosen.rounds))
         theirs = min(kept[f"map, {name}"]["rounds"]["torch"])
         speed = f"{nbytes / least / 1e9:.3g} GB/s"
-        rows.append(
-            Row(f"two processes that stack {name} and send nothing", theirs / least, "× torch's", note=speed)
-        )
+        rows.append(Row(f"two processes that stack {name} and send nothing", theirs / least, "× torch's", note=speed))
     for name, nbytes, batches, _ in SIZES[2:]:
-        empty = one_round(
-            torch.utils.data.DataLoader, Rows(nbytes, batches), batch_size=ROWS, collate_fn=dropped
-        )
+        empty = one_round(torch.utils.data.DataLoader, Rows(nbytes, batches), batch_size=ROWS, collate_fn=dropped)
         least = min(empty() for _ in range(chosen.rounds))
         theirs = min(kept[f"map, {name}"]["rounds"]["torch"])
-        speed = f"{least * 1e6:.0f} µs a batch"
+        speed = f"{least * 1e6:.0f} µs per batch"
         rows.append(
-            Row(
-                f"torch's loader that stacks {name} and carries nothing",
-                theirs / least,
-                "× torch's",
-                note=speed,
-            )
+            Row(f"torch's DataLoader that stacks {name} and sends nothing", theirs / least, "× torch's", note=speed)
         )
     for name, nbytes in (("1.5 MB", 1_500_000), ("32 kB", 32_000)):
         working = Rows(nbytes, max(2 * WARM, int(100 * chosen.scale)), WORK_S)
         note(f"work, {name}", nbytes, compare(working, chosen.rounds, batch_size=ROWS), 0.97)
     print()
     print(show(rows))
-    body = {
-        "machine": where,
-        "rounds": chosen.rounds,
-        "scale": chosen.scale,
-        "rows": as_json(rows),
-        "raw": kept,
-    }
+    body = {"machine": where, "rounds": chosen.rounds, "scale": chosen.scale, "rows": as_json(rows), "raw": kept}
     print(f"kept in {save('loader_transport', body, chosen.results)}")
 
 

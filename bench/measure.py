@@ -3,7 +3,7 @@
 Covers: how a measurement is taken and kept. Does not cover: what is measured.
 
 Contenders take turns, so that whatever else the machine does falls on all of them; the best of the rounds counts,
-because noise only ever adds time. Only ratios travel from machine to machine. Only the standard library is used:
+because noise only ever adds time. Only ratios travel from machine to machine. Only the standard library is imported:
 this also runs in interpreters that have a peer installed and nothing of ours.
 """
 
@@ -152,6 +152,17 @@ def in_words(where: Mapping[str, Any]) -> str:
     return line
 
 
+def gpu_machine() -> dict[str, Any]:
+    """The machine and its GPU, which are printed; ends the program where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("no CUDA here: nothing to measure")
+    where = {**machine("torch", "numpy"), "gpu": torch.cuda.get_device_name()}
+    print(in_words(where), where["gpu"], sep="\n", flush=True)
+    return where
+
+
 def show(rows: Sequence[Row]) -> str:
     """The rows as text, the target and whether it holds beside each."""
     cells = []
@@ -180,8 +191,9 @@ def table(head: Sequence[str], cells: Sequence[Sequence[str]], right: Sequence[i
     return "\n".join(lines)
 
 
-def save(name: str, body: Mapping[str, Any], folder: Path = RESULTS) -> Path:
-    """Keep a result as ``<folder>/<name>.json``, replaced as a whole."""
+def save(name: str, body: Mapping[str, Any], folder: Path | None = None) -> Path:
+    """Keep a result as ``<folder>/<name>.json``, replaced as a whole; the folder is $OUT where that is set."""
+    folder = folder or Path(os.environ.get("OUT") or RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     scratch = path.with_suffix(".tmp")

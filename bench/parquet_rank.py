@@ -145,9 +145,7 @@ def by_legroom(path: str, rank: int, of: int) -> tuple[Iterator[Any], str]:
     )
     if not settings.low_memory:
         return shuffled(_load("legroom", path), rank, of), settings.why["low_memory"]
-    stream = legroom.stream(
-        path, batch_size=BATCH, memory=STREAM, shuffle_buffer=4096, rank=rank, world_size=of
-    )
+    stream = legroom.stream(path, batch_size=BATCH, memory=STREAM, shuffle_buffer=4096, rank=rank, world_size=of)
 
     def streamed() -> Iterator[Any]:
         while True:

@@ -47,9 +47,7 @@ def held(how: str, path: Path) -> tuple[float, int]:
             for reached, then in (("started", "load"), ("held", "measure"), ("measured", "end")):
                 _wait(folder, reached, ranks)
                 if then == "end":
-                    found = [
-                        json.loads((folder / f"measured-{number}").read_text()) for number in range(RANKS)
-                    ]
+                    found = [json.loads((folder / f"measured-{number}").read_text()) for number in range(RANKS)]
                 (folder / then).touch()
         finally:
             (folder / "end").touch()
@@ -81,15 +79,11 @@ def trained(
     ``enough_swap`` bytes lay in swap, its ranks are ended.
     """
     before = group.oom_kills() if group else 0
-    with (
-        _swap_of(group) as swapped,
-        tempfile.TemporaryDirectory(prefix="legroom-bench-", dir="/var/tmp") as folder,
-    ):
+    with _swap_of(group) as swapped, tempfile.TemporaryDirectory(prefix="legroom-bench-", dir="/var/tmp") as folder:
         command = [sys.executable, str(CHILD), "train", how, str(path), folder]
         words = [[*command, str(rank), str(RANKS), str(steps)] for rank in range(RANKS)]
         ranks = [
-            subprocess.Popen(group.command(one) if group else one, stdout=subprocess.PIPE, text=True)
-            for one in words
+            subprocess.Popen(group.command(one) if group else one, stdout=subprocess.PIPE, text=True) for one in words
         ]
         deadline = time.monotonic() + patience
         while any(rank.poll() is None for rank in ranks):
@@ -149,9 +143,7 @@ def forget(path: Path) -> None:
 
 def in_words_of(run: dict[str, Any]) -> str:
     rate = "no rank finished" if run["rate"] is None else f"{run['rate']:.2f} steps/s"
-    return (
-        f"{rate}, swap {format_size(run['swap'])}, {run['oom_kills']} OOM kills, {run['given_up']} given up"
-    )
+    return f"{rate}, swap {format_size(run['swap'])}, {run['oom_kills']} OOM kills, {run['given_up']} given up"
 
 
 def main() -> None:
@@ -165,9 +157,7 @@ def main() -> None:
     needed = 8 * given.size  # read_table peaks at more than twice the file, in each rank
     free = legroom.snapshot().pool("ram")
     if free is None or free.free is None or free.free < needed:
-        sys.exit(
-            f"{format_size(needed)} of free RAM are needed to compare with read_table; give a smaller --size"
-        )
+        sys.exit(f"{format_size(needed)} of free RAM are needed to compare with read_table; give a smaller --size")
     where = machine("pyarrow", "torch", "legroom")
     print(in_words(where), flush=True)
     runs: dict[str, list[dict[str, Any]]] = {"plenty": [], "legroom": [], "read_table": []}
@@ -177,13 +167,8 @@ def main() -> None:
         settle(path)
         naive, one_copy = held("read_table", path)
         ours, _ = held("legroom", path)
-        print(
-            f"{RANKS} ranks, {format_size(one_copy)}: read_table {naive:.2f} copies, shared {ours:.2f}",
-            flush=True,
-        )
-        subprocess.run(
-            [sys.executable, "-m", "legroom", "cache", "drop", str(path)], check=True, capture_output=True
-        )
+        print(f"{RANKS} ranks, {format_size(one_copy)}: read_table {naive:.2f} copies, shared {ours:.2f}", flush=True)
+        subprocess.run([sys.executable, "-m", "legroom", "cache", "drop", str(path)], check=True, capture_output=True)
         with rigs.swap_file(_SWAP):
             for number in range(given.rounds):
                 runs["plenty"].append(trained("read_table", path, given.steps))
@@ -203,11 +188,11 @@ def main() -> None:
     rows = [
         Row("copies held by three ranks, read_table", naive, "×", 3, at_least=True),
         Row("copies held by three ranks, shared", ours, "×", 1.1),
-        Row("small box, legroom: swap at its most", swapped / (1 << 20), "MB", 0, note=runs["legroom"][0]["why"]),
-        Row("small box, legroom: OOM kills", sum(run["oom_kills"] for run in runs["legroom"]), "", 0),
-        Row("small box, legroom: steps/s over read_table with plenty", best / plenty, "×", 0.85, at_least=True),
-        Row("small box, legroom: CPU a step over the same", work, "×", note="without what others do here"),
-        Row("small box, read_table: steps/s over plenty", (crushed["rate"] or 0.0) / plenty, "×",
+        Row("limited memory, legroom: peak swap", swapped / (1 << 20), "MB", 0, note=runs["legroom"][0]["why"]),
+        Row("limited memory, legroom: OOM kills", sum(run["oom_kills"] for run in runs["legroom"]), "", 0),
+        Row("limited memory, legroom: steps/s over read_table with plenty", best / plenty, "×", 0.85, at_least=True),
+        Row("limited memory, legroom: CPU time per step over the same", work, "×", note="excludes other processes"),
+        Row("limited memory, read_table: steps/s over plenty", (crushed["rate"] or 0.0) / plenty, "×",
             note=in_words_of(crushed)),
     ]  # fmt: skip
     print(show(rows))

@@ -45,32 +45,15 @@ def make_source(path: Path, megabytes: int) -> None:
 
 def apart(command: list[str]) -> list[str]:
     """The command with a /dev/shm and process ids of its own, where that may be had."""
-    script = (
-        'mount -t tmpfs -o mode=1777 tmpfs /dev/shm && "$@"; exit $?'  # sh stays, to bury what is orphaned
-    )
-    namespace = [
-        "unshare",
-        "--mount",
-        "--propagation",
-        "private",
-        "--pid",
-        "--fork",
-        "--kill-child",
-        "--mount-proc",
-    ]
+    script = 'mount -t tmpfs -o mode=1777 tmpfs /dev/shm && "$@"; exit $?'  # sh stays, to bury what is orphaned
+    namespace = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"]
     whole = [*namespace, "sh", "-c", script, "sh"]
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         return command
-    return (
-        [*whole, *command]
-        if subprocess.run([*whole, "true"], capture_output=True).returncode == 0
-        else command
-    )
+    return [*whole, *command] if subprocess.run([*whole, "true"], capture_output=True).returncode == 0 else command
 
 
-def trial(
-    python: str, name: str, source: Path, memory: Path, disk: Path, asked: dict[str, Any]
-) -> dict[str, Any]:
+def trial(python: str, name: str, source: Path, memory: Path, disk: Path, asked: dict[str, Any]) -> dict[str, Any]:
     """One contender's figures, or why there are none."""
     folder = disk / "t"  # short: sockets live below it
     folder.mkdir()
@@ -140,9 +123,7 @@ def main() -> None:
     for found in results.values():
         if "attach" in found:
             found["summary"] = summary(found)
-    print(
-        f"\n{megabytes:.0f} MB; memory is PSS of clients and daemons beyond bare interpreters with the same imports"
-    )
+    print(f"\n{megabytes:.0f} MB; memory is PSS of clients and daemons beyond bare interpreters with the same imports")
     print(show(results, counts))
     body = {
         "machine": where,

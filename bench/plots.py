@@ -29,11 +29,7 @@ def peers(result: dict[str, Any]) -> Any:
     about = [one["summary"] for one in found.values()]
     colours = [OURS if name == "legroom" else OTHERS for name in found]
     figure, panels = plt.subplots(
-        1,
-        4,
-        figsize=(15, 0.62 * len(found) + 2.0),
-        sharey=True,
-        gridspec_kw={"width_ratios": [1, 1.5, 1, 1.15]},
+        1, 4, figsize=(15, 0.62 * len(found) + 2.0), sharey=True, gridspec_kw={"width_ratios": [1, 1.5, 1, 1.15]}
     )
     lines = range(len(found))
     _attach(panels[0], about, colours)
@@ -48,10 +44,7 @@ def peers(result: dict[str, Any]) -> Any:
     for label, name in zip(panels[0].get_yticklabels(), found, strict=True):
         label.set_fontweight("bold" if name == "legroom" else "normal")
     figure.suptitle(
-        f"Ways to give several processes the same {result['megabytes']:.0f} MB",
-        x=0.01,
-        ha="left",
-        weight="bold",
+        f"Ways to give several processes the same {result['megabytes']:.0f} MB", x=0.01, ha="left", weight="bold"
     )
     figure.text(0.01, 0.01, _footnote(result, absent), fontsize=8, color="#555555", va="bottom")
     figure.tight_layout(rect=(0, 0.07, 1, 1), w_pad=2.5)
@@ -65,9 +58,7 @@ def _attach(panel: Any, about: list[dict[str, Any]], colours: list[str]) -> None
     panel.xaxis.set_major_formatter("{x:g}")
     panel.set_xlim(min(values) / 2, max(values) * 6)
     for line, value in enumerate(values):
-        panel.annotate(
-            number(value), (value, line), (8, 0), textcoords="offset points", va="center", fontsize=9
-        )
+        panel.annotate(number(value), (value, line), (8, 0), textcoords="offset points", va="center", fontsize=9)
     panel.set_title("Another process attaches:\nms until its first row (log)", fontsize=10, loc="left")
 
 
@@ -113,9 +104,7 @@ def _gather(panel: Any, about: list[dict[str, Any]], colours: list[str]) -> None
         panel.text(max(value, other or 0) + most * 0.03, line, text, va="center", fontsize=9)
     panel.set_xlim(0, most * 1.6)
     panel.set_title(
-        "Random batches of 64 × 196 kB, GB/s\nbar: own indexing | tick: np.take(out=)",
-        fontsize=10,
-        loc="left",
+        "Random batches of 64 × 196 kB, GB/s\nbar: own indexing | tick: np.take(out=)", fontsize=10, loc="left"
     )
 
 
@@ -131,7 +120,7 @@ def _killed(panel: Any, about: list[dict[str, Any]]) -> None:
             left += " until tidied"
         words = {
             "the library": "the library elects one loader",
-            "its user's lock": "one loader by a lock of the user's",
+            "a lock in user code": "one loader by a lock of the user's",
         }
         elects = words.get(one["elects"], "each process loads")
         text = f"{killed['others_finished']} of {killed['kills']} survived, {left}\n{elects}"
@@ -178,9 +167,7 @@ def main() -> int:
     matplotlib.use("Agg")
     for name, draw in PICTURES.items():
         source = folder / f"{name}.json"
-        if source.exists() and any(
-            "summary" in one for one in json.loads(source.read_text())["peers"].values()
-        ):
+        if source.exists() and any("summary" in one for one in json.loads(source.read_text())["peers"].values()):
             draw(json.loads(source.read_text())).savefig(folder / f"{name}.png", dpi=130)
             print(f"drawn: {folder / f'{name}.png'}")
     return 0

@@ -103,11 +103,7 @@ def child(name: str, path: str) -> None:
     peak = None
     if status.exists():
         peak = int(status.read_text().partition("VmHWM:")[2].split()[0]) * 1024
-    print(
-        json.dumps(
-            {"rows": rows, "seconds": seconds, "pool": pa.default_memory_pool().max_memory(), "peak": peak}
-        )
-    )
+    print(json.dumps({"rows": rows, "seconds": seconds, "pool": pa.default_memory_pool().max_memory(), "peak": peak}))
 
 
 def measure(path: Path, rounds: int) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
@@ -117,10 +113,7 @@ def measure(path: Path, rounds: int) -> tuple[dict[str, list[float]], dict[str, 
     def one(name: str) -> Callable[[], float]:
         def run() -> float:
             done = subprocess.run(
-                [sys.executable, __file__, "--child", name, str(path)],
-                capture_output=True,
-                text=True,
-                check=True,
+                [sys.executable, __file__, "--child", name, str(path)], capture_output=True, text=True, check=True
             )
             last[name] = json.loads(done.stdout)
             return last[name]["seconds"]

@@ -154,15 +154,10 @@ def compare(name: str, dataset: Any, kind: str, rounds: int, quick: bool) -> tup
     rows = [
         Row(f"{name}: of the best throughput", rates[ours] / rates[best], "", 0.9, at_least=True, note=note),
         Row(f"{name}: of that setting's memory", memory, "", 1.05, note="5 % for noise"),
-        Row(f"{name}: seconds of measuring", seconds, "s", 5.0),
+        Row(f"{name}: time to measure", seconds, "s", 5.0),
     ]  # fmt: skip
     search = [
-        {
-            "workers": workers,
-            "prefetch": prefetch,
-            "samples_per_second": rate,
-            "peak": peaks[workers, prefetch],
-        }
+        {"workers": workers, "prefetch": prefetch, "samples_per_second": rate, "peak": peaks[workers, prefetch]}
         for (workers, prefetch), rate in rates.items()
     ]
     detail = {"chosen": ours, "best": best, "why": dict(chosen.why), "search": search}
@@ -182,13 +177,7 @@ def main() -> None:
     for name, dataset in datasets().items():
         more, details[name] = compare(name, dataset, options.loader, options.rounds, options.quick)
         rows += more
-    body = {
-        "machine": where,
-        "loader": options.loader,
-        "rounds": options.rounds,
-        "rows": as_json(rows),
-        **details,
-    }
+    body = {"machine": where, "loader": options.loader, "rounds": options.rounds, "rows": as_json(rows), **details}
     if not options.quick:
         save(f"tune-{options.loader}", body)
     if options.json:
@@ -198,12 +187,7 @@ def main() -> None:
     print(show(rows))
     for name, detail in details.items():
         cells = [
-            (
-                str(one["workers"]),
-                str(one["prefetch"]),
-                f"{one['samples_per_second']:.0f}",
-                f"{one['peak'] >> 20}",
-            )
+            (str(one["workers"]), str(one["prefetch"]), f"{one['samples_per_second']:.0f}", f"{one['peak'] >> 20}")
             for one in detail["search"]
         ]
         print(f"\n{name}\n" + table(("workers", "prefetch", "samples/s", "MB"), cells, right=(0, 1, 2, 3)))

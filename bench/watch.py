@@ -59,15 +59,10 @@ def watching(processes: int, seconds: float) -> dict[str, float]:
             for one in (watch, job):
                 one.kill()
                 one.wait()
-        lines = [
-            json.loads(line) for line in log.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")
-        ]
+        lines = [json.loads(line) for line in log.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
     seen = [len(line["processes"]) for line in lines]
     ages = [
-        line["clock"] - row["pss_at"]
-        for line in lines[-5:]
-        for row in line["processes"]
-        if row["pss_at"] is not None
+        line["clock"] - row["pss_at"] for line in lines[-5:] for row in line["processes"] if row["pss_at"] is not None
     ]
     return {
         "processes": max(seen),
@@ -88,22 +83,14 @@ def main() -> None:
     where = machine("psutil")
     print(in_words(where))
     found = watching(options.processes, options.seconds)
-    note = f"{found['sampling_ms']:.1f} ms a sample"
+    note = f"{found['sampling_ms']:.1f} ms per sample"
     rows = [
-        Row(
-            f"{found['processes']} processes at 1 Hz",
-            100 * found["share_of_a_core"],
-            "% of one core",
-            2,
-            note=note,
-        ),
+        Row(f"{found['processes']} processes at 1 Hz", 100 * found["share_of_a_core"], "% of one core", 2, note=note),
         Row("oldest PSS shown", found["oldest_pss_s"], "s old"),
         Row("memory of the watch", found["rss_mb"], "MB"),
     ]
     print(show(rows))
-    print(
-        f"kept in {save('watch', {'machine': where, 'rows': as_json(rows), 'raw': found}, options.results)}"
-    )
+    print(f"kept in {save('watch', {'machine': where, 'rows': as_json(rows), 'raw': found}, options.results)}")
 
 
 if __name__ == "__main__":

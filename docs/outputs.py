@@ -17,8 +17,7 @@ from pathlib import Path
 
 _FILE = re.compile(r"<!-- run: file=(?P<name>\S+) -->\n```python\n(?P<text>.*?)```\n", re.S)
 _BLOCK = re.compile(
-    r"(?P<mark><!-- run: no: docs/outputs.py runs it with shm=(?P<size>\w+) -->\n```console\n)(?P<body>.*?)```\n",
-    re.S,
+    r"(?P<mark><!-- run: no: docs/outputs.py runs it with shm=(?P<size>\w+) -->\n```console\n)(?P<body>.*?)```\n", re.S
 )
 _INSTALLED = re.compile(r'(?<=")[^"\n]*(?=/lib/python3\.\d+/site-packages/)')
 _MOUNT = 'mount -t tmpfs -o size="$SIZE" tmpfs /dev/shm && exec sh -s'

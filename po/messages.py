@@ -1,132 +1,137 @@
-"""Keeps the translations beside the code: ``python po/messages.py extract | check | compile``.
+"""Keeps the translations beside the code, by Babel: ``python po/messages.py update | check | compile``.
 
-extract  brings po/<language>/<layer>.po up to date: new messages come in empty, those that are gone go.
-check    fails, with every reason, where a translation is missing, breaks a field or is out of date.
-compile  writes src/legroom/locale/<language>/LC_MESSAGES/legroom.mo from all the layers.
+update   brings po/<language>.po up to date: new messages come in empty, those that are gone go.
+check    fails, with every reason, where a translation breaks a field or is out of date. A message that is not
+         translated yet is shown in English, and is counted only.
+compile  writes src/legroom/locale/<language>/LC_MESSAGES/legroom.mo.
 
-Covers: the three commands. Does not cover: what a message is (sources), the files (catalogue).
-Needs nothing but Python. How to translate: po/README.md.
+How to translate: po/README.md.
 """
 
 from __future__ import annotations
 
+import gettext
+import io
 import re
 import string
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
-from catalogue import Entry, mo_bytes, po_text, read
-from sources import SOURCE, messages
+from babel.messages.catalog import Catalog, Message
+from babel.messages.extract import extract_from_dir
+from babel.messages.mofile import write_mo
+from babel.messages.pofile import read_po, write_po
+from extract import extract_python
 
 HERE = Path(__file__).resolve().parent
+SOURCE = HERE.parent / "src" / "legroom"
 LANGUAGES = ("zh",)
 WIDE_MARKS = "，。：；、（）"  # they bring their own space
 
 
-def extract(language: str) -> None:
-    """Bring the .po files of a language up to date with the source."""
-    folder = HERE / language
-    folder.mkdir(exist_ok=True)
-    old: dict[str, Entry] = {}
-    for path in sorted(folder.glob("*.po")):
-        # A message may have moved to another layer: its translation moves with it.
-        for template, entry in read(path).items():
-            if entry.translation or template not in old:
-                old[template] = entry
-    said = messages()
-    for layer in sorted(set(said) | {path.stem for path in folder.glob("*.po")}):
-        entries = []
-        for template, places in said.get(layer, {}).items():
-            was = old.get(template, Entry(template))
-            entries.append(Entry(template, was.translation, tuple(places), was.notes))
-        path = folder / f"{layer}.po"
-        if not entries:
-            path.unlink()
-            continue
-        text = po_text(entries, language)
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            path.write_text(text, encoding="utf-8")
-            todo = sum(not entry.translation for entry in entries)
-            _print(f"{path.relative_to(HERE.parent)}: {len(entries)} messages, {todo} to translate")
+def template() -> Catalog:
+    """Every message of the source."""
+    found = Catalog()
+    for _, _, message, _, _ in extract_from_dir(SOURCE, [("**.py", extract_python)]):
+        found.add(message)
+    return found
+
+
+def stored(language: str) -> Catalog:
+    """The translations as they are in the .po file."""
+    with (HERE / f"{language}.po").open("rb") as file:
+        return read_po(file, locale=language)
+
+
+def entries(catalog: Catalog) -> dict[str, Message]:
+    """The messages of a catalogue by their English text, without its header."""
+    return {str(message.id): message for message in catalog if message.id}
+
+
+def update(language: str) -> None:
+    """Bring the .po file up to date with the source."""
+    old, catalog = entries(stored(language)), _empty(language)
+    for text in entries(template()):
+        was = old.get(text, Message(text))
+        catalog.add(text, was.string, user_comments=was.user_comments)
+    for message in catalog:
+        message.flags.discard("python-format")  # a % is part of a sentence or of {share:.0%}
+    buffer = io.BytesIO()
+    write_po(buffer, catalog, width=0, no_location=True, sort_output=True)
+    (HERE / f"{language}.po").write_bytes(buffer.getvalue())
+    _print(f"po/{language}.po: {len(catalog)} messages, {_untranslated(catalog)} not translated")
 
 
 def compile_(language: str) -> None:
     """Write the catalogue that is shipped."""
+    catalog = _empty(language)
+    for text, message in entries(stored(language)).items():
+        catalog.add(text, message.string)
     path = shipped(language)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(compiled(language))
+    with path.open("wb") as file:
+        write_mo(file, catalog)
     _print(f"{path.relative_to(HERE.parent)}: {path.stat().st_size} bytes")
 
 
-def check(language: str, only: set[str]) -> Iterator[str]:
-    """Everything wrong with a language's translations; ``only`` some layers, or all of them."""
-    said = messages()
-    there = {path.stem: read(path) for path in sorted((HERE / language).glob("*.po"))}
-    for layer in sorted(set(said) | set(there)):
-        if only and layer not in only:
-            continue
-        where = f"po/{language}/{layer}.po"
-        wanted, has = said.get(layer, {}), there.get(layer, {})
-        for template in has.keys() - wanted.keys():
-            yield f"{where}: no longer said, run extract: {template!r}"
-        for template in wanted:
-            entry = has.get(template)
-            if entry is None:
-                yield f"{where}: not in the file, run extract: {template!r}"
-            else:
-                yield from (f"{where}: {problem}: {template!r}" for problem in problems(entry))
-    path = shipped(language)
-    if not only and (not path.exists() or path.read_bytes() != compiled(language)):
-        yield f"{path.relative_to(HERE.parent)}: out of date, run compile"
+def check(language: str) -> Iterator[str]:
+    """Everything wrong with the translations of a language."""
+    catalog, said = stored(language), entries(template())
+    translated = {text: str(message.string) for text, message in entries(catalog).items() if message.string}
+    for text, message in entries(catalog).items():
+        if text not in said:
+            yield f"no longer in the source, run make messages: {text!r}"
+        yield from (f"{problem}: {text!r}" for problem in problems(message))
+    try:
+        with shipped(language).open("rb") as file:
+            compiled = {key: value for key, value in gettext.GNUTranslations(file)._catalog.items() if key}
+    except FileNotFoundError:
+        compiled = {}
+    if compiled != translated:
+        yield f"{shipped(language).relative_to(HERE.parent)}: out of date, run make messages"
+    missing = len(said.keys() - translated.keys())
+    _print(f"{language}: {missing} of {len(said)} messages are not translated")
 
 
-def problems(entry: Entry) -> Iterator[str]:
-    """What is wrong with one translation."""
-    if not entry.translation:
-        yield "not translated"
+def problems(message: Message) -> Iterator[str]:
+    """What is wrong with one translation; nothing where there is none yet."""
+    english, translation = str(message.id), str(message.string or "")
+    if not translation:
         return
     try:
-        ours, theirs = fields(entry.template), fields(entry.translation)
+        ours, theirs = fields(english), fields(translation)
     except ValueError as problem:
         yield f"braces that do not match ({problem})"
         return
-    # A field may be said twice or in another order, but none may be lost, new or formatted otherwise.
-    for lost in sorted(set(ours) - set(theirs)):
+    # A field may be there twice or in another order, but none may be lost, new or formatted otherwise.
+    for lost in sorted(ours - theirs):
         yield f"the field {lost} is missing"
-    for new in sorted(set(theirs) - set(ours)):
+    for new in sorted(theirs - ours):
         yield f"the field {new} is not in the original"
-    if entry.translation == entry.template and not entry.same and has_words(entry.template):
-        yield "the same as the original; note `#. same` above it if that is meant"
-    begins = entry.translation[:1]
-    if entry.template[:1].isspace() != begins.isspace() and begins not in WIDE_MARKS:
+    if translation == english and "same" not in message.user_comments and has_words(english):
+        yield "the same as the original; note `# same` above it if that is meant"
+    begins = translation[:1]
+    if english[:1].isspace() != begins.isspace() and begins not in WIDE_MARKS:
         yield "begins with a space on one side only"
-    if entry.template.endswith("\n") != entry.translation.endswith("\n"):
+    if english.endswith("\n") != translation.endswith("\n"):
         yield "ends with a new line on one side only"
 
 
-def fields(template: str) -> list[str]:
+def fields(text: str) -> set[str]:
     """The fields of a template with their formats: ``{free:>8}``."""
-    found = []
-    for _, name, form, conversion in string.Formatter().parse(template):
-        if name is not None:
-            found.append(
-                "{" + name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "") + "}"
-            )
-    return found
+    parts = string.Formatter().parse(text)
+    return {
+        "{" + name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "") + "}"
+        for _, name, form, conversion in parts
+        if name is not None
+    }
 
 
-def has_words(template: str) -> bool:
+def has_words(text: str) -> bool:
     """Whether there is anything to translate beside fields, numbers and signs."""
-    return re.search(r"[A-Za-z]{2}", re.sub(r"\{[^}]*\}|`[^`]*`", " ", template)) is not None
-
-
-def compiled(language: str) -> bytes:
-    """The catalogue of a language as its .po files have it now; what is not translated is left out."""
-    merged: dict[str, Entry] = {}
-    for path in sorted((HERE / language).glob("*.po")):
-        merged.update({key: entry for key, entry in read(path).items() if entry.translation})
-    return mo_bytes(list(merged.values()), language)
+    return re.search(r"[A-Za-z]{2}", re.sub(r"\{[^}]*\}|`[^`]*`", " ", text)) is not None
 
 
 def shipped(language: str) -> Path:
@@ -134,20 +139,33 @@ def shipped(language: str) -> Path:
     return SOURCE / "locale" / language / "LC_MESSAGES" / "legroom.mo"
 
 
+def _empty(language: str) -> Catalog:
+    # No date of today: the same messages are the same file.
+    always = datetime(2026, 1, 1, tzinfo=UTC)
+    names = {"project": "Legroom", "version": "0", "last_translator": "Legroom", "language_team": language}
+    return Catalog(
+        language, header_comment="# How to translate: po/README.md", msgid_bugs_address="legroom",
+        creation_date=always, revision_date=always, fuzzy=False, **names,
+    )  # fmt: skip
+
+
+def _untranslated(catalog: Catalog) -> int:
+    return sum(not message.string for message in entries(catalog).values())
+
+
 def main(arguments: list[str]) -> int:
     """Run one command; 0 when all is well."""
-    command, layers = (arguments[0] if arguments else ""), set(arguments[1:])
-    if command not in ("extract", "check", "compile"):
+    if arguments not in (["update"], ["check"], ["compile"]):
         _print(__doc__)
         return 2
     found = []
     for language in LANGUAGES:
-        if command == "extract":
-            extract(language)
-        elif command == "compile":
+        if arguments == ["update"]:
+            update(language)
+        elif arguments == ["compile"]:
             compile_(language)
         else:
-            found += list(check(language, layers))
+            found += list(check(language))
     for problem in found:
         _print(problem)
     return 1 if found else 0

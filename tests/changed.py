@@ -29,7 +29,10 @@ def module_of(path: Path) -> str:
 
 
 def imports_of(text: str, known: Iterable[str]) -> Iterator[str]:
-    """The known modules that this source names: by import statements, or in a string for an import at first use."""
+    """The known modules that this source names: by import statements, or in a string for an import at first use.
+
+    "legroom.cli." + name, also as an f-string, stands for every module of that package.
+    """
     for node in ast.walk(ast.parse(text)):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -39,6 +42,8 @@ def imports_of(text: str, known: Iterable[str]) -> Iterator[str]:
             names = [name for name in inner if name in known] or [node.module]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names = [node.value]
+            if node.value.endswith(".") and node.value[:-1] in known:
+                names = [name for name in known if name.rpartition(".")[0] == node.value[:-1]]
         for name in names:
             if name in known or (name := name.rpartition(".")[2]) in known:
                 yield name
@@ -69,10 +74,7 @@ def changed_files() -> set[Path]:
         return done.stdout.splitlines()
 
     (base,) = lines("merge-base", "main", "HEAD")
-    return {
-        Path(name)
-        for name in lines("diff", "--name-only", base) + lines("ls-files", "-o", "--exclude-standard")
-    }
+    return {Path(name) for name in lines("diff", "--name-only", base) + lines("ls-files", "-o", "--exclude-standard")}
 
 
 def pytest_collection_modifyitems(config: object, items: list[object]) -> None:
@@ -99,10 +101,7 @@ def main(arguments: list[str]) -> int:
         return 0
     os.environ[END] = str(time.monotonic() + SECONDS)
     command = [sys.executable, "-m", "pytest", "-m", "not soak", "-p", "changed", "--no-loadscope-reorder"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(REPO / "tests"), os.environ.get("PYTHONPATH", "")]),
-    }
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPO / "tests"), os.environ.get("PYTHONPATH", "")])}
     return subprocess.call([*command, *arguments, *tests], cwd=REPO, env=environment)
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import rigs
+from file_order import position
 
-from legroom import words
+from legroom import messages
 
 pytest_plugins = ["load_sensitive"]
 
@@ -29,47 +30,9 @@ else:
     settings.load_profile("legroom")
 
 
-# Files that take long, longest first. They begin first: one that began last would keep a single worker busy
-# while the others have nothing left to do.
-LONG = (
-    "test_docs_blocks.py",
-    "test_contract_dataloader.py",
-    "test_example_glint.py",
-    "test_loader_measure.py",
-    "test_monitor_trend.py",
-    "test_cache_fuzz.py",
-    "test_example_many.py",
-    "test_formats_fuzz.py",
-    "test_gpu_oom.py",
-    "test_tune.py",
-    "test_loader_deaths.py",
-    "test_loader_dataloader.py",
-    "test_gpu_batch_size.py",
-    "test_formats.py",
-    "test_integrations_lightning.py",
-    "test_integrations_huggingface.py",
-    "test_loader_orphans.py",
-    "test_integrations_deepspeed.py",
-    # rigs
-    "test_real_deaths.py",
-    "test_real_evidence.py",
-    "test_real_dataloader.py",
-    "test_real_rescue.py",
-    "test_real_watch.py",
-    "test_real_example_audio.py",
-    "test_real_predict.py",
-    "test_real_check.py",
-    "test_real_batch_size.py",
-    "test_real_dataloader_room.py",
-    "test_real_demo.py",
-    "test_real_example_chat.py",
-    "test_real_tune.py",
-)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, all else in its order."""
-    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+    items.sort(key=lambda item: position(item.path.name))
 
 
 def pytest_collection_finish() -> None:
@@ -107,7 +70,34 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
     monkeypatch.delenv("LANGUAGE", raising=False)
-    words.speak(words.ENGLISH)
+    messages.speak(messages.ENGLISH)
     yield
-    words.speak(words.ENGLISH)
-    os.environ.pop(words.VARIABLE, None)  # --lang sets it for the processes that follow
+    messages.speak(messages.ENGLISH)
+    os.environ.pop(messages.VARIABLE, None)  # --lang sets it for the processes that follow
+
+
+@pytest.fixture
+def quick_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python processes that a test starts end without a last garbage collection (quick_exit/sitecustomize.py)."""
+    entries = [str(Path(__file__).parent / "quick_exit"), os.environ.get("PYTHONPATH")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, entries)))
+
+
+@pytest.fixture
+def child_in_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure a named dataset, and run a trial, in a fork of this process, which has torch, not in one that imports it.
+
+    Some tests do without: they show that a new process does the same.
+    """
+    from legroom.loader.measure import dataset_child, guarded_trial, trial
+    from legroom.loader.measure.guarded_child import GuardedRun, fork_guarded
+
+    mains = {child.__name__: child.main for child in (dataset_child, trial)}
+
+    def in_fork(line: list[str], folder: Path, timeout: float) -> GuardedRun:
+        assert line[1] == "-m"
+        return fork_guarded(lambda: mains[line[2]](*line[3:]), folder, timeout)
+
+    if sys.platform == "linux":
+        for module in (dataset_child, guarded_trial):
+            monkeypatch.setattr(module, "run_guarded", in_fork)

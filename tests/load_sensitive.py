@@ -14,9 +14,7 @@ RETRIED = "retried"  # the user property of a test's reports that carries the re
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", f"{MARK}(reason): depends on the machine's load for this reason; retried once"
-    )
+    config.addinivalue_line("markers", f"{MARK}(reason): depends on the machine's load for this reason; retried once")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,9 +33,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     reports = runtestprotocol(item, log=False, nextitem=nextitem)
     failed = next((report for report in reports if report.failed), None)
     if failed is not None:
-        item.user_properties.append(
-            (RETRIED, f"{mark.kwargs['reason']}; first failure: {_last_line(failed)}")
-        )
+        item.user_properties.append((RETRIED, f"{mark.kwargs['reason']}; first failure: {_last_line(failed)}"))
         item._initrequest()  # type: ignore[attr-defined]  # fixtures are set up again
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
     for report in reports:

@@ -183,11 +183,7 @@ def why_not_user() -> str | None:
     probe = subprocess.run(
         as_user(65534, [sys.executable, "-c", "import sys"]), capture_output=True, text=True, cwd="/"
     )
-    return (
-        None
-        if probe.returncode == 0
-        else f"{sys.executable} cannot be run by another user: {probe.stderr.strip()}"
-    )
+    return None if probe.returncode == 0 else f"{sys.executable} cannot be run by another user: {probe.stderr.strip()}"
 
 
 def as_user(uid: int, command: Sequence[str]) -> list[str]:
@@ -237,17 +233,7 @@ class Container:
         Everything that docker restricts by default is restricted: a PID namespace, read-only cgroups, no mounts,
         no kernel log. ``tmpfs`` are "path:size=6m" as podman takes them.
         """
-        run = [
-            "podman",
-            "run",
-            "--rm",
-            "--name",
-            self.name,
-            "--runtime",
-            "runc",
-            "--network=none",
-            "--env-host",
-        ]
+        run = ["podman", "run", "--rm", "--name", self.name, "--runtime", "runc", "--network=none", "--env-host"]
         # podman's own defaults are above what a machine without CAP_SYS_RESOURCE may give.
         run += ["--ulimit", "nofile=4096:4096", "--ulimit", "nproc=10000:10000", "--workdir", str(cwd)]
         if memory is not None:

@@ -6,17 +6,7 @@ import math
 from collections.abc import Iterator
 
 from legroom.monitor.watch_loop import MomentStream
-from legroom.records import (
-    Annotations,
-    EntryRow,
-    Mark,
-    MemoryEvents,
-    Moment,
-    Pool,
-    Pressure,
-    ProcessRow,
-    Sample,
-)
+from legroom.records import Annotations, EntryRow, Mark, MemoryEvents, Moment, Pool, Pressure, ProcessRow, Sample
 
 MB, GB = 1 << 20, 1 << 30
 START = 1_760_000_000.0

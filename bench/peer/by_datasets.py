@@ -46,11 +46,7 @@ class Contender(Peer):
             rows_of,
             features=features,
             cache_dir=str(self._cache),
-            gen_kwargs={
-                "source": str(place.source),
-                "folder": str(place.folder),
-                "memory": str(place.memory),
-            },
+            gen_kwargs={"source": str(place.source), "folder": str(place.folder), "memory": str(place.memory)},
         )
         # Without the dtype it hands out int64, eight times the bytes, at half the rate.
         return found.with_format("numpy", dtype=kind)

@@ -10,7 +10,7 @@ from peer.protocol import KEY, Peer, Place
 class Contender(Peer):
     title = "h5py preload"
     package = "h5py"
-    elects = "nobody: each loads"
+    elects = "none: each process loads"
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)

@@ -15,13 +15,13 @@ class Contender(Peer):
         super().__init__(place)
         os.environ.update(LEGROOM_SHM=str(place.memory), LEGROOM_DIR=str(place.folder))
         import legroom
-        from legroom.cache import build, store  # noqa: F401
+        from legroom.cache import build, store_directories  # noqa: F401
 
         def trace(step: str) -> None:
             if step in ("read", "done"):
                 place.mark({"read": "loading", "done": "loaded"}[step])
 
-        store.step_hook = trace
+        store_directories.step_hook = trace
         self._open = legroom.open
 
     def attach(self) -> Any:

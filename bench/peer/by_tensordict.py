@@ -16,7 +16,7 @@ from peer.protocol import KEY, Peer, Place
 class Contender(Peer):
     title = "tensordict memmap"
     package = "tensordict"
-    elects = "its user's lock"
+    elects = "a lock in user code"
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)

@@ -25,10 +25,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     memory = {}
     for count, weights in found["memory"].items():
         total = weights["clients"]["pss"] + weights["daemons"]["pss"]
-        tables = (
-            sum(weights[who]["page_tables"] for who in ("clients", "daemons"))
-            - weights["bare"]["page_tables"]
-        )
+        tables = sum(weights[who]["page_tables"] for who in ("clients", "daemons")) - weights["bare"]["page_tables"]
         memory[count] = {
             "total_mb": total / 1e6,
             "bare_mb": weights["bare"]["pss"] / 1e6,
@@ -57,15 +54,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 
 def show(results: dict[str, dict[str, Any]], counts: list[str]) -> str:
     """The table; what has no figures says why."""
-    head = [
-        "",
-        "attach ms",
-        "(connect)",
-        *(f"MB for {n}" for n in counts),
-        f"bare {counts[-1]}",
-        "GB/s own",
-        "take",
-    ]
+    head = ["", "attach ms", "(connect)", *(f"MB for {n}" for n in counts), f"bare {counts[-1]}", "GB/s own", "take"]
     head += ["killed: others finish", "left MB", "tidied", "one loader by"]
     cells, reasons = [], []
     for name, found in results.items():
@@ -79,12 +68,6 @@ def show(results: dict[str, dict[str, Any]], counts: list[str]) -> str:
         figures += [rate["own"], rate["take"]]
         line = [found["title"], *("-" if one is None else number(one) for one in figures)]
         line.append(f"{killed['others_finished']} of {killed['kills']}")
-        line += [
-            "-" if killed[one] is None else f"{killed[one]:.0f}" for one in ("left_mb", "left_tidied_mb")
-        ]
+        line += ["-" if killed[one] is None else f"{killed[one]:.0f}" for one in ("left_mb", "left_tidied_mb")]
         cells.append([*line, about["elects"]])
-    return (
-        "\n".join([table(head, cells, right=range(1, len(head) - 1)), *reasons])
-        if cells
-        else "\n".join(reasons)
-    )
+    return "\n".join([table(head, cells, right=range(1, len(head) - 1)), *reasons]) if cells else "\n".join(reasons)

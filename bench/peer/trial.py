@@ -55,9 +55,7 @@ class Trial:
         with ExitStack() as stack:
             found: list[Remote] = []
             for at in range(0, count, 4):
-                some = [
-                    Remote(self.name, place, self.folder / "client.log") for _ in range(min(4, count - at))
-                ]
+                some = [Remote(self.name, place, self.folder / "client.log") for _ in range(min(4, count - at))]
                 for client in some:
                     stack.callback(client.end)
                     client.answer()

@@ -55,16 +55,11 @@ def main() -> None:
     for what in ("touch", "loader"):
         with rigs.memory_cgroup(LIMIT) as group:
             child = ex.run(group.command(rigs.small_shm(ex.role(__file__, what), "16m")))
-            seen[what] = (
-                ex.ending(child.returncode),
-                child.stdout.strip(),
-                group.oom_kills(),
-                most_used(group),
-            )
+            seen[what] = (ex.ending(child.returncode), child.stdout.strip(), group.oom_kills(), most_used(group))
         ended, said, kills, peak = seen[what]
         rows.append((what, ended, kills, "unknown" if peak is None else ex.mb(peak), said.split(". ")[0]))
     limit = ex.mb(LIMIT)
-    ex.table(("32 MiB touched of 16", "ended by", "oom_kill", f"peak (limit {limit})", "said"), rows)
+    ex.table(("32 MiB touched of 16", "ended by", "oom_kill", f"peak (limit {limit})", "message"), rows)
     ex.verdict(
         {
             "the process dies of SIGBUS": seen["touch"][0] == "SIGBUS",

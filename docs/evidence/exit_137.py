@@ -1,4 +1,4 @@
-"""Exit status 137 says that SIGKILL came, or that somebody wrote 137; the cgroup's counter says who killed.
+"""Exit status 137 means SIGKILL or `exit 137`; the cgroup's counter shows an OOM kill.
 
 Covers: an OOM kill, a kill -9 and a plain `exit 137`, each seen as a shell sees it. Does not cover: kills by
 systemd-oomd, earlyoom or a kubelet, which are kill -9 to the kernel and leave the counter alone.
@@ -15,8 +15,8 @@ LIMIT = 64 * ex.MB
 # `exit $?` keeps the shell alive as the parent: it turns the signal into 128 + 9, as a container runtime does.
 DEATHS = {
     "the kernel's OOM killer": [sys.executable, "-c", "bytearray(200 << 20)"],
-    "kill -9 by somebody": ["sh", "-c", "kill -9 $$"],
-    "a program that ends with 137": ["sh", "-c", "exit 137"],
+    "kill -9 by another process": ["sh", "-c", "kill -9 $$"],
+    "a program that exits with 137": ["sh", "-c", "exit 137"],
 }
 
 
@@ -33,8 +33,7 @@ def main() -> None:
     ex.verdict(
         {
             "the three have one status": [status for status, _ in seen] == [137, 137, 137],
-            "the counter rises for the OOM kill alone": [kills > 0 for _, kills in seen]
-            == [True, False, False],
+            "the counter rises for the OOM kill alone": [kills > 0 for _, kills in seen] == [True, False, False],
         }
     )
 

@@ -88,7 +88,7 @@ def main() -> None:
         child = ex.run(rigs.small_shm(ex.role(__file__, way.__name__), "16m"))
         ended[way], said[way] = ex.ending(child.returncode), child.stdout.strip()
         rows.append((way.__name__, ended[way], said[way][:88]))
-    ex.table(("32 MiB asked of 16 by", "ended by", "what it said until then"), rows)
+    ex.table(("32 MiB of 16 requested by", "ended by", "output until then"), rows)
     from importlib.metadata import version
 
     print(f"torch {version('torch')}\n")

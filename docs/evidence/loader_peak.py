@@ -29,17 +29,12 @@ def settle() -> None:
     since, last = time.monotonic(), ex.shm_used()
     while time.monotonic() - since < 0.1:
         time.sleep(0.01)
-        if (now := ex.shm_used()) != last:
+        if (now := ex.shm_used()) != last or not ex.children_wait():
             since, last = time.monotonic(), now
 
 
 def peak(
-    collate: Callable[[object], object],
-    workers: int,
-    prefetch: int,
-    epochs: int = 1,
-    *,
-    persistent: bool = False,
+    collate: Callable[[object], object], workers: int, prefetch: int, epochs: int = 1, *, persistent: bool = False
 ) -> int:
     """The most that so many passes took from /dev/shm, the loop's variable living on from one to the next."""
     from torch.utils.data import DataLoader
@@ -72,23 +67,14 @@ def inside() -> None:
     torch.multiprocessing.set_sharing_strategy(STRATEGIES[0])  # the default on Linux
     large = torch.ones(BATCH, dtype=torch.uint8)
     peaks = [(w, p, peak(lambda _: large.clone().share_memory_(), w, p)) for w, p in SETTINGS]
-    again = [
-        peak(lambda _: large.clone().share_memory_(), 2, 2, 3, persistent=kept) for kept in (False, True)
-    ]
+    again = [peak(lambda _: large.clone().share_memory_(), 2, 2, 3, persistent=kept) for kept in (False, True)]
     arrays = peak(lambda _: numpy.ones(BATCH, dtype=numpy.uint8), 2, 2)
     held = iter(torch.utils.data.DataLoader(range(8), num_workers=2))  # to count its semaphores
     semaphores = Path("/proc/self/maps").read_text().count("/dev/shm/sem.")
     del held
     print(
         json.dumps(
-            {
-                "peaks": peaks,
-                "again": again,
-                "numpy": arrays,
-                "small": small,
-                "pages": pages,
-                "semaphores": semaphores,
-            }
+            {"peaks": peaks, "again": again, "numpy": arrays, "small": small, "pages": pages, "semaphores": semaphores}
         )
     )
 
@@ -113,17 +99,14 @@ def main() -> None:
     small, own = found["small"]
     print(f"a batch of 50 tensors of 20 B takes {small} B: {small / own:.0f} times its own {own} B")
     arrays, semaphores = found["numpy"] // PAGE, found["semaphores"]
-    print(
-        f"batches of 8 MiB of numpy arrays take {arrays} pages; such a loader has {semaphores} semaphores\n"
-    )
+    print(f"batches of 8 MiB of numpy arrays take {arrays} pages; such a loader has {semaphores} semaphores\n")
     room = 40 * PAGE / BATCH  # the semaphores of the largest of these loaders, a page each
     ex.verdict(
         {
             "peaks of w × p + 1 … 2": all(w * p + 1 <= size <= w * p + 2 + room for w, p, size in peaks),
             "workers started anew hold one batch more": 2 * 2 + 2 <= anew <= 2 * 2 + 3 + 2 * room,
             "persistent workers do not": living <= 2 * 2 + 2 + room,
-            "file_system: 64 bytes of header": [taken[STRATEGIES[1], size] for size in SIZES]
-            == [1, 1, 2, 2, 2],
+            "file_system: 64 bytes of header": [taken[STRATEGIES[1], size] for size in SIZES] == [1, 1, 2, 2, 2],
             "file_descriptor: no header": [taken[STRATEGIES[0], size] for size in SIZES] == [1, 1, 1, 1, 2],
             "small tensors take a page each": small == 50 * PAGE,
             "numpy arrays take none beside the semaphores": arrays <= semaphores,

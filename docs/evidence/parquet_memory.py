@@ -133,9 +133,7 @@ def main() -> None:
             (f"peak of {name} for 100 MB", f"{GROUPS} row groups of 5 MB", "a single row group"),
             [(WAYS[way][0], *map(ex.mb, pair)) for way, pair in figures.items()],
         )
-    print(
-        f"after reading 90 MB of strings the process has {ex.mb(text['kept'])}; once the pool ({text['by']}) was"
-    )
+    print(f"after reading 90 MB of strings the process has {ex.mb(text['kept'])}; once the pool ({text['by']}) was")
     print(f"asked to give back what it does not use, {ex.mb(text['given'])}\n")
     small, single = range(2)
     ex.verdict(
@@ -143,8 +141,7 @@ def main() -> None:
             "every way read every row": len({one["rows"] for pair in found.values() for one in pair}) == 1,
             "page by page takes a few megabytes": max(peaks["pages"]) < 12 * ex.MB,
             "whatever the row groups": peaks["pages"][single] < 2 * peaks["pages"][small],
-            "row group by row group grows with them": peaks["row_groups"][single]
-            > 4 * peaks["row_groups"][small],
+            "row group by row group grows with them": peaks["row_groups"][single] > 4 * peaks["row_groups"][small],
             "defaults take many times as much": min(peaks["defaults"]) > 5 * max(peaks["pages"]),
             "a memory map does not spare the process": min(growth["mapped"]) > 3 * max(growth["pages"]),
             "mimalloc gives back": text["by"] != "mimalloc" or text["given"] < text["kept"],

@@ -76,18 +76,9 @@ def inside() -> None:
         shm, rss = ex.shm_used(), rss_shmem()
         kept = torch.ones(PINNED, dtype=torch.uint8).pin_memory()
         held, grown = ex.shm_used() - shm, rss_shmem() - rss
-        rows.append(
-            (f"a tensor of {ex.mb(PINNED)}", ex.mb(held), "yes" if kept.is_pinned() else "no", ex.mb(grown))
-        )
+        rows.append((f"a tensor of {ex.mb(PINNED)}", ex.mb(held), "yes" if kept.is_pinned() else "no", ex.mb(grown)))
         limited = under_memlock() if rigs.why_not_user() is None else None
-        rows.append(
-            (
-                f"the same as uid 65534, {limited or 'no limit could be set'}",
-                "",
-                "yes" if limited else "?",
-                "",
-            )
-        )
+        rows.append((f"the same as uid 65534, {limited or 'no limit could be set'}", "", "yes" if limited else "?", ""))
     ex.table(("what", "taken from /dev/shm", "pinned", "growth of RssShmem"), rows)
     if not cuda:
         ex.not_shown("needs CUDA: without it torch pins nothing")

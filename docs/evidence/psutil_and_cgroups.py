@@ -46,9 +46,7 @@ def main() -> None:
             ("psutil in the group: available", ex.mb(available)),
         ),
     )
-    print(
-        f"a process in the group that took {ex.mb(asked)}: {ex.ending(believer.returncode)}, oom_kill {kills}\n"
-    )
+    print(f"a process in the group that took {ex.mb(asked)}: {ex.ending(believer.returncode)}, oom_kill {kills}\n")
     if asked <= LIMIT:
         ex.not_shown("an eighth of this machine's free memory fits the limit")
     ex.verdict(

@@ -56,14 +56,7 @@ def main() -> None:
             seen.append((status, megabytes, more, kept))
             held = "still there" if kept else "hidden"
             rows.append((command, f"{source} … size={NEW}", status, f"{megabytes} MiB", 1 + more, held))
-    head = (
-        "command, /dev/shm mounted as tmpfs with 64 MiB",
-        "fstab",
-        "exit",
-        "size",
-        "layers",
-        "old segments",
-    )
+    head = ("command, /dev/shm mounted as tmpfs with 64 MiB", "fstab", "exit", "size", "layers", "old segments")
     ex.table(head, rows)
     ex.verdict(
         {

@@ -23,10 +23,7 @@ WORK = {
     "large": {"tensors": 1, "nbytes": BATCH, "descriptors": 0},
     "many": {"tensors": 32, "nbytes": 4096, "descriptors": 64},
 }
-TITLE = {
-    "large": "8 batches of 24 MiB",
-    "many": "8 batches of 32 small tensors, kept, 64 descriptors",
-}
+TITLE = {"large": "8 batches of 24 MiB", "many": "8 batches of 32 small tensors, kept, 64 descriptors"}
 
 
 def load(strategy: str, *, tensors: int, nbytes: int, descriptors: int) -> tuple[str, int, int]:
@@ -50,7 +47,7 @@ def load(strategy: str, *, tensors: int, nbytes: int, descriptors: int) -> tuple
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ex.ShmPeak() as shm:
         try:
-            batches = iter(DataLoader(Batches(), num_workers=2, prefetch_factor=2, timeout=10))
+            batches = iter(DataLoader(Batches(), num_workers=2, prefetch_factor=2, timeout=90))
             # The workers have started with the old limit: the lack is the consumer's, as it is in practice.
             resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors or soft, hard))
             for batch in batches:
@@ -59,9 +56,7 @@ def load(strategy: str, *, tensors: int, nbytes: int, descriptors: int) -> tuple
                 if descriptors:
                     kept.append(batch)
         except (RuntimeError, OSError) as problem:
-            result = next(
-                (words for words in (*NO_ROOM, *NO_FDS) if words in str(problem)), str(problem)[-60:]
-            )
+            result = next((words for words in (*NO_ROOM, *NO_FDS) if words in str(problem)), str(problem)[-60:])
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return result, shm.most, came
@@ -95,9 +90,7 @@ def main() -> None:
         {
             "both fail at 64 MiB, in the same way": small[0] == small[1] and small[0] in NO_ROOM,
             "both finish at 512 MiB": all(found["512m", "large", s][0] == "done" for s in STRATEGIES),
-            "both hold more than two batches there": all(
-                found["512m", "large", s][1] > 2 * BATCH for s in STRATEGIES
-            ),
+            "both hold more than two batches there": all(found["512m", "large", s][1] > 2 * BATCH for s in STRATEGIES),
             "file_descriptor runs out of descriptors": found["512m", "many", STRATEGIES[0]][0] in NO_FDS,
             "file_system does not": found["512m", "many", STRATEGIES[1]][0] == "done",
         }

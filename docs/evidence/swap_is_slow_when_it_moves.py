@@ -73,13 +73,7 @@ def main() -> None:
             ratio = one["ns"] / found[0]["ns"]
             cells = f"{one['moved']:.0f}", f"{one['faults']:.3f}", f"{one['ns']:.0f} ns", f"{ratio:.1f}"
             rows.append((what, ex.mb(one["in_swap"]), *cells))
-    head = (
-        "swap in use",
-        "pages/s to and from swap",
-        "major faults a page touched",
-        "a page takes",
-        "times as long",
-    )
+    head = ("swap in use", "pages/s to and from swap", "major faults a page touched", "a page takes", "times as long")
     ex.table(("case", *head), rows)
     still, moving = found[1], found[2]
     ex.verdict(

@@ -75,8 +75,7 @@ def main() -> None:
     ex.verdict(
         {
             "tight shmmax stops System V alone": said["64m"] == ["Invalid argument", "works, ipcs lists 0"],
-            "a small /dev/shm stops POSIX alone": said["16m"]
-            == ["works, ipcs lists 1", "No space left on device"],
+            "a small /dev/shm stops POSIX alone": said["16m"] == ["works, ipcs lists 1", "No space left on device"],
             "the machine's own limit is as it was": SHMMAX.read_text() == machine,
         }
     )

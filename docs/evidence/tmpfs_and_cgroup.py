@@ -43,7 +43,7 @@ def shmem(group: rigs.Cgroup) -> int:
 
 
 def accounts() -> dict[str, bool]:
-    """Who pays for 60 MiB that a process of one group takes and one of another group reads."""
+    """Which cgroup is charged for 60 MiB that a process of one writes and one of another reads."""
     rows, paid = [], []
     with rigs.memory_cgroup(LIMIT) as writer, rigs.memory_cgroup(LIMIT) as reader:
 
@@ -63,9 +63,9 @@ def accounts() -> dict[str, bool]:
             note("memfd: writer alive, memory read")
             child.communicate()
         note("memfd: writer gone")
-    ex.table(("60 MiB, written in one group, read in another", "writer pays", "reader pays"), rows)
+    ex.table(("60 MiB, written in one group, read in another", "charged to writer", "charged to reader"), rows)
     return {
-        "a killed writer pays on for its tmpfs file": paid[0] == (True, True),
+        "a killed writer is still charged for its tmpfs file": paid[0] == (True, True),
         "until the file is removed": paid[1] == (False, True),
         "memfd is the writer's while it lives": paid[2:] == [(True, True), (False, True)],
     }
@@ -85,7 +85,7 @@ def limits() -> dict[str, bool]:
             ended.append((ex.ending(child.returncode), group.oom_kills()))
             rows.append((what, ended[-1][0], child.stdout.strip() or "nothing", ended[-1][1]))
         FILE.unlink(missing_ok=True)
-    ex.table(("posix_fallocate of 200 MiB, limit 100 MiB", "ended by", "said", "oom_kill"), rows)
+    ex.table(("posix_fallocate of 200 MiB, limit 100 MiB", "ended by", "message", "oom_kill"), rows)
     return {
         "a /dev/shm below the limit refuses": ended[0] == ("exit 3", 0),
         "one above it gets the process killed": ended[1][0] == "SIGKILL" and ended[1][1] > 0,

@@ -1,12 +1,12 @@
-"""The picture of `legroom doctor` in the documents, made from a real run of it.
+"""The pictures of the documents: `legroom doctor` from a real run, the views of `legroom watch` from a made-up one.
 
-    python docs/images/make.py        needs root (for a 64 MB /dev/shm), chromium and a Chinese font
-
-Covers: doctor.png and doctor-zh.png. Does not cover: the watch's pictures, which its own tests take.
+python docs/images/make.py        all of them: needs root (for a 64 MB /dev/shm), chromium and a Chinese font
+python docs/images/make.py watch  those of the watch, from the samples of tests/watch_runs.py
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -16,13 +16,22 @@ import subprocess
 import sys
 import tempfile
 import termios
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
+from legroom.monitor.tui import TerminalView, make_app
+from legroom.monitor.web_view import WebView
+from legroom.records import Moment
+
 HERE = Path(__file__).resolve().parent
+TESTS = HERE.parents[1] / "tests"
 SHELL = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
 COLUMNS, WIDTH, LINE, MARGIN = 80, 1010, 24, 20
 # A font whose Chinese characters are exactly two columns wide keeps the columns.
@@ -55,16 +64,70 @@ def picture(screen: str, path: Path) -> None:
         console.print(text)
     body = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>", theme=MONOKAI)
     height = LINE * (screen.rstrip("\n").count("\n") + 1) + 2 * MARGIN
+    screenshot(f"<!doctype html><meta charset=utf-8><style>{STYLE}</style>{body}", WIDTH, height, path)
+
+
+def screenshot(page: str, width: int, height: int, path: Path) -> None:
+    """A page as a PNG."""
     with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "page.html"
-        page.write_text(f"<!doctype html><meta charset=utf-8><style>{STYLE}</style>{body}")
+        file = Path(folder) / "page.html"
+        file.write_text(page)
         subprocess.run(
             ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-             f"--window-size={WIDTH},{height}", f"--screenshot={path}", f"file://{page}"],
+             f"--window-size={width},{height}", f"--screenshot={path}", f"file://{file}"],
             check=True, capture_output=True, timeout=120,
         )  # fmt: skip
 
 
+def watched() -> Iterator[Moment]:
+    """Five minutes of a made-up watch that end now, with names of processes as a reader has them."""
+    from watch_runs import HOSTILE, moments
+
+    names = {HOSTILE: "python evaluate.py", "somebody else's": "another user's process"}
+    for moment in moments(300, start=time.time() - 300):
+        rows = [replace(row, command=names.get(row.command, row.command)) for row in moment.sample.processes]
+        yield replace(moment, sample=replace(moment.sample, processes=tuple(rows)))
+
+
+def watch_screen(path: Path) -> None:
+    """The full-screen view, drawn by Textual itself as SVG."""
+    view = TerminalView()
+    for moment in watched():
+        view.show(moment)
+
+    async def drawn() -> str:
+        app = make_app(view, threading.Event())
+        async with app.run_test(size=(COLUMNS, 24)) as pilot:
+            await pilot.pause()
+            return str(app.export_screenshot())
+
+    svg = asyncio.run(drawn())
+    style = "body {margin: 0} svg {display: block; width: 990px}"
+    screenshot(f"<!doctype html><meta charset=utf-8><style>{style}</style>{svg}", 990, 636, path)
+
+
+def watch_web(path: Path) -> None:
+    """The page in a browser."""
+    import chromium
+
+    with chromium.browser() as page:
+        page.look(1280, 800)
+        web = WebView("127.0.0.1:0")
+        try:
+            for moment in watched():
+                web.show(moment)
+            page.open(web.url)
+            page.until("document.querySelectorAll('#process-rows tr').length > 3")
+            page.until("document.querySelector('[data-pool=shm] polyline') !== null")
+            path.write_bytes(page.picture())
+        finally:
+            web.close()
+
+
 if __name__ == "__main__":
-    picture(screen_of("en"), HERE / "doctor.png")
-    picture(screen_of("zh"), HERE / "doctor-zh.png")
+    sys.path[:0] = [str(TESTS), str(TESTS / "real")]
+    watch_screen(HERE / "watch-screen.png")
+    watch_web(HERE / "watch-web.png")
+    if sys.argv[1:] != ["watch"]:
+        picture(screen_of("en"), HERE / "doctor.png")
+        picture(screen_of("zh"), HERE / "doctor-zh.png")

@@ -15,8 +15,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from legroom.messages import either
 from legroom.units import format_size
-from legroom.words import either
 
 RATE, HOP, WINDOW = 8000, 64, 256  # samples a second, from frame to frame, in a frame
 BANDS, FRAMES = 64, 960  # of a mel spectrogram: 7.7 seconds
@@ -62,9 +62,7 @@ def mel(wave: np.ndarray, filters: np.ndarray) -> np.ndarray:
 
 def text_features(caption: str) -> tuple[np.ndarray, np.ndarray]:
     """One vector a word, padded with zeros, and one for the whole caption."""
-    vectors = [
-        np.random.default_rng(zlib.crc32(word.encode())).standard_normal(WIDTH) for word in caption.split()
-    ]
+    vectors = [np.random.default_rng(zlib.crc32(word.encode())).standard_normal(WIDTH) for word in caption.split()]
     words = np.zeros((WORDS, WIDTH))
     words[: len(vectors)] = vectors
     return words, np.mean(vectors, axis=0)
@@ -90,10 +88,7 @@ def main(argv: list[str] | None = None) -> None:
         description=either("Make short clips of synthetic instruments.", "生成合成乐器的短片段。")
     )
     parser.add_argument(
-        "--out",
-        type=Path,
-        default="clips.h5",
-        help=either("file to write (clips.h5)", "输出文件（clips.h5）"),
+        "--out", type=Path, default="clips.h5", help=either("file to write (clips.h5)", "输出文件（clips.h5）")
     )
     parser.add_argument(
         "--clips", type=int, default=384, help=either("how many (384: 45 MB)", "片段数（384 个约 45 MB）")

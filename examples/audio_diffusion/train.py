@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 import legroom
 from legroom.errors import UnsupportedData
-from legroom.words import either
+from legroom.messages import either
 
 SHORTER = 4  # clips are this much shorter in the first epochs
 LATEST = "checkpoint_latest.pt"
@@ -46,9 +46,7 @@ class Ranks:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        description=either(
-            "Train a small music model on mel spectrograms.", "在梅尔频谱图上训练一个小型音乐生成模型。"
-        )
+        description=either("Train a small music model on mel spectrograms.", "在梅尔频谱图上训练一个小型音乐生成模型。")
     )
     add = made.add_argument
     add("--data", default="clips.h5", help=either("what make_data.py wrote", "make_data.py 生成的文件"))
@@ -59,26 +57,14 @@ def parser() -> argparse.ArgumentParser:
         help=either("clips in one batch, all GPUs together", "所有显卡合计的批大小"),
     )
     add("--accum_iter", type=positive, default=16, help=either("batches in one step", "梯度累积的批次数"))
-    add(
-        "--num_workers",
-        type=int,
-        default=4,
-        help=either("worker processes per rank", "每个 rank 的 worker 数"),
-    )
+    add("--num_workers", type=int, default=4, help=either("worker processes per rank", "每个 rank 的 worker 数"))
     add("--epochs", type=positive, default=8, help=either("epochs in all", "总轮数"))
-    add(
-        "--short_epochs",
-        type=int,
-        default=1,
-        help=either("first epochs, on short clips", "前几轮只用短片段"),
-    )
+    add("--short_epochs", type=int, default=1, help=either("first epochs, on short clips", "前几轮只用短片段"))
     add(
         "--ckpt_dir",
         type=Path,
         default="checkpoints",
-        help=either(
-            "checkpoints: one per epoch, and checkpoint_latest.pt", "检查点目录，含 checkpoint_latest.pt"
-        ),
+        help=either("checkpoints: one per epoch, and checkpoint_latest.pt", "检查点目录，含 checkpoint_latest.pt"),
     )
     add("--resume", metavar="FILE", help=either("resume from this checkpoint", "从该检查点断点续训"))
     made.formatter_class = argparse.ArgumentDefaultsHelpFormatter
@@ -91,10 +77,7 @@ def main(argv: list[str] | None = None) -> None:
     ranks = Ranks()
     if min(args.num_workers, args.short_epochs) < 0:
         flags.error(
-            either(
-                "--num_workers and --short_epochs must be at least 0",
-                "--num_workers 和 --short_epochs 不能小于 0",
-            )
+            either("--num_workers and --short_epochs must be at least 0", "--num_workers 和 --short_epochs 不能小于 0")
         )
     if args.global_batch_size % ranks.world:
         flags.error(
@@ -142,11 +125,7 @@ class group:  # noqa: N801  used like a function
 
     def __enter__(self) -> torch.device:
         cuda = torch.cuda.is_available()
-        device = (
-            torch.device("cuda", self.ranks.local % torch.cuda.device_count())
-            if cuda
-            else torch.device("cpu")
-        )
+        device = torch.device("cuda", self.ranks.local % torch.cuda.device_count()) if cuda else torch.device("cpu")
         if self.ranks.world > 1:
             distributed.init_process_group("nccl" if cuda else "gloo")
         return device
@@ -189,9 +168,7 @@ def train(
         )
     )
     if rows < effective:
-        ranks.say(
-            either(f"only {rows} clips: each step takes all of them", f"只有 {rows} 个片段：每步使用全部片段")
-        )
+        ranks.say(either(f"only {rows} clips: each step takes all of them", f"只有 {rows} 个片段：每步使用全部片段"))
 
     for epoch in range(done, args.epochs):
         # The same order and noise, whether it was resumed or not; another noise on each rank.
@@ -231,9 +208,7 @@ def share_of(order: list[int], ranks: Ranks) -> list[int]:
     return (order + order[:short])[ranks.rank :: ranks.world]
 
 
-def weighted(
-    loader: DataLoader[object], clips: int, a_step: int
-) -> Iterator[tuple[list[torch.Tensor], float, bool]]:
+def weighted(loader: DataLoader[object], clips: int, a_step: int) -> Iterator[tuple[list[torch.Tensor], float, bool]]:
     """Each batch, its share of the clips of its step, and whether it is the step's last."""
     seen = 0
     for parts in loader:
@@ -286,8 +261,7 @@ def resumed(
         )
     ranks.say(
         either(
-            f"resumed from {path}: epoch {state['epoch']} is done",
-            f"已从 {path} 续训：第 {state['epoch']} 轮已完成",
+            f"resumed from {path}: epoch {state['epoch']} is done", f"已从 {path} 续训：第 {state['epoch']} 轮已完成"
         )
     )
     return int(state["epoch"])

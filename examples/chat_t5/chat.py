@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import legroom
 from legroom.errors import UnreadableSource
-from legroom.words import either
+from legroom.messages import either
 
 AT_A_TIME = 64
 LONGEST_ANSWER = 64  # tokens
@@ -41,9 +41,7 @@ def answers(model: T5ForConditionalGeneration, prompts: list[str], longest: int)
     return [decode(one) for one in made.tolist()]
 
 
-def evaluate(
-    accelerator: Accelerator, model: torch.nn.Module, flags: argparse.Namespace
-) -> tuple[float, float]:
+def evaluate(accelerator: Accelerator, model: torch.nn.Module, flags: argparse.Namespace) -> tuple[float, float]:
     """(share of exact answers, BLEU) on the first ``--eval_rows`` held-out rows, divided among the ranks."""
     rank, ranks = accelerator.process_index, accelerator.num_processes
     plain = accelerator.unwrap_model(model)
@@ -78,9 +76,7 @@ def ask(flags: argparse.Namespace) -> None:
         raise UnreadableSource(
             either(f"there is no model in {flags.model_dir}", f"{flags.model_dir} 中没有模型"),
             why=str(problem).strip().partition("\n")[0],
-            fix=(
-                either("train one: python train_low_mem.py train", "先训练：python train_low_mem.py train"),
-            ),
+            fix=(either("train one: python train_low_mem.py train", "先训练：python train_low_mem.py train"),),
         ) from problem
     model.eval()
     for answer in answers(model, flags.prompt, longest=256):

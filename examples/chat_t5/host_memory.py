@@ -15,8 +15,8 @@ from typing import Any
 import pyarrow as pa
 import torch
 
+from legroom.messages import either
 from legroom.units import format_size
-from legroom.words import either
 
 PREFETCHED = "/memfd:legroom-batch"
 
@@ -30,9 +30,7 @@ class Pages:
     other: int = 0
 
 
-def components(
-    model: Any = None, optimizer: Any = None, entry: Any = None, batch: Any = None
-) -> dict[str, int | None]:
+def components(model: Any = None, optimizer: Any = None, entry: Any = None, batch: Any = None) -> dict[str, int | None]:
     """Bytes by component, now. ``entry``: the shared copy of the rows, ``batch``: the tensors in use."""
     weights = _storages([*model.parameters(), *model.buffers()] if model is not None else [])
     gradients = _storages([one.grad for one in model.parameters()] if model is not None else [])
@@ -75,14 +73,10 @@ def described(moment: str, sizes: dict[str, int | None]) -> str:
         "rest": either("rest", "其余"),
     }
     unknown = either("unknown", "未知")
-    parts = [
-        f"{names[name]} {unknown if size is None else format_size(size)}" for name, size in sizes.items()
-    ]
+    parts = [f"{names[name]} {unknown if size is None else format_size(size)}" for name, size in sizes.items()]
     total = unknown if None in sizes.values() else format_size(sum(size or 0 for size in sizes.values()))
     listed = either(", ", "，").join(parts)
-    return either(
-        f"host memory {moment}: {listed}; together {total}", f"内存（{moment}）：{listed}；合计 {total}"
-    )
+    return either(f"host memory {moment}: {listed}; together {total}", f"内存（{moment}）：{listed}；合计 {total}")
 
 
 def _storages(tensors: Iterable[Any]) -> dict[int, int]:

@@ -18,7 +18,7 @@ from rows import Shared, Streamed
 
 from legroom.errors import UnreadableSource, UsageError
 from legroom.integrations import checkpoint
-from legroom.words import either
+from legroom.messages import either
 
 NAME = "last.pt"
 
@@ -72,22 +72,13 @@ class Checkpoint:
             place = Place(**kept["place"])
             if zero.in_use(self._accelerator):
                 zero.load(self._accelerator, self._folder, f"zero-{place.epoch:04}-{place.step:08}")
-        except (
-            RuntimeError,
-            ValueError,
-            KeyError,
-            TypeError,
-            OSError,
-        ) as problem:  # torch's, of another model
+        except (RuntimeError, ValueError, KeyError, TypeError, OSError) as problem:  # torch's, of another model
             raise UnreadableSource(
                 either(f"{self.path} is not a checkpoint of this model", f"{self.path} 不是这个模型的检查点"),
                 why=str(problem).strip().partition("\n")[0],
                 fix=(
                     either("pass the flags it was saved with", "使用保存它时的选项"),
-                    either(
-                        "or start from scratch: --is_keep_training=False",
-                        "或从头训练：--is_keep_training=False",
-                    ),
+                    either("or start from scratch: --is_keep_training=False", "或从头训练：--is_keep_training=False"),
                 ),
             ) from problem
         if kept["made_with"] != self._made_with:
@@ -102,10 +93,7 @@ class Checkpoint:
                         "keep batch × accumulation × ranks, and the seed",
                         "保持有效批大小（批大小 × 梯度累积 × rank 数）和随机种子不变",
                     ),
-                    either(
-                        "or start from scratch: --is_keep_training=False",
-                        "或从头训练：--is_keep_training=False",
-                    ),
+                    either("or start from scratch: --is_keep_training=False", "或从头训练：--is_keep_training=False"),
                 ),
             )
         return place

@@ -16,19 +16,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from legroom.words import either
+from legroom.messages import either
 
 HELD_OUT = 0.1  # of the ways to ask, for valid.parquet
-GREETINGS = (
-    "",
-    "Hello! ",
-    "Hi, ",
-    "Excuse me: ",
-    "Good morning. ",
-    "A question: ",
-    "Please, ",
-    "Dear model, ",
-)
+GREETINGS = ("", "Hello! ", "Hi, ", "Excuse me: ", "Good morning. ", "A question: ", "Please, ", "Dear model, ")
 ENDINGS = ("?", " ?", "? Thank you.", "? I forgot.", "? Be brief.", "? In one sentence.")
 CAPITALS = {
     "France": "Paris", "Italy": "Rome", "Japan": "Tokyo", "Egypt": "Cairo", "Peru": "Lima", "Kenya": "Nairobi",
@@ -87,15 +78,10 @@ def make(folder: Path, count: int, seed: int) -> list[Path]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=either(
-            "Make questions and answers as Parquet files.", "生成问答数据，写成 Parquet 文件。"
-        )
+        description=either("Make questions and answers as Parquet files.", "生成问答数据，写成 Parquet 文件。")
     )
     parser.add_argument(
-        "--out",
-        type=Path,
-        default="data",
-        help=either("folder to write to (default data)", "输出目录（默认 data）"),
+        "--out", type=Path, default="data", help=either("folder to write to (default data)", "输出目录（默认 data）")
     )
     parser.add_argument(
         "--rows",
@@ -103,9 +89,7 @@ def main(argv: list[str] | None = None) -> None:
         default=4096,
         help=either("rows of train.parquet (default 4096)", "train.parquet 的行数（默认 4096）"),
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, help=either("random seed (default 0)", "随机种子（默认 0）")
-    )
+    parser.add_argument("--seed", type=int, default=0, help=either("random seed (default 0)", "随机种子（默认 0）"))
     args = parser.parse_args(argv)
     if args.rows < 1:
         parser.error(either("--rows must be at least 1", "--rows 不能小于 1"))

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import legroom
 from legroom.errors import UnsupportedData, UsageError
+from legroom.messages import either
 from legroom.records import Settings
-from legroom.words import either
 
 COLUMNS = ["prompt", "response"]
 SHUFFLED = 4096  # rows that a stream shuffles among themselves
@@ -140,9 +140,7 @@ class FirstRows(Dataset[dict[str, str]]):
         for field in stream.schema:
             if str(field.type) not in ("string", "large_string", "string_view"):
                 raise UnsupportedData(
-                    either(
-                        f"column {field.name} of {path} is not text", f"{path} 的 {field.name} 列不是文本"
-                    ),
+                    either(f"column {field.name} of {path} is not text", f"{path} 的 {field.name} 列不是文本"),
                     why=either(f"it is {field.type}", f"类型为 {field.type}"),
                     fix=(either("write strings", "请写成字符串"),),
                 )

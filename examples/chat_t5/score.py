@@ -22,9 +22,7 @@ def counts(pairs: Iterable[tuple[str, str]]) -> list[float]:
         ours, theirs = answer.split(), right.split()
         made, wanted = made + len(ours), wanted + len(theirs)
         for size in range(1, LONGEST + 1):
-            found, known = (
-                Counter(zip(*(words[at:] for at in range(size)), strict=False)) for words in (ours, theirs)
-            )
+            found, known = (Counter(zip(*(words[at:] for at in range(size)), strict=False)) for words in (ours, theirs))
             common[size - 1] += (found & known).total()
             total[size - 1] += found.total()
     return [rows, exact, *common, *total, made, wanted]

@@ -15,8 +15,8 @@ from pathlib import Path
 from zero_check import check_zero
 
 import legroom
+from legroom.messages import either
 from legroom.units import parse_size
-from legroom.words import either
 
 
 def parser_of() -> argparse.ArgumentParser:
@@ -34,30 +34,21 @@ def parser_of() -> argparse.ArgumentParser:
     _choice_flags(train)
     _model_flags(train)
     _file_flags(train)
-    ask = commands.add_parser(
-        "ask", allow_abbrev=False, help=either("ask the trained model", "向训练好的模型提问")
-    )
+    ask = commands.add_parser("ask", allow_abbrev=False, help=either("ask the trained model", "向训练好的模型提问"))
     ask.add_argument("prompt", nargs="+", help=either("a question", "问题"))
     for command in (train, ask):
         command.add_argument(
             "--model_dir",
             type=Path,
             default="chat_t5_model",
-            help=either(
-                "folder of the trained model (default chat_t5_model)", "模型目录（默认 chat_t5_model）"
-            ),
+            help=either("folder of the trained model (default chat_t5_model)", "模型目录（默认 chat_t5_model）"),
         )
     return parser
 
 
 def _training_flags(train: argparse.ArgumentParser) -> None:
     add = train.add_argument
-    add(
-        "--is_keep_training",
-        **SWITCH,
-        default=False,
-        help=either("resume from the checkpoint", "从检查点断点续训"),
-    )
+    add("--is_keep_training", **SWITCH, default=False, help=either("resume from the checkpoint", "从检查点断点续训"))
     add(
         "--batch_size_per_gpu",
         type=positive,
@@ -81,18 +72,14 @@ def _training_flags(train: argparse.ArgumentParser) -> None:
         "--warmup_steps",
         type=int,
         default=20,
-        help=either(
-            "steps of warm-up; a cosine decay follows (default 20)", "预热步数，之后余弦衰减（默认 20）"
-        ),
+        help=either("steps of warm-up; a cosine decay follows (default 20)", "预热步数，之后余弦衰减（默认 20）"),
     )
     add("--seed", type=int, default=0, help=either("random seed (default 0)", "随机种子（默认 0）"))
     add(
         "--deepspeed",
         type=Path,
         metavar="FILE",
-        help=either(
-            "train with ZeRO as in this DeepSpeed configuration", "按该 DeepSpeed 配置文件使用 ZeRO 训练"
-        ),
+        help=either("train with ZeRO as in this DeepSpeed configuration", "按该 DeepSpeed 配置文件使用 ZeRO 训练"),
     )
 
 
@@ -173,10 +160,7 @@ def _file_flags(train: argparse.ArgumentParser) -> None:
         help=either("folder of the checkpoint (default checkpoints)", "检查点目录（默认 checkpoints）"),
     )
     add(
-        "--log_dir",
-        type=Path,
-        default="logs",
-        help=either("folder of the log (default logs)", "日志目录（默认 logs）"),
+        "--log_dir", type=Path, default="logs", help=either("folder of the log (default logs)", "日志目录（默认 logs）")
     )
 
 
@@ -209,10 +193,7 @@ def check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(either("--learn_rate must be above 0", "--learn_rate 必须大于 0"))
     if flags.width % 4:
         parser.error(
-            either(
-                "--width must be a multiple of 4: there are 4 heads",
-                "--width 必须是 4 的倍数：共 4 个注意力头",
-            )
+            either("--width must be a multiple of 4: there are 4 heads", "--width 必须是 4 的倍数：共 4 个注意力头")
         )
     for path in (flags.train_file, flags.validation_file, flags.deepspeed):
         if path is not None and not path.is_file():

@@ -29,8 +29,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from legroom.errors import UsageError
 from legroom.integrations.accelerate import guarded
+from legroom.messages import either
 from legroom.units import format_size
-from legroom.words import either
 
 log = logging.getLogger("chat_t5")
 
@@ -50,8 +50,7 @@ def train(flags: argparse.Namespace) -> None:
         raise UsageError(
             either(f"{flags.train_file} has too few rows for one step", f"{flags.train_file} 的行数不够一步"),
             why=either(
-                f"it has {len(rows)} rows, and a step takes {effective}",
-                f"共 {len(rows)} 行，有效批大小为 {effective}",
+                f"it has {len(rows)} rows, and a step takes {effective}", f"共 {len(rows)} 行，有效批大小为 {effective}"
             ),
             fix=(
                 either(
@@ -92,10 +91,7 @@ def report_memory(guard: Any, moment: str, *objects: Any, **more: Any) -> None:
 
 def started(flags: argparse.Namespace) -> Accelerator:
     """The accelerator, and the log, which rank 0 writes."""
-    accelerator = Accelerator(
-        gradient_accumulation_steps=flags.gradient_accumulation_steps,
-        **zero.started(flags),
-    )
+    accelerator = Accelerator(gradient_accumulation_steps=flags.gradient_accumulation_steps, **zero.started(flags))
     zero.prepare(accelerator, flags.batch_size_per_gpu)
     if accelerator.is_main_process:
         path = flags.log_dir / time.strftime("chat_trainer_low_mem_%Y%m%d_%H%M%S.log")
@@ -111,9 +107,7 @@ def started(flags: argparse.Namespace) -> Accelerator:
 class Training:
     """Model, optimizer, schedule, and the position in the data."""
 
-    def __init__(
-        self, accelerator: Accelerator, flags: argparse.Namespace, first: FirstRows, steps: int
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, flags: argparse.Namespace, first: FirstRows, steps: int) -> None:
         self.accelerator, self.flags, self.first, self.steps = accelerator, flags, first, steps
         self.collate = Batch(flags.max_seq_len)
         plain = new_model(flags.width, flags.layers).to(accelerator.device)
@@ -123,9 +117,7 @@ class Training:
         )
         # Not prepared: accelerate would step it once per rank.
         self.schedule = get_cosine_schedule_with_warmup(optimizer, flags.warmup_steps, steps * flags.epochs)
-        self.settings = choose(
-            accelerator, flags, first, self.collate, previous=None, step=self._timed(plain)
-        )
+        self.settings = choose(accelerator, flags, first, self.collate, previous=None, step=self._timed(plain))
         self.model, self.optimizer = accelerator.prepare(plain, optimizer)
         self.checkpoint = Checkpoint(accelerator, flags, self.model, self.optimizer, self.schedule)
         self.place = self._place()
@@ -182,9 +174,7 @@ class Training:
             speed = ""
             if before is not None:
                 times = f"{before / took:.2f}"
-                speed = either(
-                    f", {times} times the speed of the epoch before", f"，速度为上一轮的 {times} 倍"
-                )
+                speed = either(f", {times} times the speed of the epoch before", f"，速度为上一轮的 {times} 倍")
             log.info(
                 either(
                     f"epoch {epoch}: loss {loss:.4f}, {1000 * took:.0f} ms per step{speed}",
@@ -199,9 +189,7 @@ class Training:
             )
             before = took
         if self.place.epoch == self.flags.epochs:
-            log.info(
-                either(f"all epochs are done: {self.flags.epochs}", f"全部轮次已完成：{self.flags.epochs}")
-            )
+            log.info(either(f"all epochs are done: {self.flags.epochs}", f"全部轮次已完成：{self.flags.epochs}"))
         self._account()
 
     def _rows(self) -> Streamed | Shared:
@@ -218,10 +206,7 @@ class Training:
         rows: Streamed | Shared
         if self.settings.low_memory:
             self.settings = because(
-                self.settings,
-                either("the rows are streamed", "数据为流式读取"),
-                num_workers=0,
-                pin_memory=False,
+                self.settings, either("the rows are streamed", "数据为流式读取"), num_workers=0, pin_memory=False
             )
             rows = Streamed(flags.train_file, step_rows, flags.seed, *ranks, memory=flags.stream_memory)
         else:
@@ -289,18 +274,14 @@ class Training:
         self.schedule.step()
         return total / self.settings.accumulation, seconds
 
-    def _report(
-        self, batch: dict[str, torch.Tensor], guard: Any, epoch: int, rows: Streamed | Shared
-    ) -> None:
+    def _report(self, batch: dict[str, torch.Tensor], guard: Any, epoch: int, rows: Streamed | Shared) -> None:
         moment = either(f"in epoch {epoch}", f"第 {epoch} 轮")
         report_memory(guard, moment, self.model, self.optimizer, entry=rows.entry, batch=batch)
 
     def _account(self) -> None:
         """The size of the optimizer's states beside the weights."""
         weights = sum(one.nbytes for one in self.model.parameters())
-        moments = (
-            2 * 4 * sum(one.numel() for one in self.model.parameters())
-        )  # in 32 bits, whatever the weights have
+        moments = 2 * 4 * sum(one.numel() for one in self.model.parameters())  # in 32 bits, whatever the weights have
         states = (one for state in self.optimizer.state.values() for one in state.values())
         held = sum(one.nbytes for one in states if torch.is_tensor(one))
         own, adam = format_size(held), format_size(moments)

@@ -21,9 +21,7 @@ def started(flags: argparse.Namespace) -> dict[str, Any]:
     launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
     gpu = torch.cuda.is_available()
     if not (flags.deepspeed or launched):
-        return {
-            "cpu": not gpu
-        }  # without it, each rank of a machine without a GPU would take itself for the only one
+        return {"cpu": not gpu}  # without it, each rank of a machine without a GPU would take itself for the only one
     if "LOCAL_RANK" not in os.environ:
         # Started without a launcher: form a group of one rank. DeepSpeed would ask MPI for it.
         alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from legroom.advice.launcher_config import Shape, zero_row
+from legroom.advice.deepspeed_config import Shape, zero_rows
 from legroom.errors import MissingPackage, UsageError
+from legroom.messages import either
 from legroom.units import format_size
-from legroom.words import either
 
 PREFIX = "ACCELERATE_DEEPSPEED_"
 
@@ -67,9 +67,7 @@ def check_zero(flags: argparse.Namespace, environment: Mapping[str, str] = os.en
     _check_batch(source, config, flags, ranks)
 
 
-def _requested(
-    flags: argparse.Namespace, environment: Mapping[str, str]
-) -> tuple[str, dict[str, Any]] | None:
+def _requested(flags: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, dict[str, Any]] | None:
     """Where the configuration comes from, and what it is; None where ZeRO is not asked for."""
     if not flags.deepspeed and environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() != "true":
         return None
@@ -82,10 +80,7 @@ def _requested(
     except (OSError, ValueError) as problem:  # ValueError: neither JSON nor base64 nor UTF-8
         raise _unusable(named, str(problem)) from problem
     if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
-        raise _unusable(
-            named,
-            either('it has no object "zero_optimization"', '其中没有 "zero_optimization" 对象'),
-        )
+        raise _unusable(named, either('it has no object "zero_optimization"', '其中没有 "zero_optimization" 对象'))
     return named, config
 
 
@@ -102,9 +97,7 @@ def _read(named: str) -> Any:
 
 def _unusable(named: str, why: str) -> UsageError:
     return UsageError(
-        either(f"{named} is not a DeepSpeed configuration", f"{named} 不是 DeepSpeed 配置"),
-        why=why,
-        fix=(_rewrite(),),
+        either(f"{named} is not a DeepSpeed configuration", f"{named} 不是 DeepSpeed 配置"), why=why, fix=(_rewrite(),)
     )
 
 
@@ -143,7 +136,8 @@ def _check_offload(
     if device in (None, "none") or not config.get("zero_force_ds_cpu_optimizer", True):
         return
     count = parameters(flags.width, flags.layers)
-    host = zero_row(Shape(count, ranks), 2, offload=True).host
+    rows = zero_rows(Shape(count, ranks))
+    host = next(row.host for row in rows if (row.stage, row.offload) == (2, "optimizer"))
     raise UsageError(
         either(
             f"{source} offloads the optimizer to {device}, which would replace Adafactor with Adam",
@@ -188,8 +182,5 @@ def _check_batch(source: str, config: dict[str, Any], flags: argparse.Namespace,
                     f"batch {batch} × accumulation {accumulation} × ranks {ranks} = {batch * accumulation * ranks}",
                     f"批大小 {batch} × 梯度累积 {accumulation} × {ranks} 个 rank = {batch * accumulation * ranks}",
                 ),
-                fix=(
-                    _rewrite(),
-                    either("or pass the flags that the file is for", "或使用与该文件一致的选项"),
-                ),
+                fix=(_rewrite(), either("or pass the flags that the file is for", "或使用与该文件一致的选项")),
             )

@@ -61,9 +61,7 @@ def own_copy(path: Path) -> dict[str, np.ndarray]:
         with h5py.File(path) as file:
             for name in KEYS:
                 if not isinstance(file.get(name), h5py.Dataset):
-                    raise MissingKey(
-                        f"{path} has no array '{name}'", why=f"it holds {', '.join(file) or 'nothing'}"
-                    )
+                    raise MissingKey(f"{path} has no array '{name}'", why=f"it holds {', '.join(file) or 'nothing'}")
             return {name: file[name][:] for name in KEYS}
     except OSError as problem:
         why = str(problem) if path.is_file() else "there is no such file"

@@ -16,7 +16,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from legroom.words import either
+from legroom.messages import either
 
 AT_A_TIME = 64  # images in memory while the file is written
 
@@ -76,17 +76,10 @@ def main() -> None:
         description=either("Make synthetic eye images with glints.", "生成带角膜反光点的合成眼部图像。")
     )
     parser.add_argument(
-        "path",
-        type=Path,
-        nargs="?",
-        default="train_256.h5",
-        help=either("default: train_256.h5", "默认 train_256.h5"),
+        "path", type=Path, nargs="?", default="train_256.h5", help=either("default: train_256.h5", "默认 train_256.h5")
     )
     parser.add_argument(
-        "--images",
-        type=int,
-        default=512,
-        help=either("how many (default 512: 64 MB)", "图像数（默认 512，约 64 MB）"),
+        "--images", type=int, default=512, help=either("how many (default 512: 64 MB)", "图像数（默认 512，约 64 MB）")
     )
     parser.add_argument(
         "--size", type=int, default=256, help=either("pixels of a side (default 256)", "边长像素（默认 256）")

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 
-from legroom.words import either
+from legroom.messages import either
 
 
 def legroom_cache(*words: str) -> int:
@@ -48,10 +48,7 @@ def main() -> None:
         parser.error(either("--cleanup needs --h5 FILE", "--cleanup 需要 --h5 文件"))
     if wanted.cleanup_all and wanted.h5:
         parser.error(
-            either(
-                "--cleanup-all removes everything: it takes no --h5",
-                "--cleanup-all 删除全部副本，不接受 --h5",
-            )
+            either("--cleanup-all removes everything: it takes no --h5", "--cleanup-all 删除全部副本，不接受 --h5")
         )
     if wanted.list and wanted.h5 and not os.path.exists(wanted.h5):
         parser.error(either(f"there is no file {wanted.h5}", f"文件 {wanted.h5} 不存在"))

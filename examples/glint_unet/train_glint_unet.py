@@ -22,7 +22,7 @@ from glints import DOWNSCALED_BY, LOSSES, GlintUNet, pixel_errors
 from shm_manager import legroom_cache
 
 import legroom
-from legroom.words import either
+from legroom.messages import either
 
 
 def train(data: Mapping[str, np.ndarray], flags: argparse.Namespace) -> None:
@@ -80,9 +80,7 @@ def train_epoch(model, loader, optimizer, loss_of, device) -> float:
 def test(model, loader, device) -> torch.Tensor:
     """The error of every glint in the images that are not learnt from."""
     model.eval()
-    return torch.cat(
-        [pixel_errors(model(images.to(device)).sigmoid().cpu(), heatmaps) for images, heatmaps in loader]
-    )
+    return torch.cat([pixel_errors(model(images.to(device)).sigmoid().cpu(), heatmaps) for images, heatmaps in loader])
 
 
 def save(model: torch.nn.Module, path: Path) -> None:
@@ -100,45 +98,21 @@ def main() -> None:
         )
     )
     add = parser.add_argument
-    add(
-        "--h5",
-        type=Path,
-        required=True,
-        help=either("data written by make_data.py", "make_data.py 生成的数据"),
-    )
-    add(
-        "--shared_memory",
-        action="store_true",
-        help=either("one copy for every run", "所有训练任务共用一份数据"),
-    )
+    add("--h5", type=Path, required=True, help=either("data written by make_data.py", "make_data.py 生成的数据"))
+    add("--shared_memory", action="store_true", help=either("one copy for every run", "所有训练任务共用一份数据"))
     add(
         "--preload",
         default=True,
         action=argparse.BooleanOptionalAction,
         help=either("load all data before the first epoch (default)", "第一轮之前加载全部数据（默认）"),
     )
-    add(
-        "--cleanup_shm",
-        action="store_true",
-        help=either("remove the shared copy and exit", "删除共享副本后退出"),
-    )
-    add(
-        "--num_workers",
-        type=int,
-        default=4,
-        help=either("worker processes (default 4)", "worker 进程数（默认 4）"),
-    )
+    add("--cleanup_shm", action="store_true", help=either("remove the shared copy and exit", "删除共享副本后退出"))
+    add("--num_workers", type=int, default=4, help=either("worker processes (default 4)", "worker 进程数（默认 4）"))
     add("--batch", type=int, default=16, help=either("images per step (default 16)", "批大小（默认 16）"))
     add("--epochs", type=int, default=10, help=either("passes over the data (default 10)", "轮数（默认 10）"))
-    add(
-        "--lr", type=float, default=3e-3, help=either("learning rate (default 0.003)", "学习率（默认 0.003）")
-    )
+    add("--lr", type=float, default=3e-3, help=either("learning rate (default 0.003)", "学习率（默认 0.003）"))
     add("--loss", choices=LOSSES, default="focal", help=either("default: focal", "损失函数（默认 focal）"))
-    add(
-        "--model_path",
-        type=Path,
-        help=either("output (default model_<loss>.pt)", "模型文件（默认 model_<loss>.pt）"),
-    )
+    add("--model_path", type=Path, help=either("output (default model_<loss>.pt)", "模型文件（默认 model_<loss>.pt）"))
     add("--seed", type=int, default=0)
     flags = parser.parse_args()
     flags.model_path = flags.model_path or Path(f"model_{flags.loss}.pt")

@@ -17,7 +17,7 @@ from images import Images
 from networks import STRIDE, Classifier
 
 import legroom
-from legroom.words import either
+from legroom.messages import either
 
 PARTS = ("train", "held_out")
 
@@ -27,12 +27,7 @@ def main(argv: list[str] | None = None) -> None:
         description=either("Write a classifier's features of every image.", "写出分类器对每张图像的特征。")
     )
     add = parser.add_argument
-    add(
-        "--data_dir",
-        type=Path,
-        required=True,
-        help=either("as for train_classifier.py", "同 train_classifier.py"),
-    )
+    add("--data_dir", type=Path, required=True, help=either("as for train_classifier.py", "同 train_classifier.py"))
     add(
         "--model",
         default="classifier.pt",
@@ -44,18 +39,8 @@ def main(argv: list[str] | None = None) -> None:
         default=224,
         help=either("pixels across and down (default 224)", "图像边长（默认 224）"),
     )
-    add(
-        "--batch_size",
-        type=int,
-        default=32,
-        help=either("images per batch (default 32)", "批大小（默认 32）"),
-    )
-    add(
-        "--num_workers",
-        type=int,
-        default=2,
-        help=either("worker processes (default 2)", "worker 进程数（默认 2）"),
-    )
+    add("--batch_size", type=int, default=32, help=either("images per batch (default 32)", "批大小（默认 32）"))
+    add("--num_workers", type=int, default=2, help=either("worker processes (default 2)", "worker 进程数（默认 2）"))
     add("--out", type=Path, help=either("a folder (default features_SIZE)", "输出目录（默认 features_边长）"))
     args = parser.parse_args(argv)
     if args.image_size < STRIDE or args.batch_size < 1 or args.num_workers < 0:

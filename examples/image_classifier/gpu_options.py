@@ -11,8 +11,8 @@ from torch import Tensor
 
 import legroom
 from legroom.errors import NoCuda
+from legroom.messages import either
 from legroom.units import format_size
-from legroom.words import either
 
 FULL = 0.9  # beyond this, little is needed to run out; Windows begins to move memory to the host
 
@@ -24,21 +24,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--memory_fraction",
         type=fraction,
         help=either(
-            "share of the GPU to use at most, with the CUDA context: 0.8",
-            "最多使用的显存比例，含 CUDA 上下文：0.8",
+            "share of the GPU to use at most, with the CUDA context: 0.8", "最多使用的显存比例，含 CUDA 上下文：0.8"
         ),
     )
-    add(
-        "--allow_tf32",
-        action="store_true",
-        help=either("TF32 for matmuls and convolutions", "矩阵乘和卷积使用 TF32"),
-    )
+    add("--allow_tf32", action="store_true", help=either("TF32 for matmuls and convolutions", "矩阵乘和卷积使用 TF32"))
     add(
         "--amp",
         action="store_true",
         help=either(
-            "mixed precision: bfloat16, or float16 with a scaler",
-            "混合精度：bfloat16，不支持时用 float16 加缩放",
+            "mixed precision: bfloat16, or float16 with a scaler", "混合精度：bfloat16，不支持时用 float16 加缩放"
         ),
     )
     add(
@@ -94,9 +88,7 @@ class Steps:
     bfloat16 needs no scaling; a GPU without it gets float16, whose small gradients are scaled up to survive.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, device: torch.device, args: argparse.Namespace
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, args: argparse.Namespace) -> None:
         self.optimizer, self.device, self.amp, self.count = optimizer, device, args.amp, args.accumulation
         half = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
         self.dtype = torch.float16 if half else torch.bfloat16

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 
-from legroom.words import either
+from legroom.messages import either
 
 HELD_OUT = 5  # every fifth image of a class is for measuring, not for training
 DECODED = (".jpg", ".jpeg", ".png")  # by Pillow
@@ -74,9 +74,7 @@ def check(path: Path) -> None:
     try:
         image = np.load(path, mmap_mode="r")
     except (ValueError, EOFError) as problem:
-        raise OSError(
-            either(f"{path} is not a .npy file: {problem}", f"{path} 不是 .npy 文件：{problem}")
-        ) from problem
+        raise OSError(either(f"{path} is not a .npy file: {problem}", f"{path} 不是 .npy 文件：{problem}")) from problem
     if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
         raise OSError(
             either(

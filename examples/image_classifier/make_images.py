@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from legroom.words import either
+from legroom.messages import either
 
 # By distance from the middle across (x) and down (y), in units of the shape's own size.
 SHAPES = {
@@ -39,32 +39,14 @@ def main(argv: list[str] | None = None) -> None:
         description=either("Make images of coloured shapes on noise.", "生成噪声背景上的彩色图形。")
     )
     add = parser.add_argument
-    add(
-        "--out",
-        type=Path,
-        default="datas",
-        help=either("folder to make (default datas)", "输出目录（默认 datas）"),
-    )
-    add(
-        "--per_class",
-        type=int,
-        default=80,
-        help=either("images per class (default 80)", "每类图像数（默认 80）"),
-    )
-    add(
-        "--size",
-        type=int,
-        default=224,
-        help=either("pixels across and down (default 224)", "边长像素（默认 224）"),
-    )
+    add("--out", type=Path, default="datas", help=either("folder to make (default datas)", "输出目录（默认 datas）"))
+    add("--per_class", type=int, default=80, help=either("images per class (default 80)", "每类图像数（默认 80）"))
+    add("--size", type=int, default=224, help=either("pixels across and down (default 224)", "边长像素（默认 224）"))
     add("--format", choices=("npy", "jpg", "png"), default="npy", help=either("default npy", "默认 npy"))
     args = parser.parse_args(argv)
     if args.per_class < 2 or args.size < 16:
         parser.error(
-            either(
-                "--per_class must be at least 2, and --size at least 16",
-                "--per_class 至少为 2，--size 至少为 16",
-            )
+            either("--per_class must be at least 2, and --size at least 16", "--per_class 至少为 2，--size 至少为 16")
         )
     random = np.random.default_rng(0)
     try:
@@ -76,10 +58,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(either(f"cannot write to {args.out}: {problem}", f"无法写入 {args.out}：{problem}"))
     except ImportError:
         parser.error(
-            either(
-                "--format jpg and png need Pillow: pip install pillow",
-                "jpg 和 png 需要 Pillow：pip install pillow",
-            )
+            either("--format jpg and png need Pillow: pip install pillow", "jpg 和 png 需要 Pillow：pip install pillow")
         )
     print(
         either(

@@ -17,7 +17,7 @@ from networks import STRIDE, Classifier
 from torch.nn.functional import cross_entropy
 
 import legroom
-from legroom.words import either
+from legroom.messages import either
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -25,18 +25,8 @@ def main(argv: list[str] | None = None) -> None:
         description=either("Train a small convolutional classifier.", "训练一个小型卷积分类器。")
     )
     add = parser.add_argument
-    add(
-        "--data_dir",
-        type=Path,
-        required=True,
-        help=either("a folder of images per class", "每类一个文件夹的图像目录"),
-    )
-    add(
-        "--batch_size",
-        type=int,
-        default=16,
-        help=either("images per batch (default 16)", "批大小（默认 16）"),
-    )
+    add("--data_dir", type=Path, required=True, help=either("a folder of images per class", "每类一个文件夹的图像目录"))
+    add("--batch_size", type=int, default=16, help=either("images per batch (default 16)", "批大小（默认 16）"))
     add(
         "--image_size",
         type=int,
@@ -44,18 +34,8 @@ def main(argv: list[str] | None = None) -> None:
         help=either("pixels across and down (default 224)", "图像边长（默认 224）"),
     )
     add("--epochs", type=int, default=6, help=either("default 6", "轮数（默认 6）"))
-    add(
-        "--num_workers",
-        type=int,
-        default=2,
-        help=either("worker processes (default 2)", "worker 进程数（默认 2）"),
-    )
-    add(
-        "--out",
-        type=Path,
-        default="classifier.pt",
-        help=either("default classifier.pt", "输出（默认 classifier.pt）"),
-    )
+    add("--num_workers", type=int, default=2, help=either("worker processes (default 2)", "worker 进程数（默认 2）"))
+    add("--out", type=Path, default="classifier.pt", help=either("default classifier.pt", "输出（默认 classifier.pt）"))
     gpu_options.add_flags(parser)
     args = parser.parse_args(argv)
     if min(args.batch_size, args.epochs, args.accumulation) < 1 or args.num_workers < 0:
@@ -90,11 +70,7 @@ def train(training: Images, held_out: Images, args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model = Classifier(len(training.classes)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    loading = {
-        "batch_size": args.batch_size,
-        "num_workers": args.num_workers,
-        "pin_memory": device.type == "cuda",
-    }
+    loading = {"batch_size": args.batch_size, "num_workers": args.num_workers, "pin_memory": device.type == "cuda"}
     batches = legroom.DataLoader(training, shuffle=True, **loading)
     tests = legroom.DataLoader(held_out, **loading)
     steps = gpu_options.Steps(optimizer, device, args)
@@ -106,9 +82,7 @@ def train(training: Images, held_out: Images, args: argparse.Namespace) -> None:
             steps.take(loss, number, len(batches))
         model.eval()
         with torch.no_grad(), steps.autocast():
-            right = sum(
-                (model(images.to(device)).argmax(1).cpu() == labels).sum() for images, labels in tests
-            )
+            right = sum((model(images.to(device)).argmax(1).cpu() == labels).sum() for images, labels in tests)
         print(score(epoch, right, len(held_out)), flush=True)
     gpu_options.account(device)
     torch.save({"model": model.state_dict(), "classes": training.classes}, args.out)

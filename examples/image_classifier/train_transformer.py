@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from train_classifier import check_out, score
 
 import legroom
-from legroom.words import either
+from legroom.messages import either
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -47,10 +47,7 @@ def main(argv: list[str] | None = None) -> None:
         check_out(parser, args.out)
     training, held_out = (args.features_224_dir / name for name in ("train.h5", "held_out.h5"))
     try:
-        with (
-            legroom.open(training, backing="inplace") as rows,
-            legroom.open(held_out, backing="inplace") as tests,
-        ):
+        with legroom.open(training, backing="inplace") as rows, legroom.open(held_out, backing="inplace") as tests:
             if "classes" not in rows.attributes or rows["features"].shape[2:] != (FEATURES,):
                 parser.error(
                     either(

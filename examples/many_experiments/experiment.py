@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import legroom
-from legroom.words import either
+from legroom.messages import either
 
 KEYS = ("images", "labels")
 SMALLEST = 13  # pixels of a side: below that nothing is left after the two convolutions
@@ -43,9 +43,7 @@ def why_unfit(images, labels) -> str | None:
     if not isinstance(images, np.ndarray) or images.ndim != 4 or len(images) == 0:
         return f"images must be (image, row, column, channel), and are {getattr(images, 'shape', 'of several lengths')}"
     if min(images.shape[1:3]) < SMALLEST:
-        return (
-            f"images must be {SMALLEST} x {SMALLEST} or larger, and are {images.shape[1]} x {images.shape[2]}"
-        )
+        return f"images must be {SMALLEST} x {SMALLEST} or larger, and are {images.shape[1]} x {images.shape[2]}"
     whole = isinstance(labels, np.ndarray) and labels.dtype.kind in "iu"
     if not whole or labels.shape != images.shape[:1] or labels.min() < 0:
         return "labels must be a whole number, 0 or more, for each image"
@@ -85,9 +83,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, required=True, help=either("learning rate", "学习率"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=100, help=either("default 100", "步数（默认 100）"))
-    parser.add_argument(
-        "--batch", type=int, default=64, help=either("images a step (default 64)", "批大小（默认 64）")
-    )
+    parser.add_argument("--batch", type=int, default=64, help=either("images a step (default 64)", "批大小（默认 64）"))
     parser.add_argument(
         "--wait",
         action="store_true",

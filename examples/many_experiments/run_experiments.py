@@ -25,9 +25,9 @@ import stripes
 import summary
 
 import legroom
+from legroom.messages import either
 from legroom.records import Plan
 from legroom.units import format_size, parse_size
-from legroom.words import either
 
 EXPERIMENT = Path(__file__).with_name("experiment.py")
 # Each experiment has its own; after the last, the first again with another seed.
@@ -153,9 +153,7 @@ def main() -> None:
         )
     )
     parser.add_argument(
-        "--gpus",
-        type=int,
-        help=either("default: counted; 1 where there is none", "默认自动检测；没有显卡时为 1"),
+        "--gpus", type=int, help=either("default: counted; 1 where there is none", "默认自动检测；没有显卡时为 1")
     )
     parser.add_argument(
         "--jobs_per_gpu",
@@ -167,8 +165,7 @@ def main() -> None:
         "--data",
         type=Path,
         help=either(
-            "an HDF5 file of images and labels; its copy stays",
-            "含 images 和 labels 的 HDF5 文件；共享副本会保留",
+            "an HDF5 file of images and labels; its copy stays", "含 images 和 labels 的 HDF5 文件；共享副本会保留"
         ),
     )
     parser.add_argument(
@@ -178,10 +175,7 @@ def main() -> None:
         help=either("of data made here (default 200MB)", "自动生成的数据大小（默认 200MB）"),
     )
     parser.add_argument(
-        "--steps",
-        type=int,
-        default=100,
-        help=either("of each experiment (default 100)", "每个实验的步数（默认 100）"),
+        "--steps", type=int, default=100, help=either("of each experiment (default 100)", "每个实验的步数（默认 100）")
     )
     parser.add_argument(
         "--separate",
@@ -198,10 +192,7 @@ def main() -> None:
         )
     if sys.platform != "linux":
         parser.error(
-            either(
-                "this reads what processes hold from /proc: it needs Linux",
-                "需要 Linux：从 /proc 读取进程占用",
-            )
+            either("this reads what processes hold from /proc: it needs Linux", "需要 Linux：从 /proc 读取进程占用")
         )
     free = shutil.disk_usage(DISK).free
     if not flags.data and flags.size >= free:

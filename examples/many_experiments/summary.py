@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from legroom.messages import either
 from legroom.records import Plan
 from legroom.units import format_duration, format_size
-from legroom.words import either
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,15 @@ def plan_text(plan: Plan, jobs: int) -> str:
     return "\n".join(
         [
             either(
-                f"plan: {plan.gpus} GPUs x {asked} jobs, from one experiment that runs",
-                f"计划：{plan.gpus} 张显卡 x {asked} 个任务，根据一个正在运行的实验",
+                f"plan: {plan.gpus} GPU x {asked} jobs, measured on one running experiment",
+                f"计划：{plan.gpus} 张显卡 x {asked} 个任务，按一个正在运行的实验测得",
             ),
             either(f"  /dev/shm  {shm} needed, {enough}", f"  /dev/shm  需要 {shm}，{enough}"),
-            either(f"  RAM       {ram} needed, all of that included", f"  内存      共需要 {ram}"),
+            either(f"  RAM       {ram} needed in total, /dev/shm included", f"  内存      共需要 {ram}"),
             *(f"  {sentence}" for sentence in advice),
             either(
-                f"  fits here: {'all jobs' if fits is None else f'{fits} jobs per GPU'}; "
-                f"running {plan.gpus} x {jobs}",
-                f"  本机可容纳：{'全部任务' if fits is None else f'每张显卡 {fits} 个任务'}；"
-                f"运行 {plan.gpus} x {jobs}",
+                f"  fits here: {'all jobs' if fits is None else f'{fits} jobs per GPU'}; running {plan.gpus} x {jobs}",
+                f"  本机可容纳：{'全部任务' if fits is None else f'每张显卡 {fits} 个任务'}；运行 {plan.gpus} x {jobs}",
             ),
         ]
     )
@@ -86,8 +84,7 @@ def outcome_text(outcome: Outcome) -> str:
     where = {
         "shm": either(f"one copy of {data} of data in /dev/shm", f" /dev/shm 中有一份 {data} 的数据"),
         "disk": either(
-            f"one copy of {data} of data on disk, in the page cache",
-            f"磁盘上有一份 {data} 的数据，经页缓存共享",
+            f"one copy of {data} of data on disk, in the page cache", f"磁盘上有一份 {data} 的数据，经页缓存共享"
         ),
         "memory": either(f"{count} copies of {data} of data", f"有 {count} 份 {data} 的数据"),
     }[outcome.backing]

@@ -1,61 +1,83 @@
-"""Memory room for training.
+"""Memory tools for PyTorch training.
 
 The public names, each imported when it is first used, so that ``import legroom`` costs nothing.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
+import sys
 
 from legroom.version import VERSION
 
-# By its name checkers take it as true; importing typing's would take ten times as long as all the rest here.
+if "threading" in sys.modules:
+    # A child forked while another thread imports cannot import the same: see there. Not imported otherwise, because it
+    # takes 10 ms of `legroom --help`.
+    from legroom.system import imports as _imports  # noqa: F401
+
+# Type checkers treat this name as true; importing typing would take ten times as long as the rest here.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from legroom import gpu
+    from legroom import gpu, leak
+    from legroom.cache.freeze import freeze
+    from legroom.cache.freeze_dataset import freeze_dataset
     from legroom.errors import LegroomError
     from legroom.loader.batches.open_data import open
-    from legroom.loader.collate import collate
-    from legroom.loader.dataloader import DataLoader
+    from legroom.loader.dataloader.collate import collate
+    from legroom.loader.dataloader.dataloader import DataLoader
+    from legroom.loader.fit_check import check
+    from legroom.loader.model_weights import weights
     from legroom.loader.planning import plan
-    from legroom.loader.preflight import check
     from legroom.loader.stream.stream_dataset import stream
     from legroom.loader.tune.tuning import tune
-    from legroom.monitor.script import watch
+    from legroom.monitor.watch_in_script import watch
+    from legroom.probe.available import available
     from legroom.probe.snapshot import snapshot
-    from legroom.records import Box
+    from legroom.records import Machine
+    from legroom.system.training_steps import step
 
 __version__ = VERSION
 
 __all__ = [
-    "Box",
     "DataLoader",
     "LegroomError",
+    "Machine",
     "__version__",
+    "available",
     "check",
     "collate",
+    "freeze",
+    "freeze_dataset",
     "gpu",
+    "leak",
     "open",
     "plan",
     "snapshot",
+    "step",
     "stream",
     "tune",
     "watch",
+    "weights",
 ]
 
 _HOMES = {
-    "DataLoader": "legroom.loader.dataloader",
-    "collate": "legroom.loader.collate",
-    "check": "legroom.loader.preflight",
+    "DataLoader": "legroom.loader.dataloader.dataloader",
+    "collate": "legroom.loader.dataloader.collate",
+    "check": "legroom.loader.fit_check",
     "plan": "legroom.loader.planning",
-    "Box": "legroom.records",
+    "available": "legroom.probe.available",
+    "freeze": "legroom.cache.freeze",
+    "freeze_dataset": "legroom.cache.freeze_dataset",
+    "Machine": "legroom.records",
     "LegroomError": "legroom.errors",
     "gpu": "legroom.gpu",
+    "leak": "legroom.leak",
     "open": "legroom.loader.batches.open_data",
     "snapshot": "legroom.probe.snapshot",
+    "step": "legroom.system.training_steps",
     "stream": "legroom.loader.stream.stream_dataset",
     "tune": "legroom.loader.tune.tuning",
-    "watch": "legroom.monitor.script",
+    "watch": "legroom.monitor.watch_in_script",
+    "weights": "legroom.loader.model_weights",
 }
 
 
@@ -63,8 +85,10 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'legroom' has no attribute {name!r}")
-    module = import_module(home)
-    # A package is a name of its own; anything else lies in its module.
+    from legroom.system.imports import lazy_import
+
+    module = lazy_import(home)
+    # A package is itself the public name; anything else is an attribute of its module.
     value = globals()[name] = module if home == f"legroom.{name}" else getattr(module, name)
     return value
 

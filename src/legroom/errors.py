@@ -1,7 +1,7 @@
 """Every error Legroom raises: what happened, why (with numbers), what to do, under a stable code.
 
     LegroomError
-    ├── UsageError            exit 2   the request makes no sense as asked
+    ├── UsageError            exit 2   invalid arguments or options
     │   ├── BadSize                    bad-size
     │   ├── BadDuration                bad-duration
     │   ├── NoSuchProcess              no-such-process
@@ -16,9 +16,19 @@
     │   ├── MissingPackage             missing-package
     │   ├── Unpicklable                unpicklable
     │   ├── BadArgument                bad-argument
-    │   └── BadLimit                   bad-limit
+    │   ├── BadLimit                   bad-limit
+    │   ├── ShareMismatch              share-mismatch
+    │   └── ShareUnsupported           share-unsupported
     ├── SourceError           exit 2   the data file
     │   ├── UnreadableSource           unreadable-source
+    │   │   └── RemoteError            remote-error: an object in remote storage
+    │   │       ├── NoCredentials      no-credentials
+    │   │       ├── AccessDenied       access-denied
+    │   │       ├── NoSuchObject       no-such-object
+    │   │       ├── RemoteTimeout      remote-timeout
+    │   │       ├── RemoteUnreachable  remote-unreachable
+    │   │       └── ShortRead          short-read
+    │   ├── TransferDamaged            transfer-damaged
     │   ├── UnknownFormat              unknown-format
     │   ├── DamagedSource              damaged-source
     │   ├── UnsupportedData            unsupported-data
@@ -33,23 +43,23 @@
     │   ├── NotLoaded                  not-loaded
     │   ├── EntryDamaged               entry-damaged
     │   └── EntryUnreadable            entry-unreadable
-    ├── LoaderError           exit 1   batches on their way
+    ├── LoaderError           exit 1   making and sending batches
     │   ├── RaggedBatch                ragged-batch
     │   ├── BudgetTooSmall             budget-too-small
     │   ├── WorkerDied                 worker-died
     │   ├── BatchLost                  batch-lost
-    │   └── LoaderClosed               loader-closed
-    ├── GpuError              exit 1   memory on the card
+    │   ├── LoaderClosed               loader-closed
+    │   └── ProducerFailed             producer-failed
+    ├── GpuError              exit 1   GPU memory
     │   ├── NoCuda                     no-cuda
     │   ├── DoesNotFit                 does-not-fit
     │   ├── TrialFailed                trial-failed
     │   └── RanksDisagree              ranks-disagree
+    ├── ClusterUnreachable    exit 1   cluster-unreachable
     └── DemoFailed            exit 1   demo-failed
 
-Covers: the tree and how an error reads as text and as JSON. Does not cover: findings, which are
-states of a box and not failures (model.Finding).
-
-Codes are stable: programs may match them. The sentences are for people and may change.
+Codes are stable, so programs may match them; the sentences may change. Findings of `legroom doctor` are not errors:
+see records/findings.py.
 """
 
 from __future__ import annotations
@@ -57,10 +67,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from legroom.columns import cells
-from legroom.words import say
+from legroom.messages import say, step_indent, step_label
 
-try:  # the same class; the module around it takes three milliseconds of every start
+try:  # the same class; importing all of pickle takes 3 ms
     from _pickle import PicklingError
 except ImportError:
     from pickle import PicklingError
@@ -70,7 +79,7 @@ EXIT_USAGE = 2
 
 
 class LegroomError(Exception):
-    """Something Legroom will not or cannot do; ``str()`` is the whole story on a few lines."""
+    """Base of all errors; ``str()`` gives what happened, why, and what to do, on a few lines."""
 
     code: ClassVar[str] = "error"
     exit_status: ClassVar[int] = EXIT_REFUSED
@@ -85,21 +94,21 @@ class LegroomError(Exception):
         lines = [f"{self.what} [{self.code}]"]
         if self.why:
             lines.append(_hung(say("  why: "), self.why))
-        lines.extend(_hung(say("  do:  "), step) for step in self.fix)
+        lines.extend(_hung(step_label(step), step) for step in self.fix)
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Errors cross process borders (workers, builders): keyword-only arguments need help.
+        # Errors are pickled between processes; without this, keyword-only arguments would be lost.
         return (_rebuild, (type(self), self.what, self.why, self.fix))
 
     def as_dict(self) -> dict[str, object]:
-        """The error as JSON carries it."""
+        """The error for JSON."""
         return {"code": self.code, "message": self.what, "why": self.why, "fix": list(self.fix)}
 
 
 def _hung(label: str, text: str) -> str:
-    """The text after its label, its further lines below its first."""
-    return label + text.replace("\n", "\n" + " " * cells(label))
+    """The text after its label; further lines are indented to the first."""
+    return label + text.replace("\n", "\n" + step_indent())
 
 
 def _rebuild(kind: type[LegroomError], what: str, why: str, fix: tuple[str, ...]) -> LegroomError:
@@ -107,7 +116,7 @@ def _rebuild(kind: type[LegroomError], what: str, why: str, fix: tuple[str, ...]
 
 
 class UsageError(LegroomError):
-    """The request makes no sense as asked."""
+    """Invalid arguments or options."""
 
     code = "bad-usage"
     exit_status = EXIT_USAGE
@@ -126,7 +135,7 @@ class BadDuration(UsageError, ValueError):
 
 
 class NoSuchProcess(UsageError):
-    """A process id that is not there, or not ours to see."""
+    """A process id that does not exist or is not visible."""
 
     code = "no-such-process"
 
@@ -138,72 +147,84 @@ class NothingMatches(UsageError):
 
 
 class NoSuchRoot(UsageError):
-    """A root directory to read below that does not exist or is no directory."""
+    """A --root that does not exist or is not a directory."""
 
     code = "no-such-root"
 
 
 class CannotListen(UsageError):
-    """An address that cannot be served from: in use, not ours, or not allowed."""
+    """An address that cannot be listened on: in use, not local, or not permitted."""
 
     code = "cannot-listen"
 
 
 class CannotWrite(UsageError):
-    """A standard stream that takes nothing: closed, or on a disk that is full."""
+    """A standard stream that cannot be written: closed, or on a full disk."""
 
     code = "cannot-write"
 
 
 class CommandNotFound(UsageError):
-    """A command to run that is nowhere; the status is a shell's for that."""
+    """The command does not exist; the exit status is that of a shell."""
 
     code = "command-not-found"
     exit_status = 127
 
 
 class CommandNotRunnable(UsageError):
-    """A command to run that is there and may not be executed; the status is a shell's for that."""
+    """The command exists but cannot be executed; the exit status is that of a shell."""
 
     code = "command-not-runnable"
     exit_status = 126
 
 
 class MissingKey(UsageError, KeyError):
-    """A name that the data do not have; the message lists what there is and the nearest name."""
+    """A name that is not in the data; the message lists the names and the closest one."""
 
     code = "missing-key"
-    __str__ = LegroomError.__str__  # KeyError would print the repr of the message
+    __str__ = LegroomError.__str__  # KeyError prints the repr of the message
 
 
 class NoLength(UsageError, TypeError):
-    """The length of something that is only known once it has been read; a TypeError, as Python expects of len()."""
+    """A length that is unknown before everything is read; a TypeError, as Python expects of len()."""
 
     code = "no-length"
 
 
 class MissingPackage(UsageError, ImportError):
-    """An optional package that this needs is not installed."""
+    """A required optional package is not installed."""
 
     code = "missing-package"
 
 
 class Unpicklable(UsageError, PicklingError):
-    """An object that has to reach worker processes and cannot be pickled."""
+    """An object for worker processes that cannot be pickled."""
 
     code = "unpicklable"
 
 
 class BadArgument(UsageError, ValueError):
-    """An argument that cannot be meant, alone or beside another; a ValueError, as torch's are."""
+    """An invalid argument or combination of arguments; a ValueError, as in torch."""
 
     code = "bad-argument"
 
 
 class BadLimit(UsageError, ValueError):
-    """A share of a card that cannot be kept: none, more than all, or less than a CUDA process takes by itself."""
+    """An invalid GPU limit: zero, above the GPU's memory, or below what a CUDA context takes."""
 
     code = "bad-limit"
+
+
+class ShareMismatch(UsageError, ValueError):
+    """A trainer whose arguments differ from those of the group it wants to share batches with."""
+
+    code = "share-mismatch"
+
+
+class ShareUnsupported(UsageError, ValueError):
+    """A loader whose batches cannot be shared; the message says why."""
+
+    code = "share-unsupported"
 
 
 class SourceError(LegroomError):
@@ -214,20 +235,77 @@ class SourceError(LegroomError):
 
 
 class UnreadableSource(SourceError, OSError):
-    """The file is not there, not a file, or not ours to read."""
+    """The file does not exist, is not a file, or may not be read."""
 
     code = "unreadable-source"
     __str__ = LegroomError.__str__
 
 
+class RemoteError(UnreadableSource):
+    """An object in remote storage could not be read. ``status`` is the server's HTTP status, where it gave one."""
+
+    code = "remote-error"
+    status: int | None = None
+
+    def __init__(self, what: str, *, why: str = "", fix: Sequence[str] = (), status: int | None = None) -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.status = status
+
+
+class NoCredentials(RemoteError):
+    """No credentials for the storage service were found."""
+
+    code = "no-credentials"
+
+
+class AccessDenied(RemoteError):
+    """The storage service refused access."""
+
+    code = "access-denied"
+
+
+class NoSuchObject(RemoteError):
+    """The storage service has no such object or bucket."""
+
+    code = "no-such-object"
+
+
+class RemoteTimeout(RemoteError):
+    """The storage service sent nothing for too long."""
+
+    code = "remote-timeout"
+
+
+class RemoteUnreachable(RemoteError):
+    """There is no connection to the storage service."""
+
+    code = "remote-unreachable"
+
+
+class ShortRead(RemoteError):
+    """The storage service sent less than was asked for, again and again."""
+
+    code = "short-read"
+
+
+class TransferDamaged(SourceError):
+    """What arrived does not have the hash that the storage service states; ``digest`` is what it has."""
+
+    code = "transfer-damaged"
+
+    def __init__(self, what: str, *, why: str = "", fix: Sequence[str] = (), path: str = "", digest: str = "") -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.path, self.digest = path, digest
+
+
 class UnknownFormat(SourceError):
-    """The file's content is none of the formats that can be read."""
+    """The file's format is not supported."""
 
     code = "unknown-format"
 
 
 class DamagedSource(SourceError):
-    """The file says it is of a format and breaks its rules: truncated, empty, corrupt."""
+    """The file violates its own format: truncated, empty or corrupt."""
 
     code = "damaged-source"
 
@@ -239,7 +317,7 @@ class UnsupportedData(SourceError):
 
 
 class SourceBeingWritten(SourceError):
-    """The file is open for writing; what would be read is not what will be there."""
+    """The file is open for writing, so its content may still change."""
 
     code = "source-being-written"
 
@@ -251,13 +329,13 @@ class SourceChanged(SourceError):
 
 
 class DatasetFailed(SourceError):
-    """A dataset that raises, hangs, crashes or is killed when a sample is drawn from it."""
+    """A dataset that raises, hangs, crashes or is killed while a sample is loaded."""
 
     code = "dataset-failed"
 
 
 class DatasetOutOfMemory(DatasetFailed):
-    """A dataset that took all that was left of a pool before it gave a sample."""
+    """A dataset that used up a memory pool before it returned a sample."""
 
     code = "dataset-out-of-memory"
     pool: str = "ram"
@@ -271,37 +349,37 @@ class StoreError(LegroomError):
 
 
 class NoRoom(StoreError):
-    """The data do not fit: says how many bytes are missing, and where."""
+    """The data do not fit; the message gives the missing bytes and where."""
 
     code = "no-room"
 
 
 class NoStore(StoreError):
-    """No place for a store could be used; each candidate with the reason it was passed over."""
+    """No directory is usable as a store; the message lists each candidate with the reason."""
 
     code = "no-store"
 
 
 class EntryInUse(StoreError):
-    """An entry cannot be dropped while somebody uses it."""
+    """An entry cannot be dropped while a process uses it."""
 
     code = "entry-in-use"
 
 
 class NotLoaded(StoreError):
-    """The cache holds nothing for that file or key."""
+    """The cache has no entry for that file or key."""
 
     code = "not-loaded"
 
 
 class EntryDamaged(StoreError):
-    """An entry's bytes are not what its manifest promises."""
+    """An entry's bytes do not match its manifest."""
 
     code = "entry-damaged"
 
 
 class EntryUnreadable(StoreError):
-    """An entry that could not be read for a reason that proves no damage: descriptors, memory, permission, the disk."""
+    """An entry that could not be read, without proof of damage: descriptors, memory, permissions, disk errors."""
 
     code = "entry-unreadable"
 
@@ -313,43 +391,49 @@ class LoaderError(LegroomError):
 
 
 class RaggedBatch(LoaderError, RuntimeError):
-    """Samples of different shapes that were to be stacked."""
+    """Samples of different shapes cannot be stacked into a batch."""
 
     code = "ragged-batch"
 
 
 class BudgetTooSmall(LoaderError):
-    """A memory budget that does not hold one batch a worker."""
+    """A memory budget below one batch per worker."""
 
     code = "budget-too-small"
 
 
 class WorkerDied(LoaderError, RuntimeError):
-    """A worker process is gone: which signal, what the counters say, what to do."""
+    """A worker process died; the message gives the signal, the kernel's OOM counters and what to do."""
 
     code = "worker-died"
 
 
 class BatchLost(LoaderError, RuntimeError):
-    """A batch was announced and its memory cannot be reached."""
+    """A batch was sent but its memory cannot be opened."""
 
     code = "batch-lost"
 
 
 class LoaderClosed(LoaderError):
-    """A worker gave up waiting because its loader is gone."""
+    """The loader was closed while a worker waited for it."""
 
     code = "loader-closed"
 
 
+class ProducerFailed(LoaderError, RuntimeError):
+    """The process that makes the batches of a group cannot make them."""
+
+    code = "producer-failed"
+
+
 class GpuError(LegroomError):
-    """Something about memory on the card."""
+    """An error about GPU memory."""
 
     code = "gpu-error"
 
 
 class NoCuda(GpuError, RuntimeError):
-    """There is no CUDA device to act on; says what would have been done."""
+    """There is no CUDA device; the message names the operation that needs one."""
 
     code = "no-cuda"
 
@@ -361,18 +445,24 @@ class DoesNotFit(GpuError, RuntimeError):
 
 
 class TrialFailed(GpuError, RuntimeError):
-    """A trial in a child process that ended for another reason than memory."""
+    """A trial in a child process that failed for another reason than memory."""
 
     code = "trial-failed"
 
 
 class RanksDisagree(GpuError, RuntimeError):
-    """Ranks of one training were asked for different things."""
+    """Ranks of one job were given different arguments."""
 
     code = "ranks-disagree"
 
 
+class ClusterUnreachable(LegroomError):
+    """There is no connection to the cluster, or it has stopped in the middle."""
+
+    code = "cluster-unreachable"
+
+
 class DemoFailed(LegroomError):
-    """The demo cannot run here, or a part of it did not do what it should."""
+    """The demo cannot run here, or a part of it failed."""
 
     code = "demo-failed"

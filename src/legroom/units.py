@@ -1,9 +1,6 @@
-"""Bytes and durations as people write them, read and printed.
+"""Read and print sizes (``64m``, ``64MB``, ``1.5GiB``, ``8G``) and durations (``7d``, ``1h30m``, ``500ms``).
 
-Covers: ``64m``, ``64MB``, ``1.5GiB``, ``8G`` and ``7d``, ``1h30m``, ``500ms``.
-Does not cover: rates or percentages, which are printed where they are used.
-
-One convention, docker's: every unit is a power of 1024 whether it is written ``M``, ``MB`` or ``MiB``.
+As in docker, every unit is a power of 1024 whether it is written ``M``, ``MB`` or ``MiB``.
 ``docker --shm-size=64m``, ``df -h``, ``free -h`` and ``mount -o size=64m`` all mean the same 67108864,
 so a number printed here can be pasted there (docs/decisions/0003-units.md).
 """
@@ -15,7 +12,7 @@ from fractions import Fraction
 from math import ceil
 
 from legroom.errors import BadDuration, BadSize
-from legroom.words import say
+from legroom.messages import say
 
 _UNITS = "BKMGTPE"
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*(?:([kmgtpe])(?:i?b)?|(b|bytes?))?\s*", re.I | re.A)
@@ -44,7 +41,7 @@ def parse_size(text: str | int) -> int:
 def _bad_size(text: str) -> BadSize:
     return BadSize(
         say("cannot read {text!r} as a size", text=text),
-        why=say("a size is a number that is not negative and a unit: B, K, M, G, T, P or E, as M, MB or MiB"),
+        why=say("a size is a number ≥ 0 and a unit: B, K, M, G, T, P or E, written as M, MB or MiB"),
         fix=(say("write it like 64MB, 1.5GiB, 8G or 67108864"),),
     )
 
@@ -60,11 +57,16 @@ def format_size(count: int) -> str:
     value = Fraction(count, 1024**power)
     digits = 2 if value < 10 else 1 if value < 100 else 0
     shown = f"{float(value):.{digits}f}"
-    if float(shown) >= 1024 and power < len(_UNITS) - 1:  # 1023.7 MB would read 1024 MB
+    if float(shown) >= 1024 and power < len(_UNITS) - 1:  # 1023.7 MB would be printed as 1024 MB
         power, shown = power + 1, "1"
     if "." in shown:
         shown = shown.rstrip("0").rstrip(".")
     return f"{shown} {_UNITS[power]}B"
+
+
+def size_or_unknown(count: int | None) -> str:
+    """The size as `format_size` writes it, or that it is unknown."""
+    return say("unknown") if count is None else format_size(count)
 
 
 def exact_size(count: int) -> str:
@@ -119,11 +121,7 @@ def format_duration(seconds: float) -> str:
     if seconds < 9.95:
         return f"{seconds:.1f}".removesuffix(".0") + " s"
     whole = round(seconds)
-    for unit, name, lower, lower_name in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "min"),
-        (60, "min", 1, "s"),
-    ):
+    for unit, name, lower, lower_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= unit:
             rest = whole % unit // lower
             return f"{whole // unit} {name}" + (f" {rest} {lower_name}" if rest else "")

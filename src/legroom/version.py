@@ -1,3 +1,3 @@
-"""The version, where every layer may read it without importing the package's own names."""
+"""The version, importable from every layer without the package's public names."""
 
 VERSION = "0.1.0.dev0"

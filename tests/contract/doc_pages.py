@@ -7,7 +7,7 @@ A block is run as it stands. What cannot be seen from the block itself stands in
 no reader sees: ``<!-- run: after; given=dataset -->``
 
     after            python: goes on where the block before it ended
-    given=A,B        python: these names are there (doc_stage.GIVEN says as what)
+    given=A,B        python: these names are there (doc_folder.GIVEN says as what)
     elsewhere=cpu    python: without a card, "cuda" is taken to be "cpu"
     needs=cuda       run only with a card
     file=NAME        is the content of NAME, for the blocks that follow

@@ -1,7 +1,8 @@
 """Runs the Python of a page: one process that has torch imported, and a fork of it for each script.
 
-Covers: the scripts of a page (blocks that go on are one script, with the page's own line numbers), and the process
-that runs them. Does not cover: what is in the folder they run in (doc_stage.py).
+Covers: the scripts of a page (blocks that continue each other are one script, with the page's own line numbers), and the
+process that runs them; other tests use it for scripts of their own. Does not cover: what is in the folder they run in
+(doc_folder.py).
 
 Importing torch takes longer than most blocks; a fork has it already, and is otherwise a process of its own.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -19,7 +21,11 @@ import sys
 import threading
 import time
 import traceback
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TextIO
 
 from doc_pages import BadMark, Block
 
@@ -54,29 +60,57 @@ def runs(block: Block, cuda: bool) -> bool:
     return "no" not in block.marks and (cuda or "needs" not in block.marks)
 
 
+@dataclass(frozen=True)
+class Started:
+    """A script that runs; what it prints can be read while it does."""
+
+    pid: int
+    stdout: TextIO
+    wait: Callable[[], int]  # for its exit status; until then its number is not another process's
+
+
 class Runner:
-    """The process; ``run`` gives a script's exit status and what it wrote."""
+    """The process, which has imported these modules; ``run`` gives a script's exit status and what it wrote."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    def __init__(self, *modules: str) -> None:
+        # The first optimizer of a process imports torch._dynamo, which takes as long as torch itself.
+        command = [sys.executable, __file__, *(modules or ("h5py", "torch", "torch._dynamo"))]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(
-        self, script: Path, folder: Path, environment: dict[str, str], *arguments: str
-    ) -> tuple[int, str]:
+    def run(self, script: Path, folder: Path, environment: dict[str, str], *arguments: str) -> tuple[int, str]:
+        status, output = self._ask("run", str(script), str(folder), environment, list(arguments))
+        return int(status), str(output)
+
+    def start(self, script: Path, folder: Path, environment: dict[str, str], *arguments: str) -> Started:
+        """Do not wait for it. The script has a session of its own, and the variables in its own memory alone."""
+        pipe = folder / f"output-{uuid.uuid4().hex}"
+        os.mkfifo(pipe)
+        pid = self._ask("start", str(script), str(folder), environment, list(arguments), str(pipe))
+        return Started(pid, pipe.open(encoding="utf-8"), lambda: self._ask("wait", pid))
+
+    def _ask(self, *order: Any) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
-        order = [str(script), str(folder), environment, list(arguments)]
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
-        status, output = json.loads(self._process.stdout.readline())
-        return int(status), str(output)
+        return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait(60)
+
+
+def _start(script: str, folder: str, environment: dict[str, str], arguments: list[str], output: str) -> int:
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        _end(_play(script, folder, environment, arguments, Path(output)))
+    return child
+
+
+def _wait(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _in_fork(script: str, folder: str, environment: dict[str, str], arguments: list[str]) -> tuple[int, str]:
@@ -94,9 +128,7 @@ def _in_fork(script: str, folder: str, environment: dict[str, str], arguments: l
     return os.waitstatus_to_exitcode(ended[1]), said + output.read_text(encoding="utf-8", errors="replace")
 
 
-def _play(
-    script: str, folder: str, environment: dict[str, str], arguments: list[str], output: Path
-) -> object:
+def _play(script: str, folder: str, environment: dict[str, str], arguments: list[str], output: Path) -> object:
     """In the child: be that script's process; its exit status."""
     sink = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
@@ -130,13 +162,13 @@ def _end(code: object) -> None:
 
 def main() -> None:
     """Do what is asked for, a line at a time."""
-    import h5py  # noqa: F401
-    import torch  # noqa: F401
-
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     gc.freeze()  # so that a collection in a fork does not copy all of torch's pages
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
-        answers.write(json.dumps(_in_fork(*json.loads(line))) + "\n")
+        verb, *rest = json.loads(line)
+        answers.write(json.dumps({"run": _in_fork, "start": _start, "wait": _wait}[verb](*rest)) + "\n")
         answers.flush()
 
 

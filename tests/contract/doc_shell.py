@@ -21,22 +21,7 @@ from legroom.cli.main import cli
 # Programs that pages speak of and that are somebody else's: their words are not looked at, and they are not run.
 OTHERS = {
     *("accelerate", "torchrun", "docker", "kubectl", "sbatch", "srun", "ssh", "git", "nvidia-smi"),
-    *(
-        "cd",
-        "eval",
-        "exec",
-        "export",
-        "sh",
-        "sleep",
-        "source",
-        "ulimit",
-        "cat",
-        "ls",
-        "mkdir",
-        "df",
-        "free",
-        "dmesg",
-    ),
+    *("cd", "eval", "exec", "export", "sh", "sleep", "source", "ulimit", "cat", "ls", "mkdir", "df", "free", "dmesg"),
     *("mount", "umount", "unshare", "swapoff", "swapon"),
 }
 NOT_RUN = [
@@ -53,6 +38,7 @@ NOT_RUN = [
     (r"\bdocs/evidence/|\btests/real/", "measures for minutes; tests/real/test_real_evidence.py runs it"),
 ]
 MAY_SAY_NO = {"doctor", "plan", "check", "watch"}  # exit 1: an answer, and which one depends on the machine
+ONLY_READ = {"doctor", "plan", "check", "explain"}
 
 
 @dataclass(frozen=True)
@@ -83,9 +69,7 @@ class Line:
 
 def _bare(words: list[str]) -> list[str]:
     """Without variables set for the command, and without who runs it."""
-    while words and (
-        re.match(r"[A-Z_]+=", words[0]) or words[0] in {"sudo", "small", "time", "then", "{", "}"}
-    ):
+    while words and (re.match(r"[A-Z_]+=", words[0]) or words[0] in {"sudo", "small", "time", "then", "{", "}"}):
         words = words[1:]
     return words
 
@@ -237,8 +221,13 @@ def may_end_with(line: Line) -> set[int]:
     return {0, 1} if any_answer or verbs & MAY_SAY_NO else {0}
 
 
+def only_reads(line: Line) -> bool:
+    """Whether another page need not run the same line: it changes nothing, and takes nothing that a page changes."""
+    return (
+        all(words[0] == "legroom" and {*words[1:2]} & ONLY_READ for words in line.parts) and "--data" not in line.text
+    )
+
+
 def goes_on(line: Line) -> bool:
     """Whether it ends only when it is told to."""
-    return bool(re.search(r"\blegroom watch\b", line.text)) and not re.search(
-        r"--(once|replay|help)\b", line.text
-    )
+    return bool(re.search(r"\blegroom watch\b", line.text)) and not re.search(r"--(once|replay|help)\b", line.text)

@@ -220,9 +220,7 @@ def safetensors(folder: Path) -> Path:
     from safetensors.numpy import save_file
 
     path = folder / "data.safetensors"
-    arrays = {
-        name: np.ascontiguousarray(a).astype(a.dtype.newbyteorder("=")) for name, a in common_arrays().items()
-    }
+    arrays = {name: np.ascontiguousarray(a).astype(a.dtype.newbyteorder("=")) for name, a in common_arrays().items()}
     arrays["scalar"] = np.array(3.25, np.float32)
     del arrays["words"]
     save_file(arrays, path, metadata={"made by": "a test"})
@@ -233,6 +231,31 @@ def read_safetensors(path: Path) -> Arrays:
     from safetensors.numpy import load_file
 
     return load_file(path)
+
+
+# torch checkpoints.
+
+
+def torch_checkpoint(folder: Path) -> Path:
+    import torch
+
+    path = folder / "data.pt"
+    arrays = {name: torch.from_numpy(np.array(a)) for name, a in common_arrays().items() if _torch_has(a)}
+    arrays["transposed"] = arrays["images"].transpose(0, 1)
+    arrays["part"] = arrays["labels"][3:7]
+    torch.save({"model": arrays, "epoch": 3}, path)
+    return path
+
+
+def _torch_has(array: np.ndarray[Any, Any]) -> bool:
+    return array.dtype.isnative and array.dtype.kind in "biufc"
+
+
+def read_torch(path: Path) -> Arrays:
+    import torch
+
+    found = torch.load(path, weights_only=True)["model"]
+    return {f"model/{name}": tensor.contiguous().numpy() for name, tensor in found.items()}
 
 
 # Zarr.
@@ -277,18 +300,12 @@ def common_table() -> Any:
     return pa.table(
         {
             "id": pa.array(range(rows), pa.int32()),
-            "text": [
-                "the same long sentence, many times over " * 3 if i % 2 else f"row {i}" for i in range(rows)
-            ],
+            "text": ["the same long sentence, many times over " * 3 if i % 2 else f"row {i}" for i in range(rows)],
             "maybe": pa.array([None if i % 3 else i / 2 for i in range(rows)], pa.float64()),
-            "tokens": pa.array(
-                [list(range(i % 7)) if i % 11 else None for i in range(rows)], pa.list_(pa.int16())
-            ),
+            "tokens": pa.array([list(range(i % 7)) if i % 11 else None for i in range(rows)], pa.list_(pa.int16())),
             "pair": pa.array([{"a": i, "b": "x" * (i % 5)} if i % 5 else None for i in range(rows)]),
             "kind": pa.array(["cat", "dog"] * (rows // 2)).dictionary_encode(),
-            "embedding": pa.array(
-                [[1.0, 2.0, 3.0] if i % 4 else None for i in range(rows)], pa.list_(pa.float32(), 3)
-            ),
+            "embedding": pa.array([[1.0, 2.0, 3.0] if i % 4 else None for i in range(rows)], pa.list_(pa.float32(), 3)),
             "ok": pa.array([i % 2 == 0 for i in range(rows)]),
             "jpeg": pa.array([b"\x01" * (i % 50) for i in range(rows)], pa.large_binary()),
             "when": pa.array([i * 1000 for i in range(rows)], pa.timestamp("ms", "UTC")),
@@ -370,6 +387,7 @@ SAMPLES = [
     Sample("npz", "npz", npz, read_npz, raw=RAW),
     Sample("npz-compressed", "npz", lambda f: npz(f, compressed=True), read_npz),
     Sample("safetensors", "safetensors", safetensors, read_safetensors, raw=(RAW | {"empty", "big_endian"}) - {"words"}),
+    Sample("torch", "torch", torch_checkpoint, read_torch, raw=frozenset(f"model/{name}" for name in RAW - {"words"})),
     Sample("zarr-3", "zarr", zarr_store, read_zarr),
     Sample("zarr-2", "zarr", lambda f: zarr_store(f, version=2), read_zarr),
     Sample("zarr-zip", "zarr", lambda f: zarr_store(f, zipped=True), read_zarr),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections import namedtuple
 from collections.abc import Iterator
@@ -10,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.multiprocessing import reductions
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 Point = namedtuple("Point", ["x", "y"])
+OUT_OF_ORDER = "in_order" in inspect.signature(DataLoader).parameters  # an argument since torch 2.6
 
 
 class Rows(Dataset[Any]):
@@ -64,6 +67,7 @@ KINDS = {
     "empty": lambda i: torch.empty(0, 3),
     "sliced": lambda i: torch.arange(40).view(5, 8)[:, ::2] + i,
     "transposed": lambda i: (torch.arange(6).view(2, 3) * i).T,
+    "nested and random": lambda i: (_nested(i), torch.rand(2), random.random(), np.random.rand()),
     "random": lambda i: (torch.rand(2), random.random(), np.random.rand()),
 }
 
@@ -123,15 +127,14 @@ def odd_tensors(samples: list[Any]) -> dict[str, Any]:
         "sparse": base.to_sparse(),
         "grad": base.clone().requires_grad_(),
         "parameter": torch.nn.Parameter(base.clone()),
-        "channels last": base.reshape(-1, 1, 2, 2)[:4]
-        .repeat(1, 3, 1, 1)
-        .to(memory_format=torch.channels_last)
+        "channels last": base.reshape(-1, 1, 2, 2)[:4].repeat(1, 3, 1, 1).to(memory_format=torch.channels_last)
         if base.numel() % 4 == 0
         else base,
         "expanded": base[:1].expand(4, *base.shape[1:]),
         "conjugate": torch.complex(base, base).conj(),
         "quantised": torch.quantize_per_tensor(base, 0.1, 0, torch.qint8),
-        "meta": torch.empty(3, device="meta"),
+        # torch 2.4 cannot send a meta tensor: its own loader hangs.
+        "meta": torch.zeros(3, device="meta" if hasattr(reductions, "rebuild_meta_tensor") else "cpu"),
         "subclass": base.as_subclass(Marked),
         "empty": torch.empty(2, 0, 3),
         "float8": base.to(torch.float8_e4m3fn),

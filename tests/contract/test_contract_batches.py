@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 import legroom
 
 torch = pytest.importorskip("torch")
-from legroom.loader.arena.inbox import receive  # noqa: E402
-from legroom.loader.arena.pack import Writer  # noqa: E402
-from legroom.loader.arena.pool import Pool  # noqa: E402
-from legroom.loader.collate import _packed  # noqa: E402
+from legroom.loader.dataloader.collate import to_send  # noqa: E402
+from legroom.loader.dataloader.memory_slots import SlotPool  # noqa: E402
+from legroom.loader.dataloader.receive import receive  # noqa: E402
+from legroom.loader.dataloader.send import SlotWriter  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="slots need memfd"),
@@ -215,26 +215,13 @@ def leaves(batch: Any) -> Iterator[Any]:
 def shown(part: Any, compact: bool) -> Any:
     """A part as something that can be compared, with all that a program can see of it."""
     if isinstance(part, torch.Tensor):
-        seen = [
-            type(part),
-            part.dtype,
-            part.shape,
-            part.layout,
-            part.device,
-            part.requires_grad,
-            part.is_leaf,
-        ]
+        seen = [type(part), part.dtype, part.shape, part.layout, part.device, part.requires_grad, part.is_leaf]
         if part.layout is not torch.strided:
             return [*seen, part.detach().to_dense().tolist()]
         seen += [part.is_conj(), part.is_neg(), None if compact else part.stride()]
         return seen if part.is_meta else [*seen, str(part.detach().resolve_conj().resolve_neg().tolist())]
     if isinstance(part, np.ma.MaskedArray):
-        return [
-            type(part),
-            shown(part.data, compact),
-            shown(np.ma.getmaskarray(part), compact),
-            part.fill_value,
-        ]
+        return [type(part), shown(part.data, compact), shown(np.ma.getmaskarray(part), compact), part.fill_value]
     if isinstance(part, np.ndarray):
         flags = part.flags
         layout = [flags.writeable, flags.c_contiguous, flags.f_contiguous, flags.aligned, part.strides]
@@ -255,12 +242,7 @@ def memory(leaf: Any) -> Any:
     """The bytes of a leaf as an array that shares them, or None."""
     if isinstance(leaf, np.ndarray):
         return leaf
-    plain = (
-        leaf.layout is torch.strided
-        and leaf.device.type == "cpu"
-        and not leaf.is_neg()
-        and not leaf.is_conj()
-    )
+    plain = leaf.layout is torch.strided and leaf.device.type == "cpu" and not leaf.is_neg() and not leaf.is_conj()
     if not plain or not leaf.numel() or leaf.untyped_storage().nbytes() % leaf.element_size():
         return None
     return leaf.detach().view(torch.uint8).numpy() if leaf.dim() and leaf.stride(-1) == 1 else None
@@ -287,22 +269,18 @@ def arrived(request: pytest.FixtureRequest) -> tuple[dict[str, Any], dict[str, A
 
 
 @pytest.mark.parametrize("name", [*ALL])
-def test_what_arrives_is_what_torch_delivers(
-    name: str, arrived: tuple[dict[str, Any], dict[str, Any]]
-) -> None:
+def test_what_arrives_is_what_torch_delivers(name: str, arrived: tuple[dict[str, Any], dict[str, Any]]) -> None:
     ours, theirs = arrived[0][name], arrived[1][name]
     assert shown(ours, name in COMPACT) == shown(theirs, name in COMPACT)
     assert shared(ours) == shared(theirs)
     if name in COMPACT:
-        assert [*leaves(ours)][-1].untyped_storage().nbytes() <= [*leaves(theirs)][
-            -1
-        ].untyped_storage().nbytes() // 2
+        assert [*leaves(ours)][-1].untyped_storage().nbytes() <= [*leaves(theirs)][-1].untyped_storage().nbytes() // 2
 
 
 @pytest.mark.parametrize("name", [*ALL])
 def test_on_a_slot_as_well(name: str, arrived: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    theirs, pool = arrived[1][name], Pool(None, 1)
-    sent = _packed(build(name)[1], Writer(None), pool, None)
+    theirs, pool = arrived[1][name], SlotPool(None, 1)
+    sent = to_send(build(name)[1], SlotWriter(None), pool, None)
     ours = receive(*sent._arguments)
     assert shown(ours, name in COMPACT) == shown(theirs, name in COMPACT)
     assert shared(ours) == shared(theirs)
@@ -331,17 +309,15 @@ STORAGES = [numbers(400), numbers(400, dtype=torch.int64)]
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.one_of(*map(views, STORAGES)), min_size=1, max_size=5), st.booleans())
 def test_any_views_of_one_storage(batch: list[Any], keep: bool) -> None:
-    pool = Pool(None, 1)
-    held = [receive(*_packed(numbers(900), Writer(None), pool, None)._arguments) for _ in range(2 * keep)]
-    sent = _packed(batch, Writer(None), pool, None)
-    assert pool.want <= sum(-(-one.nbytes // 64) * 64 for one in STORAGES) + 128 * len(batch)
+    pool = SlotPool(None, 1)
+    held = [receive(*to_send(numbers(900), SlotWriter(None), pool, None)._arguments) for _ in range(2 * keep)]
+    sent = to_send(batch, SlotWriter(None), pool, None)
+    assert pool.expected <= sum(-(-one.nbytes // 64) * 64 for one in STORAGES) + 128 * len(batch)
     got = receive(*sent._arguments)
     for source, one in zip(batch, got, strict=True):
         assert torch.equal(source, one) and source.dtype is one.dtype
     loose = {
-        number
-        for number, source in enumerate(batch)
-        if source.stride() != got[number].stride() and source.numel() > 1
+        number for number, source in enumerate(batch) if source.stride() != got[number].stride() and source.numel() > 1
     }
     for number, one in enumerate(got):
         assert one.untyped_storage().nbytes() <= STORAGES[one.dtype is torch.int64].nbytes
@@ -363,8 +339,7 @@ def test_any_views_of_one_storage(batch: list[Any], keep: bool) -> None:
 def _addresses(tensor: Any) -> set[int]:
     steps = itertools.product(*(range(size) for size in tensor.shape))
     return {
-        tensor.data_ptr()
-        + tensor.element_size() * sum(i * s for i, s in zip(at, tensor.stride(), strict=True))
+        tensor.data_ptr() + tensor.element_size() * sum(i * s for i, s in zip(at, tensor.stride(), strict=True))
         for at in steps
     }
 
@@ -405,9 +380,7 @@ def test_a_default_device_changes_nothing_that_torch_keeps(where: str, fn: Any) 
     given = []
     init = on_meta if where == "in the workers" else None
     for kind in (legroom.DataLoader, torch.utils.data.DataLoader):
-        loader = kind(
-            OnTheCpu(), 4, num_workers=1, collate_fn=fn, worker_init_fn=init, multiprocessing_context="fork"
-        )
+        loader = kind(OnTheCpu(), 4, num_workers=1, collate_fn=fn, worker_init_fn=init, multiprocessing_context="fork")
         iterator = iter(loader)
         if init is None:
             torch.set_default_device("meta")

@@ -1,10 +1,9 @@
-"""Every sentence has its translation, and is looked up when it is said and not when a module is imported."""
+"""Translations are right and up to date; a message is looked up when it is shown, not when a module is imported."""
 
 from __future__ import annotations
 
 import ast
 import gettext
-import io
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,29 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from babel.messages.catalog import Message
 
 PO = Path(__file__).parents[2] / "po"
 
 
 @pytest.fixture
 def po(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The tool's modules, which lie beside the translations and in no package."""
+    """po/messages.py, which lies beside the translations and in no package."""
     monkeypatch.syspath_prepend(str(PO))
-    import catalogue
     import messages
-    import sources
 
-    class Tool:
-        pass
-
-    tool: Any = Tool()
-    tool.catalogue, tool.messages, tool.sources = catalogue, messages, sources
-    yield tool
-    for name in ("catalogue", "messages", "sources"):
+    yield messages
+    for name in ("messages", "extract"):
         sys.modules.pop(name, None)
 
 
-def test_the_translations_are_complete_and_compiled() -> None:
+def test_no_translation_is_wrong_or_outdated_and_the_compiled_file_is_the_same() -> None:
     done = subprocess.run([sys.executable, str(PO / "messages.py"), "check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -52,23 +45,22 @@ def _said_at_import(tree: ast.Module, speaks: Any) -> Iterator[int]:
             waiting += ast.iter_child_nodes(node)
 
 
-def test_nothing_is_said_while_modules_are_imported(po: Any) -> None:
+def test_no_sentence_is_built_while_modules_are_imported(po: Any) -> None:
     early = [
         f"{path}:{line}"
-        for path in po.sources.SOURCE.rglob("*.py")
-        for line in _said_at_import(ast.parse(path.read_text(encoding="utf-8")), po.sources.speaks)
+        for path in po.SOURCE.rglob("*.py")
+        for line in _said_at_import(ast.parse(path.read_text(encoding="utf-8")), sys.modules["extract"].marks)
     ]
     assert early == [], "use phrase() there and say() where it is shown"
 
 
 @pytest.mark.parametrize(
-    "source",
-    ["X = say('a')", "class A:\n    x = say('a')", "def f(x=say('a')): pass", "@d(say('a'))\ndef f(): pass"],
+    "source", ["X = say('a')", "class A:\n    x = say('a')", "def f(x=say('a')): pass", "@d(say('a'))\ndef f(): pass"]
 )
-def test_the_guard_sees_what_is_said_too_early(source: str, po: Any) -> None:
-    assert list(_said_at_import(ast.parse(source), po.sources.speaks))
+def test_the_check_finds_a_sentence_built_at_import(source: str, po: Any) -> None:
+    assert list(_said_at_import(ast.parse(source), sys.modules["extract"].marks))
     late = ast.parse("def f():\n    return say('a')\nX = lambda: say('a')")
-    assert not list(_said_at_import(late, po.sources.speaks))
+    assert not list(_said_at_import(late, sys.modules["extract"].marks))
 
 
 def test_messages_are_found_in_source(po: Any) -> None:
@@ -78,20 +70,20 @@ def test_messages_are_found_in_source(po: Any) -> None:
         '@click.option("--x", help="two")\n'
         "def f():\n"
         '    """three\n\n    four"""\n'
-        '    words.say("fi" "ve {x}" if x else "six", x=1)\n'
+        '    messages.say("fi" "ve {x}" if x else "six", x=1)\n'
         "    say(variable)\n"
         '    voice.say("an event")\n'
         '    parser.add_argument("--y", help="for programmers")\n'
         "def g():\n"
         '    """not a command"""\n'
     )
-    assert set(po.sources.said_in(tree)) == {"one", "two", "three\n\nfour", "five {x}", "six"}
+    found = [text for _, text in sys.modules["extract"].messages_in(tree)]
+    assert sorted(found) == sorted({"one", "two", "three\n\nfour", "five {x}", "six"})
 
 
 @pytest.mark.parametrize(
     ("template", "translation", "problem"),
     [
-        ("{free} left", "", "not translated"),
         ("{free} left", "还剩", "{free} is missing"),
         ("{free:>8} left", "还剩 {free}", "{free:>8} is missing"),
         ("{free} left", "还剩 {free}（{size}）", "{size} is not in the original"),
@@ -101,7 +93,7 @@ def test_messages_are_found_in_source(po: Any) -> None:
     ],
 )
 def test_what_the_check_finds(template: str, translation: str, problem: str, po: Any) -> None:
-    found = list(po.messages.problems(po.catalogue.Entry(template, translation)))
+    found = list(po.problems(Message(template, translation)))
     assert any(problem in one for one in found), found
 
 
@@ -112,44 +104,48 @@ def test_what_the_check_finds(template: str, translation: str, problem: str, po:
         ("{a}: {b}", "{a}: {b}"),
         (" and more", "，以及更多"),
         ("`df -h`", "`df -h`"),
+        ("not translated yet", ""),
     ],
 )
 def test_what_the_check_lets_pass(template: str, translation: str, po: Any) -> None:
-    assert list(po.messages.problems(po.catalogue.Entry(template, translation))) == []
+    assert list(po.problems(Message(template, translation))) == []
 
 
-def test_files_come_back_as_they_were_written(po: Any, tmp_path: Path) -> None:
-    entry = po.catalogue.Entry('say "{x}"\n\ttwice\\', "说“{x}”\n两次\\", ("a.py",), ("#. same",))
-    path = tmp_path / "a.po"
-    path.write_text(po.catalogue.po_text([entry], "zh"), encoding="utf-8")
-    assert po.catalogue.read(path) == {
-        entry.template: po.catalogue.Entry(entry.template, entry.translation, (), entry.notes)
-    }
-    path.write_text('msgid ""\nmsgstr "h"\n\n# note\nmsgid "a "\n"b"\nmsgstr ""\n"甲"\n', encoding="utf-8")
-    assert po.catalogue.read(path)["a b"].translation == "甲"
-    found = gettext.GNUTranslations(io.BytesIO(po.catalogue.mo_bytes([entry], "zh")))
-    assert found.gettext(entry.template) == entry.translation and found.info()["language"] == "zh"
+@pytest.fixture
+def copy(po: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with one source file, whose messages are "kept {x}" and "new", and three translations."""
+    monkeypatch.setattr(po, "HERE", tmp_path / "po")
+    monkeypatch.setattr(po, "SOURCE", tmp_path / "src" / "legroom")
+    po.SOURCE.mkdir(parents=True)
+    po.HERE.mkdir()
+    (po.SOURCE / "a.py").write_text('say("kept {x}", x=1)\nsay("Kept {y} %s")\nsay("new")\n')
+    entries = [("kept {x}", "留 {x}"), ("Kept {y} %s", "Kept {y} %s"), ("gone", "去")]
+    lines = ['msgid ""\nmsgstr "Content-Type: text/plain; charset=utf-8\\n"\n']
+    lines += [f'# same\nmsgid "{english}"\nmsgstr "{chinese}"\n' for english, chinese in entries]
+    (po.HERE / "zh.po").write_text("\n".join(lines), encoding="utf-8")
+    return tmp_path
 
 
-def test_extract_keeps_moves_adds_and_drops(po: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(po.messages, "HERE", tmp_path)
-    folder = tmp_path / "zh"
-    folder.mkdir()
-    old = [
-        po.catalogue.Entry("kept", "留"),
-        po.catalogue.Entry("moved", "移"),
-        po.catalogue.Entry("gone", "去"),
-    ]
-    (folder / "base.po").write_text(po.catalogue.po_text(old, "zh"), encoding="utf-8")
-    monkeypatch.setattr(
-        po.messages,
-        "messages",
-        lambda: {"base": {"kept": ["a.py"]}, "cli": {"moved": ["b.py"], "new": ["b.py"]}},
-    )
-    monkeypatch.setattr(po.messages, "_print", lambda text: None)
-    po.messages.extract("zh")
-    found = {
-        path.stem: {one.template: one.translation for one in po.catalogue.read(path).values()}
-        for path in folder.iterdir()
-    }
-    assert found == {"base": {"kept": "留"}, "cli": {"moved": "移", "new": ""}}
+def test_update_keeps_adds_and_drops(po: Any, copy: Path) -> None:
+    assert any("no longer in the source" in one and "gone" in one for one in po.check("zh"))
+    po.update("zh")
+    found = {text: (message.string, message.user_comments) for text, message in po.entries(po.stored("zh")).items()}
+    assert found == {"kept {x}": ("留 {x}", ["same"]), "Kept {y} %s": ("Kept {y} %s", ["same"]), "new": ("", [])}
+    assert [one for one in po.check("zh") if "out of date" not in one] == []
+    assert "python-format" not in (copy / "po" / "zh.po").read_text().replace("python-brace-format", "")
+    before = (copy / "po" / "zh.po").read_bytes()
+    po.update("zh")
+    assert (copy / "po" / "zh.po").read_bytes() == before
+
+
+def test_compile_writes_what_gettext_reads_and_check_compares_it(po: Any, copy: Path) -> None:
+    po.update("zh")
+    assert any("out of date" in one for one in po.check("zh"))
+    po.compile_("zh")
+    assert list(po.check("zh")) == []
+    with po.shipped("zh").open("rb") as file:
+        found = gettext.GNUTranslations(file)
+    assert found.gettext("kept {x}") == "留 {x}" and found.gettext("new") == "new"
+    text = (copy / "po" / "zh.po").read_text(encoding="utf-8")
+    (copy / "po" / "zh.po").write_text(text.replace("留 {x}", "留下 {x}"), encoding="utf-8")
+    assert any("out of date" in one for one in po.check("zh"))

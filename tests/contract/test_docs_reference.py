@@ -16,9 +16,7 @@ import legroom.gpu
 
 DOCS = REPO / "docs"
 REFERENCE = "\n".join(path.read_text(encoding="utf-8") for path in sorted((DOCS / "reference").glob("*.md")))
-PUBLIC = [f"legroom.{name}" for name in legroom.__all__] + [
-    f"legroom.gpu.{name}" for name in legroom.gpu.__all__
-]
+PUBLIC = [f"legroom.{name}" for name in legroom.__all__] + [f"legroom.gpu.{name}" for name in legroom.gpu.__all__]
 # Names that a page of docs/ tells people to import from an adapter.
 ADAPTERS = sorted(
     {
@@ -63,7 +61,7 @@ def _functions() -> Iterator[tuple[str, object]]:
 
 
 @pytest.mark.parametrize(("name", "function"), list(_functions()))
-def test_every_argument_is_told_of(name: str, function: object) -> None:
+def test_every_argument_is_documented(name: str, function: object) -> None:
     text = inspect.getdoc(function) or ""
     told = set(re.findall(r"^    \*{0,2}(\w+): ", text.partition("Args:\n")[2], re.M))
     assert told == set(inspect.signature(function).parameters), name  # type: ignore[arg-type]

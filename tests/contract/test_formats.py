@@ -12,8 +12,8 @@ import pytest
 from format_samples import SAMPLES, Sample
 
 from legroom.errors import LegroomError, MissingKey
+from legroom.formats.base_reader import ArraySpec, TableSpec
 from legroom.formats.detect import open_source
-from legroom.formats.protocol import ArraySpec, TableSpec
 
 ARRAYS = [sample for sample in SAMPLES if sample.table is None]
 TABLES = [sample for sample in SAMPLES if sample.table is not None]
@@ -71,11 +71,7 @@ def test_the_arrays_are_what_the_library_reads(sample: Sample, path_of: Any) -> 
     with open_source(path_of(sample)) as reader:
         for spec in reader.describe().items:
             assert isinstance(spec, ArraySpec)
-            out = (
-                np.full(spec.shape, 85, np.uint8)
-                if spec.dtype == np.uint8
-                else np.empty(spec.shape, spec.dtype)
-            )
+            out = np.full(spec.shape, 85, np.uint8) if spec.dtype == np.uint8 else np.empty(spec.shape, spec.dtype)
             seen: list[int] = []
             reader.read_into(spec.name, out, seen.append)
             np.testing.assert_array_equal(out, expected[spec.name], err_msg=spec.name)
@@ -107,9 +103,7 @@ def test_slabs_one_after_the_other_are_the_array(sample: Sample, path_of: Any) -
             slabs = reader.slabs(spec.name)
             if slabs is None:
                 continue
-            assert [slab.start for slab in slabs] == list(
-                np.cumsum([0, *(slab.nbytes for slab in slabs)])[:-1]
-            )
+            assert [slab.start for slab in slabs] == list(np.cumsum([0, *(slab.nbytes for slab in slabs)])[:-1])
             parts = [b"".join(slab.decode()) for slab in slabs]
             assert [len(part) for part in parts] == [slab.nbytes for slab in slabs]
             native = np.ascontiguousarray(expected[spec.name]).astype(spec.dtype)
@@ -190,10 +184,7 @@ def test_a_key_that_is_not_there_is_named_with_the_nearest(sample: Sample, path_
     with open_source(path_of(sample)) as reader:
         item = reader.describe().items[0]
     name = next(iter(item.columns)) if isinstance(item, TableSpec) else item.name
-    with (
-        pytest.raises(MissingKey) as caught,
-        open_source(path_of(sample), keys=[name, name + "_x"]) as reader,
-    ):
+    with pytest.raises(MissingKey) as caught, open_source(path_of(sample), keys=[name, name + "_x"]) as reader:
         reader.describe()
     assert repr(name + "_x") in str(caught.value)
     assert any("did you mean" in step and name.partition("/")[0] in step for step in caught.value.fix)
@@ -246,9 +237,7 @@ def test_closing_twice_is_allowed_and_using_it_afterwards_is_not(sample: Sample,
 
 
 @every_single_file
-def test_a_file_cut_anywhere_is_an_error_or_the_same_data(
-    sample: Sample, path_of: Any, tmp_path: Path
-) -> None:
+def test_a_file_cut_anywhere_is_an_error_or_the_same_data(sample: Sample, path_of: Any, tmp_path: Path) -> None:
     whole = path_of(sample).read_bytes()
     cut = tmp_path / "cut"
     for share in (0.0, 0.001, 0.3, 0.7, 0.999):

@@ -69,9 +69,7 @@ def score(path: Path) -> list[Scored]:
     """Every text of that file."""
     rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
     return [
-        Scored(
-            row["id"], row["label"], row["decidable"], classify(Evidence(log=facts_of(row["text"].encode())))
-        )
+        Scored(row["id"], row["label"], row["decidable"], classify(Evidence(log=facts_of(row["text"].encode()))))
         for row in rows
     ]
 
@@ -79,8 +77,7 @@ def score(path: Path) -> list[Scored]:
 def count(scored: Iterable[Scored], *, decidable: bool, result: str, sure: bool | None = None) -> int:
     """How many have that result."""
     return sum(
-        one.decidable == decidable and one.result == result and (sure is None or one.sure == sure)
-        for one in scored
+        one.decidable == decidable and one.result == result and (sure is None or one.sure == sure) for one in scored
     )
 
 
@@ -98,9 +95,7 @@ def table(parts: dict[str, list[Scored]]) -> str:
             guess = "" if decidable else str(count(scored, decidable=False, result="guess"))
             wrong = [count(scored, decidable=decidable, result="wrong", sure=sure) for sure in (False, True)]
             share = f"{right} ({right / total:.0%})" if total else "0"
-            lines.append(
-                f"| {part}, {words} | {total} | {share} | {unknown} | {guess} | {wrong[0]} | {wrong[1]} |"
-            )
+            lines.append(f"| {part}, {words} | {total} | {share} | {unknown} | {guess} | {wrong[0]} | {wrong[1]} |")
     return "\n".join(lines)
 
 

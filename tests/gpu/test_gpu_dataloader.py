@@ -1,25 +1,23 @@
-"""legroom.DataLoader with pin_memory on a real card: slots are registered, copies are right however they are made."""
+"""legroom.DataLoader with pin_memory on a real GPU: slots are registered, copies are right however they are made."""
 
 from __future__ import annotations
 
 import gc
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import legroom
-from legroom.loader.arena import inbox as arena_inbox
+from legroom.loader.dataloader import receive
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from legroom.loader.arena.pin import cuda_pinner  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 import loader_samples as samples  # noqa: E402
+
+from legroom.loader.dataloader.pin_memory import cuda_pinner  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 BATCHES, FLOATS = 60, 1_000_000
@@ -47,7 +45,7 @@ def test_batches_lie_in_registered_memory_and_no_thread_pins_them() -> None:
         assert rows.is_pinned() and index.is_pinned()
         assert not [one.name for one in threading.enumerate() if "pin_memory" in one.name]
     assert made.pin_memory is True  # as frameworks read it
-    assert any(arrival.pinned for arrival in arena_inbox._slots.values()) or arena_inbox.mapped() == 0
+    assert any(arrival.pinned for arrival in receive._slots.values()) or receive.mapped_slots() == 0
 
 
 @pytest.mark.parametrize("side", [False, True], ids=["current stream", "a stream of its own"])
@@ -57,9 +55,7 @@ def test_a_copy_that_is_still_running_keeps_its_source(side: bool) -> None:
     got = []
     for rows, index in loader():
         with torch.cuda.stream(stream):
-            for _ in range(
-                10
-            ):  # the copy waits behind this while the worker would like to have its slot back
+            for _ in range(10):  # the copy waits behind this while the worker would like to have its slot back
                 heavy = heavy @ heavy
                 heavy = heavy / heavy.norm()
             got.append((int(index), rows.to("cuda", non_blocking=True)))
@@ -85,9 +81,7 @@ def test_custom_batches_are_pinned_as_torch_pins_them() -> None:
 
 
 def test_torchs_own_loader_with_our_collate_pins_by_its_thread() -> None:
-    made = torch.utils.data.DataLoader(
-        Full(), 1, num_workers=2, pin_memory=True, collate_fn=legroom.collate()
-    )
+    made = torch.utils.data.DataLoader(Full(), 1, num_workers=2, pin_memory=True, collate_fn=legroom.collate())
     for number, (rows, _) in enumerate(made):
         assert rows.is_pinned() and bool((rows.to("cuda", non_blocking=True) == number).all())
 
@@ -100,9 +94,9 @@ def test_nothing_stays_mapped_or_registered() -> None:
         del rows, _index
     torch.cuda.synchronize()
     gc.collect()
-    arena_inbox.sweep()
+    receive.forget_ended_workers()
     gc.collect()
-    assert arena_inbox.mapped() == 0 and "legroom-batch" not in Path("/proc/self/maps").read_text()
+    assert receive.mapped_slots() == 0 and "legroom-batch" not in Path("/proc/self/maps").read_text()
 
 
 def test_while_a_graph_is_captured() -> None:

@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 DEATHS = {
     "gpu_oom": ("gpu-oom", "import torch\nheld = []\nwhile True: held.append(torch.empty(1 << 30, dtype=torch.uint8, device='cuda'))\n"),
@@ -48,15 +45,12 @@ def test_the_death_is_named_live_and_from_its_log(name: str, tmp_path: Path) -> 
     log = tmp_path / "death.log"
     log.write_text(text)
     said = subprocess.run(
-        [sys.executable, "-m", "legroom", "explain", "--json", str(log)],
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-m", "legroom", "explain", "--json", str(log)], capture_output=True, text=True, check=True
     )
     assert json.loads(said.stdout)["verdict"] == truth
 
 
-def test_a_batch_too_large_for_the_card_is_halved_until_it_fits(tmp_path: Path) -> None:
+def test_a_batch_too_large_for_the_gpu_is_halved_until_it_fits(tmp_path: Path) -> None:
     free = torch.cuda.mem_get_info()[0]
     script = (
         "import argparse, torch\n"

@@ -1,26 +1,21 @@
-"""What pages say about a card is run on one: the whole of every page with a block that needs CUDA."""
+"""What pages say about a GPU is run on one: the whole of every page with a block that needs CUDA."""
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
+from doc_folder import copy, furnish
 from doc_pages import blocks_of, original, pages
 from doc_runner import Runner, scripts
-from doc_stage import copy, furnish
 
 pytestmark = pytest.mark.gpu
 
 
-def _for_a_card(page: str) -> bool:
-    return original(page) is None and any(
-        {"needs", "elsewhere"} & block.marks.keys() for block in blocks_of(page)
-    )
+def _for_a_gpu(page: str) -> bool:
+    return original(page) is None and any({"needs", "elsewhere"} & block.marks.keys() for block in blocks_of(page))
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +25,8 @@ def runner() -> Iterator[Runner]:
     process.close()
 
 
-@pytest.mark.parametrize("page", [page for page in pages() if _for_a_card(page)])
-def test_python_for_a_card(page: str, runner: Runner, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", [page for page in pages() if _for_a_gpu(page)])
+def test_python_for_a_gpu(page: str, runner: Runner, tmp_path: Path) -> None:
     furnish(tmp_path)
     with tempfile.TemporaryDirectory(prefix="legroom-doc-") as folder:
         environment = copy(tmp_path, Path(folder))

@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 HERE = Path(__file__).parents[2] / "examples" / "image_classifier"
 
 
@@ -21,7 +18,7 @@ def _run(folder: Path, script: str, *flags: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=folder)
 
 
-def test_both_trainings_on_a_gpu(tmp_path: Path) -> None:
+def test_both_training_runs_on_a_gpu(tmp_path: Path) -> None:
     runs = [
         ("make_images.py", "--out", "datas", "--per_class", "20", "--size", "64"),
         ("train_classifier.py", "--data_dir", "datas", "--image_size", "64", "--epochs", "2", "--memory_fraction", "0.5", "--allow_tf32"),
@@ -39,10 +36,7 @@ def test_both_trainings_on_a_gpu(tmp_path: Path) -> None:
 def test_a_step_that_does_not_fit_its_share(tmp_path: Path) -> None:
     """A share of 2 GB, whatever the GPU's size, and a batch of images that need more."""
     share = (2 << 30) / torch.cuda.get_device_properties(0).total_memory
-    assert (
-        _run(tmp_path, "make_images.py", "--out", "datas", "--per_class", "20", "--size", "64").returncode
-        == 0
-    )
+    assert _run(tmp_path, "make_images.py", "--out", "datas", "--per_class", "20", "--size", "64").returncode == 0
     flags = ("--image_size", "2048", "--batch_size", "16", "--epochs", "1", "--memory_fraction", str(share))
     done = _run(tmp_path, "train_classifier.py", "--data_dir", "datas", *flags)
     assert done.returncode == 1, (done.stdout, done.stderr)

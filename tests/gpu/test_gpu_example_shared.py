@@ -1,4 +1,4 @@
-"""The examples that share one copy, on a real card: the glint training learns, two experiments share data and card."""
+"""The examples that share one copy, on a real GPU: the glint training learns, two experiments share data and GPU."""
 
 from __future__ import annotations
 
@@ -25,12 +25,7 @@ ROOT = Path(__file__).parents[2]
 def stores(tmp_path: Path) -> Iterator[dict[str, str]]:
     """An environment whose stores are empty and go at the end."""
     memory = tempfile.mkdtemp(prefix="legroom-test-", dir="/dev/shm")
-    yield {
-        **os.environ,
-        "PYTHONPATH": str(ROOT / "src"),
-        "LEGROOM_SHM": memory,
-        "LEGROOM_DIR": str(tmp_path / "disk"),
-    }
+    yield {**os.environ, "PYTHONPATH": str(ROOT / "src"), "LEGROOM_SHM": memory, "LEGROOM_DIR": str(tmp_path / "disk")}
     shutil.rmtree(memory)
 
 
@@ -41,7 +36,7 @@ def run(script: str, *flags: object, cwd: Path, environment: dict[str, str]) -> 
     return done.stdout
 
 
-def test_the_glint_training_learns(stores: dict[str, str], tmp_path: Path) -> None:
+def test_the_glint_training_run_learns(stores: dict[str, str], tmp_path: Path) -> None:
     run("glint_unet/make_data.py", "train.h5", "--images", 128, cwd=tmp_path, environment=stores)
     flags = ["--h5", "train.h5", "--shared_memory", "--num_workers", 4, "--epochs", 4]
     told = run("glint_unet/train_glint_unet.py", *flags, cwd=tmp_path, environment=stores)
@@ -49,7 +44,7 @@ def test_the_glint_training_learns(stores: dict[str, str], tmp_path: Path) -> No
     assert len(errors) == 4 and errors[-1] < 8  # untrained: about 100
 
 
-def test_experiments_share_data_and_card(stores: dict[str, str], tmp_path: Path) -> None:
+def test_experiments_share_data_and_gpu(stores: dict[str, str], tmp_path: Path) -> None:
     flags = ["--gpus", 1, "--jobs_per_gpu", 2, "--size", "64MB", "--steps", 40]
     told = run("many_experiments/run_experiments.py", *flags, cwd=tmp_path, environment=stores)
     assert "running 1 x 2" in told

@@ -21,12 +21,11 @@ import legroom  # noqa: E402  (only where there is something to test)
 from legroom.errors import BadLimit, DoesNotFit  # noqa: E402
 from legroom.gpu.batch_trials import GpuTrialRunner  # noqa: E402
 from legroom.gpu.cuda_device import CudaDevice  # noqa: E402
-from legroom.gpu.oom import BatchNormWarning  # noqa: E402
+from legroom.gpu.oom_retry import BatchNormWarning  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 SCRIPTS = Path(__file__).with_name("scripts")
 SOURCE = Path(__file__).parents[2] / "src"
-sys.path.insert(0, str(SCRIPTS))
 from gpu_models import MODELS  # noqa: E402
 
 MB, GB = 1 << 20, 1 << 30
@@ -296,9 +295,7 @@ def test_batch_norm_warning() -> None:
     torch.cuda.empty_cache()
     allowed = torch.cuda.memory_reserved() + 2 * GB
     torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
-    loss_step = legroom.gpu.on_oom(model)(
-        lambda part: torch.nn.functional.cross_entropy(model(part[0]), part[1])
-    )
+    loss_step = legroom.gpu.on_oom(model)(lambda part: torch.nn.functional.cross_entropy(model(part[0]), part[1]))
     with pytest.warns(BatchNormWarning):
         loss_step(batch)
 

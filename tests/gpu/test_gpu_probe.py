@@ -1,4 +1,4 @@
-"""The probe against a real card: torch's figures, our own memory, our own pid."""
+"""The probe against a real GPU: torch's figures, our own memory, our own pid."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from legroom.probe.environment import in_initial_namespace
 from legroom.probe.gpu_devices import gpu_pools, gpus, gpus_on_bus
 from legroom.probe.host import Host
-from legroom.probe.limits import limits, pinned_pool
+from legroom.probe.process_limits import limits, pinned_pool
+from legroom.probe.runtime_environment import in_initial_namespace
 from legroom.records import Gpu
 
 torch = pytest.importorskip("torch")
@@ -37,19 +37,19 @@ def cuda() -> Iterator[Any]:
 
 
 def ours(uuid: str) -> Gpu:
-    """The card torch uses, by its uuid: torch may number them otherwise."""
+    """The GPU torch uses, by its uuid: torch may number them otherwise."""
     found = gpus(Host())
     assert found.reason is None, found.reason
     return next(card for card in found.cards if uuid in card.uuid)
 
 
-def uuid_of_torchs_card() -> str:
+def uuid_of_torchs_gpu() -> str:
     return str(torch.cuda.get_device_properties(0).uuid)
 
 
 def test_size_and_room_are_torchs(cuda: Any) -> None:
     free, total = cuda.mem_get_info()
-    card = ours(uuid_of_torchs_card())
+    card = ours(uuid_of_torchs_gpu())
     assert card.size is not None and card.free is not None and card.used is not None
     assert abs(card.size - total) <= total * 0.01
     assert abs(card.free - free) <= total * 0.01
@@ -58,17 +58,12 @@ def test_size_and_room_are_torchs(cuda: Any) -> None:
 
 
 def test_what_is_allocated_is_used(cuda: Any) -> None:
-    uuid = uuid_of_torchs_card()
+    uuid = uuid_of_torchs_gpu()
     before = ours(uuid)
     block = torch.empty(GIB, dtype=torch.uint8, device="cuda")
     cuda.synchronize()
     after = ours(uuid)
-    assert (
-        before.used is not None
-        and after.used is not None
-        and before.free is not None
-        and after.free is not None
-    )
+    assert before.used is not None and after.used is not None and before.free is not None and after.free is not None
     assert after.used - before.used >= 0.95 * GIB
     assert before.free - after.free >= 0.95 * GIB
     del block
@@ -77,10 +72,10 @@ def test_what_is_allocated_is_used(cuda: Any) -> None:
     assert gone.used is not None and gone.used <= after.used - 0.95 * GIB
 
 
-def test_we_are_among_the_processes_or_it_is_said_why_not(cuda: Any) -> None:
+def test_this_process_is_listed_or_the_reason_is_given(cuda: Any) -> None:
     block = torch.empty(GIB, dtype=torch.uint8, device="cuda")
     cuda.synchronize()
-    card = ours(uuid_of_torchs_card())
+    card = ours(uuid_of_torchs_gpu())
     if card.processes is None:
         assert card.reason
         return
@@ -171,8 +166,6 @@ print(json.dumps([block.is_pinned(), registered, fields["CapEff"].split()[0], fi
 def python(code: str, *before: str) -> str:
     """What a fresh python prints, without anything of the person's who runs the tests in its way."""
     env = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/tmp"}
-    ran = subprocess.run(
-        [*before, sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=240
-    )
+    ran = subprocess.run([*before, sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=240)
     assert ran.returncode == 0, ran.stderr[-2000:]
     return ran.stdout

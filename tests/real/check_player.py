@@ -2,7 +2,9 @@
 
 ``legroom check`` imports ``dataset`` and ``collate`` from here; run as a script this file is the training loop that
 check is asked about. The setting is JSON in ``LEGROOM_SETTING``. The loop stops now and then, as a loop that validates
-or saves a checkpoint does, until the workers have filled the queues.
+or saves a checkpoint does, until the workers have filled the queues. It runs at least two epochs, and more while they
+take less than a few seconds. It is a user's script and nothing else: it knows nothing of how check measures, leaves
+Python's garbage collector as it is, and fails if samples are missing.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 SETTING: dict[str, Any] = json.loads(os.environ["LEGROOM_SETTING"])
 _LONGEST_PAUSE = 3.0
+_EPOCHS, _MORE_EPOCHS_S = 2, 3.0  # as many as fit into that time, and at least two
 
 
 class Picture:
@@ -45,10 +48,7 @@ def make(index: int, record: Any = None) -> Any:
         return values.tobytes(), index
     if kind == "image":
         picture = Picture(values.tobytes(), (len(values), 1))
-        return {
-            "image": picture,
-            "about": {"name": f"{index:08d}.png", "boxes": [0.0, 1.0, 2.0], "of": record},
-        }
+        return {"image": picture, "about": {"name": f"{index:08d}.png", "boxes": [0.0, 1.0, 2.0], "of": record}}
     parts = np.array_split(values, SETTING["tensors"])
     return {f"field{number}": torch.from_numpy(part.copy()) for number, part in enumerate(parts)}
 
@@ -68,11 +68,7 @@ class Records(Dataset[Any]):
 
     def __init__(self) -> None:
         self.records = [
-            {
-                "name": f"picture-{number:09d}",
-                "label": float(number),
-                "tags": [str(number), "x" * 20 + str(number)],
-            }
+            {"name": f"picture-{number:09d}", "label": float(number), "tags": [str(number), "x" * 20 + str(number)]}
             for number in range(SETTING["records"])
         ]
 
@@ -135,9 +131,7 @@ def collate_pictures(samples: list[Any]) -> Any:
     return batch, [sample["about"] for sample in samples]
 
 
-collate = {"padded": collate_padded, "list": collate_list, "pictures": collate_pictures}.get(
-    SETTING["collate"]
-)
+collate = {"padded": collate_padded, "list": collate_list, "pictures": collate_pictures}.get(SETTING["collate"])
 if __name__ != "__mp_main__":
     dataset = _made_dataset()
 
@@ -149,14 +143,17 @@ def _children() -> list[int]:
     return found
 
 
-def _busy() -> int:
+def _busy() -> int | None:
+    """CPU time of all workers; None while one runs or waits for a CPU."""
     total = 0
     for pid in _children():
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        total += int(fields[11]) + int(fields[12]) + (fields[0] in "RD")
+        if fields[0] in "RD":
+            return None
+        total += int(fields[11]) + int(fields[12])
     return total
 
 
@@ -166,7 +163,7 @@ def _pause() -> None:
     while time.monotonic() < end and time.monotonic() < since + 0.12:
         time.sleep(0.02)
         now = _busy()
-        if now != last:
+        if now is None or now != last:
             last, since = now, time.monotonic()
 
 
@@ -190,14 +187,23 @@ def main() -> None:
         collate_fn=collate,
         **options,
     )
-    for _ in range(2):
-        done = 0
-        for _batch in loader:  # the batch of the step before lives until the new one is there
-            done += 1
-            if SETTING["workers"] and done in (1, 2, 5):
+    epochs, until = 0, time.monotonic() + _MORE_EPOCHS_S
+    while epochs < _EPOCHS or time.monotonic() < until:
+        samples = 0
+        for done, batch in enumerate(loader, 1):  # the batch of the step before lives until the new one is there
+            samples += count(batch)
+            if SETTING["workers"] and epochs < _EPOCHS and done in (1, 2, 5):
                 _pause()
-        assert done
-    print("survived", done)
+        assert samples == SETTING["samples"], f"{samples} of {SETTING['samples']} samples"
+        epochs += 1
+    print("survived", epochs)
+
+
+def count(batch: Any) -> int:
+    """Samples in a batch."""
+    if SETTING["collate"] == "list":
+        return len(batch)
+    return len(next(iter(batch.values()))) if isinstance(batch, dict) else len(batch[1])
 
 
 if __name__ == "__main__":

@@ -36,8 +36,9 @@ from rigs import memory_cgroup, small_shm, why_not_cgroup, why_not_mount
 PLAYER = Path(__file__).with_name("check_player.py")
 ROOM = 3 << 30  # of the run with room
 FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-_PATIENCE = 45.0
-_CHECK_PATIENCE = 90.0  # check's own limit of 60 s, its start and its end
+_PATIENCE = 180.0
+_CHECK_S, _CHECK_LOOPS = 60.0, 6  # --timeout: its default, or this many times a loop takes here, with room
+_CHECK_MORE = 60.0  # for the start and the end of check
 _stopping = threading.Event()
 _MOST = 700 << 20  # bytes of samples that a setting may have about at once
 _EPOCH = 2 << 30  # bytes of samples in an epoch
@@ -198,19 +199,19 @@ class _Watch:
                 self.files = max(self.files, len(os.listdir(f"/proc/{self.pid}/fd")))
             except OSError:
                 pass
-            time.sleep(0.004)
+            time.sleep(0.01)
 
     def end(self) -> None:
         self._stop = True
         self._thread.join()
 
 
-def check_command(setting: dict[str, Any]) -> list[str]:
-    """The question, as a user puts it."""
+def check_command(setting: dict[str, Any], timeout: float = _CHECK_S) -> list[str]:
+    """The question, as a user puts it; on a busy machine with more time."""
     command = [sys.executable, "-m", "legroom", "check", "--json", "--dataset", "check_player:dataset"]
     command += ["--batch", str(setting["batch"]), "--workers", str(setting["workers"])]
     command += ["--prefetch", str(setting["prefetch"]), "--loader", setting["loader"]]
-    command += ["--start-method", setting["start_method"]]
+    command += ["--start-method", setting["start_method"], "--timeout", f"{timeout:.0f}s"]
     if setting["collate"] != "default":
         command += ["--collate", "check_player:collate"]
     if setting["persistent"] and setting["workers"]:
@@ -263,7 +264,9 @@ def one(rng: random.Random) -> Case:
         print(f"  dies with room too, drawn again: {setting} {roomy.errors[-300:]}", file=sys.stderr)
     peaks = {"ram": roomy.peak_ram, "shm": roomy.peak_shm, "fds": roomy.peak_files}
     bound = limits(rng, setting, peaks)
-    asked = run(check_command(setting), setting, bound["ram"], bound["shm"], bound["fds"], _CHECK_PATIENCE)
+    timeout = max(_CHECK_S, _CHECK_LOOPS * roomy.seconds)
+    question = check_command(setting, timeout)
+    asked = run(question, setting, bound["ram"], bound["shm"], bound["fds"], timeout + _CHECK_MORE)
     patience = 15 + 3 * roomy.seconds
     truth = run(loop, setting, bound["ram"], bound["shm"], bound["fds"], patience, to_the_first_kill=True)
     try:
@@ -276,8 +279,7 @@ def one(rng: random.Random) -> Case:
     case = Case(setting, peaks, bound, said["verdict"], truth.status == 0)
     case.detail = {
         "problems": [
-            {key: problem[key] for key in ("pool", "need", "free", "missing")}
-            for problem in said.get("problems", [])
+            {key: problem[key] for key in ("pool", "need", "free", "missing")} for problem in said.get("problems", [])
         ],
         "need": said.get("need"),
         "check_oom_kills": asked.oom_kills,
@@ -285,6 +287,8 @@ def one(rng: random.Random) -> Case:
         "oom_kills": truth.oom_kills,
         "seconds": [round(part.seconds, 1) for part in (roomy, asked, truth)],
         "notes": said.get("notes"),
+        "codes": said.get("codes"),
+        "unknown": said.get("unknown"),
     }
     if case.outcome == "wrong no":
         case.off = max((_off(case, problem, loop, patience) for problem in said["problems"]), default=1.0)
@@ -301,9 +305,7 @@ def _off(case: Case, problem: dict[str, Any], loop: Sequence[str], patience: flo
     least = case.limits[pool]
     for _ in range(12):
         lower = {**case.limits, pool: int(least * step)}
-        ran = run(
-            loop, case.setting, lower["ram"], lower["shm"], lower["fds"], patience, to_the_first_kill=True
-        )
+        ran = run(loop, case.setting, lower["ram"], lower["shm"], lower["fds"], patience, to_the_first_kill=True)
         if ran.status != 0:
             break
         least = lower[pool]

@@ -101,20 +101,14 @@ class Page:
     def look(self, width: int, height: int, *, dark: bool = False) -> None:
         """The size of the screen, and whether its owner likes it dark."""
         self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width < 600,
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def picture(self, *, whole: bool = False) -> bytes:
         """What it looks like, as a PNG."""
-        return base64.b64decode(
-            self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
-        )
+        return base64.b64decode(self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"])
 
     def _listen(self) -> None:
         rest = b""
@@ -142,9 +136,7 @@ class Page:
             case "Runtime.exceptionThrown":
                 self.console.append(f"exception: {said['exceptionDetails']}")
             case "Log.entryAdded":
-                self.console.append(
-                    f"{said['entry']['level']}: {said['entry']['text']} {said['entry'].get('url')}"
-                )
+                self.console.append(f"{said['entry']['level']}: {said['entry']['text']} {said['entry'].get('url')}")
             case None:
                 with self._heard:
                     self._answers[message["id"]] = message
@@ -180,7 +172,7 @@ def browser() -> Iterator[Page]:
 
 
 def _wait(pid: int) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while os.waitpid(pid, os.WNOHANG) == (0, 0):
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)

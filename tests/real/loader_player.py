@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import legroom
-from legroom.loader.arena import inbox as arena_inbox
+from legroom.loader.dataloader import receive
 
 MB = 1 << 20
 warnings.filterwarnings("ignore", "This DataLoader will create")
@@ -131,7 +131,7 @@ def forever() -> None:
     loader = legroom.DataLoader(Images(4, 100_000), 4, num_workers=2)
     for number, (rows, _) in enumerate(loader):
         if number == 3:
-            pids = [worker.pid for worker in arena_inbox._workers.values()]
+            pids = receive.sending_workers()
             print(json.dumps({"workers": pids}), flush=True)
         time.sleep(0.01)
         del rows

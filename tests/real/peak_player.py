@@ -91,18 +91,10 @@ def play(case: dict[str, Any]) -> dict[str, Any]:
     """Run one setting and tell its peak, or how it failed."""
     torch.multiprocessing.set_sharing_strategy(case["sharing"])
     data = Same(case["tensors"], case["batches"])
-    settings = {
-        "num_workers": case["workers"],
-        "prefetch_factor": case["prefetch"] if case["workers"] else None,
-    }
+    settings = {"num_workers": case["workers"], "prefetch_factor": case["prefetch"] if case["workers"] else None}
     asked = ask(data, settings) if case.get("check") else None
     loaders = [
-        DataLoader(
-            data,
-            batch_size=SAMPLES,
-            multiprocessing_context="fork" if case["workers"] else None,
-            **settings,
-        )
+        DataLoader(data, batch_size=SAMPLES, multiprocessing_context="fork" if case["workers"] else None, **settings)
         for _ in range(case["loaders"])
     ]
     gc.collect()
@@ -120,11 +112,14 @@ def ask(data: Same, settings: dict[str, Any]) -> dict[str, Any]:
     """What `legroom.check` says of it beforehand."""
     import legroom
 
-    found = legroom.check(
-        data, batch_size=SAMPLES, **{**settings, "prefetch_factor": settings["prefetch_factor"] or 2}
-    )
+    found = legroom.check(data, batch_size=SAMPLES, **{**settings, "prefetch_factor": settings["prefetch_factor"] or 2})
     shm = [problem for problem in found.problems if problem.pool == "shm"]
-    return {"verdict": found.verdict, "missing": shm[0].missing if shm else 0, "need": found.need.shm}
+    return {
+        "verdict": found.verdict,
+        "codes": found.codes,
+        "missing": shm[0].missing if shm else 0,
+        "need": found.need.shm,
+    }
 
 
 def consume(loaders: list[Any], case: dict[str, Any], before: int) -> None:
@@ -133,9 +128,7 @@ def consume(loaders: list[Any], case: dict[str, Any], before: int) -> None:
     for _ in range(case.get("epochs", 1)):
         running = [iter(loader) for loader in loaders]
         for done in range(1, case["batches"] + 1):
-            for number in range(
-                len(running)
-            ):  # no name of its own for an iterator: it would outlive its epoch
+            for number in range(len(running)):  # no name of its own for an iterator: it would outlive its epoch
                 held[number] = next(running[number])
             if done <= _STALLS and case["workers"]:
                 ahead = min(case["workers"] * case["prefetch"], case["batches"] - done)
@@ -164,9 +157,7 @@ def play_apart(case: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(
-        36, 1, 0, 0, 0
-    )  # PR_SET_CHILD_SUBREAPER: workers of a dead child are ours to wait for
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: workers of a dead child are ours to wait for
     for line in sys.stdin:
         result = play_apart(json.loads(line))
         emptied()

@@ -68,11 +68,7 @@ if args.loader == "legroom":
     import legroom
 
     ours = legroom.DataLoader(
-        data,
-        args.batch,
-        shuffle=True,
-        num_workers=args.num_workers,
-        generator=torch.Generator().manual_seed(7),
+        data, args.batch, shuffle=True, num_workers=args.num_workers, generator=torch.Generator().manual_seed(7)
     )
     if args.resume:
         ours.load_state_dict(state["loader"])

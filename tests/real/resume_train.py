@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy
 import legroom
 import legroom.loader.batches.batch_iterator
 import legroom.loader.batches.open_data
-import legroom.loader.dataloader
+import legroom.loader.dataloader.dataloader
 import legroom.loader.stream.stream_dataset
 from legroom.integrations import checkpoint
 
@@ -56,9 +56,7 @@ def inputs(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def train(kind: str, data: str, folder: Path, die: str = "") -> None:
     """To the end, or to the death asked for: ``STEP-before``, ``STEP-during`` or ``STEP-after`` its save."""
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(32, 4)
-    )
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(32, 4))
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     batches = batches_of(kind, data)

@@ -50,10 +50,7 @@ except DoesNotFit as problem:
 """
     with rigs.memory_cgroup(500 * MB) as group:
         ran = subprocess.run(
-            group.command([sys.executable, "-W", "ignore", "-c", code]),
-            capture_output=True,
-            text=True,
-            timeout=300,
+            group.command([sys.executable, "-W", "ignore", "-c", code]), capture_output=True, text=True, timeout=300
         )
         assert ran.returncode == 0, ran.stderr[-2000:]
         assert "does-not-fit" in ran.stdout and "OOM-killed" in ran.stdout

@@ -70,7 +70,7 @@ def test_a_small_shm_is_slower_and_never_fatal(large: tuple[Path, int], tmp_path
 
 
 @pytest.mark.real("mount")
-def test_shm_alone_says_what_is_missing_and_leaves_nothing(tmp_path: Path) -> None:
+def test_shm_alone_reports_what_is_missing_and_leaves_nothing(tmp_path: Path) -> None:
     write(tmp_path / "a.npy", 100 * MB)
     command = [sys.executable, "-c", OPEN, str(tmp_path / "a.npy"), '{"backing": "shm"}']
     result = opened(rigs.small_shm(command, "64m"), environment(Path("/dev/shm"), tmp_path / "disk"))
@@ -106,29 +106,25 @@ def test_a_disk_that_fills_up_during_the_load_is_an_error_too(tmp_path: Path, ch
     disk = tmp_path / "disk"
     disk.mkdir()
     thief = (
-        "from legroom.cache import store\n"
+        "from legroom.cache import store_directories\n"
         "def steal(name):\n"
         "    if name == 'allocate':\n"
         "        import os\n"
         "        fd = os.open(os.environ['LEGROOM_DIR'] + '/thief', os.O_CREAT | os.O_RDWR)\n"
         "        os.posix_fallocate(fd, 0, 24 << 20)\n"
         "        os.unlink(os.environ['LEGROOM_DIR'] + '/thief')\n"
-        "store.step_hook = steal\n"
+        "store_directories.step_hook = steal\n"
     )
     inner = [sys.executable, "-c", thief + OPEN, str(tmp_path / "a.h5"), '{"backing": "disk"}']
     script = f'mount -t tmpfs -o size=40m tmpfs {disk} && exec "$@"'
-    result = opened(
-        rigs.small_shm(["sh", "-c", script, "sh", *inner], "16m"), environment(Path("/dev/shm"), disk)
-    )
+    result = opened(rigs.small_shm(["sh", "-c", script, "sh", *inner], "16m"), environment(Path("/dev/shm"), disk))
     assert result["code"] == "no-room", result
     assert result["left"] == []
 
 
 @pytest.mark.real("cgroup")
 @pytest.mark.parametrize("backing", ["auto", "shm"])
-def test_a_cgroup_with_a_neighbour_kills_nobody(
-    large: tuple[Path, int], tmp_path: Path, backing: str
-) -> None:
+def test_a_cgroup_with_a_neighbour_has_no_oom_kill(large: tuple[Path, int], tmp_path: Path, backing: str) -> None:
     path, total = large
     shm, disk = Path(f"/dev/shm/legroom-test-{os.getpid()}-{backing}"), tmp_path / "disk"
     shm.mkdir(mode=0o700)
@@ -136,9 +132,7 @@ def test_a_cgroup_with_a_neighbour_kills_nobody(
     hog = f"import time; block = bytearray({80 * MB}); block[::4096] = b'x' * len(block[::4096]); print('on', flush=True); time.sleep(120)"
     try:
         with rigs.memory_cgroup(200 * MB) as group:
-            neighbour = subprocess.Popen(
-                group.command([sys.executable, "-c", hog]), stdout=subprocess.PIPE, text=True
-            )
+            neighbour = subprocess.Popen(group.command([sys.executable, "-c", hog]), stdout=subprocess.PIPE, text=True)
             try:
                 assert neighbour.stdout is not None
                 assert neighbour.stdout.readline() == "on\n"
@@ -184,31 +178,13 @@ def test_a_user_in_another_pid_namespace_is_alive(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("LEGROOM_SHM", env["LEGROOM_SHM"])
     monkeypatch.setenv("LEGROOM_DIR", env["LEGROOM_DIR"])
     hold = "import legroom, sys; data = legroom.open(sys.argv[1]); print('on', flush=True); sys.stdin.read()"
-    command = [
-        "unshare",
-        "--pid",
-        "--fork",
-        "--kill-child",
-        sys.executable,
-        "-c",
-        hold,
-        str(tmp_path / "a.npy"),
-    ]
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", hold, str(tmp_path / "a.npy")]
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as user:
         assert user.stdin is not None and user.stdout is not None
         assert user.stdout.readline() == "on\n"
         # And seen from inside another one, where the user has no number at all.
         look = "import sys; from legroom.cache import list_and_verify; print(list_and_verify.info(sys.argv[1]).in_use)"
-        inside = [
-            "unshare",
-            "--pid",
-            "--fork",
-            "--mount-proc",
-            sys.executable,
-            "-c",
-            look,
-            str(tmp_path / "a.npy"),
-        ]
+        inside = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", look, str(tmp_path / "a.npy")]
         assert subprocess.run(inside, env=env, capture_output=True, text=True, check=True).stdout == "True\n"
         with pytest.raises(EntryInUse):
             drop_and_gc.drop(tmp_path / "a.npy")
@@ -222,7 +198,7 @@ import os, sys
 import legroom
 from legroom.cache import capacity
 
-capacity.bounds = capacity.bounds_now = lambda store, env=None: [capacity.Bound(1 << 40, "every check sees free space")]
+capacity.bounds = capacity.bounds_now = lambda store, env=None: [capacity.Bound(1 << 40, lambda: "every check sees free space")]
 try:
     legroom.open(sys.argv[1], backing="shm")
 except legroom.LegroomError as problem:
@@ -239,14 +215,9 @@ def test_compressed_chunks_that_meet_a_full_shm_are_refused(tmp_path: Path) -> N
         file.create_dataset("x", data=rows, chunks=(1, 1 << 20), compression="gzip", compression_opts=1)
     command = [sys.executable, "-c", BLIND, str(tmp_path / "a.h5")]
     done = subprocess.run(
-        rigs.small_shm(command, "64m"),
-        env=environment(Path("/dev/shm"), tmp_path),
-        capture_output=True,
-        text=True,
+        rigs.small_shm(command, "64m"), env=environment(Path("/dev/shm"), tmp_path), capture_output=True, text=True
     )
-    assert done.stdout.split() == ["no-room", "[]", "63"] or done.stdout.split() == ["no-room", "[]", "64"], (
-        done.stderr
-    )
+    assert done.stdout.split() == ["no-room", "[]", "63"] or done.stdout.split() == ["no-room", "[]", "64"], done.stderr
 
 
 @pytest.mark.real("mount")

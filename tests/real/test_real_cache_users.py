@@ -55,13 +55,9 @@ OPEN = "data = legroom.open(sys.argv[2]); print(data.info.backing, data.info.sto
 
 
 @pytest.mark.real("user")
-def test_each_user_has_a_store_that_others_cannot_look_into(shared: Path) -> None:
+def test_each_user_has_a_store_that_others_cannot_read(shared: Path) -> None:
     for uid in (12345, 12346):
-        assert as_user(uid, OPEN, shared, shared / "a.npy").split() == [
-            "shm",
-            f"{shared}/legroom-{uid}",
-            "499500",
-        ]
+        assert as_user(uid, OPEN, shared, shared / "a.npy").split() == ["shm", f"{shared}/legroom-{uid}", "499500"]
     assert as_user(12346, "print(os.listdir(sys.argv[2]))", shared, shared / "legroom-12345").startswith(
         "PermissionError"
     )
@@ -69,9 +65,7 @@ def test_each_user_has_a_store_that_others_cannot_look_into(shared: Path) -> Non
 
 @pytest.mark.real("user")
 def test_a_squatted_store_is_passed_over_for_the_disk(shared: Path) -> None:
-    as_user(
-        12346, "os.mkdir(sys.argv[2], 0o777); os.chmod(sys.argv[2], 0o777)", shared, shared / "legroom-12345"
-    )
+    as_user(12346, "os.mkdir(sys.argv[2], 0o777); os.chmod(sys.argv[2], 0o777)", shared, shared / "legroom-12345")
     assert as_user(12345, OPEN, shared, shared / "a.npy").split()[0] == "disk"
     told = as_user(12345, OPEN + "; print([f.code for f in data.findings])", shared, shared / "b.npy")
     assert told.startswith("UnreadableSource")
@@ -90,7 +84,7 @@ def test_a_file_that_may_not_be_read(shared: Path) -> None:
 IN_NAMESPACE = """
 import ctypes, os, sys
 import numpy, legroom
-from legroom.cache import build, list_and_verify, store, uncached
+from legroom.cache import build, list_and_verify, store_directories, uncached
 ready, go = os.pipe(), os.pipe()
 child = os.fork()
 if child == 0:
@@ -102,7 +96,7 @@ if child == 0:
         os.setresuid(65534, 65534, 65534)
     try:
         assert os.geteuid() == 65534
-        with store.open_stores(make=True) as found:
+        with store_directories.open_stores(make=True) as found:
             print([str(one.root) for one in found.found if sys.argv[2] in str(one.root)])
             print([finding.code for finding in found.findings])
     finally:
@@ -129,7 +123,7 @@ def _in_namespace(how: str, shared: Path) -> list[str]:
 
 @pytest.mark.real("user")
 @pytest.mark.parametrize("how", ["mapped", "unmapped"])
-def test_a_number_that_stands_for_anybody_proves_nothing(shared: Path, how: str) -> None:
+def test_the_overflow_uid_proves_nothing(shared: Path, how: str) -> None:
     for folder in (shared, shared / "disk"):
         (folder / "legroom-65534").mkdir(mode=0o755)
         for name in ("locks", "sources", "work"):

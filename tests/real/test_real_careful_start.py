@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +24,7 @@ PROGRAM = """
 import json, sys, warnings
 import torch, legroom
 from legroom.errors import BudgetTooSmall
-from legroom.loader.measure.private import private_bytes
+from legroom.loader.process_memory import private_bytes
 warnings.filterwarnings("ignore")
 class Images(torch.utils.data.Dataset):
     def __len__(self): return 64
@@ -48,37 +54,71 @@ def own() -> int:
         return int(played(group)["own"])
 
 
-@pytest.mark.parametrize(
-    "more", [14, 78]
-)  # not even a worker, and all workers but not the first one's samples
-def test_where_the_first_samples_do_not_fit_that_is_said(more: int, own: int) -> None:
+@pytest.mark.parametrize("more", [14, 78])  # not even a worker, and all workers but not the first one's samples
+def test_where_the_first_samples_do_not_fit_that_is_reported(more: int, own: int) -> None:
     with rigs.memory_cgroup(own + more * MB) as group:
         refused = played(group, "start")
     assert refused["code"] == "budget-too-small" and "are free" in refused["why"], refused
-    words = ("does not hold 4 workers", "the samples of one batch for each of 4 workers")
+    words = ("not enough free memory for 4 workers",)
     assert any(part in refused["message"] for part in words), refused
 
 
-@pytest.mark.load_sensitive(
-    reason="the guard reads memory at intervals; where it gets no core in time, the kernel kills first"
-)
+CHECK = [sys.executable, "-m", "legroom", "check", "--batch", "4", "--sample-bytes", "1KB", "--workers", "16", "--json"]
+
+
 @pytest.mark.parametrize("megabytes", [60, 250])
-def test_check_counts_processes_that_it_was_not_told_about(megabytes: int) -> None:
-    line = [
-        sys.executable,
-        "-m",
-        "legroom",
-        "check",
-        "--batch",
-        "4",
-        "--sample-bytes",
-        "1KB",
-        "--workers",
-        "16",
-    ]
-    with rigs.memory_cgroup(megabytes * MB) as group:
-        done = subprocess.run(group.command([*line, "--json"]), capture_output=True, text=True, timeout=240)
-        assert group.oom_kills() == 0, done.stderr[-2000:]
+def test_check_counts_processes_that_were_not_given(megabytes: int) -> None:
+    """Whether the guard stops the trial run or the OOM killer does, the answer is no and nothing else is killed."""
+    with rigs.memory_cgroup(megabytes * MB) as group, _other_process(group) as other:
+        done = subprocess.run(group.command(CHECK), capture_output=True, text=True, timeout=240)
+        assert other.poll() is None
     said = json.loads(done.stdout)
     assert done.returncode == 1 and said["verdict"] == "too-big", said
     assert any("trial run" in term["source"] for term in said["terms"])
+
+
+def test_a_guard_that_gets_no_core_leaves_the_trial_run_to_the_oom_killer() -> None:
+    """The latest that a guard can be: it stands still until the kernel has killed."""
+    with rigs.memory_cgroup(250 * MB) as group, _other_process(group) as other:
+        check = subprocess.Popen(group.command(CHECK), stdout=subprocess.PIPE, text=True)
+        guard = _until(lambda: _trial_guard(group), 60)
+        os.kill(guard, signal.SIGSTOP)
+        try:
+            assert _until(group.oom_kills, 120)
+        finally:
+            os.kill(guard, signal.SIGCONT)
+        said = json.loads(check.communicate(timeout=120)[0])
+        assert other.poll() is None
+    assert check.returncode == 1 and said["verdict"] == "too-big", said
+
+
+@contextlib.contextmanager
+def _other_process(group: rigs.Cgroup) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the user that holds memory in the same cgroup."""
+    line = [sys.executable, "-S", "-c", "held = b'x' * (8 << 20); import time; time.sleep(600)"]
+    process = subprocess.Popen(group.command(line))
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _trial_guard(group: rigs.Cgroup) -> int | None:
+    """The guard, once the trial run that it watches has been started."""
+    lines = {}
+    for pid in (group.path / "cgroup.procs").read_text().split():
+        with contextlib.suppress(OSError):
+            lines[int(pid)] = Path(f"/proc/{pid}/cmdline").read_bytes()
+    if not any(b"legroom.loader.measure.trial" in line for line in lines.values()):
+        return None
+    return next((pid for pid, line in lines.items() if b"memory_guard.py" in line), None)
+
+
+def _until(found: Callable[[], int | None], seconds: float) -> int:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := found():
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"{found} not within {seconds} s")

@@ -53,12 +53,7 @@ def test_ours_finishes_and_leaves_shm_alone(method: str) -> None:
 @pytest.mark.real("mount")
 @pytest.mark.parametrize(
     "options",
-    [
-        {"keep": True},
-        {"own_collate": True},
-        {"memory_budget": "100MB"},
-        {"persistent_workers": True, "keep": True},
-    ],
+    [{"keep": True}, {"own_collate": True}, {"memory_budget": "100MB"}, {"persistent_workers": True, "keep": True}],
     ids=str,
 )
 def test_in_a_small_shm_whatever_is_asked(options: dict[str, Any]) -> None:
@@ -77,14 +72,10 @@ def test_accelerate_keeps_the_transport() -> None:
 @pytest.mark.real("mount")
 def test_lightning_keeps_the_transport() -> None:
     pytest.importorskip("lightning")
-    found = played(
-        [part for part in rigs.small_shm(command("with_lightning")) if part not in ("-W", "error")]
-    )
+    found = played([part for part in rigs.small_shm(command("with_lightning")) if part not in ("-W", "error")])
     assert found["good"] and found["seen"] == 48 and found["peak"] < MB // 4
-    assert (
-        found["class"] and found["again"] == "arena" and found["budget"] == "64MB" and found["rest"]["good"]
-    )
-    assert found["kinds"] == ["legroom.loader.dataloader"]
+    assert found["class"] and found["again"] == "arena" and found["budget"] == "64MB" and found["rest"]["good"]
+    assert found["kinds"] == ["legroom.loader.dataloader.dataloader"]
 
 
 @contextlib.contextmanager
@@ -97,6 +88,7 @@ def _counted_apart() -> Iterator[Callable[[list[str]], list[str]]]:
         yield group.command
 
 
+@pytest.mark.load_sensitive(reason="on a busy machine a process may wait five seconds for a core")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS])
 @pytest.mark.parametrize("busy", [False, True], ids=["while waiting", "in the middle of a step"])
 def test_a_killed_worker_is_explained_within_five_seconds(number: int, busy: bool) -> None:
@@ -107,18 +99,14 @@ def test_a_killed_worker_is_explained_within_five_seconds(number: int, busy: boo
     assert "DataLoader worker" in found["cause"]
     assert found["after"] < 5
     if number == signal.SIGKILL:
-        assert "not the kernel's OOM killer" in found["text"] or "cannot be told" in found["text"]
+        assert "not the kernel's OOM killer" in found["text"] or "is unknown" in found["text"]
 
 
 @pytest.mark.real("cgroup")
-def test_an_oom_kill_is_told_from_other_kills() -> None:
+def test_an_oom_kill_is_distinguished_from_other_kills() -> None:
     with rigs.memory_cgroup(700 * MB) as group:
         line = group.command(
-            [
-                "sh",
-                "-c",
-                f"echo 1000 > /proc/self/oom_score_adj; {_quoted(command('death', number=0, hog=True))}",
-            ]
+            ["sh", "-c", f"echo 1000 > /proc/self/oom_score_adj; {_quoted(command('death', number=0, hog=True))}"]
         )
         # The parent must not be the one that dies: it is small beside what the worker takes.
         found = played(line)
@@ -128,7 +116,7 @@ def test_an_oom_kill_is_told_from_other_kills() -> None:
 
 
 @pytest.mark.real("cgroup")
-def test_in_a_small_cgroup_reserving_kills_nobody() -> None:
+def test_in_a_small_cgroup_reserving_causes_no_oom_kill() -> None:
     # The processes themselves take about 410 MB here; 4 workers × 4 slots of 24 MB would be 384 MB more.
     with rigs.memory_cgroup(720 * MB) as group:
         found = played(group.command(command("epoch", which="legroom", **EIGHT)))
@@ -145,7 +133,7 @@ def test_ctrl_c_leaves_no_process_and_no_memory() -> None:
     os.killpg(child.pid, signal.SIGINT)  # as the terminal does: to all of them
     child.wait(timeout=60)
     child.stdout.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(_alive(pid) for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [pid for pid in workers if _alive(pid)]

@@ -7,12 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import corpus
 import pytest
 import rigs
-
-sys.path.insert(0, str(Path(__file__).parent / "deaths"))
-
-import corpus
 
 CASES = corpus.cases()
 LEAST_FROM_LOGS = 0.85
@@ -31,7 +28,7 @@ LIVE = [_marked(case, place) for case in CASES if case.log is None for place in 
 
 @pytest.mark.skipif(rigs.why_no_rigs() is not None, reason=str(rigs.why_no_rigs()))
 @pytest.mark.parametrize(("case", "place"), LIVE)
-def test_a_death_that_was_seen(case: corpus.Case, place: str) -> None:
+def test_diagnosis_of_a_supervised_job(case: corpus.Case, place: str) -> None:
     if "torch" in case.path.read_text():
         pytest.importorskip("torch")
     judged = corpus.judge(case, place)
@@ -45,14 +42,10 @@ def test_a_death_that_was_seen(case: corpus.Case, place: str) -> None:
     assert judged.live["evidence"] or case.truth == "none"
 
 
-def test_logs_alone_say_it_mostly_and_never_surer_than_a_witness() -> None:
+def test_logs_alone_are_mostly_right_and_never_surer_than_a_supervisor() -> None:
     """Uses the logs that the deaths above wrote; those that were not brought about are left out."""
-    judged = [
-        _judged.get(case.name) or corpus.judge(case) for case in CASES if case.log or case.name in _judged
-    ]
-    judged = [
-        one for one in judged if one.case.exit != 0
-    ]  # a job that exits with 0 writes nothing of a death
+    judged = [_judged.get(case.name) or corpus.judge(case) for case in CASES if case.log or case.name in _judged]
+    judged = [one for one in judged if one.case.exit != 0]  # a job that exits with 0 writes nothing of a death
     tells = [one for one in judged if not one.case.silent]
     wrong = [one for one in judged if not one.case.right(one.log)]
     told = [(one.case.name, one.log["verdict"], one.log["confidence"]) for one in wrong]
@@ -75,7 +68,7 @@ def test_the_corpus_is_large_and_every_script_is_in_it() -> None:
 
 
 @pytest.mark.real("cgroup")
-def test_a_fast_oom_kill_shows_the_memory_that_it_died_of(tmp_path: Path) -> None:
+def test_a_fast_oom_kill_shows_the_memory_that_was_used(tmp_path: Path) -> None:
     """It takes all of its memory between two looks."""
     code = "import time; time.sleep(0.3); held = bytearray(b'x') * (400 << 20)"
     run = [sys.executable, "-m", "legroom", "run", "--json", "--quiet", "--", sys.executable, "-c", code]

@@ -78,9 +78,7 @@ def zarr(chunks: tuple[int, int], **options: object) -> Callable[[Path], int]:
     def write(path: Path) -> int:
         module = pytest.importorskip("zarr")
         group = module.open_group(path, mode="w")
-        group.create_array("array", shape=(ROWS, WIDTH), dtype="int32", chunks=chunks, **options)[...] = (
-            numbers()
-        )
+        group.create_array("array", shape=(ROWS, WIDTH), dtype="int32", chunks=chunks, **options)[...] = numbers()
         return int(numbers().sum())
 
     return write
@@ -177,9 +175,9 @@ def test_a_load_works_or_is_refused_and_is_never_killed(
     result = load(path, limit, "auto", env)
     if "code" in result:
         assert result["code"] == "no-room"
-        assert (
-            "missing" in str(result["text"]) or "more needed" in str(result["text"])
-        ) and "memory cgroup" in str(result["text"])
+        assert ("missing" in str(result["text"]) or "more needed" in str(result["text"])) and "memory cgroup" in str(
+            result["text"]
+        )
         assert "decoding needs" in str(result["text"]) or "it takes" in str(result["text"])
     else:
         assert result["sum"] == total
@@ -195,9 +193,7 @@ def test_a_load_with_room_to_decode_is_not_refused(
 
 
 @pytest.mark.real("cgroup")
-def test_rows_that_were_never_written_are_counted_before_they_are_made(
-    tmp_path: Path, env: dict[str, str]
-) -> None:
+def test_rows_that_were_never_written_are_counted_before_they_are_made(tmp_path: Path, env: dict[str, str]) -> None:
     """A file of some hundred bytes that says it has 2^28 strings."""
     path = tmp_path / "hole.h5"
     with h5py.File(path, "w") as file:

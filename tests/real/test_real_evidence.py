@@ -37,8 +37,7 @@ TORCH = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.real(*needs)) for name, needs in evidence.EXPERIMENTS.items()],
+    "name", [pytest.param(name, marks=pytest.mark.real(*needs)) for name, needs in evidence.EXPERIMENTS.items()]
 )
 def test_the_claim_holds_here(name: str) -> None:
     if name in TORCH:

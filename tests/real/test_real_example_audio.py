@@ -16,7 +16,7 @@ import pytest
 import rigs
 from example_modules import EXAMPLES, modules
 
-from legroom import words
+from legroom import messages
 
 torch = pytest.importorskip("torch")
 HERE = EXAMPLES / "audio_diffusion"
@@ -57,28 +57,16 @@ def _losses(text: str) -> dict[int, float]:
 
 
 @pytest.mark.real("mount")
-def test_bare_it_dies_when_the_clips_become_longer(data: Path, tmp_path: Path) -> None:
+def test_unsupervised_it_fails_when_the_clips_become_longer(data: Path, tmp_path: Path) -> None:
     done = _run(_command(data), tmp_path)
     assert done.returncode not in (0, 2), done.stderr
     assert list(_losses(done.stdout)) == [1]
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
-        "checkpoint_latest.pt",
-        "epoch001.pt",
-    ]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_latest.pt", "epoch001.pt"]
 
 
 @pytest.mark.real("mount")
-def test_it_is_rescued_with_the_losses_of_one_that_never_died(data: Path, tmp_path: Path) -> None:
-    asked = [
-        "--retries",
-        "4",
-        "--stall",
-        "15s",
-        "--checkpoint",
-        "checkpoints/*.pt",
-        "--resume-flag",
-        "--resume",
-    ]
+def test_it_is_rescued_with_the_losses_of_a_run_that_never_failed(data: Path, tmp_path: Path) -> None:
+    asked = ["--retries", "4", "--stall", "15s", "--checkpoint", "checkpoints/*.pt", "--resume-flag", "--resume"]
     legroom = [sys.executable, "-m", "legroom", "run", "--report", "story", *asked, "--"]
     rescued = _run([*legroom, *_command(data)], tmp_path)
     assert rescued.returncode == 0, rescued.stderr
@@ -94,8 +82,7 @@ def test_it_is_rescued_with_the_losses_of_one_that_never_died(data: Path, tmp_pa
     # Our loader needs no rescue: one attempt, all four workers.
     (tmp_path / "other").mkdir()
     swapped = _run(
-        [sys.executable, "-m", "legroom", "run", "--loader", "legroom", "--", *_command(data)],
-        tmp_path / "other",
+        [sys.executable, "-m", "legroom", "run", "--loader", "legroom", "--", *_command(data)], tmp_path / "other"
     )
     assert swapped.returncode == 0, swapped.stderr
     assert _losses(rescued.stdout) == pytest.approx(_losses(swapped.stdout), rel=0.01)
@@ -159,12 +146,7 @@ def test_two_ranks_train_as_one(data: Path, tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         done = subprocess.run(
-            [sys.executable, *start, *program],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=200,
+            [sys.executable, *start, *program], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
         )
         assert done.returncode == 0, done.stderr
         assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
@@ -177,20 +159,18 @@ def test_two_ranks_train_as_one(data: Path, tmp_path: Path) -> None:
     assert shown["two"] == pytest.approx(shown["one"], rel=0.05)
 
 
-def test_it_speaks_chinese(
+def test_it_has_chinese_help(
     data: Path,
     tmp_path: Path,
     scripts: dict[str, ModuleType],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    words.speak("zh")
+    messages.speak("zh")
     with pytest.raises(SystemExit):
         scripts["train"].main(["--help"])
     assert "梯度累积" in capsys.readouterr().out
-    scripts["train"].main(
-        ["--data", str(data), "--ckpt_dir", str(tmp_path), "--num_workers", "0", "--epochs", "1"]
-    )
+    scripts["train"].main(["--data", str(data), "--ckpt_dir", str(tmp_path), "--num_workers", "0", "--epochs", "1"])
     assert "有效批大小 32 × 16 = 512" in capsys.readouterr().out
 
 
@@ -209,11 +189,7 @@ def test_it_speaks_chinese(
     ],
 )
 def test_bad_flags_and_missing_files(
-    data: Path,
-    scripts: dict[str, ModuleType],
-    capsys: pytest.CaptureFixture[str],
-    flags: list[str],
-    said: str,
+    data: Path, scripts: dict[str, ModuleType], capsys: pytest.CaptureFixture[str], flags: list[str], said: str
 ) -> None:
     with pytest.raises(SystemExit) as ending:
         scripts["train"].main(["--data", str(data), *flags])

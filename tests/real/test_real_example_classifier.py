@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from example_modules import EXAMPLES, modules
 
-from legroom import words
+from legroom import messages
 
 torch = pytest.importorskip("torch")
 HERE = EXAMPLES / "image_classifier"
@@ -53,7 +53,7 @@ def scripts() -> Iterator[dict[str, ModuleType]]:
         yield found
 
 
-def test_the_classifier_learns_and_says_what_it_does_without_a_gpu(made: Path) -> None:
+def test_the_classifier_learns_and_reports_what_it_does_without_a_gpu(made: Path) -> None:
     said = (made / "trained.txt").read_text()
     assert _share_right(said) > 0.5  # a quarter would be guessing
     assert said.startswith("training on the CPU\n--memory_fraction 0.8 is not applied: ")
@@ -62,16 +62,7 @@ def test_the_classifier_learns_and_says_what_it_does_without_a_gpu(made: Path) -
 
 
 def test_the_transformer_learns_from_the_features(made: Path, tmp_path: Path) -> None:
-    features = [
-        "--features_224_dir",
-        "features_48",
-        "--batch_size",
-        "32",
-        "--epochs",
-        "6",
-        "--out",
-        "transformer.pt",
-    ]
+    features = ["--features_224_dir", "features_48", "--batch_size", "32", "--epochs", "6", "--out", "transformer.pt"]
     flags = [*features, "--memory_fraction", "0.7", "--allow_tf32"]
     said = _run(made, "train_transformer.py", *flags, LEGROOM_SHM=str(tmp_path))
     assert _share_right(said) > 0.5
@@ -111,13 +102,10 @@ def test_accumulated_batches_take_the_step_of_one(scripts: dict[str, ModuleType]
     assert not torch.allclose(trained(8, 1), trained(4, 1))
 
 
-def test_it_speaks_chinese(
-    made: Path,
-    scripts: dict[str, ModuleType],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_it_has_chinese_help(
+    made: Path, scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words.speak("zh")
+    messages.speak("zh")
     monkeypatch.chdir(made)
     for script in ("make_images", "train_classifier", "extract_features", "train_transformer"):
         with pytest.raises(SystemExit):
@@ -150,9 +138,7 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("script", "flags", "said"), BAD, ids=[" ".join([script, *flags]) for script, flags, _ in BAD]
-)
+@pytest.mark.parametrize(("script", "flags", "said"), BAD, ids=[" ".join([script, *flags]) for script, flags, _ in BAD])
 def test_bad_flags_and_missing_files(
     made: Path, scripts: dict[str, ModuleType], script: str, flags: list[str], said: str,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],

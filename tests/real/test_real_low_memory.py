@@ -1,4 +1,4 @@
-"""Three ranks on one Parquet file: one copy between them, and a small box with swap that ours does not touch.
+"""Three ranks on one Parquet file: one copy between them, and a small machine with swap that ours does not touch.
 
 The ranks are those of bench/parquet_ranks.py, on a smaller file. Speed is the benchmark's business.
 """
@@ -60,7 +60,7 @@ def test_three_ranks_hold_one_copy_where_read_table_holds_three(chats: Path, sto
 
 
 @pytest.mark.real("cgroup", "swap")
-def test_a_small_box_neither_swaps_nor_dies(chats: Path, store: None) -> None:
+def test_a_small_machine_neither_swaps_nor_is_killed(chats: Path, store: None) -> None:
     # Beside torch itself, three ranks with a stream of 64 MB in each take about 500 MB together.
     limit, swap = beside_torch(850, interpreters=3), 128 * MB
     with rigs.swap_file(swap), rigs.memory_cgroup(limit, swap=swap) as group:
@@ -91,10 +91,7 @@ def test_a_checkpoint_is_asked_for_before_the_kill(tmp_path: Path) -> None:
     )
     with rigs.memory_cgroup(256 * MB) as group:
         done = subprocess.run(
-            group.command([sys.executable, str(script), str(tmp_path)]),
-            capture_output=True,
-            text=True,
-            timeout=200,
+            group.command([sys.executable, str(script), str(tmp_path)]), capture_output=True, text=True, timeout=200
         )
         assert done.returncode == -9 and group.oom_kills() == 1, done.stderr
     saved, last = (json.loads((tmp_path / name).read_text()) for name in ("saved", "step"))

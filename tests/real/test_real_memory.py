@@ -16,8 +16,8 @@ import pytest
 import rigs
 
 from legroom.probe.host import Host
-from legroom.probe.limits import cpu
 from legroom.probe.memory import memory, ram_pool, read_swap_counters, swap, swap_pool
+from legroom.probe.process_limits import cpu
 
 MB = 1 << 20
 
@@ -27,7 +27,7 @@ HOLD = "import sys; held = bytearray(int(sys.argv[1])); held[::4096] = b'x' * le
 # What a process sees of its own group.
 LOOK = """
 import json
-from legroom.probe.cgroup import cgroup
+from legroom.probe.cgroup_paths import cgroup
 from legroom.probe.host import Host
 from legroom.probe.memory import memory, ram_pool
 group, ram = cgroup(Host(), "memory"), memory(Host())
@@ -80,7 +80,7 @@ def test_page_cache_is_usage_but_leaves_the_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.real("cgroup")
-def test_a_limit_on_the_group_above_binds() -> None:
+def test_a_limit_on_the_group_above_counts() -> None:
     with rigs.memory_cgroup(200 * MB) as group:
         if group.version == "v2":
             (group.path / "cgroup.subtree_control").write_text("+memory")
@@ -147,7 +147,7 @@ def test_a_private_cgroup_namespace() -> None:
 
 
 @pytest.mark.real("cgroup", "mount")
-def test_a_namespace_below_an_older_mount_says_that_it_cannot_tell() -> None:
+def test_a_namespace_below_an_older_mount_is_unknown() -> None:
     with rigs.memory_cgroup(128 * MB) as group:
         top, _ = _hierarchy(group)
         seen = _look(group, "true", "--cgroup")
@@ -201,9 +201,7 @@ def test_the_smallest_cpu_quota_over_the_levels() -> None:
         (outer / "inner").mkdir()
         try:
             place = rigs.Cgroup(outer / "inner", "v2" if v2.exists() else "v1")
-            with subprocess.Popen(
-                place.command(["cat"]), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            ) as process:
+            with subprocess.Popen(place.command(["cat"]), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
                 assert process.stdin is not None and process.stdout is not None
                 process.stdin.write(b"\n")
                 process.stdin.flush()

@@ -15,19 +15,13 @@ import pytest
 import rigs
 
 from legroom.advice.memory_need import batch_pages, need
-from legroom.records import Loader, Workload
+from legroom.records import PlannedLoader, Workload
 
 pytest.importorskip("torch")
 
 PLAYER = Path(__file__).with_name("peak_player.py")
 MB = 1 << 20
-WORKERS, PREFETCH, BYTES, LOADERS, TENSORS = (
-    (0, 1, 2, 4),
-    (1, 2, 4),
-    (MB // 2, 4 * MB, 24 * MB),
-    (1, 2),
-    (1, 50),
-)
+WORKERS, PREFETCH, BYTES, LOADERS, TENSORS = ((0, 1, 2, 4), (1, 2, 4), (MB // 2, 4 * MB, 24 * MB), (1, 2), (1, 50))
 SHARING = ("file_descriptor", "file_system")
 GRID = list(itertools.product(WORKERS, PREFETCH, BYTES, LOADERS, SHARING, TENSORS))
 
@@ -50,9 +44,10 @@ def _case(setting: tuple[Any, ...], batches: int | None = None, **more: Any) -> 
 
 
 def _predicted(case: dict[str, Any]) -> int:
-    loader = Loader(
-        tuple(case["tensors"]), case["workers"], case["prefetch"], case["batches"],
-        again=case.get("epochs", 1) > 1, sharing=case["sharing"],
+    loader = PlannedLoader(
+        tensors=tuple(case["tensors"]), num_workers=case["workers"], prefetch_factor=case["prefetch"],
+        batches=case["batches"], sharing=case["sharing"],
+        persistent_workers=case.get("epochs", 1) == 1,  # one epoch starts its workers once, too
     )  # fmt: skip
     return need(Workload(loaders=(loader,) * case["loaders"])).shm
 
@@ -134,12 +129,12 @@ def _assert_checked(cases: list[dict[str, Any]]) -> None:
     for case, real in _play(cases, "64m"):
         said, survived = real["check"], real["failure"] is None
         answers.add(said["verdict"])
-        assert said["verdict"] in ("fits", "too-big")
+        assert said["verdict"] in ("fits", "too-big") or said["codes"] == {"shm": "batch-overlap"}, (case, real)
         if said["verdict"] == "fits":
             assert survived, ("a wrong yes", case, real)
-        elif survived:
+        elif said["verdict"] == "too-big" and survived:
             assert said["missing"] <= 2 * case["batch_pages"], ("a wrong no, far from the edge", case, real)
-    assert answers == {"fits", "too-big"}  # else the draw proved nothing
+    assert answers >= {"fits", "too-big"}  # else the draw proved nothing
 
 
 def test_check_is_right_about_a_64_mb_shm() -> None:

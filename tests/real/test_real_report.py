@@ -1,4 +1,4 @@
-"""report on a real box: a 64 MB /dev/shm and a dataset in the cache, read back as another machine would."""
+"""report on a real machine: a 64 MB /dev/shm and a dataset in the cache, read back as another machine would."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEGROOM = [sys.executable, "-m", "legroom"]
 
 
 @pytest.mark.real("mount")
-def test_the_bundle_tells_what_the_box_would(tmp_path: Path) -> None:
+def test_the_bundle_shows_what_the_machine_would(tmp_path: Path) -> None:
     data, out = tmp_path / "heartofgold.npy", tmp_path / "report.zip"
     words = " ".join(LEGROOM)
     make = f"{sys.executable} -c 'import numpy, sys; numpy.save(sys.argv[1], numpy.zeros(1 << 20))' {data}"

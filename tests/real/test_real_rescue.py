@@ -38,9 +38,7 @@ def _clear(folder: Path) -> None:
 
 def _dies(command: list[str]) -> None:
     """By itself it does not finish: it dies, or, when a worker dies while it holds a lock, waits for ever."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         assert process.wait(timeout=60) != 0
     except subprocess.TimeoutExpired:
@@ -68,15 +66,13 @@ def _check(folder: Path, done: subprocess.CompletedProcess[str], *causes: str) -
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     dead, last = report["attempts"][:-1], report["attempts"][-1]
     assert dead and {attempt["verdict"] for attempt in dead} == set(causes), dead
-    assert (
-        last["verdict"] is None and last["settings"]["batch"] * last["settings"]["accumulation"] == EFFECTIVE
-    )
+    assert last["verdict"] is None and last["settings"]["batch"] * last["settings"]["accumulation"] == EFFECTIVE
     assert "<svg" in (folder / "report.html").read_text()
     return report
 
 
 @pytest.mark.real("mount")
-def test_a_training_in_a_64_mb_dev_shm(tmp_path: Path) -> None:
+def test_a_training_run_in_a_64_mb_dev_shm(tmp_path: Path) -> None:
     command = _train(tmp_path, "--sample-bytes", str(MB))
     _dies(rigs.small_shm(command))
     _clear(tmp_path)
@@ -112,14 +108,33 @@ def test_batches_larger_than_dev_shm_end_with_another_loader(tmp_path: Path) -> 
         env={**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")},
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "seen True\n"), _told(done)
-    assert "attempt 4 of 4: legroom.DataLoader instead of torch's" in done.stderr
+    assert "attempt 4 of 4: torch's DataLoader → legroom.DataLoader" in done.stderr
     attempts = json.loads((tmp_path / "told.json").read_text())["attempts"]
     assert [attempt["verdict"] for attempt in attempts] == ["shm-full"] * 3 + [None], _told(done)
     assert [attempt["settings"]["workers"] for attempt in attempts] == [2, 2, 1, 1]
 
 
+@pytest.mark.real("mount")
+def test_a_change_that_the_script_refuses_is_undone(tmp_path: Path) -> None:
+    """The script's code has persistent_workers=True: torch raises ValueError without workers."""
+    given = "prefetch_factor=a.prefetch_factor"
+    assert given in LARGE_BATCHES
+    (tmp_path / "train.py").write_text(LARGE_BATCHES.replace(given, "persistent_workers=True"))
+    words = [sys.executable, "train.py", "--batch_size", "32", "--num_workers", "2"]
+    command = [sys.executable, "-m", "legroom", "run", "--retries", "3", "--fresh", "--stall", "15s", "--report", "told.json", "--", *words]  # fmt: skip
+    done = subprocess.run(
+        rigs.small_shm(command), capture_output=True, text=True, timeout=250, cwd=tmp_path, check=False,
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "seen True\n"), _told(done)
+    attempts = json.loads((tmp_path / "told.json").read_text())["attempts"]
+    assert [attempt["settings"]["workers"] for attempt in attempts] == [2, 0, 1, 1], _told(done)
+    assert [attempt["verdict"] for attempt in attempts] == ["shm-full", "not-memory", "shm-full", None]
+    assert "num_workers 2 → 1 (undone: num_workers 2 → 0" in done.stderr, _told(done)
+
+
 @pytest.mark.real("cgroup", "mount")
-def test_a_training_in_a_1_gb_cgroup(tmp_path: Path) -> None:
+def test_a_training_run_in_a_1_gb_cgroup(tmp_path: Path) -> None:
     """Workers first, then the micro-batch; the death after the first checkpoint is resumed from it.
 
     The script keeps the loader's own state, which was taken in larger batches than it goes on with.
@@ -150,11 +165,7 @@ def test_a_training_in_a_1_gb_cgroup(tmp_path: Path) -> None:
         _clear(tmp_path)
     with rigs.memory_cgroup(1 << 30) as group:
         done = subprocess.run(
-            group.command(_rescued(command, tmp_path)),
-            capture_output=True,
-            text=True,
-            timeout=250,
-            check=False,
+            group.command(_rescued(command, tmp_path)), capture_output=True, text=True, timeout=250, check=False
         )
         assert [path.name for path in group.path.iterdir() if path.is_dir()] == []  # its own group is gone
     report = _check(tmp_path, done, "ram-allocation", "ram-oom-kill")

@@ -22,10 +22,7 @@ import pyarrow.parquet as pq  # noqa: E402
 SCRIPT = Path(__file__).with_name("resume_train.py")
 KINDS = ("stream", "batches", "loader")
 STEPS = 10  # 5 an epoch
-pytestmark = [
-    pytest.mark.real(),
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="trainings are forked"),
-]
+pytestmark = [pytest.mark.real(), pytest.mark.skipif(not hasattr(os, "fork"), reason="trainings are forked")]
 
 
 class Trainings:
@@ -57,8 +54,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
     folder = tmp_path_factory.mktemp("resume")
     rng = np.random.default_rng(0)
     table = pa.table(
-        {f"c{number}": rng.standard_normal(70, np.float32) for number in range(8)}
-        | {"label": rng.integers(0, 4, 70)}
+        {f"c{number}": rng.standard_normal(70, np.float32) for number in range(8)} | {"label": rng.integers(0, 4, 70)}
     )
     pq.write_table(table, folder / "data.parquet", row_group_size=20)
     (folder / "store").mkdir()

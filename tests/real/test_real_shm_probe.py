@@ -20,7 +20,7 @@ COMMON = """
 import dataclasses, json, mmap, os, signal, subprocess, sys, time
 from legroom.probe.shm_segments import has_writer
 from legroom.probe.host import Host
-from legroom.probe.job import job
+from legroom.probe.running_job import job
 from legroom.probe.process import processes, tree
 from legroom.probe.shm import shm
 
@@ -108,7 +108,7 @@ tell(found=found, held=family.held, each=[(p.shm, p.rss_shmem) for p in family.p
 
 
 @pytest.mark.real("mount")
-def test_what_a_killed_training_leaves_is_found() -> None:
+def test_what_a_killed_training_run_leaves_is_found() -> None:
     pytest.importorskip("torch")
     told = inside(
         LOADER
@@ -242,7 +242,7 @@ tell(block=block, alive=alive, dead=dead)
 
 
 @pytest.mark.real("mount", "user")
-def test_a_plain_user_knows_of_their_own_files_and_says_so_of_others() -> None:
+def test_a_plain_user_sees_their_own_files_and_is_told_of_others() -> None:
     told = inside(
         """
 uid = 54321
@@ -300,7 +300,7 @@ tell(found=look(), held=job(Host(), os.getpid()).held, uid=os.geteuid())
 
 
 @pytest.mark.real("mount")
-def test_asking_for_writers_disturbs_nobody(tmp_path: Path) -> None:
+def test_asking_for_writers_disturbs_no_process(tmp_path: Path) -> None:
     told = inside(
         """
 path = "/dev/shm/psm_x"
@@ -329,8 +329,6 @@ tell(answers=answers, fds=fds)
 
 @pytest.mark.real("mount")
 def test_the_probe_leaves_nothing_behind() -> None:
-    told = inside(
-        "before = sorted(os.listdir('/dev/shm')); look(); tell(b=before, a=sorted(os.listdir('/dev/shm')))"
-    )
+    told = inside("before = sorted(os.listdir('/dev/shm')); look(); tell(b=before, a=sorted(os.listdir('/dev/shm')))")
     assert told["a"] == told["b"] == []
     assert os.path.isdir("/dev/shm")

@@ -121,8 +121,6 @@ def test_in_a_cgroup_that_kills_who_takes_more(files: dict[str, Path]) -> None:
         found = _run(group.command(_command(files["huge"], {"memory": "256MB", "shuffle_buffer": 100_000})))
         assert found["rows"] == 16 << 20
         assert group.oom_kills() == 0
-        done = subprocess.run(
-            group.command(_command(files["huge"], None)), capture_output=True, text=True, timeout=200
-        )
+        done = subprocess.run(group.command(_command(files["huge"], None)), capture_output=True, text=True, timeout=200)
         assert done.returncode == -9, "pyarrow's own defaults fit too: this shows nothing"
         assert group.oom_kills() == 1

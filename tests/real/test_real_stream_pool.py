@@ -39,10 +39,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_twenty_row_groups_of_5_mb_take_12_mb_with_defaults(path: Path, options: dict[str, Any]) -> None:
     assert 4.5 * MB < pq.read_metadata(path).row_group(0).total_byte_size < 6 * MB
     done = subprocess.run(
-        [sys.executable, str(CHILD), str(path), json.dumps(options)],
-        capture_output=True,
-        text=True,
-        timeout=200,
+        [sys.executable, str(CHILD), str(path), json.dumps(options)], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -69,9 +69,7 @@ def _watching(child: subprocess.Popen[str]) -> AbstractContextManager[subprocess
     return _running(_watch("--pid", str(child.pid)), stdout=subprocess.PIPE)
 
 
-def _until_dead(
-    watch: subprocess.Popen[str], leak: subprocess.Popen[str], code: str
-) -> tuple[dict[str, Any], float]:
+def _until_dead(watch: subprocess.Popen[str], leak: subprocess.Popen[str], code: str) -> tuple[dict[str, Any], float]:
     """The alarm of that code, and how many intervals before the leak's death it came."""
     assert watch.stdout is not None
     found, clock, last = None, 0.0, 0.0
@@ -87,7 +85,7 @@ def _until_dead(
 
 
 @pytest.mark.real("mount")
-def test_a_leak_into_dev_shm_is_told_before_it_is_full() -> None:
+def test_a_leak_into_dev_shm_is_reported_before_it_is_full() -> None:
     # The watch stands outside: the leak has a /dev/shm of its own, as in a container.
     with (
         _running(
@@ -103,7 +101,7 @@ def test_a_leak_into_dev_shm_is_told_before_it_is_full() -> None:
 
 
 @pytest.mark.real("cgroup")
-def test_a_leak_into_ram_is_told_before_the_kernel_kills() -> None:
+def test_a_leak_into_ram_is_reported_before_the_kernel_kills() -> None:
     with rigs.memory_cgroup(160 << 20) as group:
         command = group.command([sys.executable, "-c", LEAK_RAM, str(430 << 10)])
         with _running(command) as leak, _watching(leak) as watch:
@@ -126,9 +124,9 @@ def test_a_warm_up_of_the_same_size_is_silent() -> None:
     assert not [alarm for line in lines for alarm in line["alarms"] if alarm["code"].endswith("-filling")]
     assert max(pool["used"] for line in lines for pool in line["pools"] if pool["name"] == "ram") > 80 << 20
     # To the last sample it is the group's limit that counts: a process that has just died is in no group any more.
-    assert [pool["size"] for line in lines[5:] for pool in line["pools"] if pool["name"] == "ram"] == [
-        160 << 20
-    ] * len(lines[5:])
+    assert [pool["size"] for line in lines[5:] for pool in line["pools"] if pool["name"] == "ram"] == [160 << 20] * len(
+        lines[5:]
+    )
 
 
 def test_a_watch_that_is_killed_leaves_a_log_that_can_be_replayed(tmp_path: Path) -> None:
@@ -168,9 +166,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_watch_by_command_line_waits_for_its_job_outlives_it_and_can_be_stopped(
-    tmp_path: Path, number: int
-) -> None:
+def test_a_watch_by_command_line_waits_for_its_job_outlives_it_and_can_be_stopped(tmp_path: Path, number: int) -> None:
     log = tmp_path / "run.jsonl"
     word = f"job-{os.getpid()}-{number}"
     with _running(
@@ -186,21 +182,19 @@ def test_a_watch_by_command_line_waits_for_its_job_outlives_it_and_can_be_stoppe
         with _running([sys.executable, "-c", "import time; time.sleep(60)", word]) as second:
             _until(lambda: f'"pid":{second.pid},' in log.read_text())
         watch.send_signal(number)
-        assert watch.wait(10) == 0
+        assert watch.wait(60) == 0
 
 
 @pytest.mark.real("cgroup")
 @pytest.mark.parametrize("by", ["--pid", "--match"])
-def test_the_oom_kill_of_what_is_watched_is_told(by: str) -> None:
+def test_the_oom_kill_of_what_is_watched_is_reported(by: str) -> None:
     word = f"victim-{os.getpid()}"
     with rigs.memory_cgroup(96 << 20) as group:
         command = group.command([sys.executable, "-c", LEAK_RAM, str(8 << 20), word])
         with (
             _running(command) as leak,
             _running(
-                _watch(by, str(leak.pid) if by == "--pid" else word),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                _watch(by, str(leak.pid) if by == "--pid" else word), stdout=subprocess.PIPE, stderr=subprocess.PIPE
             ) as watch,
         ):
             assert watch.stdout is not None
@@ -222,12 +216,12 @@ def test_a_pipe_that_is_not_read_holds_up_no_other_output(tmp_path: Path) -> Non
         fcntl.fcntl(watch.stdout, fcntl.F_SETPIPE_SZ, 4096)
         _until(lambda: log.exists() and log.read_bytes().count(b"\n") >= 20)  # far more than the pipe holds
         watch.send_signal(signal.SIGTERM)
-        assert watch.wait(10) == 0  # although nobody reads what it still had to write
+        assert watch.wait(60) == 0  # although nobody reads what it still had to write
     assert log.read_bytes().endswith(b"\n")
 
 
 @pytest.mark.real("swap", "cgroup")
-def test_swap_that_moves_is_told() -> None:
+def test_swap_that_moves_is_reported() -> None:
     # 60 MB walked over and over where 32 fit: what is thrown out is needed again at once.
     walk = (
         "import time\narea = bytearray(60 << 20)\nend = time.monotonic() + 30\n"

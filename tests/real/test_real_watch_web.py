@@ -83,25 +83,15 @@ def test_a_live_watch_in_a_browser(fresh: Page) -> None:
             page.open(url)
             page.until("document.querySelectorAll('#process-rows tr').length === 1")
             # A name is shown as text, and did nothing.
-            assert page.value("document.querySelector('#process-rows td.command').textContent").startswith(
-                HOSTILE_NAME
-            )
+            assert page.value("document.querySelector('#process-rows td.command').textContent").startswith(HOSTILE_NAME)
             assert page.value("document.title") != "owned"
             assert page.value("document.querySelectorAll('script').length") == 1  # the page's own
             # Values are there and live.
-            assert (
-                page.value("document.querySelector('#process-rows').textContent").count(str(sleeper.pid)) == 1
-            )
-            assert page.until(
-                "[...document.querySelectorAll('.pool h3')].map(one => one.textContent).includes('ram')"
-            )
-            assert re.search(
-                r"\d+ %", page.until("document.querySelector('[data-pool=ram] .share').textContent")
-            )
+            assert page.value("document.querySelector('#process-rows').textContent").count(str(sleeper.pid)) == 1
+            assert page.until("[...document.querySelectorAll('.pool h3')].map(one => one.textContent).includes('ram')")
+            assert re.search(r"\d+ %", page.until("document.querySelector('[data-pool=ram] .share').textContent"))
             assert page.value("document.getElementById('state').dataset.state") == "live"
-            dots = (
-                "document.querySelector('[data-pool=ram] polyline').getAttribute('points').split(' ').length"
-            )
+            dots = "document.querySelector('[data-pool=ram] polyline').getAttribute('points').split(' ').length"
             before = page.until(f"document.querySelector('[data-pool=ram] polyline') && {dots}")
             page.until(f"{dots} > {before} + 3")
             assert f"process {sleeper.pid}" in page.value("document.getElementById('watched').textContent")
@@ -135,7 +125,7 @@ def test_everything_is_on_the_page(fresh: Page, served: WebView) -> None:
     _shown(page, served.url)
     text = page.value("document.body.innerText")
     for words in ("shm full in about", "62.7 MB of 64 MB used", "the store's directory may not be read", "epoch 4",
-                  "3.97 steps a second", "optimizer", "2.8 GB", "/data/val_256.h5", "not yet read", HOSTILE):  # fmt: skip
+                  "3.97 steps/s", "optimizer", "2.8 GB", "/data/val_256.h5", "not yet read", HOSTILE):  # fmt: skip
         assert words in text, words
     unknown = page.value("[...document.querySelectorAll('#process-rows tr')].at(-1).innerText")
     assert "somebody else's" in unknown and unknown.count("unknown") == 5 and "0 B" not in unknown
@@ -147,9 +137,9 @@ def test_processes_can_be_sorted_and_charts_reach_further_back(fresh: Page, serv
     page = fresh
     _shown(page, served.url)
     first = "document.querySelector('#process-rows tr').innerText"
-    assert "4711" in page.value(first) and page.value(
-        "document.querySelector('th[aria-sort]').innerText"
-    ).startswith("PSS")
+    assert "4711" in page.value(first) and page.value("document.querySelector('th[aria-sort]').innerText").startswith(
+        "PSS"
+    )
     page.value("[...document.querySelectorAll('th button')].find(one => one.textContent === 'pid').click()")
     assert "4711" in page.value(first) and page.value(
         "document.querySelector('th[aria-sort=ascending]').innerText"
@@ -165,14 +155,12 @@ def test_it_can_be_read_aloud(fresh: Page, served: WebView) -> None:
     page = fresh
     _shown(page, served.url)
     assert page.value("[...document.querySelectorAll('h1,h2')].map(one => one.textContent)") == [
-        "legroom watch", "Alarms", "Pools", "What the script says", "Processes", "Cache entries",
+        "legroom watch", "Alarms", "Memory pools", "Reported by the script", "Processes", "Groups that share batches",
+        "Cache entries",
     ]  # fmt: skip
     label = page.value("document.querySelector('[data-pool=shm] svg').getAttribute('aria-label')")
     assert re.fullmatch(r"shm over time: now 98 %, between \d+ % and 98 %", label)
-    assert (
-        page.value("document.querySelector('[data-pool=shm] [role=meter]').getAttribute('aria-valuenow')")
-        == "98"
-    )
+    assert page.value("document.querySelector('[data-pool=shm] [role=meter]').getAttribute('aria-valuenow')") == "98"
     assert "critical: shm is 98% full" in page.value("document.getElementById('alarm-news').textContent")
     assert page.value("[...document.querySelectorAll('th')].every(one => one.scope === 'col')")
     assert page.value("[...document.querySelectorAll('table')].every(one => one.caption.textContent)")
@@ -181,15 +169,11 @@ def test_it_can_be_read_aloud(fresh: Page, served: WebView) -> None:
     assert {"meter", "heading", "table", "columnheader", "row", "list"} <= roles and roles & {"image", "img"}
 
 
-_LUMINANCE = (
-    "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + +b, 0)"
-)
+_LUMINANCE = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + +b, 0)"
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, True), (360, False), (360, True), (320, False)])
-def test_on_a_phone_and_in_the_dark(
-    fresh: Page, served: WebView, width: int, dark: bool, tmp_path: Path
-) -> None:
+def test_on_a_phone_and_in_the_dark(fresh: Page, served: WebView, width: int, dark: bool, tmp_path: Path) -> None:
     page = fresh
     page.look(width, 740, dark=dark)
     _shown(page, served.url)

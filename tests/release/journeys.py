@@ -132,12 +132,8 @@ def measured(name: str, folder: Path) -> list[tuple[str, str]]:
             print(f"{name}: left out: {why}")
             return []
         with rigs.memory_cgroup(LIMIT) as group:
-            done = subprocess.run(
-                group.command(command), cwd=folder, env=environment, capture_output=True, text=True
-            )
-        assert done.returncode == 0 and "ram-oom-kill" in done.stderr and "attempt 2" in done.stderr, (
-            done.stderr
-        )
+            done = subprocess.run(group.command(command), cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0 and "ram-oom-kill" in done.stderr and "attempt 2" in done.stderr, done.stderr
     lines = trace.read_text(encoding="utf-8").splitlines()
     return [(phase, module) for phase, module in (line.split("\t") for line in lines)]
 

@@ -63,9 +63,7 @@ def find(minor: int) -> str | None:
 
 def _candidates(minor: int) -> Iterator[str]:
     homes = (
-        os.path.join(
-            os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv")), "versions", f"3.{minor}.*"
-        ),
+        os.path.join(os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv")), "versions", f"3.{minor}.*"),
         os.path.expanduser(f"~/.local/share/uv/python/cpython-3.{minor}.*"),
     )
     for home in homes:
@@ -80,9 +78,7 @@ def try_wheel(minor: int, python: str, built: Built, folder: Path) -> bool:
     how = install(python, environment, built.wheel)
     if how is None:
         return False
-    version = _output(
-        [environment / "bin" / "python", "-c", "import platform; print(platform.python_version())"]
-    )
+    version = _output([environment / "bin" / "python", "-c", "import platform; print(platform.python_version())"])
     done = subprocess.run(
         [
             environment / "bin" / "python",
@@ -94,9 +90,7 @@ def try_wheel(minor: int, python: str, built: Built, folder: Path) -> bool:
         cwd=folder,
         env=_environment(),
     )
-    print(
-        f"{version}: wheel {how}: {'works without torch' if done.returncode == 0 else 'FAILED'}", flush=True
-    )
+    print(f"{version}: wheel {how}: {'works without torch' if done.returncode == 0 else 'FAILED'}", flush=True)
     print(f"  {_output([environment / 'bin' / 'pip', 'list', '--format', 'freeze']).replace(chr(10), ' ')}")
     lacking = [name for name in OPTIONAL if not _has_wheel(environment, name)]
     print(f"  optional packages without a wheel for it: {', '.join(lacking) or 'none'}", flush=True)
@@ -115,17 +109,7 @@ def try_sdist(minor: int, python: str, built: Built, folder: Path) -> bool:
         print(f"{', '.join(FOR_TESTS)} CANNOT BE INSTALLED\n{fetched.stderr[-2000:]}")
         return False
     done = subprocess.run(
-        [
-            environment / "bin" / "python",
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not real",
-            *UNIT_TESTS,
-        ],
+        [environment / "bin" / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not real", *UNIT_TESTS],
         cwd=built.unpacked,
         env=_environment(),
     )
@@ -157,9 +141,7 @@ def _has_wheel(environment: Path, name: str) -> bool:
 
 def _environment() -> dict[str, str]:
     """Without what would lead back into this checkout."""
-    return {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
-    }
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
 
 
 def _output(command: list[str | Path]) -> str:

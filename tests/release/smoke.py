@@ -19,9 +19,7 @@ def legroom(*words: str, fine: tuple[int, ...] = (0,)) -> str:
     """What the command prints; its exit status must be one of these."""
     program = Path(sys.executable).with_name("legroom.exe" if os.name == "nt" else "legroom")
     done = subprocess.run([program, *words], capture_output=True, text=True, timeout=120)
-    assert done.returncode in fine, (
-        f"legroom {' '.join(words)}: {done.returncode}\n{done.stdout}{done.stderr}"
-    )
+    assert done.returncode in fine, f"legroom {' '.join(words)}: {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout
 
 
@@ -83,11 +81,7 @@ def main() -> None:
         folder = Path(name)
         for part in ("shm", "disk"):
             (folder / part).mkdir(0o700)
-        os.environ |= {
-            "LEGROOM_SHM": str(folder / "shm"),
-            "LEGROOM_DIR": str(folder / "disk"),
-            "NO_COLOR": "1",
-        }
+        os.environ |= {"LEGROOM_SHM": str(folder / "shm"), "LEGROOM_DIR": str(folder / "disk"), "NO_COLOR": "1"}
         no_torch()
         the_surface()
         the_command_line(os.path.abspath(sys.argv[1]), folder)

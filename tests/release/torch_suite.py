@@ -5,7 +5,7 @@
 The tests are those of the torch source tree of the installed version. They are divided among several processes, because
 most of their time is spent waiting. What fails runs once more alone, and then with torch's own class: a test that fails
 there too says nothing about ours. A test that hangs is not tried again. Exits with 1 if any other test fails that is not
-in EXCEPTIONS, hangs, or did not run.
+in EXCEPTIONS, hangs, did not run, or is skipped with our class only.
 """
 
 from __future__ import annotations
@@ -101,9 +101,7 @@ def tests() -> list[unittest.TestCase]:
     """Every test of the module, those that take long first."""
     module = importlib.import_module(SUITE)
     module.JOIN_TIMEOUT = JOIN_S  # type: ignore[attr-defined]
-    kinds = [
-        one for one in vars(module).values() if isinstance(one, type) and issubclass(one, unittest.TestCase)
-    ]
+    kinds = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, unittest.TestCase)]
     found: list[Any] = []
     for kind in kinds:
         if kind.__module__ == SUITE:
@@ -150,6 +148,12 @@ def judged(first: str | None, again: Callable[[], str], with_torch: Callable[[],
     return second, "HANGS" if second == HUNG else "FAILS"
 
 
+def only_ours_skips(skipped: list[str], name: str) -> list[str]:
+    """Which of these tests torch's own class does not skip."""
+    with_torch = run_apart(skipped, name, **{WITH_TORCHS_CLASS: "1"}) if skipped else {}
+    return [test for test in skipped if with_torch.get(test) != "skipped"]
+
+
 def main(wanted: list[str], folder: str) -> int:
     ids = [test.id() for test in tests() if not wanted or any(one in test.id() for one in wanted)]
     shares = [ids[number::JOBS] for number in range(JOBS) if ids[number::JOBS]]
@@ -179,6 +183,11 @@ def main(wanted: list[str], folder: str) -> int:
                 print(Path(f"{name}.log").read_text())
         if note:
             print(f"{test}: {note}", flush=True)
+    skipped = [test for test in ids if came[test] == "skipped"]
+    for test in only_ours_skips(skipped, str(Path(folder, "skipped-torch"))):
+        came[test] = FAILED
+        left.append(test)
+        print(f"{test}: SKIPPED WITH OUR CLASS ONLY", flush=True)
     print(
         f"torch {torch.__version__}: {len(ids)} tests, {dict(Counter(came[test] for test in ids))}, "
         f"{len(left)} fail because of our class"
@@ -190,9 +199,7 @@ if __name__ == "__main__":
     if FOLDER not in os.environ:
         raise SystemExit(f"{FOLDER} is not set: run  make test-torch-suite TORCH_TESTS=path/to/pytorch/test")
     os.environ["PYTORCH_TEST_WITH_SLOW"] = "1"
-    faulthandler.register(
-        signal.SIGUSR1, all_threads=True
-    )  # where a test that does not end stands: kill -USR1
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # where a test that does not end stands: kill -USR1
     if sys.argv[1:2] == ["--here"]:
         run_here(sys.argv[3:], Path(sys.argv[2]))
         raise SystemExit(0)

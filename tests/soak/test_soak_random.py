@@ -26,9 +26,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "cache"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "formats"))
 from cache_faults import OPERATIONS, Sweep, cases
 from cache_scenario_process import ScenarioProcess, small_file
 from fuzz_samples import TINY
@@ -38,7 +35,7 @@ from test_cache_fuzz import flip as flip_bits
 from test_formats_fuzz import Child, damaged
 
 import legroom
-from legroom.cache import drop_and_gc, find_or_build, list_and_verify, source_records
+from legroom.cache import drop_and_gc, find_or_build, list_and_verify, source_digests
 from legroom.cache.manifest import is_key
 from legroom.errors import LegroomError
 
@@ -99,22 +96,22 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 def test_kill_storms(rounds: Callable[[], Iterator[random.Random]], tmp_path: Path) -> None:
     path, crc = small_file(tmp_path)
-    stage = ScenarioProcess(tmp_path)
+    scenarios = ScenarioProcess(tmp_path)
     try:
         for chance in rounds():
             seed = chance.randrange(1 << 31)
             if chance.random() < 0.8:
-                result = stage.play(
+                result = scenarios.play(
                     "kill_randomly", path=str(path), seed=seed, rounds=10, waiters=chance.randrange(1, 5),
                     longest=chance.choice((0.02, 0.05, 0.2)),
                 )  # fmt: skip
                 assert result.get("crc") == crc, (seed, result)
             else:
-                result = stage.play("churn", path=str(path), seed=seed, seconds=3, users=3, droppers=2)
+                result = scenarios.play("churn", path=str(path), seed=seed, seconds=3, users=3, droppers=2)
                 assert all(one.get("crcs") == [crc] for one in result["results"]), (seed, result)
                 assert result["clean_strays"] == [] and result["clean_left"] == [], (seed, result)
     finally:
-        stage.close()
+        scenarios.close()
 
 
 def _damage_records(folder: Path, chance: random.Random) -> str:
@@ -137,12 +134,9 @@ def _damage_records(folder: Path, chance: random.Random) -> str:
 
 
 def test_damaged_entries_and_records(
-    rounds: Callable[[], Iterator[random.Random]],
-    store: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    rounds: Callable[[], Iterator[random.Random]], store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_records, "QUIET_NS", 0)
+    monkeypatch.setattr(source_digests, "QUIET_NS", 0)
     monkeypatch.setattr(find_or_build.log, "warning", lambda *_: None)
     path, second = tmp_path / "a.npz", tmp_path / "b.npz"
     np.savez(path, **ARRAYS)
@@ -260,9 +254,7 @@ def test_damaged_files_of_every_format(rounds: Callable[[], Iterator[random.Rand
                 data = sample.write(folder).read_bytes()
                 good[sample.name] = data, children["ours"].ask(sample.name, folder / "x")
             data, before = good[sample.name]
-            how: Any = [
-                (chance.randrange(1 << 32), chance.randrange(256)) for _ in range(chance.randrange(1, 7))
-            ]
+            how: Any = [(chance.randrange(1 << 32), chance.randrange(256)) for _ in range(chance.randrange(1, 7))]
             if chance.random() < 0.2:
                 how = chance.randrange(1 << 32)
             path = tmp_path / "damaged"
@@ -281,9 +273,7 @@ def test_damaged_files_of_every_format(rounds: Callable[[], Iterator[random.Rand
             child.close()
 
 
-def test_system_calls_that_fail(
-    rounds: Callable[[], Iterator[random.Random]], store: Path, tmp_path: Path
-) -> None:
+def test_system_calls_that_fail(rounds: Callable[[], Iterator[random.Random]], store: Path, tmp_path: Path) -> None:
     folder = tmp_path / "faults"
     folder.mkdir()
     with Sweep(folder).alone() as sweep:

@@ -1,44 +1,63 @@
-"""`make check` and the retry of load-sensitive tests: which tests run, and how often."""
+"""How tests are run: which of them `make check` takes, in which order files begin, what is retried."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from changed import nearest
+from file_order import LONG
 
 TESTS = Path(__file__).parents[1]
 
 SOURCES = {
     "src/legroom/errors.py": "",
     "src/legroom/cache/__init__.py": "",
-    "src/legroom/cache/store.py": "from legroom.errors import LegroomError",
-    "src/legroom/loader/worker.py": "def f():\n    return lazily('legroom.cache.store')",
+    "src/legroom/cache/store_directories.py": "from legroom.errors import LegroomError",
+    "src/legroom/loader/worker.py": "def f():\n    return lazily('legroom.cache.store_directories')",
     "src/legroom/other.py": "import os",
-    "tests/unit/cache_scenario_process.py": "from legroom.cache import store",
-    "tests/unit/test_store.py": "import legroom.cache.store",
+    "src/legroom/cli/__init__.py": "",
+    "src/legroom/cli/main.py": "def command(name):\n    return import_module(f'legroom.cli.{name}')",
+    "src/legroom/cli/watch.py": "import os",
+    "tests/unit/cache_scenario_process.py": "from legroom.cache import store_directories",
+    "tests/unit/test_store.py": "import legroom.cache.store_directories",
     "tests/unit/test_stage.py": "from cache_scenario_process import ScenarioProcess",
     "tests/unit/test_worker.py": "from legroom.loader import worker",
     "tests/unit/test_other.py": "from legroom import other",
+    "tests/unit/test_watch.py": "from legroom.cli.main import command",
 }
 
 
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        (["src/legroom/cache/store.py"], ["test_store", "test_worker", "test_stage"]),
+        (["src/legroom/cache/store_directories.py"], ["test_store", "test_worker", "test_stage"]),
         (["src/legroom/errors.py"], ["test_store", "test_worker", "test_stage"]),
         (["tests/unit/cache_scenario_process.py"], ["test_stage"]),
         (["src/legroom/other.py", "tests/unit/test_store.py"], ["test_store", "test_other"]),
+        (["src/legroom/cli/watch.py"], ["test_watch"]),
         (["docs/run.md", "src/legroom/gone.py"], []),
     ],
 )
 def test_the_tests_that_reach_a_change_nearest_first(changed: list[str], expected: list[str]) -> None:
     sources = {Path(name): text for name, text in SOURCES.items()}
     assert [path.stem for path in nearest(sources, {Path(name) for name in changed})] == expected
+
+
+def test_every_file_that_begins_early_exists_once() -> None:
+    names = Counter(path.name for path in TESTS.rglob("test_*.py"))
+    assert [name for name in LONG if names[name] != 1] == []
+    assert len(set(LONG)) == len(LONG)
+
+
+def test_helpers_have_names_of_their_own() -> None:
+    """They are imported by these, from every folder of tests."""
+    names = Counter(path.stem for path in TESTS.rglob("*.py") if path.name not in ("conftest.py", "__init__.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def run(folder: Path, text: str, *flags: str) -> str:

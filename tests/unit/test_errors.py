@@ -8,9 +8,8 @@ import re
 import pytest
 
 from legroom import errors
-from legroom.columns import cells
 from legroom.errors import LegroomError, MissingKey, NoRoom, UsageError
-from legroom.words import speak
+from legroom.messages import cells, speak
 
 
 def _all(kind: type[LegroomError] = LegroomError) -> list[type[LegroomError]]:

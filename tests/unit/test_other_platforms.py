@@ -33,7 +33,7 @@ sys.platform = PLATFORM
 IMPORT_ALL = """
 import importlib, pkgutil, legroom
 # Classes of torch's own kind: imported where a step is traced, which needs torch anyway.
-of_torch = {"legroom.gpu.memory_trace"}
+of_torch = {"legroom.gpu.fake_tensor_trace"}
 apart = of_torch | {"legroom.__main__"}
 names = [m.name for m in pkgutil.walk_packages(legroom.__path__, "legroom.") if m.name not in apart]
 for name in names:
@@ -60,7 +60,7 @@ def test_everything_imports(platform: str) -> None:
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_doctor_says_what_it_cannot_know(platform: str) -> None:
+def test_doctor_reports_what_it_cannot_know(platform: str) -> None:
     done = _pretend(platform, DOCTOR)
     assert done.returncode in (0, 1), done.stderr
     report = json.loads(done.stdout)

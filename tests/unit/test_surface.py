@@ -46,7 +46,7 @@ def test_doctor_does_without_numpy_and_torch() -> None:
 
 
 @pytest.mark.parametrize("verb", COMMANDS)
-def test_every_verb_has_help_json_a_page_and_a_file(verb: str) -> None:
+def test_every_command_has_help_json_a_page_and_a_file(verb: str) -> None:
     door = click.Context(cli, **cli.context_settings)
     command = cli.get_command(door, verb)
     assert command is import_module(f"legroom.cli.{verb}").command
@@ -74,7 +74,7 @@ def test_every_package_has_a_map_of_its_modules() -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["plan"], ["cache"], ["cache", "load"], ["help"]])
-def test_help_may_come_before_the_verb(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_may_come_before_the_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["help", *words]) == run([*words, "--help"]) == 0
     shown = capsys.readouterr().out
     assert shown[: len(shown) // 2] == shown[len(shown) // 2 :] and shown.startswith("Usage: legroom")
@@ -88,9 +88,7 @@ def test_help_may_come_before_the_verb(words: list[str], capsys: pytest.CaptureF
         (["hlep"], "Did you mean 'help'?"),
     ],
 )
-def test_help_about_what_is_not_there(
-    words: list[str], part: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_about_what_is_not_there(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(words) == 2 and part in capsys.readouterr().err
 
 
@@ -119,7 +117,7 @@ def test_ctrl_c_before_anything_has_begun_is_no_traceback() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
-def test_the_script_goes_through_the_same_door() -> None:
+def test_the_script_uses_the_same_entry_point() -> None:
     import tomllib
 
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]

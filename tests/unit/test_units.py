@@ -80,9 +80,7 @@ def test_reads_durations(text: str | float, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize(
-    "text", ["", " ", "x", "5 5", "-1s", "1y", "h", float("nan"), float("inf"), -1.0, True]
-)
+@pytest.mark.parametrize("text", ["", " ", "x", "5 5", "-1s", "1y", "h", float("nan"), float("inf"), -1.0, True])
 def test_refuses_durations_without_meaning(text: str) -> None:
     with pytest.raises(BadDuration):
         parse_duration(text)

@@ -1,4 +1,4 @@
-"""Complete settings from a recommendation, with one reason per setting and the further options a person has.
+"""Complete settings from a recommendation, with one reason per setting and further options to save memory.
 
 Also the settings around the DataLoader: data mode, persistent workers, threads, the CUDA allocator.
 """
@@ -10,10 +10,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from legroom.advice.memory_need import need
-from legroom.advice.recommend import Ask, Choice, Climbed, Rung, choose, most_workers, pace, plan_of, workload
-from legroom.records import Box, Lever, Measured, Need, Plan, Settings
+from legroom.advice.recommend_settings import (
+    Choice,
+    Climbed,
+    TuneRequest,
+    choose,
+    most_workers,
+    pace,
+    plan_of,
+    workload,
+)
+from legroom.messages import joined, phrase, say
+from legroom.records import CompleteLoaderSettings, Lever, Machine, Measured, Need, Plan, Settings
 from legroom.units import format_size
-from legroom.words import joined, phrase, say
 
 
 def milliseconds(seconds: float) -> str:
@@ -23,27 +32,27 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.{digits}f} ms"
 
 
-def reasons(measured: Measured, box: Box, ask: Ask, choice: Choice) -> dict[str, str]:
-    """Why each setting is what it is."""
-    rung = choice.rung
+def reasons(measured: Measured, machine: Machine, request: TuneRequest, choice: Choice) -> dict[str, str]:
+    """The reason for each setting."""
+    candidate = choice.settings
     lines = {
-        "batch_size": _batch(measured, ask, choice),
-        "accumulation": _accumulation(ask, choice),
-        "num_workers": _workers(measured, ask, choice),
+        "batch_size": _batch(measured, request, choice),
+        "accumulation": _accumulation(request, choice),
+        "num_workers": _workers(measured, request, choice),
     }
-    if rung.workers:
+    if candidate.num_workers:
         lines["prefetch_factor"] = _prefetch(measured, choice)
-    lines["pin_memory"] = _pin(box, choice)
+    lines["pin_memory"] = _pin(machine, choice)
     return lines
 
 
-def _batch(measured: Measured, ask: Ask, choice: Choice) -> str:
-    batch = choice.rung.batch
-    if batch == ask.batch_size:
-        return say("batch {batch}: as asked for, {size}", batch=batch, size=_batch_bytes(measured, batch))
+def _batch(measured: Measured, request: TuneRequest, choice: Choice) -> str:
+    batch = choice.settings.batch_size
+    if batch == request.batch_size:
+        return say("batch {batch}: as requested, {size}", batch=batch, size=_batch_bytes(measured, batch))
     return say(
         "batch {batch} instead of {asked}: {problem}",
-        batch=batch, asked=ask.batch_size, problem=_problem(choice.refused),
+        batch=batch, asked=request.batch_size, problem=_problem(choice.refused),
     )  # fmt: skip
 
 
@@ -51,52 +60,56 @@ def _batch_bytes(measured: Measured, batch: int) -> str:
     return format_size(measured.batch_bytes * batch // measured.batch_size)
 
 
-def _accumulation(ask: Ask, choice: Choice) -> str:
-    batch, steps = choice.rung.batch, choice.together // choice.rung.batch
+def _accumulation(request: TuneRequest, choice: Choice) -> str:
+    batch, steps = choice.settings.batch_size, choice.together // choice.settings.batch_size
     return say(
-        "accumulation {steps}: {batch} × {steps} × {ranks} ranks = {effective} samples an optimizer step, kept",
-        steps=steps, batch=batch, ranks=ask.ranks, effective=batch * steps * ask.ranks,
+        "accumulation {steps}: {batch} × {steps} × {ranks} ranks = {effective} samples per optimizer "
+        "step, unchanged",
+        steps=steps, batch=batch, ranks=request.ranks, effective=batch * steps * request.ranks,
     )  # fmt: skip
 
 
-def _workers(measured: Measured, ask: Ask, choice: Choice) -> str:
-    rung, ideal = choice.rung, choice.ideal
+def _workers(measured: Measured, request: TuneRequest, choice: Choice) -> str:
+    candidate, ideal = choice.settings, choice.ideal
     if measured.unsendable is not None:
         return say("workers 0: a batch cannot be sent from a worker ({why})", why=measured.unsendable)
-    if rung.workers < ideal.workers:
+    if candidate.num_workers < ideal.num_workers:
         return say(
             "workers {workers}: {ideal} would be faster, but {problem}",
-            workers=rung.workers, ideal=ideal.workers, problem=_problem(choice.refused),
+            workers=candidate.num_workers, ideal=ideal.num_workers, problem=_problem(choice.refused),
         )  # fmt: skip
-    if not rung.workers:
-        return _no_workers(measured, ask, choice)
+    if not candidate.num_workers:
+        return _no_workers(measured, request, choice)
     sample = milliseconds(measured.worker_seconds)
-    if ask.step.seconds:
+    if request.step.seconds:
         head = say(
-            "workers {workers}: {sample} a sample against a {step} step of {batch}",
-            workers=rung.workers, sample=sample, step=milliseconds(ask.step.seconds), batch=rung.batch,
+            "workers {workers}: {sample} per sample, {step} per training step of {batch} samples",
+            workers=candidate.num_workers, sample=sample, step=milliseconds(request.step.seconds),
+            batch=candidate.batch_size,
         )  # fmt: skip
     else:
-        head = say("workers {workers}: {sample} a sample", workers=rung.workers, sample=sample)
-    return joined((head, _why_no_more(measured, ask, choice)))
+        head = say("workers {workers}: {sample} per sample", workers=candidate.num_workers, sample=sample)
+    return joined((head, _why_no_more(measured, request, choice)))
 
 
-def _no_workers(measured: Measured, ask: Ask, choice: Choice) -> str:
-    here = milliseconds(pace(measured, choice.rung, choice.cores, ask.step))
-    most, bound = most_workers(measured, ask, choice.cores, choice.bounds)
+def _no_workers(measured: Measured, request: TuneRequest, choice: Choice) -> str:
+    here = milliseconds(pace(measured, choice.settings, choice.cores, request.step))
+    most, bound = most_workers(measured, request, choice.cores, choice.bounds)
     if not most:
         return say("workers 0: {why}", why=_bound(bound, measured, choice))
-    one = milliseconds(pace(measured, replace(choice.rung, workers=1, prefetch=2), choice.cores, ask.step))
-    return say("workers 0: a batch every {here} without, every {one} through a worker", here=here, one=one)
+    one = milliseconds(
+        pace(measured, replace(choice.settings, num_workers=1, prefetch_factor=2), choice.cores, request.step)
+    )
+    return say("workers 0: a batch every {here} without workers, every {one} with one", here=here, one=one)
 
 
 _BOUNDS = {
-    "cores": phrase("one more would find no core: there are {cores:g} for each rank"),
-    "waiting": phrase("{share:.0%} of it is waiting, and four workers a core are the most that is tried"),
-    "iterable": phrase("an iterable dataset gives every worker all of it unless it shards itself"),
-    "preset": phrase("the preset allows no more"),
-    "batches": phrase("an epoch has no more batches"),
-    "most": phrase("more are not tried"),
+    "cores": phrase("no core for another worker: {cores:g} per rank"),
+    "waiting": phrase("{share:.0%} of that is waiting; at most four workers per core are tried"),
+    "iterable": phrase("an iterable dataset that does not shard itself repeats every sample in each worker"),
+    "preset": phrase("the limit of the preset"),
+    "batches": phrase("as many as an epoch has batches"),
+    "most": phrase("the most that is tried"),
     "unsendable": phrase("a batch cannot be sent from a worker"),
 }
 
@@ -106,44 +119,42 @@ def _bound(name: str, measured: Measured, choice: Choice) -> str:
     return say(_BOUNDS[name], cores=choice.cores, share=share)
 
 
-def _why_no_more(measured: Measured, ask: Ask, choice: Choice) -> str:
-    rung = choice.rung
-    most, bound = most_workers(measured, ask, choice.cores, choice.bounds)
-    if rung.workers >= most:
+def _why_no_more(measured: Measured, request: TuneRequest, choice: Choice) -> str:
+    candidate = choice.settings
+    most, bound = most_workers(measured, request, choice.cores, choice.bounds)
+    if candidate.num_workers >= most:
         return _bound(bound, measured, choice)
-    now = pace(measured, rung, choice.cores, ask.step)
-    more = pace(measured, replace(rung, workers=rung.workers + 1), choice.cores, ask.step)
-    if ask.step.seconds and now <= ask.step.seconds * 1.05:
-        return say("one more would idle")
-    return say("one more would gain {share:.0%}", share=max(0.0, 1 - more / now))
+    now = pace(measured, candidate, choice.cores, request.step)
+    more = pace(measured, replace(candidate, num_workers=candidate.num_workers + 1), choice.cores, request.step)
+    if request.step.seconds and now <= request.step.seconds * 1.05:
+        return say("another worker would be idle")
+    return say("another worker would gain {share:.0%}", share=max(0.0, 1 - more / now))
 
 
 def _prefetch(measured: Measured, choice: Choice) -> str:
-    rung = choice.rung
-    if rung.prefetch < choice.ideal.prefetch:
+    candidate = choice.settings
+    if candidate.prefetch_factor < choice.ideal.prefetch_factor:
         return say(
-            "prefetch {prefetch}: {ideal} would even out the samples' times, but {problem}",
-            prefetch=rung.prefetch, ideal=choice.ideal.prefetch, problem=_problem(choice.refused),
+            "prefetch {prefetch}: {ideal} would hide slow samples, but {problem}",
+            prefetch=candidate.prefetch_factor, ideal=choice.ideal.prefetch_factor, problem=_problem(choice.refused),
         )  # fmt: skip
     idle = measured.transport.latency_seconds if measured.transport else 0.0
     return say(
-        "prefetch {prefetch}: a sample's time varies by {spread:.0%}, a worker asked anew idles {idle}; "
-        "{flights} batches in flight",
-        prefetch=rung.prefetch, spread=measured.spread, idle=milliseconds(idle),
-        flights=rung.workers * rung.prefetch,
+        "prefetch {prefetch}: time per sample varies by {spread:.0%}, a worker without prefetch idles "
+        "{idle} per batch; {flights} batches in flight",
+        prefetch=candidate.prefetch_factor, spread=measured.spread, idle=milliseconds(idle),
+        flights=candidate.num_workers * candidate.prefetch_factor,
     )  # fmt: skip
 
 
-def _pin(box: Box, choice: Choice) -> str:
-    if not box.gpus.cards:
-        return say("pin_memory off: no GPU seen")
-    if not choice.rung.pin and choice.refused is None:
-        return say("pin_memory off: set so")
-    if not choice.rung.pin:
-        return say("pin_memory off: it takes host RAM, and {problem}", problem=_problem(choice.refused))
-    return say(
-        "pin_memory on: {size} of host RAM, none of /dev/shm", size=format_size(choice.plan.need.pinned)
-    )
+def _pin(machine: Machine, choice: Choice) -> str:
+    if not machine.gpus.cards:
+        return say("pin_memory off: no GPU found")
+    if not choice.settings.pin_memory and choice.refused is None:
+        return say("pin_memory off: as set")
+    if not choice.settings.pin_memory:
+        return say("pin_memory off: it uses host RAM, and {problem}", problem=_problem(choice.refused))
+    return say("pin_memory on: uses {size} of host RAM, no /dev/shm", size=format_size(choice.plan.need.pinned))
 
 
 def _problem(plan: Plan | None) -> str:
@@ -154,7 +165,7 @@ def _problem(plan: Plan | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """Values and their reasons."""
+    """Settings around the DataLoader, and their reasons."""
 
     persistent_workers: bool
     low_memory: bool
@@ -163,104 +174,99 @@ class Around:
     why: dict[str, str]
 
 
-def around(measured: Measured, box: Box, ask: Ask, choice: Choice) -> Around:
+def around(measured: Measured, machine: Machine, request: TuneRequest, choice: Choice) -> Around:
     """The settings around the DataLoader that go with that choice on this machine."""
     why: dict[str, str] = {}
     persistent, why["persistent_workers"] = _persistent(choice)
-    low, why["low_memory"] = _low_memory(measured, box, ask, choice)
-    threads, why["threads"] = _threads(box, choice)
-    allocator, why["allocator"] = _allocator(box)
+    low, why["low_memory"] = _low_memory(measured, machine, request, choice)
+    threads, why["threads"] = _threads(machine, choice)
+    allocator, why["allocator"] = _allocator(machine)
     return Around(persistent, low, threads, allocator, why)
 
 
 def _persistent(choice: Choice) -> tuple[bool, str]:
-    if not choice.rung.workers:
+    if not choice.settings.num_workers:
         return False, say("persistent_workers off: no workers")
     if not choice.bounds.persistent:
         return False, say("persistent_workers off: preset {name}", name=choice.bounds.name)
-    return True, say("persistent_workers on: they need not start anew every epoch")
+    return True, say("persistent_workers on: workers are not restarted every epoch")
 
 
-def _low_memory(measured: Measured, box: Box, ask: Ask, choice: Choice) -> tuple[bool, str]:
-    ram = box.pool("ram")
+def _low_memory(measured: Measured, machine: Machine, request: TuneRequest, choice: Choice) -> tuple[bool, str]:
+    ram = machine.pool("ram")
     if measured.rows is None:
-        return False, say("low_memory off: the dataset does not say how many samples it has")
+        return False, say("low_memory off: the dataset has no length")
     if ram is None or ram.free is None:
         return False, say("low_memory off: free RAM is unknown")
-    # Held in memory by every rank; workers come to hold copies too as they touch Python objects.
-    data = measured.rows * measured.sample_bytes * ask.here
+    # Every rank keeps it in memory; workers copy pages too when they touch Python objects.
+    data = measured.rows * measured.sample_bytes * request.here
     room = int(ram.free * choice.bounds.share)
     figures = {
-        "rows": measured.rows, "each": format_size(measured.sample_bytes), "ranks": ask.here,
+        "rows": measured.rows, "each": format_size(measured.sample_bytes), "ranks": request.here,
         "data": format_size(data), "room": format_size(room),
     }  # fmt: skip
     if data > room:
         return True, say(
-            "low_memory on: {rows} samples of {each} × {ranks} ranks are {data}, and {room} of RAM may be taken: "
-            "map or stream them",
+            "low_memory on: {rows} samples × {each} × {ranks} ranks = {data}, more than the {room} of "
+            "RAM available: map or stream the data",
             **figures,
         )
     return False, say(
-        "low_memory off: {rows} samples of {each} × {ranks} ranks are {data} of {room}", **figures
+        "low_memory off: {rows} samples × {each} × {ranks} ranks = {data}, {room} of RAM available", **figures
     )
 
 
-def _threads(box: Box, choice: Choice) -> tuple[int, str]:
-    cores, workers = int(choice.cores), choice.rung.workers
-    # With a GPU the process that trains mostly waits; without one it is where the work is done.
-    threads = max(1, cores // (workers + 1) if box.gpus.cards else cores - workers)
+def _threads(machine: Machine, choice: Choice) -> tuple[int, str]:
+    cores, workers = int(choice.cores), choice.settings.num_workers
+    # With a GPU the training process mostly waits; without one it does the work.
+    threads = max(1, cores // (workers + 1) if machine.gpus.cards else cores - workers)
     return threads, say(
-        "threads {threads}: {cores} cores for each rank, {workers} of them for workers",
+        "threads {threads}: {cores} cores per rank, {workers} of them for workers",
         threads=threads, cores=cores, workers=min(cores, workers),
     )  # fmt: skip
 
 
-def _allocator(box: Box) -> tuple[str | None, str]:
-    if not box.gpus.cards:
-        return None, say("allocator unset: no GPU seen")
-    if box.place.platform != "linux":
+def _allocator(machine: Machine) -> tuple[str | None, str]:
+    if not machine.gpus.cards:
+        return None, say("allocator unset: no GPU found")
+    if machine.runtime.platform != "linux":
         return None, say("allocator unset: expandable segments need Linux")
-    return "expandable_segments:True", say(
-        "allocator expandable_segments: blocks that grow instead of fragments that cannot be joined"
-    )
+    return "expandable_segments:True", say("allocator expandable_segments: reduces fragmentation of GPU memory")
 
 
 _QUARTER = 4
 
 
-def levers(measured: Measured, ask: Ask, choice: Choice) -> tuple[Lever, ...]:
-    """Every lever that is left at these settings."""
-    return (*_loader(measured, ask, choice), *_samples(measured, ask, choice), *_model())
+def levers(measured: Measured, request: TuneRequest, choice: Choice) -> tuple[Lever, ...]:
+    """Further options to save memory with these settings."""
+    return (*_loader(measured, request, choice), *_samples(measured, request, choice), *_model())
 
 
-def _need(measured: Measured, ask: Ask, rung: Rung) -> Need:
-    return need(workload(measured, ask, rung))
+def _need(measured: Measured, request: TuneRequest, candidate: CompleteLoaderSettings) -> Need:
+    return need(workload(measured, request, candidate))
 
 
-def _loader(measured: Measured, ask: Ask, choice: Choice) -> Iterator[Lever]:
-    rung = choice.rung
-    now = _need(measured, ask, rung)
-    if rung.workers:
-        saved = now.ram - _need(measured, ask, replace(rung, workers=0)).ram
-        yield Lever("num_workers", "ram", saved, say("no workers: the training waits for every batch"))
-    if rung.workers and rung.prefetch > 1:
-        saved = now.ram - _need(measured, ask, replace(rung, prefetch=1)).ram
-        yield Lever("prefetch_factor", "ram", saved, say("prefetch 1: nothing evens out a slow sample"))
-    if rung.pin:
-        saved = now.ram - _need(measured, ask, replace(rung, pin=False)).ram
-        yield Lever("pin_memory", "ram", saved, say("pin_memory off: copies to the GPU wait for the host"))
-    if rung.batch % 2 == 0:
-        saved = now.ram - _need(measured, ask, replace(rung, batch=rung.batch // 2)).ram
+def _loader(measured: Measured, request: TuneRequest, choice: Choice) -> Iterator[Lever]:
+    candidate = choice.settings
+    now = _need(measured, request, candidate)
+    if candidate.num_workers:
+        saved = now.ram - _need(measured, request, replace(candidate, num_workers=0)).ram
+        yield Lever("num_workers", "ram", saved, say("no workers: the training step waits for every batch"))
+    if candidate.num_workers and candidate.prefetch_factor > 1:
+        saved = now.ram - _need(measured, request, replace(candidate, prefetch_factor=1)).ram
+        yield Lever("prefetch_factor", "ram", saved, say("prefetch 1: a slow sample stalls training"))
+    if candidate.pin_memory:
+        saved = now.ram - _need(measured, request, replace(candidate, pin_memory=False)).ram
+        yield Lever("pin_memory", "ram", saved, say("pin_memory off: copies to the GPU are synchronous"))
+    if candidate.batch_size % 2 == 0:
+        saved = now.ram - _need(measured, request, replace(candidate, batch_size=candidate.batch_size // 2)).ram
         yield Lever(
-            "batch_size",
-            "ram",
-            saved,
-            say("half the batch, twice the accumulation: on the GPU it saves more"),
+            "batch_size", "ram", saved, say("half the batch size, twice the accumulation: saves even more GPU memory")
         )
 
 
-def _samples(measured: Measured, ask: Ask, choice: Choice) -> Iterator[Lever]:
-    """A quarter off a sample's length is a quarter of its bytes, of an image's side nearly half."""
+def _samples(measured: Measured, request: TuneRequest, choice: Choice) -> Iterator[Lever]:
+    """A quarter less length saves a quarter of the bytes; a quarter off each image side nearly half."""
     largest = max(measured.tensors, default=0)
     if not largest:
         return
@@ -269,55 +275,49 @@ def _samples(measured: Measured, ask: Ask, choice: Choice) -> Iterator[Lever]:
         (
             "sequence_length",
             1 - 1 / _QUARTER,
-            say("a quarter shorter, where the largest tensor grows with it"),
+            say("sequences a quarter shorter, if the largest tensor scales with their length"),
         ),
         (
             "image_size",
             (1 - 1 / _QUARTER) ** 2,
-            say("a quarter off each side, where the largest tensor is the image"),
+            say("images a quarter smaller per side, if the largest tensor is the image"),
         ),
     ):
         smaller = replace(measured, tensors=(int(largest * kept), *rest))
-        saved = _need(measured, ask, choice.rung).ram - _need(smaller, ask, choice.rung).ram
+        saved = _need(measured, request, choice.settings).ram - _need(smaller, request, choice.settings).ram
         yield Lever(name, "ram", max(0, saved), what)
 
 
 def _model() -> Iterator[Lever]:
     yield Lever(
-        "mixed_precision",
-        "gpu",
-        None,
-        say("bfloat16 activations: about half of theirs, which were not measured"),
+        "mixed_precision", "gpu", None, say("bfloat16 activations: about half the memory of float32 (not measured)")
     )
     yield Lever(
-        "activation_checkpointing",
-        "gpu",
-        None,
-        say("activations computed again: their bytes were not measured"),
+        "activation_checkpointing", "gpu", None, say("recompute activations in the backward pass (saving not measured)")
     )
 
 
 def settle(
     measured: Measured,
-    box: Box,
-    ask: Ask,
+    machine: Machine,
+    request: TuneRequest,
     by_hand: Mapping[str, Any] | None = None,
     climbed: Climbed | None = None,
 ) -> Settings:
     """The settings for this dataset on this machine; ``by_hand`` overrides, setting by setting."""
-    choice = choose(measured, box, ask)
+    choice = choose(measured, machine, request)
     if climbed is not None:
-        choice = _at(climbed.rung, measured, box, ask, choice)
-    settings = _settings(measured, box, ask, choice)
+        choice = _at(climbed.settings, measured, machine, request, choice)
+    settings = _settings(measured, machine, request, choice)
     if climbed is not None:
         settings = replace(settings, why={**settings.why, "num_workers": climbed.why})
     if not by_hand:
         return settings
     overridden = settings.override(**by_hand)
     wanted = {name: getattr(overridden, name) for name in overridden.before}
-    # What goes with settings set by hand is chosen for those, not for the ones they replace.
+    # Dependent settings follow from the override, not from the settings it replaces.
     around_them = _settings(
-        measured, box, ask, _at(_by_hand(choice.rung, wanted), measured, box, ask, choice)
+        measured, machine, request, _at(_by_hand(choice.settings, wanted), measured, machine, request, choice)
     )
     return replace(
         around_them,
@@ -327,51 +327,45 @@ def settle(
     )
 
 
-def _at(rung: Rung, measured: Measured, box: Box, ask: Ask, choice: Choice) -> Choice:
-    return replace(choice, rung=rung, ideal=rung, refused=None, plan=plan_of(measured, box, ask, rung))
+def _at(
+    candidate: CompleteLoaderSettings, measured: Measured, machine: Machine, request: TuneRequest, choice: Choice
+) -> Choice:
+    return replace(
+        choice, settings=candidate, ideal=candidate, refused=None, plan=plan_of(measured, machine, request, candidate)
+    )
 
 
-def _settings(measured: Measured, box: Box, ask: Ask, choice: Choice) -> Settings:
-    rest = around(measured, box, ask, choice)
+def _settings(measured: Measured, machine: Machine, request: TuneRequest, choice: Choice) -> Settings:
+    rest = around(measured, machine, request, choice)
     return Settings(
-        batch_size=choice.rung.batch,
-        accumulation=choice.together // choice.rung.batch,
-        ranks=ask.ranks,
-        num_workers=choice.rung.workers,
-        prefetch_factor=choice.rung.prefetch if choice.rung.workers else None,
+        batch_size=choice.settings.batch_size,
+        accumulation=choice.together // choice.settings.batch_size,
+        ranks=request.ranks,
+        num_workers=choice.settings.num_workers,
+        prefetch_factor=choice.settings.prefetch_factor if choice.settings.num_workers else None,
         persistent_workers=rest.persistent_workers,
-        pin_memory=choice.rung.pin,
+        pin_memory=choice.settings.pin_memory,
         low_memory=rest.low_memory,
         threads=rest.threads,
         allocator=rest.allocator,
-        loader_kind=ask.loader_kind,
-        why={**reasons(measured, box, ask, choice), **rest.why},
-        levers=levers(measured, ask, choice),
+        loader_kind=request.loader_kind,
+        why={**reasons(measured, machine, request, choice), **rest.why},
+        levers=levers(measured, request, choice),
         measured=measured,
         plan=choice.plan,
     )
 
 
-def _by_hand(rung: Rung, wanted: Mapping[str, Any]) -> Rung:
-    return Rung(
-        batch=wanted.get("batch_size", rung.batch),
-        workers=wanted.get("num_workers", rung.workers),
-        prefetch=wanted.get("prefetch_factor", rung.prefetch),
-        pin=wanted.get("pin_memory", rung.pin),
-    )
+def _by_hand(candidate: CompleteLoaderSettings, wanted: Mapping[str, Any]) -> CompleteLoaderSettings:
+    names = ("batch_size", "num_workers", "prefetch_factor", "pin_memory")
+    return replace(candidate, **{name: wanted[name] for name in names if name in wanted})
 
 
 def changes(before: Settings, after: Settings) -> dict[str, str]:
-    """Setting by setting, what is no longer as it was, with the new reason."""
+    """The settings that changed, each with its new reason."""
     old, new = before.values(), after.values()
     return {
-        name: say(
-            "{name} {old} → {new} ({why})",
-            name=name,
-            old=old[name],
-            new=new[name],
-            why=after.why.get(name, ""),
-        )
+        name: say("{name} {old} → {new} ({why})", name=name, old=old[name], new=new[name], why=after.why.get(name, ""))
         for name in new
         if old[name] != new[name]
     }

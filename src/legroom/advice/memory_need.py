@@ -1,8 +1,8 @@
-"""What a workload takes from each memory pool: predicted before it runs, or measured in a trial run.
+"""What a workload needs of each memory pool: predicted before it runs, or measured in a trial run.
 
-Counts batches in flight of torch's DataLoader and of ours, semaphores, pinned memory, workers and their growth, models
-and optimizer state on the host. While a worker makes a batch it holds the samples, what collate makes of them, and the
-shared memory that the batch travels in.
+Counts batches in flight of torch's DataLoader and of Legroom's, semaphores, pinned memory, workers and their growth,
+models and optimizer state on the host. While a worker assembles a batch, its samples, the collated batch and the
+shared memory for sending it exist at once.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from legroom.advice.plan_inputs import Batch, Demand, loaders_of, workload_of
-from legroom.advice.safe_settings import PAGE, batches_in_flight, semaphores
-from legroom.records import Box, Loader, Need, Term, Trial, Workload
+from legroom.advice.doctor_settings import PAGE, batches_in_flight, semaphores
+from legroom.advice.job_description import Batch, Demand, loaders_of, workload_of
+from legroom.messages import counted, phrase, say
+from legroom.records import LoaderTrial, Machine, Need, PlannedLoader, Term, Workload
 from legroom.units import format_size
-from legroom.words import counted, phrase, say
 
-_HEADER = 64  # before each tensor under the file_system strategy; room for it costs at most a page otherwise
+_HEADER = 64  # before each tensor with the file_system strategy; counting it always costs at most a page
 _PAGE_TABLES = 512  # one entry of 8 bytes for each page of 4096
-_WORKER_FDS = 6  # both ends of its index queue, its sentinel, the sockets it hands tensors over by
+_WORKER_FDS = 6  # both ends of its index queue, its sentinel, the sockets that send tensors
 _OWN_FDS = 32  # the interpreter, its libraries, standard streams, a log and a data file
 
 
@@ -27,37 +27,37 @@ def batch_pages(tensors: Iterable[int]) -> int:
     return sum(-(-(nbytes + _HEADER) // PAGE) * PAGE for nbytes in tensors)
 
 
-def flights(loader: Loader) -> int:
-    """Batches that torch's loader may hold at once, the consumer's two included.
+def flights(loader: PlannedLoader) -> int:
+    """Batches that torch's DataLoader may keep at once, including the consumer's two.
 
-    While the next batch is fetched the last one is still bound, and that is so across epochs: the last batch of
-    one epoch lives while the first of the next arrive. Hence one more than an epoch's batches.
+    While the next batch is fetched, the loop variable still refers to the last one, also across epochs: the last batch
+    of one epoch is alive when the first of the next arrive. Hence one more than an epoch's batches.
     """
-    most = batches_in_flight(loader.workers, loader.prefetch, again=loader.again)
+    most = batches_in_flight(loader.num_workers, loader.prefetch_factor, again=not loader.persistent_workers)
     return _within_epoch(loader, most)
 
 
-def _own_flights(loader: Loader) -> int:
-    """The same without the batch that only workers still map: it is nobody's descriptor and not pinned."""
-    return _within_epoch(loader, batches_in_flight(loader.workers, loader.prefetch))
+def _own_flights(loader: PlannedLoader) -> int:
+    """The same without the batch that only workers still map: it needs no descriptor and is not pinned."""
+    return _within_epoch(loader, batches_in_flight(loader.num_workers, loader.prefetch_factor))
 
 
-def _within_epoch(loader: Loader, most: int) -> int:
+def _within_epoch(loader: PlannedLoader, most: int) -> int:
     return most if loader.batches is None else min(most, loader.batches + 1)
 
 
-def loader_semaphores(loader: Loader) -> int:
+def loader_semaphores(loader: PlannedLoader) -> int:
     """Semaphores of one loader; each takes a page."""
-    return semaphores(loader.workers)
+    return semaphores(loader.num_workers)
 
 
 def pinned_size(nbytes: int) -> int:
-    """What pinning so many bytes takes: torch's host allocator rounds up to powers of two."""
+    """Bytes that pinning takes: torch's host allocator rounds up to powers of two."""
     return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
 
 
 def need(workload: Workload) -> Need:
-    """What the workload takes from each pool, term by term."""
+    """What the workload needs of each pool, term by term."""
     shm = [*_shm(workload)]
     pinned = [*_pinned(workload)]
     ram = [*_ram(workload), *_charged(shm, pinned)]
@@ -85,19 +85,14 @@ def _shm(workload: Workload) -> Iterator[Term]:
         yield Term(
             "shm",
             workload.process_shm * count,
-            say("{each} a process{times}", each=format_size(workload.process_shm), times=_times(count)),
+            say("{each} per process{times}", each=format_size(workload.process_shm), times=_times(count)),
             workload.process_shm_source,
         )
     for loader in workload.loaders:
-        if not loader.workers:
+        if not loader.num_workers:
             continue
-        yield Term(
-            "shm",
-            loader_semaphores(loader) * PAGE * count,
-            _locks_text(loader, count),
-            say("a page for each"),
-        )
-        if loader.kind == "legroom":
+        yield Term("shm", loader_semaphores(loader) * PAGE * count, _locks_text(loader, count), say("one page each"))
+        if loader.loader_kind == "legroom":
             continue
         batch = batch_pages(loader.tensors)
         text = say(
@@ -106,21 +101,21 @@ def _shm(workload: Workload) -> Iterator[Term]:
         )  # fmt: skip
         yield Term("shm", batch * flights(loader) * count, text, loader.source)
     if workload.nccl:
-        text = say("NCCL, {each} a process{times}", each=format_size(workload.nccl), times=_times(count))
-        yield Term("shm", workload.nccl * count, text, say("stated"))
+        text = say("NCCL, {each} per process{times}", each=format_size(workload.nccl), times=_times(count))
+        yield Term("shm", workload.nccl * count, text, say("given by you"))
     if workload.entries_shm:
         yield Term(
             "shm",
             workload.entries_shm,
-            say("shared datasets, once for all"),
-            workload.entries_shm_source or say("the data's description"),
+            say("shared datasets, one copy"),
+            workload.entries_shm_source or say("read from the data file"),
         )
 
 
 def _ram(workload: Workload) -> Iterator[Term]:
     count = workload.processes
     if workload.process_ram:
-        text = say("{each} a process{times}", each=format_size(workload.process_ram), times=_times(count))
+        text = say("{each} per process{times}", each=format_size(workload.process_ram), times=_times(count))
         yield Term("ram", workload.process_ram * count, text, workload.process_ram_source)
     if workload.host_model:
         text = say(
@@ -132,59 +127,57 @@ def _ram(workload: Workload) -> Iterator[Term]:
         yield from _loader_ram(workload, loader)
     tables = -(-workload.mapped // _PAGE_TABLES)
     if tables:
-        readers = count * (1 + sum(loader.workers for loader in workload.loaders))
+        readers = count * (1 + sum(loader.num_workers for loader in workload.loaders))
         text = say(
             "page tables, {each} for {mapped} mapped{times}",
             each=format_size(tables), mapped=format_size(workload.mapped), times=_times(readers),
         )  # fmt: skip
-        yield Term("ram", tables * readers, text, say("8 bytes for each page"))
+        yield Term("ram", tables * readers, text, say("8 bytes per page"))
 
 
-def _loader_ram(workload: Workload, loader: Loader) -> Iterator[Term]:
+def _loader_ram(workload: Workload, loader: PlannedLoader) -> Iterator[Term]:
     count = workload.processes
     own = workload.worker_ram + loader.worker_growth
-    if own and loader.workers:
+    if own and loader.num_workers:
         text = say(
             "{workers} of {each}{times}",
             workers=_workers(loader), each=format_size(own), times=_times(count),
         )  # fmt: skip
         source = workload.worker_ram_source or say("private to each worker")
-        yield Term("ram", own * loader.workers * count, text, source)
-    batch, makers = loader.batch_bytes, max(1, loader.workers)
+        yield Term("ram", own * loader.num_workers * count, text, source)
+    batch, makers = loader.batch_bytes, max(1, loader.num_workers)
     if loader.made_of:
         text = say(
-            "a batch while it is made, {each} × {makers}{times}",
+            "a batch being assembled, {each} × {makers}{times}",
             each=format_size(loader.made_of), makers=makers, times=_times(count),
         )  # fmt: skip
         yield Term("ram", loader.made_of * makers * count, text, loader.source)
-    if not loader.workers:
-        text = say(
-            "2 batches of {batch} in the process{times}", batch=format_size(batch), times=_times(count)
-        )
+    if not loader.num_workers:
+        text = say("2 batches of {batch} in the training process{times}", batch=format_size(batch), times=_times(count))
         yield Term("ram", 2 * batch * count, text, loader.source)
-    elif loader.kind == "legroom":
+    elif loader.loader_kind == "legroom":
         yield from _arena(loader, own, count)
 
 
-def _arena(loader: Loader, own: int, count: int) -> Iterator[Term]:
-    """Our loader's batches, and what it wants to see free beside its workers before it starts them."""
+def _arena(loader: PlannedLoader, own: int, count: int) -> Iterator[Term]:
+    """The batches of legroom.DataLoader, and the headroom it requires before it starts workers."""
     batch, slots = batch_pages(loader.tensors), loader.slots
     if slots is None:
-        slots = loader.workers * (2 + loader.prefetch)
+        slots = loader.num_workers * (2 + loader.prefetch_factor)
         text = say(
             "arena of {slots} batches of {batch} ({workers} × (2 + {prefetch})){times}",
-            slots=slots, batch=format_size(batch), workers=_workers(loader), prefetch=loader.prefetch,
+            slots=slots, batch=format_size(batch), workers=_workers(loader), prefetch=loader.prefetch_factor,
             times=_times(count),
         )  # fmt: skip
     else:
         text = say(
-            "arena of {slots} batches of {batch}, one a worker and the one in use{times}",
+            "arena of {slots} batches of {batch}, one per worker and the one in use{times}",
             slots=slots, batch=format_size(batch), times=_times(count),
         )  # fmt: skip
     yield Term("ram", slots * batch * count, text, loader.source)
-    free = spare(least(Each(own, loader.made_of, batch), loader.workers))
-    text = say("{free} to spare beside the workers{times}", free=format_size(free), times=_times(count))
-    yield Term("ram", free * count, text, say("an eighth, and 16 MB"))
+    free = spare(least(Each(own, loader.made_of, batch), loader.num_workers))
+    text = say("{free} headroom beside the workers{times}", free=format_size(free), times=_times(count))
+    yield Term("ram", free * count, text, say("one eighth plus 16 MB"))
 
 
 def _pinned(workload: Workload) -> Iterator[Term]:
@@ -193,8 +186,8 @@ def _pinned(workload: Workload) -> Iterator[Term]:
         if not loader.pin_memory:
             continue
         batch = sum(pinned_size(nbytes) for nbytes in loader.tensors)
-        # The pinning thread empties the workers' queue, so all that is in flight may lie pinned before the consumer.
-        held = _own_flights(loader) if loader.workers else 2
+        # The pinning thread empties the workers' queue, so all batches in flight may be pinned.
+        held = _own_flights(loader) if loader.num_workers else 2
         text = say(
             "{held} pinned batches of {batch}, rounded up to powers of two{times}",
             held=held, batch=format_size(batch), times=_times(count),
@@ -203,36 +196,36 @@ def _pinned(workload: Workload) -> Iterator[Term]:
 
 
 def _charged(shm: Iterable[Term], pinned: Iterable[Term]) -> Iterator[Term]:
-    """Shared and pinned memory are memory: the cgroup counts them."""
-    yield Term("ram", _sum(shm), say("what lies in /dev/shm is memory too"), say("the sum of the shm terms"))
-    yield Term("ram", _sum(pinned), say("pinned memory is memory too"), say("the sum of the pinned terms"))
+    """Shared and pinned memory count as RAM in the cgroup."""
+    yield Term("ram", _sum(shm), say("/dev/shm is backed by RAM"), say("the sum of the shm terms"))
+    yield Term("ram", _sum(pinned), say("pinned memory is RAM"), say("the sum of the pinned terms"))
 
 
 def _disk(workload: Workload) -> Iterator[Term]:
     if workload.entries_disk:
-        text = say("shared datasets on disk, once for all")
-        yield Term("disk", workload.entries_disk, text, say("the data's description"))
+        text = say("shared datasets on disk, one copy")
+        yield Term("disk", workload.entries_disk, text, say("read from the data file"))
     if workload.checkpoint:
         text = say(
-            "checkpoints, {each} a process{times}",
+            "checkpoints, {each} per process{times}",
             each=format_size(workload.checkpoint), times=_times(workload.processes),
         )  # fmt: skip
-        yield Term("disk", workload.checkpoint * workload.processes, text, say("stated"))
+        yield Term("disk", workload.checkpoint * workload.processes, text, say("given by you"))
 
 
 def _fds(workload: Workload) -> Iterator[Term]:
-    """Of one training process: it may hold a descriptor for every tensor in flight."""
+    """Descriptors of one training process: one for every tensor in flight."""
     if not workload.loaders:
         return
-    yield Term("fds", _OWN_FDS, say("the process itself"), say("an allowance"))
+    yield Term("fds", _OWN_FDS, say("the process itself"), say("estimate"))
     for loader in workload.loaders:
-        if not loader.workers:
+        if not loader.num_workers:
             continue
         text = say("queues and sockets of {workers}", workers=_workers(loader))
-        yield Term("fds", _WORKER_FDS * (loader.workers + 1), text, say("six for each, and for the results"))
-        if loader.kind == "torch" and loader.sharing == "file_descriptor":
+        yield Term("fds", _WORKER_FDS * (loader.num_workers + 1), text, say("six per worker, six for results"))
+        if loader.loader_kind == "torch" and loader.sharing == "file_descriptor":
             text = say(
-                "a descriptor for each tensor of {flights} batches",
+                "one file descriptor per tensor of {flights} batches",
                 flights=_own_flights(loader),
             )  # fmt: skip
             yield Term("fds", _own_flights(loader) * len(loader.tensors), text, loader.source)
@@ -240,48 +233,41 @@ def _fds(workload: Workload) -> Iterator[Term]:
 
 def _gpu(workload: Workload) -> Iterator[Term]:
     if workload.gpu is not None:
-        text = say(
-            "{each} a process, {count} on a card", each=format_size(workload.gpu), count=workload.per_gpu
-        )
-        yield Term("gpu", workload.gpu * workload.per_gpu, text, say("stated"))
+        text = say("{each} per process, {count} per GPU", each=format_size(workload.gpu), count=workload.per_gpu)
+        yield Term("gpu", workload.gpu * workload.per_gpu, text, say("given by you"))
 
 
-def _flights_text(loader: Loader) -> str:
-    most = batches_in_flight(loader.workers, loader.prefetch, again=loader.again)
+def _flights_text(loader: PlannedLoader) -> str:
+    most = batches_in_flight(loader.num_workers, loader.prefetch_factor, again=not loader.persistent_workers)
     if flights(loader) < most:
-        return say("{batches} in an epoch + 1", batches=loader.batches)
-    beyond = 3 if loader.again else 2
+        return say("{batches} per epoch + 1", batches=loader.batches)
+    beyond = 2 if loader.persistent_workers else 3
+    return f"{_workers(loader)} × {loader.prefetch_factor} + {beyond}"
+
+
+def _workers(loader: PlannedLoader) -> str:
+    return counted(loader.num_workers, phrase("{count} worker"), phrase("{count} workers"))
+
+
+def _locks_text(loader: PlannedLoader, count: int) -> str:
     return say(
-        "{workers} × {prefetch} + {beyond}",
-        workers=_workers(loader), prefetch=loader.prefetch, beyond=beyond,
-    )  # fmt: skip
-
-
-def _workers(loader: Loader) -> str:
-    return counted(loader.workers, phrase("{count} worker"), phrase("{count} workers"))
-
-
-def _locks_text(loader: Loader, count: int) -> str:
-    return say(
-        "{locks} semaphores of a loader's queues{times}", locks=loader_semaphores(loader), times=_times(count)
+        "{locks} semaphores of the DataLoader's queues{times}", locks=loader_semaphores(loader), times=_times(count)
     )
 
 
 def _times(count: int) -> str:
-    return say(" × {count}", count=count) if count != 1 else ""
+    return f" × {count}" if count != 1 else ""
 
 
-SPARE = (
-    16 << 20
-)  # page tables, stacks, buffers of pipes: the cgroup counts them, and nobody can say them beforehand
+SPARE = 16 << 20  # page tables, stacks, pipe buffers: counted by the cgroup, and not predictable
 
 
 @dataclass(frozen=True, slots=True)
 class Each:
-    """What one worker takes, in bytes."""
+    """Bytes that one worker needs."""
 
-    own: int  # the process, before it draws a sample
-    making: int  # more private memory at its height, while a batch is made
+    own: int  # the process, before its first sample
+    making: int  # additional private memory at the peak, while a batch is assembled
     batch: int  # in the slot
 
     @property
@@ -291,28 +277,28 @@ class Each:
 
 
 def least(each: Each, workers: int) -> int:
-    """What so many workers take, each with one batch, and the one that the training looks at."""
+    """What these workers need, each with one batch, plus the batch in use."""
     return workers * each.all + each.batch
 
 
 def spare(need: int) -> int:
-    """What must stay free beside a need: samples are not all alike, and an allocator keeps some of what is freed."""
+    """Headroom above a need: samples differ in size, and allocators keep freed memory."""
     return SPARE + need // 8
 
 
 def fits(need: int, free: int) -> bool:
-    """Whether a need can be met and nobody is killed for it."""
+    """Whether a need fits with its headroom."""
     return need + spare(need) <= free
 
 
 def most_workers(each: Each, free: int, asked: int) -> int:
-    """How many workers fit, up to those asked for; 0 where none does."""
+    """How many workers fit, up to the requested number; 0 if none does."""
     return next((count for count in range(asked, 0, -1) if fits(least(each, count), free)), 0)
 
 
 def most_samples(each: Each, free: int, workers: int, samples: int) -> int:
-    """The largest batch that fits at these workers, below ``samples``, whose batch was measured; 0 where none does."""
-    low, high = 0, samples  # low fits, or is no batch at all; high does not fit
+    """The largest batch size below ``samples`` (the measured one) that fits with these workers; 0 if none does."""
+    low, high = 0, samples  # low fits or is 0; high does not fit
     while high - low > 1:
         middle = (low + high) // 2
         smaller = Each(each.own, -(-each.making * middle // samples), -(-each.batch * middle // samples))
@@ -323,45 +309,45 @@ def most_samples(each: Each, free: int, workers: int, samples: int) -> int:
     return low
 
 
-_MARGIN, _MARGIN_BYTES = 64, 1 << 20  # a share of it, and bytes: no two runs take exactly the same
-_SHORT = 4 << 20  # at least so much more is needed where a trial was stopped
+_MARGIN, _MARGIN_BYTES = 64, 1 << 20  # a share and bytes: no two runs use exactly the same
+_PICKLED = 16  # at most this share of it for a pickled batch on its way
+_SLICE_S = 0.1  # for which the training process may have to wait for a core between two lines of Python
+_SHORT = 2 << 20  # at least this much more is needed if a trial was stopped
 
 
-def tried_need(demand: Demand, batch: Batch, trial: Trial, box: Box) -> Need:
-    """What was measured, for every rank, with what the trial did not run: model, validation loader, checkpoints."""
+def tried_need(demand: Demand, batch: Batch, trial: LoaderTrial, machine: Machine) -> Need:
+    """The measured need for all ranks, plus what the trial did not run: model, validation loader, checkpoints."""
     count = demand.ranks
     whole = workload_of(demand, batch, count, count)
     stated = 0 if demand.process_ram_source else demand.process_ram or 0
     rest = need(
         replace(
-            whole,
-            loaders=whole.loaders[1:],
-            process_ram=max(0, stated - trial.process),
-            worker_ram=demand.worker_ram,
+            whole, loaders=whole.loaders[1:], process_ram=max(0, stated - trial.process), worker_ram=demand.worker_ram
         )
     )
     pinned = [term for term in need(replace(whole, loaders=whole.loaders[:1])).terms if term.pool == "pinned"]
     pinned_bytes = sum(term.bytes for term in pinned)
     source = _source(trial)
     trial = _filled(demand, batch, trial)
-    ram = (trial.ram + trial.ram // _MARGIN + _MARGIN_BYTES) * count
+    ram = (trial.ram + trial.ram // _MARGIN + _MARGIN_BYTES + _on_its_way(demand, batch, trial)) * count
     terms = [Term("ram", ram, _text(demand, trial), source)]
     if trial.short == "ram":
-        ram = max(ram, (_room(box, "ram") or 0) + _SHORT)
-        what = say("stopped when it had taken {taken}: it needs more", taken=format_size(trial.ram))
+        ram = max(ram, (free_amount(machine, "ram") or 0) + _SHORT)
+        what = say("stopped at {taken}: needs more than that", taken=format_size(trial.ram))
         terms = [Term("ram", ram, what, source)]
     if pinned_bytes:
-        terms.append(
-            Term("ram", pinned_bytes, say("pinned memory is memory too"), say("the sum of the pinned terms"))
-        )
+        terms.append(Term("ram", pinned_bytes, say("pinned memory is RAM"), say("the sum of the pinned terms")))
     shm = (trial.shm - overlap(demand, trial)[0]) * count
     if trial.short == "shm":
-        shm = max(shm + batch_pages(loaders_of(demand, batch)[0].tensors), (_room(box, "shm") or 0) + PAGE)
+        # What it was refused is one tensor at least. How many of the batch's tensors were in there is not known.
+        # A batch without tensors fails too: each worker needs semaphores there.
+        refused = batch_pages([max(loaders_of(demand, batch)[0].tensors, default=1)])
+        shm = max(shm + refused, (free_amount(machine, "shm") or 0) + PAGE)
     if shm:
         terms.append(Term("shm", shm, say("batches and semaphores at their peak"), source))
     fds, what = trial.fds, say("open files of the main process")
-    if trial.short == "fds":  # workers hold a descriptor too for each tensor that they have not handed over
-        fds, what = max(fds, (_room(box, "fds") or 0) + 1), say("open files of one of its processes")
+    if trial.short == "fds":  # workers also use a descriptor for each tensor they have not sent yet
+        fds, what = (max(fds, (free_amount(machine, "fds") or 0) + 1), say("open files of one of its processes"))
     terms.append(Term("fds", fds, what, source))
     return Need(
         terms=tuple(term for term in (*terms, *pinned, *rest.terms) if term.bytes),
@@ -374,47 +360,98 @@ def tried_need(demand: Demand, batch: Batch, trial: Trial, box: Box) -> Need:
     )
 
 
-def _filled(demand: Demand, batch: Batch, trial: Trial) -> Trial:
-    """The trial with full queues, where they were not seen full: its workers waited for something else than a CPU."""
-    if demand.kind != "torch" or not demand.workers or trial.filled:
+def _on_its_way(demand: Demand, batch: Batch, trial: LoaderTrial) -> int:
+    """A pickled batch that a worker sends while the process loads another: whether they coincide is timing."""
+    return min(batch.pickled, trial.ram // _PICKLED) if demand.num_workers else 0
+
+
+def without_overlap(demand: Demand, batch: Batch, trial: LoaderTrial) -> LoaderTrial:
+    """The trial without a batch of torch's that a worker made before the loop had dropped the last one: chance."""
+    if not _overlaps(demand, trial) or not trial.waiting_shm:
         return trial
-    loader = loaders_of(demand, batch)[0]
-    ahead = demand.workers * demand.prefetch
-    batches = trial.batches if trial.whole else loader.batches
-    if batches is not None:
-        ahead = min(ahead, batches - 1)
-    missing = (ahead + 1) * batch_pages(loader.tensors) - trial.shm
+    one = batch_pages(loaders_of(demand, batch)[0].tensors)
+    return replace(trial, shm=max(trial.waiting_shm, trial.shm - one))
+
+
+def with_overlap(
+    demand: Demand, batch: Batch, trial: LoaderTrial, fetch_seconds: float, collate_seconds: float
+) -> LoaderTrial:
+    """The trial with as much of that batch as a worker can make while the training process waits for a core.
+
+    A worker first fetches the samples. It allocates in /dev/shm when it collates them. A short epoch has no such batch:
+    all of its batches are requested at the start.
+    """
+    batches = _batches(demand, batch, trial)
+    if not _overlaps(demand, trial) or (batches or 1 << 62) <= demand.num_workers * demand.prefetch_factor:
+        return trial
+    one, left = batch_pages(loaders_of(demand, batch)[0].tensors), _SLICE_S - fetch_seconds
+    if left <= 0:
+        return trial
+    made = one if collate_seconds <= left else int(one * left / collate_seconds)
+    waiting = trial.waiting_shm or _full_queues(demand, batch, trial)
+    return replace(trial, shm=max(trial.shm, waiting + made))
+
+
+def _overlaps(demand: Demand, trial: LoaderTrial) -> bool:
+    return demand.loader_kind == "torch" and demand.num_workers > 0 and trial.short is None
+
+
+def collected(trial: LoaderTrial) -> LoaderTrial:
+    """The trial as it is if its workers run full garbage collections."""
+    return replace(trial, ram=max(trial.ram, trial.collected))
+
+
+def _filled(demand: Demand, batch: Batch, trial: LoaderTrial) -> LoaderTrial:
+    """The trial scaled up to full queues, if its workers were too slow to fill them."""
+    if demand.loader_kind != "torch" or not demand.num_workers or trial.filled:
+        return trial
+    if _batches(demand, batch, trial) is None and trial.short is not None:
+        return trial  # it needs more than there is; whether the stream is long enough to fill the queues is not known
+    missing = _full_queues(demand, batch, trial) - trial.shm
     if missing <= 0:
         return trial
     return replace(trial, shm=trial.shm + missing, ram=trial.ram + missing)
 
 
-def overlap(demand: Demand, trial: Trial) -> tuple[int, int]:
-    """Bytes of semaphores of one epoch that were there beside those of the next, and how many there can be.
+def _full_queues(demand: Demand, batch: Batch, trial: LoaderTrial) -> int:
+    """Bytes in /dev/shm of all batches that are requested ahead, and of the one in use."""
+    ahead, batches = demand.num_workers * demand.prefetch_factor, _batches(demand, batch, trial)
+    if batches is not None:
+        ahead = min(ahead, batches - 1)
+    return (ahead + 1) * batch_pages(loaders_of(demand, batch)[0].tensors)
 
-    Workers that start again for every epoch come with semaphores of their own, before all threads that hold those of
-    the last epoch have ended. How many overlap is a matter of timing. It shows only where nothing else is in /dev/shm.
+
+def _batches(demand: Demand, batch: Batch, trial: LoaderTrial) -> int | None:
+    """Batches of an epoch; None if unknown."""
+    return trial.batches if trial.whole else loaders_of(demand, batch)[0].batches
+
+
+def overlap(demand: Demand, trial: LoaderTrial) -> tuple[int, int]:
+    """Bytes of semaphores that overlapped between two epochs, and the most that can overlap.
+
+    Workers that restart every epoch create semaphores before all threads with those of the last epoch have ended. How
+    many overlap depends on timing, and is visible only if nothing else is in /dev/shm.
     """
-    once = semaphores(demand.workers) // 2 * PAGE
-    if demand.persistent or not demand.workers or not once <= trial.shm <= 2 * once:
+    once = semaphores(demand.num_workers) // 2 * PAGE
+    if demand.persistent_workers or not demand.num_workers or not once <= trial.shm <= 2 * once:
         return 0, 0
     seen = trial.shm - once
-    return seen, max(seen + PAGE * trial.overlap, (demand.workers + 1) * PAGE)
+    return seen, max(seen + PAGE * trial.overlap, (demand.num_workers + 1) * PAGE)
 
 
 def calibrated(demand: Demand, batch: Batch, measured: Need) -> Batch:
-    """The batch with as much private memory in the making as brings the prediction to what was measured."""
+    """The batch, with its private memory adjusted so that the prediction matches the measurement."""
     predicted = need(workload_of(demand, batch, demand.ranks, demand.ranks)).ram
-    makers = max(1, demand.workers) * demand.ranks
+    makers = max(1, demand.num_workers) * demand.ranks
     making = sum(batch.tensors) if batch.making is None else batch.making
     return replace(batch, making=max(making, making + (measured.ram - predicted) // makers))
 
 
-def may_grow(demand: Demand, batch: Batch, trial: Trial, *, forked: bool) -> int | None:
-    """Bytes that batches beyond the trial can add if it keeps growing as it did; None: it does not level off."""
+def may_grow(demand: Demand, batch: Batch, trial: LoaderTrial, *, forked: bool) -> int | None:
+    """Bytes that further batches can add if memory keeps growing as in the trial; None: no upper bound."""
     if trial.whole or not trial.growth:
         return 0
-    copied = trial.process * demand.workers if forked and demand.workers else None
+    copied = trial.process * demand.num_workers if forked and demand.num_workers else None
     if batch.rows is None:
         return copied
     left = max(0, -(-batch.rows // (batch.samples * demand.ranks)) - trial.batches)
@@ -422,28 +459,31 @@ def may_grow(demand: Demand, batch: Batch, trial: Trial, *, forked: bool) -> int
     return further if copied is None else min(further, copied)
 
 
-def _text(demand: Demand, trial: Trial) -> str:
-    workers = counted(demand.workers, phrase("{count} worker"), phrase("{count} workers"))
+def _text(demand: Demand, trial: LoaderTrial) -> str:
+    workers = counted(demand.num_workers, phrase("{count} worker"), phrase("{count} workers"))
+    if not trial.batches:
+        return say("peak memory of {workers} before the first batch, plus a margin", workers=workers)
     if trial.forked:
         return say(
-            "what a loop with {workers} adds to this process at its peak, over {batches} batches an epoch, and a "
-            "margin",
+            "peak memory that a loop with {workers} adds to this process, {batches} batches per epoch, "
+            "plus a margin",
             workers=workers, batches=trial.batches,
         )  # fmt: skip
     return say(
-        "the process and {workers} at their peak, over {batches} batches an epoch, and a margin",
+        "peak memory of the process and {workers}, {batches} batches per epoch, plus a margin",
         workers=workers, batches=trial.batches,
     )  # fmt: skip
 
 
-def _source(trial: Trial) -> str:
+def _source(trial: LoaderTrial) -> str:
     if trial.whole:
-        return say("measured: a trial run of two epochs here")
-    return say("measured: a trial run here, the start of two epochs")
+        return say("measured in a trial run of two epochs on this machine")
+    return say("measured in a trial run on this machine, the start of two epochs")
 
 
-def _room(box: Box, name: str) -> int | None:
-    pool = box.pool(name)
+def free_amount(machine: Machine, name: str) -> int | None:
+    """What is free of a pool; for file descriptors the whole limit, since it is per process."""
+    pool = machine.pool(name)
     if pool is None:
         return None
     return pool.size if name == "fds" and pool.free is None else pool.free

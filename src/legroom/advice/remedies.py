@@ -1,37 +1,34 @@
-"""The fix for this place: what to type here, and the command that proves it worked.
+"""Fixes for findings in this environment: the commands to run, and the command that verifies the result.
 
-Covers: more /dev/shm, more RAM, swap, descriptors, disk, CPU quota, GPU, TMPDIR: for docker, podman, kubernetes,
-slurm, bare machines with and without rights. Does not cover: finding out what is wrong (findings.py).
-
-Pure functions of a Place and numbers. A fix is a tuple of steps in the order to try them; one that proves the change
-begins with ``check:``. What is to be typed stands in a step's further lines, one command a line and nothing else on it:
-whoever shows a step wraps its first line alone, so that commands can be pasted.
+For docker, podman, kubernetes, slurm and bare machines, with and without root. A fix is a tuple of steps in the order
+to try them; the step that verifies it begins with ``check:``. Commands stand on further lines of a step, one per
+line: only the first line may be wrapped, so that commands can be copied.
 """
 
 from __future__ import annotations
 
-from legroom.records import Place
+from legroom.messages import phrase, say
+from legroom.records import RuntimeEnvironment
 from legroom.units import exact_size, format_size
-from legroom.words import phrase, say
 
-# Above a quarter of the memory the data in /dev/shm would crowd out the processes that use them.
+# Data in /dev/shm above a quarter of RAM leaves too little for the processes that use it.
 SHM_SHARE = 4
 _SHM_TOP = 8 << 30
 _SHM_FLOOR = 512 << 20
-_SHM_LAST = 64 << 30  # beyond it, what fills it is no batch on its way
+_SHM_LAST = 64 << 30  # batches in flight do not fill more than that
 
 _SHM = "/dev/shm"
 
 
 def check_room(path: str) -> str:
-    """The step that proves there is room at a path."""
+    """The step that verifies free space at a path."""
     return say("check:\ndf -h {path}", path=path)
 
 
 def advised_shm(ram: int | None) -> int:
-    """A size for /dev/shm when nothing is known of the workload: a power of two, 512 MB to 8 GB.
+    """A size for /dev/shm for an unknown workload: a power of two, 512 MB to 8 GB.
 
-    At most a quarter of the memory that is really there: tmpfs pages count against it.
+    At most a quarter of the available RAM: tmpfs pages count against it.
     """
     if ram is None:
         return 1 << 30
@@ -39,15 +36,15 @@ def advised_shm(ram: int | None) -> int:
     size = _SHM_TOP
     while size > bound and size > _SHM_FLOOR:
         size //= 2
-    while size > ram // 2 and size > 64 << 20:  # a box too small even for the floor
+    while size > ram // 2 and size > 64 << 20:  # a machine too small even for the floor
         size //= 2
     return size
 
 
 def doubled_shm(size: int, ram: int | None) -> int | None:
-    """A larger size for a /dev/shm that fills up; None where more would leave the processes less than half the memory.
+    """A larger size for a /dev/shm that fills up; None if processes would be left with less than half the RAM.
 
-    About twice what it has, and no less than anybody is advised to have.
+    About twice its size, and at least the size advised for an unknown workload.
     """
     bound = min(2 * size, _SHM_LAST, *(() if ram is None else (ram // 2,)))
     doubled = 1 << max(0, bound.bit_length() - 1)
@@ -55,116 +52,107 @@ def doubled_shm(size: int, ram: int | None) -> int | None:
     return wanted if wanted > size else None
 
 
-def _privilege(place: Place) -> str | None:
-    """What a command that needs rights is prefixed with here; None where no prefix would help."""
-    if place.may_mount:
+def _privilege(runtime: RuntimeEnvironment) -> str | None:
+    """The prefix of commands that need root: empty, or sudo; None if neither helps."""
+    if runtime.may_mount:
         return ""
-    return "sudo " if place.sudo and not place.root else None
+    return "sudo " if runtime.sudo and not runtime.root else None
 
 
-def enlarge_shm(place: Place, size: int) -> tuple[str, ...]:
+def enlarge_shm(runtime: RuntimeEnvironment, size: int) -> tuple[str, ...]:
     """How to get a /dev/shm of ``size`` here."""
     wanted = exact_size(size)
-    remount = _privilege(place)
-    if place.kind in ("docker", "podman"):
+    remount = _privilege(runtime)
+    if runtime.kind in ("docker", "podman"):
         lines = [
-            say(
-                "start the container again with:\n{tool} run --shm-size={size} …",
-                tool=place.kind,
-                size=wanted,
-            ),
-            say("or in compose, under the service:\nshm_size: {size}", size=wanted.lower() + "b"),
+            say("restart the container with:\n{tool} run --shm-size={size} …", tool=runtime.kind, size=wanted),
+            say("or in the service of a compose file:\nshm_size: {size}", size=wanted.lower() + "b"),
         ]
-        if place.may_mount:  # sudo in a container does not bring the right to mount
-            lines.insert(
-                0, say("now, without a restart:\nmount -o remount,size={size} /dev/shm", size=wanted)
-            )
+        if runtime.may_mount:  # sudo in a container does not grant the right to mount
+            lines.insert(0, say("now, without a restart:\nmount -o remount,size={size} /dev/shm", size=wanted))
         return (*lines, check_room(_SHM))
-    if place.kind == "kubernetes":
+    if runtime.kind == "kubernetes":
         return (
             say(
-                "give the pod a memory volume, and its container the mount of it:\n"
-                "volumes: [{{name: shm, emptyDir: {{medium: Memory, sizeLimit: {size}i}}}}]\n"
-                "volumeMounts: [{{name: shm, mountPath: /dev/shm}}]",
+                "add a memory volume to the pod and mount it in the container:\nvolumes: [{{name: shm, "
+                "emptyDir: {{medium: Memory, sizeLimit: {size}i}}}}]\nvolumeMounts: [{{name: shm, "
+                "mountPath: /dev/shm}}]",
                 size=wanted,
             ),
-            say("what lies in it counts against the container's memory limit: raise that by as much"),
+            say("its content counts against the container's memory limit: raise that limit by the same amount"),
             say("check:\nkubectl exec POD -- df -h /dev/shm"),
         )
-    if place.kind in ("bare", "wsl", "slurm") and remount is not None:
+    if runtime.kind in ("bare", "wsl", "slurm") and remount is not None:
         return (
             say("now:\n{sudo}mount -o remount,size={size} /dev/shm", sudo=remount, size=wanted),
             say(
-                "for good, this line in /etc/fstab:\ntmpfs /dev/shm tmpfs defaults,size={size} 0 0",
-                size=wanted,
+                "permanently, with this line in /etc/fstab:\ntmpfs /dev/shm tmpfs defaults,size={size} 0 0", size=wanted
             ),
             say(
-                "then this, as mount -a does not enlarge what is mounted:\n{sudo}mount -o remount /dev/shm",
+                "then remount (mount -a does not resize a mounted filesystem):\n{sudo}mount -o remount /dev/shm",
                 sudo=remount,
             ),
             check_room(_SHM),
         )
-    return (*_without_rights(place, wanted), check_room(_SHM))
+    return (*_without_rights(runtime, wanted), check_room(_SHM))
 
 
 def use_less_shm() -> tuple[str, ...]:
-    """Other settings, and another way for the batches, where /dev/shm stays as it is."""
+    """Settings that need less of /dev/shm, if it cannot be enlarged."""
     return (
-        say("without rights: num_workers=0 uses no shared memory; smaller batches, fewer workers use less"),
-        say("or legroom.DataLoader instead of torch's: its batches do not lie in /dev/shm"),
-        say('datasets shared by legroom.open may lie on disk:\nlegroom.open(…, backing="disk")'),
+        say("without root: num_workers=0 uses no shared memory; fewer workers or smaller batches use less"),
+        say("or use legroom.DataLoader instead of torch's: its batches are not in /dev/shm"),
+        say('keep datasets of legroom.open on disk:\nlegroom.open(…, backing="disk")'),
     )
 
 
-def bound_shm(place: Place, size: int, *, own: bool, shared: bool) -> tuple[str, ...]:
-    """What to do where /dev/shm may grow beyond the memory behind it; ``size`` leaves half of that to processes.
+def bound_shm(runtime: RuntimeEnvironment, size: int, *, own: bool, shared: bool) -> tuple[str, ...]:
+    """What to do if /dev/shm can grow beyond RAM; ``size`` leaves half of RAM to the processes.
 
-    ``own``: the limit is one cgroup's. ``shared``: that cgroup uses the machine's /dev/shm, which others use too: it is
-    not made smaller for the sake of one of them.
+    ``own``: the limit is one cgroup's. ``shared``: that cgroup uses the machine's /dev/shm, which others use too, so it
+    is not made smaller for this cgroup.
     """
     wanted = exact_size(size)
-    if place.kind in ("docker", "podman"):
-        start = phrase("start the container again with:\n{tool} run --shm-size={size} …")
+    if runtime.kind in ("docker", "podman"):
+        start = phrase("restart the container with:\n{tool} run --shm-size={size} …")
         if shared:
-            start = phrase(
-                "start the container again with a /dev/shm of its own:\n{tool} run --ipc=private --shm-size={size} …"
-            )
-        return (say(start, tool=place.kind, size=wanted), check_room(_SHM))
-    if place.kind == "kubernetes":
-        return enlarge_shm(place, size)
+            start = phrase("restart the container with its own /dev/shm:\n{tool} run --ipc=private --shm-size={size} …")
+        return (say(start, tool=runtime.kind, size=wanted), check_room(_SHM))
+    if runtime.kind == "kubernetes":
+        return enlarge_shm(runtime, size)
     keep = say(
-        "keep what the job has in /dev/shm below {size}: legroom check tells what a loader takes", size=wanted
+        "keep the job's use of /dev/shm below {size}; legroom check predicts what a DataLoader needs", size=wanted
     )
     if own:
-        return (keep, *raise_ram_limit(place, None))
-    remount = _privilege(place)
+        return (keep, *raise_ram_limit(runtime, None))
+    remount = _privilege(runtime)
     if remount is None:
         return (keep, check_room(_SHM))
     return (
         keep,
         say(
-            "or have an error in place of an OOM kill: bound it now, and by size={size} in /etc/fstab:\n"
-            "{sudo}mount -o remount,size={size} /dev/shm",
+            "or limit its size, to get an error instead of an OOM kill (permanently: size={size} in "
+            "/etc/fstab):\n{sudo}mount -o remount,size={size} /dev/shm",
             sudo=remount, size=wanted,
         ),
         check_room(_SHM),
     )  # fmt: skip
 
 
-def _without_rights(place: Place, wanted: str) -> list[str]:
-    """What is left to somebody who may not mount: other settings, another way for the batches, a letter."""
+def _without_rights(runtime: RuntimeEnvironment, wanted: str) -> list[str]:
+    """Steps without the right to mount: other settings, legroom.DataLoader, a request to the administrator."""
     lines = [*use_less_shm()]
-    if place.kind == "slurm":
+    if runtime.kind == "slurm":
         lines.append(
             say(
-                "or ask for a node with more: /dev/shm is the node's own, half of its RAM where nobody set it, and "
-                "what lies in it counts against --mem"
+                "or request a node with more: /dev/shm belongs to the node (by default half its RAM) and "
+                "its content counts against --mem"
             )
         )
     lines.append(
         say(
-            "ask the administrator: /dev/shm on this machine is too small for PyTorch's data loaders; please set "
-            "size={size} for it in /etc/fstab, and run:\nmount -o remount,size={size} /dev/shm",
+            "ask the administrator: /dev/shm on this machine is too small for PyTorch DataLoaders; "
+            "please set size={size} for it in /etc/fstab, and run:\nmount -o remount,size={size} /dev/shm",
             size=wanted,
         )
     )
@@ -172,33 +160,29 @@ def _without_rights(place: Place, wanted: str) -> list[str]:
 
 
 def raise_ram_limit(
-    place: Place, limit: int | None, machine: int | None = None, *, running: bool = True
+    runtime: RuntimeEnvironment, limit: int | None, total: int | None = None, *, running: bool = True
 ) -> tuple[str, ...]:
-    """How to get more memory, or use less, where the ram pool runs short.
+    """How to get more memory, or use less, if RAM runs out.
 
-    ``limit`` is the cgroup's. ``machine`` is all the RAM of the machine: no limit is raised beyond it, and where there
-    is no limit below it there is nothing to raise. Where neither is known no figure is given. ``running``: what holds
-    the memory can still be looked at.
+    ``limit`` is the cgroup's. ``total`` is the machine's RAM: no limit is raised beyond it, and without a limit below
+    it there is nothing to raise. If neither is known, no figure is given. ``running``: the processes still run and can
+    be inspected.
     """
-    see_who = _see_who(place) if running else ()
-    if running:
-        use_less = say("or use less: fewer workers, smaller batches, one shared copy of the data")
-    else:
-        use_less = say("use less: fewer workers, smaller batches, one shared copy of the data")
-    most = None if machine is None else machine // (1 << 30) * (1 << 30)  # as it is written: whole gigabytes
+    # In a container only its own processes are visible.
+    see_who = (say("list the largest processes:\nps -eo pid,user,rss,args --sort=-rss | head"),) if running else ()
+    use_less = say("use fewer workers, smaller batches, or one shared copy of the data")
+    most = None if total is None else total // (1 << 30) * (1 << 30)  # as it is written: whole gigabytes
     if limit and most is not None and 2 * limit > most:
         more = exact_size(most) if most > limit else None
     else:
-        more = exact_size(2 * limit) if limit else "SIZE" if machine is None else None
-    if (
-        place.kind == "wsl"
-    ):  # what Windows has is not known here; half of it is what Linux gets where nothing is set
+        more = exact_size(2 * limit) if limit else "SIZE" if total is None else None
+    if runtime.kind == "wsl":  # the RAM of Windows is unknown here; by default Linux gets half of it
         larger = (
             exact_size(2 * limit)
             if limit
             else "16G"
-            if machine is None
-            else exact_size(machine // (1 << 30) * 3 // 2 << 30)
+            if total is None
+            else exact_size(total // (1 << 30) * 3 // 2 << 30)
         )
         return (
             say("in Windows, under [wsl2] in %UserProfile%\\.wslconfig:\nmemory={size}B", size=larger),
@@ -208,63 +192,52 @@ def raise_ram_limit(
         )
     if more is None:
         return (*see_who, use_less, say("check:\nlegroom doctor"))
-    if place.kind in ("docker", "podman"):
+    if runtime.kind in ("docker", "podman"):
         return (
-            say("start the container again with:\n{tool} run --memory={size} …", tool=place.kind, size=more),
+            say("restart the container with:\n{tool} run --memory={size} …", tool=runtime.kind, size=more),
             use_less,
             say("check:\nlegroom doctor"),
         )
-    if place.kind == "kubernetes":
+    if runtime.kind == "kubernetes":
         return (
-            say("raise resources.limits.memory of the container, to {size}i say", size=more)
+            say("raise resources.limits.memory of the container, for example to {size}i", size=more)
             if more != "SIZE"
             else say("raise resources.limits.memory of the container"),
             use_less,
             say("check:\nlegroom doctor"),
         )
-    if place.kind == "slurm":
-        return (
-            say("ask for more:\nsbatch --mem={size} …", size=more),
-            use_less,
-            say("check:\nlegroom doctor"),
-        )
+    if runtime.kind == "slurm":
+        return (say("request more memory:\nsbatch --mem={size} …", size=more), use_less, say("check:\nlegroom doctor"))
     return (*see_who, use_less, say("check:\nlegroom doctor"))
 
 
-def _see_who(place: Place) -> tuple[str, ...]:
-    """How to find out who holds memory: in a container its own processes are all that show."""
-    return (say("see who holds it:\nps -eo pid,user,rss,args --sort=-rss | head"),)
-
-
 def settle_swap(
-    place: Place, moving: bool, *, used: int | None = None, free: int | None = None
+    runtime: RuntimeEnvironment, moving: bool, *, used: int | None = None, free: int | None = None
 ) -> tuple[str, ...]:
     """What to do about swap: it is the symptom; the working set is the cause.
 
-    Emptying swap is safe only where what lies in it fits into free RAM: ``used`` and ``free`` tell.
+    Emptying swap is safe only if ``used`` fits into ``free``.
     """
     lines = []
     if moving:
-        lines.append(
-            say("shrink the working set: fewer workers, smaller prefetch, one shared copy of the data")
-        )
-        lines.append(say("see who is swapped out:\ngrep VmSwap /proc/[0-9]*/status | sort -k2 -n | tail"))
+        lines.append(say("reduce the working set: fewer workers, lower prefetch, one shared copy of the data"))
+        lines.append(say("list processes by swap use:\ngrep VmSwap /proc/[0-9]*/status | sort -k2 -n | tail"))
     elif used:
-        lines.append(say("nothing need be done: pages that stay in swap cost nothing until they are wanted"))
-    prefix = "" if place.root else "sudo "
+        lines.append(say("nothing to do: swapped-out pages cost nothing until they are accessed"))
+    prefix = "" if runtime.root else "sudo "
     if used is not None and free is not None and free < used:
         lines.append(
             say(
-                "do not empty it now (swapoff): {used} would have to fit into {free} of free RAM, and the OOM killer "
-                "would make the room",
+                "do not run swapoff now: {used} would not fit into {free} of free RAM, and the OOM "
+                "killer would kill processes",
                 used=format_size(used), free=format_size(free),
             )
         )  # fmt: skip
-    elif place.kind in ("bare", "wsl") and (place.root or place.sudo):
+    elif runtime.kind in ("bare", "wsl") and (runtime.root or runtime.sudo):
         lines.append(
             say(
-                "to bring pages back once there is free RAM for them (with too little of it this calls the OOM "
-                "killer):\n{sudo}swapoff -a && {sudo}swapon -a",
+                "to move pages back into RAM (needs enough free RAM, or the OOM killer kills "
+                "processes):\n{sudo}swapoff -a && {sudo}swapon -a",
                 sudo=prefix,
             )
         )
@@ -272,111 +245,103 @@ def settle_swap(
 
 
 def stop_spilling() -> tuple[str, ...]:
-    """What to do where Windows keeps GPU memory in the host's RAM."""
+    """What to do if Windows keeps GPU memory in the host's RAM."""
     return (
-        say("smaller batches, mixed precision or smaller images until nothing spills"),
-        say("cap torch below the card:\ntorch.cuda.set_per_process_memory_fraction(0.8)"),
+        say("use smaller batches, mixed precision or smaller images until nothing spills"),
+        say("limit torch to a share of the GPU:\ntorch.cuda.set_per_process_memory_fraction(0.8)"),
         say(
-            "or have an error instead of a spill: NVIDIA Control Panel, Manage 3D settings, CUDA - Sysmem Fallback "
-            "Policy: Prefer No Sysmem Fallback"
+            "or get an error instead of a spill: NVIDIA Control Panel, Manage 3D settings, CUDA - Sysmem "
+            "Fallback Policy: Prefer No Sysmem Fallback"
         ),
         say("check: Task Manager, Performance, GPU: 'Shared GPU memory' goes back to its idle value"),
     )
 
 
-def raise_nofile(place: Place, soft: int, hard: int | None) -> tuple[str, ...]:
+def raise_nofile(runtime: RuntimeEnvironment, soft: int, hard: int | None) -> tuple[str, ...]:
     """How to get more open files."""
     unlimited = hard is None or hard < 0
     wanted = 65536 if unlimited or hard is None or hard >= 65536 else hard
     lines = []
     if wanted > soft:
-        lines.append(say("in the shell that starts the training:\nulimit -n {count}", count=wanted))
+        lines.append(say("in the shell that starts the training run:\nulimit -n {count}", count=wanted))
     if not unlimited and (hard or 0) < 65536:
-        if place.kind in ("docker", "podman"):
+        if runtime.kind in ("docker", "podman"):
             lines.append(
-                say(
-                    "start the container again with:\n{tool} run --ulimit nofile=65536:65536 …",
-                    tool=place.kind,
-                )
+                say("restart the container with:\n{tool} run --ulimit nofile=65536:65536 …", tool=runtime.kind)
             )
-        elif place.kind == "kubernetes":
+        elif runtime.kind == "kubernetes":
             lines.append(
                 say(
-                    "for more than {hard}: LimitNOFILE of the container runtime on the node, by the cluster's "
-                    "administrator",
+                    "for more than {hard}, ask the cluster administrator to raise LimitNOFILE of the container runtime",
                     hard=hard,
                 )
             )
         else:
             lines.append(
                 say(
-                    "for more than {hard}: a nofile line in /etc/security/limits.conf, by the administrator",
+                    "for more than {hard}, ask the administrator to raise nofile in /etc/security/limits.conf",
                     hard=hard,
                 )
             )
     lines.append(
         say(
-            "or, for fewer descriptors and the same /dev/shm:\n"
-            "torch.multiprocessing.set_sharing_strategy('file_system')"
+            "or use fewer file descriptors and the same "
+            "/dev/shm:\ntorch.multiprocessing.set_sharing_strategy('file_system')"
         )
     )
     return (*lines, say("check:\nulimit -n"))
 
 
-def ask_above(place: Place) -> tuple[str, ...]:
-    """How to learn of limits above the container, which cannot be seen from inside it."""
-    if place.kind in ("docker", "podman"):
+def ask_above(runtime: RuntimeEnvironment) -> tuple[str, ...]:
+    """How to read limits above the container, which are not visible inside it."""
+    if runtime.kind in ("docker", "podman"):
         return (
             say(
-                "on the machine itself, 0 means no limit:\n{tool} inspect --format '{form}' CONTAINER",
-                tool=place.kind, form="{{.HostConfig.Memory}}",
+                "on the host, print the container's limit (0 means none):\n{tool} inspect --format "
+                "'{form}' CONTAINER",
+                tool=runtime.kind, form="{{.HostConfig.Memory}}",
             ),
         )  # fmt: skip
-    if place.kind == "kubernetes":
-        return (say("the limits of the pod and its containers:\nkubectl describe pod POD"),)
-    if place.kind == "slurm":
-        return (say("what the job was given:\nscontrol show job $SLURM_JOB_ID"),)
-    return (say("ask from outside: read memory.max of the parent cgroups on the machine itself"),)
+    if runtime.kind == "kubernetes":
+        return (say("print the limits of the pod and its containers:\nkubectl describe pod POD"),)
+    if runtime.kind == "slurm":
+        return (say("print the job's allocation:\nscontrol show job $SLURM_JOB_ID"),)
+    return (say("read memory.max of the parent cgroups on the host"),)
 
 
 def free_disk(path: str) -> tuple[str, ...]:
-    """How to get room on a disk."""
+    """How to free disk space."""
     return (
-        say("see what takes it:\ndu -xh --max-depth=1 {path} | sort -h | tail", path=path),
+        say("list the largest directories:\ndu -xh --max-depth=1 {path} | sort -h | tail", path=path),
         check_room(path),
     )
 
 
 def shorten_temporary(name: str, longest: int) -> tuple[str, ...]:
-    """What to do where the path for temporary files is too long for sockets."""
+    """What to do if the path of the temporary directory is too long for sockets."""
     return (
-        say(
-            "in the shell that starts the training:\nmkdir -p /tmp/$USER && export {name}=/tmp/$USER",
-            name=name,
-        ),
-        say("or legroom.DataLoader instead of torch's: its workers need no such socket"),
-        say('check: {longest} or less come out of:\nprintf %s "${name}" | wc -c', name=name, longest=longest),
+        say("in the shell that starts the training run:\nmkdir -p /tmp/$USER && export {name}=/tmp/$USER", name=name),
+        say("or use legroom.DataLoader instead of torch's: its workers need no such socket"),
+        say('check: this prints {longest} or less:\nprintf %s "${name}" | wc -c', name=name, longest=longest),
     )
 
 
-def use_less_gpu(place: Place) -> tuple[str, ...]:
-    """What to do where a card is too small."""
-    if place.platform == "win32":
+def use_less_gpu(runtime: RuntimeEnvironment) -> tuple[str, ...]:
+    """What to do if GPU memory is too small."""
+    if runtime.platform == "win32":
         return stop_spilling()
     return (
-        say(
-            "fewer jobs on a card, or a smaller batch with gradient accumulation (the effective batch is kept)"
-        ),
-        say("mixed precision, activation checkpointing, smaller images or shorter sequences"),
+        say("run fewer jobs per GPU, or use a smaller batch with gradient accumulation (same effective batch size)"),
+        say("use mixed precision, activation checkpointing, smaller images or shorter sequences"),
         say("check:\nnvidia-smi"),
     )
 
 
 def unpin() -> tuple[str, ...]:
-    """What to do where pinned memory is too much: it cannot be reclaimed or swapped."""
+    """What to do if too much memory is pinned: it cannot be reclaimed or swapped."""
     return (
-        say("pin_memory=False: copies to the GPU are slower and wait, and host memory is free again"),
-        say("or fewer batches in flight (prefetch, workers): each is pinned, rounded up to a power of two"),
+        say("pin_memory=False frees the host memory; copies to the GPU become slower and synchronous"),
+        say("or keep fewer batches in flight (prefetch, workers): each is pinned and rounded up to a power of two"),
         say("check:\ngrep RssShmem /proc/PID/status"),
     )
 
@@ -386,9 +351,9 @@ def remove_leftovers(names: tuple[str, ...], total: int) -> tuple[str, ...]:
     listed = " ".join(f"/dev/shm/{_quoted(name)}" for name in names[:5])
     return (
         say(
-            "no process maps them, and all {count} together hold {total}; the largest go with:\nrm {names}"
+            "no process maps these {count} files ({total} in total); remove the largest:\nrm {names}"
             if len(names) > 5
-            else "no process maps them, so this frees {total}:\nrm {names}",
+            else "no process maps them; removing them frees {total}:\nrm {names}",
             total=format_size(total),
             names=listed,
             count=len(names),

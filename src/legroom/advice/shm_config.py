@@ -1,27 +1,26 @@
-"""A size for /dev/shm as the file or command that sets it, whole and valid as it stands.
+"""Configuration that sets the size of /dev/shm: docker, compose, kubernetes, slurm, fstab; a DaemonSet that loads.
 
-Covers: docker, compose, kubernetes, slurm, fstab. Does not cover: steps for people (remedy.py).
-
-Pure. A memory limit is written only where what the processes need is known.
+The snippets are complete and valid. A memory limit is included only if the need of the processes is known.
 """
 
 from __future__ import annotations
 
 from legroom.errors import UsageError
+from legroom.messages import listed, say
 from legroom.records import Need
 from legroom.units import exact_size
-from legroom.words import listed, say
 
-KINDS = ("docker", "compose", "kubernetes", "slurm", "fstab")
+KINDS = ("docker", "compose", "kubernetes", "kubernetes-warm", "slurm", "fstab")
+_PROCESS = 1 << 30  # of the process that downloads and builds, besides the pages of /dev/shm
 _STEP = 256 << 20  # limits are rounded up to it
 
 
 def emit(kind: str, size: int, *, need: Need | None = None, gpus: int | None = None) -> str:
-    """The snippet that gives a /dev/shm of ``size``; ``need`` tells the memory limit to go with it."""
+    """The snippet that sets /dev/shm to ``size``; the memory limit in it follows from ``need``."""
     if kind not in KINDS:
         raise UsageError(
-            say("nothing can be written for {kind!r}", kind=kind),
-            fix=(say("give one of: {kinds}", kinds=listed(KINDS)),),
+            say("unknown configuration kind {kind!r}", kind=kind),
+            fix=(say("use one of: {kinds}", kinds=listed(KINDS)),),
         )
     memory = _memory(size, need)
     if kind == "docker":
@@ -30,38 +29,34 @@ def emit(kind: str, size: int, *, need: Need | None = None, gpus: int | None = N
         return _compose(size, memory)
     if kind == "kubernetes":
         return _kubernetes(size, memory)
+    if kind == "kubernetes-warm":
+        return _kubernetes_warm(size)
     if kind == "slurm":
         return _slurm(size, memory, need, gpus)
-    return say("tmpfs /dev/shm tmpfs defaults,size={size} 0 0", size=exact_size(size))
+    return f"tmpfs /dev/shm tmpfs defaults,size={exact_size(size)} 0 0"
 
 
 def _memory(size: int, need: Need | None) -> int | None:
-    """The limit that leaves room for the processes beside a full /dev/shm; None where their need is unknown."""
+    """The limit for the processes plus a full /dev/shm; None if the need of the processes is unknown."""
     if need is None or need.ram <= need.shm:
         return None
     return -(-(need.ram - need.shm + size) // _STEP) * _STEP
 
 
 def _docker(size: int, memory: int | None) -> str:
-    limit = say(" --memory={memory}", memory=exact_size(memory).lower()) if memory is not None else ""
+    limit = f" --memory={exact_size(memory).lower()}" if memory is not None else ""
     return "\n".join(
         (
-            say(
-                "# Give the image and the command as arguments, after options of your own: --gpus all IMAGE …"
-            ),
-            say('docker run --shm-size={size}{limit} "$@"', size=exact_size(size).lower(), limit=limit),
+            say("# Pass further options, the image and the command as arguments: --gpus all IMAGE …"),
+            f'docker run --shm-size={exact_size(size).lower()}{limit} "$@"',
         )
     )
 
 
 def _compose(size: int, memory: int | None) -> str:
-    lines = [
-        "services:",
-        say("  training: # the name of your service"),
-        say("    shm_size: {size}b", size=exact_size(size).lower()),
-    ]
+    lines = ["services:", say("  training: # the name of your service"), f"    shm_size: {exact_size(size).lower()}b"]
     if memory is not None:
-        lines.append(say("    mem_limit: {memory}b", memory=exact_size(memory).lower()))
+        lines.append(f"    mem_limit: {exact_size(memory).lower()}b")
     return "\n".join(lines)
 
 
@@ -71,9 +66,7 @@ def _kubernetes(size: int, memory: int | None) -> str:
         [
             "      resources:",
             "        limits:",
-            say(
-                "          memory: {memory} # what lies in /dev/shm counts against it", memory=_binary(memory)
-            ),
+            say("          memory: {memory} # includes the content of /dev/shm", memory=_binary(memory)),
         ]
         if memory is not None
         else [say("      # resources.limits.memory must leave room for {size} in /dev/shm", size=binary)]
@@ -83,11 +76,11 @@ def _kubernetes(size: int, memory: int | None) -> str:
             "apiVersion: v1",
             "kind: Pod",
             "metadata:",
-            say("  name: training # yours"),
+            say("  name: training # replace"),
             "spec:",
             "  containers:",
-            say("    - name: training # yours"),
-            say("      image: training # yours"),
+            say("    - name: training # replace"),
+            say("      image: training # replace"),
             *limit,
             "      volumeMounts:",
             "        - name: shm",
@@ -96,29 +89,73 @@ def _kubernetes(size: int, memory: int | None) -> str:
             "    - name: shm",
             "      emptyDir:",
             "        medium: Memory",
-            say("        sizeLimit: {size}", size=binary),
+            f"        sizeLimit: {binary}",
         )
     )
 
 
+def _kubernetes_warm(size: int) -> str:
+    """A DaemonSet that loads sources on every node into the node's own /dev/shm, for the pods that train there.
+
+    Pages of a tmpfs are charged to the pod that writes them first: here the DaemonSet's, so its limit counts them.
+    """
+    memory = -(-(size + _PROCESS) // _STEP) * _STEP
+    return "\n".join(
+        (
+            "apiVersion: apps/v1",
+            "kind: DaemonSet",
+            "metadata:",
+            "  name: legroom-warm",
+            "spec:",
+            "  selector:",
+            "    matchLabels: {app: legroom-warm}",
+            "  template:",
+            "    metadata:",
+            "      labels: {app: legroom-warm}",
+            "    spec:",
+            "      containers:",
+            "        - name: load",
+            say("          image: training # replace: with Legroom and your credentials"),
+            "          command: [sh, -c]",
+            "          args:",
+            "            - |",
+            say("              legroom cache load s3://bucket/key # replace"),
+            "              exec sleep infinity",
+            "          resources:",
+            "            limits:",
+            say("              memory: {memory} # {size} in /dev/shm, charged here, and the process",
+                memory=_binary(memory), size=_binary(size)),
+            "            requests:",
+            f"              memory: {_binary(memory)}",
+            "          volumeMounts:",
+            "            - {name: shm, mountPath: /dev/shm}",
+            "      volumes:",
+            say("        # The node's own /dev/shm: it outlives this pod, and pods that train mount it the same way."),
+            say("        # They run as the same user. Their own limits need not count these pages."),
+            "        - name: shm",
+            "          hostPath: {path: /dev/shm, type: Directory}",
+            say("        # Without hostPath, each pod has a copy of its own. It survives a restart of the container."),
+            say("        # Its pages then still fill the pod's limit:"),
+            f"        #   emptyDir: {{medium: Memory, sizeLimit: {_binary(size)}}}",
+        )
+    )  # fmt: skip
+
+
 def _slurm(size: int, memory: int | None, need: Need | None, gpus: int | None) -> str:
-    """Slurm has no option for /dev/shm: the job asks for its memory, and looks before it starts."""
+    """Slurm has no option for /dev/shm: the job requests memory, and checks /dev/shm before it starts."""
     wanted = need.shm if need is not None else size
     lines = ["#!/bin/bash", "#SBATCH --nodes=1"]
     if gpus:
-        lines.append(say("#SBATCH --gpus-per-node={gpus}", gpus=gpus))
+        lines.append(f"#SBATCH --gpus-per-node={gpus}")
     if memory is not None:
-        lines.append(say("#SBATCH --mem={memory}M", memory=memory >> 20))
+        lines.append(f"#SBATCH --mem={memory >> 20}M")
     return "\n".join(
         (
             *lines,
-            say("# /dev/shm is the node's own; this job needs {bytes} bytes of it.", bytes=wanted),
+            say("# /dev/shm belongs to the node; this job needs {bytes} bytes of it.", bytes=wanted),
             "free=$(df --output=avail -B1 /dev/shm | tail -n 1)",
-            say('if [ "$free" -lt {bytes} ]; then', bytes=wanted),
-            say(
-                '    echo "/dev/shm has $free bytes free on $(hostname), {bytes} are needed" >&2',
-                bytes=wanted,
-            ),
+            f'if [ "$free" -lt {wanted} ]; then',
+            say('    echo "/dev/shm has $free bytes free on $(hostname), {bytes} needed" >&2', bytes=wanted),
             "    exit 1",
             "fi",
         )

@@ -5,25 +5,32 @@ Open and find:
     attach            lease, check and map an entry
     cached_data       the opened data: arrays, Arrow tables, ragged rows, tensors
     torch_dataset     a torch Dataset over the opened data
-    mapped_files      mmap files copy-on-write, prefault their pages
     uncached          ``LEGROOM_DISABLE=1`` and ``backing="inplace"``
 
 Build:
     build             one process builds, the others wait; publish the entry
     build_plan        which files to write, and where their bytes lie in the sources
-    write_entry       hash, allocate and copy in threads; progress
-    copy_arrays       copy or decode into the entry's files, with checksums
-    staging           a builder's private directory: reserve, allocate, seal, publish
-    page_placement    huge pages and NUMA interleaving for files in memory
-    checksummed_io    whole reads and writes at an offset, CRC-32
+    write_entry       hash, allocate, copy or decode in threads; progress
+    download          a remote object as a file that fills while it is read; resume
+    download_area     downloads in a store: where they are, who works on them, their room
+    staging_directory  a builder's private directory: reserve, allocate (huge pages, NUMA), seal, publish
+
+Frozen objects:
+    freeze            ``legroom.freeze``: find or build the entry of a list or dict of Python objects
+    freeze_dataset    ``legroom.freeze_dataset``: the large attributes of a dataset, frozen in place
+    frozen_objects    the views: a Sequence and a Mapping on the shared copy
+    frozen_encoding   Python objects as bytes and back, type by type
+    frozen_writer     encode containers piece by piece into the entry's arrays
 
 Stores and entries:
-    store             which directories are stores; open them; the store's lock
+    store_directories  which directories are stores; open them; the store's lock; trash and leftovers
     locks             flock between processes
+    file_io           read and write at an offset, CRC-32, mmap copy-on-write, prefault
     capacity          how much still fits: file system, inodes, memory, cgroups, reservations
     manifest          what an entry holds: keys, manifest.json, .npy headers
     identity          which data a path stands for: file stamps and digests
-    source_records    the digest remembered for each source
+    source_digests     the digest remembered for each source
+    remote_versions   the version of a remote object, asked at most once a minute
 
 Commands:
     list_and_verify   ``legroom cache list``, ``info`` and ``verify``

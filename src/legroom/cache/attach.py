@@ -21,14 +21,15 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from legroom.cache import locks, manifest
+from legroom.cache.file_io import MappedFile
 from legroom.cache.locks import Lock
 from legroom.cache.manifest import Array, Damaged, Dtype, Manifest, Table, from_json
-from legroom.cache.mapped_files import MappedFile
-from legroom.cache.store import Store, store_error
+from legroom.cache.store_directories import Store, store_error
 from legroom.errors import EntryUnreadable, LegroomError
-from legroom.formats.protocol import ArraySpec, TableSpec
+from legroom.formats.base_reader import ArraySpec, TableSpec
+from legroom.messages import say
 from legroom.records import Entry, EntryArray, EntryTable, EntryUser, Finding
-from legroom.words import say
+from legroom.remote.object_url import is_url
 
 _READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _MOST_MANIFEST = 256 << 20
@@ -53,7 +54,7 @@ class Attached:
     arrays: Mapping[str, NDArray]
     maps: tuple[MappedFile, ...]
     tables: Mapping[str, Sequence[MappedFile]]  # the Arrow files of each table, one per shard
-    lease: Lease | None
+    lease: EntryLease | None
     findings: tuple[Finding, ...] = ()  # stores that were not used when it was built
 
     def path(self, item: Array | Table) -> Path:
@@ -72,7 +73,7 @@ class _SharedLock:
     lock: Lock
 
 
-class Lease:
+class EntryLease:
     """One user's share in this process's lock on an entry. The last one to be released releases the lock."""
 
     __slots__ = ("_held",)
@@ -93,7 +94,7 @@ class Lease:
         """Release it. Calling it again does nothing."""
         self._held = None
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> EntryLease:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -105,14 +106,14 @@ def lock_name(key: str) -> str:
     return key + ".lock"
 
 
-def lease(store: Store, key: str, *, create: bool = False) -> Lease | None:
+def lease(store: Store, key: str, *, create: bool = False) -> EntryLease | None:
     """Take a shared lock on the entry. None if its lock file does not exist and ``create`` is false."""
     name = lock_name(key)
     try:
         named = os.stat(name, dir_fd=store.locks, follow_symlinks=False)
         held = _leases.get((named.st_dev, named.st_ino))
         if held is not None:
-            return Lease(held)
+            return EntryLease(held)
     except FileNotFoundError:
         pass
     try:
@@ -121,7 +122,7 @@ def lease(store: Store, key: str, *, create: bool = False) -> Lease | None:
         return None
     assert lock is not None  # a blocking lock is never refused
     stats = os.fstat(lock.fd)
-    return Lease(_leases.setdefault((stats.st_dev, stats.st_ino), _SharedLock(lock)))
+    return EntryLease(_leases.setdefault((stats.st_dev, stats.st_ino), _SharedLock(lock)))
 
 
 def attach(store: Store, key: str) -> Attached | None:
@@ -231,13 +232,13 @@ def open_checked(folder: int, item: Array | Table) -> int:
     return fd
 
 
-def map_entry(store: Store, key: str, folder: int, lock: Lease) -> Attached:
+def map_entry(store: Store, key: str, folder: int, lock: EntryLease) -> Attached:
     """Map the files of an open directory as the entry of that key, under a lease."""
     with entry_errors(store, key):
         return _map_entry(store, key, folder, lock)
 
 
-def _map_entry(store: Store, key: str, folder: int, lock: Lease) -> Attached:
+def _map_entry(store: Store, key: str, folder: int, lock: EntryLease) -> Attached:
     found = read_manifest(folder, key)
     arrays: dict[str, NDArray] = {}
     maps: list[MappedFile] = []
@@ -302,7 +303,7 @@ def entry_exists(store: Store, key: str) -> bool:
     return True
 
 
-def _still_named(store: Store, lease: Lease) -> bool:
+def _still_named(store: Store, lease: EntryLease) -> bool:
     try:
         named = os.stat(lease.lock.name, dir_fd=store.locks, follow_symlinks=False)
     except FileNotFoundError:
@@ -338,14 +339,13 @@ def entry_record(
         created=manifest.built_at,
         last_used=last_used,
         built_by=manifest.built_by,
+        versions=tuple(stamp for path, stamp in zip(manifest.paths, manifest.stamps, strict=True) if is_url(path)),
     )
 
 
 @lru_cache(maxsize=1024)
 def _text(dtype: Dtype) -> str:
-    return str(
-        dtype
-    )  # numpy takes longer for it than for anything else here, and thousands of arrays have the same
+    return str(dtype)  # numpy takes longer for it than for anything else here, and thousands of arrays have the same
 
 
 def arrays_of(arrays: Iterable[Array | ArraySpec]) -> dict[str, EntryArray]:
@@ -358,9 +358,7 @@ def tables_of(tables: Iterable[tuple[str, Table | TableSpec]]) -> dict[str, Entr
     found: dict[str, EntryTable] = {}
     for name, table in tables:
         before = found.get(name, EntryTable(0, {}, 0))
-        found[name] = EntryTable(
-            before.rows + table.rows, table.columns, before.bytes + table.nbytes, table.attributes
-        )
+        found[name] = EntryTable(before.rows + table.rows, table.columns, before.bytes + table.nbytes, table.attributes)
     return found
 
 

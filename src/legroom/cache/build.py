@@ -13,13 +13,15 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from logging import DEBUG, WARNING
+from pathlib import Path
 
-from legroom.cache import capacity, identity, locks, manifest, source_records
-from legroom.cache.attach import Attached, Lease, attach, lease, map_entry
+from legroom.cache import capacity, download_area, identity, locks, manifest, source_digests
+from legroom.cache.attach import Attached, EntryLease, attach, lease, map_entry
 from legroom.cache.build_plan import SourceLayout, plan_files
 from legroom.cache.find_or_build import (
     OpenRequest,
@@ -27,11 +29,13 @@ from legroom.cache.find_or_build import (
     entry_options,
     find_by_digest,
     find_entry,
+    remember_versions,
 )
+from legroom.cache.identity import Source
 from legroom.cache.locks import Lock
 from legroom.cache.manifest import FORMAT, Damaged, Manifest, Options, OtherFormat, to_json
-from legroom.cache.staging import StagingDirectory
-from legroom.cache.store import (
+from legroom.cache.staging_directory import StagingDirectory
+from legroom.cache.store_directories import (
     BUILDING,
     Store,
     Stores,
@@ -41,29 +45,26 @@ from legroom.cache.store import (
     read_small_file,
     step,
 )
-from legroom.cache.write_entry import (
-    BuildJob,
-    BuildRequest,
-    Progress,
-    WrittenFiles,
-    storage_need,
-    write_entry_files,
-)
+from legroom.cache.write_entry import BuildJob, BuildRequest, Progress, WrittenFiles, storage_need, write_entry_files
 from legroom.errors import (
     EntryDamaged,
     NoRoom,
     NoStore,
     NotLoaded,
+    RemoteError,
     SourceChanged,
     SourceError,
     StoreError,
+    TransferDamaged,
     UsageError,
 )
-from legroom.formats.decoding_memory import release_freed_memory
+from legroom.formats.decode_arrays import release_freed_memory
 from legroom.formats.detect import open_source
+from legroom.messages import joined, say
 from legroom.records import Finding
+from legroom.remote.object_stamp import ObjectStamp
+from legroom.remote.object_url import ObjectUrl, SourcePath
 from legroom.version import VERSION
-from legroom.words import joined, say
 
 # A lock file cannot be created: no inode or block left, or the store has become read-only.
 _CANNOT_HOLD = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -72,22 +73,27 @@ _here = threading.local()  # .building: the sources that this thread is building
 
 def build(request: OpenRequest, *, wait: bool = True, progress: Progress | None = None) -> Attached:
     """Attach the source's entry, and build it if no process has. At most one process reads the source at a time."""
+    doubts: dict[str, str] = {}  # by path, the digest of a download that was not as expected
     for last in (False, True):
-        asked = BuildRequest(request, identity.stamp_source(request.paths), time.time_ns(), wait, progress)
+        source = identity.with_doubts(identity.stamp_source(request.paths, ask=last), doubts)
+        asked = BuildRequest(request, source, time.time_ns(), wait, progress)
         try:
             with _refuse_nested_open(asked), open_stores(make=True) as stores:
                 for finding in stores.findings:
-                    log.log(
-                        WARNING if finding.severity == "warning" else DEBUG,
-                        "%s: %s",
-                        finding.message,
-                        finding.why,
-                    )
+                    log.log(WARNING if finding.severity == "warning" else DEBUG, "%s: %s", finding.message, finding.why)
                 return _elected(asked, stores)
-        except SourceError as problem:
-            # Apparent damage may be a mix of two versions of the file.
-            if last or (not isinstance(problem, SourceChanged) and identity.is_unchanged(asked.source)):
+        except TransferDamaged as problem:
+            if last:
                 raise
+            doubts[problem.path] = problem.digest  # once more from the beginning
+            problem.with_traceback(None)  # its frames would keep what the next attempt opens
+        except SourceError as problem:
+            if last or isinstance(problem, RemoteError):  # requests were repeated already
+                raise
+            # Apparent damage may be a mix of two versions of the file.
+            if not isinstance(problem, SourceChanged) and identity.is_unchanged(asked.source):
+                raise
+            problem.with_traceback(None)
         except FileNotFoundError as problem:
             # The store was removed (logind does so at logout): create it again, once.
             if last:
@@ -117,7 +123,8 @@ def _refuse_nested_open(asked: BuildRequest) -> Iterator[None]:
 
 
 def _elected(asked: BuildRequest, stores: Stores) -> Attached:
-    won, stores = _elect(asked, stores)
+    won, stores = elect(stores, lambda store: wait_for_turn(asked, store))
+    remember_versions(asked.source)
     if isinstance(won, Attached):
         return replace(won, findings=stores.findings)
     with won:
@@ -128,8 +135,8 @@ def _elected(asked: BuildRequest, stores: Stores) -> Attached:
         return replace(found, findings=stores.findings)
 
 
-def _elect(asked: BuildRequest, stores: Stores) -> tuple[Lock | Attached, Stores]:
-    """Be elected in the first store that can hold the lock file. Also returns the remaining stores.
+def elect(stores: Stores, turn: Callable[[Store], Lock | Attached]) -> tuple[Lock | Attached, Stores]:
+    """Be elected in the first store that can hold the lock file, by ``turn``. Also returns the remaining stores.
 
     A process elected in another store, because this one was full for a moment, builds the entry a second time at worst.
     The last to publish attaches what the first has published.
@@ -137,7 +144,7 @@ def _elect(asked: BuildRequest, stores: Stores) -> tuple[Lock | Attached, Stores
     while True:
         elected_in = stores.election_store
         try:
-            return wait_for_turn(asked, elected_in), stores
+            return turn(elected_in), stores
         except OSError as problem:
             if problem.errno not in _CANNOT_HOLD:
                 raise
@@ -154,48 +161,99 @@ def _elect(asked: BuildRequest, stores: Stores) -> tuple[Lock | Attached, Stores
 
 
 def _build(asked: BuildRequest, stores: Stores) -> Attached:
+    found = _find_stated_content(asked, stores)
+    if found is not None:
+        return found
+    partly = asked.request.keys is not None and asked.source.has_versions
     with ExitStack() as stack:
         memory = capacity.decoding_memory()
-        readers = [
-            stack.enter_context(open_source(path, asked.request.keys, memory)) for path in asked.source.paths
-        ]
+        source, fetched = asked.source, None
+        if source.is_remote:
+            fetched = stack.enter_context(
+                download_area.fetched(
+                    source,
+                    stores,
+                    whole=not partly,
+                    evict=asked.request.evict,
+                    progress=asked.progress,
+                    wants=asked.request.wants,
+                    announce=partial(announce_builder, asked, stores.election_store),
+                )
+            )
+            source = fetched.source
+        paths = [file_of(source, path) for path in asked.source.paths]
+        readers = [stack.enter_context(open_source(path, asked.request.keys, memory)) for path in paths]
         descriptions = [reader.describe() for reader in readers]
         planned = plan_files(descriptions)
         layout = SourceLayout(readers, planned.arrays)
-        job = BuildJob(
-            asked,
-            identity.with_referenced_files(asked.source, descriptions),
-            readers,
-            planned,
-            memory,
-            layout,
-        )
+        job = BuildJob(asked, identity.with_referenced_files(source, descriptions), readers, planned, memory, layout)
         identity.require_stamped(job.source, readers)
         identity.flush_source(job.source)
-        job.sample = identity.sample_source(job.source)
+        if fetched is not None:
+            job.fetched, job.partly = fetched, partly
+            fetched.want(layout)
+        else:
+            job.sample = identity.sample_source(job.source)
         found = _find_same_content(job, stores)
         if found is not None:
             return found
-        refused: list[NoRoom] = []
-        for store in _wanted(asked.request, stores):
-            try:
-                return _build_in(store, job, stores)
-            except NoRoom as problem:
-                # Memory may also fill up during the load. The traceback would keep the data read so far alive.
-                refused.append(problem.with_traceback(None))
-                problem.__context__ = problem.__cause__ = None
-                release_freed_memory()
-                log.info("%s", problem)
-        raise _no_room_anywhere(job, refused)
+        return in_first_store(
+            _wanted(asked.request, stores), lambda store: _build_in(store, job, stores), str(job.source.paths[0])
+        )
+
+
+def in_first_store(stores: Sequence[Store], build: Callable[[Store], Attached], what: str) -> Attached:
+    """Build in the first of these stores that has room. Raises NoRoom with the reasons of all."""
+    refused: list[NoRoom] = []
+    for store in stores:
+        try:
+            return build(store)
+        except NoRoom as problem:
+            # Memory may also fill up during the load. The traceback would keep the data read so far alive.
+            refused.append(problem.with_traceback(None))
+            problem.__context__ = problem.__cause__ = None
+            release_freed_memory()
+            log.info("%s", problem)
+    raise _no_room_anywhere(what, refused)
+
+
+def file_of(source: Source, path: SourcePath) -> Path:
+    """The file on this machine that has the data of a path."""
+    if isinstance(path, ObjectUrl):
+        return next(file.readable for file in source.files if file.path == path)
+    return path
+
+
+def _find_stated_content(asked: BuildRequest, stores: Stores) -> Attached | None:
+    """Find the entry of a remote object by the MD5 that its store states, before anything is downloaded.
+
+    An ETag that equals the MD5 of an entry of the same size is that MD5, whatever else ETags are.
+    """
+    files = asked.source.files
+    if not asked.source.is_remote or len(files) != 1 or not isinstance(files[0].stamp, ObjectStamp):
+        return None
+    digest = files[0].stamp.expected.get("md5")
+    if digest is None:
+        return None
+    for store in stores.found:
+        if not asked.request.wants(store):
+            continue
+        found = find_by_digest(asked.request, asked.source, store, digest, "md5")
+        if found is None:
+            continue
+        if found.manifest.source_bytes == files[0].size:
+            with suppress(OSError):
+                source_digests.write_record(store, asked.source, {"md5": digest}, time.time_ns())
+            return found
+        found.lease.release() if found.lease is not None else None
+    return None
 
 
 def _build_in(store: Store, job: BuildJob, stores: Stores) -> Attached:
     """Reserve, load and publish in one store. NoRoom at any point leaves nothing in it."""
     asked = job.asked
     with ExitStack() as stack:
-        work = stack.enter_context(
-            StagingDirectory(store, storage_need(job, store), evict=asked.request.evict)
-        )
+        work = stack.enter_context(StagingDirectory(store, storage_need(job, store), evict=asked.request.evict))
         if store.directory != stores.election_store.directory:
             # Processes that share this store but not the election store (other containers) are elected here.
             try:
@@ -215,15 +273,20 @@ def _build_in(store: Store, job: BuildJob, stores: Stores) -> Attached:
 
 def _find_same_content(job: BuildJob, stores: Stores) -> Attached | None:
     """Find the entry of a file with the same bytes and another name: hash before copying anything."""
-    asked = job.asked
+    asked, remote = job.asked, job.asked.source.is_remote
     for store in stores.found:
-        record = source_records.read_record(store, asked.source)
+        record = source_digests.read_record(store, asked.source)
         # Other keys may refer to other files, and have another digest.
         same = record is not None and set(record.lookups) == set(job.source.lookups)
         if record is not None and same and record.is_trusted(asked.when_ns):
-            job.digests.update(record.digests)
+            # What was downloaded is hashed in any case: a known version says nothing about this transfer.
+            known = {name: one for name, one in record.digests.items() if name != job.algorithm or not remote}
+            job.digests.update(known)
             job.hashed_ns = record.hashed_ns
-    if asked.request.hash in job.digests or not _may_exist(job, stores):
+    if job.partly:
+        job.hashed_ns = time.time_ns()
+        job.digests["version"] = identity.version_digest(asked.source)
+    if job.algorithm in job.digests or remote or not _may_exist(job, stores):
         return None
     step("hash")
     job.hashed_ns = time.time_ns()
@@ -231,9 +294,7 @@ def _find_same_content(job: BuildJob, stores: Stores) -> Attached | None:
     for store in stores.found:
         if not asked.request.wants(store):
             continue
-        found = find_by_digest(
-            asked.request, asked.source, store, job.digests[asked.request.hash], asked.request.hash
-        )
+        found = find_by_digest(asked.request, asked.source, store, job.digests[asked.request.hash], asked.request.hash)
         if found is not None:
             if not identity.is_unchanged(job.source):
                 raise identity.source_changed_error(asked.source.paths[0])
@@ -245,7 +306,7 @@ def _find_same_content(job: BuildJob, stores: Stores) -> Attached | None:
 def _may_exist(job: BuildJob, stores: Stores) -> bool:
     """Whether an entry exists that was built from a source of the same size with the same sample."""
     wanted = job.asked.request.hash, job.source.size, job.sample
-    return any(source_records.may_hold(store, *wanted) for store in stores.found)
+    return any(source_digests.may_hold(store, *wanted) for store in stores.found)
 
 
 def _wanted(request: OpenRequest, stores: Stores) -> list[Store]:
@@ -260,24 +321,49 @@ def _wanted(request: OpenRequest, stores: Stores) -> list[Store]:
     return chosen
 
 
-def _no_room_anywhere(job: BuildJob, refused: Sequence[NoRoom]) -> NoRoom:
+def _no_room_anywhere(what: str, refused: Sequence[NoRoom]) -> NoRoom:
     if len(refused) == 1:
         return refused[0]
     return NoRoom(
-        say("no store has enough free space for {path}", path=job.source.paths[0]),
+        say("no store has enough free space for {path}", path=what),
         why=joined(say("{name}: {why}", name=problem.what, why=problem.why) for problem in refused),
         fix=tuple(dict.fromkeys(line for problem in refused for line in problem.fix)),
     )
 
 
 def _publish(job: BuildJob, work: StagingDirectory, written: WrittenFiles) -> Attached:
+    if not job.sample and not job.partly:
+        job.sample = identity.sample_source(job.source)
+
+    def check() -> None:
+        identity.require_stamped(job.source, job.readers)
+        if not job.source.is_bound and not identity.is_unchanged(job.source):
+            raise identity.source_changed_error(job.source.paths[0])
+
+    return publish_entry(
+        work,
+        lambda options: _manifest(job, written, options),
+        entry_options(job.asked.request, job.source),
+        check=check,
+        record=lambda key: _record(job, work.store, key),
+    )
+
+
+def publish_entry(
+    work: StagingDirectory,
+    describe: Callable[[Options], Manifest],
+    options: Options,
+    *,
+    check: Callable[[], None] = lambda: None,
+    record: Callable[[str], None] = lambda _: None,
+) -> Attached:
     """Give the entry its name, unless the same content is already there, and record the source.
 
-    It is mapped before it gets its name, so that even a forced removal cannot take it from this process.
+    It is mapped before it gets its name, so that even a forced removal cannot take it from this process. ``check``
+    raises if the source has changed; ``record`` remembers the source of the entry that is there in the end.
     """
-    options = entry_options(job.asked.request, job.source)
     while True:
-        found = _manifest(job, written, options)
+        found = describe(options)
         step("lease")
         try:
             lock = _leased(work.store, found.key)
@@ -289,11 +375,9 @@ def _publish(job: BuildJob, work: StagingDirectory, written: WrittenFiles) -> At
             work.write(manifest.MANIFEST_NAME, to_json(found))
             work.seal(manifest.MANIFEST_NAME)
             attached = map_entry(work.store, found.key, work.fd, lock)
-            identity.require_stamped(job.source, job.readers)
-            if not identity.is_unchanged(job.source):
-                raise identity.source_changed_error(job.source.paths[0])
+            check()
             if work.publish(found.key):
-                _record(job, work.store, found.key)
+                record(found.key)
                 lock.touch()
                 step("done")
                 return attached
@@ -316,7 +400,7 @@ def _publish(job: BuildJob, work: StagingDirectory, written: WrittenFiles) -> At
             discard_unusable(work.store, found.key)
         else:
             if there is not None:
-                _record(job, work.store, found.key)
+                record(found.key)
                 return there
 
 
@@ -324,8 +408,9 @@ def _record(job: BuildJob, store: Store, key: str) -> None:
     """Record the source's digest. The entry works without it: if this fails, the next open hashes the source again."""
     step("record")
     try:
-        source_records.note_sample(store, job.asked.request.hash, job.source.size, job.sample, key)
-        source_records.write_record(store, job.source, job.digests, job.hashed_ns)
+        if job.sample:
+            source_digests.note_sample(store, job.algorithm, job.source.size, job.sample, key)
+        source_digests.write_record(store, job.source, job.digests, job.hashed_ns)
     except OSError as problem:
         log.warning(
             "%s",
@@ -350,14 +435,14 @@ def _cannot_read_back(store: Store, problem: Damaged) -> EntryDamaged:
     )
 
 
-def _leased(store: Store, key: str) -> Lease:
+def _leased(store: Store, key: str) -> EntryLease:
     lock = lease(store, key, create=True)
     assert lock is not None  # create=True
     return lock
 
 
 def _manifest(job: BuildJob, written: WrittenFiles, options: Options) -> Manifest:
-    algorithm = job.asked.request.hash
+    algorithm = job.algorithm
     digest = job.digests[algorithm]
     stamps = {file.path: str(file.stamp) for file in job.source.files}
     return Manifest(
@@ -374,10 +459,14 @@ def _manifest(job: BuildJob, written: WrittenFiles, options: Options) -> Manifes
         tables=written.tables,
         attributes=job.plan.attributes,
         built_at=time.time(),
-        # Not translated: other processes read this file.
-        built_by=f"legroom {VERSION}, pid {os.getpid()} on {socket.gethostname()}",
+        built_by=this_builder(),
         cgroups=capacity.memory_cgroup_inodes(),
     )
+
+
+def this_builder() -> str:
+    """This process, as manifests name it. Not translated: other processes read it."""
+    return f"legroom {VERSION}, pid {os.getpid()} on {socket.gethostname()}"
 
 
 _POLL = 0.05
@@ -422,11 +511,11 @@ def _report_other(store: Store, name: str, progress: Progress) -> None:
                 progress(done, total)
 
 
-def announce_builder(asked: BuildRequest, elected_in: Store, work: StagingDirectory) -> None:
+def announce_builder(
+    asked: BuildRequest, elected_in: Store, work: StagingDirectory | download_area.Reservation
+) -> None:
     """Write into the election's lock file which staging directory reports the progress."""
-    fd = os.open(
-        f"src-{asked.source.name}.lock", os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=elected_in.locks
-    )
+    fd = os.open(f"src-{asked.source.name}.lock", os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=elected_in.locks)
     try:
         os.pwrite(fd, f"{work.store.backing} {work.lock_file}\n".encode(), 0)
     except OSError:

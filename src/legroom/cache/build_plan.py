@@ -12,10 +12,10 @@ from functools import cached_property
 from typing import Any
 
 from legroom.cache import manifest
-from legroom.cache.capacity import Need
+from legroom.cache.capacity import BuildNeed
 from legroom.errors import UnsupportedData
-from legroom.formats.protocol import ArraySpec, Description, Extent, Reader, Slab, TableSpec
-from legroom.words import phrase, say
+from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Slab, TableSpec
+from legroom.messages import phrase, say
 
 _OTHER_FILES = 8  # the directory, the manifest, lock files, records
 
@@ -82,11 +82,11 @@ class BuildPlan:
         return sum(target.spec.nbytes for target in self.targets)
 
     @property
-    def need(self) -> Need:
+    def need(self) -> BuildNeed:
         """What to reserve: whole pages, space for the manifest, one inode per file, some for locks and records."""
         pages = sum(-(-target.size // 4096) * 4096 for target in self.targets)
         files = len(self.arrays) + len(self.tables)
-        return Need(pages + (1 << 16) + 1024 * files, files + _OTHER_FILES)
+        return BuildNeed(pages + (1 << 16) + 1024 * files, files + _OTHER_FILES)
 
 
 def plan_files(descriptions: Sequence[Description]) -> BuildPlan:
@@ -104,7 +104,7 @@ def plan_files(descriptions: Sequence[Description]) -> BuildPlan:
             raise UnsupportedData(
                 say("{name} cannot be stored as an array", name=item.name),
                 why=say("the .npy format cannot store dtype {dtype}", dtype=item.dtype),
-                fix=(say("pass only the arrays you need: keys=[…]"),),
+                fix=(say("load only what you need: keys=[…]"),),
             )
         spec, pieces = _joined(item, descriptions)
         name = manifest.file_name(item.name, ".npy", taken)
@@ -121,9 +121,7 @@ def _tables(item: TableSpec, descriptions: Sequence[Description]) -> list[TableT
     for index, description in enumerate(descriptions):
         spec = next(other for other in description.items if other.name == item.name)
         if not isinstance(spec, TableSpec) or spec.columns != item.columns:
-            raise _cannot_join(
-                item.name, say("file {index} and file 1 have different columns", index=index + 1)
-            )
+            raise _cannot_join(item.name, say("file {index} and file 1 have different columns", index=index + 1))
         part = replace(spec, name=f"{item.name}/{index}")
         found.append(TableTarget(part, "", index, item.name, item.name))
     return found
@@ -161,9 +159,7 @@ def _joined(item: ArraySpec, descriptions: Sequence[Description]) -> tuple[Array
         if offsets:
             values = next(other for other in description.items if other.name == f"{item.ragged}/values")
             shift += values.shape[0] if isinstance(values, ArraySpec) else 0
-    joined = ArraySpec(
-        item.name, (rows, *item.shape[1:]), item.dtype, item.attributes, item.ragged, item.text
-    )
+    joined = ArraySpec(item.name, (rows, *item.shape[1:]), item.dtype, item.attributes, item.ragged, item.text)
     return joined, tuple(pieces)
 
 
@@ -186,7 +182,7 @@ class SourceLayout:
     Read once, before any thread starts: a reader is used by one thread at a time.
     """
 
-    def __init__(self, readers: Sequence[Reader], targets: Sequence[ArrayTarget]) -> None:
+    def __init__(self, readers: Sequence[BaseReader], targets: Sequence[ArrayTarget]) -> None:
         self.extents: dict[tuple[int, str], Extent | None] = {}
         self.slabs: dict[tuple[int, str], Sequence[Slab] | None] = {}
         for target in targets:
@@ -207,11 +203,7 @@ class SourceLayout:
 
 
 def decoding_bytes(
-    readers: Sequence[Reader],
-    targets: Sequence[ArrayTarget | TableTarget],
-    layout: SourceLayout,
-    *,
-    by_map: bool,
+    readers: Sequence[BaseReader], targets: Sequence[ArrayTarget | TableTarget], layout: SourceLayout, *, by_map: bool
 ) -> int:
     """Bytes of memory that decoding takes in addition to the files, with one thread."""
     most = 0

@@ -17,13 +17,12 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from legroom.cache.mapped_files import MappedFile, Prefault
+from legroom.cache.file_io import MappedFile, Prefault
 from legroom.errors import UnsupportedData, UsageError
-from legroom.formats.protocol import Extent
-from legroom.formats.selection import Selection, missing_key
+from legroom.formats.base_reader import Extent, Selection, missing_key
+from legroom.messages import joined, listed, phrase, say
 from legroom.records import Entry, Finding
-from legroom.system.imports import require
-from legroom.words import joined, listed, say
+from legroom.system.imports import import_lock, require
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +44,7 @@ class RaggedParts:
 
 
 @dataclass(slots=True)
-class Contents:
+class DataContents:
     """Everything a CachedData refers to. close() drops it as a whole."""
 
     entry: Entry
@@ -63,12 +62,12 @@ class CachedData(Mapping[str, Any]):
 
     def __init__(
         self,
-        contents: Contents,
+        contents: DataContents,
         keys: tuple[str, ...] | None,
         again: tuple[Callable[..., CachedData], tuple[Any, ...]],
     ) -> None:
         selection = Selection(keys)
-        self._contents: Contents | None = _chosen(contents, selection)
+        self._contents: DataContents | None = _chosen(contents, selection)
         self._again = again
         self._tables = _tables(self._contents, selection)
         self._names = _names(self._contents, self._tables)
@@ -151,9 +150,7 @@ class CachedData(Mapping[str, Any]):
         if refused and not found:
             raise UnsupportedData(
                 say("none of these can be converted to a tensor: {names}", names=listed(refused)),
-                why=joined(
-                    say("{name}: {why}", name=name, why=problem.why) for name, problem in refused.items()
-                ),
+                why=joined(say("{name}: {why}", name=name, why=problem.why) for name, problem in refused.items()),
                 fix=(say("use the table") if columns else say("use the numpy array"),),
             )
         return found
@@ -163,7 +160,8 @@ class CachedData(Mapping[str, Any]):
 
         Columns of tables count as arrays. Without names all are used.
         """
-        from legroom.cache.torch_dataset import shared_dataset
+        with import_lock:
+            from legroom.cache.torch_dataset import shared_dataset
 
         self._open()
         return shared_dataset(self, names or self._leaves(), transform)
@@ -194,11 +192,9 @@ class CachedData(Mapping[str, Any]):
         shown = ", ".join(f"{name}: {_shown(self[name])}" for name in self._names[:8])
         return f"<legroom.Data on {entry.backing}: {shown}{' …' if len(self._names) > 8 else ''}>"
 
-    def _open(self) -> Contents:
+    def _open(self) -> DataContents:
         if self._contents is None:
-            raise UsageError(
-                say("the data is closed"), why=say("close() was called"), fix=(say("open it again"),)
-            )
+            raise UsageError(say("the data is closed"), why=say("close() was called"), fix=(say("open it again"),))
         return self._contents
 
     def _leaves(self) -> tuple[str, ...]:
@@ -227,7 +223,7 @@ def ragged_of(arrays: Sequence[Any]) -> Mapping[str, RaggedParts]:
     return found
 
 
-def _chosen(contents: Contents, selection: Selection) -> Contents:
+def _chosen(contents: DataContents, selection: Selection) -> DataContents:
     """The requested part of the contents: an entry of the whole file also serves requests for parts of it."""
     return replace(
         contents,
@@ -236,7 +232,7 @@ def _chosen(contents: Contents, selection: Selection) -> Contents:
     )
 
 
-def _tables(contents: Contents, selection: Selection) -> dict[str, StoredTable]:
+def _tables(contents: DataContents, selection: Selection) -> dict[str, StoredTable]:
     found = {}
     for name, parts in contents.tables.items():
         columns = selection.columns(name, contents.entry.tables[name].columns)
@@ -245,7 +241,7 @@ def _tables(contents: Contents, selection: Selection) -> dict[str, StoredTable]:
     return found
 
 
-def _names(contents: Contents, tables: Iterable[str]) -> tuple[str, ...]:
+def _names(contents: DataContents, tables: Iterable[str]) -> tuple[str, ...]:
     parts = {part for ragged in contents.ragged.values() for part in (ragged.offsets, ragged.values)}
     return (*(name for name in contents.arrays if name not in parts), *contents.ragged, *tables)
 
@@ -260,7 +256,7 @@ def _column_names(names: Sequence[str], tables: Mapping[str, StoredTable]) -> di
 
 
 def _tensor(array: Any, name: str) -> torch.Tensor:
-    needed = require("torch", "torch", "data.tensors()", instead=(say("use the numpy array"),))
+    needed = require("torch", "torch", "data.tensors()", instead=(phrase("use the numpy array"),))
     try:
         with warnings.catch_warnings():
             # Columns of tables, and everything under vm.overcommit_memory=2, are read-only to numpy: torch would
@@ -342,9 +338,7 @@ def _values(chunk: Any, name: str) -> NDArray:
 
     kind = chunk.type
     if chunk.null_count:
-        raise _cannot(
-            name, say("its type is {kind} and it has {nulls} nulls", kind=kind, nulls=chunk.null_count)
-        )
+        raise _cannot(name, say("its type is {kind} and it has {nulls} nulls", kind=kind, nulls=chunk.null_count))
     if isinstance(kind, pa.FixedShapeTensorType):
         return chunk.to_numpy_ndarray() if len(chunk) else np.empty((0, *kind.shape), _dtype(kind.value_type))
     if pa.types.is_fixed_size_list(kind):
@@ -369,9 +363,7 @@ def _cannot(name: str, why: str) -> UnsupportedData:
 class Ragged(Sequence[Any]):
     """A sequence of arrays, or of strings. ``offsets`` and ``values`` are the shared arrays."""
 
-    def __init__(
-        self, offsets: NDArray, values: NDArray, *, text: bool, shape: tuple[int, ...] | None = None
-    ) -> None:
+    def __init__(self, offsets: NDArray, values: NDArray, *, text: bool, shape: tuple[int, ...] | None = None) -> None:
         self.offsets, self.values, self.text = offsets, values, text
         self.shape = shape or (max(0, len(offsets) - 1),)  # of the rows; they are counted in C order
 

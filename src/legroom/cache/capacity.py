@@ -12,29 +12,30 @@ missed a change (a killed process, an entry removed by hand) does not match it, 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from legroom.advice.remedies import enlarge_shm, raise_ram_limit
 from legroom.cache import locks
 from legroom.cache.manifest import is_key
-from legroom.cache.store import BUILDING, LOCK, Store, in_memory, read_small_file
+from legroom.cache.store_directories import BUILDING, LOCK, Store, in_memory, read_small_file
 from legroom.errors import NoRoom
-from legroom.formats.decoding_memory import Allowed, DecodingMemory
-from legroom.probe.cgroup import cgroup
-from legroom.probe.environment import environment
+from legroom.formats.decode_arrays import Allowed, DecodingMemory
+from legroom.messages import joined, say
+from legroom.probe.cgroup_paths import cgroup
 from legroom.probe.host import Host
 from legroom.probe.memory import memory
+from legroom.probe.runtime_environment import environment
 from legroom.units import exact_size, format_size, parse_size
-from legroom.words import joined, say
 
 STEP = 32 << 20
 _MB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class BuildNeed:
     """What one build needs: bytes and files in the store, and memory for decoding outside it."""
 
     nbytes: int
@@ -47,7 +48,7 @@ class Bound:
     """One limit of a store, and how many bytes it still allows."""
 
     free: int
-    what: str
+    what: Callable[[], str]  # in words, for an error
     memory: bool = False  # RAM or a cgroup: a larger file system does not help
     group: int | None = None  # the inode of that cgroup: evicting frees only what is charged to it
     inodes: bool = False
@@ -58,12 +59,7 @@ def bounds(store: Store, env: Mapping[str, str] | None = None) -> list[Bound]:
     stats = os.statvfs(store.fd)
     size, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
     keep = min(256 * _MB, size // 16) if store.backing == "shm" else min(1024 * _MB, size // 20)
-    found = [
-        Bound(
-            free - keep,
-            say("{root}: {free} free, {keep} kept free", **_sizes(store, free, keep)),
-        )
-    ]
+    found = [Bound(free - keep, lambda: say("{root}: {free} free, {keep} kept free", **_sizes(store, free, keep)))]
     if store.backing == "disk":
         found.append(_limit(store, size, os.environ if env is None else env))
     if in_memory(store):
@@ -75,7 +71,7 @@ def bounds_now(store: Store) -> list[Bound]:
     """The limits that may have changed since the reservation: the file system and memory. Cheap."""
     stats = os.statvfs(store.fd)
     free = stats.f_bavail * stats.f_frsize
-    found = [Bound(free, say("{root}: {free} free", root=store.root, free=format_size(free)))]
+    found = [Bound(free, lambda: say("{root}: {free} free", root=store.root, free=format_size(free)))]
     return found + (memory_bounds() if in_memory(store) else [])
 
 
@@ -85,15 +81,22 @@ def memory_bounds(host: Host | None = None) -> list[Bound]:
     found = []
     if now.available is not None and now.total is not None:
         keep = min(1024 * _MB, now.total // 16)
-        text = say("RAM: {free} available, {keep} kept free", **_pair(now.available, keep))
-        found.append(Bound(now.available - keep, text, memory=True))
+        found.append(Bound(now.available - keep, partial(_ram_words, now.available, keep), memory=True))
     for level in now.levels:
         if level.room is not None and level.limit is not None:
             keep = max(16 * _MB, min(512 * _MB, level.limit // 16))
-            text = say("memory cgroup {path}: {free} left of {limit}, {keep} kept free",
-                       path=level.path, limit=format_size(level.limit), **_pair(level.room, keep))  # fmt: skip
-            found.append(Bound(level.room - keep, text, memory=True, group=_inode(level.path)))
+            words = partial(_cgroup_words, level.path, level.limit, level.room, keep)
+            found.append(Bound(level.room - keep, words, memory=True, group=_inode(level.path)))
     return found
+
+
+def _ram_words(free: int, keep: int) -> str:
+    return say("RAM: {free} available, {keep} kept free", **_pair(free, keep))
+
+
+def _cgroup_words(path: str, limit: int, free: int, keep: int) -> str:
+    return say("memory cgroup {path}: {free} left of {limit}, {keep} kept free",
+               path=path, limit=format_size(limit), **_pair(free, keep))  # fmt: skip
 
 
 def memory_cgroup_inodes() -> tuple[int, ...]:
@@ -123,7 +126,7 @@ def decoding_allowance(promised: int = 0) -> Allowed:
     if not found:
         return Allowed(1 << 62, say("no limit could be read"))
     bound = tightest(found)
-    why = bound.what
+    why = bound.what()
     if promised:
         why = joined([why, say("{bytes} reserved for the data itself", bytes=format_size(promised))])
     return Allowed(bound.free - promised, why, (raise_ram_limit(environment(Host()), None)[0],))
@@ -134,7 +137,7 @@ def tightest(found: list[Bound]) -> Bound:
     return min(found, key=lambda bound: bound.free)
 
 
-def shortfalls(store: Store, need: Need, promised: int) -> list[tuple[int, Bound]]:
+def shortfalls(store: Store, need: BuildNeed, promised: int) -> list[tuple[int, Bound]]:
     """(missing bytes, bound) of each limit that ``need`` exceeds, counting the reservations of others."""
     in_ram = in_memory(store)
     found = bounds(store)
@@ -151,18 +154,24 @@ def shortfalls(store: Store, need: Need, promised: int) -> list[tuple[int, Bound
     return missing
 
 
-def check_fits(store: Store, need: Need | int, *, mine: str | None = None) -> None:
-    """Raise NoRoom if ``need`` does not fit, counting the reservations of others."""
-    need = need if isinstance(need, Need) else Need(need)
+def check_fits(store: Store, need: BuildNeed | int, *, mine: str | None = None, evicts: bool = False) -> None:
+    """Raise NoRoom if ``need`` does not fit, counting the reservations of others. ``evicts``: as in no_room_error."""
+    need = need if isinstance(need, BuildNeed) else BuildNeed(need)
     promised = outstanding_reservations(store, mine)
     missing = shortfalls(store, need, promised)
     if missing:
-        raise no_room_error(store, need, *max(missing, key=lambda pair: pair[0]), promised)
+        raise no_room_error(store, need, *max(missing, key=lambda pair: pair[0]), promised, evicts=evicts)
 
 
-def no_room_error(store: Store, need: Need, missing: int, bound: Bound, promised: int = 0) -> NoRoom:
-    """NoRoom, with the numbers."""
-    why = [bound.what]
+def no_room_error(
+    store: Store, need: BuildNeed, missing: int, bound: Bound, promised: int = 0, *, evicts: bool = False
+) -> NoRoom:
+    """NoRoom, with the numbers.
+
+    ``evicts``: the load removes unused entries by itself. If it still fails, removing them by hand would cost them and
+    not make the room, so that is not among the fixes.
+    """
+    why = [bound.what()]
     if promised:
         why.append(say("{bytes} reserved by other processes that are loading", bytes=format_size(promised)))
     if need.decoding and bound.memory:
@@ -178,7 +187,7 @@ def no_room_error(store: Store, need: Need, missing: int, bound: Bound, promised
             fix=(
                 _fix_for(store, missing, bound),
                 say("write the file with smaller chunks, batches or pages"),
-                say("load fewer arrays: keys=[…]"),
+                say("load only what you need: keys=[…]"),
             ),
         )
     return NoRoom(
@@ -186,9 +195,9 @@ def no_room_error(store: Store, need: Need, missing: int, bound: Bound, promised
             missing=format_size(missing), need=format_size(need.nbytes), root=store.root),
         why=joined(why),
         fix=(
-            "legroom cache gc --free " + exact_size(need.nbytes),
+            *(() if evicts or bound.inodes else ("legroom cache gc --free " + exact_size(need.nbytes),)),
             _fix_for(store, missing, bound),
-            say("load fewer arrays: keys=[…]"),
+            say("load only what you need: keys=[…]"),
         ),
     )  # fmt: skip
 
@@ -200,7 +209,7 @@ def _inodes(store: Store, files: int) -> list[Bound]:
         return []
     text = say("{root}: {free} of {all} inodes free, {files} files to write",
                root=store.root, free=stats.f_favail, all=stats.f_files, files=files)  # fmt: skip
-    return [Bound(0, text, inodes=True)]
+    return [Bound(0, lambda: text, inodes=True)]
 
 
 def _fix_for(store: Store, missing: int, bound: Bound) -> str:
@@ -257,9 +266,10 @@ def allocate_blocks(fd: int, offset: int, length: int) -> None:
 def _limit(store: Store, size: int, env: Mapping[str, str]) -> Bound:
     limit = disk_limit(size, env)
     taken = store_bytes(store)
-    text = say("{root}: {taken} used of {limit} (LEGROOM_DISK_LIMIT; default: half the file system)",
-               root=store.root, limit=format_size(limit), taken=format_size(taken))  # fmt: skip
-    return Bound(limit - taken, text)
+    return Bound(limit - taken, lambda: say(
+        "{root}: {taken} used of {limit} (LEGROOM_DISK_LIMIT; default: half the file system)",
+        root=store.root, limit=format_size(limit), taken=format_size(taken),
+    ))  # fmt: skip
 
 
 def _pair(free: int, keep: int) -> dict[str, str]:

@@ -11,7 +11,7 @@ import os
 import stat
 import time
 
-from legroom.cache import capacity, eviction, locks, source_records
+from legroom.cache import capacity, eviction, locks, source_digests
 from legroom.cache.attach import entry_exists
 from legroom.cache.capacity import directory_bytes, forget_count
 from legroom.cache.eviction import FreesSpace, LeastRecent, least_recent_first, trash_unused
@@ -24,10 +24,20 @@ from legroom.cache.list_and_verify import (
     read_entry,
 )
 from legroom.cache.manifest import Manifest, is_key
-from legroom.cache.store import STORE_LOCK, Store, open_stores, step, store_lock
+from legroom.cache.store_directories import (
+    STORE_LOCK,
+    Store,
+    delete_leftovers,
+    delete_trash,
+    leftovers,
+    leftovers_outside_work,
+    open_stores,
+    step,
+    store_lock,
+)
 from legroom.errors import EntryInUse
+from legroom.messages import listed, say
 from legroom.records import Entry, Reaped, Shortfall
-from legroom.words import listed, say
 
 Where = str | os.PathLike[str]
 
@@ -40,12 +50,7 @@ def drop(what: Where | None = None, *, force: bool = False) -> Reaped:
     with open_stores() as stores:
         matcher = SourceMatcher(stores.found)
         for store in stores.distinct:
-            keys = (
-                [old.key for old in least_recent_first(store)]
-                if what is None
-                else matching_keys(store, what, matcher)
-            )
-            for key in keys:
+            for key in matching_keys(store, what, matcher):
                 entry, size = read_entry(store, key), directory_bytes(store.fd, key)
                 if entry is None:
                     continue
@@ -56,19 +61,21 @@ def drop(what: Where | None = None, *, force: bool = False) -> Reaped:
                     kept.append(entry)
                 else:
                     raise in_use_error(store, key)
+            if what is None:
+                with store_lock(store):
+                    eviction.remove_unused_downloads(store)
     if what is not None and not removed:
         raise not_loaded_error(what, stores.findings, wanted=False)
     return Reaped(tuple(removed), freed, 0, tuple(kept))
 
 
-def gc(
-    *, free: int | None = None, older: float | None = None, stale: bool = False, dry_run: bool = False
-) -> Reaped:
+def gc(*, free: int | None = None, older: float | None = None, stale: bool = False, dry_run: bool = False) -> Reaped:
     """Remove what is no longer needed.
 
-    Leftovers of dead processes always. With ``stale``, entries whose file has other content now. With ``older``,
-    entries not used for that many seconds. With ``free``, the least recently used until every store has that many
-    bytes free. A store that does not get there is listed in ``short``.
+    Leftovers of dead processes always, and downloads that have not grown for a day (or ``older``). With ``stale``,
+    entries whose file has other content now. With ``older``, entries not used for that many seconds. With ``free``,
+    the least recently used until every store has that many bytes free. A store that does not get there is listed in
+    ``short``.
     """
     removed: list[Entry] = []
     kept: list[Entry] = []
@@ -78,6 +85,7 @@ def gc(
         matcher = SourceMatcher(stores.found)
         for store in stores.distinct:
             strays += delete_strays(store, dry_run=dry_run)
+            strays += _abandoned_downloads(store, eviction.ABANDONED if older is None else older, dry_run)
             wanted = _wanted(store, older, matcher if stale else None)
             of_these = sum(_reap(store, old, removed, kept, dry_run) for old in wanted)
             if free is not None:
@@ -101,16 +109,24 @@ def delete_strays(store: Store, *, dry_run: bool = False) -> int:
     Lock files and records normally outlive their entry: they are deleted and not counted.
     """
     with store_lock(store):
-        scratch = [name for name in os.listdir(store.sources) if name.startswith(source_records.TEMPORARY)]
-        left = [eviction.leftovers(store), eviction.leftovers_outside_work(store)]
+        scratch = [name for name in os.listdir(store.sources) if name.startswith(source_digests.TEMPORARY)]
+        left = [leftovers(store), leftovers_outside_work(store)]
         if not dry_run:
             for some in left:
-                eviction.delete_leftovers(store, some)
+                delete_leftovers(store, some)
             _clear_records(store)
-            source_records.clear_samples(store)
+            source_digests.clear_samples(store)
             forget_count(store)
             _clear_locks(store)
         return sum(map(len, left)) + len(scratch)
+
+
+def _abandoned_downloads(store: Store, older: float, dry_run: bool) -> int:
+    """Remove incomplete downloads that no process works on. Younger ones are kept: the next attempt resumes them."""
+    with store_lock(store):
+        if dry_run:
+            return len(eviction.unused_downloads(store, older))
+        return eviction.remove_unused_downloads(store, older)
 
 
 def in_use_error(store: Store, key: str) -> EntryInUse:
@@ -119,13 +135,8 @@ def in_use_error(store: Store, key: str) -> EntryInUse:
     who = listed(say("{pid} ({command})", pid=user.pid, command=user.command) for user in people)
     return EntryInUse(
         say("{key} is in use", key=key),
-        why=say("used by {who}", who=who)
-        if who
-        else say("a process outside this PID namespace holds its lock"),
-        fix=(
-            say("end those processes first"),
-            say("remove it with --force; those processes keep their mapped pages"),
-        ),
+        why=say("used by {who}", who=who) if who else say("a process outside this PID namespace holds its lock"),
+        fix=(say("end those processes first"), say("remove it with --force; those processes keep their mapped pages")),
     )
 
 
@@ -134,7 +145,7 @@ def _remove(store: Store, key: str, *, force: bool = False) -> bool:
         moved = trash_unused(store, key, force=force)
     if moved is None:
         return False
-    eviction.delete_trash(store, moved)
+    delete_trash(store, moved)
     step("removed")
     return True
 
@@ -165,13 +176,7 @@ def _wanted(store: Store, older: float | None, matcher: SourceMatcher | None) ->
 
 
 def _make_room(
-    store: Store,
-    free: int,
-    gone: set[str],
-    removed: list[Entry],
-    kept: list[Entry],
-    dry_run: bool,
-    hoped: int,
+    store: Store, free: int, gone: set[str], removed: list[Entry], kept: list[Entry], dry_run: bool, hoped: int
 ) -> tuple[int, Shortfall | None]:
     """Evict until ``free`` bytes are free. Returns the bytes freed (or that would be), and the shortfall if any."""
     freed = 0
@@ -192,7 +197,7 @@ def _make_room(
             still, bound = missing()
     if still <= 0:
         return freed, None
-    return freed, Shortfall(os.fspath(store.root), still, bound.what)
+    return freed, Shortfall(os.fspath(store.root), still, bound.what())
 
 
 def _clear_records(store: Store) -> None:
@@ -202,9 +207,7 @@ def _clear_records(store: Store) -> None:
             continue
         try:
             record = (
-                None
-                if name.startswith(source_records.TEMPORARY)
-                else source_records.read_record_named(store, name)
+                None if name.startswith(source_digests.TEMPORARY) else source_digests.read_record_named(store, name)
             )
         except OSError:
             continue  # it may be a record

@@ -1,9 +1,4 @@
-"""Remove entries in one visible step: move to trash, delete, evict the least recently used.
-
-Every removal renames to ``work/trash-*`` under the store's lock, so a name that was checked under that lock still
-stands for the same thing when it is renamed. A process killed in between leaves a ``trash-*`` or ``building-*``
-directory, which the next build or gc deletes. Both are in ``work/``, with the locks of builders: listing it does not
-take longer with more entries.
+"""Remove unused entries, least recently used first, until a build fits.
 
 Exclusive locks on entries are taken here alone, under the store's lock and without waiting.
 """
@@ -11,17 +6,15 @@ Exclusive locks on entries are taken here alone, under the store's lock and with
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
-import stat
+import time
 from dataclasses import dataclass
 
 from legroom.cache import capacity, locks
 from legroom.cache.attach import lock_name, open_entry, read_manifest
 from legroom.cache.capacity import directory_bytes, keep_count
 from legroom.cache.manifest import Damaged, OtherFormat, is_key
-from legroom.cache.store import BUILDING, LOCK, TRASH, Store, in_memory, log, step
-from legroom.words import say
+from legroom.cache.store_directories import DOWNLOAD, LOCK, Store, delete_trash, in_memory, log, move_to_trash, step
+from legroom.messages import say
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +101,7 @@ class FreesSpace:
         return self._charged[key]
 
 
-def evict_until_fits(store: Store, need: capacity.Need, *, mine: str | None = None) -> bool:
+def evict_until_fits(store: Store, need: capacity.BuildNeed, *, mine: str | None = None) -> bool:
     """Evict until ``need`` fits, under the store's lock. False, with nothing removed, if that is impossible."""
     helps = FreesSpace(store)
     missing = capacity.shortfalls(store, need, capacity.outstanding_reservations(store, mine))
@@ -130,92 +123,50 @@ def evict_until_fits(store: Store, need: capacity.Need, *, mine: str | None = No
     return False
 
 
-def move_to_trash(store: Store, name: str, folder: int | None = None) -> str | None:
-    """Rename to trash, under the store's lock. Returns the new name, None if it does not exist.
-
-    ``folder`` is the directory it is in, by default the store itself.
-    """
-    target = TRASH + secrets.token_hex(8)
-    source = store.fd if folder is None else folder
-    step("trash")
-    try:
-        os.rename(name, target, src_dir_fd=source, dst_dir_fd=store.work)
-    except FileNotFoundError:
-        return None
-    except OSError:
-        # A directory without write permission cannot be moved to another parent, only renamed.
-        target = "." + target
-        os.rename(name, target, src_dir_fd=source, dst_dir_fd=store.fd)
-    return target
-
-
 def move_entry_to_trash(store: Store, key: str) -> str | None:
     """Rename an entry to trash, under the store's lock. Returns the new name, None if it does not exist."""
     with keep_count(store, key):
         return move_to_trash(store, key)
 
 
-def delete_trash(store: Store, name: str) -> None:
-    """Delete a trash directory. Several processes may do so at once."""
-    step("delete")
-    folder = store.fd if name.startswith(".") else store.work
-    if not name.removeprefix(".").startswith(TRASH):
-        raise ValueError(name)
+ABANDONED = 24 * 3600.0  # seconds after which gc removes a download that no process works on
+
+
+def unused_downloads(store: Store, older: float = 0.0) -> list[str]:
+    """Downloads that no process works on and that have not grown for ``older`` seconds. Under the store's lock."""
+    found = []
+    for name in os.listdir(store.work):
+        if not name.startswith(DOWNLOAD) or name.endswith(LOCK) or locks.held(store.work, name + LOCK):
+            continue
+        if time.time() - _last_grown(store, name) >= older:
+            found.append(name)
+    return found
+
+
+def remove_unused_downloads(store: Store, older: float = 0.0) -> int:
+    """Remove them, under the store's lock. Returns how many there were."""
+    names = unused_downloads(store, older)
+    for name in names:
+        remove_download(store, name)
+    return len(names)
+
+
+def remove_download(store: Store, name: str) -> None:
+    """Remove a download and its lock file, under the store's lock."""
+    moved = move_to_trash(store, name, store.work)
     try:
-        if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-            shutil.rmtree(name, dir_fd=folder, ignore_errors=True)
-        else:
-            os.unlink(name, dir_fd=folder)  # rmtree would open it, and hang on a FIFO
-    except OSError:
-        pass  # gone, or not empty yet: the next gc or build tries again
+        os.unlink(name + LOCK, dir_fd=store.work)
+    except FileNotFoundError:
+        pass
+    if moved is not None:
+        delete_trash(store, moved)
 
 
-@dataclass(frozen=True, slots=True)
-class Leftovers:
-    """What dead builders and interrupted removals left in one directory."""
-
-    folder: int  # of the directories
-    locks: int
-    dot: str  # before the names of the directories
-    dead: tuple[str, ...]  # builders
-    trash: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.dead) + len(self.trash)
-
-
-def leftovers(store: Store) -> Leftovers:
-    """The leftovers in ``work/``. Call it under the store's lock."""
-    return _leftovers(store.work, store.work, "")
-
-
-def leftovers_outside_work(store: Store) -> Leftovers:
-    """The leftovers of earlier versions, which had no ``work/``. Lists all entries and locks."""
-    return _leftovers(store.fd, store.locks, ".")
-
-
-def _leftovers(folder: int, locks_folder: int, dot: str) -> Leftovers:
-    """List dead builders and trash.
-
-    A builder holds its lock from before its directory exists until after it is gone. So a lock file or directory whose
-    lock is not held belongs to a dead builder. Both of one builder count as one.
-    """
-    found = os.listdir(folder)
-    noted = found if locks_folder == folder else os.listdir(locks_folder)
-    names = {name.removesuffix(LOCK) for name in noted if name.startswith(BUILDING) and name.endswith(LOCK)}
-    names |= {name.removeprefix(dot).removesuffix(LOCK) for name in found if name.startswith(dot + BUILDING)}
-    dead = tuple(name for name in sorted(names) if not locks.held(locks_folder, name + LOCK))
-    return Leftovers(
-        folder, locks_folder, dot, dead, tuple(name for name in found if name.startswith(dot + TRASH))
-    )
-
-
-def delete_leftovers(store: Store, left: Leftovers) -> None:
-    """Delete what dead builders and interrupted removals left, under the store's lock."""
-    for name in left.trash:
-        delete_trash(store, name)
-    for name in left.dead:
-        for folder, part in ((left.folder, left.dot + name), (left.locks, name + LOCK)):
-            moved = move_to_trash(store, part, folder)
-            if moved is not None:
-                delete_trash(store, moved)
+def _last_grown(store: Store, name: str) -> float:
+    found = 0.0
+    for part in (name, f"{name}/pieces", f"{name}/data"):
+        try:
+            found = max(found, os.stat(part, dir_fd=store.work, follow_symlinks=False).st_mtime)
+        except OSError:
+            continue
+    return found

@@ -8,23 +8,24 @@ from __future__ import annotations
 import glob
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from legroom.cache import identity, locks, source_records
+from legroom.cache import identity, locks, source_digests
 from legroom.cache.attach import Attached, attach, entry_record, lock_name
-from legroom.cache.cached_data import CachedData, Contents, ragged_of
+from legroom.cache.cached_data import CachedData, DataContents, ragged_of
+from legroom.cache.file_io import Prefault
 from legroom.cache.identity import Source, shard_names
 from legroom.cache.manifest import FORMAT, Damaged, Manifest, Options, OtherFormat, key_of
-from legroom.cache.mapped_files import Prefault
-from legroom.cache.store import (
+from legroom.cache.store_directories import (
     Store,
     StoreCandidate,
     UnusableStore,
+    delete_trash,
     existing_stores,
     log,
     open_store,
@@ -32,12 +33,13 @@ from legroom.cache.store import (
     store_lock,
 )
 from legroom.errors import EntryUnreadable, LegroomError, NoRoom, UnreadableSource, UsageError
-from legroom.formats.protocol import Extent
-from legroom.formats.selection import Selection, column_names
-from legroom.formats.source_file import absolute
-from legroom.system.imports import lazy_import
+from legroom.formats.base_reader import Extent, Selection, column_names
+from legroom.formats.data_file import absolute
+from legroom.messages import joined, listed, say
+from legroom.remote.object_url import ObjectUrl, SourcePath, is_url, local_path, object_url
+from legroom.system.imports import import_lock, lazy_import
+from legroom.system.process_control import legroom_disabled
 from legroom.units import format_size
-from legroom.words import joined, listed, say
 
 BACKINGS = ("auto", "shm", "disk", "inplace")
 Where = str | bytes | os.PathLike[str] | os.PathLike[bytes]
@@ -48,35 +50,27 @@ D = TypeVar("D", bound=CachedData)
 class OpenRequest:
     """The arguments of one open."""
 
-    paths: tuple[Path, ...]
+    paths: tuple[SourcePath, ...]
     keys: tuple[str, ...] | None = None
     backing: str = "auto"
     hash: str = "md5"
     evict: bool = True
+    revalidate: bool = False  # ask the servers of remote objects, however recently that was done
 
     def wants(self, store: Store) -> bool:
         return self.backing in ("auto", store.backing)
 
 
 def open_as(
-    kind: type[D],
-    path: Where | Iterable[Where],
-    keys: str | Iterable[str] | None = None,
-    *,
-    backing: str = "auto",
-    hash: str = "md5",
-    wait: bool = True,
-    progress: Callable[[int, int], None] | None = None,
-    evict: bool = True,
+    kind: type[D], request: OpenRequest, *, wait: bool = True, progress: Callable[[int, int], None] | None = None
 ) -> D:
     """Open a source as ``legroom.open`` does (documented there), as data of class ``kind``."""
-    _check(backing, hash)
-    request = OpenRequest(source_paths(path), Selection(keys).keys, backing, hash, evict)
+    _check(request.backing, request.hash)
     again = (_reopen, (kind, request, None, None, None))
     with _resource_errors(request):
-        if cache_disabled(os.environ) or not locks.SUPPORTED:
+        if legroom_disabled(os.environ) or not locks.SUPPORTED:
             return kind(_uncached().in_process(request.paths, request.keys, progress), request.keys, again)
-        if backing == "inplace":
+        if request.backing == "inplace":
             return kind(_uncached().in_place(request.paths, request.keys), request.keys, again)
         return _data(kind, _attached(request, wait, progress), request)
 
@@ -102,15 +96,13 @@ def _no_memory(request: OpenRequest, said: str) -> NoRoom:
     why = say("this process cannot allocate more memory or start more threads")
     limit = _address_space()
     if limit is not None:
-        why = say(
-            "{why}; its address space is limited to {limit} (ulimit -v)", why=why, limit=format_size(limit)
-        )
+        why = say("{why}; its address space is limited to {limit} (ulimit -v)", why=why, limit=format_size(limit))
     return NoRoom(
         say("not enough memory to load {path}", path=request.paths[0]),
         why=joined([why, said]) if said else why,
         fix=(
             say("raise the limits of this process:\nulimit -v unlimited; ulimit -u"),
-            say("load fewer arrays: keys=[…]"),
+            say("load only what you need: keys=[…]"),
         ),
     )
 
@@ -125,18 +117,23 @@ def _address_space() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def cache_disabled(env: Mapping[str, str]) -> bool:
-    """Whether ``LEGROOM_DISABLE`` turns the cache off."""
-    return env.get("LEGROOM_DISABLE", "").strip().lower() not in ("", "0", "no", "false", "off")
-
-
-def source_paths(path: Where | Iterable[Where]) -> tuple[Path, ...]:
-    """Absolute paths of a path, a glob pattern (matches sorted), or several of either."""
-    found: list[Path] = []
+def source_paths(path: Where | Iterable[Where]) -> tuple[SourcePath, ...]:
+    """Absolute paths of a path, a URL, a glob pattern (matches sorted), or several of these."""
+    found: list[SourcePath] = []
     for one in _named(path):
-        text = os.path.expanduser(os.fsdecode(one))
+        if isinstance(one, ObjectUrl):
+            found.append(one)
+            continue
+        text = os.fsdecode(one)
         if "\0" in text:
             raise UsageError(say("a path cannot contain a null character"), fix=(say("check the path"),))
+        if is_url(text):
+            local = local_path(text)
+            if local is None:
+                found.extend(_objects(text))
+                continue
+            text = local
+        text = os.path.expanduser(text)
         if glob.has_magic(text) and not os.path.lexists(text):
             matches = sorted(glob.glob(text, recursive=True))
             if not matches:
@@ -149,10 +146,17 @@ def source_paths(path: Where | Iterable[Where]) -> tuple[Path, ...]:
         else:
             found.append(absolute(text))
     if not found:
-        raise UsageError(
-            say("no path was given"), fix=(say("pass a path, a glob pattern or a list of paths"),)
-        )
+        raise UsageError(say("no path was given"), fix=(say("pass a path, a glob pattern or a list of paths"),))
     return tuple(found)
+
+
+def _objects(text: str) -> list[ObjectUrl]:
+    """The object of a URL, or the objects that match a pattern."""
+    url = object_url(text)
+    if not glob.has_magic(text.partition("?")[0]):
+        return [url]
+    found: list[ObjectUrl] = lazy_import("legroom.remote.object_store").find_objects(url)
+    return found
 
 
 def _named(path: Any) -> list[Where]:
@@ -178,11 +182,11 @@ def _check(backing: str, hash: str) -> None:
             fix=("backing='auto'",),
         )
     if hash != "md5":
-        identity.new_hasher(hash)  # raises for an unknown name or a missing package
+        identity.new_hasher(hash if hash in identity.DIGITS else "")  # raises for an unknown name or a missing package
 
 
 def _attached(request: OpenRequest, wait: bool, progress: Callable[[int, int], None] | None) -> Attached:
-    source = identity.stamp_source(request.paths)
+    source = identity.stamp_source(request.paths, ask=request.revalidate)
     try:
         found = find_entry(request, source, time.time_ns())
     except OSError as problem:
@@ -190,9 +194,18 @@ def _attached(request: OpenRequest, wait: bool, progress: Callable[[int, int], N
             raise
         raise store_error(problem) from problem
     if found is not None:
+        remember_versions(source)
         return found
-    attached: Attached = lazy_import("legroom.cache.build").build(request, wait=wait, progress=progress)
-    return attached
+    with import_lock:
+        from legroom.cache.build import build
+    return build(request, wait=wait, progress=progress)
+
+
+def remember_versions(source: Source) -> None:
+    """Note in the store which versions of remote objects were seen, and when."""
+    for path in source.paths:
+        if isinstance(path, ObjectUrl):
+            lazy_import("legroom.cache.remote_versions").remember(path)
 
 
 def _uncached() -> Any:
@@ -202,7 +215,7 @@ def _uncached() -> Any:
 def _data(kind: type[D], attached: Attached, request: OpenRequest) -> D:
     manifest = attached.manifest
     memory = attached.backing == "shm"
-    contents = Contents(
+    contents = DataContents(
         entry=entry_record(
             manifest, attached.backing, store=os.fspath(attached.root), in_use=True, last_used=time.time()
         ),
@@ -228,7 +241,7 @@ def _extent(manifest: Manifest, root: Path, name: str) -> Extent | None:
 
 def _reopen(kind: type[D], request: OpenRequest, root: str | None, backing: Any, key: str | None) -> D:
     """Unpickle in another process: attach the same entry by name, else open the same source."""
-    if root is not None and key is not None and not cache_disabled(os.environ) and locks.SUPPORTED:
+    if root is not None and key is not None and not legroom_disabled(os.environ) and locks.SUPPORTED:
         candidate = StoreCandidate(Path(root).parent, backing, named=True)
         try:
             if os.fspath(candidate.root) == root:
@@ -238,9 +251,7 @@ def _reopen(kind: type[D], request: OpenRequest, root: str | None, backing: Any,
                     return _data(kind, found, request)
         except (OSError, UnusableStore, Damaged, OtherFormat, EntryUnreadable):
             pass  # opening the source reports the problem or rebuilds the entry
-    return open_as(
-        kind, request.paths, request.keys, backing=request.backing, hash=request.hash, evict=request.evict
-    )
+    return open_as(kind, request)
 
 
 def find_entry(request: OpenRequest, source: Source, asked_ns: int) -> Attached | None:
@@ -248,7 +259,7 @@ def find_entry(request: OpenRequest, source: Source, asked_ns: int) -> Attached 
     for store in existing_stores():
         if not request.wants(store):
             continue
-        record = source_records.read_record(store, source)
+        record = source_digests.read_record(store, source)
         if record is None or not record.is_trusted(asked_ns):
             continue
         for algorithm in sorted(record.digests, key=lambda name: name != request.hash):
@@ -258,9 +269,7 @@ def find_entry(request: OpenRequest, source: Source, asked_ns: int) -> Attached 
     return None
 
 
-def find_by_digest(
-    request: OpenRequest, source: Source, store: Store, digest: str, algorithm: str
-) -> Attached | None:
+def find_by_digest(request: OpenRequest, source: Source, store: Store, digest: str, algorithm: str) -> Attached | None:
     """Attach the entry of that digest in that store. Damaged entries are moved to the trash."""
     for options in usable_options(request, source):
         key = key_of(digest, algorithm, options)
@@ -270,12 +279,7 @@ def find_by_digest(
             except Damaged as problem:
                 log.warning(
                     "%s",
-                    say(
-                        "{root}/{key} is unusable and will be rebuilt: {why}",
-                        root=store.root,
-                        key=key,
-                        why=problem,
-                    ),
+                    say("{root}/{key} is unusable and will be rebuilt: {why}", root=store.root, key=key, why=problem),
                 )
                 if discard_unusable(store, key):
                     continue
@@ -335,7 +339,7 @@ def discard_unusable(store: Store, key: str) -> bool:
                 found.lease.release()
             return True
     if moved is not None:
-        eviction.delete_trash(store, moved)
+        delete_trash(store, moved)
     return True
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from legroom.cache import capacity, checksummed_io, identity, source_records
+from legroom.cache import capacity, file_io, identity, source_digests
 from legroom.cache.attach import (
     entry_errors,
     entry_record,
@@ -30,13 +30,15 @@ from legroom.cache.capacity import directory_bytes
 from legroom.cache.eviction import last_used, least_recent_first
 from legroom.cache.find_or_build import source_paths
 from legroom.cache.identity import Source
-from legroom.cache.manifest import Array, Damaged, Manifest, OtherFormat, Table, is_key
-from legroom.cache.store import Store, is_locked, is_resource_shortage, open_stores, store_lock
+from legroom.cache.manifest import FROZEN, Array, Damaged, Manifest, OtherFormat, Table, is_key
+from legroom.cache.store_directories import Store, is_locked, is_resource_shortage, open_stores, store_lock
 from legroom.errors import (
     DamagedSource,
     LegroomError,
     MissingKey,
+    NoSuchObject,
     NotLoaded,
+    RemoteError,
     SourceError,
     UnknownFormat,
     UnreadableSource,
@@ -44,10 +46,12 @@ from legroom.errors import (
     UsageError,
 )
 from legroom.formats.detect import open_source
+from legroom.messages import joined, listed, say, shown
 from legroom.probe.host import Host
 from legroom.probe.process import process_at
 from legroom.records import Entry, EntryUser, Finding, StoreRoom, Verification
-from legroom.words import joined, listed, say
+from legroom.remote.object_stamp import ObjectStamp
+from legroom.remote.object_url import ObjectUrl, SourcePath, is_url, object_url, without_credentials
 
 Where = str | os.PathLike[str]
 _SHORTEST = 6  # the fewest digits of a key that are accepted
@@ -66,11 +70,7 @@ def listing(
     with open_stores() as stores:
         matcher = SourceMatcher(stores.found)
         for store in stores.distinct:
-            keys = (
-                [old.key for old in least_recent_first(store)]
-                if what is None
-                else matching_keys(store, what, matcher)
-            )
+            keys = matching_keys(store, what, matcher)
             people = entry_users(store.root) if with_users and keys else None
             for key in keys:
                 entry = read_entry(store, key, people.get(key, ()) if people is not None else None)
@@ -100,7 +100,7 @@ def _room(store: Store) -> StoreRoom:
         free = max(0, bound.free - capacity.outstanding_reservations(store))
     size = stats.f_blocks * stats.f_frsize
     used = sum(old.nbytes for old in least_recent_first(store))  # without locks and records
-    return StoreRoom(os.fspath(store.root), store.backing, size, used, free, bound.what)
+    return StoreRoom(os.fspath(store.root), store.backing, size, used, free, bound.what())
 
 
 def not_loaded_error(what: Where, findings: Sequence[Finding] = (), *, wanted: bool = True) -> NotLoaded:
@@ -108,49 +108,69 @@ def not_loaded_error(what: Where, findings: Sequence[Finding] = (), *, wanted: b
 
     A store that could not be read may hold it, so its finding is part of the error.
     """
-    there = os.path.lexists(os.path.expanduser(os.fspath(what)))
+    name = without_credentials(os.fspath(what))
+    there = is_url(name) or os.path.lexists(os.path.expanduser(name))
     nowhere = (
-        say("no store has an entry for the current content of that file")
+        say("no store has an entry for the current content of that object")
+        if is_url(name)
+        else say("no store has an entry for the current content of that file")
         if there
         else say("no store has an entry with that key, and no such file exists")
     )
     return NotLoaded(
-        say("{what} is not loaded", what=os.fspath(what)),
+        say("{what} is not loaded", what=name),
         why=joined([nowhere, *(one.why for one in findings if one.severity != "info")]),
         fix=(
-            *((say("legroom cache load {what}", what=os.fspath(what)),) if there and wanted else ()),
+            *((f"legroom cache load {shown(name)}",) if there and wanted else ()),
             say("list the entries:\nlegroom cache list"),
         ),
     )
 
 
-def matching_keys(store: Store, what: Where, matcher: SourceMatcher) -> list[str]:
-    """The keys in a store that match a key, its first digits, or a file."""
+def matching_keys(store: Store, what: Where | None, matcher: SourceMatcher) -> list[str]:
+    """The keys in a store that match a key, its first digits, or a file; None: all, least recently used first."""
+    if what is None:
+        return [old.key for old in least_recent_first(store)]
     text = os.fspath(what)
-    if not os.path.lexists(text) and len(text) >= _SHORTEST and not set(text) - set("0123456789abcdef-blkex"):
+    if not os.path.lexists(text) and len(text) >= _SHORTEST and not set(text) - set("0123456789abcdef-blkexversion"):
         found = [old.key for old in least_recent_first(store) if old.key.startswith(text)]
         if len(found) > 1 and text not in found and len({key.partition("-")[0] for key in found}) > 1:
             raise UsageError(
-                say("{text} matches several entries", text=text),
-                why=listed(found),
-                fix=(say("give more digits"),),
+                say("{text} matches several entries", text=text), why=listed(found), fix=(say("give more digits"),)
             )
         return [text] if text in found else found
+    if not os.path.lexists(text) and (named := keys_named(store, text)):
+        return named
     paths = source_paths(what)
+    if any(isinstance(path, ObjectUrl) for path in paths):
+        try:
+            return keys_of_content(store, paths, matcher)
+        except RemoteError:  # not reachable now: those that were built from it
+            return keys_built_from(store, paths)
     if len(paths) == 1 and not os.path.lexists(paths[0]):
         # The file may have been removed while its entry still exists.
         return keys_built_from(store, paths)
     return keys_of_content(store, paths, matcher)
 
 
-def keys_built_from(store: Store, paths: Sequence[Path]) -> list[str]:
+def keys_named(store: Store, name: str) -> list[str]:
+    """The keys of frozen objects with that name."""
+    manifests = ((old.key, manifest_of(store, old.key)) for old in least_recent_first(store))
+    return [
+        key
+        for key, found in manifests
+        if isinstance(found, Manifest) and found.kind == FROZEN and found.attributes.get("name") == name
+    ]
+
+
+def keys_built_from(store: Store, paths: Sequence[SourcePath]) -> list[str]:
     """The keys in a store that were built from a file of that name, whatever its content is now."""
     names = {os.fspath(path) for path in paths}
     manifests = ((old.key, manifest_of(store, old.key)) for old in least_recent_first(store))
     return [key for key, found in manifests if isinstance(found, Manifest) and names & set(found.paths)]
 
 
-def keys_of_content(store: Store, paths: Sequence[Path], matcher: SourceMatcher) -> list[str]:
+def keys_of_content(store: Store, paths: Sequence[SourcePath], matcher: SourceMatcher) -> list[str]:
     """The keys in a store that have the current content of these files."""
     manifests = ((old.key, manifest_of(store, old.key)) for old in least_recent_first(store))
     return [key for key, found in manifests if isinstance(found, Manifest) and matcher.matches(paths, found)]
@@ -194,9 +214,7 @@ def read_entry(store: Store, key: str, people: tuple[EntryUser, ...] | None = No
         why = manifest.strerror or str(manifest)
         return unusable_entry_record(key, store.backing, root, directory_bytes(store.fd, key), unreadable=why)
     if not isinstance(manifest, Manifest):
-        return unusable_entry_record(
-            key, store.backing, root, directory_bytes(store.fd, key), damaged=str(manifest)
-        )
+        return unusable_entry_record(key, store.backing, root, directory_bytes(store.fd, key), damaged=str(manifest))
     return entry_record(
         manifest,
         store.backing,
@@ -215,8 +233,8 @@ def verify(what: Where | None = None, *, source: bool = True) -> tuple[Verificat
     found = []
     with open_stores() as stores:
         matcher = SourceMatcher(stores.found)
-        keys = {store: _keys(store, what, matcher) for store in stores.found}
-        if what is not None and os.path.lexists(what) and not any(keys.values()):
+        keys = {store: matching_keys(store, what, matcher) for store in stores.found}
+        if what is not None and (is_url(os.fspath(what)) or os.path.lexists(what)) and not any(keys.values()):
             keys = {store: keys_built_from(store, source_paths(what)) for store in stores.found}
         for store in stores.found:
             for key in keys[store]:
@@ -226,14 +244,6 @@ def verify(what: Where | None = None, *, source: bool = True) -> tuple[Verificat
     if what is not None and not found:
         raise not_loaded_error(what, stores.findings)
     return tuple(found)
-
-
-def _keys(store: Store, what: Where | None, matcher: SourceMatcher) -> list[str]:
-    return (
-        [old.key for old in least_recent_first(store)]
-        if what is None
-        else matching_keys(store, what, matcher)
-    )
 
 
 def _verify(store: Store, key: str, matcher: SourceMatcher | None) -> Verification | None:
@@ -260,6 +270,8 @@ def _verify(store: Store, key: str, matcher: SourceMatcher | None) -> Verificati
             os.close(folder)
     if matcher is None:
         return Verification(entry, damaged, "not-checked", say("not requested"))
+    if not manifest.paths:
+        return Verification(entry, damaged, "not-checked", say("it was frozen from memory and has no source file"))
     state, why = _source(matcher, manifest)
     return Verification(entry, damaged, state, why)
 
@@ -271,7 +283,7 @@ def _whole(folder: int, item: Array | Table) -> bool:
         return False
     try:
         start = len(item.header) if isinstance(item, Array) else 0
-        return checksummed_io.hex_digits(checksummed_io.file_crc32(fd, start)) == item.crc32
+        return file_io.hex_digits(file_io.file_crc32(fd, start)) == item.crc32
     finally:
         os.close(fd)
 
@@ -289,8 +301,11 @@ def _gone(path: str) -> bool:
 def _source(
     matcher: SourceMatcher, manifest: Manifest
 ) -> tuple[Literal["same", "changed", "missing", "not-checked"], str]:
+    paths = recorded_paths(manifest.paths)
+    if any(isinstance(path, ObjectUrl) for path in paths):
+        return _remote_source(paths, manifest)
     try:
-        source = current_source([Path(path) for path in manifest.paths], manifest)
+        source = current_source(paths, manifest)
         now = matcher.digest(source, manifest.hash)
     except SourceError as problem:
         if any(_gone(path) for path in manifest.paths):
@@ -302,13 +317,44 @@ def _source(
     return "changed", say("its {hash} is now {now}", hash=manifest.hash, now=now)
 
 
-Paths = tuple[Path, ...]
-_OTHER_FILE = (
-    DamagedSource,
-    UnknownFormat,
-    UnsupportedData,
-    MissingKey,
-)  # a loaded source raised none of these
+def _remote_source(
+    paths: Paths, manifest: Manifest
+) -> tuple[Literal["same", "changed", "missing", "not-checked"], str]:
+    """Compare the versions of remote objects with those that were loaded. Their content is not read again."""
+    try:
+        same = _same_versions(identity.stamp_source(paths, ask=True), manifest)
+    except NoSuchObject as problem:
+        return "missing", problem.why
+    except LegroomError as problem:
+        return "not-checked", problem.why
+    if same is None:
+        return "not-checked", say("the server gives the object no version, or another one for unknown content")
+    return ("same", "") if same else ("changed", say("the server has another version of it now"))
+
+
+def _same_versions(source: Source, manifest: Manifest) -> bool | None:
+    """Whether remote objects are those that an entry was built from. None if their versions do not tell."""
+    stamps = {str(file.path): file.stamp for file in source.files}
+    if all(
+        isinstance(stamp := stamps.get(path), ObjectStamp) and stamp.is_strong and str(stamp) == then
+        for path, then in zip(manifest.paths, manifest.stamps, strict=True)
+    ):
+        return True
+    if None not in (file.stamp.size for file in source.files) and source.size != manifest.source_bytes:
+        return False
+    hashes = [file.stamp.hashes if isinstance(file.stamp, ObjectStamp) else {} for file in source.files]
+    if len(hashes) == 1 and manifest.hash in hashes[0]:
+        return hashes[0][manifest.hash] == manifest.digest
+    return None
+
+
+def recorded_paths(texts: Iterable[str]) -> Paths:
+    """Paths and URLs from their text in a manifest or record."""
+    return tuple(object_url(text) if is_url(text) else Path(text) for text in texts)
+
+
+Paths = tuple[SourcePath, ...]
+_OTHER_FILE = (DamagedSource, UnknownFormat, UnsupportedData, MissingKey)  # a loaded source raised none of these
 
 
 class SourceMatcher:
@@ -323,19 +369,27 @@ class SourceMatcher:
         self._digests: dict[tuple[Source, str], str] = {}
         self._known: dict[str, list[Paths]] | None = None
 
-    def matches(self, paths: Sequence[Path], manifest: Manifest) -> bool:
+    def matches(self, paths: Sequence[SourcePath], manifest: Manifest) -> bool:
         """Whether these paths have the content that the entry was built from."""
+        return self._matches(paths, manifest) is True
+
+    def _matches(self, paths: Sequence[SourcePath], manifest: Manifest) -> bool | None:
+        """The same; None if it is not known."""
+        if not manifest.paths:
+            return False  # a frozen object
         named = tuple(paths)
         if named not in self._looked:
             self._looked[named] = identity.stamp_source(named)
         for store in self._stores:
-            record = source_records.read_record(store, self._looked[named])
+            record = source_digests.read_record(store, self._looked[named])
             if record is not None and record.is_trusted(self._asked_ns):
                 if record.digests.get(manifest.hash) == manifest.digest:
                     return True
                 # Other keys may refer to other files, and have another digest.
                 if manifest.hash in record.digests and manifest.kind != "hdf5":
                     return False
+        if self._looked[named].is_remote:
+            return _same_versions(self._looked[named], manifest)
         try:
             source = self._source(named, manifest)
         except _OTHER_FILE:
@@ -362,11 +416,13 @@ class SourceMatcher:
 
         The same content may have been opened under other names since. An unreadable file is not known to differ.
         """
+        if not manifest.paths:
+            return False
         answers: set[bool | None] = set()
-        for paths in dict.fromkeys((tuple(map(Path, manifest.paths)), *self._opened(manifest.digest))):
-            if all(os.path.lexists(path) for path in paths):
+        for paths in dict.fromkeys((recorded_paths(manifest.paths), *self._opened(manifest.digest))):
+            if all(_can_look(path) for path in paths):
                 try:
-                    answers.add(self.matches(paths, manifest))
+                    answers.add(self._matches(paths, manifest))
                 except LegroomError:
                     answers.add(None)
         return answers == {False}
@@ -376,9 +432,9 @@ class SourceMatcher:
         if self._known is None:
             self._known = {}
             for store in self._stores:
-                for record in source_records.all_records(store):
+                for record in source_digests.all_records(store):
                     for one in record.digests.values():
-                        self._known.setdefault(one, []).append(tuple(map(Path, record.paths)))
+                        self._known.setdefault(one, []).append(recorded_paths(record.paths))
         return self._known.get(digest, [])
 
     def _source(self, paths: Paths, manifest: Manifest) -> Source:
@@ -390,13 +446,17 @@ class SourceMatcher:
         return self._sources[key]
 
 
-def current_source(paths: Sequence[Path], manifest: Manifest) -> Source:
+def _can_look(path: SourcePath) -> bool:
+    return path.is_reopenable if isinstance(path, ObjectUrl) else os.path.lexists(path)
+
+
+def current_source(paths: Sequence[SourcePath], manifest: Manifest) -> Source:
     """The source of these paths now, as a load with the entry's keys would see it."""
     source = identity.stamp_source(paths)
     if manifest.kind != "hdf5":
         return source
     with ExitStack() as stack:
-        readers = [stack.enter_context(open_source(path, manifest.options.keys)) for path in paths]
+        readers = [stack.enter_context(open_source(Path(path), manifest.options.keys)) for path in paths]
         source = identity.with_referenced_files(source, [reader.describe() for reader in readers])
         identity.require_stamped(source, readers)
     return source

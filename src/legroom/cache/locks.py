@@ -73,13 +73,7 @@ class Lock:
 
 
 def acquire(
-    folder: int,
-    name: str,
-    *,
-    shared: bool = False,
-    create: bool = True,
-    block: bool = False,
-    lease: bool = False,
+    folder: int, name: str, *, shared: bool = False, create: bool = True, block: bool = False, lease: bool = False
 ) -> Lock | None:
     """Take the lock file ``name`` in the open directory ``folder``. None if another process holds it.
 
@@ -151,9 +145,7 @@ def _hook() -> None:
     global _hooked
     with _guard:
         if not _hooked:
-            os.register_at_fork(
-                before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_close_in_child
-            )
+            os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_close_in_child)
             _hooked = True
 
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from legroom.cache.cached_data import CachedData, Ragged
 from legroom.errors import UnsupportedData, UsageError
+from legroom.messages import listed, say
 from legroom.system.imports import require
-from legroom.words import listed, say
 
 if TYPE_CHECKING:
     import torch
@@ -38,9 +38,7 @@ def _torch_class() -> type[SharedDataset]:
 class SharedDataset:
     """Rows of some arrays of the data. One array gives its row, several give a tuple of rows."""
 
-    def __init__(
-        self, data: CachedData, names: Sequence[str], transform: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, data: CachedData, names: Sequence[str], transform: Callable[..., Any] | None = None) -> None:
         self.data, self.names, self.transform = data, tuple(names), transform
         self._columns = [_column(data, name) for name in self.names]
         lengths = {name: len(column) for name, column in zip(self.names, self._columns, strict=True)}

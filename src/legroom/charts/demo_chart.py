@@ -21,8 +21,8 @@ from legroom.charts.drawing import (
     x_axis,
     y_axis,
 )
+from legroom.messages import say
 from legroom.units import format_duration, format_size
-from legroom.words import say
 
 _WIDTH, _HEIGHT = 1000, 590
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 590, 128, 480

@@ -1,18 +1,24 @@
-"""Shapes on a plane of pixels, axes for them, and the SVG writer.
+"""Shapes on a plane of pixels, axes for them, and the writers of SVG and, by matplotlib, PNG.
 
-A chart is a function that returns a `Drawing`; `svg` and `png.png` turn it into a file, so both kinds of file show the
+A chart is a function that returns a `Drawing`; `svg` and `png` turn it into a file, so both kinds of file show the
 same picture. Colours are names in `LIGHT` and `DARK`. The SVG has the light ones as attributes, which every viewer
-understands, and the dark ones in a style sheet, which browsers apply by the system's setting.
+understands, and the dark ones in a style sheet, which browsers apply by the system's setting. A PNG has the light ones.
 """
 
 from __future__ import annotations
 
 import html
+import io
+import os
 import re
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from legroom.columns import cells
+from legroom.errors import UsageError
+from legroom.messages import cells, listed, phrase, say
+from legroom.system.imports import require
 from legroom.units import format_duration
 
 # Blue, orange and red differ in brightness too, as the four shades do: readable in grey and with any colour vision.
@@ -30,27 +36,17 @@ LETTER = 0.54  # mean width of a letter, as a share of the font's size
 # What XML must not contain: a process can be called anything.
 _NOT_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 _TIME_STEPS = (
-    1,
-    2,
-    5,
-    10,
-    15,
-    30,
-    60,
-    120,
-    300,
-    600,
-    900,
-    1800,
-    3600,
-    7200,
-    10800,
-    21600,
-    43200,
-    86400,
-    172800,
-)
+    1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800,
+)  # fmt: skip
 _FONT = "system-ui,-apple-system,'Segoe UI','Noto Sans CJK SC','Microsoft YaHei',sans-serif"
+_DPI = 100  # of the drawing's pixels
+_SHARPER = 2  # pixels of the file for each
+_POINT = 72 / _DPI  # a pixel, in the points of matplotlib
+_ANCHORS = {"start": "left", "middle": "center", "end": "right"}
+_CHINESE = (
+    "Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei",
+    "Microsoft YaHei", "SimHei", "PingFang SC", "Heiti SC", "Arial Unicode MS",
+)  # fmt: skip
 
 Point = tuple[float, float]
 
@@ -103,11 +99,6 @@ class Text:
     bold: bool = False
     name: str = ""
 
-    @property
-    def width(self) -> float:
-        """About its width in pixels."""
-        return text_width(self.text, self.size)
-
 
 Shape = Line | Polygon | Circle | Text
 
@@ -120,6 +111,22 @@ class Drawing:
     height: int
     label: str
     shapes: tuple[Shape, ...] = field(default=())
+
+
+def one_below_another(drawings: Sequence[Drawing]) -> Drawing:
+    """Several drawings as one; the label is the first one's."""
+    shapes: list[Shape] = []
+    top = 0
+    for drawing in drawings:
+        shapes += [_lower(shape, top) for shape in drawing.shapes]
+        top += drawing.height
+    return Drawing(max(one.width for one in drawings), top, drawings[0].label, tuple(shapes))
+
+
+def _lower(shape: Shape, by: float) -> Shape:
+    if isinstance(shape, (Line, Polygon)):
+        return replace(shape, points=tuple((x, y + by) for x, y in shape.points))
+    return replace(shape, y=shape.y + by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +181,11 @@ def time_ticks(first: float, last: float, most: int = 8) -> list[tuple[float, st
     return [(first + step * n, since(first + step * n, first)) for n in range(int(span / step) + 1)]
 
 
-def round_ticks(
-    top: float, write: Callable[[int], str], most: int = 6, base: int = 10
-) -> list[tuple[float, str]]:
+def round_ticks(top: float, write: Callable[[int], str], most: int = 6, base: int = 10) -> list[tuple[float, str]]:
     """Round numbers from 0 to ``top``: 1, 2 and 5 times a power of ten, or with ``base`` 2 powers of two."""
-    steps = (
-        [m * 10**power for power in range(16) for m in (1, 2, 5)] if base == 10 else [2**p for p in range(60)]
-    )
+    steps = [m * 10**power for power in range(16) for m in (1, 2, 5)]
+    if base == 2:
+        steps = [2**power for power in range(60)]
     step = next(step for step in steps if top / step <= most)
     return [(value, write(value) if value else "0") for value in range(0, int(top) + 1, step)]
 
@@ -229,9 +234,8 @@ def _element(shape: Shape) -> str:
     names = f'class="{kind} c-{shape.colour}{" " + shape.name if shape.name else ""}"'
     colour = f'{kind}="{LIGHT[shape.colour]}"'
     if isinstance(shape, Text):
-        more = (f' text-anchor="{shape.anchor}"' if shape.anchor != "start" else "") + (
-            ' font-weight="600"' if shape.bold else ""
-        )
+        more = f' text-anchor="{shape.anchor}"' if shape.anchor != "start" else ""
+        more += ' font-weight="600"' if shape.bold else ""
         return (
             f'<text {names} x="{shape.x:.1f}" y="{shape.y:.1f}" font-size="{shape.size}" {colour}{more}>'
             f"{xml_text(shape.text)}</text>"
@@ -247,3 +251,88 @@ def _element(shape: Shape) -> str:
         f'<polyline {names} points="{points}" fill="none" {colour} stroke-width="{shape.width:g}"{dash}'
         f' stroke-linejoin="round">{tip}</polyline>'
     )
+
+
+def png(drawing: Drawing) -> bytes:
+    """The drawing as the content of a PNG file."""
+    _require_matplotlib()
+    import matplotlib
+
+    with matplotlib.rc_context({"font.family": _font_families()}):
+        return _png(drawing)
+
+
+def _require_matplotlib() -> None:
+    instead = (phrase("or draw an .svg or .html, which need no package"),)
+    require("matplotlib.figure", "plot", phrase("drawing a PNG"), instead=instead)
+
+
+def _font_families() -> list[str]:
+    """matplotlib's own font, and after it an installed one that has Chinese characters."""
+    from matplotlib import font_manager, rcParams
+
+    installed = {font.name for font in font_manager.fontManager.ttflist}
+    return [*rcParams["font.family"], *[name for name in _CHINESE if name in installed][:1]]
+
+
+def _png(drawing: Drawing) -> bytes:
+    from matplotlib.figure import Figure  # no pyplot: it would choose a window system
+    from matplotlib.patches import Circle as Patch
+
+    figure = Figure(figsize=(drawing.width / _DPI, drawing.height / _DPI), dpi=_DPI * _SHARPER)
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    axes.set_xlim(0, drawing.width)
+    axes.set_ylim(drawing.height, 0)
+    axes.axis("off")
+    for order, shape in enumerate(drawing.shapes):
+        colour = LIGHT[shape.colour]
+        if isinstance(shape, Polygon):
+            x, y = zip(*shape.points, strict=True)
+            axes.fill(x, y, color=colour, alpha=shape.opacity, linewidth=0, zorder=order)
+        elif isinstance(shape, Line):
+            width = shape.width * _POINT
+            dash = [float(part) / shape.width for part in shape.dash.split()]
+            style = (0, dash) if dash else "-"
+            x, y = zip(*shape.points, strict=True)
+            axes.plot(x, y, color=colour, linewidth=width, linestyle=style, zorder=order)
+        elif isinstance(shape, Circle):
+            axes.add_patch(Patch((shape.x, shape.y), shape.radius, color=colour, linewidth=0, zorder=order))
+        else:
+            text = shape.text.replace("$", r"\$")  # a dollar sign would begin a formula
+            axes.text(
+                shape.x, shape.y, text, fontsize=shape.size * _POINT, color=colour, ha=_ANCHORS[shape.anchor],
+                va="baseline", weight="bold" if shape.bold else "normal", zorder=order,
+            )  # fmt: skip
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        # A character that the font lacks is drawn as a rectangle, without an error.
+        warnings.filterwarnings("ignore", message="Glyph", category=UserWarning)
+        figure.savefig(file, format="png", metadata={"Title": drawing.label})
+    return file.getvalue()
+
+
+def check_path(path: str | os.PathLike[str], kinds: Sequence[str]) -> Path:
+    """The path, where a file of one of these kinds (``.svg``) can be written there."""
+    target = Path(path)
+    kind = target.suffix.lower()
+    if kind not in kinds:
+        raise UsageError(
+            say("cannot draw {path}", path=target),
+            why=say("the suffix selects the format, and {kind!r} is not one of them", kind=kind),
+            fix=(say("use a name that ends in {kinds}", kinds=listed(kinds)),),
+        )
+    folder = target.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or target.is_dir():
+        raise UsageError(
+            say("cannot write {path}", path=target),
+            why=say("it is a directory, or {folder} is not a directory that you can write to", folder=folder),
+            fix=(say("name a file in a directory that exists"),),
+        )
+    if kind == ".png":
+        _require_matplotlib()  # now, not after a long run
+    return target
+
+
+def render(drawing: Drawing, kind: str) -> bytes:
+    """The drawing as the content of a ``.png`` or ``.svg`` file."""
+    return png(drawing) if kind == ".png" else svg(drawing).encode()

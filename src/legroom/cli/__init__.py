@@ -1,11 +1,11 @@
 """The command line. Each command parses arguments, calls the library and prints the result.
 
 main          entry point, list of commands, errors and exit statuses
-cache, check, demo, doctor, explain, help, plan, report, run, tune, watch
+cache, check, demo, doctor, explain, help, leak, nodes, plan, report, run, tune, watch
               one command each, with its text and JSON output
 options       argument types and options that several commands share
-needs         how `plan` and `check` print memory needs
-layout        wrapping, bars and colours
+memory_need_output  how `plan` and `check` print memory needs
+text_layout   wrapping, bars and colours
 language      --lang and the language of click's own messages
-streams       standard streams that survive closed pipes and full disks
+output_streams  standard streams that survive closed pipes and full disks
 """

@@ -12,13 +12,13 @@ from typing import Any
 
 import click
 
-from legroom.cli.layout import paragraph
 from legroom.cli.options import DURATION, SIZE, EntryName
-from legroom.cli.streams import for_drawing
-from legroom.columns import cells, left
+from legroom.cli.output_streams import for_drawing
+from legroom.cli.text_layout import paragraph
+from legroom.messages import cells, counted, left, listed, phrase, say, shown
 from legroom.records import Entry, Finding, Reaped, StoreRoom, Verification
-from legroom.units import format_duration, format_size
-from legroom.words import counted, listed, phrase, say, shown
+from legroom.remote.object_url import without_credentials
+from legroom.units import format_duration, format_size, size_or_unknown
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
@@ -27,22 +27,30 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 def command() -> None:
     """Share one copy of a dataset between processes: load, list, remove.
 
-    Every subcommand has --json. KEY is the digest of an entry, or its first digits.
+    Every subcommand has --json. KEY is the digest of an entry or a unique prefix of it. NAME is the name given to
+    legroom.freeze().
     """
 
 
 @command.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(readable=False))
 @click.option("--keys", metavar="NAME,…", help="Load only these arrays or groups.")
+@click.option("--join", is_flag=True, help="Join the files along the first axis: they are shards of one dataset.")
+@click.option("--backing", type=click.Choice(["auto", "shm", "disk"]), default="auto", show_default=True,
+              help="Keep the copy in /dev/shm or on disk; auto: in /dev/shm if it fits.")  # fmt: skip
+@click.option("--hash", "algorithm", type=click.Choice(["md5", "blake3", "xxh3"]), default="md5", show_default=True,
+              help="Hash function that identifies the source file.")  # fmt: skip
+@click.option("--no-evict", is_flag=True, help="Do not remove unused entries to make room; fail instead (no-room).")
 @click.option(
-    "--join", is_flag=True, help="Join the files along the first axis: they are shards of one dataset."
+    "--no-wait",
+    is_flag=True,
+    help="Do not wait for another process that is loading the file; fail instead (not-loaded).",
 )
-@click.option("--backing", type=click.Choice(["auto", "shm", "disk"]), default="auto", show_default=True)
 @click.option(
-    "--hash", "algorithm", type=click.Choice(["md5", "blake3", "xxh3"]), default="md5", show_default=True
+    "--revalidate",
+    is_flag=True,
+    help="Always ask the server whether an object has changed (default: at most once a minute).",
 )
-@click.option("--no-evict", is_flag=True, help="Do not remove unused entries to make room.")
-@click.option("--no-wait", is_flag=True, help="Do not wait for another process that is loading the file.")
 @_json
 def load(
     files: tuple[str, ...],
@@ -52,19 +60,22 @@ def load(
     algorithm: str,
     no_evict: bool,
     no_wait: bool,
+    revalidate: bool,
     as_json: bool,
 ) -> None:
-    """Load files into the cache."""
+    """Load files into the cache.
+
+    FILES are paths, or URLs such as s3://bucket/key and https://host/path (they need the extra "remote"). A download
+    that was interrupted continues where it was.
+    """
     from legroom.loader.batches.open_data import open as open_data
 
     names = [name.strip() for name in keys.split(",") if name.strip()] if keys else None
     loaded: list[dict[str, Any]] = []
     for group in [list(files)] if join else [[name] for name in files]:
-        label = (
-            group[0]
-            if len(group) == 1
-            else say("{first} and {count} more", first=group[0], count=len(group) - 1)
-        )
+        label = without_credentials(group[0])
+        if len(group) > 1:
+            label = say("{first} and {count} more", first=label, count=len(group) - 1)
         started = time.perf_counter()
         with progress(label) as bar:
             opened = open_data(
@@ -75,6 +86,7 @@ def load(
                 evict=not no_evict,
                 wait=not no_wait,
                 progress=bar.told,
+                revalidate=revalidate,
             )
         with opened as data:
             seconds = time.perf_counter() - started
@@ -86,21 +98,30 @@ def load(
 
 
 @command.command("list")
-@click.argument("what", required=False, type=EntryName(), metavar="[FILE|KEY]")
+@click.argument("what", required=False, type=EntryName(), metavar="[FILE|KEY|NAME]")
 @_json
 def list_(what: str | None, as_json: bool) -> None:
-    """List entries, the processes that use them, and free space."""
+    """List entries, the processes that use them, and free space.
+
+    Also lists groups of training runs that share one set of DataLoader workers.
+    """
     from legroom.cache.list_and_verify import listing
+    from legroom.loader.dataloader.sharing.group_folder import group_rows, groups
+    from legroom.monitor.watch_text import group_lines
 
     found, rooms, passed_over = listing(what, with_users=True)
     if as_json:
-        print_json("cache.list", listing_object(found, rooms, passed_over))
+        sharing = groups() if what is None else []
+        print_json("cache.list", {**listing_object(found, rooms, passed_over), "groups": sharing})
     else:
         click.echo(listing_text(found, rooms, passed_over, what))
+        for group in group_rows() if what is None else ():
+            head, *rest = group_lines(group)
+            click.echo("\n".join(["", paragraph(head, "", "  "), *(paragraph(one, "", "    ") for one in rest)]))
 
 
 @command.command()
-@click.argument("what", type=EntryName(), metavar="FILE|KEY")
+@click.argument("what", type=EntryName(), metavar="FILE|KEY|NAME")
 @_json
 def info(what: str, as_json: bool) -> None:
     """Show everything about one entry; exit 1 if it is not loaded."""
@@ -114,18 +135,19 @@ def info(what: str, as_json: bool) -> None:
 
 
 @command.command()
-@click.argument("what", required=False, type=EntryName(), metavar="[FILE|KEY]")
+@click.argument("what", required=False, type=EntryName(), metavar="[FILE|KEY|NAME]")
 @click.option("--all", "everything", is_flag=True, help="Remove every entry that is not in use.")
-@click.option(
-    "--force", is_flag=True, help="Also remove entries in use; processes that mapped them keep their pages."
-)
+@click.option("--force", is_flag=True, help="Also remove entries in use; processes that mapped them keep their pages.")
 @_json
 def drop(what: str | None, everything: bool, force: bool, as_json: bool) -> int:
-    """Remove one entry or all; exit 1 if one is in use."""
+    """Remove one entry, or every entry with --all.
+
+    An entry in use is kept, and the exit status is 1, unless --force is given.
+    """
     from legroom.cache.drop_and_gc import drop as remove
 
     if (what is None) == (not everything):
-        raise click.UsageError(say("give a file, a key or --all"))
+        raise click.UsageError(say("pass a file, a key or --all"))
     gone = remove(what, force=force)
     if as_json:
         print_json("cache.drop", reaped_object(gone))
@@ -136,18 +158,20 @@ def drop(what: str | None, everything: bool, force: bool, as_json: bool) -> int:
 
 @command.command()
 @click.option(
-    "--free", type=SIZE, metavar="SIZE", help="Remove least recently used entries until this much is free."
+    "--free",
+    type=SIZE,
+    metavar="SIZE",
+    help="Remove least recently used entries until /dev/shm and the disk directory each have this much free space.",
 )
-@click.option(
-    "--older", type=DURATION, metavar="TIME", help="Remove entries not used for this long, for example 7d."
-)
+@click.option("--older", type=DURATION, metavar="TIME", help="Remove entries not used for this long, for example 7d.")
 @click.option("--stale", is_flag=True, help="Remove entries whose source file has changed.")
 @click.option("--dry-run", is_flag=True, help="Print what would be removed and remove nothing.")
 @_json
 def gc(free: int | None, older: float | None, stale: bool, dry_run: bool, as_json: bool) -> int:
-    """Remove leftovers of dead processes, then unneeded entries.
+    """Remove files left by dead processes.
 
-    Entries in use are kept. Exits 1 if --free cannot be reached.
+    With --free, --older or --stale, also removes entries that are not in use. Exits 1 if not enough space could be
+    freed (--free).
     """
     from legroom.cache.drop_and_gc import gc as collect
 
@@ -160,7 +184,7 @@ def gc(free: int | None, older: float | None, stale: bool, dry_run: bool, as_jso
 
 
 @command.command()
-@click.argument("what", required=False, type=EntryName(), metavar="[FILE|KEY]")
+@click.argument("what", required=False, type=EntryName(), metavar="[FILE|KEY|NAME]")
 @click.option("--no-source", is_flag=True, help="Check only the copies; do not read the source files again.")
 @_json
 def verify(what: str | None, no_source: bool, as_json: bool) -> int:
@@ -201,14 +225,7 @@ def progress(label: str) -> Iterator[Bar]:
         yield Bar()
         return
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (
         TextColumn("{task.description}"),
@@ -259,7 +276,10 @@ def listing_text(
     """The list as text."""
     lines: list[str] = []
     if not found:
-        lines += [say("{what}: not loaded", what=shown(what)) if what else say("the cache is empty"), ""]
+        lines += [
+            say("{what}: not loaded", what=shown(without_credentials(what))) if what else say("the cache is empty"),
+            "",
+        ]
     for entry in found:
         lines += [entry_text(entry), ""]
     together = saved(found)
@@ -273,9 +293,7 @@ def listing_text(
         )  # fmt: skip
         lines.append(paragraph(told, "", "  "))
     lines += [
-        paragraph(
-            say("{name}: {why}", name=finding.message, why=finding.why) + f" [{finding.code}]", "", "  "
-        )
+        paragraph(say("{name}: {why}", name=finding.message, why=finding.why) + f" [{finding.code}]", "", "  ")
         for finding in passed_over
         if finding.severity != "info"
     ]
@@ -294,6 +312,7 @@ def entry_text(entry: Entry, *, attributes: bool = False) -> str:
     lines.append(f"  {(entry.hash or '').upper():<8}{entry.digest}")
     if entry.key != entry.digest:
         lines.append(f"  {left(say('key'), 8)}{entry.key}")
+    lines += [paragraph(_version_text(entry, version), "  ", "    ") for version in dict.fromkeys(entry.versions[:3])]
     names = [*entry.arrays, *entry.tables]
     column = max((cells(shown(name)) for name in names), default=0)
     for name, array in entry.arrays.items():
@@ -307,12 +326,10 @@ def entry_text(entry: Entry, *, attributes: bool = False) -> str:
         lines.append(paragraph(told, f"  {left(shown(name), column)}  {size:>8}  ", "    "))
     lines.append("  " + _state(entry))
     for user in entry.users or ():
-        own = say("unknown") if user.privatised is None else format_size(user.privatised)
+        own = size_or_unknown(user.privatised)
         lines.append(
             paragraph(
-                say("{pid} {command} (privatised {own})", pid=user.pid, command=user.command, own=own),
-                "    ",
-                "      ",
+                say("{pid} {command} (privatised {own})", pid=user.pid, command=user.command, own=own), "    ", "      "
             )
         )
     if attributes:
@@ -321,8 +338,33 @@ def entry_text(entry: Entry, *, attributes: bool = False) -> str:
     return "\n".join(lines)
 
 
+_VOUCHED = {
+    "sha256": phrase("SHA-256 {tag}, stated by its store"),
+    "md5": phrase("MD5 {tag}, stated by its store"),
+    "etag": phrase("ETag {tag}"),
+    "version": phrase("version {tag}"),
+    "modified": phrase("time of its last change; its store gives no version"),
+    "none": phrase("content; its store gives no version and no time of change"),
+}
+
+
+def _version_text(entry: Entry, version: str) -> str:
+    """What a remote object is identified by, and whether its content was hashed."""
+    kind, _, rest = version.partition(" ")
+    by = say(_VOUCHED.get(kind, _VOUCHED["none"]), tag=rest.rpartition(" ")[0])
+    if entry.hash == "version":
+        return say("identified by its {by}; only the selected data were read, so they were not hashed", by=by)
+    return say("identified by its {by}; its content was hashed while it was loaded", by=by)
+
+
 def _source(entry: Entry) -> str:
-    """The file behind an entry; of several the first, and how many more."""
+    """The file behind an entry, of several the first and how many more; what a frozen object is."""
+    if entry.format == "frozen" and entry.damaged is None:
+        about = entry.attributes
+        count = about.get("items")
+        items = counted(count if isinstance(count, int) else 0, phrase("{count} item"), phrase("{count} items"))
+        told = say("frozen {kind} of {items}", kind=about.get("type"), items=items)
+        return say("{name} ({what})", name=shown(str(about["name"])), what=told) if "name" in about else told
     if not entry.sources:
         return say("source unknown")
     if len(entry.sources) == 1:
@@ -340,9 +382,7 @@ def _attribute_lines(attributes: Mapping[str, Any], indent: str) -> list[str]:
 def _state(entry: Entry) -> str:
     now = time.time()
     if entry.users:
-        use = counted(
-            len(entry.users), phrase("used by {count} process"), phrase("used by {count} processes")
-        )
+        use = counted(len(entry.users), phrase("used by {count} process"), phrase("used by {count} processes"))
     elif entry.in_use:
         use = say("in use by a process not visible from here")
     else:
@@ -351,9 +391,7 @@ def _state(entry: Entry) -> str:
     if entry.created is not None:
         told = say("{told}, built {age} ago", told=told, age=format_duration(max(0.0, now - entry.created)))
     if entry.last_used is not None:
-        told = say(
-            "{told}, opened {age} ago", told=told, age=format_duration(max(0.0, now - entry.last_used))
-        )
+        told = say("{told}, opened {age} ago", told=told, age=format_duration(max(0.0, now - entry.last_used)))
     return told
 
 
@@ -420,10 +458,10 @@ def verified_object(result: Verification) -> dict[str, Any]:
 def verified_line(result: Verification) -> str:
     """One verification as a line of text."""
     copy = (
-        say("copy intact")
-        if result.whole
-        else say("copy DAMAGED: {names}", names=listed(map(shown, result.damaged)))
+        say("copy intact") if result.whole else say("copy DAMAGED: {names}", names=listed(map(shown, result.damaged)))
     )
+    if result.entry.format == "frozen":
+        return say("{name}: {copy}", name=_named(result.entry), copy=copy)
     source = {
         "same": say("source unchanged"),
         "changed": say("source CHANGED: {why}", why=result.source_why),

@@ -1,56 +1,74 @@
-"""`legroom check`: predict whether a training run fits. Parses, calls, renders; decides nothing."""
+"""`legroom check`: predict whether a training run fits; its text and JSON output."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 import click
 
-from legroom.cli.layout import labelled, steps
-from legroom.cli.needs import note_lines, plan_object, pool_lines, settings_line, term_lines, verdict_lines
+from legroom.cli.memory_need_output import note_lines, plan_object, pool_lines, settings_line, term_lines, verdict_lines
 from legroom.cli.options import DURATION, SIZE, asked, training_options
-from legroom.columns import cells
+from legroom.cli.text_layout import finding_lines, labelled, paragraph, steps
 from legroom.errors import UsageError
+from legroom.messages import cells, listed, say
 from legroom.records import Plan
-from legroom.words import say
+from legroom.system.argument_checks import check_integer
 
 
 @click.command()
 @click.option("--batch", type=int, required=True, metavar="N", help="Batch size.")
-@click.option("--dataset", metavar="MODULE:OBJECT", help="Dataset to run the loader on, in a child process.")
 @click.option(
-    "--collate", metavar="MODULE:OBJECT", help="Collate function of the dataset, if not torch's default."
+    "--dataset",
+    metavar="MODULE:OBJECT",
+    help="Measure with this dataset: run the DataLoader briefly in a child process.",
+)
+@click.option(
+    "--collate",
+    metavar="MODULE:FUNCTION",
+    help="collate_fn of the DataLoader, if not torch's default (with --dataset).",
+)
+@click.option(
+    "--share",
+    is_flag=True,
+    help="Test whether several runs can share one set of workers: make some batches in two processes and report "
+    "differences (with --dataset).",
 )
 @click.option(
     "--timeout",
     type=DURATION,
     default=60.0,
     metavar="TIME",
-    help="Time limit for the trial run and for drawing samples before it, together.  [default: 1m]",
+    help="Time limit for measuring (with --dataset).  [default: 1m]",
 )
 @training_options
 @click.option(
     "--start-method",
     type=click.Choice(["fork", "spawn", "forkserver"]),
-    help="Start method of the workers.  [default: Python's default]",
+    help="Start method of the workers.  [default: that of this Python]",
 )
 @click.option(
-    "--checkpoint-dir", metavar="DIR", help="Checkpoint directory; also check free space on its disk."
+    "--checkpoint-dir",
+    metavar="DIR",
+    help="Directory for checkpoints: check free space on its disk (with --checkpoint-bytes).",
 )
 @click.option(
     "--checkpoint-bytes",
     type=SIZE,
     default=0,
     metavar="SIZE",
-    help="Size of all checkpoints one process keeps.",
+    help="Size of all checkpoints that one process keeps (with --checkpoint-dir).",
 )
-@click.option("--root", default="/", metavar="DIR", help="Read the machine below DIR: /host, or a recording.")
+@click.option(
+    "--root", default="/", metavar="DIR", help="Read /proc and /sys under DIR instead of /, for example /host."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     batch: int,
     dataset: str | None,
     collate: str | None,
+    share: bool,
     timeout: float,
     start_method: Any,
     checkpoint_dir: str | None,
@@ -59,19 +77,21 @@ def command(
     as_json: bool,
     **training: Any,
 ) -> int:
-    """Predict whether a training run fits on this machine now, which memory pool runs out, and what would fit.
+    """Predict whether a training run fits on this machine now, what runs out, and which settings fit.
 
-    Give the size of a batch with --data FILE, --sample-bytes SIZE or --dataset MODULE:OBJECT. Exits 0 if it fits or the
-    answer is unknown, 1 if it is too big.
+    Give the size of a sample with --data FILE, --sample-bytes SIZE or --dataset MODULE:OBJECT. Exits 0 if it fits or
+    the answer is unknown, 1 if it is too big.
     """
+    if share:
+        return _check_share(dataset, collate, batch, timeout, as_json)
     from legroom.cli import main
-    from legroom.loader.preflight import check
+    from legroom.loader.fit_check import check
     from legroom.probe.host import Host
 
     if dataset is None and training["data"] is None and training["sample_bytes"] is None:
         raise UsageError(
-            say("the size of a batch is not given"),
-            fix=(say("give one of --dataset MODULE:OBJECT, --data FILE, --sample-bytes SIZE"),),
+            say("the size of a batch is unknown"),
+            fix=(say("pass one of --dataset MODULE:OBJECT, --data FILE, --sample-bytes SIZE"),),
         )
     found = check(
         dataset,
@@ -92,13 +112,39 @@ def command(
     return 1 if found.verdict == "too-big" else 0
 
 
+def _check_share(dataset: str | None, collate: str | None, batch: int, timeout: float, as_json: bool) -> int:
+    """Whether trainers can share batches of this dataset: 0 if they are the same in every process, else 1."""
+    from legroom.loader.measure.repeated_batches import differing_parts
+
+    if dataset is None:
+        raise UsageError(say("--share needs --dataset"), fix=(say("pass --dataset MODULE:OBJECT"),))
+    found = differing_parts(dataset, collate, check_integer("--batch", batch, 1), timeout)
+    if as_json:
+        click.echo(json.dumps({"schema": "legroom.check.share/1", **found}, ensure_ascii=False))
+    elif not found["differing"]:
+        told = say("{count} batches made in two processes are equal: they can be shared", count=found["batches"])
+        click.echo(paragraph(told, "", "  "))
+    else:
+        told = say("{count} of {all} batches differ when another process makes them", count=len(found["differing"]),
+                   all=found["batches"])  # fmt: skip
+        click.echo(paragraph(told, "", "  "))
+        for number, paths in found["differing"].items():
+            parts = listed(f"batch{path}" for path in paths[:4])
+            click.echo(paragraph(say("batch {number}: {parts}", number=number, parts=parts), "  ", "    "))
+        advice = say("The dataset uses something other than the global generators of torch, random and NumPy: "
+                     "the clock, a counter, a generator of its own")  # fmt: skip
+        click.echo(paragraph(advice, "  ", "    "))
+    return 1 if found["differing"] else 0
+
+
 def as_object(plan: Plan) -> dict[str, Any]:
-    """The verdict as other programs read it."""
-    return {"schema": "legroom.check/1", **plan_object(plan), "largest_batch": plan.largest_batch}
+    """The verdict for JSON."""
+    said = [dataclasses.asdict(finding) for finding in plan.findings]
+    return {"schema": "legroom.check/1", **plan_object(plan), "largest_batch": plan.largest_batch, "findings": said}
 
 
 def as_text(plan: Plan) -> str:
-    """The verdict as people read it."""
+    """The verdict as text."""
     lines = [
         *verdict_lines(plan),
         *_settings_lines(plan),
@@ -108,8 +154,9 @@ def as_text(plan: Plan) -> str:
         *term_lines(plan.need),
         *note_lines(plan),
         "",
-        say("Here now"),
+        say("This machine now"),
         *pool_lines(plan),
+        *(line for finding in plan.findings for line in ("", *finding_lines(finding))),
     ]
     return "\n".join(lines)
 
@@ -117,13 +164,13 @@ def as_text(plan: Plan) -> str:
 def _settings_lines(plan: Plan) -> list[str]:
     lines = []
     if plan.settings is None:
-        lines.append(say("  no loader setting makes it fit"))
+        lines.append(say("  does not fit with any DataLoader settings"))
     elif plan.verdict == "too-big":
         label = say("  fits: ")
         lines.append(labelled(label, settings_line(plan.settings)))
         lines += [labelled(" " * cells(label), why) for why in plan.settings.why.values()]
     if plan.largest_batch:
-        lines.append(say("  largest batch at these workers: {samples}", samples=plan.largest_batch))
+        lines.append(say("  largest batch size with these workers: {samples}", samples=plan.largest_batch))
     elif plan.largest_batch == 0:
-        lines.append(say("  not even a batch of one fits at these workers"))
+        lines.append(say("  not even batch size 1 fits with these workers"))
     return lines

@@ -1,4 +1,4 @@
-"""`legroom demo`: its options, what is shown while it runs, and the table at the end."""
+"""`legroom demo`: its options, its display while it runs, and the table at the end."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from legroom.cli.layout import elide, width
-from legroom.cli.streams import for_drawing
-from legroom.columns import cells, fill, left, right
-from legroom.units import format_duration, format_size
-from legroom.words import listed, say
+from legroom.cli.output_streams import for_drawing
+from legroom.cli.text_layout import elide, width
+from legroom.messages import cells, fill, left, listed, right, say
+from legroom.units import format_duration, format_size, size_or_unknown
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from legroom.demo.demo_child import Child
-    from legroom.demo.event_loop import Screen
+    from legroom.demo.demo_children import Child, Screen
     from legroom.records import Pool
 
 Row = tuple[str, ...]  # what, without Legroom, with it, a note
@@ -32,31 +30,25 @@ _NONE = "-"
 
 
 @click.command()
-@click.option(
-    "--quick", is_flag=True, help="Use less data and fewer rounds: faster, with less precise figures."
-)
-@click.option(
-    "--out", metavar="FILE", help="Write the chart to FILE.png or FILE.svg (default: ./legroom-demo.png)."
-)
+@click.option("--quick", is_flag=True, help="Use less data and fewer rounds: faster, with less precise figures.")
+@click.option("--out", metavar="FILE", help="File for the chart, ending in .png or .svg (default: ./legroom-demo.png).")
 @click.option("--keep", is_flag=True, help="Keep the directory with data, logs and checkpoints.")
 @click.option("--no-torch", is_flag=True, help="Run as if torch were not installed.")
-@click.option("--plain", is_flag=True, help="Print lines, also on a terminal.")
+@click.option("--plain", is_flag=True, help="Print plain lines even on a terminal.")
 @click.option("--no-color", is_flag=True, help="Use no colors.")
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout; progress goes to stderr."
-)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; progress goes to stderr.")
 def command(
     quick: bool, out: str | None, keep: bool, no_torch: bool, plain: bool, no_color: bool, as_json: bool
 ) -> int:
     """Show what Legroom does, measured on this machine in about a minute.
 
-    Writes a dataset, runs torch's DataLoader and Legroom's in a 64 MB
-    /dev/shm, runs four training jobs with a copy of the data each and then
-    on one copy, kills one of them and resumes it. Ends with a table and a
-    chart, and leaves nothing else behind.
+    Runs torch's DataLoader and Legroom's with a 64 MB /dev/shm. Then runs four
+    training jobs with one copy of the data each, and again with one shared
+    copy; kills one of these and resumes it. Ends with a table and a chart, and
+    leaves nothing else behind.
     """
-    from legroom.charts.chart_file import render
     from legroom.charts.demo_chart import demo_chart
+    from legroom.charts.drawing import render
     from legroom.demo.demo_stages import machine_line, run_demo
     from legroom.system.atomic_file import replace_file
 
@@ -81,7 +73,7 @@ def chart_path(asked: str | None) -> Path:
     import importlib.util
     import tempfile
 
-    from legroom.charts.chart_file import check_path
+    from legroom.charts.drawing import check_path
 
     if asked is not None:
         return check_path(Path(asked).absolute(), (".png", ".svg"))
@@ -128,7 +120,7 @@ class Lines:
             self.tell(clock, figures(pools, children))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
 class Bars:
@@ -205,7 +197,7 @@ def _child_line(child: Child) -> Text:
     from legroom.monitor.tui_lines import bar
 
     line = Text(no_wrap=True).append(left(child.name, _NAME), style="bold")
-    share, progress = _share(child), child.progress
+    share, progress = _share(child), child.last("step")
     if share is None or progress is None or child.note is not None:
         style = "dim" if child.note is None else "bold yellow"
         line.append(left(child.note or say("starting"), _PROGRESS), style=style)
@@ -218,7 +210,8 @@ def _child_line(child: Child) -> Text:
 
 
 def _share(child: Child) -> float | None:
-    return None if child.progress is None else float(child.progress["step"] / child.progress["of"])
+    step = child.last("step")
+    return None if step is None else float(step["step"] / step["of"])
 
 
 # The table.
@@ -232,7 +225,7 @@ def table_rows(result: Mapping[str, Any]) -> list[Row]:
         note = say("the runs could not be measured together")
     else:
         note = say("{times} times less (PSS)", times=ratio(separate / shared))
-    sizes = (say("unknown") if size is None else format_size(size) for size in (separate, shared))
+    sizes = (size_or_unknown(size) for size in (separate, shared))
     rows: list[Row] = [(say("memory of {count} training runs", count=count), *sizes, note)]
     at_once = (format_duration(opening[key]) for key in ("plain_at_once", "at_once"))
     note = say("one run loads, the others wait for it")
@@ -272,9 +265,7 @@ def _loader_rows(result: Mapping[str, Any]) -> list[Row]:
     note = say("torch's DataLoader finished here too")
     if torch["died"]:
         how = say("stalled") if torch["stood_still"] else torch["verdict"] or say("unknown")
-        note = say(
-            "torch: {how} after {count} of {all} batches", how=how, count=torch["delivered"], all=torch["of"]
-        )
+        note = say("torch: {how} after {count} of {all} batches", how=how, count=torch["delivered"], all=torch["of"])
     counts = (say("{count} of 1", count=int(trial["died"])) for trial in (torch, ours))
     return [*rows, (crashes, *counts, note)]
 
@@ -291,10 +282,7 @@ def table_lines(rows: Sequence[Row], columns: int) -> list[str]:
     first, second, third = (max(map(cells, column)) for column in zip(*figures, strict=True))
     taken = first + second + third + 6
     if columns - taken < _NARROWEST:
-        stacked = (
-            (what, f"  {heads[1]}: {old}", f"  {heads[2]}: {new}", f"  {note}")
-            for what, old, new, note in rows
-        )
+        stacked = ((what, f"  {heads[1]}: {old}", f"  {heads[2]}: {new}", f"  {note}") for what, old, new, note in rows)
         return [line for row in stacked for line in row if line.strip()]
     lines = []
     for cell, note in zip(figures, ["", *(row[3] for row in rows)], strict=True):

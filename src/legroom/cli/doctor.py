@@ -9,17 +9,15 @@ from typing import Any
 
 import click
 
+from legroom.advice.doctor_settings import safe_settings
 from legroom.advice.findings import findings
-from legroom.advice.fit import bind
-from legroom.advice.safe_settings import safe_settings
-from legroom.cli.layout import elide, labelled, paint, paragraph, pool_line, shorten, steps
-from legroom.columns import right
+from legroom.advice.fit_on_machine import bind
+from legroom.cli.text_layout import finding_lines, labelled, paragraph, pool_line, shorten
+from legroom.messages import counted, listed, phrase, right, say
 from legroom.probe.host import Host
 from legroom.probe.snapshot import snapshot
-from legroom.records import Box, Finding, Job, LoaderSettings, Process
-from legroom.records.findings import heading
-from legroom.units import format_size
-from legroom.words import counted, listed, phrase, say
+from legroom.records import Finding, Job, Machine, Process, SafeSettings
+from legroom.units import format_size, size_or_unknown
 
 _MOST_HOLDERS = 5
 
@@ -27,10 +25,12 @@ _MOST_HOLDERS = 5
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--plain", is_flag=True, help="Plain text without bars, for screen readers.")
-@click.option("--job", type=int, metavar="PID", help="Also inspect a running job and its child processes.")
-@click.option("--match", metavar="REGEX", help="Also inspect every job whose command line matches.")
+@click.option("--job", type=int, metavar="PID", help="Also inspect a running process and its children.")
 @click.option(
-    "--root", default="/", metavar="DIR", help="Read /proc and /sys below DIR: /host, or a recording."
+    "--match", metavar="REGEX", help="Also inspect every process whose command line matches, with its children."
+)
+@click.option(
+    "--root", default="/", metavar="DIR", help="Read /proc and /sys under DIR instead of /, for example /host."
 )
 def command(as_json: bool, plain: bool, job: int | None, match: str | None, root: str) -> int:
     """Diagnose memory limits on this machine and print fixes.
@@ -38,40 +38,51 @@ def command(as_json: bool, plain: bool, job: int | None, match: str | None, root
     Only reads; needs no privileges. Exits 1 if a finding is critical.
     """
     if job is not None and match is not None:
-        raise click.UsageError(say("--job and --match exclude each other"))
+        raise click.UsageError(say("--job and --match cannot be combined"))
     host = Host.at(root)
     found = _jobs(host, job, match)
-    box = snapshot(host, pid=str(found[0].pid) if found else "self")
-    found = [bind(box, one) for one in found]
-    said, settings = findings(box), safe_settings(box)
+    machine = snapshot(host, pid=str(found[0].pid) if found else "self")
+    found = [bind(machine, one) for one in found]
+    said, settings = (*_copied(host, found), *findings(machine)), safe_settings(machine)
     if as_json:
-        click.echo(json.dumps(as_object(box, said, settings, found), ensure_ascii=False))
+        click.echo(json.dumps(as_object(machine, said, settings, found), ensure_ascii=False))
     else:
-        click.echo(as_text(box, said, settings, found, plain))
+        click.echo(as_text(machine, said, settings, found, plain))
     return 1 if any(finding.severity == "critical" for finding in said) else 0
 
 
 def _jobs(host: Host, pid: int | None, pattern: str | None) -> list[Job]:
-    """The job asked for, or every job that matches, largest first."""
+    """The requested job, or every job that matches, largest first."""
     if pid is None and pattern is None:
         return []
-    from legroom.probe.job import job, jobs
+    from legroom.probe.running_job import job, jobs
 
     found = [job(host, pid)] if pid is not None else jobs(host, pattern or "")
     return sorted(found, key=lambda one: -(one.held.get("ram") or 0))
 
 
+def _copied(host: Host, jobs: Sequence[Job]) -> tuple[Finding, ...]:
+    """Forked workers that copy their parent's memory, seen in a few readings: of a live machine only."""
+    if not jobs or not host.live:
+        return ()
+    from legroom.advice.copied_memory import finding_of_readings
+    from legroom.probe.running_job import copies_over_time
+
+    found = (finding_of_readings(*one) for one in copies_over_time(host, jobs))
+    return tuple(one for one in found if one is not None)
+
+
 def as_object(
-    box: Box, said: tuple[Finding, ...], settings: tuple[LoaderSettings, ...], jobs: Sequence[Job]
+    machine: Machine, said: tuple[Finding, ...], settings: tuple[SafeSettings, ...], jobs: Sequence[Job]
 ) -> dict[str, Any]:
     """The report for JSON."""
     report: dict[str, Any] = {
         "schema": "legroom.doctor/1",
-        "place": dataclasses.asdict(box.place),
-        "pools": [dataclasses.asdict(pool) for pool in box.pools],
-        "shm": dataclasses.asdict(box.shm),
-        "holders": [_holder_object(process) for process in _holders(box)],
-        "settings": [dataclasses.asdict(row) for row in settings],
+        "place": dataclasses.asdict(machine.runtime),
+        "pools": [dataclasses.asdict(pool) for pool in machine.pools],
+        "shm": dataclasses.asdict(machine.shm),
+        "holders": [_holder_object(process) for process in _holders(machine)],
+        "settings": [row.as_object() for row in settings],
         "findings": [dataclasses.asdict(finding) for finding in said],
     }
     if jobs:
@@ -81,41 +92,37 @@ def as_object(
 
 
 def as_text(
-    box: Box,
-    said: tuple[Finding, ...],
-    settings: tuple[LoaderSettings, ...],
-    jobs: Sequence[Job],
-    plain: bool,
+    machine: Machine, said: tuple[Finding, ...], settings: tuple[SafeSettings, ...], jobs: Sequence[Job], plain: bool
 ) -> str:
     """The report as text."""
-    place = box.place
+    runtime = machine.runtime
     lines = [
         paragraph(
-            say("{kind} ({how}), {rights}", kind=place.kind, how=place.how, rights=place.rights_how), "", "  "
+            say("{kind} ({how}), {rights}", kind=runtime.kind, how=runtime.how, rights=runtime.rights_how), "", "  "
         ),
         "",
-        *(pool_line(pool, plain) for pool in box.pools),
+        *(pool_line(pool, plain) for pool in machine.pools),
         "",
-        *_holder_lines(box),
+        *_holder_lines(machine),
         *_jobs_lines(jobs),
         *_settings_lines(settings),
         "",
     ]
     if not said:
-        blind = [pool.name for pool in box.pools if pool.name in ("shm", "ram") and pool.free is None]
+        blind = [pool.name for pool in machine.pools if pool.name in ("shm", "ram") and pool.free is None]
         lines.append(
             say("No findings, but {names} could not be read.", names=listed(blind))
             if blind
-            else say("No findings: nothing is running out.")
+            else say("No findings: no memory pool is running out.")
         )
     for finding in said:
-        lines += _finding_lines(finding)
+        lines += [*finding_lines(finding), ""]
     return "\n".join(lines).rstrip()
 
 
-def _holders(box: Box) -> list[Process]:
-    """Processes that hold memory in /dev/shm, largest first."""
-    holding = [process for process in box.processes if process.shm]
+def _holders(machine: Machine) -> list[Process]:
+    """Processes that use /dev/shm, largest first."""
+    holding = [process for process in machine.processes if process.shm]
     return sorted(holding, key=lambda process: -(process.shm or 0))
 
 
@@ -124,24 +131,24 @@ def _holder_object(process: Process) -> dict[str, Any]:
     return {name: getattr(process, name) for name in names}
 
 
-def _holder_lines(box: Box) -> list[str]:
-    holders = _holders(box)
+def _holder_lines(machine: Machine) -> list[str]:
+    holders = _holders(machine)
     if not holders:
         return []
-    lines = [say("Processes using /dev/shm (shared blocks count for each)")]
+    lines = [say("Processes using /dev/shm (shared files count for each process)")]
     for process in holders[:_MOST_HOLDERS]:
         figures = say(
             "{pid:>9}  {shm:>8}, RssShmem {rss}  ",
             pid=process.pid, shm=format_size(process.shm or 0),
-            rss=right(say("unknown") if process.rss_shmem is None else format_size(process.rss_shmem), 8),
+            rss=right(size_or_unknown(process.rss_shmem), 8),
         )  # fmt: skip
         lines.append(shorten(f"{figures}{process.command}"))
     if len(holders) > _MOST_HOLDERS:
-        lines.append(say("  and {count} more", count=len(holders) - _MOST_HOLDERS))
+        lines.append("  " + say("and {count} more", count=len(holders) - _MOST_HOLDERS))
     return [*lines, ""]
 
 
-def _settings_lines(settings: tuple[LoaderSettings, ...]) -> list[str]:
+def _settings_lines(settings: tuple[SafeSettings, ...]) -> list[str]:
     lines = [say("torch DataLoader settings that fit now")]
     for row in settings:
         if row.num_workers == 0:
@@ -156,15 +163,6 @@ def _settings_lines(settings: tuple[LoaderSettings, ...]) -> list[str]:
     return lines
 
 
-def _finding_lines(finding: Finding) -> list[str]:
-    lines = [
-        f"{paint(heading(finding.severity), finding.severity, bold=True)} {finding.code}",
-        paragraph(finding.message, "  ", "  "),
-    ]
-    lines.append(labelled(say("  why: "), elide(finding.why)))
-    return [*lines, *steps(finding.fix), ""]
-
-
 def _jobs_lines(jobs: Sequence[Job]) -> list[str]:
     lines = []
     if len(jobs) > 1:
@@ -173,11 +171,7 @@ def _jobs_lines(jobs: Sequence[Job]) -> list[str]:
         total = format_size(sum(known)) if len(known) == len(ram) else say("an unknown amount")
         lines = [
             paragraph(
-                say(
-                    "{count} jobs match, {total} of RAM in total, largest first",
-                    count=len(jobs),
-                    total=total,
-                ),
+                say("{count} jobs match, {total} of RAM in total, largest first", count=len(jobs), total=total),
                 "",
                 "  ",
             ),

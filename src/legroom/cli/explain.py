@@ -1,4 +1,4 @@
-"""`legroom explain`: diagnose which memory pool ran out from a log file; its text and JSON output."""
+"""`legroom explain`: diagnose from a log file what ran out; its text and JSON output."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import json
 
 import click
 
-from legroom.cli.layout import labelled, paint, paragraph, steps
+from legroom.cli.text_layout import labelled, paint, paragraph, steps
+from legroom.messages import say
 from legroom.records.failure import Verdict
-from legroom.words import say
 
 
 @click.command()
 @click.argument("log", metavar="LOGFILE|-")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(log: str, as_json: bool) -> int:
-    """Diagnose which memory pool ran out from a log file.
+    """Diagnose from a log file what ran out: /dev/shm, RAM, GPU memory, file descriptors, disk.
 
     Reads the end of LOGFILE, or of standard input for -. If the log does not
-    prove a cause, the verdict is unknown, with the likely causes in order.
+    prove a cause, the diagnosis is "unknown", followed by the likely causes.
     legroom run also reads the kernel's counters and is more certain.
     """
     from legroom.probe.snapshot import snapshot
@@ -40,16 +40,14 @@ def command(log: str, as_json: bool) -> int:
 
 def as_text(verdict: Verdict) -> str:
     """The verdict as text."""
-    from legroom.rescue.verdict_rule import headline
+    from legroom.records.failure import headline
 
     lines = [
         paint(headline(verdict), "critical" if verdict.memory else "info", bold=True),
         paragraph(verdict.summary, "  ", "  "),
     ]
-    lines += [labelled(say("  by:  "), line) for line in verdict.evidence]
+    lines += [labelled(say("  why: "), line) for line in verdict.evidence]
     lines += [
-        labelled(say("  or:  "), f"{one.cause}: {one.why}")
-        for one in verdict.likely
-        if one.cause != verdict.cause
+        labelled(say("  or:  "), f"{one.cause}: {one.why}") for one in verdict.likely if one.cause != verdict.cause
     ]
     return "\n".join([*lines, *steps(verdict.fix)])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import click
 from click.shell_completion import CompletionItem
 
-from legroom.words import say
+from legroom.messages import say
 
 
 def _below(context: click.Context, words: list[str]) -> click.Context:
-    """The context of the command that the arguments name; UsageError where there is none."""
+    """The context of the command that the arguments name; UsageError if there is none."""
     while words:
         group = context.command
         if not isinstance(group, click.Group):

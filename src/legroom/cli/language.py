@@ -1,9 +1,9 @@
 """The language of the command line: --lang, translated help, and click's own messages.
 
-click words an error the moment it meets one, so --lang is looked for before click parses the line, with click's own
-parser: it alone knows where `legroom run` ends and the supervised command begins. click looks its messages up with
-gettext, which knows neither --lang nor LEGROOM_LANG: its lookup functions are replaced by ours. A message that another
-version of click words differently stays English.
+click formats an error when it finds one, so --lang is read before click parses the line, with click's own parser: only
+that knows where `legroom run` ends and the supervised command begins. click translates its messages with gettext,
+which knows neither --lang nor LEGROOM_LANG, so its lookup functions are replaced. A message that another version of
+click words differently stays English.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from collections.abc import Sequence
 
 import click
 
-from legroom import words
-from legroom.columns import cells, fill
+from legroom import messages
 from legroom.errors import UsageError
-from legroom.words import phrase, say
+from legroom.messages import cells, fill, phrase, say
 
 _HANDLER = "legroom.escape"
 _HELP, _ASIDE = 76, 44  # columns for a paragraph of help, and for one beside an option's name
@@ -29,15 +28,15 @@ _english: dict[click.Command | click.Option, str] = {}  # help in English, befor
 def _chosen(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
     if value is None:
         return
-    language = words.known(value)
+    language = messages.known(value)
     if language is None:
         raise UsageError(
             say("language {name!r} is not supported", name=value),
-            why=say("supported languages: {names}", names=words.listed(words.LANGUAGES)),
+            why=say("supported languages: {names}", names=messages.listed(messages.LANGUAGES)),
             fix=(say("pass one of them, or leave --lang out to use LANG"),),
         )
-    os.environ[words.VARIABLE] = language  # for child processes
-    words.speak(language)
+    os.environ[messages.VARIABLE] = language  # for child processes
+    messages.speak(language)
     fall_back_to_english(as_json=ctx.find_root().obj == "json")
     translate(ctx.command)
     _translate_help_option(ctx)
@@ -57,9 +56,9 @@ language_option = click.option(
 def apply_language(command: click.Command, arguments: Sequence[str], name: str, *, as_json: bool) -> None:
     """Switch to the language of --lang before the line is parsed, so that usage errors are in it too."""
     name_asked, met = asked_for(command, arguments, name)
-    language = words.known(name_asked or "")
+    language = messages.known(name_asked or "")
     if language is not None:
-        words.speak(language)
+        messages.speak(language)
         fall_back_to_english(as_json=as_json)
     for context in met:
         _translate_help_option(context)
@@ -105,10 +104,10 @@ def escape_unencodable() -> None:
 
 def fall_back_to_english(*, as_json: bool) -> None:
     """Keep the chosen language where standard output can encode it; JSON can escape anything."""
-    if words.language() == words.ENGLISH:
+    if messages.language() == messages.ENGLISH:
         return
     if not as_json and not _encodable(say("none")):
-        words.speak(words.ENGLISH)
+        messages.speak(messages.ENGLISH)
         return
 
     translate_click()
@@ -134,9 +133,7 @@ def _escaped(problem: UnicodeError) -> tuple[str, int]:
 _OPTION = "--lang"
 
 
-def asked_for(
-    command: click.Command, arguments: Sequence[str], name: str
-) -> tuple[str | None, list[click.Context]]:
+def asked_for(command: click.Command, arguments: Sequence[str], name: str) -> tuple[str | None, list[click.Context]]:
     """The value of --lang, the innermost where there are several, and the contexts of the commands before it."""
     language: str | None = None
     met: list[click.Context] = []
@@ -160,14 +157,14 @@ def asked_for(
     return language, met
 
 
-def _given(words: list[str]) -> str | None:
+def _given(messages: list[str]) -> str | None:
     """The last --lang before a bare ``--``, without parsing; "" where it has no value."""
     given = None
-    for place, word in enumerate(words):
+    for place, word in enumerate(messages):
         if word == "--":
             break
         if word == _OPTION:
-            given = words[place + 1] if place + 1 < len(words) else ""
+            given = messages[place + 1] if place + 1 < len(messages) else ""
         elif word.startswith(_OPTION + "="):
             given = word.partition("=")[2]
     return given

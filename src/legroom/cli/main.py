@@ -12,30 +12,32 @@ from importlib import import_module
 
 import click
 
-from legroom.cli import streams
-from legroom.cli.language import (
-    apply_language,
-    escape_unencodable,
-    fall_back_to_english,
-    language_option,
-    translate,
-)
+from legroom.cli import output_streams
+from legroom.cli.language import apply_language, escape_unencodable, fall_back_to_english, language_option, translate
 from legroom.errors import EXIT_USAGE, LegroomError
+from legroom.messages import phrase, say
 from legroom.version import VERSION
-from legroom.words import phrase, say
 
 # One line each, so that `legroom --help` imports none of the commands.
 COMMANDS = {
     "doctor": phrase("Diagnose memory limits on this machine and print fixes."),
     "plan": phrase("Estimate memory for N jobs per GPU, and how many jobs fit on this machine."),
-    "check": phrase("Predict whether a training run fits here now; print the largest settings that fit."),
-    "tune": phrase("Find the lowest-memory DataLoader settings that keep the GPU busy."),
-    "watch": phrase("Monitor memory: what is filling up, how fast, which process, when it is full."),
-    "run": phrase("Run a command; diagnose out-of-memory failures and retry with lower settings."),
-    "explain": phrase("Diagnose which memory pool ran out from a log file."),
+    "check": phrase("Predict whether a training run fits on this machine now; print DataLoader settings that fit."),
+    "tune": phrase(
+        "Find the fastest DataLoader settings that fit; with --step-seconds, the lowest-memory ones that keep the "
+        "GPU busy."
+    ),
+    "watch": phrase("Monitor memory: what is filling up, how fast, by which process, when it will be full."),
+    "run": phrase(
+        "Run a command and diagnose out-of-memory failures; with --retries, restart it with settings that use less "
+        "memory."
+    ),
+    "leak": phrase("Run a command and name the lines of its Python code that make memory grow."),
+    "explain": phrase("Diagnose from a log file what ran out: /dev/shm, RAM, GPU memory, file descriptors, disk."),
     "cache": phrase("Share one copy of a dataset between processes: load, list, remove."),
+    "nodes": phrase("Load, list and remove cached data, and diagnose memory limits, on every node of a Ray cluster."),
     "report": phrase("Write a bug report bundle with private data removed."),
-    "demo": phrase("Measure what Legroom does on this machine, in about a minute."),
+    "demo": phrase("Demonstrate Legroom on this machine with real measurements, in about a minute."),
 }
 _HELP = "help"  # a command that the list of commands leaves out
 
@@ -81,7 +83,7 @@ class Commands(click.Group):
 def cli() -> None:
     """Memory tools for PyTorch training: share datasets, predict what runs out, diagnose crashes.
 
-    Every command has --json. Write sizes as 64MB, 8G or 1.5GiB.
+    Every command has --json. Sizes are powers of 1024: 64M, 64MB and 64MiB are the same.
     """
 
 
@@ -90,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     global is_program
     is_program = True
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    streams.guard_streams()
+    output_streams.guard_streams()
     sys.exit(run(arguments))
 
 
@@ -105,15 +107,13 @@ def run(arguments: list[str]) -> int:
         status = _run_command(arguments, as_json=as_json)
         sys.stdout.flush()
         return status
-    except streams.NotWritten as lost:
+    except output_streams.NotWritten as lost:
         return _output_failed(lost.problem)
 
 
 def _run_command(arguments: list[str], *, as_json: bool) -> int:
     try:
-        status = cli.main(
-            arguments, prog_name="legroom", standalone_mode=False, obj="json" if as_json else None
-        )
+        status = cli.main(arguments, prog_name="legroom", standalone_mode=False, obj="json" if as_json else None)
         return status if isinstance(status, int) else 0
     except LegroomError as error:
         _print_error(error, as_json=as_json, command=_command_name(arguments))
@@ -138,17 +138,15 @@ def _print_error(error: LegroomError, *, as_json: bool, command: str) -> None:
     if as_json:
         import json
 
-        click.echo(
-            json.dumps({"schema": f"legroom.{command}/1", "error": error.as_dict()}, ensure_ascii=False)
-        )
+        click.echo(json.dumps({"schema": f"legroom.{command}/1", "error": error.as_dict()}, ensure_ascii=False))
     click.echo(f"legroom: {error}", err=True)
 
 
 def _output_failed(problem: OSError) -> int:
     """The exit status where standard output failed."""
-    streams.discard(sys.stdout)
+    output_streams.discard(sys.stdout)
     if isinstance(problem, BrokenPipeError):
         return 0  # the reader closed the pipe, as `head` does
-    refused = streams.not_written(problem)
+    refused = output_streams.not_written(problem)
     click.echo(f"legroom: {refused}", err=True)
     return refused.exit_status

@@ -10,10 +10,10 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from legroom.advice.plan_inputs import DTYPES, OPTIMIZERS
+from legroom.advice.job_description import DTYPES, OPTIMIZERS
 from legroom.errors import LegroomError, UsageError
+from legroom.messages import say
 from legroom.units import parse_duration, parse_size
-from legroom.words import say
 
 
 class Measure(click.ParamType[Any]):
@@ -42,9 +42,7 @@ class EntryName(click.ParamType[str]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return str(value)
 
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from legroom.cache.list_and_verify import entries
 
         try:
@@ -73,44 +71,37 @@ class Count(click.ParamType[int]):
             return value
         match = _COUNT.fullmatch(str(value))
         if match is None:
-            self.fail(
-                say("{value!r} is not a number of parameters; write it as 125M or 1.5B", value=value),
-                param,
-                ctx,
-            )
+            self.fail(say("{value!r} is not a number of parameters; write it as 125M or 1.5B", value=value), param, ctx)
         number, unit = match.groups()
         return int(Fraction(number) * 10 ** _POWERS[unit.lower()])
 
 
 COUNT = Count()
 
+_COUNT_OF: dict[str, Any] = {"type": int, "metavar": "N", "show_default": True}
+_SIZE_OF: dict[str, Any] = {"type": SIZE, "metavar": "SIZE"}
 _OPTIONS = (
-    click.option("--data", metavar="FILE", help="Data file; its rows give the batch size in bytes."),
-    click.option("--keys", metavar="NAME,…", help="Use only these arrays of the file."),
-    click.option("--sample-bytes", type=SIZE, metavar="SIZE", help="Size of one sample."),
-    click.option("--workers", type=int, default=0, show_default=True, help="num_workers of the DataLoader."),
-    click.option("--prefetch", type=int, default=2, show_default=True, help="prefetch_factor of the DataLoader."),
+    click.option("--data", metavar="FILE", help="Data file; its rows give the size of a sample."),
+    click.option("--keys", metavar="NAME,…", help="Use only these arrays of the file (with --data)."),
+    click.option("--sample-bytes", **_SIZE_OF, help="Size of one sample."),
+    click.option("--workers", **_COUNT_OF, default=0, help="num_workers of the DataLoader."),
+    click.option("--prefetch", **_COUNT_OF, default=2, help="prefetch_factor of the DataLoader."),
     click.option("--persistent-workers", is_flag=True, help="The DataLoader uses persistent_workers."),
     click.option("--pin-memory", is_flag=True, help="The DataLoader uses pin_memory."),
-    click.option(
-        "--loader", type=click.Choice(["torch", "legroom"]), default="torch", show_default=True,
-        help="Which DataLoader the script uses.",
-    ),
-    click.option(
-        "--val-workers", type=int, metavar="N", help="num_workers of a validation DataLoader alive at the same time.",
-    ),
-    click.option("--val-batch", type=int, metavar="N", help="Validation batch size, if different."),
-    click.option("--ranks", type=int, default=1, show_default=True, help="Processes per job on this machine."),
-    click.option("--per-process", type=SIZE, metavar="SIZE", help="Extra /dev/shm per process."),
-    click.option("--process-ram", type=SIZE, metavar="SIZE", help="Private RAM per process."),
-    click.option(
-        "--params", type=COUNT, default=0, metavar="N", help="Model parameters kept in host memory, for example 125M.",
-    ),
-    click.option(
-        "--optimizer", type=click.Choice(list(OPTIMIZERS)), default="none", show_default=True,
-        help="Optimizer whose state is kept in host memory.",
-    ),
-    click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True),
+    click.option("--loader", show_default=True, type=click.Choice(["torch", "legroom"]), default="torch",
+                 help="Which DataLoader the script uses."),
+    click.option("--val-workers", **_COUNT_OF, help="num_workers of a validation DataLoader alive at the same time."),
+    click.option("--val-batch", **_COUNT_OF, help="Validation batch size, if different (with --val-workers)."),
+    click.option("--ranks", **_COUNT_OF, default=1, help="Ranks (processes) per job on this machine."),
+    click.option("--per-process", **_SIZE_OF,
+                 help="/dev/shm that each process uses besides the DataLoader's (and besides --nccl).  [default: 0]"),
+    click.option("--process-ram", **_SIZE_OF, help="RAM of each rank besides batches and parameters.  [default: 0]"),
+    click.option("--params", type=COUNT, default=0, metavar="N",
+                 help="Number of model parameters held in host RAM (CPU training, offload), for example 125M."),
+    click.option("--optimizer", show_default=True, type=click.Choice(list(OPTIMIZERS)), default="none",
+                 help="Optimizer whose state is held in host RAM (with --params); momentum: SGD with momentum."),
+    click.option("--dtype", show_default=True, type=click.Choice(list(DTYPES)), default="float32",
+                 help="Data type of the parameters (with --params)."),
 )  # fmt: skip
 
 

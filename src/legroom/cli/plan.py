@@ -9,35 +9,43 @@ import click
 
 from legroom.advice.shm_config import KINDS
 from legroom.advice.shm_config import emit as snippet
-from legroom.cli.layout import labelled, paragraph, shorten, steps
-from legroom.cli.needs import note_lines, plan_object, pool_lines, term_lines, verdict_lines
+from legroom.cli.memory_need_output import note_lines, plan_object, pool_lines, term_lines, verdict_lines
 from legroom.cli.options import SIZE, asked, training_options
-from legroom.columns import cells, left, right
+from legroom.cli.text_layout import labelled, paragraph, shorten, steps
+from legroom.messages import cells, counted, left, phrase, right, say
 from legroom.records import Job, Plan
-from legroom.units import format_size
-from legroom.words import counted, phrase, say
+from legroom.units import format_size, size_or_unknown
 
 
 @click.command()
 @click.option("--gpus", type=int, metavar="N", help="Number of GPUs; default: those on this machine.")
-@click.option("--jobs-per-gpu", type=int, default=1, show_default=True, help="Jobs on each GPU.")
+@click.option("--jobs-per-gpu", type=int, metavar="N", default=1, show_default=True, help="Jobs on each GPU.")
 @click.option(
-    "--measure", type=int, multiple=True, metavar="PID…", help="Measure running jobs by process id."
+    "--measure",
+    type=int,
+    multiple=True,
+    metavar="PID…",
+    help="Measure the memory of running jobs: one process id or several, separated by spaces.",
 )
 @click.argument("pids", nargs=-1, type=int, metavar="")
 @click.option("--match", metavar="REGEX", help="Measure running jobs whose command line matches.")
-@click.option("--batch", type=int, metavar="N", help="Samples per batch.")
-@click.option("--shared", is_flag=True, help="Include one shared copy of the data in /dev/shm.")
-@click.option("--nccl", type=SIZE, default=0, metavar="SIZE", help="NCCL shared memory per process.")
-@click.option("--gpu-memory", type=SIZE, metavar="SIZE", help="GPU memory per process.")
+@click.option("--batch", type=int, metavar="N", help="Samples per batch (with --data or --sample-bytes).")
+@click.option(
+    "--shared", is_flag=True, help="Add one shared copy of the data in /dev/shm to the estimate (with --data)."
+)
+@click.option("--nccl", type=SIZE, default=0, metavar="SIZE", help="/dev/shm that NCCL uses per process.  [default: 0]")
+@click.option(
+    "--gpu-memory", type=SIZE, metavar="SIZE", help="GPU memory per process; without it GPU memory is not checked."
+)
 @training_options
 @click.option(
     "--emit",
     type=click.Choice(KINDS),
-    help="Print only a configuration snippet that sets the recommended size.",
+    help="Print only a configuration snippet that sets the recommended size of /dev/shm. kubernetes-warm: a DaemonSet "
+    "that loads the data on every node.",
 )
 @click.option(
-    "--root", default="/", metavar="DIR", help="Read /proc and /sys below DIR: /host, or a recording."
+    "--root", default="/", metavar="DIR", help="Read /proc and /sys under DIR instead of /, for example /host."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -57,11 +65,18 @@ def command(
 ) -> int:
     """Estimate memory for N jobs per GPU, and how many jobs fit on this machine.
 
-    Describe one job in one of three ways: --per-process SIZE; --measure PID or --match REGEX for running jobs; or
-    --data FILE or --sample-bytes SIZE with --batch, --workers and --prefetch. Exits 1 if it does not fit.
+    Describe one job in one of three ways:
+
+    (1) The /dev/shm that each of its processes uses: --per-process SIZE. It can be added to (3).
+
+    (2) A running job: --measure PID or --match REGEX.
+
+    (3) Its DataLoader: --batch N with --data FILE or --sample-bytes SIZE; also --workers and --prefetch.
+
+    Exits 1 if the jobs do not fit.
     """
     if pids and not measure:
-        raise click.UsageError(say("give process ids after --measure"))
+        raise click.UsageError(say("pass process ids after --measure"))
     from legroom.loader.planning import plan
     from legroom.probe.host import Host
 
@@ -121,7 +136,7 @@ def as_object(plan: Plan) -> dict[str, Any]:
 
 
 def _now_object(plan: Plan) -> dict[str, Any]:
-    shm = plan.box.shm if plan.box else None
+    shm = plan.machine.shm if plan.machine else None
     return {
         "size": shm.size if shm else None,
         "used": shm.used if shm else None,
@@ -136,10 +151,10 @@ def _now_object(plan: Plan) -> dict[str, Any]:
 
 def as_text(plan: Plan) -> str:
     """The plan as text."""
-    place = plan.box.place if plan.box else None
+    runtime = plan.machine.runtime if plan.machine else None
     lines = []
-    if place is not None:
-        where = say("{kind} ({how}), {rights}", kind=place.kind, how=place.how, rights=place.rights_how)
+    if runtime is not None:
+        where = say("{kind} ({how}), {rights}", kind=runtime.kind, how=runtime.how, rights=runtime.rights_how)
         lines += [paragraph(where, "", "  "), ""]
     lines += [say("In use now"), *pool_lines(plan), *_measured_lines(plan), ""]
     lines += [_title(plan), *term_lines(plan.need), *_others_line(plan), *note_lines(plan), ""]
@@ -151,7 +166,7 @@ def as_text(plan: Plan) -> str:
 def _setting_lines(plan: Plan) -> list[str]:
     if plan.fix:
         return [say("How to set it here"), *steps(plan.fix)]
-    here = plan.box.shm.size if plan.box else None
+    here = plan.machine.shm.size if plan.machine else None
     if here is not None and plan.sizes is not None and here >= plan.sizes.recommended:
         return [say("/dev/shm is {size} here: no change needed", size=format_size(here))]
     return []
@@ -172,28 +187,28 @@ def _title(plan: Plan) -> str:
 
 
 def _rss_shmem(job: Job) -> int | None:
-    amounts = [process.rss_shmem for process in job.processes]
-    known = [amount for amount in amounts if amount is not None]
-    return sum(known) if len(known) == len(amounts) else None
+    from legroom.probe.running_job import sum_if_known
+
+    return sum_if_known([process.rss_shmem for process in job.processes])
 
 
 def _measured_lines(plan: Plan) -> list[str]:
     if not plan.measured:
         return []
-    lines = ["", say("Measured: /dev/shm blocks held by running jobs")]
+    lines = ["", say("Measured: /dev/shm used by running jobs")]
     for job in plan.measured[:_MOST_SHOWN]:
         told = _rss_shmem(job)
         figures = say(
             "{pid:>9}  {shm:>8}, RssShmem {rss}  ",
             pid=job.pid, shm=format_size(job.held.get("shm") or 0),
-            rss=right(say("unknown") if told is None else format_size(told), 8),
+            rss=right(size_or_unknown(told), 8),
         )  # fmt: skip
         lines.append(shorten(f"{figures}{job.command}"))
     if len(plan.measured) > _MOST_SHOWN:
-        lines.append(say("  and {count} more", count=len(plan.measured) - _MOST_SHOWN))
+        lines.append("  " + say("and {count} more", count=len(plan.measured) - _MOST_SHOWN))
     why = say(
-        "RssShmem counts every shared page a process touched, including shared anonymous and pinned memory, and "
-        "counts a page once per process. Only blocks in /dev/shm fill /dev/shm"
+        "RssShmem counts all shared memory that a process touched, also outside /dev/shm, and counts it "
+        "once per process"
     )
     return [*lines, paragraph(why, "  ", "  ")]
 
@@ -201,7 +216,7 @@ def _measured_lines(plan: Plan) -> list[str]:
 def _others_line(plan: Plan) -> list[str]:
     if not plan.others:
         return []
-    text = say("held in /dev/shm by other processes now; added before sizes are chosen")
+    text = say("used in /dev/shm by other processes now; added to the need")
     return [labelled(f"  {left(say('others'), 7)}{format_size(plan.others):>8}  ", text)]
 
 
@@ -255,9 +270,7 @@ def _print_snippet(plan: Plan, kind: str, as_json: bool) -> int:
     short = plan.sizes.recommended < plan.need.shm
     if plan.sizes.capped_by is not None:
         told = say(
-            "legroom: the size is capped by {why}, below the need"
-            if short
-            else "legroom: the size is capped by {why}",
+            "legroom: the size is capped by {why}, below the need" if short else "legroom: the size is capped by {why}",
             why=plan.sizes.capped_by,
         )
         click.echo(told, err=True)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from legroom.cli.layout import paragraph, shorten
+from legroom.cli.text_layout import paragraph, shorten
+from legroom.messages import say
 from legroom.units import format_size
-from legroom.words import say
 
 if TYPE_CHECKING:
     from legroom.report.bundle import RedactedPart
@@ -20,27 +20,23 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option(
-    "--out", metavar="FILE", help="Write to FILE.zip or FILE.tar.gz (default: a new file in this directory)."
+    "--out", metavar="FILE", help="Output file, ending in .zip or .tar.gz (default: a new file in this directory)."
 )
 @click.option("--log", metavar="FILE", help="Add the end of a training log, and a diagnosis of the failure.")
 @click.option("--run", metavar="FILE", help="Add a JSON file written by legroom run --report.")
 @click.option("--watch", metavar="FILE", help="Add the last alarms of a log written by legroom watch --log.")
-@click.option(
-    "--show", is_flag=True, help="Print everything that goes into the file; write it only with --out."
-)
+@click.option("--show", is_flag=True, help="Print everything that goes into the file; write it only with --out.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-def command(
-    out: str | None, log: str | None, run: str | None, watch: str | None, show: bool, as_json: bool
-) -> int:
+def command(out: str | None, log: str | None, run: str | None, watch: str | None, show: bool, as_json: bool) -> int:
     """Write one file for a bug report, without private names and secrets.
 
-    Users, hosts, addresses, tokens and data files are replaced by other
-    names. Nothing is sent anywhere: check the file, then send it yourself.
+    User names, host names, addresses, tokens and the names of data files are
+    replaced by placeholders. Nothing is sent anywhere: check the file, then send it yourself.
     """
     from legroom.probe.host import Host
     from legroom.report.bundle import Attachments, checked_path, hidden_line, pack, redacted, write
     from legroom.report.collect import collect
-    from legroom.report.identities import identities
+    from legroom.report.private_names import identities
     from legroom.report.redact import Redactor
 
     path = None if show and out is None else checked_path(out or _free_name())
@@ -59,8 +55,7 @@ def command(
             "path": path,
             "bytes": size,
             "contents": [
-                {"name": one.name, "bytes": one.size, "about": one.about}
-                | ({"text": one.text} if show else {})
+                {"name": one.name, "bytes": one.size, "about": one.about} | ({"text": one.text} if show else {})
                 for one in packed
             ],
             "hidden": dict(sorted(redactor.counts.items())),
@@ -81,7 +76,7 @@ def command(
 
 
 def _table(packed: Sequence[RedactedPart]) -> list[str]:
-    """One line for each file; the recorded machine is one line."""
+    """One line for each file; the files of /proc and /sys share one line."""
     rows = [(one.name, one.size, one.about) for one in packed if "/" not in one.name]
     machine = [one for one in packed if "/" in one.name]
     if machine:

@@ -1,18 +1,21 @@
-"""`legroom run`: supervise a command, diagnose its failure, retry with lower settings; its text and JSON output."""
+"""`legroom run`: supervise a command, diagnose its failure, retry; its text and JSON output."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from legroom.cli.options import DURATION
+from legroom.cli.text_layout import width
 from legroom.errors import BadLimit, UsageError
-from legroom.words import listed, say
+from legroom.messages import listed, say
 
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
@@ -20,55 +23,86 @@ from legroom.words import listed, say
 @click.option(
     "--retries",
     default=0,
+    show_default=True,
     type=click.IntRange(0),
     metavar="N",
-    help="Retry up to N times after an out-of-memory failure.",
+    help="Restart up to N times with settings that use less memory; the script needs flags for them (see --flag).",
 )
 @click.option(
     "--flag",
     "flags",
     multiple=True,
-    metavar="NAME=FLAG",
-    help="Name the script's flag for a setting: batch=--my-batch.",
+    metavar="SETTING=FLAG",
+    help="Which flag of the script sets batch, accumulation, workers, prefetch, pin_memory or low_memory: batch=--bs "
+    "(with --retries).",
 )
-@click.option("--checkpoint", metavar="PATTERN", help="Pattern of checkpoint files: 'ckpt/*.pt'.")
 @click.option(
-    "--resume-flag", metavar="FLAG", help="Flag that makes the script resume from a checkpoint: --resume."
+    "--checkpoint",
+    metavar="PATTERN",
+    help="Checkpoint files as a glob pattern: 'ckpt/*.pt' (with --resume-flag and --retries).",
 )
-@click.option("--resume-existing", is_flag=True, help="Also resume from checkpoints older than this run.")
-@click.option("--grace", default="30s", type=DURATION, help="Grace period before SIGKILL.")
+@click.option(
+    "--resume-flag",
+    metavar="FLAG",
+    help="The script's flag for resuming from a checkpoint, such as --resume (with --checkpoint and --retries).",
+)
+@click.option(
+    "--resume-existing",
+    is_flag=True,
+    help="On a restart, also resume from checkpoints older than this run (with --checkpoint, --resume-flag and "
+    "--retries).",
+)
+@click.option(
+    "--grace",
+    default="30s",
+    type=DURATION,
+    metavar="TIME",
+    help="Time that the command has to exit after a forwarded SIGTERM, SIGINT, SIGHUP or SIGQUIT, before SIGKILL.  "
+    "[default: 30s]",
+)
 @click.option(
     "--stall",
     default="60s",
     type=DURATION,
-    help="Stop a job stalled on a full /dev/shm (0 disables).",
+    metavar="TIME",
+    help="Report a job that hangs on a full /dev/shm for this long; with --retries, also stop and restart it "
+    "(0 disables).  [default: 60s]",
 )
 @click.option(
     "--loader",
     type=click.Choice(["torch", "legroom"]),
-    help="legroom: replace torch's DataLoader in the script.",
+    help="legroom: replace torch's DataLoader in the script by Legroom's. torch: never replace it. Default: torch's; "
+    "if /dev/shm was full and --retries is given, the last restart uses Legroom's.",
 )
-@click.option("--gpu-limit", metavar="SHARE|SIZE", help="GPU memory limit per process: 0.8, 1/6, 8GB.")
-@click.option("--fresh", is_flag=True, help="Ignore remembered settings.")
-@click.option("--report", metavar="FILE", help="Write FILE.json and FILE.html.")
+@click.option(
+    "--gpu-limit",
+    metavar="FRACTION|SIZE",
+    help="Limit the GPU memory of each process, CUDA context included: 0.8 or 1/6 of the GPU's memory, or 8GB.  "
+    "[default: no limit]",
+)
+@click.option(
+    "--leak", is_flag=True, help="Print at the end which lines of Python code make memory grow (legroom leak)."
+)
+@click.option("--fresh", is_flag=True, help="Ignore the settings that worked in an earlier run (with --retries).")
+@click.option(
+    "--report", metavar="FILE", help="Write a report of all attempts; the suffixes are added: FILE.json and FILE.html."
+)
 @click.option("--quiet", is_flag=True, help="Do not print Legroom's messages on stderr.")
 @click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print one JSON object on stdout; the command's stdout goes to stderr.",
+    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout; the command's stdout goes to stderr."
 )
 def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | None, **options: Any) -> int:
-    """Run a command; diagnose out-of-memory failures and retry with lower settings.
+    """Run a command and diagnose out-of-memory failures; with --retries, restart it with settings that use less memory.
 
-    Exits with the command's status. With --retries, a command that ran out of
-    memory is restarted with lower settings and the same effective batch size.
-    With --checkpoint and --resume-flag it resumes from the newest complete
-    checkpoint.
+    Exits with the command's status. A restart keeps the effective batch size.
+    With --checkpoint and --resume-flag, a restart resumes from the newest
+    complete checkpoint written during this run.
     """
     from legroom.advice.findings import findings
+    from legroom.cli.leak import read_report, records_directory
+    from legroom.leak.leak_report import report_lines, report_object
     from legroom.probe.snapshot import snapshot
-    from legroom.rescue.command_line import parse_named, with_gpu_limit, with_loader
+    from legroom.rescue.command_line import parse_named, with_gpu_limit, with_leak, with_loader
     from legroom.rescue.job_attempt import RunOptions
     from legroom.rescue.run_report import run_object, write_report
     from legroom.rescue.supervisor import supervise
@@ -86,7 +120,7 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
         try:
             environment = with_gpu_limit(environment, options["gpu_limit"])
         except BadLimit as refused:  # its own advice is for Python
-            fix = say("write --gpu-limit as a share of the GPU (0.8, 80%, 1/6) or an amount (20GB)")
+            fix = say("write --gpu-limit as a share of GPU memory (0.8, 80%, 1/6) or an amount (20GB)")
             raise BadLimit(refused.what, why=refused.why, fix=(fix,)) from refused
     if options["resume_flag"] and not options["checkpoint"]:
         raise click.UsageError(say("--resume-flag needs --checkpoint"))
@@ -108,20 +142,31 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
         quiet=quiet,
     )
     sys.stdout.flush()
-    box = snapshot()
-    for finding in findings(box):
+    machine = snapshot()
+    for finding in findings(machine):
         if finding.severity == "critical":
             print_line(say("{code}: {message}", code=finding.code, message=finding.message))
-    if options["gpu_limit"] is not None and not box.gpus.cards:
-        print_line(say("--gpu-limit has no effect here: {why}", why=box.gpus.reason or say("no GPU found")))
-    supervised = supervise(run_options, box, print_line)
+    if options["gpu_limit"] is not None and not machine.gpus.cards:
+        print_line(say("--gpu-limit has no effect here: {why}", why=machine.gpus.reason or say("no GPU found")))
+    with ExitStack() as stack:
+        if options["leak"]:
+            records = stack.enter_context(records_directory(None))
+            run_options = replace(run_options, environment=with_leak(environment, records))
+        supervised = supervise(run_options, machine, print_line)
+        growth = read_report(records, words) if options["leak"] else None
+    if growth is not None and not quiet:
+        for line in report_lines(growth, width()):
+            click.echo(line, err=True)
     if report is not None:
         try:
             print_line(say("report: {names}", names=listed(write_report(supervised, report))))
         except OSError as problem:  # the directory is gone or the disk is full: keep the command's status
             print_line(say("cannot write {path}: {why}", path=report, why=problem.strerror or problem))
     if as_json:
-        click.echo(json.dumps(run_object(supervised), ensure_ascii=False))
+        found = run_object(supervised)
+        if growth is not None:
+            found["leak"] = report_object(growth)
+        click.echo(json.dumps(found, ensure_ascii=False))
     return supervised.ending.shell_status
 
 
@@ -132,5 +177,5 @@ def _writable(report: Path) -> None:
         raise UsageError(
             say("cannot write {path}", path=report),
             why=say("it is a directory, or {folder} is not a writable directory", folder=folder),
-            fix=(say("give a file in an existing, writable directory"),),
+            fix=(say("pass a file in an existing, writable directory"),),
         )

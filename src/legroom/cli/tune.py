@@ -8,52 +8,79 @@ from typing import Any, Literal
 
 import click
 
-from legroom.advice.launcher_config import Precision, ZeroRow, emit_training
-from legroom.cli.layout import paint, paragraph, steps
+from legroom.advice.deepspeed_config import Precision, ZeroRow, emit_training
 from legroom.cli.options import COUNT, DURATION
-from legroom.columns import left, right
+from legroom.cli.text_layout import paint, paragraph, steps
+from legroom.messages import left, phrase, right, say
 from legroom.records import Measured, Pool, Settings
-from legroom.units import format_size
-from legroom.words import phrase, say
+from legroom.units import format_size, size_or_unknown
 
 
 @click.command()
 @click.option(
-    "--dataset",
-    "spec",
-    required=True,
-    metavar="MODULE:OBJECT",
-    help="Dataset, function returning one, or DataLoader.",
+    "--dataset", "spec", required=True, metavar="MODULE:OBJECT", help="Dataset, function returning one, or DataLoader."
 )
-@click.option("--batch", type=int, metavar="N", help="Samples per batch and rank.")
-@click.option("--effective-batch", type=int, metavar="N", help="Samples per optimizer step; stays fixed.")
+@click.option("--batch", type=int, metavar="N", help="Batch size per rank (per device); required, except with --last.")
 @click.option(
-    "--step-seconds", type=DURATION, metavar="T", help="Duration of one training step: 0.018, 18ms."
+    "--effective-batch",
+    type=int,
+    metavar="N",
+    help="Samples per optimizer step over all ranks (set --ranks); batch and accumulation are chosen to keep it.",
 )
-@click.option("--ranks", type=int, default=1, show_default=True, metavar="N", help="Processes of the job.")
+@click.option(
+    "--step-seconds",
+    type=DURATION,
+    metavar="TIME",
+    help="Time of forward, backward and optimizer step for one batch, without waiting for data: 0.018, 18ms.",
+)
+@click.option(
+    "--ranks", type=int, default=1, show_default=True, metavar="N", help="Number of ranks of the job (world size)."
+)
 @click.option("--collate", metavar="MODULE:FUNCTION", help="collate_fn; default: the DataLoader's own.")
 @click.option("--loader", type=click.Choice(["legroom", "torch"]), default="legroom", show_default=True,
-              help="DataLoader to tune for.")  # fmt: skip
+              help="DataLoader that will use the settings.")  # fmt: skip
 @click.option(
-    "--preset", type=click.Choice(["development", "production", "cluster"]), help="Memory headroom preset."
+    "--preset",
+    type=click.Choice(["development", "production", "cluster"]),
+    help="Fraction of the free RAM and /dev/shm to use: development 25%, production 60%, cluster 90%; default 80%.",
 )
 @click.option(
-    "--climb", is_flag=True, help="Raise settings step by step in real runs; keep the last that worked."
+    "--climb",
+    is_flag=True,
+    help="Measure with more and more workers and prefetch; stop when a run fails or is no faster.",
 )
-@click.option("--set", "by_hand", multiple=True, metavar="NAME=VALUE", help="Fix a setting: workers=2.")
-@click.option("--last", is_flag=True, help="Print the remembered settings without measuring.")
 @click.option(
-    "--emit",
-    type=click.Choice(["deepspeed", "accelerate"]),
-    help="Print only a configuration file for this launcher.",
+    "--set",
+    "by_hand",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Keep a setting fixed: batch, workers, prefetch, accumulation or another one. Can be given several times.",
 )
-@click.option("--zero", type=click.Choice(["2", "3"]), help="ZeRO stage in the file (with --emit).")
-@click.option("--offload", is_flag=True, help="Offload ZeRO state to host memory (with --emit).")
+@click.option("--last", is_flag=True, help="Print the last result for this dataset without measuring.")
+@click.option(
+    "--emit", type=click.Choice(["deepspeed", "accelerate"]), help="Print only a configuration file for this launcher."
+)
+@click.option(
+    "--zero",
+    type=click.Choice(["2", "3"]),
+    help="ZeRO stage in the file (with --emit).  [default: deepspeed 2, accelerate none]",
+)
+@click.option(
+    "--offload",
+    is_flag=True,
+    help="Offload optimizer state (stage 3: also parameters) to CPU memory (with --emit; accelerate also "
+    "needs --zero).",
+)
 @click.option("--precision", type=click.Choice(["bf16", "fp16", "no"]), default="bf16", show_default=True,
               help="Mixed precision in the file (with --emit).")  # fmt: skip
-@click.option("--params", type=COUNT, metavar="N", help="Model parameters: print what each ZeRO stage saves.")
 @click.option(
-    "--timeout", type=DURATION, default=60.0, metavar="T", help="Timeout of the measuring process: 60s."
+    "--params",
+    type=COUNT,
+    metavar="N",
+    help="Number of model parameters: print what each ZeRO stage saves, with and without offload (set --ranks too).",
+)
+@click.option(
+    "--timeout", type=DURATION, default=60.0, metavar="TIME", help="Time limit for measuring.  [default: 60s]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -76,11 +103,12 @@ def command(
     timeout: float,
     as_json: bool,
 ) -> int:
-    """Find the lowest-memory DataLoader settings that keep the GPU busy.
+    """Find the fastest DataLoader settings that fit; with --step-seconds, the lowest-memory ones that keep
+    the GPU busy.
 
-    Loads a few samples and one batch in a child process, in under five seconds. Exits 1 if nothing fits.
+    Loads a few samples and one batch in a child process; this takes a few seconds. Exits 1 if nothing fits.
     """
-    from legroom.advice.launcher_config import Shape, zero_rows
+    from legroom.advice.deepspeed_config import Shape, zero_rows
     from legroom.loader.tune import tuning
     from legroom.probe.host import Host
     from legroom.probe.memory import memory, ram_pool
@@ -94,7 +122,7 @@ def command(
             click.echo(say("no remembered settings for {spec} in this directory", spec=spec), err=True)
             return 1
     elif batch is None:
-        raise click.UsageError(say("--batch is required: samples per batch and rank"))
+        raise click.UsageError(say("--batch is required: the batch size per rank"))
     else:
         found = tuning.tune_named(
             spec,
@@ -123,7 +151,7 @@ def command(
 
 
 def _pairs(texts: tuple[str, ...]) -> dict[str, Any]:
-    from legroom.records.settings import read_word
+    from legroom.records.loader_settings import read_word
 
     pairs: dict[str, Any] = {}
     for text in texts:
@@ -139,7 +167,7 @@ _LOADERS = {"legroom": "legroom.DataLoader", "torch": "torch.utils.data.DataLoad
 
 
 def _as_object(settings: Settings) -> dict[str, Any]:
-    """The settings as other programs read them."""
+    """The settings for JSON."""
     plan, measured = settings.plan, settings.measured
     return {
         "schema": "legroom.tune/1",
@@ -152,9 +180,7 @@ def _as_object(settings: Settings) -> dict[str, Any]:
         "lightning": settings.lightning(),
         "environment": settings.environment(),
         "levers": [asdict(lever) for lever in settings.levers],
-        "need": {name: getattr(plan.need, name) for name in ("shm", "ram", "pinned", "fds")}
-        if plan
-        else None,
+        "need": {name: getattr(plan.need, name) for name in ("shm", "ram", "pinned", "fds")} if plan else None,
         "problems": [asdict(problem) for problem in plan.problems] if plan else [],
         "measured": asdict(measured) if measured else None,
         "before": dict(settings.before),
@@ -178,7 +204,7 @@ def as_text(settings: Settings) -> str:
     if settings.levers:
         lines += ["", say("Further options, and what they save")]
     for lever in settings.levers:
-        saves = say("unknown") if lever.saves is None else format_size(lever.saves)
+        saves = size_or_unknown(lever.saves)
         lines.append(paragraph(lever.what, f"  {lever.name:<25}{lever.pool:<5}{right(saves, 8)}  ", " " * 42))
     return "\n".join(lines).rstrip()
 
@@ -253,7 +279,7 @@ def zero_text(rows: tuple[ZeroRow, ...], ram: Pool) -> str:
         " ".join((" " * 29, *(right(head, 9) for head in (say("per GPU"), say("saves"), say("per host"))))),
     ]
     for row in rows:
-        name = say("ZeRO {stage}", stage=row.stage) if row.stage else say("plain torch")
+        name = f"ZeRO {row.stage}" if row.stage else say("plain torch")
         more, less = ("≥", "≤") if row.at_least else ("", "")
         lines.append(
             f"  {left(name + say(_OFFLOADS[row.offload]), 27)} {more + format_size(row.gpu):>9} "

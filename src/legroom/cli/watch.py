@@ -8,16 +8,17 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import click
 
 from legroom.cli.options import DURATION
-from legroom.cli.streams import write_line
+from legroom.cli.output_streams import write_line
 from legroom.errors import MissingPackage
-from legroom.words import say
+from legroom.messages import say
+from legroom.system.process_control import handling_signals
 
 if TYPE_CHECKING:
     from legroom.monitor.sampler import Sampler
@@ -30,38 +31,38 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--pid", type=int, metavar="PID", help="Watch one process and its children.")
 @click.option("--match", metavar="REGEX", help="Watch processes whose command line matches.")
-@click.option("--interval", type=DURATION, default="1s", show_default=True, help="Time between samples.")
+@click.option(
+    "--interval", type=DURATION, default="1s", show_default=True, metavar="TIME", help="Time between samples."
+)
 @click.option("--once", is_flag=True, help="Take one sample and exit; status 1 if critical.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 @click.option("--log", metavar="FILE", help="Append every sample to FILE (JSON lines).")
-@click.option("--replay", metavar="FILE", help="Read samples from a log instead.")
+@click.option("--replay", metavar="FILE", help="Replay a log written with --log instead of sampling.")
 @click.option(
     "--prometheus",
     is_flag=False,
     flag_value="",
     metavar="[HOST:PORT]",
-    help="Serve metrics (default 127.0.0.1:9464).",
+    help="Serve Prometheus metrics (default 127.0.0.1:9464).",
 )
 @click.option(
-    "--web",
-    is_flag=False,
-    flag_value="",
-    metavar="[HOST:PORT]",
-    help="Serve a web page (default 127.0.0.1:9465).",
+    "--web", is_flag=False, flag_value="", metavar="[HOST:PORT]", help="Serve a web page (default 127.0.0.1:9465)."
 )
 @click.option("--plot", metavar="FILE", help="Write a chart at the end: .png, .svg or .html.")
-@click.option("--plain", is_flag=True, help="Print lines, also on a terminal.")
+@click.option("--plain", is_flag=True, help="Print plain lines even on a terminal.")
 @click.option(
     "--top",
     type=click.IntRange(0),
     default=5,
     show_default=True,
     metavar="N",
-    help="List the N largest processes every 10 s (lines only).",
+    help="List the N processes with the most memory every 10 s (with --plain, or not on a terminal).",
 )
 @click.option("--on-alarm", metavar="CMD", help="Run CMD for each alarm (JSON on its stdin).")
 @click.option("--webhook", metavar="URL", help="Post each alarm to URL as JSON.")
-@click.option("--root", default="/", metavar="DIR", help="Read /proc and /sys below DIR: /host.")
+@click.option(
+    "--root", default="/", metavar="DIR", help="Read /proc and /sys under DIR instead of /, for example /host."
+)
 def command(
     pid: int | None,
     match: str | None,
@@ -81,20 +82,14 @@ def command(
 ) -> int:
     """Watch memory over time and warn before it runs out.
 
-    Shows which pool fills up, how fast, which processes grow, and when it will
+    Shows which memory fills up, how fast, which processes grow, and when it will
     be full. Watches all your processes unless --pid or --match is given. Alarms
     are raised on levels, trends, swap traffic and the kernel's OOM counters.
-    Ends with the process it watches, or on Ctrl-C. Full screen on a terminal,
-    lines elsewhere.
+    Exits when the watched process exits, or on Ctrl-C. Full screen on a
+    terminal, lines elsewhere.
     """
-    from legroom.monitor.script import checked_interval
-    from legroom.monitor.watch_loop import (
-        BackgroundOutput,
-        MomentStream,
-        StopEvent,
-        feed_outputs,
-        sample_periodically,
-    )
+    from legroom.monitor.watch_in_script import checked_interval
+    from legroom.monitor.watch_loop import BackgroundOutput, MomentStream, StopEvent, feed_outputs, sample_periodically
 
     if sum(option is not None for option in (pid, match, replay)) > 1:
         raise click.UsageError(say("--pid, --match and --replay cannot be combined"))
@@ -147,6 +142,7 @@ def command(
 
 
 def _sampler(pid: int | None, match: str | None, interval: float, root: str, *, wait: bool) -> Sampler:
+    from legroom.loader.dataloader.sharing.group_folder import group_rows
     from legroom.monitor.annotations import AnnotationReader
     from legroom.monitor.process_selection import matching_processes, process_tree, user_processes
     from legroom.monitor.sampler import Sampler, cache_entries
@@ -170,6 +166,7 @@ def _sampler(pid: int | None, match: str | None, interval: float, root: str, *, 
         table=table,
         annotations=AnnotationReader(host).read,
         entries=cache_entries if root == "/" else None,
+        groups=group_rows if root == "/" else None,
     )
 
 
@@ -198,7 +195,7 @@ def _outputs(
         outputs.append(WatchLog(log, report))
     outputs += [Notifier(send, report) for send in senders]
     if plot is not None:
-        from legroom.monitor.plot import Plot
+        from legroom.monitor.watch_plot import Plot
 
         outputs.append(Plot(plot, report))
     return outputs
@@ -213,7 +210,7 @@ def _web_view(where: str, report: Callable[[str], object]) -> WebView:
 
 
 def _text_output(moments: MomentStream, top: int) -> Output:
-    from legroom.monitor.text_output import TextOutput
+    from legroom.monitor.watch_text import TextOutput
 
     return TextOutput(write_line, moments.history, _columns, top)
 
@@ -238,8 +235,8 @@ class _JsonLines:
 
 
 def _may_block(output: Output) -> bool:
-    from legroom.monitor.text_output import TextOutput
     from legroom.monitor.watch_log import WatchLog
+    from legroom.monitor.watch_text import TextOutput
 
     return isinstance(output, (_JsonLines, TextOutput, WatchLog))
 
@@ -259,12 +256,16 @@ def _screen() -> TerminalView | None:
     """The full-screen view, where there is a terminal that can show it and Textual is installed."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM", "") in ("", "dumb"):
         return None
-    from legroom.monitor.tui import TerminalView, require_textual
+    from legroom.monitor.tui import THREADS, TerminalView, require_textual
+    from legroom.system.process_control import room_for_threads, why_no_thread
 
     try:
         require_textual()
     except MissingPackage as problem:
         _report(say("{name}: {why}", name=problem.what, why=problem.fix[0]))
+        return None
+    if not room_for_threads(THREADS):
+        _report(say("plain lines instead of the full-screen view: {why}", why=why_no_thread(THREADS)))
         return None
     return TerminalView()
 
@@ -282,8 +283,7 @@ def _full_screen(
             _report(note)
 
 
-@contextmanager
-def _stop_on_signal(stop: threading.Event, screen: TerminalView | None) -> Iterator[None]:
+def _stop_on_signal(stop: threading.Event, screen: TerminalView | None) -> AbstractContextManager[None]:
     """Ctrl-C and SIGTERM end the watch after the current sample, with its log complete; a second one at once."""
 
     def end(number: int, _: object) -> None:
@@ -293,15 +293,7 @@ def _stop_on_signal(stop: threading.Event, screen: TerminalView | None) -> Itera
             os.write(2, b"\n")  # the terminal has just shown ^C
         stop.set()
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handling_signals((signal.SIGINT, signal.SIGTERM), end)
 
 
 def _report(text: str) -> None:

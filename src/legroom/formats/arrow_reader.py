@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import UnsupportedData
-from legroom.formats.protocol import ArraySpec, Description, TableSpec
-from legroom.formats.selection import Selection
-from legroom.formats.source_file import SourceFile, damaged
+from legroom.formats.base_reader import ArraySpec, Description, Selection, TableSpec
+from legroom.formats.data_file import SourceFile, damaged
 from legroom.formats.table_reader import (
     FILE_OVERHEAD,
     TableReader,
@@ -28,8 +27,8 @@ from legroom.formats.table_reader import (
     buffer_count,
     schema_bytes,
 )
+from legroom.messages import phrase, say
 from legroom.system.imports import require
-from legroom.words import say
 
 _CONTINUATION = 0xFFFFFFFF
 _DICTIONARY, _RECORDS = 2, 3
@@ -46,7 +45,7 @@ class ArrowReader(TableReader):
         self._names: list[str] = []
         self._memory_needed = 0
         try:
-            self._arrow = require("pyarrow", "parquet", say("Arrow IPC"))
+            self._arrow = require("pyarrow", "parquet", phrase("Arrow IPC"))
             with self._source() as source:
                 self._whole_schema = source.schema
         except BaseException:
@@ -198,7 +197,7 @@ class _FlatTable:
     def table(self, number: int) -> _FlatTable:
         at = self._field(number)
         if at is None:
-            raise ValueError(say("a required field is missing"))
+            raise ValueError("a required field is missing")
         return _FlatTable(self.data, at + _unpack("<I", self.data, at))
 
     def pairs(self, number: int) -> list[tuple[int, int]]:
@@ -209,7 +208,7 @@ class _FlatTable:
         start = at + _unpack("<I", self.data, at)
         count = _unpack("<I", self.data, start)
         if start + 4 + 16 * count > len(self.data):
-            raise ValueError(say("a vector is longer than the message"))
+            raise ValueError("a vector is longer than the message")
         return [struct.unpack_from("<qq", self.data, start + 4 + 16 * i) for i in range(count)]
 
 
@@ -221,7 +220,7 @@ class _Message:
 
 def _unpack(form: str, data: bytes, at: int) -> int:
     if at < 0:
-        raise ValueError(say("a negative offset"))
+        raise ValueError("a negative offset")
     return int(struct.unpack_from(form, data, at)[0])
 
 
@@ -237,12 +236,12 @@ def _messages(file: SourceFile) -> Iterator[tuple[_Message, int, int]]:
         if length == 0:
             return
         if length > _MOST_HEADER:
-            raise ValueError(say("invalid header length: {length} bytes", length=length))
+            raise ValueError(f"invalid header length: {length} bytes")
         data = file.read_at(at, length)
         root = _FlatTable(data, _unpack("<I", data, 0))
         body = root.number(3, "<q", 0)
         if body < 0:
-            raise ValueError(say("invalid body length: {body} bytes", body=body))
+            raise ValueError(f"invalid body length: {body} bytes")
         at += length
         file.require(at, body)
         yield _Message(root.number(1, "<B", 0), root.table(2)), length + 8, at
@@ -252,18 +251,18 @@ def _messages(file: SourceFile) -> Iterator[tuple[_Message, int, int]]:
 def _batch(file: SourceFile, header: int, table: _FlatTable, body: int) -> BatchSizes:
     rows = table.number(0, "<q", 0)
     if rows < 0:
-        raise ValueError(say("invalid number of rows: {rows}", rows=rows))
+        raise ValueError(f"invalid number of rows: {rows}")
     compressed = table.has(3)
     sizes, stored = [], 0
     for offset, length in table.pairs(2):
         if offset < 0 or length < 0:
-            raise ValueError(say("a buffer has a negative offset or length"))
+            raise ValueError("a buffer has a negative offset or length")
         file.require(body + offset, length)
         stored = max(stored, offset + length)
         if compressed and length:
             plain = int.from_bytes(file.read_at(body + offset, 8), "little", signed=True)
             length = length - 8 if plain == -1 else plain
             if length < 0:
-                raise ValueError(say("invalid buffer length: {length} bytes", length=length))
+                raise ValueError(f"invalid buffer length: {length} bytes")
         sizes.append(length)
     return BatchSizes(rows, tuple(sizes), header, stored, compressed)

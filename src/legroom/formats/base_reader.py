@@ -1,13 +1,23 @@
-"""Base class of all readers: lookup by name, argument checks, memory accounting, closing, attributes as JSON.
+"""What a reader of data files is: the records it returns, which keys it reads, and the base class of every format.
 
-To add a format, subclass BaseReader, implement the methods under "Implemented by each format", and register the class
-in detect.py.
+This is the interface between file formats and the rest of Legroom. To add a format, subclass BaseReader, implement the
+methods under "Implemented by each format", and register the class in detect.py.
+
+Rules for every reader:
+- Arrays are native-endian and in C order, whatever the file holds.
+- A reader owns its open files and nothing else. Buffers belong to the caller.
+- One thread at a time uses a reader. It may start threads of its own, which end before the call returns.
+
+Selection is the ``keys`` argument: which arrays, groups and columns are read. Each format walks its file in its own way
+and asks it what to enter and what to read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from math import isfinite, prod
 from pathlib import Path
 from types import TracebackType
@@ -15,20 +25,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from legroom.errors import UnsupportedData
-from legroom.formats.buffers import PIECE, check_out
-from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
-from legroom.formats.protocol import (
-    ArraySpec,
-    Description,
-    Extent,
-    Progress,
-    Slab,
-    TableSpec,
-    no_progress,
-)
-from legroom.formats.selection import Selection, missing_key
-from legroom.words import say
+from legroom.errors import MissingKey, UnsupportedData, UsageError
+from legroom.formats.decode_arrays import PIECE, UNLIMITED, Array, DecodingMemory, Progress, no_progress
+from legroom.messages import listed, say, shown
 
 _MOST_BYTES = 1 << 50  # the limit of a manifest
 _MOST_AXES = 32  # numpy 1's limit
@@ -36,13 +35,105 @@ MOST_ELEMENTS = 1024
 _MOST_TEXT = 1 << 20
 
 
+# What a file holds: the result of describe().
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """One array as it will be in memory.
+
+    Ragged data (strings, sequences of variable length) are two arrays, ``<name>/offsets`` and ``<name>/values``. Row i
+    is ``values[offsets[i]:offsets[i + 1]]``. If the rows are not a flat list, ``attributes["ragged_shape"]`` is their
+    shape.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]  # native byte order, never object
+    attributes: Mapping[str, Any] = field(default_factory=dict)  # can be stored as JSON
+    ragged: str | None = None  # the common name of offsets and values
+    text: bool = False  # the values of ragged data are UTF-8
+
+    @property
+    def nbytes(self) -> int:
+        # Not numpy's product: a damaged file may claim a shape that overflows 64 bits.
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """One table, to be written as an Arrow IPC file."""
+
+    name: str
+    rows: int
+    columns: Mapping[str, str]  # column name → Arrow type as text
+    nbytes: int  # upper bound of the IPC file's size: space is reserved by it
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """One search for a file that another file refers to. Repeating it must find the same file, or the data changed."""
+
+    kind: str  # which search rules apply: "link", "virtual" or "storage" (hdf5_external_files.py)
+    name: str  # as written in the referring file
+    holder: Path  # the referring file
+    found: Path | None  # None: missing; if it appears later, the data change
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a file holds, without the data."""
+
+    format: str
+    items: tuple[ArraySpec | TableSpec, ...]
+    attributes: Mapping[str, Any]  # of the file; those of a group are under "<group>/<attribute>"
+    # Every file that the data come from, the opened one first. A directory stands for everything below it.
+    files: tuple[Path, ...]
+    lookups: tuple[Lookup, ...] = ()  # how the further files were found
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """The CRC-32 that the file stores for an array's bytes and the header directly before them."""
+
+    whole: int  # of header and array
+    header: int  # of the header alone
+    header_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where a file holds an array's bytes exactly as they will be in memory, so that they can be copied or mapped.
+
+    A caller that reads the bytes must verify the checksum where there is one, as the format's own library does.
+    """
+
+    path: Path
+    offset: int
+    nbytes: int
+    checksum: Checksum | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """Consecutive bytes of an array that any thread can decode, in parallel with other slabs."""
+
+    start: int  # in the array's bytes
+    nbytes: int
+    decode: Callable[[], Iterator[memoryview]]  # yields the bytes in order; parts stay valid while referenced
+    decoding: int = 0  # bytes of memory that decoding it needs at once
+
+
 class BaseReader:
     """An opened file, described once."""
 
     memory: DecodingMemory = UNLIMITED  # what decoding may take; set by open_source()
-    _accounts_memory = (
-        False  # True: the subclass takes memory from ``self.memory`` piece by piece as it decodes
-    )
+    _accounts_memory = False  # True: the subclass takes memory from ``self.memory`` piece by piece as it decodes
 
     def __init__(self, path: Path, selection: Selection) -> None:
         self.path = path
@@ -66,7 +157,7 @@ class BaseReader:
         return None
 
     def _decoding(self, spec: ArraySpec | TableSpec) -> int:
-        """Two pieces by default: one as stored in the file, one converted (buffers.py)."""
+        """Two pieces by default: one as stored in the file, one converted (decode_arrays.py)."""
         return 2 * PIECE if isinstance(spec, TableSpec) or self._extent(spec) is None else 0
 
     def _write(self, spec: TableSpec, path: Path, progress: Progress, ask: Progress) -> int:
@@ -75,21 +166,23 @@ class BaseReader:
     def _close(self) -> None:
         raise NotImplementedError
 
-    def _library_errors(self, doing: str) -> AbstractContextManager[None]:
+    def _library_errors(self, name: str | None) -> AbstractContextManager[None]:
         """Translate what the format's library raises for a damaged file into a SourceError.
+
+        ``name`` is the item that is read, None if it is the file's contents as a whole (`what_is_read`).
 
         Every call that reads no data runs inside it. h5py converts types and pyarrow parses schemas in attributes that
         look harmless, so wrapping single calls would miss some.
         """
         return nullcontext()
 
-    # The Reader protocol.
+    # Called by the cache and the loaders.
 
     def describe(self) -> Description:
         """Describe the file. Reads no data except the lengths of ragged rows."""
         self._require_open()
         if self._description is None:
-            with self._library_errors(say("its contents")):
+            with self._library_errors(None):
                 found = self._describe()
             for item in found.items:
                 if isinstance(item, ArraySpec):
@@ -107,19 +200,20 @@ class BaseReader:
     def extent(self, name: str) -> Extent | None:
         """Where the array's raw bytes are in a file, or None if it must be decoded."""
         spec = self._array(name)
-        with self._library_errors(say("{name!r}", name=name)):
+        with self._library_errors(name):
             return self._extent(spec)
 
     def slabs(self, name: str) -> Sequence[Slab] | None:
         """The array as consecutive slabs from its first byte to its last, or None if it can only be read whole."""
         spec = self._array(name)
-        with self._library_errors(say("{name!r}", name=name)):
+        with self._library_errors(name):
             return self._slabs(spec)
 
-    def write_table(
-        self, name: str, path: Path, progress: Progress = no_progress, ask: Progress = no_progress
-    ) -> int:
-        """Write one table as an Arrow IPC file and return its size; ``ask`` may refuse bytes beforehand."""
+    def write_table(self, name: str, path: Path, progress: Progress = no_progress, ask: Progress = no_progress) -> int:
+        """Write one table as an Arrow IPC file and return its size.
+
+        ``ask`` is called with a number of bytes before they are written, and may raise to refuse them.
+        """
         spec = self._item(name)
         if not isinstance(spec, TableSpec):
             raise TypeError(f"{name!r} of {self.path} is an array, not a table: use read_into")
@@ -127,9 +221,12 @@ class BaseReader:
             return self._write(spec, path, progress, ask)
 
     def decoding(self, name: str) -> int:
-        """Bytes of memory that reading it needs besides the result, with one thread."""
+        """Bytes of memory that reading an array, or writing a table, needs besides the result, with one thread.
+
+        The limit is the DecodingMemory that the file was opened with: more threads decode where more memory is free.
+        """
         spec = self._item(name)
-        with self._library_errors(say("{name!r}", name=name)):
+        with self._library_errors(name):
             return self._decoding(spec)
 
     def _reserve(self, spec: ArraySpec | TableSpec) -> AbstractContextManager[None]:
@@ -141,7 +238,7 @@ class BaseReader:
         return say("{name!r} of {path}", name=spec.name, path=self.path)
 
     def descriptors(self) -> Sequence[int]:
-        """File descriptors of the files, or the directory, being read."""
+        """File descriptors of the files, or the directory, being read; callers check that no file was replaced."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -179,12 +276,28 @@ class BaseReader:
             raise UnsupportedData(
                 say("{name!r} of {path} is too large for a numpy array", name=spec.name, path=self.path),
                 why=say("its shape is {shape}", shape=spec.shape),
-                fix=(say("check the file, or leave it out: name the arrays you need with keys=[…]"),),
+                fix=(say("check the file"), say("load only what you need: keys=[…]")),
             )
 
     def _require_open(self) -> None:
         if self._closed:
             raise ValueError(f"{self.path} was closed")
+
+
+def what_is_read(name: str | None) -> str:
+    """The item in words, for an error."""
+    return say("its contents") if name is None else repr(name)
+
+
+def check_out(spec: ArraySpec, out: Array) -> None:
+    """Refuse a buffer that does not match the spec."""
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"cannot read {spec.name!r} into a {type(out).__name__}: a numpy array is needed")
+    if out.shape != spec.shape or out.dtype != spec.dtype:
+        has, needed = f"{out.shape} {out.dtype}", f"{spec.shape} {spec.dtype}"
+        raise ValueError(f"cannot read {spec.name!r} into an array of {has}: {needed} is needed")
+    if not out.flags.c_contiguous or not out.flags.writeable:
+        raise ValueError(f"cannot read {spec.name!r} into an array that is read-only or not C-contiguous")
 
 
 def as_json(value: object) -> Any:
@@ -231,3 +344,83 @@ def _array(value: np.ndarray[Any, Any]) -> Any:
     if value.ndim == 0:
         return as_json(value[()])
     return [_array(row) if isinstance(row, np.ndarray) else as_json(row) for row in value]
+
+
+_SHOWN = 20
+
+
+class Selection:
+    """The selected keys; None selects everything."""
+
+    def __init__(self, keys: str | Iterable[str] | None = None) -> None:
+        if keys is None:
+            self.keys: tuple[str, ...] | None = None
+            return
+        given = (keys,) if isinstance(keys, str) else tuple(keys) if isinstance(keys, Iterable) else ()
+        if not given or not all(isinstance(key, str) for key in given):
+            raise UsageError(
+                say("keys={keys!r} selects nothing", keys=keys),
+                why=say("keys lists items of the file; None means all of them"),
+                fix=(say("omit keys to load everything"),),
+            )
+        self.keys = given
+
+    def takes(self, name: str) -> bool:
+        """Whether that item is selected, by its own name or by a group above it."""
+        return self.keys is None or any(_covers(key, name) for key in self.keys)
+
+    def enters(self, group: str) -> bool:
+        """Whether an item below that group may be selected."""
+        if self.keys is None or self.takes(group):
+            return True
+        return any(key.strip("/").startswith(group + "/") for key in self.keys)
+
+    def columns(self, table: str, names: Iterable[str]) -> list[str]:
+        """The selected columns of a table: ``column``, ``table/column``, or all by the table's name."""
+        every = list(names)
+        if self.keys is None:
+            return every
+        # A column with the table's name takes precedence over the table.
+        if table not in every and self.takes(table):
+            return every
+        below = [key for key in self.keys if not _covers(key, table)]
+        return [name for name in every if self.takes(name) or any(_covers(key, f"{table}/{name}") for key in below)]
+
+    def check(self, taken: Collection[str], every: Iterable[str], where: object) -> None:
+        """Refuse a key that matches no selected item; ``every`` is listed in the error."""
+        for key in self.keys or ():
+            if not any(_covers(key, name) for name in taken):
+                raise missing_key(key, every, where)
+
+
+def _covers(key: str, name: str) -> bool:
+    bare = key.strip("/")
+    return name in (key, bare) or not bare or name.startswith((bare + "/", key + "/"))
+
+
+def column_names(table: str, columns: Iterable[str]) -> list[str]:
+    """All names that select a table or these columns of it."""
+    named = list(columns)
+    return [table, *named, *(f"{table}/{name}" for name in named)]
+
+
+def missing_key(key: str, every: Iterable[str], where: object) -> MissingKey:
+    """The error for an unknown name, with the names that exist and the nearest one."""
+    names = list(dict.fromkeys(every))
+    groups = {name.rpartition("/")[0] for name in names} - {""}
+    bare, among = key.strip("/"), [*names, *sorted(groups)]
+    # The part before the last slash may be the table, which the column names do not repeat.
+    near = _nearest(bare, among) or _nearest(bare.rpartition("/")[2], among)
+    held = listed(map(shown, names[:_SHOWN])) or say("nothing")
+    if len(names) > _SHOWN:
+        held = say("{first} and {count} more", first=held, count=len(names) - _SHOWN)
+    fix = [say("did you mean {near!r}?", near=near[0])] if near else []
+    return MissingKey(
+        say("{where} has no {key!r}", where=where, key=key),
+        why=say("it holds {shown}", shown=held),
+        fix=(*fix, say("omit keys to load everything")),
+    )
+
+
+def _nearest(name: str, among: list[str]) -> list[str]:
+    return difflib.get_close_matches(name, among, n=1, cutoff=0.5)

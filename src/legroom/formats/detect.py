@@ -1,6 +1,6 @@
 """Open a data file by its content, not by its name: recognize the format, then create its reader.
 
-Refuses formats that run code when read (pickle, torch.save) or need guessing (CSV). A directory must be a Zarr store;
+Refuses formats that run code when read (pickle) or need guessing (CSV). A directory must be a Zarr store;
 nothing below it is listed, since it may be large.
 """
 
@@ -13,18 +13,16 @@ from itertools import islice
 from pathlib import Path
 
 from legroom.errors import UnknownFormat, UnreadableSource
-from legroom.formats.base_reader import BaseReader
-from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
+from legroom.formats.base_reader import BaseReader, Selection
+from legroom.formats.data_file import SourceFile, damaged, unreadable
+from legroom.formats.decode_arrays import UNLIMITED, DecodingMemory
 from legroom.formats.hdf5_open import signature_at
 from legroom.formats.npy_reader import NPY_MAGIC, member_infos
-from legroom.formats.protocol import Reader
-from legroom.formats.selection import Selection
-from legroom.formats.source_file import SourceFile, damaged, unreadable
+from legroom.messages import phrase, say
 from legroom.system.imports import lazy_import
-from legroom.words import phrase, say
 
 READABLE = phrase(
-    "HDF5, npy, npz, Parquet, Arrow IPC (file, stream, Feather v2), Zarr v2 and v3, safetensors"
+    "HDF5, npy, npz, Parquet, Arrow IPC (file, stream, Feather v2), Zarr v2 and v3, safetensors, torch checkpoints"
 )
 
 _READERS = {  # format → module of this package, class
@@ -34,37 +32,25 @@ _READERS = {  # format → module of this package, class
     "parquet": ("parquet_reader", "ParquetReader"),
     "arrow": ("arrow_reader", "ArrowReader"),
     "safetensors": ("safetensors_reader", "SafetensorsReader"),
+    "torch": ("torch_reader", "TorchReader"),
     "zarr": ("zarr_reader", "ZarrReader"),
 }
+# Read through SourceFile at offsets alone, so also while the file is being downloaded, and only where it is needed.
+_AT_OFFSETS = ("npy", "npz", "safetensors", "torch")
+_ON_DEMAND = ("hdf5", "parquet")  # these too with keys=; their libraries read them through a stream then
 ZARR_FILES = (".zgroup", ".zarray", "zarr.json")
 _DATA = (".h5", ".hdf5", ".npy", ".npz", ".parquet", ".arrow", ".feather", ".safetensors", ".zarr")
 _NAMES_READ = 10_000  # of a directory that is refused, to suggest a pattern
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
+_COMPRESSED = {
+    b"\x1f\x8b": ("gzip", "gunzip -k"),
+    b"BZh": ("bzip2", "bunzip2 -k"),
+    b"\xfd7zXZ": ("xz", "unxz -k"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
+}
 _HINTS = {
-    b"\x1f\x8b": (
-        phrase("the whole file is compressed with gzip"),
-        phrase("decompress it first: gunzip -k {path}"),
-    ),
-    b"BZh": (
-        phrase("the whole file is compressed with bzip2"),
-        phrase("decompress it first: bunzip2 -k {path}"),
-    ),
-    b"\xfd7zXZ": (
-        phrase("the whole file is compressed with xz"),
-        phrase("decompress it first: unxz -k {path}"),
-    ),
-    b"\x28\xb5\x2f\xfd": (
-        phrase("the whole file is compressed with zstd"),
-        phrase("decompress it first: unzstd {path}"),
-    ),
-    b"\x80": (
-        phrase("it looks like a pickle file; reading one runs code"),
-        phrase("save the arrays with numpy.savez"),
-    ),
-    b"FEA1": (
-        phrase("it is Feather version 1"),
-        phrase("rewrite it: pyarrow.feather.write_feather(table, path)"),
-    ),
+    b"\x80": (phrase("it looks like a pickle file; reading one runs code"), phrase("save the arrays with numpy.savez")),
+    b"FEA1": (phrase("it is Feather version 1"), phrase("rewrite it: pyarrow.feather.write_feather(table, path)")),
     b"PARE": (phrase("it is Parquet with an encrypted footer"), phrase("write it without encryption")),
     b"CDF\x01": (
         phrase("it is netCDF 3"),
@@ -79,10 +65,8 @@ _HINTS = {
 
 
 def open_source(
-    path: str | os.PathLike[str],
-    keys: str | Iterable[str] | None = None,
-    memory: DecodingMemory = UNLIMITED,
-) -> Reader:
+    path: str | os.PathLike[str], keys: str | Iterable[str] | None = None, memory: DecodingMemory = UNLIMITED
+) -> BaseReader:
     """Open a data file.
 
     Args:
@@ -103,6 +87,8 @@ def _reader(path: Path, selection: Selection) -> BaseReader:
         if file.size == 0:
             raise damaged(path, say("it is empty (0 bytes)"))
         kind = _kind(file)
+        if kind not in _AT_OFFSETS and not (kind in _ON_DEMAND and selection.keys is not None):
+            file.wait_for_all()
     return _open(kind, path, selection)
 
 
@@ -161,19 +147,17 @@ def _zip_kind(file: SourceFile, head: bytes) -> str:
     if any(name.endswith(".npy") for name in names):
         return "npz"
     if any(name.endswith("data.pkl") for name in names):
-        raise _unknown(
-            file.path, head, say("it is a torch.save file (a pickle); reading one runs code"),
-            say("save tensors with safetensors.torch.save_file"),
-        )  # fmt: skip
+        return "torch"
     raise _unknown(
-        file.path,
-        head,
-        say("it is a zip archive without .npy members"),
-        say("extract it and pass one of its files"),
+        file.path, head, say("it is a zip archive without .npy members"), say("extract it and pass one of its files")
     )
 
 
 def _unknown(path: Path, head: bytes, why: str = "", fix: str = "") -> UnknownFormat:
+    for mark, (name, command) in _COMPRESSED.items():
+        if not why and head.startswith(mark):
+            why = say("the whole file is compressed with {name}", name=name)
+            fix = say("decompress it first: {command} {path}", command=command, path=path)
     for mark, (reason, advice) in _HINTS.items():
         if not why and head.startswith(mark):
             why, fix = say(reason), say(advice, path=path)

@@ -18,13 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from legroom.formats.buffers import Array, DType, bytes_of, in_parallel
-from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
+from legroom.formats.base_reader import ArraySpec, Slab
+from legroom.formats.data_file import SourceFile, damaged
+from legroom.formats.decode_arrays import UNLIMITED, Array, DecodingMemory, DType, Progress, bytes_of, in_parallel
 from legroom.formats.hdf5_filters import SHUFFLE, ChunkFilter, can_undo, filters_of, memory_to_undo, undo
 from legroom.formats.hdf5_open import hdf5_errors
-from legroom.formats.protocol import ArraySpec, Progress, Slab
-from legroom.formats.source_file import SourceFile, damaged
-from legroom.words import say
+from legroom.messages import say
 
 _LOCATION, _LOCATION_AXIS = 300, 40  # bytes of memory per ChunkLocation and axis; 236 to 254 measured
 _FEW = 4 << 20  # bytes of locations below which chunks are not counted first
@@ -96,9 +95,7 @@ def chunked(dataset: Any, memory: DecodingMemory = UNLIMITED) -> ChunkedDataset 
         return None
     # HDF5 before 1.14.4 returned chunk offsets that do not include the user block.
     direct = dataset.file.userblock_size == 0
-    return ChunkedDataset(
-        dataset, Path(dataset.file.filename), dataset.shape, dataset.chunks, filters, direct, memory
-    )
+    return ChunkedDataset(dataset, Path(dataset.file.filename), dataset.shape, dataset.chunks, filters, direct, memory)
 
 
 def read_chunks(
@@ -223,9 +220,7 @@ def _chunk_table(source: ChunkedDataset) -> list[ChunkLocation]:
         # Counting takes HDF5 as long as locating, so chunks are counted only if there may be many.
         if source.count * each > _FEW:
             count = source.dataset.id.get_num_chunks()
-            source.memory.require(
-                count * each, say("{count} chunks of {path}", count=count, path=source.path)
-            )
+            source.memory.require(count * each, say("{count} chunks of {path}", count=count, path=source.path))
         source.dataset.id.chunk_iter(note)
     for first in found:
         for start, length, step in zip(first, source.shape, source.chunk, strict=True):
@@ -244,11 +239,7 @@ def _fill_value(source: ChunkedDataset, out: Array) -> Any:
 
 
 def slabs_of(
-    source: ChunkedDataset,
-    file: SourceFile,
-    file_dtype: DType,
-    spec: ArraySpec,
-    memory: DecodingMemory = UNLIMITED,
+    source: ChunkedDataset, file: SourceFile, file_dtype: DType, spec: ArraySpec, memory: DecodingMemory = UNLIMITED
 ) -> list[Slab] | None:
     """The dataset as slabs, or None unless each chunk spans whole rows and every chunk is written."""
     if not source.direct or not spec.nbytes or source.chunk[1:] != source.shape[1:]:

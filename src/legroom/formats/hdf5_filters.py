@@ -15,7 +15,7 @@ import numpy as np
 
 from legroom.errors import UnsupportedData
 from legroom.formats.inflate import Bytes, inflate
-from legroom.words import say
+from legroom.messages import say
 
 DEFLATE, SHUFFLE, FLETCHER32 = 1, 2, 3
 _NAMES = {
@@ -84,7 +84,7 @@ def require_filters(filters: tuple[ChunkFilter, ...], name: str, path: Path) -> 
             code=missing[0].code,
         ),
         why=say("the installed HDF5 has no such filter, and {why}", why=why),
-        fix=(fix, say("or leave it out: name the datasets you need with keys=[…]")),
+        fix=(fix, say("load only what you need: keys=[…]")),
     )
 
 
@@ -99,9 +99,7 @@ def memory_to_undo(filters: tuple[ChunkFilter, ...], stored: int, size: int, *, 
     Each step holds its input and its output; ``convert`` adds one step.
     """
     steps = sum(one.code in (DEFLATE, SHUFFLE) for one in filters) + convert
-    steps += size % 2 and any(
-        one.code == FLETCHER32 for one in filters
-    )  # an odd length is copied for its checksum
+    steps += size % 2 and any(one.code == FLETCHER32 for one in filters)  # an odd length is copied for its checksum
     if steps == 0:
         return stored
     return stored + size if steps == 1 else max(stored + size, 2 * size)

@@ -6,6 +6,7 @@ Finds the signature, detects a file that is open for writing, and handles filesy
 from __future__ import annotations
 
 import errno
+import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import DamagedSource, LegroomError, SourceBeingWritten, SourceChanged, UnreadableSource
-from legroom.formats.source_file import SourceFile, damaged, unreadable
-from legroom.words import say
+from legroom.formats.data_file import OwningStream, SourceFile, damaged, unreadable
+from legroom.messages import say
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _WRITING, _SWMR = 0x1, 0x4
@@ -57,8 +58,11 @@ def _first_line(problem: Exception) -> str:
     return (text.splitlines() or [type(problem).__name__])[0]
 
 
-def open_hdf5(path: Path) -> Any:
-    """Open the file with h5py; SourceBeingWritten if a process is writing it."""
+def open_hdf5(path: Path, *, on_demand: bool = False) -> Any:
+    """Open the file with h5py; SourceBeingWritten if a process is writing it.
+
+    With ``on_demand``, HDF5 reads a file that is being downloaded through a stream that waits for what it needs.
+    """
     import h5py
 
     with SourceFile(path) as file:
@@ -66,6 +70,9 @@ def open_hdf5(path: Path) -> Any:
         if start is None:
             raise damaged(path, say("it has no HDF5 signature"))
         _refuse_flags(file, start)
+        arrives = file.is_arriving and on_demand
+    if arrives:
+        return _open_stream(path)
     _refuse_own_writer(path)
     # The default first: within one process, HDF5 requires the same locking for every open of a file. The others
     # are for a process that opened it in another way; False is also for filesystems without locks.
@@ -85,6 +92,20 @@ def open_hdf5(path: Path) -> Any:
         except (ValueError, RuntimeError, KeyError, TypeError, UnicodeError) as problem:
             raise _cannot_open(path, problem) from problem
     raise _cannot_open(path, last)
+
+
+def _open_stream(path: Path) -> Any:
+    import h5py
+
+    file = SourceFile(path)  # open as long as the stream, which HDF5 keeps
+    try:
+        return h5py.File(io.BufferedReader(OwningStream(file), 1 << 16), "r")
+    except LegroomError:
+        file.close()
+        raise
+    except Exception as problem:
+        file.close()
+        raise _cannot_open(path, problem) from problem
 
 
 def descriptor(file: Any) -> int | None:
@@ -122,10 +143,7 @@ def _being_written(path: Path, why: str) -> SourceBeingWritten:
         why=why,
         fix=(
             say("wait until the writer has closed it"),
-            say(
-                "if the writer crashed, clear the mark when no process is writing:\nh5clear -s {path}",
-                path=path,
-            ),
+            say("if the writer crashed, clear the mark when no process is writing:\nh5clear -s {path}", path=path),
         ),
     )
 
@@ -141,6 +159,6 @@ def _cannot_open(path: Path, problem: Exception) -> UnreadableSource | DamagedSo
         return UnreadableSource(
             say("cannot read {path}", path=path),
             why=os.strerror(number),
-            fix=(say("check the file and its filesystem:\nls -l {path}", path=path),),
+            fix=(say("check the path and its filesystem:\nls -l {path}", path=path),),
         )
     return damaged(path, say("HDF5 cannot open it: {problem}", problem=_first_line(problem)))

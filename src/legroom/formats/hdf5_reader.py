@@ -1,7 +1,7 @@
 """Read HDF5 files: every dataset under its path (``group/name``), with its attributes.
 
 Threads read contiguous data raw and decode common compression (hdf5_chunks.py); h5py reads everything else, in pieces.
-Files are never written. What is refused is listed in hdf5_types.py, hdf5_external.py and hdf5_open.py.
+Files are never written. What is refused is listed in hdf5_types.py, hdf5_external_files.py and hdf5_open.py.
 """
 
 from __future__ import annotations
@@ -16,19 +16,28 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import SourceChanged
-from legroom.formats.base_reader import BaseReader, as_json
-from legroom.formats.buffers import PIECE, Array, copy_raw
+from legroom.formats.base_reader import (
+    ArraySpec,
+    BaseReader,
+    Description,
+    Extent,
+    Lookup,
+    Selection,
+    Slab,
+    TableSpec,
+    as_json,
+    what_is_read,
+)
+from legroom.formats.data_file import SourceFile, absolute
+from legroom.formats.decode_arrays import PIECE, Array, Progress, copy_raw
 from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks, slabs_of
-from legroom.formats.hdf5_external import ExternalFiles
+from legroom.formats.hdf5_external_files import ExternalFiles
 from legroom.formats.hdf5_filters import filters_of, memory_in_hdf5, require_filters
-from legroom.formats.hdf5_find import DatasetSearch, FoundNode, dataset_names, readable
+from legroom.formats.hdf5_find_datasets import DatasetSearch, FoundNode, dataset_names, readable
 from legroom.formats.hdf5_open import descriptor, hdf5_errors, open_hdf5
 from legroom.formats.hdf5_types import StoredType, stored_type
 from legroom.formats.hdf5_vlen import GlobalHeaps, VariableLengthRows
-from legroom.formats.protocol import ArraySpec, Description, Extent, Lookup, Progress, Slab, TableSpec
-from legroom.formats.selection import Selection
-from legroom.formats.source_file import SourceFile, absolute
-from legroom.words import say
+from legroom.messages import say
 
 _MOST_ATTRIBUTE = 16 << 20  # a larger attribute is described, not read
 
@@ -51,14 +60,14 @@ class Hdf5Reader(BaseReader):
     def __init__(self, path: Path, selection: Selection) -> None:
         super().__init__(path, selection)
         # Absolute, so that the working directory may change while it is open.
-        self._file = open_hdf5(absolute(path))
+        self._file = open_hdf5(absolute(path), on_demand=selection.keys is not None)
         self._linked: dict[int, Any] = {}  # an object of each file that a link led into
         self._raw_files: dict[Path, SourceFile] = {}
         self._entries: dict[str, _Entry] = {}
         self._chunks: dict[str, ChunkedDataset | None] = {}
 
-    def _library_errors(self, doing: str) -> AbstractContextManager[None]:
-        return hdf5_errors(self.path, doing)
+    def _library_errors(self, name: str | None) -> AbstractContextManager[None]:
+        return hdf5_errors(self.path, what_is_read(name))
 
     # Describing.
 
@@ -94,16 +103,14 @@ class Hdf5Reader(BaseReader):
             lookups.update(dict.fromkeys(found.through))
             self._linked.setdefault(h5o.get_info(found.node.id).fileno, found.node)
 
-    def _specs(
-        self, found: FoundNode, external: ExternalFiles, lookups: dict[Lookup, None]
-    ) -> list[ArraySpec]:
+    def _specs(self, found: FoundNode, external: ExternalFiles, lookups: dict[Lookup, None]) -> list[ArraySpec]:
         """One array for a dataset, two for one of variable length, none if it is not selected."""
         wanted = self.selection.takes(found.name)
         parts = (found.name + "/offsets", found.name + "/values")
         if not wanted and not any(self.selection.takes(part) for part in parts):
             return []
         dataset, name = found.node, found.name
-        with hdf5_errors(self.path, say("{name!r}", name=name)):
+        with hdf5_errors(self.path, repr(name)):
             stored = stored_type(dataset, name, self.path)
             require_filters(filters_of(dataset.id.get_create_plist()), name, self.path)
             notes = {**self._attributes(dataset), **stored.notes}
@@ -138,9 +145,7 @@ class Hdf5Reader(BaseReader):
         if file is not None and any(dtype is not None and dtype.hasobject for dtype in dtypes.values()):
             GlobalHeaps(file, node.file.userblock_size, self.path).check_attributes(header)
         with hdf5_errors(self.path, say("the attributes of {name!r}", name=node.name)):
-            return {
-                readable(name): _attribute(node, name, kind, dtypes[name]) for name, kind in kinds.items()
-            }
+            return {readable(name): _attribute(node, name, kind, dtypes[name]) for name, kind in kinds.items()}
 
     # Reading.
 
@@ -149,7 +154,7 @@ class Hdf5Reader(BaseReader):
         dataset, stored = entry.dataset, entry.stored
         if entry.rows is not None or stored.file_dtype != stored.dtype or dataset.shape is None:
             return None
-        with hdf5_errors(self.path, say("{name!r}", name=spec.name)):
+        with hdf5_errors(self.path, repr(spec.name)):
             offset = dataset.id.get_offset()
             whole = dataset.id.get_storage_size() == spec.nbytes
         if offset is None or not whole or dataset.external or dataset.chunks is not None:
@@ -171,7 +176,7 @@ class Hdf5Reader(BaseReader):
 
     def _chunked(self, name: str) -> ChunkedDataset | None:
         if name not in self._chunks:
-            with hdf5_errors(self.path, say("{name!r}", name=name)):
+            with hdf5_errors(self.path, repr(name)):
                 self._chunks[name] = chunked(self._entries[name].dataset, self.memory)
         return self._chunks[name]
 
@@ -185,11 +190,7 @@ class Hdf5Reader(BaseReader):
         inner = prod(spec.shape[len(entry.dataset.shape or ()) :]) * spec.dtype.itemsize
         chunk = prod(entry.dataset.chunks or ()) * inner if entry.dataset.chunks else 0
         chunks = self._chunked(spec.name)
-        if (
-            chunks is not None
-            and self._raw_file(entry.dataset) is not None
-            and entry.stored.file_dtype is not None
-        ):
+        if chunks is not None and self._raw_file(entry.dataset) is not None and entry.stored.file_dtype is not None:
             return chunks.decoding(chunk)
         return 2 * PIECE + memory_in_hdf5(entry.dataset) + entry.source_memory
 
@@ -223,7 +224,7 @@ class Hdf5Reader(BaseReader):
 
         dataset, kind = entry.dataset, entry.stored.memory_type
         shape = dataset.shape
-        with hdf5_errors(self.path, say("{name!r}", name=name)):
+        with hdf5_errors(self.path, repr(name)):
             if shape == ():
                 dataset.id.read(h5s.ALL, h5s.ALL, out, kind)
                 progress(out.nbytes)
@@ -241,9 +242,10 @@ class Hdf5Reader(BaseReader):
 
     def _raw_file(self, dataset: Any) -> SourceFile | None:
         """The file that holds a dataset, for reading without HDF5; None if HDF5 splits or hides it."""
-        if dataset.file.driver not in ("sec2", "windows"):
+        streamed = dataset.file.driver == "fileobj"
+        if dataset.file.driver not in ("sec2", "windows") and not streamed:
             return None
-        path = absolute(dataset.file.filename)
+        path = absolute(self.path if streamed else dataset.file.filename)
         if path not in self._raw_files:
             self._raw_files[path] = file = SourceFile(path)
             theirs = descriptor(dataset.file)

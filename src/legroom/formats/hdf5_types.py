@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import UnsupportedData
-from legroom.formats.buffers import DType, native_dtype
-from legroom.words import say
+from legroom.formats.decode_arrays import DType, native_dtype
+from legroom.messages import say
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,5 +112,5 @@ def _unsupported(name: str, path: Path, why: str) -> UnsupportedData:
     return UnsupportedData(
         say("cannot load {name!r} of {path} as an array", name=name, path=path),
         why=why,
-        fix=(say("leave it out: name the datasets you need with keys=[…]"),),
+        fix=(say("load only what you need: keys=[…]"),),
     )

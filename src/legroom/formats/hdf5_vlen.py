@@ -20,15 +20,23 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import DamagedSource, UnsupportedData
-from legroom.formats.buffers import PIECE, Array, bytes_of, copy_raw, in_parallel
-from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
+from legroom.formats.data_file import SourceFile, damaged
+from legroom.formats.decode_arrays import (
+    PIECE,
+    UNLIMITED,
+    Array,
+    DecodingMemory,
+    Progress,
+    bytes_of,
+    copy_raw,
+    in_parallel,
+    no_progress,
+)
 from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks
 from legroom.formats.hdf5_open import hdf5_errors
 from legroom.formats.hdf5_types import StoredType
-from legroom.formats.protocol import Progress, no_progress
-from legroom.formats.source_file import SourceFile, damaged
+from legroom.messages import say
 from legroom.units import format_size
-from legroom.words import say
 
 _REFERENCE = np.dtype([("length", "<u4"), ("address", "<u8"), ("index", "<u4")])
 _LENGTHS = 16  # bytes per row: its length and its offset
@@ -60,9 +68,7 @@ class VariableLengthRows:
         self._file = file
         self._name = name
         self._path = Path(dataset.file.filename)
-        self._shape = (
-            (0,) if dataset.shape is None else dataset.shape
-        )  # None: a dataset with a null dataspace
+        self._shape = (0,) if dataset.shape is None else dataset.shape  # None: a dataset with a null dataspace
         # Read here, once: threads must not call h5py.
         self._heaps = GlobalHeaps(file, dataset.file.userblock_size, self._path) if file is not None else None
         references = self._references()
@@ -71,7 +77,7 @@ class VariableLengthRows:
             raise UnsupportedData(
                 say("the rows of {name!r} of {path} cannot be read", name=name, path=self._path),
                 why=say("they are not in native byte order, and only h5py can read their layout"),
-                fix=(say("rewrite it in native byte order, or leave it out with keys=[…]"),),
+                fix=(say("rewrite it in native byte order"), say("load only what you need: keys=[…]")),
             )
         with memory.take(_LENGTHS * prod(self._shape) + source_memory, self._label()):
             lengths = references["length"].astype(np.int64) if references is not None else self._measured()
@@ -114,7 +120,7 @@ class VariableLengthRows:
         file = self._file
         if file is None or self._stored.file_dtype is None or self._dataset.shape is None:
             return None
-        with hdf5_errors(self._path, say("{name!r}", name=self._name)):
+        with hdf5_errors(self._path, repr(self._name)):
             offset, chunks = self._storage()
             if offset is None and chunks is None:
                 return None
@@ -146,7 +152,7 @@ class VariableLengthRows:
                     rows=prod(self._shape),
                     size=format_size(prod(self._shape) * _REFERENCE.itemsize),
                 ),
-                fix=(say("check the file, or leave it out: name the datasets you need with keys=[…]"),),
+                fix=(say("check the file"), say("load only what you need: keys=[…]")),
             ) from problem
 
     def _storage(self) -> tuple[int | None, ChunkedDataset | None]:
@@ -164,10 +170,7 @@ class VariableLengthRows:
         filled = np.flatnonzero(references["length"])
         order = filled[np.argsort(references["address"][filled], kind="stable")]
         in_parallel(
-            (
-                partial(self._copy_rows, references, rows, target, width)
-                for rows in self._tasks(references, order)
-            ),
+            (partial(self._copy_rows, references, rows, target, width) for rows in self._tasks(references, order)),
             progress,
         )
         if self._stored.file_dtype is not None and self._stored.file_dtype != self._stored.dtype:
@@ -189,9 +192,7 @@ class VariableLengthRows:
                 yield order[start:cut]
                 start = cut
 
-    def _copy_rows(
-        self, references: np.ndarray[Any, Any], rows: Array, target: memoryview, width: int
-    ) -> int:
+    def _copy_rows(self, references: np.ndarray[Any, Any], rows: Array, target: memoryview, width: int) -> int:
         with self._memory.take(self._heap, self._label()):
             return self._copy(references, rows, target, width)
 
@@ -308,8 +309,7 @@ class GlobalHeaps:
             if step < _HEAP_HEADER or at + step > size:
                 what = say("object {index} of the heap at byte {start}", index=index, start=start)
                 raise damaged(
-                    self._path,
-                    say("{what} has an invalid length of {length} bytes", what=what, length=length),
+                    self._path, say("{what} has an invalid length of {length} bytes", what=what, length=length)
                 )
             if index:
                 objects[index] = (at + _HEAP_HEADER, length)

@@ -13,8 +13,6 @@ from types import ModuleType
 
 import numpy as np
 
-from legroom.words import say
-
 _HEAP = 4 << 20
 MOST_EXPANSION = 1032  # deflate codes at most 258 bytes in two bits
 
@@ -61,16 +59,12 @@ def inflate(packed: Bytes, size: int) -> bytes | bytearray:
     """Decompress a whole zlib stream to exactly ``size`` bytes; ValueError if that fails."""
     if size > len(packed) * MOST_EXPANSION + 64:
         # Checked before memory is allocated: a damaged file may claim any size.
-        raise ValueError(
-            say("{packed} compressed bytes cannot expand to {size}", packed=len(packed), size=size)
-        )
+        raise ValueError(f"{len(packed)} compressed bytes cannot expand to {size}")
     unpack, problems = _whole()
     try:
         plain = unpack(packed, max(size, 1))
     except problems as problem:
-        raise ValueError(
-            say("cannot decompress {packed} bytes to the expected {size}", packed=len(packed), size=size)
-        ) from problem
+        raise ValueError(f"cannot decompress {len(packed)} bytes to the expected {size}") from problem
     if len(plain) != size:
-        raise ValueError(say("decompressed to {plain} bytes instead of {size}", plain=len(plain), size=size))
+        raise ValueError(f"decompressed to {len(plain)} bytes instead of {size}")
     return plain

@@ -22,9 +22,11 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import SourceError, UnsupportedData
-from legroom.formats.base_reader import BaseReader
-from legroom.formats.buffers import (
+from legroom.formats.base_reader import ArraySpec, BaseReader, Checksum, Description, Extent, Selection
+from legroom.formats.data_file import SourceFile, damaged, wrong_checksum
+from legroom.formats.decode_arrays import (
     PIECE,
+    Progress,
     ReadNext,
     bytes_of,
     copy_raw,
@@ -33,10 +35,7 @@ from legroom.formats.buffers import (
     sequential,
 )
 from legroom.formats.inflate import zlib_module
-from legroom.formats.protocol import ArraySpec, Checksum, Description, Extent, Progress
-from legroom.formats.selection import Selection
-from legroom.formats.source_file import SourceFile, damaged, wrong_checksum
-from legroom.words import say
+from legroom.messages import say
 
 NAME = "array"  # a .npy file holds one array without a name
 _ENCRYPTED, _UTF8 = 0x1, 0x800
@@ -109,13 +108,11 @@ class NpzReader(BaseReader):
             raise
 
     def _describe(self) -> Description:
-        starts = {info.filename: _data_start(self._file, info) for info in self._infos}
-        names = {info.filename.removesuffix(".npy"): info for info in self._infos if _is_array(info)}
+        starts = {info.filename: data_start(self._file, info) for info in self._infos}
+        names = {info.filename.removesuffix(".npy"): info for info in self._infos if info.filename.endswith(".npy")}
         taken = {name: info for name, info in names.items() if self.selection.takes(name)}
         self.selection.check(taken, names, self.path)
-        self._members = {
-            name: self._member(name, info, starts[info.filename]) for name, info in taken.items()
-        }
+        self._members = {name: self._member(name, info, starts[info.filename]) for name, info in taken.items()}
         specs = tuple(
             ArraySpec(name, member.header.shape, native_dtype(member.header.dtype))
             for name, member in self._members.items()
@@ -239,11 +236,7 @@ def member_infos(file: SourceFile) -> list[zipfile.ZipInfo]:
         raise damaged(file.path, say("invalid zip directory: {problem}", problem=problem)) from problem
 
 
-def _is_array(info: zipfile.ZipInfo) -> bool:
-    return info.filename.endswith(".npy")
-
-
-def _data_start(file: SourceFile, info: zipfile.ZipInfo) -> int:
+def data_start(file: SourceFile, info: zipfile.ZipInfo) -> int:
     """Offset of a member's bytes: after its local header, which repeats the name and has an extra field of its own."""
     local = file.read_at(info.header_offset, 30)
     if local[:4] != b"PK\x03\x04":
@@ -252,8 +245,7 @@ def _data_start(file: SourceFile, info: zipfile.ZipInfo) -> int:
     encoding = "utf-8" if info.flag_bits & _UTF8 else "cp437"
     if file.read_at(info.header_offset + 30, name) != info.orig_filename.encode(encoding, "replace"):
         raise damaged(
-            file.path,
-            say("the zip directory and the member header name {name!r} differently", name=info.filename),
+            file.path, say("the zip directory and the member header name {name!r} differently", name=info.filename)
         )
     return info.header_offset + 30 + name + extra
 
@@ -266,10 +258,7 @@ def _open_member(file: SourceFile, info: zipfile.ZipInfo, start: int) -> Callabl
         return _deflated(file, info, start)
     raise UnsupportedData(
         say("{name!r} of {path} cannot be decompressed", name=info.filename, path=file.path),
-        why=say(
-            "its compression method is {method}; only stored and deflate are supported",
-            method=info.compress_type,
-        ),
+        why=say("its compression method is {method}; only stored and deflate are supported", method=info.compress_type),
         fix=(say("write the archive with numpy.savez or numpy.savez_compressed"),),
     )
 
@@ -333,9 +322,7 @@ def read_header(read: Callable[[int, int], bytes], path: Path, name: str) -> Npy
     width = 2 if version == 1 else 4
     length = int.from_bytes(read(8, width), "little")
     if length > _MOST_HEADER:
-        raise damaged(
-            path, say("{name!r}: the header is too long ({length} bytes)", name=name, length=length)
-        )
+        raise damaged(path, say("{name!r}: the header is too long ({length} bytes)", name=name, length=length))
     text = read(8 + width, length)
     try:
         shape, dtype, fortran = _parse(text.decode("utf-8" if version == 3 else "latin-1"))
@@ -343,11 +330,7 @@ def read_header(read: Callable[[int, int], bytes], path: Path, name: str) -> Npy
         raise UnsupportedData(
             say("{name!r} of {path} holds Python objects", name=name, path=path),
             why=say("they are stored as a pickle; reading one runs code"),
-            fix=(
-                say(
-                    "save it as numbers, fixed-length strings or records: numpy.save(..., allow_pickle=False)"
-                ),
-            ),
+            fix=(say("save it as numbers, fixed-length strings or records: numpy.save(..., allow_pickle=False)"),),
         ) from None
     except Exception as problem:  # literal_eval also raises MemoryError, RecursionError and SystemError
         raise damaged(path, say("the header of {name!r}: {problem}", name=name, problem=problem)) from problem
@@ -361,14 +344,14 @@ class _PythonObjects(Exception):
 def _parse(text: str) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
     header = ast.literal_eval(text.strip())
     if not isinstance(header, dict) or set(header) != {"descr", "fortran_order", "shape"}:
-        raise ValueError(say("it is not a dictionary of descr, fortran_order and shape"))
+        raise ValueError("it is not a dictionary of descr, fortran_order and shape")
     shape, fortran = header["shape"], header["fortran_order"]
     if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n <= sys.maxsize for n in shape):
-        raise ValueError(say("shape is not a tuple of integers ≥ 0"))
+        raise ValueError("shape is not a tuple of integers ≥ 0")
     if len(shape) > 32:
-        raise ValueError(say("{count} dimensions; at most 32 are supported", count=len(shape)))
+        raise ValueError(f"{len(shape)} dimensions; at most 32 are supported")
     if not isinstance(fortran, bool):
-        raise ValueError(say("fortran_order is neither True nor False"))
+        raise ValueError("fortran_order is neither True nor False")
     _check_type(header["descr"])
     dtype = np.lib.format.descr_to_dtype(header["descr"])
     if dtype.hasobject:
@@ -379,18 +362,18 @@ def _parse(text: str) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
 def _check_type(descr: object, depth: int = 0) -> None:
     """Refuse types that numpy itself does not write, before numpy sees them."""
     if depth > 32:
-        raise ValueError(say("types nested too deeply"))
+        raise ValueError("types nested too deeply")
     if isinstance(descr, str):
         if descr.lstrip("<>|=").startswith("O"):
             raise _PythonObjects
         if not _TYPE.fullmatch(descr):
-            raise ValueError(say("{descr!r} is not a numpy type", descr=descr))
+            raise ValueError(f"{descr!r} is not a numpy type")
     elif isinstance(descr, list):
         for field in descr:
             if not isinstance(field, tuple) or len(field) not in (2, 3):
-                raise ValueError(say("a field is not (name, type) or (name, type, shape)"))
+                raise ValueError("a field is not (name, type) or (name, type, shape)")
             _check_type(field[1], depth + 1)
     elif isinstance(descr, tuple) and len(descr) == 2:
         _check_type(descr[0], depth + 1)
     else:
-        raise ValueError(say("{descr!r} is not a numpy type", descr=descr))
+        raise ValueError(f"{descr!r} is not a numpy type")

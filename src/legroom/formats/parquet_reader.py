@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from legroom.formats.protocol import ArraySpec, Description, TableSpec
-from legroom.formats.selection import Selection
-from legroom.formats.source_file import SourceFile, damaged
+from legroom.formats.base_reader import ArraySpec, Description, Selection, TableSpec
+from legroom.formats.data_file import SourceFile, damaged
 from legroom.formats.table_reader import (
     FILE_OVERHEAD,
     LeafColumn,
@@ -32,8 +31,8 @@ from legroom.formats.table_reader import (
     schema_bytes,
     without_dictionaries,
 )
+from legroom.messages import say
 from legroom.system.imports import require
-from legroom.words import say
 
 _BATCH_BYTES = 4 << 20
 _MOST_ROWS = 1 << 16
@@ -75,8 +74,7 @@ class ParquetReader(TableReader):
         self._memory_needed: int | None = None
 
     def _arrow_file(self) -> Any:
-        # Given a name, pyarrow would look for a filesystem by its scheme.
-        return require("pyarrow", "parquet", "Parquet").OSFile(self._file.alias, "rb")
+        return self._file.for_arrow(require("pyarrow", "parquet", "Parquet"))
 
     def _describe(self) -> Description:
         self._names = self._columns(self._whole_schema)
@@ -98,8 +96,7 @@ class ParquetReader(TableReader):
         arrow = require("pyarrow", "parquet", "Parquet")
         fields = [self._whole_schema.field(name) for name in self._names]
         return arrow.schema(
-            [part.with_type(without_dictionaries(part.type)) for part in fields],
-            metadata=self._whole_schema.metadata,
+            [part.with_type(without_dictionaries(part.type)) for part in fields], metadata=self._whole_schema.metadata
         )
 
     def _column_sizes(self, groups: list[tuple[int, list[ColumnChunk]]] | None) -> dict[str, int]:

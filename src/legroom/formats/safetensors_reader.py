@@ -16,12 +16,10 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import UnsupportedData
-from legroom.formats.base_reader import BaseReader
-from legroom.formats.buffers import copy_raw, fill_in_order, native_dtype, sequential
-from legroom.formats.protocol import ArraySpec, Description, Extent, Progress
-from legroom.formats.selection import Selection
-from legroom.formats.source_file import SourceFile, damaged
-from legroom.words import say
+from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection
+from legroom.formats.data_file import SourceFile, damaged
+from legroom.formats.decode_arrays import Progress, copy_raw, fill_in_order, native_dtype, sequential
+from legroom.messages import say
 
 MOST_HEADER = 100_000_000  # the format's own limit
 _TYPES = {
@@ -62,9 +60,7 @@ class SafetensorsReader(BaseReader):
 
     def _range(self, name: str, entry: object) -> tuple[int, int]:
         if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-            raise damaged(
-                self.path, say("{name!r} must have exactly dtype, shape and data_offsets", name=name)
-            )
+            raise damaged(self.path, say("{name!r} must have exactly dtype, shape and data_offsets", name=name))
         offsets = entry["data_offsets"]
         if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
             raise damaged(self.path, say("invalid offsets of {name!r}: {has}", name=name, has=offsets))
@@ -96,7 +92,7 @@ class SafetensorsReader(BaseReader):
             raise UnsupportedData(
                 say("{name!r} of {path} has type {kind}", name=name, path=self.path, kind=kind),
                 why=say("its elements are narrower than a byte"),
-                fix=(say("leave it out with keys=[…], or convert it to 8 bits or more"),),
+                fix=(say("convert it to 8 bits or more"), say("load only what you need: keys=[…]")),
             )
         text = _TYPES.get(kind) or _BITS.get(kind) if isinstance(kind, str) else None
         if text is None:
@@ -147,8 +143,7 @@ def _read_header(file: SourceFile) -> tuple[dict[str, Any], int]:
     length = int.from_bytes(file.read_at(0, 8), "little")
     if length > MOST_HEADER:
         raise damaged(
-            file.path,
-            say("the header has {length} bytes; at most {most} are allowed", length=length, most=MOST_HEADER),
+            file.path, say("the header has {length} bytes; at most {most} are allowed", length=length, most=MOST_HEADER)
         )
     text = file.read_at(8, length)
     try:
@@ -163,7 +158,7 @@ def _read_header(file: SourceFile) -> tuple[dict[str, Any], int]:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise ValueError(say("a name occurs twice"))
+        raise ValueError("a name occurs twice")
     return made
 
 

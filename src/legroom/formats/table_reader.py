@@ -12,12 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import LegroomError, UnsupportedData
-from legroom.formats.base_reader import BaseReader, as_json
-from legroom.formats.protocol import ArraySpec, Extent, Progress, TableSpec, no_progress
-from legroom.formats.selection import Selection, column_names
-from legroom.formats.source_file import SourceFile, damaged, unreadable
+from legroom.formats.base_reader import (
+    ArraySpec,
+    BaseReader,
+    Extent,
+    Selection,
+    TableSpec,
+    as_json,
+    column_names,
+    what_is_read,
+)
+from legroom.formats.data_file import SourceFile, damaged, unreadable
+from legroom.formats.decode_arrays import Progress, no_progress
+from legroom.messages import phrase, say
 from legroom.system.imports import require
-from legroom.words import say
 
 NAME = "table"  # the file holds one table without a name
 _HIDDEN_METADATA = {b"ARROW:schema"}  # the encoded schema itself
@@ -33,8 +41,8 @@ class TableReader(BaseReader):
         super().__init__(path, selection)
         self._file = SourceFile(path)
 
-    def _library_errors(self, doing: str) -> AbstractContextManager[None]:
-        return arrow_errors(self.path, doing)
+    def _library_errors(self, name: str | None) -> AbstractContextManager[None]:
+        return arrow_errors(self.path, what_is_read(name))
 
     def _batches(self) -> Iterator[Any]:
         """Record batches with the selected columns, validated so that writing them is safe."""
@@ -57,9 +65,7 @@ class TableReader(BaseReader):
 
     def _spec(self, schema: Any, rows: int, nbytes: int) -> TableSpec:
         metadata = schema.metadata or {}
-        notes = {
-            as_json(key): as_json(value) for key, value in metadata.items() if key not in _HIDDEN_METADATA
-        }
+        notes = {as_json(key): as_json(value) for key, value in metadata.items() if key not in _HIDDEN_METADATA}
         return TableSpec(NAME, rows, {part.name: str(part.type) for part in schema}, nbytes, notes)
 
     def _read(self, spec: ArraySpec, out: Any, progress: Progress) -> None:
@@ -72,8 +78,7 @@ class TableReader(BaseReader):
         rows, taken = write_ipc(self._schema(), self._batches(), path, spec.nbytes, progress, self.path, ask)
         if rows != spec.rows:
             raise damaged(
-                self.path,
-                say("it has {rows} rows, but its metadata states {stated}", rows=rows, stated=spec.rows),
+                self.path, say("it has {rows} rows, but its metadata states {stated}", rows=rows, stated=spec.rows)
             )
         return taken
 
@@ -86,7 +91,7 @@ class TableReader(BaseReader):
 
     def _close(self) -> None:
         # Otherwise Arrow's allocator keeps what decoding freed, and this process may go on to train.
-        require("pyarrow", "parquet", say("tables")).default_memory_pool().release_unused()
+        require("pyarrow", "parquet", phrase("tables")).default_memory_pool().release_unused()
         self._file.close()
 
 
@@ -103,7 +108,7 @@ def write_ipc(
 
     Space was reserved for ``most`` bytes. A source that holds more than its metadata states is damaged.
     """
-    arrow = require("pyarrow", "parquet", say("tables"))
+    arrow = require("pyarrow", "parquet", phrase("tables"))
     options = arrow.ipc.IpcWriteOptions(compression=None, emit_dictionary_deltas=True)
     rows = reported = 0
     with arrow.OSFile(str(path), "wb") as sink:
@@ -114,9 +119,7 @@ def write_ipc(
                 rows += batch.num_rows
                 del batch  # before the next one is read: memory was reserved for one
                 if sink.tell() > most:
-                    raise damaged(
-                        source, say("it holds more than the {most} bytes stated in its metadata", most=most)
-                    )
+                    raise damaged(source, say("it holds more than the {most} bytes stated in its metadata", most=most))
                 progress(sink.tell() - reported)
                 reported = sink.tell()
         taken = sink.tell()
@@ -133,18 +136,16 @@ def arrow_errors(path: Path, doing: str) -> Iterator[None]:
         raise
     except Exception as problem:
         text = (str(problem).splitlines() or [type(problem).__name__])[0]
-        if (
-            isinstance(problem, OSError) and problem.errno
-        ):  # from the operating system: the file may be intact
+        if isinstance(problem, OSError) and problem.errno:  # from the operating system: the file may be intact
             raise unreadable(path, problem) from problem
         if "launch worker thread" in text:
             raise MemoryError(text) from problem
-        arrow = require("pyarrow", "parquet", say("tables"))
+        arrow = require("pyarrow", "parquet", phrase("tables"))
         if isinstance(problem, arrow.ArrowNotImplementedError):
             raise UnsupportedData(
                 say("{path} cannot be read: {doing}", path=path, doing=doing),
                 why=text,
-                fix=(say("leave the column out: name those you need with keys=[…]"),),
+                fix=(say("load only what you need: keys=[…]"),),
             ) from problem
         raise damaged(path, say("{doing}: {text}", doing=doing, text=text)) from problem
 
@@ -169,8 +170,8 @@ def every_type(kind: Any) -> Iterator[Any]:
 
 def children(kind: Any) -> list[Any]:
     """The direct child types of a nested type."""
-    types = require("pyarrow", "parquet", say("Arrow data")).types
-    if isinstance(kind, require("pyarrow", "parquet", say("Arrow data")).BaseExtensionType):
+    types = require("pyarrow", "parquet", phrase("Arrow data")).types
+    if isinstance(kind, require("pyarrow", "parquet", phrase("Arrow data")).BaseExtensionType):
         return [kind.storage_type]
     if types.is_dictionary(kind):
         return []
@@ -179,7 +180,7 @@ def children(kind: Any) -> list[Any]:
 
 def without_dictionaries(kind: Any) -> Any:
     """The type without dictionaries: an IPC file allows one per column, but each row group has its own."""
-    arrow = require("pyarrow", "parquet", say("Arrow data"))
+    arrow = require("pyarrow", "parquet", phrase("Arrow data"))
     if arrow.types.is_dictionary(kind):
         return without_dictionaries(kind.value_type)
     if arrow.types.is_struct(kind):
@@ -192,14 +193,14 @@ def without_dictionaries(kind: Any) -> Any:
 
 def buffer_count(kind: Any) -> int | None:
     """How many buffers a column of that type has in an IPC batch; None if it depends on the data."""
-    types = require("pyarrow", "parquet", say("Arrow data")).types
+    types = require("pyarrow", "parquet", phrase("Arrow data")).types
     if types.is_union(kind) or types.is_run_end_encoded(kind) or "view" in str(kind):
         return None
     inner = [buffer_count(child) for child in children(kind)]
     if None in inner:
         return None
     below = sum(count or 0 for count in inner)
-    if isinstance(kind, require("pyarrow", "parquet", say("Arrow data")).BaseExtensionType):
+    if isinstance(kind, require("pyarrow", "parquet", phrase("Arrow data")).BaseExtensionType):
         return below
     if types.is_null(kind):
         return 0
@@ -231,7 +232,7 @@ def column_bound(kind: Any, leaves: Iterator[LeafColumn]) -> int | None:
 
 def _column_bound(kind: Any, leaves: Iterator[LeafColumn], times: int) -> tuple[int | None, int]:
     """(bytes, entries)."""
-    arrow = require("pyarrow", "parquet", say("Arrow data"))
+    arrow = require("pyarrow", "parquet", phrase("Arrow data"))
     types = arrow.types
     if isinstance(kind, arrow.BaseExtensionType):
         return _column_bound(kind.storage_type, leaves, times)

@@ -19,13 +19,20 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import LegroomError, UnsupportedData
-from legroom.formats.base_reader import BaseReader, as_json
-from legroom.formats.buffers import PIECE, Array, native_dtype
-from legroom.formats.protocol import ArraySpec, Description, Extent, Progress, TableSpec
-from legroom.formats.selection import Selection
-from legroom.formats.source_file import alias, damaged, unreadable
+from legroom.formats.base_reader import (
+    ArraySpec,
+    BaseReader,
+    Description,
+    Extent,
+    Selection,
+    TableSpec,
+    as_json,
+    what_is_read,
+)
+from legroom.formats.data_file import alias, damaged, unreadable
+from legroom.formats.decode_arrays import PIECE, Array, Progress, native_dtype
+from legroom.messages import say
 from legroom.system.imports import require
-from legroom.words import say
 
 NAME = "array"  # for a store that is a single array without a name
 _SLAB = 4 * PIECE  # enough for zarr to decode several chunks at once
@@ -84,15 +91,12 @@ class ZarrReader(BaseReader):
             raise UnsupportedData(
                 say("cannot load {name!r} of {path} as an array", name=name, path=self.path),
                 why=say("its elements are {dtype}: objects or strings of variable length", dtype=dtype),
-                fix=(
-                    say("leave it out: name the arrays you need with keys=[…]"),
-                    say("or store fixed-length strings"),
-                ),
+                fix=(say("load only what you need: keys=[…]"), say("or store fixed-length strings")),
             )
         return ArraySpec(name, tuple(node.shape), native_dtype(dtype), as_json(node.attrs.asdict()))
 
-    def _library_errors(self, doing: str) -> AbstractContextManager[None]:
-        return _zarr_errors(self.path, doing)
+    def _library_errors(self, name: str | None) -> AbstractContextManager[None]:
+        return _zarr_errors(self.path, what_is_read(name))
 
     def _extent(self, spec: ArraySpec) -> Extent | None:
         return None
@@ -103,7 +107,7 @@ class ZarrReader(BaseReader):
             return
         node = self._arrays[spec.name]
         if out.ndim == 0:
-            with _zarr_errors(self.path, say("{name!r}", name=spec.name)):
+            with _zarr_errors(self.path, repr(spec.name)):
                 out[...] = node[...]
             progress(out.nbytes)
             return
@@ -114,7 +118,7 @@ class ZarrReader(BaseReader):
             part = out[start : start + step]
             with (
                 self.memory.take_some(self._decoding(spec), _AT_ONCE, self._label(spec)) as count,
-                _zarr_errors(self.path, say("{name!r}", name=spec.name)),
+                _zarr_errors(self.path, repr(spec.name)),
                 self._zarr.config.set({"async.concurrency": count}),
             ):
                 self._fill(node, start, part)

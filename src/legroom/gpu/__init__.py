@@ -1,46 +1,48 @@
 """Measure, limit and predict GPU memory.
 
-    memory_limit.py     limit: keep this process within a share of the GPU; LEGROOM_GPU_LIMIT
-    memory_account.py   account: what uses GPU memory now, and the CUDA context's overhead
-    batch_size.py       find_batch_size: search for the largest batch that fits
-    batch_trials.py     run one trial of that search in this process, on the GPU
-    trial_processes.py  run one trial in a child process, and measure host memory on the CPU
-    oom.py              is_oom, on_oom: recognise out-of-memory errors; retry a step in micro-batches
-    memory_estimate.py  estimate, advise: predict a step's memory without running it
-    memory_trace.py     trace a training step with fake tensors (imports torch)
-    training_step.py    call a user's model on a batch; count and split the batch
-    rank_consensus.py   minimum and maximum of a number over all distributed ranks
-    cuda_device.py      every torch.cuda call of this package, for one device
-    tf32_flags.py       tf32: switch TF32 on or off
+    memory_limit.py           limit: keep this process within a share of the GPU; LEGROOM_GPU_LIMIT
+    memory_breakdown.py       account: what uses GPU memory now, and the CUDA context's overhead
+    batch_size.py             find_batch_size: search for the largest batch that fits
+    batch_trials.py           run one trial of that search in this process, on the GPU
+    batch_trial_processes.py  run one trial in a child process, and measure host memory on the CPU
+    oom_retry.py              is_oom, on_oom: recognise out-of-memory errors; retry a step in micro-batches
+    memory_estimate.py        estimate, advise: predict a step's memory without running it
+    fake_tensor_trace.py           trace a training step with fake tensors (imports torch)
+    training_step.py          call a user's model on a batch; count and split the batch
+    rank_consensus.py         minimum and maximum of a number over all distributed ranks
+    cuda_device.py            every torch.cuda call of this package, for one device
+    cuda_driver_api.py        calls of libcuda that torch does not offer: batched copies, kernels, shareable memory
+    tf32_flags.py             tf32: switch TF32 on or off
 
-``plot`` draws a search's result (charts/batch_chart.py). Names are imported on first use, and torch on the first call.
+``plot`` draws a search's result (charts/batch_size_chart.py). Names are imported on first use, torch on the first call.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from legroom.system.imports import lazy_import
+
 if TYPE_CHECKING:
-    from legroom.charts.batch_chart import plot
+    from legroom.charts.batch_size_chart import plot
     from legroom.gpu.batch_size import find_batch_size
-    from legroom.gpu.memory_account import account
+    from legroom.gpu.memory_breakdown import account
     from legroom.gpu.memory_estimate import advise, estimate
     from legroom.gpu.memory_limit import limit
-    from legroom.gpu.oom import is_oom, on_oom
+    from legroom.gpu.oom_retry import is_oom, on_oom
     from legroom.gpu.tf32_flags import tf32
 
 __all__ = ["account", "advise", "estimate", "find_batch_size", "is_oom", "limit", "on_oom", "plot", "tf32"]
 
 _MODULES = {
-    "account": "legroom.gpu.memory_account",
+    "account": "legroom.gpu.memory_breakdown",
     "advise": "legroom.gpu.memory_estimate",
     "estimate": "legroom.gpu.memory_estimate",
     "find_batch_size": "legroom.gpu.batch_size",
-    "is_oom": "legroom.gpu.oom",
+    "is_oom": "legroom.gpu.oom_retry",
     "limit": "legroom.gpu.memory_limit",
-    "on_oom": "legroom.gpu.oom",
-    "plot": "legroom.charts.batch_chart",
+    "on_oom": "legroom.gpu.oom_retry",
+    "plot": "legroom.charts.batch_size_chart",
     "tf32": "legroom.gpu.tf32_flags",
 }
 
@@ -49,7 +51,7 @@ def __getattr__(name: str) -> object:
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module 'legroom.gpu' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(module), name)
+    value = globals()[name] = getattr(lazy_import(module), name)
     return value
 
 

@@ -18,25 +18,21 @@ from dataclasses import replace
 from typing import Any
 
 from legroom.errors import DoesNotFit, LegroomError, TrialFailed, UsageError
+from legroom.gpu.batch_trial_processes import ForkTrialRunner, SubprocessTrialRunner
 from legroom.gpu.batch_trials import GpuTrialRunner, StepFunction, TrialResult, TrialRunner
 from legroom.gpu.cuda_device import import_torch, open_device, why_no_cuda
 from legroom.gpu.rank_consensus import RankConsensus
-from legroom.gpu.trial_processes import ForkTrialRunner, SubprocessTrialRunner
+from legroom.messages import say
 from legroom.probe.memory import free_memory
 from legroom.records.gpu_usage import BatchFound, Trial
+from legroom.system.argument_checks import check_integer
 from legroom.units import format_size
-from legroom.words import say
 
 MOST_TRIALS = 6
 _FIRST = 2  # batch norm rejects a single sample
 _SECOND_SHARE = 0.4  # the second trial aims at this share of the cap, judging by the first alone
 # Allocators fragment memory: in three training runs on an H200 the fullest used 0.88, 0.93 and 0.94 of the cap.
-_TARGETS = (
-    0.92,
-    0.88,
-    0.85,
-    0.8,
-)  # share of the cap that the peak is aimed at: first, and after each failure
+_TARGETS = (0.92, 0.88, 0.85, 0.8)  # share of the cap that the peak is aimed at: first, and after each failure
 _HOST_TARGET = 0.985
 _CLIMB = 0.65  # of the way to the top, once the first target fits
 _WORTH_A_TRIAL = 1.05  # times the largest that fits: a smaller gain is not worth one of six trials
@@ -110,9 +106,7 @@ def find_batch_size(
     )
 
 
-def _check(
-    step: object, isolate: str | None, margin: float, max_batch: int | None, effective: int | None
-) -> None:
+def _check(step: object, isolate: str | None, margin: float, max_batch: int | None, effective: int | None) -> None:
     wrong = None
     if (step is None) == (isolate is None):
         wrong = say("exactly one of step and isolate='module:factory' is needed")
@@ -122,8 +116,9 @@ def _check(
         wrong = say("isolate must have the form 'module:factory' (got {isolate!r})", isolate=isolate)
     elif not 0 <= margin < 1:
         wrong = say("margin must be at least 0 and below 1 (got {margin})", margin=margin)
-    elif any(value is not None and value < 1 for value in (max_batch, effective)):
-        wrong = say("max_batch and effective_batch must be at least 1")
+    for name, value in (("max_batch", max_batch), ("effective_batch", effective)):
+        if value is not None:
+            check_integer(name, value, 1)
     if wrong is not None:
         raise UsageError(
             say("invalid arguments for find_batch_size"),
@@ -139,12 +134,7 @@ def _most_useful(max_batch: int | None, effective: int | None, world_size: int) 
 
 
 def _runner(
-    step: StepFunction | None,
-    isolate: str | None,
-    margin: float,
-    worst_case: Any,
-    device: Any,
-    keep: Sequence[Any],
+    step: StepFunction | None, isolate: str | None, margin: float, worst_case: Any, device: Any, keep: Sequence[Any]
 ) -> TrialRunner:
     torch = import_torch()
     on_cpu = str(device) == "cpu" or (device is None and why_no_cuda(torch) is not None)
@@ -153,9 +143,7 @@ def _runner(
         if bound is None:
             raise LegroomError(say("the free memory of this machine is unknown"), why=source)
         if isolate is not None:
-            return SubprocessTrialRunner(
-                isolate, margin, "cpu", allowed=None, worst_case=worst_case, bound=bound
-            )
+            return SubprocessTrialRunner(isolate, margin, "cpu", allowed=None, worst_case=worst_case, bound=bound)
         if not hasattr(os, "fork"):
             raise UsageError(
                 say("trials on the CPU need a process of their own"),
@@ -168,9 +156,7 @@ def _runner(
     if isolate is not None:
         fraction = gpu.fraction()
         allowed = int(fraction * gpu.total_memory()) if fraction is not None and fraction < 1 else None
-        return SubprocessTrialRunner(
-            isolate, margin, gpu.name, allowed=allowed, worst_case=worst_case, bound=None
-        )
+        return SubprocessTrialRunner(isolate, margin, gpu.name, allowed=allowed, worst_case=worst_case, bound=None)
     assert step is not None
     return GpuTrialRunner(gpu, step, margin, worst_case=worst_case, keep=keep)
 
@@ -213,9 +199,7 @@ def try_on_all_ranks(runner: TrialRunner, ranks: RankConsensus, batch: int) -> T
     )
     if worst == 1:
         why = trial.why or say("it did not fit on another rank")
-        return replace(
-            result, bound=bound, trial=replace(trial, fits=False, peak=None, why=why, retries=retries)
-        )
+        return replace(result, bound=bound, trial=replace(trial, fits=False, peak=None, why=why, retries=retries))
     same = replace(trial, peak=peak, steady=steady, reserved=reserved or None, retries=retries)
     return replace(result, bound=bound, trial=same)
 
@@ -246,18 +230,14 @@ def _notes(trials: Sequence[Trial], found: int) -> list[str]:
         )  # fmt: skip
     failed = min((trial.batch for trial in trials if not trial.fits), default=None)
     if failed is not None and failed - found > max(1, 0.05 * failed):
-        notes.append(
-            say("{found} fits and {failed} does not; none between was tried", found=found, failed=failed)
-        )
+        notes.append(say("{found} fits and {failed} does not; none between was tried", found=found, failed=failed))
     return notes
 
 
 # The search: a pure function of the trials made so far.
 
 
-def next_batch(
-    trials: Sequence[Trial], cap: int, most: int | None = None, *, rough: bool = False
-) -> int | None:
+def next_batch(trials: Sequence[Trial], cap: int, most: int | None = None, *, rough: bool = False) -> int | None:
     """The batch to try next, None when the search is done; ``cap`` is the highest peak allowed.
 
     ``rough``: malloc on the host may keep or return freed memory, so a line is only a hint.

@@ -2,7 +2,7 @@
 
 The bound is what torch could reserve: what it holds plus what is free on the GPU, at most an active limit. The
 allocator itself is limited to the bound less the margin, so "fits" means that the step ran within it, fragmentation
-included. Trials in child processes: trial_processes.py. Which batch to try: batch_size.py.
+included. Trials in child processes: batch_trial_processes.py. Which batch to try: batch_size.py.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from legroom.gpu.cuda_device import CudaDevice
-from legroom.gpu.oom import is_oom, release_frames
+from legroom.gpu.oom_retry import is_oom, release_frames
+from legroom.messages import say
 from legroom.records.gpu_usage import Trial
 from legroom.units import format_size
-from legroom.words import say
 
 StepFunction = Callable[..., Any]
 
@@ -64,13 +64,7 @@ class GpuTrialRunner:
     rough = False
 
     def __init__(
-        self,
-        device: CudaDevice,
-        step: StepFunction,
-        margin: float,
-        *,
-        worst_case: Any = None,
-        keep: Sequence[Any] = (),
+        self, device: CudaDevice, step: StepFunction, margin: float, *, worst_case: Any = None, keep: Sequence[Any] = ()
     ) -> None:
         self.device = device
         self.measure = say("bytes allocated on {device} at the peak of a step", device=device.name)

@@ -9,11 +9,11 @@ import os
 from typing import Any
 
 from legroom.errors import NoCuda, UsageError
+from legroom.messages import counted, phrase, say
 from legroom.probe.gpu_devices import gpus
 from legroom.probe.host import Host
 from legroom.records.machine import Gpu
 from legroom.system.imports import require
-from legroom.words import counted, phrase, say
 
 _FIX = (
     phrase("check that the NVIDIA driver works and this process can see a GPU: nvidia-smi; legroom doctor"),
@@ -58,12 +58,8 @@ def open_device(device: Any, purpose: str, torch: Any = None) -> CudaDevice:
     torch = import_torch(torch)
     why = why_no_cuda(torch)
     if why is not None:
-        raise NoCuda(
-            say("no CUDA device: cannot {purpose}", purpose=purpose), why=why, fix=tuple(map(say, _FIX))
-        )
-    chosen = torch.device(
-        "cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device
-    )
+        raise NoCuda(say("no CUDA device: cannot {purpose}", purpose=purpose), why=why, fix=tuple(map(say, _FIX)))
+    chosen = torch.device("cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device)
     if chosen.type != "cuda":
         raise UsageError(
             say("{device} is not a CUDA device", device=chosen),

@@ -1,8 +1,8 @@
 """legroom.gpu.estimate and advise: predict the memory of a training step, and what each way to save would free.
 
-The step is traced with fake tensors, which have shapes and no memory (memory_trace.py). Where a model's shapes depend
-on its data, two small real steps are extrapolated. The CUDA context, other libraries' memory and fragmentation are not
-included: legroom.gpu.find_batch_size measures those.
+The step is traced with fake tensors, which have shapes and no memory (fake_tensor_trace.py). Where a model's shapes
+depend on its data, two small real steps are extrapolated. The CUDA context, other libraries' memory and fragmentation
+are not included: legroom.gpu.find_batch_size measures those.
 """
 
 from __future__ import annotations
@@ -12,16 +12,9 @@ from typing import Any
 
 from legroom.errors import UsageError
 from legroom.gpu.cuda_device import import_torch
-from legroom.gpu.training_step import (
-    Loss,
-    check_model,
-    count_samples,
-    default_loss,
-    split_batch,
-    step_errors,
-)
+from legroom.gpu.training_step import Loss, check_model, count_samples, default_loss, split_batch, step_errors
+from legroom.messages import say
 from legroom.records.gpu_usage import Advice, Estimate, Saving
-from legroom.words import say
 
 # The trace does not see workspace inside operations. Checked on a GPU by tests/gpu/test_gpu_memory.py.
 _ERROR_TRACED = 0.10
@@ -43,7 +36,7 @@ def estimate(model: Any, sample: Any, optimizer: Any = None, *, loss: Loss | Non
         loss: ``loss(output)`` returns the loss; None takes ``output.loss``, or the mean of the outputs.
     """
     import_torch()
-    from legroom.gpu.memory_trace import NotTraceable, run_small_steps, trace_step
+    from legroom.gpu.fake_tensor_trace import NotTraceable, run_small_steps, trace_step
 
     check_model(model, optimizer)
     loss = loss or default_loss
@@ -88,7 +81,7 @@ def advise(model: Any, sample: Any, optimizer: Any = None, *, loss: Loss | None 
         loss: ``loss(output)`` returns the loss; None takes ``output.loss``, or the mean of the outputs.
     """
     torch = import_torch()
-    from legroom.gpu.memory_trace import NotTraceable, trace_step
+    from legroom.gpu.fake_tensor_trace import NotTraceable, trace_step
 
     check_model(model, optimizer)
     loss_of = loss or default_loss
@@ -117,11 +110,7 @@ def advise(model: Any, sample: Any, optimizer: Any = None, *, loss: Loss | None 
 
     if count > 1:
         half = split_batch(sample, -(-count // 2))[0]
-        add(
-            "smaller-batch",
-            say("a batch of {half} instead of {count}", half=count_samples(half), count=count),
-            half,
-        )
+        add("smaller-batch", say("a batch of {half} instead of {count}", half=count_samples(half), count=count), half)
         _add_accumulation(savings, left_out, count)
     else:
         left_out["smaller-batch"] = left_out["accumulation"] = say("the batch has only one sample")
@@ -145,9 +134,7 @@ def _add_accumulation(savings: list[Saving], left_out: dict[str, str], count: in
         left_out["accumulation"] = left_out["smaller-batch"]
         return
     what = say(
-        "two micro-batches of {half} per step keep the effective batch of {count}",
-        half=-(-count // 2),
-        count=count,
+        "two micro-batches of {half} per step keep the effective batch of {count}", half=-(-count // 2), count=count
     )
     savings.append(Saving("accumulation", half.peak, half.frees, half.how, what))
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from legroom.errors import BadLimit, BadSize, LegroomError
 from legroom.gpu.cuda_device import CudaDevice, import_torch, open_device
-from legroom.gpu.memory_account import measure_overhead, used_before_context
+from legroom.gpu.memory_breakdown import measure_overhead, used_before_context
+from legroom.messages import phrase, say
 from legroom.records.gpu_usage import Limit, Overhead
 from legroom.units import format_size, parse_size
-from legroom.words import phrase, say
 
 VARIABLE = "LEGROOM_GPU_LIMIT"
 Amount = float | int | str
@@ -34,12 +34,7 @@ _FIX = (
 _HOW = {"bounded": phrase("bounded"), "assumed": phrase("assumed")}
 
 
-def limit(
-    amount: Amount | None = None,
-    *,
-    share: float | Fraction | None = None,
-    device: Any = None,
-) -> Limit:
+def limit(amount: Amount | None = None, *, share: float | Fraction | None = None, device: Any = None) -> Limit:
     """Limit the GPU memory of this process, its CUDA context included.
 
     Creates a context if there is none. Raises NoCuda without a GPU, and BadLimit for an amount that is not possible.
@@ -114,16 +109,9 @@ def _recheck(device: CudaDevice, old: Limit) -> Limit:
 
 def _bounded(device: CudaDevice) -> tuple[str, ...]:
     if device.backend() == "native":
-        return (
-            say(
-                "torch's caching allocator: tensors, cached blocks, cuBLAS and cuDNN workspaces, CUDA graphs"
-            ),
-        )
+        return (say("torch's caching allocator: tensors, cached blocks, cuBLAS and cuDNN workspaces, CUDA graphs"),)
     return (
-        say(
-            "tensors in use; the {backend} allocator may keep freed blocks beyond the limit",
-            backend=device.backend(),
-        ),
+        say("tensors in use; the {backend} allocator may keep freed blocks beyond the limit", backend=device.backend()),
     )
 
 
@@ -151,7 +139,8 @@ def _notes(asked: int, size: int, reserved: int, allowed: int, others: int, over
     if reserved > allowed:
         notes.append(
             say(
-                "torch already holds {reserved} and is allowed {allowed}: new allocations fail until tensors are freed",
+                "torch has already reserved {reserved}, the limit is {allowed}: new allocations fail "
+                "until tensors are freed",
                 reserved=format_size(reserved), allowed=format_size(allowed),
             )
         )  # fmt: skip
@@ -174,9 +163,7 @@ def with_limit(environment: Mapping[str, str], amount: str) -> dict[str, str]:
     """The environment with LEGROOM_GPU_LIMIT set; BadLimit for an amount that no GPU could have."""
     size = limit_bytes(amount, None, _LARGER_THAN_ANY_GPU)
     if size < _IMPLAUSIBLE and amount.strip().replace(".", "").isdigit():
-        why = say(
-            "a number without a unit is bytes; did you mean {amount}% or {amount}GB?", amount=amount.strip()
-        )
+        why = say("a number without a unit is bytes; did you mean {amount}% or {amount}GB?", amount=amount.strip())
         raise BadLimit(say("{amount} is not a valid limit", amount=amount), why=why)
     return {**environment, VARIABLE: amount}
 
@@ -195,12 +182,7 @@ def apply_from_environment(torch: Any = None, environment: Mapping[str, str] | N
     # torch queues these calls and makes them when CUDA starts; it sets random seeds in the same way.
     when_cuda_starts = getattr(torch.cuda, "_lazy_call", None)
     if when_cuda_starts is None:
-        _print(
-            say(
-                "GPU limit not set: torch {version} cannot run code when CUDA starts",
-                version=torch.__version__,
-            )
-        )
+        _print(say("GPU limit not set: torch {version} cannot run code when CUDA starts", version=torch.__version__))
         return False
     when_cuda_starts(lambda: _limit_started(torch, amount, env))
     return True
@@ -248,11 +230,7 @@ def limit_bytes(amount: Amount | None, share: float | Fraction | None, size: int
     if not isinstance(parsed, int):
         return int(size * parsed)
     if not 0 < parsed <= size:
-        why = (
-            say("the GPU has {size}", size=format_size(size))
-            if parsed > 0
-            else say("it must be larger than 0")
-        )
+        why = say("the GPU has {size}", size=format_size(size)) if parsed > 0 else say("it must be larger than 0")
         raise _invalid(format_size(parsed), why)
     return parsed
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from legroom.errors import RanksDisagree
-from legroom.words import say
+from legroom.messages import say
 
 
 class RankConsensus:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from legroom.gpu.cuda_device import import_torch
+from legroom.messages import say
 from legroom.records.gpu_usage import Tf32
-from legroom.words import say
 
 _FIRST_CAPABILITY = 8  # TF32 came with compute capability 8.0 (Ampere)
 

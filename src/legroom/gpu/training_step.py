@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from legroom.errors import LegroomError, UsageError
-from legroom.words import say
+from legroom.messages import say
 
 Loss = Callable[[Any], Any]
 
@@ -73,11 +73,7 @@ def default_loss(output: Any) -> Any:
     if loss is not None:
         return loss
     values = dict(output) if isinstance(output, Mapping) else output
-    means = [
-        one.float().mean()
-        for one in tree_leaves(values)
-        if isinstance(one, torch.Tensor) and one.requires_grad
-    ]
+    means = [one.float().mean() for one in tree_leaves(values) if isinstance(one, torch.Tensor) and one.requires_grad]
     if not means:
         raise UsageError(
             say("the model's output cannot be trained on"),
@@ -116,9 +112,7 @@ def split_batch(batch: Any, size: int) -> list[Any]:
 def _tensors(value: Any) -> list[Any]:
     if hasattr(value, "ndim") and hasattr(value, "shape"):
         return [value]
-    members = (
-        value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    )
+    members = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     return [one for member in members for one in _tensors(member)]
 
 

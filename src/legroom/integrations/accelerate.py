@@ -45,9 +45,7 @@ class AccelerateGuard(Guard):
         return why
 
 
-def guarded(
-    accelerator: Any, save_to: str | os.PathLike[str] | None = None, **options: Any
-) -> AccelerateGuard:
+def guarded(accelerator: Any, save_to: str | os.PathLike[str] | None = None, **options: Any) -> AccelerateGuard:
     """A guard for this accelerator's training run; use it in a ``with`` statement.
 
     Args:

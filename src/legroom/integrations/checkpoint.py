@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import UnreadableSource, UsageError
+from legroom.messages import listed, say
 from legroom.records import Alarm
-from legroom.words import listed, say
 
 VERSION = 1
 _KIND = "legroom_checkpoint"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from legroom.advice.launcher_config import Precision, Shape, ZeroRow, deepspeed_config, zero_rows
+from legroom.advice.deepspeed_config import Precision, Shape, ZeroRow, deepspeed_config, zero_rows
 from legroom.records import Settings
 
 

@@ -23,17 +23,17 @@ from typing import Any, Literal
 from legroom.errors import LegroomError
 from legroom.gpu.rank_consensus import RankConsensus
 from legroom.integrations.checkpoint import HORIZON, CheckpointSchedule, disk_full
-from legroom.loader.measure.transport import LoaderKind
-from legroom.loader.ranks import process_group, rank_and_world
+from legroom.loader.rank_sampler import process_group, rank_and_world
 from legroom.loader.tune.tuning import tune
-from legroom.monitor.script import Watch, watch
+from legroom.messages import say
+from legroom.monitor.watch_in_script import Watch, watch
 from legroom.probe.gpu_devices import gpu_pools, gpus
 from legroom.probe.host import Host
 from legroom.probe.memory import memory, ram_pool, read_swap_counters, swap, swap_pool
-from legroom.records import Alarm, Pool, Settings
+from legroom.records import Alarm, LoaderKind, Pool, Settings
 from legroom.system.argument_checks import check_choice
+from legroom.system.imports import lazy_import
 from legroom.units import format_size
-from legroom.words import say
 
 Tune = Literal["apply", "advise", "off"]
 _TUNE_CHOICES = ("apply", "advise", "off")
@@ -96,9 +96,7 @@ class Guard:
             return
         self._snapshots = [memory_snapshot(say("at start"))]
         self._ranks = RankConsensus()
-        self.watch = watch(
-            self._own_log(), interval=self._interval, on_alarm=self._on_watch_alarm
-        ).__enter__()
+        self.watch = watch(self._own_log(), interval=self._interval, on_alarm=self._on_watch_alarm).__enter__()
 
     def model_ready(self) -> None:
         """The model and its optimizer are on their device."""
@@ -107,8 +105,9 @@ class Guard:
     def epoch(self, number: int, loader: Any = None, accumulation: int = 1) -> Settings | None:
         """An epoch begins: choose settings for it from the memory that is free now."""
         self._log_epoch()
+        keep_share(loader)
         if self.watch is not None:
-            self.watch.mark(say("epoch {number}", number=number))
+            self.watch.mark(f"epoch {number}")
         notes: list[str] = []
         if loader is not None and self._tune != "off":
             found, note = retune(loader, accumulation=accumulation, previous=self.settings)
@@ -173,9 +172,7 @@ class Guard:
             self.logger.warning(
                 "%s",
                 say(
-                    "checkpoint skipped ({full}), although one is due: {cause}",
-                    cause=cause.message,
-                    full=full.message,
+                    "checkpoint skipped ({full}), although one is due: {cause}", cause=cause.message, full=full.message
                 ),
             )
             self._schedule.saved(alarms, now)
@@ -210,9 +207,7 @@ def unwrap_loader(loader: Any) -> Any:
     return getattr(loader, "base_dataloader", loader)
 
 
-def retune(
-    loader: Any, *, accumulation: int, previous: Settings | None
-) -> tuple[Settings | None, str | None]:
+def retune(loader: Any, *, accumulation: int, previous: Settings | None) -> tuple[Settings | None, str | None]:
     """Settings for that loader on this machine now, and a note. Failures become a note: training continues."""
     from torch.utils.data import DataLoader
 
@@ -259,8 +254,7 @@ def apply_settings(loader: Any, settings: Settings) -> list[str]:
         # Created without workers, it has no transport of its own: batches of workers would go through /dev/shm.
         return [say("loader not changed: a legroom.DataLoader created without workers cannot get any later")]
     changed = [
-        say("{name}: {old} → {new}", name=name, old=getattr(loader, name), new=value)
-        for name, value in changes.items()
+        say("{name}: {old} → {new}", name=name, old=getattr(loader, name), new=value) for name, value in changes.items()
     ]
     for name, value in changes.items():
         setattr(loader, name, value)
@@ -293,11 +287,7 @@ def memory_snapshot(moment: str, host: Host | None = None, torch: Any = None) ->
     counters = read_swap_counters(host)
     ram = memory(host)
     return MemorySnapshot(
-        moment,
-        ram_pool(ram),
-        swap_pool(swap(host, ram, counters)),
-        gpu_pools(gpus(host)),
-        _torch_memory(torch),
+        moment, ram_pool(ram), swap_pool(swap(host, ram, counters)), gpu_pools(gpus(host)), _torch_memory(torch)
     )
 
 
@@ -312,11 +302,30 @@ def _torch_memory(torch: Any) -> tuple[TorchMemory, ...]:
     )
 
 
+def keep_share(prepared: Any) -> None:
+    """Give a loader that accelerate has rebuilt with torch's class its ``share=`` again."""
+    base = getattr(prepared, "base_dataloader", None)
+    share = getattr(getattr(base, "collate_fn", None), "share", None)
+    if base is None or share is None or getattr(base, "share", None) is not None:
+        return
+    what: dict[str, Any] = {"batch_sampler": base.batch_sampler}
+    if base.batch_sampler is None:
+        what = {"batch_size": None, "sampler": base.sampler}
+    elif isinstance(base.dataset, lazy_import("torch.utils.data").IterableDataset):
+        what = {"batch_size": base.batch_size, "drop_last": base.drop_last}
+    prepared.base_dataloader = lazy_import("legroom").DataLoader(
+        base.dataset, **what, num_workers=base.num_workers, collate_fn=base.collate_fn, pin_memory=base.pin_memory,
+        timeout=base.timeout, worker_init_fn=base.worker_init_fn, generator=base.generator,
+        multiprocessing_context=base.multiprocessing_context, prefetch_factor=base.prefetch_factor,
+        persistent_workers=base.persistent_workers, share=share[0], on_slow=share[1],
+    )  # fmt: skip
+
+
 def epoch_lines(
     epoch: int, settings: Settings | None, snapshots: Sequence[MemorySnapshot], notes: Sequence[str] = ()
 ) -> str:
     """The log message of one epoch: active settings and memory."""
-    lines = [say("epoch {epoch}", epoch=epoch)]
+    lines = [f"epoch {epoch}"]
     if settings is not None:
         mode = say("low-memory: map or stream the data") if settings.low_memory else say("normal")
         lines.append(say("  mode: {mode}", mode=mode))

@@ -1,7 +1,8 @@
 """A callback for Hugging Face's Trainer: ``Trainer(callbacks=[LegroomCallback()])``.
 
-Forwards the Trainer's events to the guard (guard.py), writes alarms into the log history, and requests the Trainer's
-own checkpoint. A callback cannot reach the Trainer's reporters: set ``callback.log = trainer.log`` to send them alarms.
+Forwards the Trainer's events to the guard (guard.py), writes alarms into the log history, and requests the
+Trainer's own checkpoint. A callback cannot reach the Trainer's reporters: set ``callback.log = trainer.log`` to send
+them alarms.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from functools import cache
 from typing import Any
 
 from legroom.integrations.guard import Guard
+from legroom.messages import phrase
 from legroom.system.imports import require
-from legroom.words import say
 
 
 class Events:
@@ -29,16 +30,14 @@ class Events:
         self.guard = Guard(**options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        logging = require("transformers.utils.logging", "", say("this callback"), package="transformers")
+        logging = require("transformers.utils.logging", "", phrase("this callback"), package="transformers")
         self.guard.logger = logging.get_logger("transformers.legroom")
         self.guard.main = state.is_local_process_zero
         self.guard.report = lambda numbers: self._report(state, numbers)
         self.guard.start()
         self.guard.model_ready()  # the Trainer has moved it to its device by now
 
-    def on_epoch_begin(
-        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any
-    ) -> None:
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
         self.guard.epoch(int(state.epoch or 0), train_dataloader, args.gradient_accumulation_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
@@ -58,7 +57,7 @@ class Events:
 
 @cache
 def _callback_class() -> type[Any]:
-    module = require("transformers", "", say("this callback"), package="transformers")
+    module = require("transformers", "", phrase("this callback"), package="transformers")
     names = {"__module__": __name__, "__qualname__": "LegroomCallback", "__doc__": Events.__init__.__doc__}
     return type("LegroomCallback", (Events, module.TrainerCallback), names)
 

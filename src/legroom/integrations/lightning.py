@@ -1,7 +1,7 @@
 """A Lightning callback: ``Trainer(callbacks=[LegroomCallback()])``.
 
-Forwards Lightning's hooks to the guard (guard.py) and saves Lightning's own checkpoint when one is due. Works with
-``lightning`` and ``pytorch_lightning``, whichever the program uses.
+Forwards Lightning's hooks to the guard (guard.py) and saves Lightning's own checkpoint when one is due. Works
+with ``lightning`` and ``pytorch_lightning``, whichever the program uses.
 
 Lightning creates the first epoch's iterator before any hook: changes of the loader take effect from the second epoch.
 """
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from legroom.integrations.guard import Guard
+from legroom.messages import phrase
 from legroom.system.imports import require
-from legroom.words import say
 
 
 class Hooks:
@@ -53,9 +53,7 @@ class Hooks:
         loader = trainer.train_dataloader
         self.guard.epoch(trainer.current_epoch, loader, trainer.accumulate_grad_batches)
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self._counted:
             return  # while accumulating, a checkpoint would lose gradients
         self._counted = trainer.global_step
@@ -90,7 +88,7 @@ def _report(trainer: Any, numbers: Any) -> None:
 def _callback_class() -> type[Any]:
     older = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
     module = require(
-        "pytorch_lightning" if older else "lightning.pytorch", "", say("this callback"), package="lightning"
+        "pytorch_lightning" if older else "lightning.pytorch", "", phrase("this callback"), package="lightning"
     )
     names = {
         "__module__": __name__,

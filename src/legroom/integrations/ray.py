@@ -1,4 +1,4 @@
-"""A guard for your own training loop in a Ray Train worker.
+"""A guard for your own training loop in a Ray Train worker, and the nodes of a cluster: warm, doctor, entries, drop.
 
     def train_loop_per_worker(config):
         with guarded() as guard:
@@ -25,10 +25,13 @@ from typing import Any
 
 from legroom.errors import UsageError
 from legroom.integrations.guard import Guard
-from legroom.loader.ranks import process_group
+from legroom.integrations.ray_nodes import doctor, drop, entries, warm
+from legroom.loader.rank_sampler import process_group
+from legroom.messages import phrase, say
 from legroom.records import Settings
 from legroom.system.imports import require
-from legroom.words import say
+
+__all__ = ["RayGuard", "doctor", "drop", "entries", "guarded", "warm"]
 
 LOGGER = "ray.train.legroom"  # a child of Ray Train's logger, which a worker prints and stores
 
@@ -39,7 +42,7 @@ class RayGuard:
     def __init__(self, **options: Any) -> None:
         self.guard = Guard(**options)
         self.guard.report = self._keep
-        self._train = require("ray.train", "", say("this callback"), package="'ray[train]'")
+        self._train = require("ray.train", "", phrase("this callback"), package="'ray[train]'")
         self._together = True
         self._numbers: dict[str, float] = {}
 
@@ -105,10 +108,7 @@ class RayGuard:
         try:
             context = self._train.get_context()
             return context.get_local_rank(), context.get_world_size()
-        except (
-            RuntimeError,
-            DeprecationWarning,
-        ) as problem:  # Ray raises the latter inside a Tune function
+        except (RuntimeError, DeprecationWarning) as problem:  # Ray raises the latter inside a Tune function
             raise UsageError(
                 say("this process is not a Ray Train worker"),
                 why=str(problem),

@@ -8,17 +8,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from legroom.advice.plan import plan_for
-from legroom.advice.plan_inputs import Batch, DataRows, Demand, batch_of, data_rows, workload_of
+from legroom.advice.job_description import Batch, DataRows, Demand, batch_of, data_rows, workload_of
+from legroom.advice.plan_jobs import plan_for
 from legroom.errors import NoSuchProcess, UsageError
+from legroom.messages import counted, joined, listed, phrase, say
 from legroom.probe.host import Host
-from legroom.probe.job import job, jobs
+from legroom.probe.running_job import job, jobs
 from legroom.probe.shm_segments import Segments, files_below
 from legroom.probe.snapshot import snapshot
-from legroom.records import Box, Job, Plan, Workload
+from legroom.records import Job, Machine, Plan, Workload
 from legroom.system.argument_checks import check_integer
 from legroom.units import parse_size
-from legroom.words import counted, joined, listed, phrase, say
 
 
 def plan(
@@ -49,46 +49,46 @@ def plan(
     gpu_bytes: int | str | None = None,
     host: Host | None = None,
 ) -> Plan:
-    """How big a box ``gpus`` × ``jobs_per_gpu`` trainings need, and how many fit this one.
+    """Estimate memory for ``gpus`` × ``jobs_per_gpu`` jobs, and how many of them fit on this machine.
 
-    What one takes is stated (``per_process``), measured from running ones (``measure``, ``match``), or predicted
+    The memory of one job is given (``per_process``), measured on running jobs (``measure``, ``match``), or predicted
     from its batches (``data`` or ``sample_bytes`` with ``batch_size``, ``num_workers``, ``prefetch_factor``).
-    Sizes are bytes or texts such as ``"5.75MB"``.
+    Sizes are bytes or strings such as ``"5.75MB"``.
 
     Args:
-        gpus: Cards; None counts those of this box.
-        jobs_per_gpu: Trainings on each card.
-        ranks: Processes of one training.
-        per_process: What each process holds of ``/dev/shm`` besides its loaders.
-        measure: Process ids of running trainings, each measured with all its children.
-        match: Or a pattern of their command lines.
-        data: A data file whose rows make the batches.
-        keys: Only these arrays of it.
-        shared: Count one shared copy of the data in ``/dev/shm``.
-        sample_bytes: Bytes of one sample, where there is no file.
-        batch_size: Samples a batch.
-        num_workers: Of the training's loader.
-        prefetch_factor: Batches that each worker keeps ready.
-        persistent_workers: Whether its workers live on from epoch to epoch.
-        pin_memory: Whether it pins its batches.
-        loader: Whose DataLoader: ours takes RAM where torch's takes ``/dev/shm``.
-        val_batch: Samples a batch of a validation loader that is alive beside it.
-        val_workers: That loader's workers; None: there is none.
+        gpus: Number of GPUs; None counts those of this machine.
+        jobs_per_gpu: Jobs on each GPU.
+        ranks: Processes per job.
+        per_process: ``/dev/shm`` use of each process, without its DataLoaders.
+        measure: Process ids of running jobs; each is measured with all its child processes.
+        match: A regular expression for the command lines of running jobs, instead of ``measure``.
+        data: A data file; its rows are the samples.
+        keys: Use only these arrays of the file.
+        shared: Include one shared copy of the data in ``/dev/shm``.
+        sample_bytes: Size of one sample, instead of ``data``.
+        batch_size: Samples per batch.
+        num_workers: ``num_workers`` of the DataLoader.
+        prefetch_factor: ``prefetch_factor`` of the DataLoader.
+        persistent_workers: ``persistent_workers`` of the DataLoader.
+        pin_memory: ``pin_memory`` of the DataLoader.
+        loader: ``"torch"``, whose batches are in ``/dev/shm``, or ``"legroom"``, whose batches are in RAM.
+        val_batch: Batch size of a validation DataLoader that is alive at the same time.
+        val_workers: Its ``num_workers``; None: there is no validation DataLoader.
         process_ram: Private memory of one process.
-        nccl: NCCL's segments in each process.
-        params: Parameters of a model that is kept on the host.
-        optimizer: Whose state is kept there too.
-        dtype: Of those parameters.
-        gpu_bytes: Memory of one process on its card.
-        host: Where to read; None is this machine.
+        nccl: NCCL's shared memory in each process.
+        params: Number of model parameters kept in host memory.
+        optimizer: The optimizer whose state is kept in host memory.
+        dtype: Data type of those parameters.
+        gpu_bytes: GPU memory of one process.
+        host: The machine to read; None is this one.
     """
     host = host or Host()
     demand = Demand(
-        workers=num_workers, prefetch=prefetch_factor, persistent=persistent_workers, pin_memory=pin_memory,
-        kind=loader,
+        num_workers=num_workers, prefetch_factor=prefetch_factor, persistent_workers=persistent_workers,
+        pin_memory=pin_memory, loader_kind=loader,
         val_batch=val_batch, val_workers=val_workers, ranks=ranks, per_process=_size(per_process),
         process_ram=_size(process_ram), nccl=_size(nccl) or 0, params=params, optimizer=optimizer, dtype=dtype,
-        gpu=_size(gpu_bytes),
+        gpu_bytes=_size(gpu_bytes),
     )  # fmt: skip
     if gpus is not None:
         gpus = check_integer("gpus", gpus, 1)
@@ -97,11 +97,11 @@ def plan(
     rows = data_rows(data, keys) if data is not None else None
     batch = _batch(rows, sample_bytes, batch_size)
     _require_something(demand, measured, rows, batch)
-    box = snapshot(host)
-    count, how = _gpus(box, gpus)
+    machine = snapshot(host)
+    count, how = _gpus(machine, gpus)
     found = plan_for(
         _one(demand, batch, measured, rows if shared else None),
-        box,
+        machine,
         gpus=count,
         jobs_per_gpu=jobs_per_gpu,
         held_shm=measured.held if measured else 0,
@@ -117,68 +117,57 @@ def _size(value: int | str | None) -> int | None:
 
 def _batch(rows: DataRows | None, sample_bytes: int | str | None, batch_size: int | None) -> Batch | None:
     if rows is not None and sample_bytes is not None:
-        raise UsageError(
-            say("a data file and the bytes of a sample say the same thing twice"),
-            fix=(say("give one of them"),),
-        )
+        raise UsageError(say("a data file and the size of a sample cannot be combined"), fix=(say("pass one of them"),))
     if batch_size is None:
         if sample_bytes is None:
             return None
         raise UsageError(
-            say("the bytes of a sample alone make no batch"), fix=(say("give the batch size as well"),)
+            say("the size of a sample needs a batch size"), fix=(say("also pass the batch size (--batch)"),)
         )
     if rows is not None:
         return rows.batch(batch_size)
     if sample_bytes is not None:
         return batch_of(parse_size(sample_bytes), batch_size)
     raise UsageError(
-        say("a batch of {size} samples of unknown bytes", size=batch_size),
-        fix=(say("give a data file, or the bytes of a sample"),),
+        say("the size of a sample is unknown, for a batch of {size} samples", size=batch_size),
+        fix=(say("pass a data file (--data), or the size of a sample (--sample-bytes)"),),
     )
 
 
-def _require_something(
-    demand: Demand, measured: Running | None, rows: DataRows | None, batch: Batch | None
-) -> None:
+def _require_something(demand: Demand, measured: Running | None, rows: DataRows | None, batch: Batch | None) -> None:
     if measured is not None and (demand.per_process is not None or batch is not None):
         raise UsageError(
-            say("running trainings were measured, and what one takes was given as well"),
-            why=say("what they hold in /dev/shm has their batches in it already"),
-            fix=(say("measure, or state, or predict: one of them"),),
+            say("measuring running jobs cannot be combined with a description of a job"),
+            why=say("what they use of /dev/shm already includes their batches"),
+            fix=(say("use either --measure or --match, or --per-process, or --data"),),
         )
-    if (
-        measured is None
-        and demand.per_process is None
-        and batch is None
-        and rows is None
-        and not demand.params
-    ):
+    if measured is None and demand.per_process is None and batch is None and rows is None and not demand.params:
         raise UsageError(
-            say("nothing is known of what one training takes"),
+            say("the memory of one job is unknown"),
             fix=(
-                say("state it: --per-process 5.75MB"),
-                say("measure running ones: --match 'train_.*', or --measure PID"),
+                say("pass it: --per-process 5.75MB"),
+                say("or measure running jobs: --match 'train_.*', or --measure PID"),
                 say("or predict it: --data FILE --batch 64 --workers 4"),
             ),
         )
 
 
-def _gpus(box: Box, stated: int | None) -> tuple[int, tuple[str, ...]]:
+def _gpus(machine: Machine, stated: int | None) -> tuple[int, tuple[str, ...]]:
     if stated is not None:
         return stated, ()
-    found = len(box.gpus.cards) or box.gpus.on_bus or 0
+    found = len(machine.gpus.cards) or machine.gpus.on_bus or 0
     if found:
         gpus = counted(found, phrase("{count} GPU"), phrase("{count} GPUs"))
-        return found, (say("counted here: {gpus} ({source})", gpus=gpus, source=box.gpus.source),)
-    why = box.gpus.reason or box.gpus.source
-    return 1, (say("no GPU was seen ({why}): counted as one, give --gpus for another number", why=why),)
+        return found, (say("{gpus} on this machine ({source})", gpus=gpus, source=machine.gpus.source),)
+    why = machine.gpus.reason or machine.gpus.source
+    return 1, (say("no GPU found ({why}): one is assumed; pass --gpus for another number", why=why),)
 
 
 def _one(demand: Demand, batch: Batch | None, measured: Running | None, shared: DataRows | None) -> Workload:
     """One job: its processes are its ranks."""
     one = workload_of(demand, batch, demand.ranks)
     if measured is not None:
-        source = say("measured on {count} running", count=len(measured.jobs))
+        source = say("measured on running jobs: {count}", count=len(measured.jobs))
         one = replace(
             one,
             process_shm=measured.each_shm,
@@ -193,7 +182,7 @@ def _one(demand: Demand, batch: Batch | None, measured: Running | None, shared: 
         one = replace(
             one,
             entries_shm=one.entries_shm + shared.nbytes,
-            entries_shm_source=listed([*sources, say("the data's description")]),
+            entries_shm_source=listed([*sources, say("read from the data file")]),
             mapped=shared.nbytes,
         )
     return one
@@ -209,30 +198,26 @@ def _about_rows(rows: DataRows | None, batch: Batch | None) -> tuple[str, ...]:
     if rows is None or batch is None:
         return ()
     notes = [
-        say(
-            "batches are counted as the rows lie in the file: a transform that makes float32 of uint8 takes four "
-            "times as much"
-        )
+        say("batch sizes are those in the file: converting uint8 to float32 in a transform takes four times as much")
     ]
     if rows.uneven:
-        notes.append(say("rows differ in length and only their average is known: a batch may be larger"))
+        notes.append(say("rows differ in length and only their average is known, so a batch may be larger"))
     if rows.left_out:
-        notes.append(say("not part of a batch, having no rows: {names}", names=listed(rows.left_out[:5])))
+        notes.append(say("not included, because they have no rows: {names}", names=listed(rows.left_out[:5])))
     return tuple(notes)
 
 
-_STORE = "/legroom-"  # a store of shared datasets: one copy for any number of trainings
+_STORE = "/legroom-"  # a store of shared datasets: one copy for any number of jobs
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Trainings that run now: each one's own share, and what they hold together."""
+    """Training runs that are active now: the memory of each, and of all together."""
 
     jobs: tuple[Job, ...]
-    shm: tuple[int, ...]  # bytes in /dev/shm that are one training's own
+    shm: tuple[int, ...]  # bytes in /dev/shm that only one job uses
     ram: tuple[int | None, ...]  # private memory of each, workers included
     shared: int  # bytes in /dev/shm that several of them use, or may use
-    rss_shmem: tuple[int | None, ...]
 
     @property
     def held(self) -> int:
@@ -250,15 +235,9 @@ class Running:
         known = [amount for amount in self.ram if amount is not None]
         return -(-sum(known) // len(known)) if len(known) == len(self.ram) else None
 
-    @property
-    def each_rss_shmem(self) -> int | None:
-        """What RssShmem would have told of one."""
-        known = [amount for amount in self.rss_shmem if amount is not None]
-        return -(-sum(known) // len(known)) if len(known) == len(self.rss_shmem) else None
-
 
 def running(host: Host, pids: Sequence[int] = (), pattern: str | None = None) -> Running:
-    """The trainings with those process ids, and those whose command line the pattern finds."""
+    """The running jobs with these process ids, and those whose command line matches the pattern."""
     found = {one.pid: one for one in (jobs(host, pattern) if pattern is not None else [])}
     found.update({pid: job(host, pid) for pid in pids})
     members = tuple(found.values())
@@ -266,10 +245,10 @@ def running(host: Host, pids: Sequence[int] = (), pattern: str | None = None) ->
         if one.held.get("shm") is None:
             raise NoSuchProcess(
                 say("process {pid} cannot be measured", pid=one.pid),
-                why=joined(one.notes) or say("its maps may not be read"),
+                why=joined(one.notes) or say("no permission to read its memory maps"),
                 fix=(
                     say("run as the user who started it, or as root"),
-                    say("or state what one process takes: --per-process 5.75MB"),
+                    say("or pass the memory of one process: --per-process 5.75MB"),
                 ),
             )
     segments, everybodys = _shared(host, members)
@@ -283,12 +262,11 @@ def running(host: Host, pids: Sequence[int] = (), pattern: str | None = None) ->
         shm=tuple(own),
         ram=tuple(_private(host, one) for one in members),
         shared=segments.total(everybodys & used) or 0,
-        rss_shmem=tuple(_sum([process.rss_shmem for process in one.processes]) for one in members),
     )
 
 
 def _shared(host: Host, members: Sequence[Job]) -> tuple[Segments, set[int]]:
-    """Segments that more than one training holds, and those of a dataset store, which any may hold."""
+    """Segments that more than one job uses, and those of a dataset store, which any may use."""
     segments = Segments.of(host)
     listed = files_below(host, segments.path).files
     segments.know(listed)
@@ -307,7 +285,7 @@ def _private(host: Host, one: Job) -> int | None:
     """Anonymous pages by PSS, and pinned memory; /dev/shm is counted for itself.
 
     Pages of files (libraries, a dataset on disk that is mapped) are one copy for all who map them, and the kernel takes
-    them back when it needs to: a second training brings no more of them.
+    them back when it needs to: a second job adds none.
     """
     total = 0
     for process in one.processes:
@@ -318,8 +296,3 @@ def _private(host: Host, one: Job) -> int | None:
             return None
         total += anonymous + (process.pinned or 0)
     return total
-
-
-def _sum(amounts: Sequence[int | None]) -> int | None:
-    known = [amount for amount in amounts if amount is not None]
-    return sum(known) if len(known) == len(amounts) else None

@@ -2,7 +2,7 @@
 
 Each rule is a pure function of the history and the active alarms. Thresholds are those of `legroom doctor`; an active
 alarm has a lower one, so that a level which wavers around its threshold raises one alarm. Whether growth is a leak is
-decided in trend.py.
+decided in history_and_trend.py.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from legroom.advice import findings, findings_ram, findings_shm
-from legroom.monitor.sample_history import History
-from legroom.monitor.trend import (
+from legroom.advice import copied_memory, findings, findings_shm
+from legroom.messages import counted, joined, listed, phrase, say
+from legroom.monitor.history_and_trend import (
     GrowingProcesses,
+    History,
     Trend,
     describe_growth,
     find_trend,
@@ -22,9 +23,8 @@ from legroom.monitor.trend import (
     held_by_new_processes,
 )
 from legroom.records import Alarm, AlarmLevel, Moment, Pool, ProcessRow, Sample
-from legroom.records.findings import scope_name
+from legroom.records.machine import scope_name
 from legroom.units import format_duration, format_size
-from legroom.words import counted, joined, listed, phrase, say
 
 ActiveAlarms = frozenset[tuple[str, str | None]]  # keys of alarms
 
@@ -42,6 +42,8 @@ _RECENT = 10  # samples over which counters and processes are compared
 _HARD_TO_RECLAIM = 0.85  # share of the limit in use; below, hits of the limit only drop page cache
 _MOST_NAMED = 3  # processes named in one alarm
 _CRITICAL_INTERVALS = 60  # a pool that is full sooner is critical
+_COPIED = 64 << 20  # bytes that one worker has copied: a garbage collection in a worker copies 40 MB of torch, once
+_COPY_SAMPLES = 240  # in which the readings of a worker are looked for
 _STARTUP_PATIENCE = 4.0  # times longer must growth last when new processes cause it
 _STARTUP_SHARE = 0.6  # of the growth, held by new processes
 
@@ -121,13 +123,7 @@ def pool_levels(history: History, active: ActiveAlarms) -> Iterator[Alarm]:
             code,
             pool.name,
             level,
-            say(
-                "{pool} is {share:.0%} full: {free} of {size} left",
-                pool=pool.name,
-                share=share,
-                free=free,
-                size=size,
-            ),
+            say("{pool} is {share:.0%} full: {free} of {size} left", pool=pool.name, share=share, free=free, size=size),
             sample.when,
             {"share": round(share, 4), "free": pool.free, "size": pool.size},
             growing_processes(recent[0], sample, pool.name).pids,
@@ -138,7 +134,7 @@ def swap_traffic(history: History, active: ActiveAlarms) -> Iterator[Alarm]:
     """Pages that move to and from swap. Pages that only lie there cost nothing."""
     code = "swap-moving"
     recent = history.samples.last(_SWAP_ENDS_AFTER)
-    traffic = [(sample.swap_in or 0.0) + (sample.swap_out or 0.0) >= findings_ram.MOVING for sample in recent]
+    traffic = [(sample.swap_in or 0.0) + (sample.swap_out or 0.0) >= findings.MOVING for sample in recent]
     if (code, "swap") in active:
         enough = any(traffic)
     else:
@@ -173,12 +169,12 @@ def memory_pressure(history: History, active: ActiveAlarms) -> Iterator[Alarm]:
         return
     worst = max(sample.pressure, key=lambda one: (one.full_avg10, one.some_avg10))
     factor = 0.5 if ("memory-pressure", None) in active else 1.0
-    if worst.some_avg10 < findings_ram.STALL * factor and worst.full_avg10 < findings_ram.HARD_STALL * factor:
+    if worst.some_avg10 < findings.STALL * factor and worst.full_avg10 < findings.HARD_STALL * factor:
         return
     yield Alarm(
         "memory-pressure",
         None,
-        "critical" if worst.full_avg10 >= findings_ram.HARD_STALL else "warning",
+        "critical" if worst.full_avg10 >= findings.HARD_STALL else "warning",
         say(
             "tasks stalled on memory in the last 10 s: some {some:.0f} %, all {full:.0f} % of the time ({scope})",
             some=worst.some_avg10,
@@ -273,7 +269,45 @@ def filling_pools(history: History, active: ActiveAlarms) -> Iterator[Alarm]:
             yield _filling(pool.name, sample, found, growing_processes(before, sample, pool.name))
 
 
-RULES = (pool_levels, swap_traffic, memory_pressure, oom_kills, cgroup_counters, filling_pools)
+def workers_copy_dataset(history: History, active: ActiveAlarms) -> Iterator[Alarm]:
+    """Forked workers that copy their parent's memory page by page while they read Python objects in it."""
+    recent = history.samples.last(_COPY_SAMPLES)
+    if not recent:
+        return
+    sample = recent[-1]
+    rates: dict[int, dict[int, float]] = {}
+    copied: dict[int, int] = {}
+    for row in sample.processes:
+        if row.copied is None:
+            continue
+        points = {
+            before.copied_at: before.copied
+            for one in recent
+            for before in one.processes
+            if before.pid == row.pid and before.copied is not None and before.copied_at is not None
+        }
+        rate = copied_memory.copy_rate(sorted(points.items()), least=_COPIED)
+        if rate is not None:
+            rates.setdefault(row.parent, {})[row.pid] = rate
+            copied[row.parent] = max(row.copied, copied.get(row.parent, 0))
+    for parent, found in rates.items():
+        rate = sum(found.values()) / len(found)
+        workers = sum(1 for row in sample.processes if row.parent == parent)
+        message = say(
+            "{workers} of pid {pid} copy memory they share with it, {rate} each: Python objects that they read. Freeze "
+            "the dataset's lists and dicts (legroom.freeze_dataset)",
+            workers=counted(workers, phrase("{count} worker"), phrase("{count} workers")), pid=parent, rate=_rate(rate),
+        )  # fmt: skip
+        evidence: dict[str, int | float | str] = {
+            "bytes_per_second": round(rate),
+            "copied": copied[parent],
+            "workers": workers,
+            "parent": parent,
+        }
+        yield Alarm(copied_memory.CODE, "ram", "warning", message, sample.when, evidence, tuple(found))
+
+
+RULES = (pool_levels, swap_traffic, memory_pressure, oom_kills, cgroup_counters, workers_copy_dataset, filling_pools)
 
 
 def _thresholds(pool: Pool) -> tuple[str | None, float, float]:
@@ -281,7 +315,7 @@ def _thresholds(pool: Pool) -> tuple[str | None, float, float]:
     if pool.name == "shm":
         return "shm-nearly-full", findings_shm.NEARLY_FULL, findings_shm.ABOUT_TO_FAIL
     if pool.name == "ram":
-        return "ram-near-limit", 1 - findings_ram.NEAR, 1 - findings_ram.AT_THE_EDGE
+        return "ram-near-limit", 1 - findings.NEAR, 1 - findings.AT_THE_EDGE
     if pool.name.startswith("gpu"):
         return "gpu-nearly-full", findings.NEARLY_FULL, findings.FULL
     if pool.name == "fds":
@@ -314,9 +348,7 @@ def _ended_processes(recent: Sequence[Sample]) -> list[ProcessRow]:
     """Processes of these samples that are not in the last one, the largest first."""
     seen = {row.pid: row for one in recent[:-1] for row in one.processes}
     alive = {row.pid for row in recent[-1].processes}
-    return sorted(
-        (row for pid, row in seen.items() if pid not in alive), key=lambda row: row.host or 0, reverse=True
-    )
+    return sorted((row for pid, row in seen.items() if pid not in alive), key=lambda row: row.host or 0, reverse=True)
 
 
 def _killed_in_cgroup(count: int) -> str:

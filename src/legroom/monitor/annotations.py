@@ -16,18 +16,19 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from legroom.probe.host import Host
 from legroom.probe.process import started_at
-from legroom.records import Annotations, Mark
+from legroom.records import Annotations, GrowthRow, Mark
+from legroom.system.argument_checks import check_integer
 from legroom.system.atomic_file import replace_file
-from legroom.words import say
 
 SCHEMA = "legroom.said/1"
+GROWING_SCHEMA = "legroom.growing/1"
 _MOST_MARKS = 256  # between two samples
 _MARKS_KEPT = 32  # in the file
 _LONGEST_FILE = 1 << 16  # bytes
@@ -53,14 +54,8 @@ class AnnotationCollector:
     def component(self, **sizes: int | None) -> None:
         """Set the host memory of components in bytes; None removes one."""
         for name, size in sizes.items():
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
-                raise TypeError(
-                    say(
-                        "component {name} must be an integer ≥ 0 in bytes (got {size!r})",
-                        name=name,
-                        size=size,
-                    )
-                )
+            if size is not None:
+                check_integer(name, size, 0)
         with self._lock:
             for name, size in sizes.items():
                 if size is None:
@@ -147,14 +142,17 @@ class AnnotationFile:
             replace_file(self._path, text)
             self._written = text
         except OSError:
-            self._path = (
-                None  # the directory is gone or full: only the script's own watch has the annotations
-            )
+            self._path = None  # the directory is gone or full: only the script's own watch has the annotations
 
     def close(self) -> None:
         """Remove the file; a forked child does not remove its parent's."""
         if self._path is not None and os.getpid() == self._pid:
             self._path.unlink(missing_ok=True)
+
+
+def write_growing(directory: Path, pid: int, sites: Sequence[Mapping[str, Any]]) -> None:
+    """Tell a `legroom watch` which lines make this process grow; OSError where it cannot be written."""
+    replace_file(directory / f"{pid}.growing.json", json.dumps({"schema": GROWING_SCHEMA, "sites": list(sites)}))
 
 
 @dataclass
@@ -165,7 +163,7 @@ class AnnotationReader:
     _step_rate: StepRate = field(default_factory=StepRate)
     _newest_mark: float | None = None  # the time of the newest mark that was returned
 
-    def read(self, clock: float, pids: Iterable[int]) -> Annotations:
+    def read(self, clock: float, pids: Collection[int]) -> Annotations:
         """Components added up; steps and phase of the process with the most steps; marks of all."""
         directory = annotation_directory(self.host)
         found = [] if directory is None else [one for pid in pids if (one := self._read(directory, pid))]
@@ -178,11 +176,30 @@ class AnnotationReader:
         new = tuple(mark for mark in marks if self._newest_mark is not None and mark.when > self._newest_mark)
         self._newest_mark = max([self._newest_mark or 0.0, *(mark.when for mark in marks)])
         rate = self._step_rate.at(clock, furthest.steps)
-        return Annotations(components, furthest.phase, new, furthest.steps, rate)
+        growing = () if directory is None else tuple(row for pid in pids for row in self._growing(directory, pid))
+        return Annotations(components, furthest.phase, new, furthest.steps, rate, growing)
+
+    def _growing(self, directory: Path, pid: int) -> list[GrowthRow]:
+        """The lines of code that make that process grow, where it runs under `legroom leak`."""
+        data = self._load(directory / f"{pid}.growing.json", pid)
+        try:
+            if not isinstance(data, dict) or data["schema"] != GROWING_SCHEMA:
+                return []
+            return [
+                GrowthRow(pid, str(row["where"]), str(row["what"]), float(row["rate"]), str(row["per"]),
+                          str(row["certainty"]))
+                for row in data["sites"]
+            ]  # fmt: skip
+        except (KeyError, TypeError, ValueError):
+            return []
 
     def _read(self, directory: Path, pid: int) -> Annotations | None:
+        return _parsed(self._load(directory / f"{pid}.json", pid))
+
+    def _load(self, path: Path, pid: int) -> Any:
+        """The content of a file that this very process wrote; None if there is none."""
         try:
-            with open(directory / f"{pid}.json", "rb") as file:
+            with open(path, "rb") as file:
                 written = os.fstat(file.fileno()).st_mtime
                 data = json.loads(file.read(_LONGEST_FILE))
         except (OSError, ValueError, RecursionError):
@@ -190,7 +207,7 @@ class AnnotationReader:
         started = started_at(self.host, pid)
         if started is not None and written < started - 1.0:
             return None  # of an earlier process with this pid
-        return _parsed(data)
+        return data
 
 
 def _parsed(data: Any) -> Annotations | None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-import threading
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from legroom.errors import CannotListen
-from legroom.words import say
+from legroom.messages import say
+from legroom.system.process_control import start_daemon_thread, why_no_thread
 
 TEXT = "text/plain; charset=utf-8"
 LOOPBACK = "127.0.0.1"
@@ -55,7 +56,14 @@ def serve(where: tuple[str, int], handler: type[BaseHTTPRequestHandler], *, any_
             fix=(say("choose another port, or 0 for any free port"),),
         ) from problem
     server.hosts = AllowedHosts(host, str(server.server_address[0]), any_host=any_host)
-    threading.Thread(target=server.serve_forever, name="legroom-serve", daemon=True).start()
+    if start_daemon_thread(server.serve_forever, "legroom-serve") is None:
+        why = why_no_thread()
+        server.server_close()
+        raise CannotListen(
+            say("cannot listen on {host}:{port}", host=host, port=port),
+            why=why,
+            fix=(say("raise the limit, or run without a server"),),
+        )
     return server
 
 
@@ -76,6 +84,12 @@ class Server(ThreadingHTTPServer):
         """Stop answering and free the port."""
         self.shutdown()
         self.server_close()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own; where none can be started, before the next client."""
+        answer = partial(self.process_request_thread, request, client_address)
+        if start_daemon_thread(answer, "legroom-answer") is None:
+            answer()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore clients that disconnect."""

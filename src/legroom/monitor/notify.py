@@ -10,16 +10,16 @@ import json
 import os
 import queue
 import subprocess
-import threading
 from collections.abc import Callable
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from legroom.errors import UsageError
+from legroom.messages import say
 from legroom.monitor.watch_log import alarm_object
 from legroom.records import Alarm, Moment
-from legroom.records.findings import heading
-from legroom.words import say
+from legroom.records.machine import heading
+from legroom.system.process_control import ExitStatus, start_daemon_thread, why_no_thread
 
 SCHEMA = "legroom.alarm/1"
 _COMMAND_TIMEOUT = 60.0
@@ -32,13 +32,17 @@ Send = Callable[[Alarm, State], None]
 
 
 class Notifier:
-    """Calls ``send`` for each alarm in its own thread. An error is reported, and the watch continues."""
+    """Calls ``send`` for each alarm in its own thread. An error is reported, and the watch continues.
+
+    Where no thread can be started, the watch waits for each alarm to be sent.
+    """
 
     def __init__(self, send: Send, report: Callable[[str], object]) -> None:
         self._send, self._report = send, report
         self._queue: queue.Queue[tuple[Alarm, State] | None] = queue.Queue(_MOST_WAITING)
-        self._thread = threading.Thread(target=self._work, name="legroom-notify", daemon=True)
-        self._thread.start()
+        self._thread = start_daemon_thread(self._work, "legroom-notify")
+        if self._thread is None:
+            report(say("samples wait while an alarm is sent: {why}", why=why_no_thread()))
 
     def show(self, moment: Moment) -> None:
         for alarm in moment.begun:
@@ -47,6 +51,8 @@ class Notifier:
             self._put((alarm, "ended"))
 
     def close(self) -> None:
+        if self._thread is None:
+            return
         try:
             self._queue.put(None, timeout=_LAST_WAIT)
         except queue.Full:
@@ -54,6 +60,9 @@ class Notifier:
         self._thread.join(_LAST_WAIT)
 
     def _put(self, item: tuple[Alarm, State]) -> None:
+        if self._thread is None:
+            self._send_one(item)
+            return
         try:
             self._queue.put_nowait(item)
         except queue.Full:  # the receiver hangs; the log has every alarm
@@ -61,18 +70,19 @@ class Notifier:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            try:
-                self._send(*item)
-            except Exception as problem:
-                self._report(say("could not send {code}: {problem}", code=item[0].code, problem=problem))
+            self._send_one(item)
+
+    def _send_one(self, item: tuple[Alarm, State]) -> None:
+        try:
+            self._send(*item)
+        except Exception as problem:
+            self._report(say("could not send {code}: {problem}", code=item[0].code, problem=problem))
 
 
 def command_sender(command: str) -> Send:
     """Run a shell command for each alarm."""
     if not command.strip():
-        raise UsageError(
-            say("--on-alarm is empty"), fix=(say("pass a command, such as 'notify-send legroom'"),)
-        )
+        raise UsageError(say("--on-alarm is empty"), fix=(say("pass a command, such as 'notify-send legroom'"),))
 
     def send(alarm: Alarm, state: State) -> None:
         environment = {
@@ -96,7 +106,7 @@ def command_sender(command: str) -> Send:
         )
         if done.returncode:
             raise RuntimeError(
-                say("{command!r} exited with status {status}", command=command, status=done.returncode)
+                say("{command!r} failed: {how}", command=command, how=str(ExitStatus.of(done.returncode)))
             )
 
     return send

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from legroom.errors import NothingMatches, UsageError
+from legroom.messages import say
 from legroom.probe.host import Host
 from legroom.probe.process import matching, our_pid, tree
 from legroom.records import Process
-from legroom.words import say
 
 _Processes = Mapping[int, Process]
 
@@ -60,9 +60,7 @@ def process_tree(pid: int, processes: _Processes) -> ProcessSelection:
     return ProcessSelection(description, lambda _: (pid,), ends=True, scope=str(pid))
 
 
-def matching_processes(
-    host: Host, pattern: str, processes: _Processes, *, wait: bool = True
-) -> ProcessSelection:
+def matching_processes(host: Host, pattern: str, processes: _Processes, *, wait: bool = True) -> ProcessSelection:
     """Processes whose command line matches, now or later, and their descendants.
 
     NothingMatches where none does now and ``wait`` is false.

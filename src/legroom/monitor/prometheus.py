@@ -7,9 +7,9 @@ The dashboard and alert rules are in share/.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from legroom.monitor.http_server import TEXT, Handler, parse_address, serve
 from legroom.records import Moment, ProcessRow, Sample
@@ -67,7 +67,7 @@ class Metric(NamedTuple):
     """A metric: name, type and help."""
 
     name: str
-    kind: Literal["gauge", "counter"]
+    kind: str  # gauge or counter
     help: str
 
 
@@ -100,46 +100,37 @@ class Totals:
         )
 
 
-METRICS = (
-    Metric("legroom_pool_size_bytes", "gauge", "Size of a pool; ram is limited by the cgroup."),
-    Metric("legroom_pool_used_bytes", "gauge", "Used bytes of a pool, without what can be reclaimed."),
-    Metric("legroom_pool_free_bytes", "gauge", "Free bytes of a pool."),
-    Metric("legroom_pool_used_ratio", "gauge", "Used share of a pool, 0 to 1."),
-    Metric("legroom_pool_full_in_seconds", "gauge", "Seconds until a pool that is filling up is full."),
-    Metric("legroom_swap_in_bytes_total", "counter", "Bytes the machine swapped in since the watch began."),
-    Metric("legroom_swap_out_bytes_total", "counter", "Bytes the machine swapped out since the watch began."),
-    Metric(
-        "legroom_memory_pressure_ratio",
-        "gauge",
-        "Share of the last 10 s in which some or all tasks stalled on memory (PSI).",
-    ),
-    Metric(
-        "legroom_oom_kills_total", "counter", "Processes killed by the OOM killer, as the kernel counts them."
-    ),
-    Metric("legroom_memory_limit_hits_total", "counter", "Hits of the cgroup's memory limit."),
-    Metric("legroom_memory_throttled_total", "counter", "Times the cgroup was throttled at memory.high."),
-    Metric("legroom_processes", "gauge", "Watched processes."),
-    Metric("legroom_process_resident_memory_bytes", "gauge", "RSS of a process."),
-    Metric(
-        "legroom_process_shared_memory_bytes",
-        "gauge",
-        "RssShmem of a process: /dev/shm, memfd, pinned memory.",
-    ),
-    Metric("legroom_process_swap_bytes", "gauge", "VmSwap of a process."),
-    Metric(
-        "legroom_process_proportional_memory_bytes", "gauge", "PSS of a process, read less often than RSS."
-    ),
-    Metric("legroom_process_proportional_memory_age_seconds", "gauge", "Age of the PSS reading."),
-    Metric("legroom_process_gpu_memory_bytes", "gauge", "GPU memory of a process, on all GPUs."),
-    Metric("legroom_process_open_fds", "gauge", "Open file descriptors of a process."),
-    Metric("legroom_process_max_fds", "gauge", "File descriptor limit of a process."),
-    Metric("legroom_component_bytes", "gauge", "Host memory by component, as the script reports it."),
-    Metric("legroom_steps_total", "counter", "Training steps, as the script counts them."),
-    Metric("legroom_cache_entry_bytes", "gauge", "Size of a dataset in the shared cache."),
-    Metric("legroom_alarm", "gauge", "1 for each active alarm."),
-    Metric("legroom_alarms_total", "counter", "Times each alarm began."),
-    Metric("legroom_sample_timestamp_seconds", "gauge", "Time of the sample."),
-    Metric("legroom_sample_cost_seconds", "gauge", "CPU time spent on the sample."),
+METRICS = tuple(
+    Metric("legroom_" + name, kind, text)
+    for name, kind, text in (
+        ("pool_size_bytes", "gauge", "Size of a pool; ram is limited by the cgroup."),
+        ("pool_used_bytes", "gauge", "Used bytes of a pool, without what can be reclaimed."),
+        ("pool_free_bytes", "gauge", "Free bytes of a pool."),
+        ("pool_used_ratio", "gauge", "Used share of a pool, 0 to 1."),
+        ("pool_full_in_seconds", "gauge", "Seconds until a pool that is filling up is full."),
+        ("swap_in_bytes_total", "counter", "Bytes the machine swapped in since the watch began."),
+        ("swap_out_bytes_total", "counter", "Bytes the machine swapped out since the watch began."),
+        ("memory_pressure_ratio", "gauge", "Share of the last 10 s in which some or all tasks stalled on memory."),
+        ("oom_kills_total", "counter", "Processes killed by the OOM killer, as the kernel counts them."),
+        ("memory_limit_hits_total", "counter", "Hits of the cgroup's memory limit."),
+        ("memory_throttled_total", "counter", "Times the cgroup was throttled at memory.high."),
+        ("processes", "gauge", "Watched processes."),
+        ("process_resident_memory_bytes", "gauge", "RSS of a process."),
+        ("process_shared_memory_bytes", "gauge", "RssShmem of a process: /dev/shm, memfd, pinned memory."),
+        ("process_swap_bytes", "gauge", "VmSwap of a process."),
+        ("process_proportional_memory_bytes", "gauge", "PSS of a process, read less often than RSS."),
+        ("process_proportional_memory_age_seconds", "gauge", "Age of the PSS reading."),
+        ("process_gpu_memory_bytes", "gauge", "GPU memory of a process, on all GPUs."),
+        ("process_open_fds", "gauge", "Open file descriptors of a process."),
+        ("process_max_fds", "gauge", "File descriptor limit of a process."),
+        ("component_bytes", "gauge", "Host memory by component, as the script reports it."),
+        ("steps_total", "counter", "Training steps, as the script counts them."),
+        ("cache_entry_bytes", "gauge", "Size of a dataset in the shared cache."),
+        ("alarm", "gauge", "1 for each active alarm."),
+        ("alarms_total", "counter", "Times each alarm began."),
+        ("sample_timestamp_seconds", "gauge", "Time of the sample."),
+        ("sample_cost_seconds", "gauge", "CPU time spent on the sample."),
+    )
 )
 
 
@@ -177,51 +168,38 @@ def metric_values(moment: Moment, totals: Totals) -> Iterator[Value]:
         for kind, average in (("some", one.some_avg10), ("full", one.full_avg10)):
             yield Value("legroom_memory_pressure_ratio", {"scope": one.scope, "kind": kind}, average / 100)
     events = sample.events
-    yield from _known("legroom_oom_kills_total", {"scope": events.scope}, events.oom_kills)
-    yield from _known("legroom_memory_limit_hits_total", {"scope": events.scope}, events.at_limit)
-    yield from _known("legroom_memory_throttled_total", {"scope": events.scope}, events.throttled)
+    yield from _known({"scope": events.scope}, oom_kills_total=events.oom_kills,
+                      memory_limit_hits_total=events.at_limit, memory_throttled_total=events.throttled)  # fmt: skip
     yield Value("legroom_processes", {}, len(sample.processes))
-    for row in _largest(sample.processes):
+    for row in sorted(sample.processes, key=lambda row: -(row.host or 0))[:MOST_PROCESSES]:
         yield from _process(row, sample.clock)
     for name, size in sample.said.components.items():
         yield Value("legroom_component_bytes", {"component": name}, size)
-    yield from _known("legroom_steps_total", {}, sample.said.steps)
+    yield from _known({}, steps_total=sample.said.steps, sample_cost_seconds=sample.cost)
     for entry in sample.entries or ():
         labels = {"key": entry.key, "source": entry.source, "backing": entry.backing}
         yield Value("legroom_cache_entry_bytes", labels, entry.bytes)
     yield Value("legroom_sample_timestamp_seconds", {}, sample.when)
-    yield from _known("legroom_sample_cost_seconds", {}, sample.cost)
 
 
 def _pools(sample: Sample) -> Iterator[Value]:
     for pool in sample.pools:
-        labels = {"pool": pool.name}
-        yield from _known("legroom_pool_size_bytes", labels, pool.size)
-        yield from _known("legroom_pool_used_bytes", labels, pool.used)
-        yield from _known("legroom_pool_free_bytes", labels, pool.free)
-        yield from _known("legroom_pool_used_ratio", labels, pool.used_share)
+        yield from _known({"pool": pool.name}, pool_size_bytes=pool.size, pool_used_bytes=pool.used,
+                          pool_free_bytes=pool.free, pool_used_ratio=pool.used_share)  # fmt: skip
 
 
 def _process(row: ProcessRow, clock: float) -> Iterator[Value]:
-    labels = {"pid": str(row.pid), "command": row.command}
-    yield from _known("legroom_process_resident_memory_bytes", labels, row.rss)
-    yield from _known("legroom_process_shared_memory_bytes", labels, row.rss_shmem)
-    yield from _known("legroom_process_swap_bytes", labels, row.swap)
-    yield from _known("legroom_process_proportional_memory_bytes", labels, row.pss)
-    if row.pss is not None and row.pss_at is not None:
-        yield Value("legroom_process_proportional_memory_age_seconds", labels, clock - row.pss_at)
-    yield from _known("legroom_process_gpu_memory_bytes", labels, row.gpu)
-    yield from _known("legroom_process_open_fds", labels, row.fds)
-    yield from _known("legroom_process_max_fds", labels, row.fd_limit)
+    age = None if row.pss is None or row.pss_at is None else clock - row.pss_at
+    yield from _known(
+        {"pid": str(row.pid), "command": row.command},
+        process_resident_memory_bytes=row.rss, process_shared_memory_bytes=row.rss_shmem, process_swap_bytes=row.swap,
+        process_proportional_memory_bytes=row.pss, process_proportional_memory_age_seconds=age,
+        process_gpu_memory_bytes=row.gpu, process_open_fds=row.fds, process_max_fds=row.fd_limit,
+    )  # fmt: skip
 
 
-def _largest(rows: Iterable[ProcessRow]) -> list[ProcessRow]:
-    return sorted(rows, key=lambda row: -(row.host or 0))[:MOST_PROCESSES]
-
-
-def _known(metric: str, labels: Mapping[str, str], value: float | None) -> Iterator[Value]:
-    if value is not None:
-        yield Value(metric, labels, value)
+def _known(labels: Mapping[str, str], **values: float | None) -> Iterator[Value]:
+    return (Value("legroom_" + name, labels, value) for name, value in values.items() if value is not None)
 
 
 def _labels(labels: Mapping[str, str]) -> str:

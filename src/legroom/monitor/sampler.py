@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from legroom.errors import LegroomError
+from legroom.messages import say
 from legroom.monitor.process_selection import ProcessSelection
+from legroom.monitor.worker_copies import WorkerCopies
 from legroom.probe.filesystem import disk_pool, disks
 from legroom.probe.gpu_devices import gpu_pools, gpus
 from legroom.probe.host import Host
@@ -29,13 +31,13 @@ from legroom.probe.nvml import NvmlSession
 from legroom.probe.process import ProcessTable, open_files, parse_limits, pss_of, status_of
 from legroom.probe.shm import shm_space
 from legroom.probe.shm_segments import SHM, shm_mount
-from legroom.records import Annotations, EntryRow, Gpus, Memory, Pool, Pressure, Process, ProcessRow, Sample
-from legroom.words import say
+from legroom.records import Annotations, EntryRow, Gpus, GroupRow, Memory, Pool, Pressure, Process, ProcessRow, Sample
 
 LONGEST_COMMAND = 160  # characters kept of a command line
 _DETAIL_SHARE = 0.004  # of the time, for PSS and descriptors of all processes together
 _GPU_SHARE = _DISK_SHARE = 0.003
 _ENTRIES_SHARE = 0.001
+_GROUPS_SHARE = 0.002
 _ATTEMPTS = 3  # to read the pools while the process whose cgroup they belong to is exiting
 
 
@@ -51,6 +53,7 @@ class Sampler:
         clock: Callable[[], float] = time.monotonic,
         annotations: Callable[[float, list[int]], Annotations] | None = None,
         entries: Callable[[], tuple[EntryRow, ...] | None] | None = None,
+        groups: Callable[[], tuple[GroupRow, ...] | None] | None = None,
         table: ProcessTable | None = None,
     ) -> None:
         self.host = host or Host()
@@ -67,8 +70,12 @@ class Sampler:
         self._last: PoolReadings | None = None  # the last readings with a watched process alive
         self._detail_limit = RateLimit(_DETAIL_SHARE)
         self._last_detailed = 0  # the pid after which the next detailed reading starts
+        self._copies = WorkerCopies(self.host)
         self._entries: tuple[EntryRow, ...] | None = None
         self._entries_limit = RateLimit(_ENTRIES_SHARE, min_gap=10.0)
+        self._read_groups = groups
+        self._groups: tuple[GroupRow, ...] | None = None
+        self._groups_limit = RateLimit(_GROUPS_SHARE)
 
     def take(self) -> Sample | None:
         """Take a sample; None once every watched process has ended and no other can match.
@@ -93,6 +100,7 @@ class Sampler:
         self._rows = {pid: row for pid, row in rows.items() if row is not None}
         self._first_taken = True
         self._read_details(clock)
+        self._rows |= self._copies.update(self._rows.values(), clock)
         notes = []
         if self.host.platform != "linux":
             notes.append(say("processes cannot be read on {platform}", platform=self.host.platform))
@@ -109,6 +117,7 @@ class Sampler:
             events=events,
             said=self._annotations(clock, pids) if self._annotations else Annotations(),
             entries=self._cache_entries(clock),
+            groups=self._share_groups(clock),
             gpu_at=readings.gpu_at,
             cost=time.thread_time() - began,
             notes=tuple(notes),
@@ -143,7 +152,16 @@ class Sampler:
         old = self._rows.get(process.pid)
         if old is None or old.command != command:
             old = ProcessRow(process.pid, now.parent, command, born=clock if self._first_taken else None)
-        new = replace(old, parent=now.parent, rss=now.rss, rss_shmem=now.rss_shmem, swap=now.swap, gpu=gpu)
+        new = replace(
+            old,
+            parent=now.parent,
+            rss=now.rss,
+            rss_shmem=now.rss_shmem,
+            rss_anon=now.rss_anon,
+            rss_file=now.rss_file,
+            swap=now.swap,
+            gpu=gpu,
+        )
         return old if new == old else new  # so that the history holds an idle process once
 
     def _read_details(self, clock: float) -> None:
@@ -178,6 +196,16 @@ class Sampler:
             self._entries_limit.spent(clock, time.perf_counter() - began)
         return self._entries
 
+    def _share_groups(self, clock: float) -> tuple[GroupRow, ...] | None:
+        if self._read_groups is not None and self._groups_limit.due(clock):
+            began = time.perf_counter()
+            try:
+                self._groups = self._read_groups()
+            except (LegroomError, OSError):
+                self._groups = None
+            self._groups_limit.spent(clock, time.perf_counter() - began)
+        return self._groups
+
 
 def cache_entries() -> tuple[EntryRow, ...] | None:
     """Every entry of the shared cache; None where it cannot be read."""
@@ -190,7 +218,7 @@ def cache_entries() -> tuple[EntryRow, ...] | None:
     return tuple(
         EntryRow(
             entry.key or "",
-            entry.sources[0] if entry.sources else "",
+            entry.sources[0] if entry.sources else str(entry.attributes.get("name", "")),  # of a frozen object
             entry.backing,
             entry.bytes,
             entry.in_use,
@@ -234,9 +262,7 @@ class PoolReader:
     """Reads the pools: /dev/shm, RAM, swap and pressure every time, disk and GPUs within their rate limits."""
 
     host: Host
-    _counters: SwapCounters = field(
-        default_factory=lambda: SwapCounters(0.0, None, None)
-    )  # none yet: no rates
+    _counters: SwapCounters = field(default_factory=lambda: SwapCounters(0.0, None, None))  # none yet: no rates
     _disk: Pool | None = None
     _gpus: Gpus | None = None
     _gpu_at: float = 0.0
@@ -253,13 +279,7 @@ class PoolReader:
         self._counters = read_swap_counters(self.host)
         found = self._read_gpus(clock)
         return PoolReadings(
-            pools=(
-                self._read_shm(scope),
-                ram_pool(ram),
-                swap_pool(swapped),
-                self._read_disk(clock),
-                *gpu_pools(found),
-            ),
+            pools=(self._read_shm(scope), ram_pool(ram), swap_pool(swapped), self._read_disk(clock), *gpu_pools(found)),
             swap_in=swapped.in_rate,
             swap_out=swapped.out_rate,
             pressure=pressure(self.host, scope),
@@ -278,8 +298,7 @@ class PoolReader:
             return Pool("shm", None, None, None, SHM, why)
         if self._shm_path is None or scope != self._scope:
             self._scope, self._shm_path = scope, self._shm_path_of(scope)
-        size, used, free, reason = shm_space(self.host, self._shm_path)
-        return Pool("shm", size, used, free, say("statvfs({path})", path=self._shm_path), reason)
+        return shm_space(self.host, self._shm_path)
 
     def _shm_path_of(self, scope: str) -> str:
         """Where the /dev/shm of that process is mounted: a container has its own."""

@@ -1,6 +1,6 @@
 """A watch as charts and views show it: pool use over time, marks, and alarms with start and end; in bounded memory.
 
-The rules read sample_history.py instead. A timeline is not thread-safe: an output that is read from another thread
+The rules read history_and_trend.py instead. A timeline is not thread-safe: an output that is read from another thread
 takes a lock.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
+from legroom.monitor.process_timeline import ProcessTimeline
 from legroom.records import Alarm, AlarmSpan, Mark, Moment, PoolPoint, Sample
 
 RECENT = 900  # points kept as they are: 15 minutes at 1 Hz
@@ -26,6 +27,7 @@ class Timeline:
     def __init__(self) -> None:
         self.pools: dict[str, PoolSeries] = {}
         self.marks: deque[Mark] = deque(maxlen=_MOST_MARKS)
+        self.processes = ProcessTimeline()
         self.moment: Moment | None = None
         self.began: float | None = None
         self._ended: deque[AlarmSpan] = deque(maxlen=_MOST_ALARMS)
@@ -46,6 +48,7 @@ class Timeline:
                 series.add(PoolPoint(sample.when, None, None))
         for pool in sample.pools:
             self.pools.setdefault(pool.name, PoolSeries()).add(PoolPoint(sample.when, pool.used, pool.size))
+        self.processes.add(sample)
         self.marks.extend(sample.said.marks)
         for alarm in moment.ended:
             span = self._active.pop(alarm.key, None) or _span(alarm)
@@ -119,9 +122,7 @@ def column_shares(points: Sequence[PoolPoint], count: int) -> list[float | None]
     for point in points:
         share = point.share
         if share is not None:
-            column = (
-                min(count - 1, int((point.when - first) / duration * count)) if duration > 0 else count - 1
-            )
+            column = min(count - 1, int((point.when - first) / duration * count)) if duration > 0 else count - 1
             before = found[column]
             found[column] = share if before is None else max(before, share)
     return found

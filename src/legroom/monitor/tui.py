@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rich.text import Text
 
-from legroom.columns import cut
-from legroom.errors import MissingPackage
+from legroom.errors import UsageError
+from legroom.messages import counted, cut, phrase, say
 from legroom.monitor import tui_lines
-from legroom.monitor.sample_history import ThinningBuffer, keep_largest_processes
+from legroom.monitor.history_and_trend import ThinningBuffer, keep_largest_processes
+from legroom.monitor.process_timeline import ProcessFrame, taken
 from legroom.monitor.timeline import Timeline
 from legroom.monitor.watch_loop import Output, feed_outputs
-from legroom.records import Moment, PoolPoint
-from legroom.words import counted, phrase, say
+from legroom.records import Moment, PoolPoint, Sample
+from legroom.system.imports import require
+from legroom.system.process_control import start_daemon_thread, why_no_thread
 
 if TYPE_CHECKING:
     from textual.app import App
@@ -32,6 +34,7 @@ _ALARMS_SHOWN = 3
 _ROWS_KEPT = 24  # processes in an old moment
 _SPANS = ((300.0, "5 min"), (3600.0, "1 h"), (float("inf"), phrase("all")))
 _JOIN_TIMEOUT = 15.0  # seconds for the sample being taken
+THREADS = 4  # the watch, a slow output, and two of Textual
 _TICK = 0.2  # seconds between checks for a new moment
 _CSS = """
 Screen { overflow: hidden; }
@@ -45,14 +48,7 @@ Screen { overflow: hidden; }
 
 def require_textual() -> None:
     """Raise MissingPackage where Textual is not installed."""
-    try:
-        import textual  # noqa: F401
-    except ImportError as problem:
-        raise MissingPackage(
-            say("the full-screen view needs the package textual"),
-            why=str(problem),
-            fix=(say("pip install 'legroom[watch]'"), say("or use --plain")),
-        ) from problem
+    require("textual", "watch", phrase("the full-screen view"), instead=(phrase("or use --plain"),))
 
 
 def run_full_screen(
@@ -70,8 +66,9 @@ def run_full_screen(
             errors.append(error)
             stop.set()
 
-    thread = threading.Thread(target=watch, name="legroom-watch", daemon=True)
-    thread.start()
+    thread = start_daemon_thread(watch, "legroom-watch")
+    if thread is None:
+        raise UsageError(say("cannot start the full-screen view"), why=why_no_thread(), fix=(say("use --plain"),))
     try:
         make_app(view, stop).run()
     finally:
@@ -90,6 +87,7 @@ class Snapshot:
     points: dict[str, list[PoolPoint]]
     ended: bool
     notes: tuple[str, ...]
+    frames: tuple[ProcessFrame, ...] = ()  # the processes over the same time
 
 
 class TerminalView:
@@ -139,6 +137,7 @@ class TerminalView:
                 kept = list(self._moments)
                 moment = kept[max(0, len(kept) - 1 - back)] if kept else None
             points = self._timeline.points()
+            frames = self._timeline.processes.frames()
             ended, notes = self._ended, tuple(self._notes)
         if moment is not None:
             until = moment.sample.when
@@ -146,7 +145,8 @@ class TerminalView:
                 name: [point for point in series if until - span <= point.when <= until]
                 for name, series in points.items()
             }
-        return Snapshot(moment, points, ended, notes)
+            frames = [frame for frame in frames if until - span <= frame.when <= until]
+        return Snapshot(moment, points, ended, notes, tuple(frames))
 
 
 def _smaller(moment: Moment) -> Moment:
@@ -160,13 +160,32 @@ class ScreenState:
         self.view = view
         self.sort = "p"
         self.cache = False
+        self.over_time = False
+        self.opened: int | None = None  # the pid of the process that is shown alone
         self._span = 0
         self._back = 0
         self._drawn = -1  # changes of the view that are on the screen
 
     def sort_by(self, key: str) -> None:
         """Sort processes by another column."""
-        self.sort, self.cache = key, False
+        self.sort, self.cache, self.opened = key, False, None
+
+    def toggle_over_time(self) -> None:
+        """Show the course of each process instead of its figures, or the figures again."""
+        self.over_time, self.cache, self.opened = not self.over_time or self.opened is not None, False, None
+
+    def open_next(self) -> None:
+        """Show one process alone: the largest first, then the next one."""
+        moment = self.view.snapshot(self._back).moment
+        rows = sorted(moment.sample.processes, key=lambda row: (-taken(row), row.pid)) if moment else []
+        pids = [row.pid for row in rows]
+        if pids:
+            at = pids.index(self.opened) + 1 if self.opened in pids else 0
+            self.opened, self.cache = pids[at % len(pids)], False
+
+    def close(self) -> None:
+        """Show all processes again."""
+        self.opened = None
 
     def toggle_cache(self) -> None:
         """Show cache entries instead of processes, or processes again."""
@@ -215,10 +234,17 @@ class ScreenState:
             "alarms": tui_lines.alarm_lines(moment.alarms, width, _ALARMS_SHOWN),
             "facts": [*tui_lines.fact_lines(sample, width), *notes],
             "title": [Text(say("{what}; history: {span}", what=what, span=say(_SPANS[self._span][1])))],
-            "table": tui_lines.entry_lines(sample.entries, width)
-            if self.cache
-            else tui_lines.process_lines(sample, self.sort, width),
+            "table": self._table(sample, shown, width),
         }
+
+    def _table(self, sample: Sample, shown: Snapshot, width: int) -> list[Text]:
+        if self.cache:
+            return tui_lines.entry_lines(sample.entries, width)
+        if self.opened is not None:
+            return tui_lines.opened_lines(sample, shown.frames, self.opened, width)
+        if self.over_time:
+            return tui_lines.process_history_lines(sample, shown.frames, self.sort, width)
+        return tui_lines.process_lines(sample, self.sort, width)
 
     def _status(self, shown: Snapshot) -> str:
         if self._back:
@@ -250,10 +276,13 @@ def make_app(view: TerminalView, stop: threading.Event) -> App[None]:
             Binding("w", "sort('w')", "swap"),
             Binding("r", "sort('r')", "RSS"),
             Binding("g", "sort('g')", "GPU"),
+            Binding("t", "over_time", say("time")),
+            Binding("o", "open_next", say("open")),
+            Binding("escape", "close", show=False),
             Binding("c", "cache", say("cache")),
             Binding("h", "span", say("history")),
-            Binding("left", "look_back(1)", say("back"), key_display="←", priority=True),
-            Binding("right", "look_back(-1)", say("forward"), key_display="→", priority=True),
+            Binding("left", "look_back(1)", say("back"), key_display="←→", priority=True),
+            Binding("right", "look_back(-1)", show=False, priority=True),
             Binding("shift+left", "look_back(60)", show=False, priority=True),
             Binding("shift+right", "look_back(-60)", show=False, priority=True),
             Binding("end", "newest", show=False, priority=True),
@@ -284,6 +313,18 @@ def make_app(view: TerminalView, stop: threading.Event) -> App[None]:
 
         def action_cache(self) -> None:
             self.state.toggle_cache()
+            self.redraw()
+
+        def action_over_time(self) -> None:
+            self.state.toggle_over_time()
+            self.redraw()
+
+        def action_open_next(self) -> None:
+            self.state.open_next()
+            self.redraw()
+
+        def action_close(self) -> None:
+            self.state.close()
             self.redraw()
 
         def action_span(self) -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rich.text import Text
 
-from legroom.columns import cells, left, right
+from legroom.messages import cells, counted, cut, left, phrase, right, say
+from legroom.monitor.process_timeline import ProcessFrame, largest_pids, taken
 from legroom.monitor.timeline import column_shares
-from legroom.records import Alarm, EntryRow, Pool, PoolPoint, ProcessRow, Sample
-from legroom.records.findings import heading, scope_name
-from legroom.units import format_duration, format_size
-from legroom.words import counted, phrase, say
+from legroom.monitor.watch_text import printable, trainer_state
+from legroom.records import Alarm, EntryRow, GroupRow, GrowthRow, Pool, PoolPoint, ProcessRow, Sample
+from legroom.records.machine import heading, scope_name
+from legroom.units import format_duration, format_size, size_or_unknown
 
 _HEIGHTS = "▁▂▃▄▅▆▇█"
+_STACK_ROWS = 8
+_LAYER_STYLES = ("cyan", "yellow", "green", "magenta", "blue", "red", "white", "dim")  # the last: others, the rest
 _BAR_WIDTH = 16
 _NAME_WIDTH = 6
 MOST_ROWS = 300
@@ -60,9 +65,7 @@ def bar(share: float, width: int = _BAR_WIDTH) -> str:
 
 def history_line(shares: Sequence[float | None]) -> str:
     """Shares as columns of eight heights; a dot where unknown."""
-    return "".join(
-        "·" if share is None else _HEIGHTS[min(7, max(0, int(min(1.0, share) * 8)))] for share in shares
-    )
+    return "".join("·" if share is None else _HEIGHTS[min(7, max(0, int(min(1.0, share) * 8)))] for share in shares)
 
 
 def pool_line(pool: Pool, points: Sequence[PoolPoint], level: str | None, width: int) -> Text:
@@ -73,7 +76,7 @@ def pool_line(pool: Pool, points: Sequence[PoolPoint], level: str | None, width:
     share = pool.used_share
     if share is None or pool.used is None or pool.size is None:
         why = pool.reason or pool.source
-        line.append(say("unknown: {why}", why=why), style="italic")
+        line.append(say("unknown: {reason}", reason=why), style="italic")
         line.truncate(width, overflow="ellipsis")
         return line
     style = {"critical": "bold red", "warning": "bold yellow"}.get(level or "", "")
@@ -99,7 +102,7 @@ def alarm_lines(alarms: Sequence[Alarm], width: int, most: int) -> list[Text]:
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
     if len(alarms) > most:
-        more = " " + say("(and {count} more)", count=len(alarms) - most)
+        more = f" ({say('and {count} more', count=len(alarms) - most)})"
         lines[-1].truncate(max(0, width - cells(more)), overflow="ellipsis")
         lines[-1].append(more, style="dim")
     return lines
@@ -117,17 +120,18 @@ def fact_lines(sample: Sample, width: int) -> list[Text]:
         say("OOM kills {kills}", kills=say("unknown") if counts.oom_kills is None else counts.oom_kills),
     ]
     said = sample.said
-    script = [] if said.phase is None else [_printable(said.phase)]
+    script = [] if said.phase is None else [printable(said.phase)]
     if said.steps is not None:
         rate = said.steps_per_second
         script.append(counted(said.steps, phrase("{count} step"), phrase("{count} steps")))
         script.append(say("unknown steps/s") if rate is None else say("{rate:.2f} steps/s", rate=rate))
-    components = [f"{_printable(name)} {format_size(size)}" for name, size in said.components.items()]
+    components = [f"{printable(name)} {format_size(size)}" for name, size in said.components.items()]
     lines = [
         (say("kernel"), kernel),
         (say("script"), script),
         (say("memory"), components),
         (say("cache"), _cache_summary(sample.entries)),
+        *((say("share"), _group_summary(group)) for group in sample.groups or ()),
     ]
     found = []
     for name, words in lines:
@@ -156,12 +160,111 @@ def process_lines(sample: Sample, sort: str, width: int) -> list[Text]:
             text = column.text(row, sample.clock)
             dim = text in (say("unknown"), say("not yet"), "–")
             line.append(right(text, column.width), style="dim" if dim else "")
-        line.append("  " + _printable(row.command))
+        line.append("  " + printable(row.command))
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
     if len(rows) > MOST_ROWS:
         lines.append(Text(say("and {count} more", count=len(rows) - MOST_ROWS), style="dim"))
     return lines
+
+
+def stacked_lines(frames: Sequence[ProcessFrame], width: int) -> list[Text]:
+    """RAM over time as columns: the largest processes from the bottom up, then the other ones, then the rest in use."""
+    pids = largest_pids(list(frames), len(_LAYER_STYLES) - 2)
+    totals = [max(frame.used or 0, sum(point.taken for point in frame.points) + frame.others) for frame in frames]
+    top = max(totals, default=0)
+    if len(frames) < 2 or not top:
+        return []
+    room = max(10, width - 12)
+    chosen = [at * len(frames) // min(room, len(frames)) for at in range(min(room, len(frames)))]
+    columns = [_layers(frames[at], pids, totals[at]) for at in chosen]
+    lines = []
+    for row in reversed(range(_STACK_ROWS)):
+        level = (row + 0.5) / _STACK_ROWS * top
+        label = format_size(top * (row + 1) // _STACK_ROWS) if row in (_STACK_ROWS - 1, _STACK_ROWS // 2 - 1) else ""
+        line = Text(right(label, 9) + " ", no_wrap=True)
+        for edges in columns:
+            layer = bisect_right(edges, level)
+            line.append(*((" ", "") if layer == len(edges) else (_layer_mark(layer, pids), _LAYER_STYLES[layer])))
+        lines.append(line)
+    text = say("digits: the largest processes below; +: the other ones; ░: the rest of RAM in use")
+    return [*lines, Text(cut(text, width), style="dim")]
+
+
+def _layers(frame: ProcessFrame, pids: Sequence[int], total: int) -> list[int]:
+    """The upper edge of each layer: of these processes, of the others, of everything in use."""
+    found = {point.pid: point.taken for point in frame.points}
+    own = [found.get(pid, 0) for pid in pids] + [0] * (len(_LAYER_STYLES) - 2 - len(pids))
+    others = frame.others + sum(size for pid, size in found.items() if pid not in pids)
+    return [*accumulate([*own, others]), total]
+
+
+def _layer_mark(layer: int, pids: Sequence[int]) -> str:
+    return str(layer + 1) if layer < len(pids) else "░" if layer == len(_LAYER_STYLES) - 1 else "+"
+
+
+def process_history_lines(sample: Sample, frames: Sequence[ProcessFrame], sort: str, width: int) -> list[Text]:
+    """RAM stacked by process, and for each one what it takes now and its course over time, all with the same scale."""
+    sorting = next((column for column in _COLUMNS if column.key == sort), _COLUMNS[0])
+    rows = sorted(sample.processes, key=lambda row: _sort_key(sorting.value(row), row.pid))
+    top = max((point.taken for frame in frames for point in frame.points), default=0) or 1
+    room = max(10, (width - 31) // 2)
+    head = f"{'pid':>8}{right(say('takes'), 10)}  {left(say('over time, up to {size}', size=format_size(top)), room)}"
+    lines = [*stacked_lines(frames, width), Text(f"{head}  {say('command')}", style="bold", no_wrap=True)]
+    digits = {pid: str(at + 1) for at, pid in enumerate(largest_pids(list(frames), len(_LAYER_STYLES) - 2))}
+    for row in rows[:MOST_ROWS]:
+        points = [PoolPoint(frame.when, _taken(frame, row.pid), top) for frame in frames]
+        line = Text(f"{digits.get(row.pid, '+')}{row.pid:>7}", no_wrap=True)
+        line.append(f"{right(format_size(taken(row)), 10)}  ")
+        line.append(left(history_line(column_shares(points, room)), room), style="cyan")
+        line.append("  " + printable(row.command))
+        line.truncate(width, overflow="ellipsis")
+        lines.append(line)
+    return lines
+
+
+def opened_lines(sample: Sample, frames: Sequence[ProcessFrame], pid: int, width: int) -> list[Text]:
+    """One process: its kinds of memory with their course over time, and the lines of code that make it grow."""
+    row = next((one for one in sample.processes if one.pid == pid), None)
+    if row is None:
+        return [Text(say("pid {pid} has ended", pid=pid), style="dim")]
+    lines = [Text(cut(say("pid {pid}: {command}", pid=pid, command=printable(row.command)), width), style="bold")]
+    kinds = (
+        (say("anonymous"), row.rss_anon, 2),
+        (say("files"), row.rss_file, 3),
+        (say("shared memory"), row.rss_shmem, 4),
+        (say("swap"), row.swap, 5),
+    )
+    series = [next((point for point in frame.points if point.pid == pid), None) for frame in frames]
+    top = max((point[at] or 0 for point in series if point for _, _, at in kinds), default=0) or 1
+    room = max(10, width - 28)
+    for name, now, at in kinds:
+        points = [
+            PoolPoint(frame.when, None if point is None else point[at], top)
+            for frame, point in zip(frames, series, strict=True)
+        ]
+        line = Text(f"{left(name, 15)}{right(_size_or(now), 10)}  ", no_wrap=True)
+        line.append(history_line(column_shares(points, room)), style="cyan")
+        lines.append(line)
+    lines.append(Text(say("all four with the same scale, up to {size}", size=format_size(top)), style="dim"))
+    growing = [one for one in sample.said.growing if one.pid == pid]
+    for one in growing:
+        text = say("{where}: {what}, {rate} (sure: {certainty})", where=one.where, what=one.what, rate=growth_rate(one),
+                   certainty=one.certainty)  # fmt: skip
+        lines.append(Text(cut(text, width), style="yellow"))
+    if not growing:
+        lines.append(Text(say("no line of code is known to make it grow (see legroom leak)"), style="dim"))
+    return lines
+
+
+def growth_rate(row: GrowthRow) -> str:
+    """Bytes per step, or per second."""
+    size = format_size(round(row.rate))
+    return say("{size} per step", size=size) if row.per == "step" else say("{size} per second", size=size)
+
+
+def _taken(frame: ProcessFrame, pid: int) -> int | None:
+    return next((point.taken for point in frame.points if point.pid == pid), None)
 
 
 def entry_lines(entries: Sequence[EntryRow] | None, width: int) -> list[Text]:
@@ -178,7 +281,7 @@ def entry_lines(entries: Sequence[EntryRow] | None, width: int) -> list[Text]:
     for entry in entries:
         used = say("unknown") if entry.in_use is None else say("yes") if entry.in_use else say("no")
         line = Text(f"{format_size(entry.bytes):>10}  {entry.backing:<8} {left(used, 8)} ", no_wrap=True)
-        line.append(_printable(entry.source))
+        line.append(printable(entry.source))
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
     return lines
@@ -190,7 +293,7 @@ def head_line(sample: Sample | None, status: str, width: int) -> Text:
     stamp = "" if sample is None else time.strftime("%H:%M:%S", time.localtime(sample.when))
     end = f"{status}  {stamp}" if status else stamp
     room = width - line.cell_len - cells(end) - 4
-    what = say("waiting for the first sample") if sample is None else _printable(sample.watched)
+    what = say("waiting for the first sample") if sample is None else printable(sample.watched)
     if room > 3:
         shown = Text(f"  {what}", no_wrap=True)
         shown.truncate(room + 2, overflow="ellipsis")
@@ -226,8 +329,17 @@ def _cache_summary(entries: Sequence[EntryRow] | None) -> list[str]:
     ]
 
 
+def _group_summary(group: GroupRow) -> list[str]:
+    words = [printable(group.name)]
+    if group.producer is not None:
+        words.append(say("{batches} of {most} batches ready", batches=group.batches, most=group.most_batches))
+        words.append(say("made by {pid}", pid=group.producer))
+    words += [f"{one.pid} {trainer_state(one)}" for one in group.trainers]
+    return words if group.error is None else [*words, say("error: {error}", error=printable(group.error))]
+
+
 def _rate(value: float | None) -> str:
-    return say("unknown") if value is None else format_size(int(value))
+    return size_or_unknown(None if value is None else int(value))
 
 
 def _pss_missing(row: ProcessRow) -> str:
@@ -247,8 +359,3 @@ def _has_gpus(sample: Sample) -> bool:
 
 def _sort_key(value: int | None, pid: int) -> tuple[bool, int, int]:
     return value is None, -(value or 0), pid
-
-
-def _printable(text: str) -> str:
-    """A process can have any name; control characters must not reach the terminal."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)

@@ -1,7 +1,7 @@
 """The log of a watch: one JSON object (``legroom.watch/1``) per line, written, appended and read back.
 
-Fields have the names of the records in model.sample, plus ``alarms``. Readers ignore unknown fields and use the default
-of a missing one. A kill at any time costs at most the line being written.
+Fields have the names of the records in records.watch_sample, plus ``alarms``. Readers ignore unknown fields and use
+the default of a missing one. A kill at any time costs at most the line being written.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from legroom.errors import DamagedSource, UnreadableSource, UsageError
+from legroom.messages import counted, phrase, say
 from legroom.records import (
     Alarm,
     Annotations,
     EntryRow,
+    GroupRow,
+    GrowthRow,
     Mark,
     MemoryEvents,
     Moment,
@@ -25,8 +28,8 @@ from legroom.records import (
     Pressure,
     ProcessRow,
     Sample,
+    TrainerRow,
 )
-from legroom.words import counted, phrase, say
 
 SCHEMA = "legroom.watch/1"
 Record = TypeVar("Record")
@@ -150,8 +153,12 @@ def moment_object(moment: Moment) -> dict[str, Any]:
             **_flat(sample.said),
             "components": dict(sample.said.components),
             "marks": [_flat(mark) for mark in sample.said.marks],
+            "growing": [_flat(row) for row in sample.said.growing],
         },
         "entries": None if sample.entries is None else [_flat(entry) for entry in sample.entries],
+        "groups": None
+        if sample.groups is None
+        else [{**_flat(group), "trainers": [_flat(one) for one in group.trainers]} for group in sample.groups],
         "notes": list(sample.notes),
         "alarms": [alarm_object(alarm) for alarm in moment.alarms],
     }
@@ -165,11 +172,9 @@ def alarm_object(alarm: Alarm) -> dict[str, Any]:
 def parse_sample(data: object) -> Sample:
     """The sample of a JSON object; InvalidRecord where it is not one."""
     if not isinstance(data, dict):
-        raise InvalidRecord(say("not an object"))
+        raise InvalidRecord("not an object")
     if data.get("schema") != SCHEMA:
-        raise InvalidRecord(
-            say("schema must be {expected!r} (got {schema!r})", schema=data.get("schema"), expected=SCHEMA)
-        )
+        raise InvalidRecord(f"schema must be {SCHEMA!r} (got {data.get('schema')!r})")
     said = _object(data, "said", {})
     entries = data.get("entries")
     return _build(
@@ -186,14 +191,20 @@ def parse_sample(data: object) -> Sample:
                     **said,
                     "components": _components(_object(said, "components", {})),
                     "marks": tuple(_build(Mark, one) for one in _array(said, "marks", [])),
+                    "growing": tuple(_build(GrowthRow, one) for one in _array(said, "growing", [])),
                 },
             ),
-            "entries": None
-            if entries is None
-            else tuple(_build(EntryRow, one) for one in _array(data, "entries")),
+            "entries": None if entries is None else tuple(_build(EntryRow, one) for one in _array(data, "entries")),
+            "groups": None if data.get("groups") is None else tuple(map(_group, _array(data, "groups"))),
             "notes": tuple(str(note) for note in _array(data, "notes", [])),
         },
     )
+
+
+def _group(data: object) -> GroupRow:
+    if not isinstance(data, dict):
+        raise InvalidRecord("GroupRow must be an object")
+    return _build(GroupRow, {**data, "trainers": tuple(_build(TrainerRow, one) for one in _array(data, "trainers"))})
 
 
 def _flat(record: Any) -> dict[str, Any]:
@@ -202,13 +213,13 @@ def _flat(record: Any) -> dict[str, Any]:
 
 def _build(record: type[Record], data: object) -> Record:
     if not isinstance(data, dict):
-        raise InvalidRecord(say("{name} must be an object", name=record.__name__))
+        raise InvalidRecord(f"{record.__name__} must be an object")
     values = {}
     for one in fields(record):  # type: ignore[arg-type]
         if one.name in data:
             values[one.name] = _checked(record.__name__, one, data[one.name])
         elif one.default is MISSING and one.default_factory is MISSING:
-            raise InvalidRecord(say("{name} is missing", name=f"{record.__name__}.{one.name}"))
+            raise InvalidRecord(f"{record.__name__}.{one.name} is missing")
     return record(**values)
 
 
@@ -218,34 +229,27 @@ def _checked(owner: str, one: Field[Any], value: Any) -> Any:
         return value
     allowed = tuple(kind for group in groups if group for kind in group)
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-        raise InvalidRecord(
-            say(
-                "{name} must be {type} (got {value!r})",
-                name=f"{owner}.{one.name}",
-                type=one.type,
-                value=value,
-            )
-        )
+        raise InvalidRecord(f"{owner}.{one.name} must be {one.type} (got {value!r})")
     return value
 
 
 def _array(data: dict[str, Any], name: str, default: list[Any] | None = None) -> list[Any]:
     value = data.get(name, default)
     if not isinstance(value, list):
-        raise InvalidRecord(say("{name} must be a list", name=name))
+        raise InvalidRecord(f"{name} must be a list")
     return value
 
 
 def _object(data: dict[str, Any], name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
     value = data.get(name, default)
     if not isinstance(value, dict):
-        raise InvalidRecord(say("{name} must be an object", name=name))
+        raise InvalidRecord(f"{name} must be an object")
     return value
 
 
 def _components(data: dict[str, Any]) -> dict[str, int]:
     if not all(isinstance(value, int) for value in data.values()):
-        raise InvalidRecord(say("components must be integers (bytes)"))
+        raise InvalidRecord("components must be integers (bytes)")
     return data
 
 

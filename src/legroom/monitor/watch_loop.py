@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
+from legroom.messages import say
 from legroom.monitor.alarms import AlarmTracker
-from legroom.monitor.sample_history import History
+from legroom.monitor.history_and_trend import History
 from legroom.records import Moment, Sample
-from legroom.words import say
+from legroom.system.process_control import start_daemon_thread, why_no_thread
 
 _MOST_WAITING = 256  # moments queued for a slow output
 _LAST_WAIT = 2.0  # seconds for unwritten output once the watch is stopped
@@ -82,7 +83,7 @@ class BackgroundOutput:
 
     Moments beyond ``_MOST_WAITING`` are dropped and counted. An exception of the output is raised by the next ``show``
     or by ``close``. ``close`` waits for what is queued; once ``stop`` is set it waits two seconds, so that a signal
-    always ends the watch.
+    always ends the watch. Where no thread can be started, ``show`` writes by itself.
     """
 
     def __init__(self, output: Output, stop: threading.Event, report: Callable[[str], object]) -> None:
@@ -90,10 +91,14 @@ class BackgroundOutput:
         self._queue: queue.Queue[Moment | None] = queue.Queue(_MOST_WAITING)
         self._error: BaseException | None = None
         self._dropped = 0
-        self._thread = threading.Thread(target=self._work, name="legroom-output", daemon=True)
-        self._thread.start()
+        self._thread = start_daemon_thread(self._work, "legroom-output")
+        if self._thread is None:
+            report(say("a slow output delays the samples: {why}", why=why_no_thread()))
 
     def show(self, moment: Moment) -> None:
+        if self._thread is None:
+            self._output.show(moment)
+            return
         self._raise()
         try:
             self._queue.put_nowait(moment)
@@ -101,12 +106,13 @@ class BackgroundOutput:
             self._dropped += 1
             return
         if self._dropped:
-            self._report(
-                say("{count} samples dropped: the output is not read fast enough", count=self._dropped)
-            )
+            self._report(say("{count} samples dropped: the output is not read fast enough", count=self._dropped))
             self._dropped = 0
 
     def close(self) -> None:
+        if self._thread is None:
+            self._output.close()
+            return
         deadline: float | None = None
         end_queued = False
         while self._thread.is_alive():

@@ -17,18 +17,19 @@ from dataclasses import asdict, replace
 from importlib import resources
 from typing import Any
 
+from legroom.messages import say
+from legroom.monitor.history_and_trend import keep_largest_processes
 from legroom.monitor.http_server import Handler, parse_address, serve
-from legroom.monitor.sample_history import keep_largest_processes
 from legroom.monitor.timeline import Timeline, thin_points
 from legroom.monitor.watch_log import moment_object
 from legroom.records import Moment, PoolPoint
-from legroom.words import say
 
 PORT = 9465
 MOST_STREAMS = 256  # clients that receive events
 MOST_PROCESSES = 200  # sent to the page, the largest
 _MOST_CLIENTS = 512  # connections of any kind
 _MOST_POINTS = 700  # of a pool, in the first event
+_MOST_FRAMES = 600  # moments of processes, in the first event
 _MOST_LISTED = 50  # marks and alarms in every event
 _KEEPALIVE = 15.0  # seconds without a sample after which a comment is sent, to notice clients that are gone
 _BUFFER = 1 << 16  # bytes in the kernel for one client
@@ -39,6 +40,7 @@ _FILES = {
     "/watch.js": ("watch.js", "text/javascript; charset=utf-8"),
     "/chart.js": ("chart.js", "text/javascript; charset=utf-8"),
     "/parts.js": ("parts.js", "text/javascript; charset=utf-8"),
+    "/processes.js": ("processes.js", "text/javascript; charset=utf-8"),
     "/words.js": ("words.js", "text/javascript; charset=utf-8"),
 }
 _HEADERS = {
@@ -61,9 +63,7 @@ class WebView:
         self.files = {path: (kind, (folder / name).read_bytes()) for path, (name, kind) in _FILES.items()}
         self.streams = threading.BoundedSemaphore(MOST_STREAMS)
         self.clients = threading.BoundedSemaphore(_MOST_CLIENTS)
-        self._server = serve(
-            parse_address(where, PORT), type("_BoundHandler", (_PageHandler,), {"view": self})
-        )
+        self._server = serve(parse_address(where, PORT), type("_BoundHandler", (_PageHandler,), {"view": self}))
 
     @property
     def url(self) -> str:
@@ -142,11 +142,14 @@ class EventFeed:
                     return known
                 body = _event_body(self._timeline)
                 points = self._timeline.points() if kind == "story" else {}
+                frames = self._timeline.processes.frames() if kind == "story" else []
             if kind == "story":
                 body["courses"] = {name: _fewer(series) for name, series in points.items()}
-            text = json.dumps(
-                body, separators=(",", ":")
-            )  # ASCII, so that a lone surrogate in a name is harmless
+                body["process_courses"] = [
+                    [frame.when, frame.used, [list(point) for point in frame.points]]
+                    for frame in frames[-_MOST_FRAMES:]
+                ]
+            text = json.dumps(body, separators=(",", ":"))  # ASCII, so that a lone surrogate in a name is harmless
             self._encoded[kind] = number, f"event: {kind}\ndata: {text}\n\n".encode()
             return self._encoded[kind]
 
@@ -180,9 +183,7 @@ class _PageHandler(Handler):
     def handle(self) -> None:
         """Serve one client, or answer 503 where too many are connected."""
         if not self.view.clients.acquire(blocking=False):
-            self.wfile.write(
-                b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-            )
+            self.wfile.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
             return
         try:
             super().handle()

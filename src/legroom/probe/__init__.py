@@ -2,13 +2,15 @@
 
 Every function takes a Host: this machine, another root such as ``/host``, or a recording.
 
-- cgroup: find the cgroups of a process, v1 and v2
-- environment: container, Kubernetes, Slurm or WSL; root, capabilities and sudo
+- available: bytes of a memory pool that can be taken now (``legroom.available()``)
+- cgroup_paths: find the cgroups of a process, v1 and v2
+- copy_on_write: what forked workers have copied of the memory they inherited
+- runtime_environment: container, Kubernetes, Slurm or WSL; root, capabilities and sudo
 - filesystem: mounts; disks of the dataset store and of the working directory; network filesystems
 - gpu_devices: NVIDIA GPUs with their memory and processes
 - host: files and system calls of the machine that is read
-- job: one running training job, its processes and what they hold together
-- limits: descriptors, pinned memory, CPUs and quota, length of socket paths under TMPDIR
+- running_job: one running training job, its processes and what they hold together
+- process_limits: descriptors, pinned memory, CPUs and quota, length of socket paths under TMPDIR
 - memory: RAM under every cgroup limit, swap and its traffic, memory pressure (PSI)
 - nvml: calls of NVML, with a reason for each failure
 - process: processes, their memory, command lines and descendants

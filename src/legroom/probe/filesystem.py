@@ -13,19 +13,19 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from legroom.messages import joined, say
 from legroom.probe.host import DiskSpace, Host
 from legroom.records import Disk, Pool
-from legroom.words import joined, say
 
-_ESCAPE = re.compile(r"\\([0-3][0-7]{2})")  # the kernel writes space, tab, newline and backslash so
+_ESCAPE = re.compile(r"\\([0-3][0-7]{2})")  # how the kernel escapes space, tab, newline and backslash
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
     """One line of mountinfo."""
 
-    point: str  # where it is seen
-    root: str  # which directory of the filesystem is seen there
+    point: str  # mount point
+    root: str  # which directory of the filesystem is mounted there
     kind: str  # tmpfs, overlay, cgroup2, …
     source: str
     options: tuple[str, ...]  # of this mount: ro, nosuid, …
@@ -39,18 +39,18 @@ def mounts(host: Host, pid: int | str = "self") -> list[Mount]:
 
 
 def mounted_at(found: list[Mount], point: str) -> Mount | None:
-    """The mount that is seen at exactly ``point``: the last one made there."""
+    """The visible mount at exactly ``point``: the last one made there."""
     return next((mount for mount in reversed(found) if mount.point == point), None)
 
 
 def parse_mountinfo(text: str) -> list[Mount]:
-    """The lines of a mountinfo file; what is no such line is skipped."""
-    # Only "\n" ends a line: a path may hold characters at which str.splitlines() would also break.
+    """The mounts in a mountinfo file; invalid lines are skipped."""
+    # Only "\n" ends a line: str.splitlines() would also break at characters that a path may contain.
     return [mount for line in text.split("\n") if (mount := _line(line)) is not None]
 
 
 def _line(line: str) -> Mount | None:
-    # A number of optional fields ends at a lone "-". Split at single spaces: a source may be empty.
+    # Optional fields end with a single "-". Split at single spaces: a source may be empty.
     ahead, dash, behind = line.partition(" - ")
     front, back = ahead.split(" "), behind.split(" ")
     if not dash or len(front) < 6 or len(back) < 3 or not front[4].startswith("/"):
@@ -75,7 +75,7 @@ def _plain(text: str) -> str:
 
 
 # Filesystems that other machines (or the host of this virtual one) also write to. Clustered ones on shared
-# disks (ocfs2, gfs2) count: what matters is who else may delete.
+# disks (ocfs2, gfs2) count: what matters is whether other machines may delete files.
 _NETWORK = frozenset(
     {
         "nfs", "nfs3", "nfs4", "cifs", "smb2", "smb3", "smbfs", "afpfs", "webdav", "davfs", "afs", "coda", "ncpfs",
@@ -89,24 +89,24 @@ _LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.squashfuse", "fuse.squashf
 
 
 @dataclass(frozen=True, slots=True)
-class StoreCandidate:
-    """A place the dataset store may take."""
+class StoreDirectory:
+    """A directory that the dataset store may use."""
 
     path: str
     named_by: str
-    asked_for: bool = False  # LEGROOM_DIR: taken even when it is on a network
+    asked_for: bool = False  # LEGROOM_DIR: used even on a network filesystem
     may_create: bool = False  # need not exist yet
 
 
 def is_network(kind: str | None) -> bool:
-    """Whether a filesystem of that kind is shared with other machines; an unknown kind is taken for local."""
+    """Whether a filesystem of that kind is shared with other machines; unknown kinds count as local."""
     if kind is None or kind in _LOCAL_FUSE:
         return False
     return kind in _NETWORK or kind.startswith("fuse.")
 
 
 def filesystem_of(host: Host, path: str) -> Mount | None:
-    """The mount that holds ``path``: the longest mount point it lies below, the last one made there."""
+    """The mount of ``path``: the longest mount point above it, the last one made there."""
     if host.live and host.root == Path("/") and "\0" not in path:
         path = os.path.realpath(path)
     best: Mount | None = None
@@ -116,23 +116,23 @@ def filesystem_of(host: Host, path: str) -> Mount | None:
     return best
 
 
-def store_candidates(host: Host) -> tuple[StoreCandidate, ...]:
+def store_candidates(host: Host) -> tuple[StoreDirectory, ...]:
     """Where a store on disk may be, best first."""
     found = []
     if named := host.env.get("LEGROOM_DIR"):
-        found.append(StoreCandidate(_absolute(host, named), "LEGROOM_DIR", asked_for=True, may_create=True))
+        found.append(StoreDirectory(_absolute(host, named), "LEGROOM_DIR", asked_for=True, may_create=True))
     if folder := host.env.get("SLURM_TMPDIR"):
-        found.append(StoreCandidate(folder, "SLURM_TMPDIR"))
-    found.append(StoreCandidate("/var/tmp", "/var/tmp"))
+        found.append(StoreDirectory(folder, "SLURM_TMPDIR"))
+    found.append(StoreDirectory("/var/tmp", "/var/tmp"))
     if folder := host.env.get("XDG_CACHE_HOME"):
-        found.append(StoreCandidate(folder, "XDG_CACHE_HOME", may_create=True))
+        found.append(StoreDirectory(folder, "XDG_CACHE_HOME", may_create=True))
     elif home := host.env.get("HOME") or host.env.get("USERPROFILE"):
-        found.append(StoreCandidate(str(Path(home) / ".cache"), "~/.cache", may_create=True))
+        found.append(StoreDirectory(str(Path(home) / ".cache"), "~/.cache", may_create=True))
     return tuple(found)
 
 
-def why_not(host: Host, candidate: StoreCandidate) -> str | None:
-    """Why a store cannot be there, or None where it can."""
+def why_not(host: Host, candidate: StoreDirectory) -> str | None:
+    """Why a store cannot be there; None if it can."""
     if "\0" in candidate.path or not (os.path.isabs(candidate.path) or candidate.path.startswith("/")):
         return say("not an absolute path")
     mount = filesystem_of(host, candidate.path)
@@ -149,7 +149,7 @@ def disks(host: Host) -> tuple[Disk, ...]:
 
 
 def disk_at(host: Host, role: str, path: str) -> Disk:
-    """The disk that would hold ``path``, which need not exist yet."""
+    """The disk of ``path``, which need not exist yet."""
     return _disk(host, role, _absolute(host, path))
 
 
@@ -158,7 +158,7 @@ def disk_pool(disks: tuple[Disk, ...]) -> Pool:
     store = next((disk for disk in disks if disk.role == "store"), None)
     if store is None:
         return Pool("disk", None, None, None, say("no store"), say("no directory for the store was checked"))
-    source = say("statvfs {path}", path=store.path or "?")
+    source = f"statvfs({store.path or '?'})"
     return Pool("disk", store.size, store.used, store.free, source, store.reason)
 
 
@@ -170,12 +170,7 @@ def _store(host: Host) -> Disk:
             return _disk(host, "store", candidate.path)
         refused.append(say("{name} {path}: {why}", name=candidate.named_by, path=candidate.path, why=problem))
     return Disk(
-        "store",
-        "",
-        None,
-        None,
-        None,
-        say("no usable directory for the store: {refused}", refused=joined(refused)),
+        "store", "", None, None, None, say("no usable directory for the store: {refused}", refused=joined(refused))
     )
 
 
@@ -191,7 +186,7 @@ def _disk(host: Host, role: str, path: str) -> Disk:
     room = _room(host, path, mount.point if mount else None)
     reasons = []
     if room is None:
-        reasons.append(say("cannot read the free space at {path}", path=path))
+        reasons.append(say("cannot read the free space of {path}", path=path))
     if mount is None:
         reasons.append(say("kind of filesystem unknown: {why}", why=host.why("/proc/self/mountinfo")))
     elif is_network(mount.kind):
@@ -201,20 +196,20 @@ def _disk(host: Host, role: str, path: str) -> Disk:
 
 
 def _room(host: Host, path: str, point: str | None) -> DiskSpace | None:
-    """Ask at the path, else at the nearest folder above it that is still on the same mount, where that is known."""
+    """Free space at the path, or at its nearest existing parent on the same mount."""
     for folder in (path, *(str(parent) for parent in _pure(path).parents)):
         if point is not None and not _below(folder, point):
             break
         try:
             room = host.disk_space(folder)
-        except (ValueError, TypeError, IndexError, AttributeError):  # a recording that holds nonsense
+        except (ValueError, TypeError, IndexError, AttributeError):  # an invalid recording
             room = None
         if room is not None:
             return room
     return None
 
 
-def _cannot_write(host: Host, candidate: StoreCandidate) -> str | None:
+def _cannot_write(host: Host, candidate: StoreDirectory) -> str | None:
     if not host.live:
         return _recorded_cannot_write(host, candidate.path)
     folder = host.path(candidate.path)
@@ -230,7 +225,7 @@ def _recorded_cannot_write(host: Host, path: str) -> str | None:
         owner = host.owner_mode(path)
     except (ValueError, TypeError, IndexError, AttributeError):
         return say("the recording is not valid here")
-    if owner is None:  # not recorded: a room or a folder there is all that is known
+    if owner is None:  # not recorded: only its size, or that it is a directory, is known
         known = _room(host, path, path) is not None or host.exists(path)
         return None if known else say("does not exist")
     uid, mode = owner
@@ -242,7 +237,7 @@ def _working_directory(host: Host) -> str | None:
     if host.live and host.root == Path("/"):
         try:
             return os.getcwd()
-        except OSError:  # removed under us
+        except OSError:  # removed meanwhile
             return None
     recorded = (host.recording or {}).get("cwd") or host.env.get("PWD")
     return recorded if isinstance(recorded, str) else None

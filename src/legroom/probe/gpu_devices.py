@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from legroom.probe.environment import in_initial_namespace
+from legroom.messages import joined, say
 from legroom.probe.host import Host
 from legroom.probe.nvml import NOT_FOUND, NOT_SUPPORTED, NvmlError, call, memory_info, running, text
 from legroom.probe.process import plain, process_at
+from legroom.probe.runtime_environment import in_initial_namespace
 from legroom.probe.windows_gpu import CounterSource, Spill, spill
 from legroom.records import Gpu, GpuProcess, Gpus, Pool
-from legroom.words import joined, say
 
 _PCI = "/sys/bus/pci/devices"
 _NVIDIA = "0x10de"
@@ -58,7 +58,7 @@ def gpus(host: Host, nvml: Any = None, counters: CounterSource | None = None) ->
         try:
             call(nvml, "nvmlShutdown")
         except NvmlError:
-            pass  # what was read is read
+            pass  # keep what was read so far
     if host.platform == "win32":
         spilled = spill(host, counters)
         cards = tuple(_with_spill(gpu, spilled) for gpu in cards)
@@ -67,9 +67,7 @@ def gpus(host: Host, nvml: Any = None, counters: CounterSource | None = None) ->
 
 def gpu_pools(gpus: Gpus) -> tuple[Pool, ...]:
     """One pool per GPU: gpu0, gpu1, …"""
-    return tuple(
-        Pool(f"gpu{gpu.index}", gpu.size, gpu.used, gpu.free, gpus.source, gpu.reason) for gpu in gpus.cards
-    )
+    return tuple(Pool(f"gpu{gpu.index}", gpu.size, gpu.used, gpu.free, gpus.source, gpu.reason) for gpu in gpus.cards)
 
 
 def gpus_on_bus(host: Host) -> int | None:
@@ -97,21 +95,17 @@ def _source(host: Host) -> str:
         return "NVML"
     if not visible.strip():
         return say("NVML; CUDA_VISIBLE_DEVICES is empty: CUDA programs find no GPU")
-    return say(
-        "NVML; CUDA_VISIBLE_DEVICES={visible}: CUDA programs use and number only these", visible=visible
-    )
+    return say("NVML; CUDA_VISIBLE_DEVICES={visible}: CUDA programs see only these GPUs", visible=visible)
 
 
 def _bindings(host: Host, on_bus: int | None) -> tuple[Any, str]:
-    """The pynvml module, or None and why it is not asked."""
+    """The pynvml module, or None and why it is not used."""
     if not host.live:
         return None, say("NVML cannot read a recording")
     if host.platform != "win32" and not any(host.exists(sign) for sign in _DRIVER_SIGNS):
         if on_bus:
             return None, say("no NVIDIA driver is loaded, or the container has no access to the GPU")
-        return None, say("no NVIDIA driver is loaded") if on_bus is None else say(
-            "no NVIDIA GPU and no driver"
-        )
+        return None, say("no NVIDIA driver is loaded") if on_bus is None else say("no NVIDIA GPU and no driver")
     try:
         import pynvml
     except Exception as problem:  # not installed, or a package of that name that breaks on import
@@ -124,9 +118,7 @@ def _cards(host: Host, nvml: Any) -> Iterator[Gpu]:
     for number in range(call(nvml, "nvmlDeviceGetCount")):
         for handle, mig in _devices(nvml, number):
             yield (
-                _dead(index, handle, mig)
-                if isinstance(handle, NvmlError)
-                else _card(host, nvml, handle, index, mig)
+                _dead(index, handle, mig) if isinstance(handle, NvmlError) else _card(host, nvml, handle, index, mig)
             )
             index += 1
 
@@ -151,15 +143,12 @@ def _devices(nvml: Any, number: int) -> Iterator[tuple[Any, bool]]:
         try:
             yield call(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", gpu, place), True
         except NvmlError as trouble:
-            if trouble.code == NOT_FOUND:  # an empty place
+            if trouble.code == NOT_FOUND:  # an unused instance slot
                 continue
             yield trouble, True
         some = True
     if not some:
-        yield (
-            NvmlError(None, say("MIG mode is on but no MIG instance exists: CUDA cannot use this GPU")),
-            False,
-        )
+        yield (NvmlError(None, say("MIG mode is on but no MIG instance exists: CUDA cannot use this GPU")), False)
 
 
 def _dead(index: int, trouble: NvmlError, mig: bool) -> Gpu:
@@ -171,7 +160,7 @@ def _card(host: Host, nvml: Any, handle: Any, index: int, mig: bool) -> Gpu:
     size = used = free = None
     try:
         info, apart = memory_info(nvml, handle)
-        # `used` is not taken from NVML: releases differ in whether it has the reserve in it.
+        # NVML's `used` is not used: releases differ in whether it includes the reserve.
         size, free = info.total - (info.reserved if apart else 0), info.free
         used = size - free
         if not apart:
@@ -241,7 +230,7 @@ def processes_on(host: Host, nvml: Any, handle: Any, reasons: list[str]) -> tupl
 
 
 def _amount(used: int | None) -> int | None:
-    # A process on a GPU holds at least a context; some drivers report 0 inside a container.
+    # A process on a GPU uses at least a context; some drivers report 0 inside a container.
     return None if not used or used == _NOT_AVAILABLE else used
 
 

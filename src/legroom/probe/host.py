@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from legroom.errors import NoSuchRoot
-from legroom.words import say
+from legroom.messages import say
 
-UNLIMITED = -1  # an rlimit without a bound
+UNLIMITED = -1  # an unlimited rlimit
 
 
 class DiskSpace(NamedTuple):
-    """A filesystem's bytes: all, free to us, used by files."""
+    """A filesystem's bytes: total, available to this user, used by files."""
 
     size: int
     free: int
@@ -40,7 +40,7 @@ class DiskSpace(NamedTuple):
 
 @dataclass(frozen=True)
 class Host:
-    """One machine: live at ``/``, or whatever lies below another root."""
+    """One machine: live at ``/``, or the files below another root."""
 
     root: Path = Path("/")
     env: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -54,7 +54,7 @@ class Host:
         if not root.is_dir():
             raise NoSuchRoot(
                 say("cannot read a machine from {root}", root=root),
-                why=say("it does not exist") if not root.exists() else say("it is not a directory"),
+                why=say("does not exist") if not root.exists() else say("not a directory"),
                 fix=(say("pass a directory that contains proc/ and sys/, such as / or /host"),),
             )
         notes = root / "recording.json"
@@ -63,7 +63,7 @@ class Host:
         try:
             recording = json.loads(notes.read_text(encoding="utf-8"))
             if not isinstance(recording, dict):
-                raise ValueError(say("not an object"))
+                raise ValueError("not an object")
         except (OSError, ValueError) as problem:
             raise NoSuchRoot(
                 say("cannot read the recording in {root}", root=root),
@@ -71,16 +71,13 @@ class Host:
                 fix=(say("record the machine again, or remove recording.json to read only the files"),),
             ) from problem
         return cls(
-            root=root,
-            env=recording.get("env", {}),
-            platform=recording.get("platform", "linux"),
-            recording=recording,
+            root=root, env=recording.get("env", {}), platform=recording.get("platform", "linux"), recording=recording
         )
 
     # Files. Paths are absolute as on the machine itself: "/proc/meminfo".
 
     def path(self, path: str) -> Path:
-        """Where that file of the machine lies for us."""
+        """The path at which this process reads that file."""
         return self.root / path.lstrip("/")
 
     def text(self, path: str) -> str | None:
@@ -91,7 +88,7 @@ class Host:
             return None
 
     def number(self, path: str) -> int | None:
-        """The whole number that is all the file holds; None where it is something else (``max``)."""
+        """The integer in the file; None if it contains something else (``max``)."""
         text = self.text(path)
         try:
             return int(text) if text is not None else None
@@ -99,7 +96,7 @@ class Host:
             return None
 
     def table(self, path: str) -> dict[str, int]:
-        """A file of ``name value`` lines (memory.stat, vmstat, meminfo); what is not a number is left out."""
+        """A file of ``name value`` lines (memory.stat, vmstat, meminfo); non-numbers are left out."""
         rows: dict[str, int] = {}
         for line in (self.text(path) or "").splitlines():
             words = line.replace(":", " ").split()
@@ -112,14 +109,14 @@ class Host:
         return rows
 
     def names(self, path: str) -> list[str]:
-        """What a directory holds, sorted; empty where it cannot be listed."""
+        """The names in a directory, sorted; empty if it cannot be listed."""
         try:
             return sorted(os.listdir(self.path(path)))
         except OSError:
             return []
 
     def exists(self, path: str) -> bool:
-        """Whether that path is there."""
+        """Whether that path exists."""
         try:
             return self.path(path).exists()
         except OSError:
@@ -133,7 +130,7 @@ class Host:
             return None
 
     def why(self, path: str) -> str:
-        """Why that file gave nothing, in words."""
+        """Why that file could not be read, as text."""
         try:
             self.path(path).open("rb").close()
         except FileNotFoundError:
@@ -145,13 +142,11 @@ class Host:
     # System calls.
 
     def disk_space(self, path: str) -> DiskSpace | None:
-        """The room of the filesystem that holds ``path``."""
+        """The size and free space of the filesystem of ``path``."""
         if self.recording is not None:
             row = self.recording.get("statvfs", {}).get(path)
             return (
-                DiskSpace(int(row[0]), int(row[1]), int(row[2] if len(row) > 2 else row[0] - row[1]))
-                if row
-                else None
+                DiskSpace(int(row[0]), int(row[1]), int(row[2] if len(row) > 2 else row[0] - row[1])) if row else None
             )
         try:
             if sys.platform == "win32":
@@ -162,11 +157,9 @@ class Host:
             stats = os.statvfs(self.path(path))
         except OSError:
             return None
-        # What is reserved for root is neither free to us nor used.
+        # Blocks reserved for root are neither available nor used.
         used = stats.f_blocks - stats.f_bfree
-        return DiskSpace(
-            stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize, used * stats.f_frsize
-        )
+        return DiskSpace(stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize, used * stats.f_frsize)
 
     def owner_mode(self, path: str) -> tuple[int, int] | None:
         """(uid, permission bits) of ``path``."""
@@ -180,7 +173,7 @@ class Host:
         return stats.st_uid, stats.st_mode & 0o7777
 
     def rlimit(self, name: str) -> tuple[int, int] | None:
-        """(soft, hard) of ``nofile`` or ``memlock``; UNLIMITED where there is no bound."""
+        """(soft, hard) of ``nofile`` or ``memlock``; UNLIMITED if there is no limit."""
         if self.recording is not None:
             pair = self.recording.get("rlimits", {}).get(name)
             return (int(pair[0]), int(pair[1])) if pair else None
@@ -210,7 +203,7 @@ class Host:
 
     @property
     def groups(self) -> frozenset[str]:
-        """The names of this user's groups, as far as they have names."""
+        """The names of this user's groups; groups without a name are left out."""
         if self.recording is not None:
             return frozenset(self.recording.get("groups", ()))
         try:
@@ -221,7 +214,7 @@ class Host:
         for number in os.getgroups():
             try:
                 names.add(grp.getgrgid(number).gr_name)
-            except KeyError:  # a group of the host's that the container has no name for
+            except KeyError:  # a group of the host that has no name in the container
                 continue
         return frozenset(names)
 
@@ -241,5 +234,5 @@ class Host:
 
     @property
     def live(self) -> bool:
-        """Whether asking twice can give two answers."""
+        """Whether a second reading can differ: false for a recording."""
         return self.recording is None

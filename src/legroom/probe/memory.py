@@ -16,33 +16,27 @@ import re
 import time
 from dataclasses import dataclass
 
-from legroom.probe.cgroup import UNIFIED, Group, Version, cgroup
+from legroom.messages import joined, say
+from legroom.probe.cgroup_paths import UNIFIED, Group, Version, cgroup
 from legroom.probe.host import Host
 from legroom.records import CgroupLevel, Memory, MemoryEvents, Pool, Pressure, Swap
-from legroom.words import joined, say
 
 _MEMINFO = "/proc/meminfo"
 _VMSTAT = "/proc/vmstat"
 _NO_LIMIT = 1 << 62  # v1 writes the largest multiple of a page below 2**63 where there is no limit
 _LIMIT = re.compile(r"\s*(?:[0-9]+|max)\s*", re.A)
-_ABOVE = "/.."  # ends the path of a level that is known from below only
+_ABOVE = "/.."  # suffix of the path of a level that is known only from its child
 
 
 def memory(host: Host, pid: str = "self") -> Memory:
-    """What RAM there is for ``pid``: the machine's, every limit on the way up, and the counters."""
+    """RAM for ``pid``: the machine's, every cgroup limit above it, and the counters."""
     if host.platform != "linux":
         return _elsewhere(host)
     info = host.table(_MEMINFO)
     total, available = amount(info.get("MemTotal")), amount(info.get("MemAvailable"))
     reasons = [] if total is not None and available is not None else [_missing(host, total, available)]
     group = cgroup(host, "memory", pid)
-    levels: list[CgroupLevel] = []
-    if group.version is not None:
-        read = _level_v1 if group.version == "v1" else _level_v2
-        # A group without any of the files (v2's real root, the controller switched off) limits nothing.
-        levels = [level for path in group.chain if (level := read(host, path)) != CgroupLevel(path)]
-        if group.version == "v1" and (above := _above_v1(host, levels)) is not None:
-            levels.append(above)
+    levels = _levels(host, group)
     reasons += [host.why(file) for file in _nonsense(host, group)]
     if group.reason is not None:
         reasons.append(group.reason)
@@ -62,16 +56,54 @@ def memory(host: Host, pid: str = "self") -> Memory:
     )
 
 
-def events_of(host: Host, memory: Memory) -> MemoryEvents:
-    """The counters of the groups that ``memory`` was read from, as they are now.
+def memory_in(host: Host, group: Group) -> Memory:
+    """RAM for processes in that cgroup: levels with a limit only, no counters; a third of ``memory``'s time."""
+    info = host.table(_MEMINFO)
+    total, available = amount(info.get("MemTotal")), amount(info.get("MemAvailable"))
+    levels = _levels(host, group, limited=True)
+    reasons = [] if total is not None and available is not None else [_missing(host, total, available)]
+    reasons += [host.why(file) for file in _nonsense(host, group)]
+    return Memory(
+        total=total,
+        available=available,
+        cgroup=group.version if levels else None,
+        levels=tuple(levels),
+        above_hidden=group.above_hidden,
+        events=MemoryEvents(None, None, None, "machine", _MEMINFO),
+        peak=None,
+        source=_MEMINFO,
+        reason=joined(reasons) or None,
+    )
 
-    A process that has ended is in no group any more, and what killed it is counted in the group it was in.
+
+def _levels(host: Host, group: Group, *, limited: bool = False) -> list[CgroupLevel]:
+    """All levels, or those ``limited`` and the last, which may show a limit above it."""
+    if group.version is None:
+        return []
+    read = _level_v1 if group.version == "v1" else _level_v2
+    # A cgroup without any of the files (v2's real root, controller off) limits nothing.
+    name = "memory.limit_in_bytes" if group.version == "v1" else "memory.max"
+    chain = [
+        path
+        for path in group.chain
+        if not limited or path == group.chain[-1] or _bound(_count(host, f"{path}/{name}")) is not None
+    ]
+    levels = [level for path in chain if (level := read(host, path)) != CgroupLevel(path)]
+    if group.version == "v1" and (above := _above_v1(host, levels)) is not None:
+        levels.append(above)
+    return levels
+
+
+def events_of(host: Host, memory: Memory) -> MemoryEvents:
+    """The counters now, of the cgroups that ``memory`` was read from.
+
+    A process that has ended is in no cgroup any more; its kill is counted in the cgroup it was in.
     """
     return _events(host, memory.cgroup, list(memory.levels))
 
 
 def level_at(host: Host, version: Version, path: str) -> CgroupLevel:
-    """One group read again: a tenth of what finding it and all above it costs."""
+    """Read one cgroup again: ten times cheaper than finding it and its parents."""
     return _level_v1(host, path) if version == "v1" else _level_v2(host, path)
 
 
@@ -83,7 +115,9 @@ def limit_file(memory: Memory, level: CgroupLevel) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bound:
+class RamBound:
+    """The machine's RAM or one cgroup limit: its size, what is used and free, and the files that show it."""
+
     size: int | None
     used: int | None
     room: int | None
@@ -92,15 +126,15 @@ class _Bound:
 
 
 def ram_pool(memory: Memory) -> Pool:
-    """The pool: as large as the tightest bound, as free as the fullest level leaves it."""
-    bounds = _bounds(memory)
+    """The pool: the smallest limit as its size, the least free memory of all levels."""
+    bounds = ram_bounds(memory)
     sized = [(bound.size, bound) for bound in bounds if bound.size is not None]
     if not sized:
         reason = memory.reason or say("cannot read the machine's RAM or any limit")
         return Pool("ram", None, None, None, memory.source, reason)
-    # Of equal bounds the fullest is the one that bites.
+    # Of equal limits the fullest one matters.
     size, tight = min(sized, key=lambda pair: (pair[0], -1 if pair[1].room is None else pair[1].room))
-    # Where the use is unknown, a limit above the machine's RAM takes nothing away; a lower one might.
+    # If the usage is unknown, a limit above the machine's RAM changes nothing; a lower one might.
     ceiling = memory.total if memory.total is not None else _NO_LIMIT
     for bound in bounds:
         if bound.room is None and (bound.size is None or bound.size <= ceiling):
@@ -114,9 +148,9 @@ def ram_pool(memory: Memory) -> Pool:
 
 
 def free_memory(host: Host | None = None, *, with_swap: bool = False) -> tuple[int | None, str]:
-    """(free, source): bytes that can be allocated under every limit; None, and why, where that is unknown.
+    """(free, source): bytes that can be allocated under all limits; (None, reason) if unknown.
 
-    ``with_swap`` adds free swap, for callers to whom a slow machine is better than a killed process.
+    ``with_swap`` adds free swap, for callers that prefer a slow machine to a killed process.
     """
     host = host or Host()
     now = memory(host)
@@ -129,7 +163,7 @@ def free_memory(host: Host | None = None, *, with_swap: bool = False) -> tuple[i
     return pool.free + (swap_pool(swap(host, now, no_rates)).free or 0), pool.source
 
 
-def _bounds(memory: Memory) -> list[_Bound]:
+def ram_bounds(memory: Memory) -> list[RamBound]:
     """The machine, and every level that has a limit."""
     used = None
     if memory.total is not None and memory.available is not None:
@@ -137,24 +171,26 @@ def _bounds(memory: Memory) -> list[_Bound]:
     size_from = room_from = memory.source
     if memory.source.startswith(_MEMINFO):
         size_from, room_from = f"{_MEMINFO} (MemTotal)", f"{_MEMINFO} (MemAvailable)"
-    bounds = [_Bound(memory.total, used, memory.available, size_from, room_from)]
+    bounds = [RamBound(memory.total, used, memory.available, size_from, room_from)]
     for level in memory.levels:
         if level.limit is not None:
             file = limit_file(memory, level)
-            bounds.append(_Bound(level.limit, level.unreclaimable, level.room, file, file))
+            bounds.append(RamBound(level.limit, level.unreclaimable, level.room, file, file))
     return bounds
 
 
 def _level_v2(host: Host, path: str) -> CgroupLevel:
     usage = _count(host, f"{path}/memory.current")
+    stat = host.table(f"{path}/memory.stat")
     return CgroupLevel(
         path=path,
         limit=_bound(_count(host, f"{path}/memory.max")),
         high=_bound(_count(host, f"{path}/memory.high")),
         usage=usage,
-        unreclaimable=_unreclaimable(usage, host.table(f"{path}/memory.stat"), ""),
+        unreclaimable=_unreclaimable(usage, stat, ""),
         swap_limit=_bound(_count(host, f"{path}/memory.swap.max")),
         swap_used=_count(host, f"{path}/memory.swap.current"),
+        shmem=None if usage is None else amount(stat.get("shmem")),
     )
 
 
@@ -170,11 +206,12 @@ def _level_v1(host: Host, path: str) -> CgroupLevel:
         unreclaimable=_unreclaimable(usage, stat, "total_"),
         swap_limit=max(0, both - (limit or 0)) if both is not None else None,
         swap_used=amount(stat.get("total_swap")),
+        shmem=None if usage is None else amount(stat.get("total_shmem")),
     )
 
 
 def _above_v1(host: Host, levels: list[CgroupLevel]) -> CgroupLevel | None:
-    """v1 shows the tightest limit of all ancestors even where a container hides them."""
+    """v1 shows the smallest limit of all ancestors even if a container hides them."""
     if not levels:
         return None
     top = levels[-1]
@@ -185,7 +222,7 @@ def _above_v1(host: Host, levels: list[CgroupLevel]) -> CgroupLevel | None:
 
 
 def _nonsense(host: Host, group: Group) -> list[str]:
-    """Limit files that say neither a number nor that there is none: there, None does not mean "no limit"."""
+    """Limit files with invalid content: there, None does not mean "no limit"."""
     name = "memory.limit_in_bytes" if group.version == "v1" else "memory.max"
     texts = {file: host.text(file) for file in (f"{path}/{name}" for path in group.chain)}
     return [file for file, text in texts.items() if text is not None and not _LIMIT.fullmatch(text)]
@@ -200,7 +237,7 @@ def _unreclaimable(usage: int | None, stat: dict[str, int], prefix: str) -> int 
 
 
 def _events(host: Host, version: Version | None, levels: list[CgroupLevel]) -> MemoryEvents:
-    """Kills in one's own group; hits of the tightest limit and of the tightest ``high`` wherever those are."""
+    """Kills in the process's own cgroup; hits of the smallest limit and smallest ``high`` at any level."""
     levels = [level for level in levels if not level.path.endswith(_ABOVE)]
     everywhere = amount(host.table(_VMSTAT).get("oom_kill"))
     if levels:
@@ -223,23 +260,23 @@ def _events(host: Host, version: Version | None, levels: list[CgroupLevel]) -> M
 
 
 def _hits_v1(host: Host, level: CgroupLevel) -> int | None:
-    """How often memory, or memory and swap together, met its limit."""
+    """How often memory, or memory plus swap, reached its limit."""
     names = ("memory.failcnt", "memory.memsw.failcnt")
     fails = [count for name in names if (count := _count(host, f"{level.path}/{name}")) is not None]
-    # Where no swap is allowed on top, it is the joint limit that is met, and Linux 6.18 does not count that:
+    # Without swap the joint limit is reached, and Linux 6.18 does not count that:
     # a zero then means unknown, even after a kill.
     uncounted = level.limit is not None and level.swap_limit == 0
     return sum(fails) if any(fails) or (fails and not uncounted) else None
 
 
 def _events_v2(host: Host, path: str) -> str:
-    """The counters of the group alone where the kernel keeps them (5.2), else with its descendants'."""
+    """The cgroup's own counters if the kernel has them (5.2), else including its descendants."""
     local = f"{path}/memory.events.local"
     return local if host.exists(local) else f"{path}/memory.events"
 
 
 def _elsewhere(host: Host) -> Memory:
-    """macOS and Windows: no cgroups, and psutil knows the rest."""
+    """macOS and Windows: no cgroups; psutil gives the rest."""
     nothing = MemoryEvents(None, None, None, "machine", host.platform)
     if not host.live:
         reason = say("a recording of {platform} has no RAM figures", platform=host.platform)
@@ -261,7 +298,7 @@ def _count(host: Host, path: str) -> int | None:
 
 
 def amount(value: object) -> int | None:
-    """A number of bytes, pages or events; what no counter of the kernel's can hold is nonsense, not a number."""
+    """A number of bytes, pages or events; None if it is larger than any kernel counter."""
     return value if isinstance(value, int) and 0 <= value < 1 << 64 else None
 
 
@@ -270,8 +307,8 @@ def _bound(value: int | None) -> int | None:
 
 
 _LIMIT_FILES = {"v1": "memory.memsw.limit_in_bytes", "v2": "memory.swap.max"}
-_PAGE = 4096  # of a recording that does not say
-_LEAST_INTERVAL = 0.1  # seconds; over less, one burst of pages would read as a storm
+_PAGE = 4096  # of a recording without it
+_LEAST_INTERVAL = 0.1  # seconds; over less, one burst of pages would look like thrashing
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +325,7 @@ def read_swap_counters(host: Host) -> SwapCounters:
     if host.platform == "linux":
         return _counters(host, host.table(_VMSTAT))
     inward = outward = None
-    if host.platform == "darwin" and host.live:  # elsewhere psutil writes zeros that count nothing
+    if host.platform == "darwin" and host.live:  # elsewhere psutil returns zeros
         import psutil
 
         now = psutil.swap_memory()
@@ -335,14 +372,14 @@ def _amounts(host: Host) -> tuple[int | None, int | None, str, str | None]:
 
 
 def swap_pool(swap: Swap) -> Pool:
-    """The pool: the machine's swap, or what the cgroup may use of it. No swap is a size of zero, not unknown."""
+    """The pool: the machine's swap, or the cgroup's share. No swap is size 0, not unknown."""
     size, used = swap.total, swap.used
     free = size - used if size is not None and used is not None else None
     limit = swap.cgroup_limit
     if limit is not None and (size is None or limit < size):
         size, used = limit, swap.cgroup_used
         own = max(0, limit - used) if used is not None else None
-        if limit == 0:  # nothing can be in it, whatever else is unknown
+        if limit == 0:  # it is empty, whatever else is unknown
             used = free = 0
         elif own is None or free is None:
             free = None
@@ -355,13 +392,13 @@ def swap_pool(swap: Swap) -> Pool:
 
 
 def _tightest(memory: Memory) -> CgroupLevel | None:
-    """The level with the smallest swap limit; of equals the one that has used most of it."""
+    """The level with the smallest swap limit; of equal ones the one with most swap used."""
     limited = [level for level in memory.levels if level.swap_limit is not None]
     return min(limited, key=lambda level: (level.swap_limit or 0, -(level.swap_used or 0)), default=None)
 
 
 def _later(host: Host, started: SwapCounters, *, moving: bool) -> tuple[SwapCounters, float | None]:
-    """The counters after the interval, and its length; None where there is none to speak of."""
+    """The counters after the interval, and its length; None if it is too short."""
     if host.recording is not None:
         table, interval = host.recording.get("vmstat_later"), host.recording.get("interval")
         if not isinstance(table, dict) or not isinstance(interval, (int, float)):
@@ -396,7 +433,7 @@ _PRESSURE = "/proc/pressure/memory"
 
 
 def pressure(host: Host, pid: str = "self") -> tuple[Pressure, ...]:
-    """The machine's pressure and that of ``pid``'s cgroup, as far as each can be read."""
+    """The pressure of the machine and of ``pid``'s cgroup, where readable."""
     found = [_pressure_of(host, "machine", _PRESSURE)]
     group = cgroup(host, UNIFIED, pid)
     if group.chain and not group.is_root and group.reason is None:  # the root's file repeats the machine's

@@ -1,4 +1,4 @@
-"""Calls of NVML (nvidia-ml-py): every failure is an NvmlError with a reason for people.
+"""Calls of NVML (nvidia-ml-py): every failure is an NvmlError with a readable reason.
 
 The ``pynvml`` module is always an argument: tests pass a fake, and importing this module does not import pynvml.
 
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from legroom.words import phrase, say
+from legroom.messages import phrase, say
 
 NOT_SUPPORTED = 3
 NOT_FOUND = 6
 TOO_OLD = 13  # FUNCTION_NOT_FOUND
 _INVALID_ARGUMENT = 2
 _OTHER_VERSION = 25  # ARGUMENT_VERSION_MISMATCH
-# Answers after which an older version of the question is worth asking.
+# Errors after which an older version of the call is tried.
 _ASK_OLDER = (_INVALID_ARGUMENT, NOT_SUPPORTED, TOO_OLD, _OTHER_VERSION)
 
 # By NVML's own numbers, which are part of its binary interface.
@@ -44,7 +44,7 @@ _WORDS = {
 
 
 class NvmlError(Exception):
-    """A question that got no answer: NVML's code where it gave one, and the reason in words."""
+    """A failed call: NVML's error code if there is one, and the reason."""
 
     def __init__(self, code: int | None, words: str) -> None:
         super().__init__(words)
@@ -58,12 +58,12 @@ def call(nvml: Any, name: str, *arguments: Any, **options: Any) -> Any:
         raise NvmlError(TOO_OLD, say("the installed nvidia-ml-py is too old: it has no {name}", name=name))
     try:
         return function(*arguments, **options)
-    except Exception as problem:  # bindings also raise TypeError, OSError and errors of no class of NVML's
+    except Exception as problem:  # bindings also raise TypeError, OSError and other errors
         raise _trouble(problem) from problem
 
 
 def memory_info(nvml: Any, handle: Any) -> tuple[Any, bool]:
-    """The memory of a GPU, and whether it has the driver's reserve as a field of its own."""
+    """The memory of a GPU, and whether the driver's reserve is a separate field."""
     version = getattr(nvml, "nvmlMemory_v2", None)
     if version is not None:
         try:
@@ -89,7 +89,7 @@ def running(nvml: Any, handle: Any, which: str) -> list[Any]:
 
 
 def text(value: Any) -> str:
-    """A string as NVML gives it: older bindings give bytes."""
+    """A string from NVML; older bindings return bytes."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
@@ -105,14 +105,14 @@ def _trouble(problem: Exception) -> NvmlError:
 
 
 class NvmlSession:
-    """One counted start, given back by ``release``."""
+    """One open NVML session."""
 
     def __init__(self, nvml: Any = None) -> None:
         self._nvml = nvml
         self.held = False
 
     def open(self) -> None:
-        """Start NVML and keep it; where that fails the looks go on without, only slower."""
+        """Open a session that makes later calls faster; a failure is ignored."""
         if self.held:
             return
         if self._nvml is None:
@@ -123,10 +123,10 @@ class NvmlSession:
             call(self._nvml, "nvmlInit")
             self.held = True
         except NvmlError:
-            pass  # the next look will say why
+            pass  # the next call reports the reason
 
     def close(self) -> None:
-        """Give it back."""
+        """Close the session."""
         if not self.held:
             return
         self.held = False

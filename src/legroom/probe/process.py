@@ -17,12 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from legroom.errors import NoSuchProcess, NothingMatches, UsageError
+from legroom.messages import say
 from legroom.probe.host import Host
 from legroom.probe.shm_segments import Segments
 from legroom.records import Process
-from legroom.words import say
 
-# What could move a terminal's cursor or turn its text around is replaced; line ends and tabs become blanks.
+# Control characters of a terminal are replaced; line ends and tabs become spaces.
 _MOST_HOLDERS = 16  # reading one takes under a millisecond
 _BLANK = re.compile("[\t\n\v\f\r\x85\u2028\u2029]")
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
@@ -30,17 +30,17 @@ _KTHREADD = 2
 _FLAGS, _PF_EXITING = 6, 0x4  # of a stat file, counted from the state
 _DRIVER = "/dev/nvidia"
 _SHARED_ANONYMOUS = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw.s .* /dev/zero \(deleted\)$", re.M)
-_TICKS = 100  # a second, of the clock that /proc/<pid>/stat counts in: the same on every Linux since 2.6
+_TICKS = 100  # ticks per second in /proc/<pid>/stat: the same on every Linux since 2.6
 
 
 def processes(host: Host) -> list[Process]:
-    """Everybody, by two small files each, ordered by pid."""
+    """All processes, from two small files each, ordered by pid."""
     pids = sorted(int(name) for name in host.names("/proc") if name.isascii() and name.isdecimal())
     return [process for pid in pids if (process := process_at(host, pid)) is not None]
 
 
 def process_at(host: Host, pid: int) -> Process | None:
-    """One process by its status and command line; None where there is none such."""
+    """One process by its status and command line; None if it does not exist."""
     found = parse_status(host.text(f"/proc/{pid}/status") or "", pid)
     if found is None:
         return None
@@ -59,10 +59,12 @@ def parse_status(text: str, pid: int) -> Process | None:
     return Process(
         pid=pid,
         parent=parent,
-        command=f"[{plain(rows.get('Name', '').strip())}]",  # as ps shows what has no command line
+        command=f"[{plain(rows.get('Name', '').strip())}]",  # as ps shows processes without a command line
         uid=_number(rows.get("Uid"), 1),  # the effective one
         rss=_size(rows.get("VmRSS")),
         rss_shmem=_size(rows.get("RssShmem")),
+        rss_anon=_size(rows.get("RssAnon")),
+        rss_file=_size(rows.get("RssFile")),
         swap=_size(rows.get("VmSwap")),
         locked=_size(rows.get("VmLck")),
         pinned=_size(rows.get("VmPin")),
@@ -70,25 +72,25 @@ def parse_status(text: str, pid: int) -> Process | None:
 
 
 def arguments(host: Host, pid: int) -> list[str]:
-    """The command line word by word; empty where it cannot be read."""
+    """The words of the command line; empty if it cannot be read."""
     text = (host.text(f"/proc/{pid}/cmdline") or "").rstrip("\0")
     return text.split("\0") if text else []
 
 
 def is_ending(host: Host, pid: int) -> bool:
-    """Whether it is on its way out: in no cgroup any more, and no zombie yet."""
+    """Whether it is exiting: in no cgroup any more, and not yet a zombie."""
     fields = _after_name(host, pid)
     return len(fields) > _FLAGS and fields[_FLAGS].isdecimal() and bool(int(fields[_FLAGS]) & _PF_EXITING)
 
 
 def _after_name(host: Host, pid: int) -> list[str]:
     """The fields of its stat file from the state on."""
-    # The name in brackets may hold anything, blanks and brackets too: count from the last bracket.
+    # The name in brackets may contain spaces and brackets: count from the last bracket.
     return (host.text(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
 
 
 def started_at(host: Host, pid: int) -> float | None:
-    """When that process began, in seconds of the day's clock; None where it cannot be read."""
+    """When that process started, as Unix time; None if it cannot be read."""
     fields = _after_name(host, pid)
     booted = host.table("/proc/stat").get("btime")
     if len(fields) < 20 or not fields[19].isdecimal() or booted is None:
@@ -97,19 +99,19 @@ def started_at(host: Host, pid: int) -> float | None:
 
 
 def command_text(words: Iterable[str]) -> str:
-    """A command line as text that is safe to show."""
+    """A command line as text without control characters."""
     return plain(" ".join(words)).strip()
 
 
 def plain(text: str) -> str:
-    """Text without what a terminal would obey instead of show."""
+    """Text without control characters of a terminal."""
     return _CONTROL.sub("\ufffd", _BLANK.sub(" ", text))
 
 
 def holdings(host: Host, process: Process, segments: Segments | None = None) -> Process:
-    """The process with what takes a longer look: its share of /dev/shm, PSS and descriptors.
+    """The process with figures that take longer to read: /dev/shm, PSS and descriptors.
 
-    ``segments`` carries the sizes of segments from one process to the next.
+    ``segments`` remembers the sizes of segments between processes.
     """
     segments = segments or Segments.of(host)
     held = segments.of_process(process.pid)
@@ -125,18 +127,16 @@ def holdings(host: Host, process: Process, segments: Segments | None = None) -> 
 
 
 def with_shm(host: Host, all_processes: Sequence[Process], *, most: int = _MOST_HOLDERS) -> list[Process]:
-    """Everybody, with what the likeliest holders of /dev/shm hold of it; the others' share stays None.
+    """All processes; those likely to use /dev/shm with their use of it, the others with None.
 
-    RssShmem also counts what is not in /dev/shm, so it shows which processes to read, not how much they hold.
+    RssShmem also counts memory outside /dev/shm, so it shows which processes to read, not how much they use.
     """
     segments = Segments.of(host)
     likely = sorted((p for p in all_processes if p.rss_shmem), key=lambda p: -(p.rss_shmem or 0))[:most]
     seen = {process.pid: segments.of_process(process.pid) for process in likely}
     held = {pid: held for pid, held in seen.items() if held is not None}
     return [
-        replace(p, shm=segments.total(held[p.pid].inodes), shm_mapped=held[p.pid].address_space)
-        if p.pid in held
-        else p
+        replace(p, shm=segments.total(held[p.pid].inodes), shm_mapped=held[p.pid].address_space) if p.pid in held else p
         for p in all_processes
     ]
 
@@ -167,18 +167,18 @@ def tree(processes: Sequence[Process], pid: int) -> list[Process]:
             ),
         )
     seen = {pid}
-    for process in found:  # grows while it is walked
+    for process in found:  # grows during the loop
         for child in children.get(process.pid, ()):
-            if child.pid not in seen:  # ids reused between two reads could make a ring
+            if child.pid not in seen:  # reused pids could form a cycle
                 seen.add(child.pid)
                 found.append(child)
     return found
 
 
 def matching(processes: Sequence[Process], pattern: str, us: int | None = None) -> list[Process]:
-    """The processes whose command line the regular expression finds, ourselves and our ancestors left out.
+    """The processes whose command line matches, without this process and its ancestors.
 
-    ``us`` is our own id as these processes are numbered (another /proc may number them differently).
+    ``us`` is this process's pid in that host's /proc, which may number processes differently.
     """
     try:
         expression = re.compile(pattern)
@@ -204,7 +204,7 @@ def matching(processes: Sequence[Process], pattern: str, us: int | None = None) 
 
 
 def our_pid(host: Host) -> int | None:
-    """Our own id as that host's /proc numbers it; None where we are not in it (a recording)."""
+    """This process's pid in that host's /proc; None if it is not in it (a recording)."""
     name = host.link("/proc/self") or ""
     return int(name) if name.isdecimal() else None
 
@@ -219,7 +219,7 @@ def _ancestry(processes: Sequence[Process], pid: int) -> set[int]:
 
 
 def _pinned(locked_in: int | None, maps: str | None) -> int | None:
-    """VmPin, and what CUDA pinned, which no counter has.
+    """VmPin, plus memory pinned by CUDA, which has no counter.
 
     cudaHostAlloc (torch's pin_memory) shows as shared memory without a file in a process that has the driver
     mapped: 300 MB were a mapping of 512, all of it resident. Without maps a GPU's user cannot be told, and VmPin
@@ -234,7 +234,7 @@ def _pinned(locked_in: int | None, maps: str | None) -> int | None:
 
 
 def open_files(host: Host, pid: int) -> int | None:
-    """How many descriptors that process has open; None where that may not be read."""
+    """Open descriptors of that process; None if they may not be read."""
     try:
         return len(os.listdir(host.path(f"/proc/{pid}/fd")))
     except OSError:
@@ -251,8 +251,8 @@ def _size(text: str | None) -> int | None:
     return None if count is None else count * 1024
 
 
-_IN_TURN = 8  # known processes read again at every look
-_YOUNG = 3  # looks after its first during which a process is read every time
+_IN_TURN = 8  # known processes that each refresh reads again
+_YOUNG = 3  # refreshes during which a new process is always read
 
 
 @dataclass
@@ -261,11 +261,11 @@ class ProcessTable:
 
     host: Host
     known: dict[int, Process | None] = field(default_factory=dict)  # None: a kernel thread or a zombie
-    _ages: dict[int, int] = field(default_factory=dict)  # looks, of the young ones
-    _turn: int = 0  # the pid after which the next turn begins
+    _ages: dict[int, int] = field(default_factory=dict)  # refreshes left, of new processes
+    _turn: int = 0  # the pid after which the next refresh continues
 
     def refresh(self) -> Mapping[int, Process]:
-        """Everybody there now, by pid."""
+        """All processes now, by pid."""
         there = {int(name) for name in self.host.names("/proc") if name.isascii() and name.isdecimal()}
         for pid in self.known.keys() - there:
             del self.known[pid]
@@ -278,7 +278,7 @@ class ProcessTable:
         return {pid: found for pid, found in sorted(self.known.items()) if found is not None}
 
     def is_running(self, pid: int) -> bool:
-        """Whether that process has not ended; one that has is left out of the next look."""
+        """Whether that process still runs; an ended one is left out of the next refresh."""
         found = None if is_ending(self.host, pid) else process_at(self.host, pid)
         if pid in self.known:
             self.known[pid] = found
@@ -299,5 +299,5 @@ def status_of(host: Host, process: Process) -> Process | None:
 
 
 def pss_of(host: Host, pid: int) -> int | None:
-    """Its proportional share of what it maps. The kernel walks its page tables for it: ask seldom."""
+    """Its PSS. The kernel walks its page tables for it, so read it rarely."""
     return host.table(f"/proc/{pid}/smaps_rollup").get("Pss")

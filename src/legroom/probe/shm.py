@@ -11,6 +11,7 @@ import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from legroom.messages import say
 from legroom.probe.filesystem import Mount
 from legroom.probe.host import Host
 from legroom.probe.process import plain, processes, started_at
@@ -25,7 +26,6 @@ from legroom.probe.shm_segments import (
     shm_mount,
 )
 from legroom.records import Leftover, Pool, Process, Shm
-from legroom.words import say
 
 
 def shm(host: Host, all_processes: Sequence[Process] | None = None) -> Shm:
@@ -35,11 +35,12 @@ def shm(host: Host, all_processes: Sequence[Process] | None = None) -> Shm:
         return Shm(SHM, False, None, None, None, None, None, None, source="", reason=why)
     path, mount = shm_mount(host)
     mounted = mount is not None and is_memory(mount)
-    # Files are listed before processes are: what is listed already has its user, if it ever had one.
+    # Files are listed before processes: a listed file already has its user, if it has one.
     listing = files_below(host, path)
-    size, used, free, reason = shm_space(host, path)
+    pool = shm_space(host, path)
+    reason = pool.reason
     all_processes = processes(host) if all_processes is None else all_processes
-    holders = SegmentHolders(Segments.of(host), listing, used if mounted else None)
+    holders = SegmentHolders(Segments.of(host), listing, pool.used if mounted else None)
     holders.find(all_processes)
     if listing.cut and reason is None:
         reason = say("more than {count} files: the rest was not read", count=len(listing.files))
@@ -48,9 +49,9 @@ def shm(host: Host, all_processes: Sequence[Process] | None = None) -> Shm:
     return Shm(
         path=SHM,
         mounted=mounted,
-        size=size,
-        used=used,
-        free=free,
+        size=pool.size,
+        used=pool.used,
+        free=pool.free,
         mode=mode,
         owner=owner,
         writable=_writable(host, path, mount),
@@ -70,22 +71,23 @@ def shm_pool(shm: Shm) -> Pool:
     return Pool("shm", shm.size, shm.used, shm.free, shm.source, shm.reason)
 
 
-def shm_space(host: Host, path: str) -> tuple[int | None, int | None, int | None, str | None]:
-    """(size, used, free, why unknown) of the filesystem at ``path``: the one look that is cheap."""
-    room = host.disk_space(path)
-    if room is None:
-        if not host.exists(path):
-            return None, None, None, say("{path} does not exist", path=path)
-        return None, None, None, say("cannot read the free space of {path}", path=path)
-    size, free, used = room
-    if size == 0:  # mounted with size=0, or ramfs
-        return None, None, None, say("{path} has no size limit: only RAM limits it", path=path)
-    return size, used, free, None
+def shm_space(host: Host, path: str) -> Pool:
+    """The filesystem at ``path`` as a pool: cheap, since no file and no process is read."""
+    space, source = host.disk_space(path), f"statvfs({path})"
+    if space is not None and space.size:
+        return Pool("shm", space.size, space.used, space.free, source)
+    if space is not None:  # mounted with size=0, or ramfs
+        why = say("{path} has no size limit: only RAM limits it", path=path)
+    elif host.exists(path):
+        why = say("cannot read the free space of {path}", path=path)
+    else:
+        why = say("{path} does not exist", path=path)
+    return Pool("shm", None, None, None, source, why)
 
 
 def _source(path: str, mount: Mount | None, mounted: bool) -> str:
     if mounted:
-        return say("statvfs({path}), /proc/self/mountinfo", path=path)
+        return f"statvfs({path}), /proc/self/mountinfo"
     if mount is not None:
         return say("statvfs({path}), which is {kind}, not tmpfs", path=path, kind=mount.kind)
     return say("statvfs({path}), a directory, not a mount", path=path)
@@ -97,9 +99,7 @@ def _writable(host: Host, path: str, mount: Mount | None) -> bool | None:
     if host.live:
         if not host.exists(path):
             return None
-        return os.access(
-            host.path(path), os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids
-        )
+        return os.access(host.path(path), os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
     facts = host.owner_mode(path)
     if facts is None or host.uid is None:
         return None
@@ -115,44 +115,42 @@ _KINDS = (
     ("nccl", re.compile(r"nccl-")),
     ("legroom", re.compile(r"legroom-[0-9]+/")),
 )
-# Those whose makers always open them for writing: without a writer they have no user. Others may be read-only.
+# Kinds that are always open for writing while used: without a writer they are unused. Others may be read-only.
 _WRITTEN = frozenset({"torch", "python", "semaphore", "nccl"})
 _TORCH_MAKER = re.compile(r"torch_([0-9]{1,10})_", re.A)
 _MANAGER = "torch_shm_manager"
 
 
 def kind_of(name: str) -> str:
-    """Who makes files of that name: torch, python, semaphore, nccl, legroom or other."""
+    """What creates files of that name: torch, python, semaphore, nccl, legroom or other."""
     return next((kind for kind, pattern in _KINDS if pattern.match(name)), "other")
 
 
 def maker_of(name: str) -> int | None:
-    """The process whose id is in the name of a file of torch's."""
+    """The pid in the name of a torch segment."""
     match = _TORCH_MAKER.match(name)
     return int(match[1]) if match else None
 
 
 @dataclass
 class SegmentHolders:
-    """Which files of one /dev/shm living processes hold."""
+    """Which files of one /dev/shm are used by processes."""
 
     segments: Segments
     listing: FileListing
     used: int | None  # of the whole filesystem; None where that is unknown
     held: set[int] = field(default_factory=set)  # inodes
     unreadable: set[int] = field(default_factory=set)  # pids that may not be read
-    _unheld: set[int] = field(
-        default_factory=set
-    )  # files with names that no process was found to hold so far
+    _unheld: set[int] = field(default_factory=set)  # named files for which no user was found so far
     _unexplained: int | None = None  # bytes, so far
 
     def find(self, all_processes: Sequence[Process]) -> None:
         """Read processes until every byte is explained or all have been read."""
         self.segments.know(self.listing.files)
         self._unexplained = self.hidden()
-        # A Legroom store's lock files wait for users without taking room: no reason to read every process.
+        # Lock files of a Legroom store may have no user and take no space: no reason to read every process.
         self._unheld = {f.inode for f in self.listing.files if f.size or kind_of(self.name(f)) != "legroom"}
-        # Trainers first: they map what all their workers share.
+        # Training processes first: they map what all their workers share.
         parents = {process.parent for process in all_processes}
         ordered = sorted(all_processes, key=lambda process: process.pid not in parents)
         likely = [p.pid for p in ordered if p.rss_shmem is None or p.rss_shmem > 0]
@@ -180,16 +178,16 @@ class SegmentHolders:
             self._unexplained -= self.segments.total(nameless) or 0
 
     def _explained(self) -> bool:
-        # A running loader moves things between two reads: one part in 256 is as good as nothing.
+        # A running DataLoader changes files between two reads: ignore 1/256.
         left, used = self._unexplained, self.used
         return not self._unheld and (left is None or used is None or left * 256 <= used)
 
     def unlinked(self) -> int | None:
-        """What held files without a name take; None where that could not be had for one of them."""
+        """Bytes of deleted files that are still used; None if one size is unknown."""
         return self.segments.total(self.held - {file.inode for file in self.listing.files})
 
     def hidden(self) -> int | None:
-        """What is used and explained neither by a file with a name nor by a process that holds one without."""
+        """Bytes in use that neither named files nor deleted files in use explain."""
         unlinked = self.unlinked()
         if self.used is None or self.listing.cut or unlinked is None:
             return None
@@ -198,7 +196,7 @@ class SegmentHolders:
 
 
 def leftovers(host: Host, all_processes: Sequence[Process], holders: SegmentHolders) -> tuple[Leftover, ...]:
-    """Every file with a name, the largest first; each user's Legroom store as one."""
+    """Every named file, largest first; each user's Legroom store as one."""
     names = [holders.name(file) for file in holders.listing.files]
     makers = makers_alive(host, names, {process.pid for process in all_processes})
     managers = _managers(host, all_processes, holders.segments)
@@ -230,15 +228,15 @@ def _store(host: Host, name: str, group: Sequence[tuple[FileFacts, bool | None]]
 
 
 def makers_alive(host: Host, names: Iterable[str], living: Container[int]) -> dict[int, float | None]:
-    """When each living maker of those files of torch's began; None where that cannot be read."""
+    """Start time of each running process that created those torch segments; None if unknown."""
     makers = {maker for name in names if (maker := maker_of(name)) is not None and maker in living}
     return {maker: started_at(host, maker) for maker in makers}
 
 
 def on_its_way(file: FileFacts, name: str, makers: Mapping[int, float | None]) -> bool:
-    """Whether a segment of torch's may wait to be fetched, held by no process ("file_system" sharing).
+    """Whether a torch segment may be in flight, used by no process yet ("file_system" sharing).
 
-    Its name holds the pid of its maker, which must live; a process younger than the file only has the same id.
+    Its name contains the pid of its creator, which must be running and older than the file.
     """
     maker = maker_of(name)
     if maker is None or maker not in makers:
@@ -247,33 +245,27 @@ def on_its_way(file: FileFacts, name: str, makers: Mapping[int, float | None]) -
     return began is None or began <= file.mtime + 1
 
 
-def _managers(
-    host: Host, all_processes: Sequence[Process], segments: Segments
-) -> list[tuple[int | None, float]]:
-    """(user, when it began) of each process of torch's that deletes unfetched segments from this /dev/shm."""
+def _managers(host: Host, all_processes: Sequence[Process], segments: Segments) -> list[tuple[int | None, float]]:
+    """(user, start time) of each torch_shm_manager, which deletes unreceived segments from this /dev/shm."""
     found = []
     for process in all_processes:
         if process.command.partition(" ")[0].endswith(_MANAGER):
             theirs = Segments.of(host, process.pid).device
-            if theirs in (None, segments.device):  # None: it does not let us look
+            if theirs in (None, segments.device):  # None: not readable
                 found.append((process.uid, started_at(host, process.pid) or 0.0))
     return found
 
 
 def _in_use(
-    host: Host,
-    file: FileFacts,
-    kind: str,
-    holders: SegmentHolders,
-    managers: Sequence[tuple[int | None, float]],
+    host: Host, file: FileFacts, kind: str, holders: SegmentHolders, managers: Sequence[tuple[int | None, float]]
 ) -> bool | None:
-    """True only where a user is known, False only where there can be none."""
+    """True if a user is known, False if there can be none, else None."""
     if file.inode in holders.held:
         return True
     writer = has_writer(host, file.path)
     if writer:
         return True
-    # Ids in names are those of the maker's own container: the maker may live and not be recognised. Its manager is.
+    # Pids in names are those of the creator's container, so the creator may not be recognised. Its manager is.
     if kind == "torch" and any(uid == file.owner and began <= file.mtime + 1 for uid, began in managers):
         return None
     if writer is False and kind in _WRITTEN:
@@ -283,13 +275,13 @@ def _in_use(
 
 _HOMES = ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/systemd", "/lib/systemd")
 _LINGER = "/var/lib/systemd/linger"
-_FIRST_PERSON = 1000  # below are system users, whom logind spares
+_FIRST_PERSON = 1000  # below are system users, whose files logind keeps
 _YES = frozenset({"1", "yes", "y", "true", "t", "on"})
 _NO = frozenset({"0", "no", "n", "false", "f", "off"})
 
 
 def removed_at_logout(host: Host) -> tuple[bool | None, str]:
-    """Whether this user's files in /dev/shm go at their last logout, and how that is known."""
+    """Whether this user's files in /dev/shm are deleted at the last logout, and the source of that."""
     uid = host.uid
     if uid is None:
         return None, say("this user has no numeric id")
@@ -307,9 +299,7 @@ def removed_at_logout(host: Host) -> tuple[bool | None, str]:
             why = say("RemoveIPC=yes ({where}); uid {uid} has no user name to look up", where=where, uid=uid)
             return None, say("{why} in {linger}", why=why, linger=_LINGER)
         if name in lingering:
-            return False, say(
-                "lingering is on for {name} ({linger}/{name} exists)", name=name, linger=_LINGER
-            )
+            return False, say("lingering is on for {name} ({linger}/{name} exists)", name=name, linger=_LINGER)
     return True, say("RemoveIPC=yes ({where}), and lingering is off for uid {uid}", where=where, uid=uid)
 
 
@@ -336,7 +326,7 @@ def _setting(host: Host) -> tuple[bool, str]:
 
 
 def parse_remove_ipc(text: str) -> bool | None:
-    """What a logind configuration sets RemoveIPC to; None where it does not."""
+    """The value of RemoveIPC in a logind configuration; None if not set."""
     found, section = None, ""
     for line in text.split("\n"):
         line = line.strip()
@@ -351,7 +341,7 @@ def parse_remove_ipc(text: str) -> bool | None:
 
 
 def _default(text: str, path: str) -> tuple[bool, str] | None:
-    """The default this systemd was built with: the shipped file shows it as a comment, and some ship ``no``."""
+    """The default that this systemd was built with: the shipped file has it as a comment, and some ship ``no``."""
     lines = text.split("\n")
     if not any("compile time defaults" in line or "compile-time defaults" in line for line in lines):
         return None

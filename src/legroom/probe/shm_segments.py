@@ -25,9 +25,7 @@ from legroom.probe.host import Host
 
 SHM = "/dev/shm"
 _DELETED = " (deleted)"
-_AREA = re.compile(
-    r"^([0-9a-f]+)-([0-9a-f]+) \S+ [0-9a-f]+ ([0-9a-f]+:[0-9a-f]+) ([0-9]+) *(.*)$", re.M | re.A
-)
+_AREA = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ [0-9a-f]+ ([0-9a-f]+:[0-9a-f]+) ([0-9]+) *(.*)$", re.M | re.A)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class MappedSegment:
 
 @dataclass(frozen=True, slots=True)
 class HeldSegments:
-    """What one process holds of /dev/shm."""
+    """What one process uses of /dev/shm."""
 
     inodes: frozenset[int]  # mapped or open
     address_space: int
@@ -54,33 +52,33 @@ def shm_mount(host: Host, pid: int | str = "self") -> tuple[str, Mount | None]:
 
 
 def is_memory(mount: Mount) -> bool:
-    """Whether a mount is memory of its own, and not a directory of some disk."""
+    """Whether a mount is a filesystem in memory, not a directory on a disk."""
     return mount.kind in ("tmpfs", "ramfs")
 
 
 @dataclass
 class Segments:
-    """One /dev/shm, and the size of every segment met so far (inode → bytes by blocks)."""
+    """One /dev/shm, and the size of every segment read so far (inode → allocated bytes)."""
 
     host: Host
     path: str
-    device: str | None  # as maps writes it; None: no filesystem of its own, so segments are known by path
+    device: str | None  # as in maps; None: not a separate filesystem, so segments are known by path
     sizes: dict[int, int] = field(default_factory=dict)
-    seen: dict[int, frozenset[int]] = field(default_factory=dict)  # by pid, of those read whole
-    _at_least: set[int] = field(default_factory=set)  # sizes that are only what one process has touched
+    seen: dict[int, frozenset[int]] = field(default_factory=dict)  # by pid, of those read completely
+    _at_least: set[int] = field(default_factory=set)  # sizes that are only lower bounds: pages that one process touched
 
     @classmethod
     def of(cls, host: Host, pid: int | str = "self") -> Segments:
-        """Those of the /dev/shm that process sees, ourselves by default."""
+        """The segments of the /dev/shm that a process sees, by default this one."""
         path, mount = shm_mount(host, pid)
         return cls(host, path, maps_device(mount.device) if mount and is_memory(mount) else None)
 
     def know(self, files: Iterable[FileFacts]) -> None:
-        """Take over the sizes of files that have names."""
+        """Remember the sizes of named files."""
         self.sizes.update((file.inode, file.size) for file in files)
 
     def of_process(self, pid: int) -> HeldSegments | None:
-        """Everything that process maps or has open; None where that may not be read."""
+        """Everything that process maps or has open; None if it may not be read."""
         mapped, opened = self.mapped(pid), self.opened(pid)
         if mapped is None or opened is None:
             return None
@@ -89,12 +87,12 @@ class Segments:
         return held
 
     def total(self, inodes: Iterable[int]) -> int | None:
-        """What those segments take together; None where one's size could not be had."""
+        """The total size of those segments; None if one is unknown."""
         sizes = [self.sizes.get(inode) for inode in set(inodes)]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
     def mapped(self, pid: int) -> dict[int, MappedSegment] | None:
-        """By inode, the segments that process maps; None where that may not be read."""
+        """By inode, the segments that process maps; None if it may not be read."""
         text = self.host.text(f"/proc/{pid}/maps")
         if text is None:
             return None if self.host.exists(f"/proc/{pid}") else {}
@@ -103,11 +101,11 @@ class Segments:
         if unsure:
             self._measure(pid, unsure)
             if any(inode not in self.sizes for inode in areas) and not self.host.exists(f"/proc/{pid}"):
-                return {}  # it ended between two reads, and what only it held is gone with it
+                return {}  # it ended between two reads, and its own segments are gone with it
         return areas
 
     def opened(self, pid: int) -> set[int] | None:
-        """The inodes of the segments that process has open; None where that may not be read."""
+        """The inodes of the segments that process has open; None if it may not be read."""
         folder = f"/proc/{pid}/fd"
         try:
             names = os.listdir(self.host.path(folder))
@@ -115,7 +113,7 @@ class Segments:
             return None if self.host.exists(f"/proc/{pid}") else set()
         found = set()
         for name in names:
-            # The link is read before the file is asked: asking a dead network filesystem would hang.
+            # Read the link before stat: stat on a dead network filesystem would hang.
             target = self.host.link(f"{folder}/{name}")
             if target is None or not target.startswith(self.path + "/"):
                 continue
@@ -126,7 +124,7 @@ class Segments:
         return found
 
     def _here(self, file: FileFacts) -> bool:
-        """Whether it lies on this /dev/shm, and not on another container's of the same path."""
+        """Whether it is on this /dev/shm, not on another container's with the same path."""
         return None in (self.device, file.device) or maps_device(file.device or "") == self.device
 
     def _learn(self, file: FileFacts) -> None:
@@ -138,7 +136,7 @@ class Segments:
         return inode not in self.sizes or (inode in self._at_least and self.sizes[inode] < area.size)
 
     def _measure(self, pid: int, areas: Mapping[int, MappedSegment]) -> None:
-        """What segments take that no listing has shown: by their inode if it can be reached, else by pages."""
+        """Sizes of segments that no listing has shown: by stat if possible, else by resident pages."""
         left = dict(areas)
         for inode, area in areas.items():
             name = "-".join(end.lstrip("0") or "0" for end in area.ranges[0].split("-"))
@@ -153,7 +151,7 @@ class Segments:
             left = {inode: area for inode, area in left.items() if self._unsure(inode, area)}
         for inode, area in list(left.items()):
             if area.path.startswith(f"{self.path}/sem."):
-                # sem_open writes its one page before it maps it: it is there, whether touched here or not.
+                # sem_open writes its one page before mapping it, so it is allocated even if not touched here.
                 start, _, end = area.ranges[0].partition("-")
                 self.sizes[inode] = int(end, 16) - int(start, 16)
                 del left[inode]
@@ -164,7 +162,7 @@ class Segments:
 
 
 def maps_device(device: str) -> str | None:
-    """A device as maps writes it (``00:1b``), from how mountinfo writes it (``0:27``)."""
+    """A device in the format of maps (``00:1b``), from that of mountinfo (``0:27``)."""
     major, _, minor = device.partition(":")
     if not (major.isdecimal() and minor.isdecimal()):
         return None
@@ -190,9 +188,9 @@ def parse_maps(text: str, device: str | None, path: str) -> dict[int, MappedSegm
 
 
 def parse_smaps(text: str, areas: Mapping[int, MappedSegment]) -> dict[int, int]:
-    """Bytes of each segment that this process has in memory or in swap: it takes at least that."""
+    """Bytes of each segment that this process has in memory or swap: a lower bound of its size."""
     owner = {span: inode for inode, area in areas.items() for span in area.ranges}
-    parts: dict[tuple[int, str], int] = {}  # by offset: the same part mapped twice is there once
+    parts: dict[tuple[int, str], int] = {}  # by offset: a part that is mapped twice counts once
     key: tuple[int, str] | None = None
     here = 0
     for line in text.split("\n"):
@@ -215,15 +213,15 @@ _DEEPEST = 16
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """The facts of stat about a file."""
+    """Results of stat for a file."""
 
     path: str
     inode: int
-    size: int  # by blocks: what it takes, not how long it claims to be
+    size: int  # allocated blocks, not the nominal length
     owner: int
     mode: int
     mtime: float
-    device: str | None = None  # "major:minor"; None: a recording does not say
+    device: str | None = None  # "major:minor"; None: not recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,11 +229,11 @@ class FileListing:
     """The files below a directory."""
 
     files: tuple[FileFacts, ...]
-    cut: bool = False  # there was more than one look may take
+    cut: bool = False  # more files than are read at once
 
 
 def file_at(host: Host, path: str, *, follow: bool = False) -> FileFacts | None:
-    """One file's facts; ``follow`` goes through a link such as /proc/<pid>/fd/<n>."""
+    """stat of one file; ``follow`` follows a link such as /proc/<pid>/fd/<n>."""
     if _recorded(host) is not None:
         return _from_recording(host, path)
     try:
@@ -266,7 +264,7 @@ def files_below(host: Host, path: str, *, most: int = MOST_FILES) -> FileListing
                 for entry in entries:
                     try:
                         facts = entry.stat(follow_symlinks=False)
-                    except OSError:  # gone since it was listed
+                    except OSError:  # deleted since it was listed
                         continue
                     if facts.st_dev != device:
                         continue
@@ -281,7 +279,7 @@ def files_below(host: Host, path: str, *, most: int = MOST_FILES) -> FileListing
                     else:
                         files.append(_file(here, facts))
         except OSError:
-            continue  # not ours to list: what lies there stays unexplained
+            continue  # no permission to list: its content stays unexplained
         if len(files) >= most and cut:
             break
     return FileListing(tuple(sorted(files, key=lambda file: file.path)), cut)
@@ -291,7 +289,7 @@ def has_writer(host: Host, path: str) -> bool | None:
     """Whether any process, visible here or not, has that file open or mapped for writing; None: unknown.
 
     The kernel refuses a read lease on a file that is open for writing, whichever container or user the writer
-    is in: the one answer that does not depend on whose /proc may be read. Only a file's owner (or root) may ask.
+    is in. This does not depend on which /proc may be read. Only the file's owner (or root) may do it.
     """
     if sys.platform != "linux" or not host.live:
         return None
@@ -303,14 +301,14 @@ def has_writer(host: Host, path: str) -> bool | None:
     except (OSError, ValueError):
         return None
     try:
-        # Should a writer come between these calls, it waits for the second one, and the kernel notifies us by a
+        # If a writer opens the file between these calls, it waits for the second one, and the kernel notifies us by a
         # signal. The usual one, SIGIO, would end this process; SIGURG is ignored unless it is handled.
         fcntl.fcntl(opened, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(opened, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         fcntl.fcntl(opened, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except BlockingIOError:
         return True
-    except OSError:  # not ours, or a kernel without leases
+    except OSError:  # not the owner, or a kernel without leases
         return None
     finally:
         os.close(opened)
@@ -318,7 +316,7 @@ def has_writer(host: Host, path: str) -> bool | None:
 
 
 def _file(path: str, facts: os.stat_result) -> FileFacts:
-    blocks = getattr(facts, "st_blocks", 0)  # Windows has none; nothing there asks
+    blocks = getattr(facts, "st_blocks", 0)  # not on Windows, where it is never called
     device = f"{os.major(facts.st_dev)}:{os.minor(facts.st_dev)}" if hasattr(os, "major") else None
     mode = facts.st_mode & 0o7777
     return FileFacts(path, facts.st_ino, blocks * 512, facts.st_uid, mode, facts.st_mtime, device)

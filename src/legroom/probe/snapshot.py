@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from legroom.probe.environment import environment
 from legroom.probe.filesystem import disk_pool, disks
 from legroom.probe.gpu_devices import gpu_pools, gpus
 from legroom.probe.host import Host
-from legroom.probe.limits import cpu, fds_pool, limits, pinned_pool, temporary
 from legroom.probe.memory import memory, pressure, ram_pool, read_swap_counters, swap, swap_pool
 from legroom.probe.process import processes, with_shm
+from legroom.probe.process_limits import cpu, fds_pool, limits, pinned_pool, temporary
+from legroom.probe.runtime_environment import environment
 from legroom.probe.shm import shm, shm_pool
-from legroom.records import Box
+from legroom.records import Machine
 
 
-def snapshot(host: Host | None = None, *, pid: str = "self") -> Box:
-    """Everything known about this box now: what ``legroom doctor`` judges.
+def snapshot(host: Host | None = None, *, pid: str = "self") -> Machine:
+    """Everything known about this machine now: the input of ``legroom doctor``.
 
-    Reads only, and needs no rights: what may not be read is unknown, with the reason beside it.
+    Only reads, and needs no privileges: what may not be read is unknown, with a reason.
 
     Args:
         host: Where to read; None is this machine, ``Host(root="/host")`` one that is mounted there or recorded.
-        pid: Whose cgroup bounds RAM and CPU.
+        pid: The process whose cgroup limits RAM and CPU.
     """
     host = host or Host()
-    counters = read_swap_counters(
-        host
-    )  # first, so that the other probes' time is the interval of the swap rates
+    counters = read_swap_counters(host)  # first: the other probes' time is the interval for the swap rates
     all_processes = processes(host)
     ram = memory(host, pid)
     bounds = limits(host)
@@ -44,9 +42,9 @@ def snapshot(host: Host | None = None, *, pid: str = "self") -> Box:
         disk_pool(rooms),
         *gpu_pools(cards),
     )
-    return Box(
+    return Machine(
         when=host.now,
-        place=environment(host),
+        runtime=environment(host),
         pools=pools,
         shm=tmpfs,
         memory=ram,

@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 
 class Flag(NamedTuple):
-    """One setting as the command line has it."""
+    """One setting as spelled on the command line."""
 
     spelling: str  # "--batch-size", "data.num_workers"
     value: str
     at: int  # which word it begins in; the value is in the same word or in the next
 
 
-# In order of preference: of several that say nearly the same, what one process loads at a time comes first.
+# In order of preference: of several similar flags, the per-process batch size comes first.
 _NAMES: dict[str, str] = {
     "batch": """micro_batch_size train_micro_batch_size_per_gpu per_device_train_batch_size per_device_batch_size
         per_gpu_train_batch_size per_gpu_batch_size batch_size_per_gpu batch_size_per_device samples_per_gpu
@@ -60,7 +60,7 @@ _TRUTH = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0", "y", "n
 def flags(command: Sequence[str]) -> dict[str, Flag]:
     """The settings found on a command line, by canonical name; of one spelling given twice, the last counts."""
     words = list(command)
-    if len(words) == 1 and " " in words[0]:  # a process that renamed itself leaves one long word
+    if len(words) == 1 and " " in words[0]:  # a process that changed its title leaves one long word
         words = words[0].split()
     launcher, script = _parts(words)
     found: dict[str, tuple[int, Flag]] = {}
@@ -80,7 +80,7 @@ def flags(command: Sequence[str]) -> dict[str, Flag]:
 
 
 def _parts(words: Sequence[str]) -> tuple[range, range]:
-    """(the launcher's words, the script's words); all words after a launcher are both if no script is seen."""
+    """(the launcher's words, the script's words); without a known script, all words after the launcher are both."""
     launched: int | None = None
     at = 0
     while at < len(words):
@@ -104,7 +104,7 @@ def _parts(words: Sequence[str]) -> tuple[range, range]:
 
 
 def _interpreter(words: Sequence[str], at: int) -> tuple[int, str]:
-    """Past the interpreter's own options: where the words of what it runs begin, and what that is."""
+    """Skip the interpreter's own options: where the script's words begin, and which script."""
     while at < len(words):
         word = words[at]
         if word in ("-m", "-c"):
@@ -120,7 +120,7 @@ def _base(word: str) -> str:
 
 
 def _read(words: Sequence[str], at: int) -> Iterator[tuple[str, Flag]]:
-    """The setting that begins in that word, if one does."""
+    """The setting that begins in that word, if any."""
     word = words[at]
     if short := _SHORT.fullmatch(word):
         yield short[1], Flag(f"-{short[1]}", short[2], at)

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from legroom.messages import say
 from legroom.probe.host import Host
-from legroom.words import say
 
 PROCESS_COUNTER = r"\GPU Process Memory(*)\Non Local Usage"
 ADAPTER_COUNTER = r"\GPU Adapter Memory(*)\Shared Usage"
@@ -29,11 +29,11 @@ _INSTANCE = re.compile(r"(?:pid_(\d+)_)?luid_(0x[0-9a-f]+_0x[0-9a-f]+)_phys_\d+(
 _FMT_LARGE = 0x00000400
 _MORE_DATA = 0x800007D2
 _VALID = (0, 1)  # PDH_CSTATUS_VALID_DATA, PDH_CSTATUS_NEW_DATA
-_TRIES = 5  # the list may grow between asking for its length and asking for it
+_TRIES = 5  # the list may grow between the two calls
 
 
 class CounterError(Exception):
-    """Performance counters that cannot be read, and why."""
+    """Performance counters cannot be read."""
 
 
 class CounterSource(Protocol):
@@ -76,7 +76,7 @@ class Spill:
 
 
 def spill(host: Host, counters: CounterSource | None = None) -> Spill:
-    """What has spilled on this machine; None with a reason everywhere but on Windows."""
+    """What has spilled on this machine; None with a reason on other systems than Windows."""
     source = f"PDH: {PROCESS_COUNTER}, {ADAPTER_COUNTER}"
     if host.platform != "win32":
         return Spill(None, None, source, say("only Windows moves GPU memory to RAM on its own"))
@@ -108,7 +108,7 @@ def parse_instance(name: str) -> tuple[int | None, str | None]:
     return (int(match[1]) if match[1] else None), match[2].lower()
 
 
-class _Value(ctypes.Structure):  # PDH_FMT_COUNTERVALUE, of whose union only the 64-bit member is asked for
+class _Value(ctypes.Structure):  # PDH_FMT_COUNTERVALUE, with only the 64-bit member of its union
     _fields_ = (("status", ctypes.c_uint32), ("large", ctypes.c_longlong))
 
 
@@ -117,7 +117,7 @@ class _Item(ctypes.Structure):  # PDH_FMT_COUNTERVALUE_ITEM_W
 
 
 class PdhCounters:
-    """Performance counters through pdh.dll; ``library`` is the loaded DLL unless a test brings its own."""
+    """Performance counters through pdh.dll; ``library`` is the loaded DLL unless a test passes a fake."""
 
     def __init__(self, library: Any = None) -> None:
         self._pdh = _load() if library is None else library
@@ -142,11 +142,11 @@ class PdhCounters:
 
         status = 0
         for _ in range(_TRIES):
-            size.value = 0  # the length is reliable only when asked for with nothing given
+            size.value = 0  # the length is reliable only if no buffer is passed
             status = get(None)
             if status != _MORE_DATA:
                 break
-            buffer = ctypes.create_string_buffer(size.value)  # names lie behind the items in the same buffer
+            buffer = ctypes.create_string_buffer(size.value)  # names follow the items in the same buffer
             status = get(buffer)
             if status == 0:
                 return _by_name(buffer, count.value)
@@ -173,7 +173,7 @@ def _by_name(buffer: Any, count: int) -> dict[str, int]:
 
 
 def _failed(name: str, status: int) -> CounterError:
-    return CounterError(say("{name} returned {status:#010x}", name=name, status=status & 0xFFFFFFFF))
+    return CounterError(f"{name} returned {status & 0xFFFFFFFF:#010x}")
 
 
 def _load() -> Any:

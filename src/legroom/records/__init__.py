@@ -1,13 +1,14 @@
-"""Frozen records, the only things that cross from one layer to another.
+"""Frozen records: the only data that is passed between layers.
 
-machine       the machine at one moment: memory pools, limits, processes, GPUs
-findings      findings, a running job and what limits it, safe DataLoader settings
-workload      what a job does and takes: loaders, needs, plans, measurements
-settings      settings chosen for a job, with overrides and the environment variable
-cache_entry   entries of the cache, what was removed, verification
-gpu_usage     GPU limits, accounts, batch-size searches and estimates
-watch_sample  samples, alarms and annotations of `legroom watch`
-failure       evidence, verdicts and attempts of `legroom run`
+machine          the machine at one moment: memory pools, limits, processes, GPUs; findings about it
+workload         what a job does and takes: loaders, needs, plans, measurements; a running job
+loader_settings  DataLoader settings under torch's names, and the environment variable that carries them
+chosen_settings  settings chosen for a job, with reasons and overrides
+cache_entry      entries of the cache, what was removed, verification; what happened on each node of a cluster
+gpu_usage        GPU limits, accounts, batch-size searches and estimates
+memory_growth    the lines that make memory grow, as `legroom leak` found them
+watch_sample     samples, alarms and annotations of `legroom watch`
+failure          evidence, verdicts and attempts of `legroom run`
 
 Unknown is not zero: a number that could not be read is None, with the reason beside it, and no code may turn it into a
 figure.
@@ -25,54 +26,62 @@ from legroom.records.cache_entry import (
     StoreRoom,
     Verification,
 )
-from legroom.records.findings import Finding, Job, LoaderSettings, Severity
+from legroom.records.chosen_settings import Lever, Settings
+from legroom.records.loader_settings import CompleteLoaderSettings, LoaderKind, LoaderSettings, SafeSettings
 from legroom.records.machine import (
-    Box,
+    Available,
     CgroupLevel,
     Cpu,
     Disk,
+    Finding,
     Gpu,
     GpuProcess,
     Gpus,
     Leftover,
     Limits,
+    Machine,
     Memory,
     MemoryEvents,
-    Place,
-    PlaceKind,
     Pool,
     Pressure,
     Process,
+    RuntimeEnvironment,
+    RuntimeKind,
+    Severity,
     Shm,
     Swap,
     Temporary,
 )
-from legroom.records.settings import Lever, Settings
 from legroom.records.watch_sample import (
     Alarm,
     AlarmLevel,
     AlarmSpan,
     Annotations,
     EntryRow,
+    GroupRow,
+    GrowthRow,
     Mark,
     Moment,
     PoolPoint,
     ProcessRow,
     Sample,
+    TrainerRow,
 )
 from legroom.records.workload import (
+    CopiedAttribute,
     Fit,
-    Loader,
+    Job,
+    LoaderTrial,
     Measured,
     Need,
     Plan,
+    PlannedLoader,
     PlanRow,
     Problem,
     Sharing,
     ShmSizes,
     Term,
     Transport,
-    Trial,
     Workload,
 )
 
@@ -81,8 +90,10 @@ __all__ = [
     "AlarmLevel",
     "AlarmSpan",
     "Annotations",
-    "Box",
+    "Available",
     "CgroupLevel",
+    "CompleteLoaderSettings",
+    "CopiedAttribute",
     "Cpu",
     "Disk",
     "Entry",
@@ -95,22 +106,25 @@ __all__ = [
     "Gpu",
     "GpuProcess",
     "Gpus",
+    "GroupRow",
+    "GrowthRow",
     "Job",
     "Leftover",
     "Lever",
     "Limits",
-    "Loader",
+    "LoaderKind",
     "LoaderSettings",
+    "LoaderTrial",
+    "Machine",
     "Mark",
     "Measured",
     "Memory",
     "MemoryEvents",
     "Moment",
     "Need",
-    "Place",
-    "PlaceKind",
     "Plan",
     "PlanRow",
+    "PlannedLoader",
     "Pool",
     "PoolPoint",
     "Pressure",
@@ -118,6 +132,9 @@ __all__ = [
     "Process",
     "ProcessRow",
     "Reaped",
+    "RuntimeEnvironment",
+    "RuntimeKind",
+    "SafeSettings",
     "Sample",
     "Settings",
     "Severity",
@@ -129,8 +146,8 @@ __all__ = [
     "Swap",
     "Temporary",
     "Term",
+    "TrainerRow",
     "Transport",
-    "Trial",
     "Verification",
     "Workload",
 ]

@@ -1,13 +1,10 @@
-"""Datasets in the shared cache.
-
-Covers: entries, their users, their stores, what was removed or checked. Does not cover: how they lie there (cache).
-"""
+"""Datasets in the shared cache: entries, users, stores, results of removing and verifying; the same on many nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +29,16 @@ class EntryTable:
 
 @dataclass(frozen=True, slots=True)
 class EntryUser:
-    """A process that has an entry mapped, for showing to people: a lock, not this, says that it is in use."""
+    """A process that maps an entry, for display only: whether an entry is in use is decided by its lock."""
 
     pid: int
     command: str
-    privatised: int | None  # bytes it has written to and so holds for itself; None: may not be looked at
+    privatised: int | None  # private copies of pages it wrote to; None: no permission to read
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One dataset: in the shared cache, mapped where it lies, or read into one process."""
+    """One dataset: in the shared cache, mapped from its source file, or read into one process."""
 
     key: str | None  # None: not in a store
     sources: tuple[str, ...]
@@ -54,30 +51,31 @@ class Entry:
     tables: Mapping[str, EntryTable]
     attributes: Mapping[str, object]
     store: str | None = None  # the store's directory
-    in_use: bool | None = None  # None: not looked at
-    users: tuple[EntryUser, ...] | None = None  # None: not looked at, or they cannot be seen from here
+    in_use: bool | None = None  # None: not read
+    users: tuple[EntryUser, ...] | None = None  # None: not read, or not visible from here
     created: float | None = None
     last_used: float | None = None
     built_by: str | None = None
     damaged: str | None = None  # why it cannot be used
-    unreadable: str | None = None  # why it could not be read, which proves no damage
+    unreadable: str | None = None  # why it could not be read; no proof of damage
+    versions: tuple[str, ...] = ()  # of remote sources: what their stores vouched for when they were loaded
 
 
 @dataclass(frozen=True, slots=True)
 class StoreRoom:
-    """One store of the cache, and its room."""
+    """One store of the cache, its use and free space."""
 
     path: str
     backing: Literal["shm", "disk"]
     size: int
-    used: int  # by its entries alone
-    free: int  # for new entries: bounded by the file system, the store's limit and the cgroup
+    used: int  # by its entries only
+    free: int  # for new entries: limited by the file system, the store's limit and the cgroup
     bound_by: str
 
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """A store that has less room than was asked for, with everything gone that may go."""
+    """A store with less free space than requested, after everything removable was removed."""
 
     store: str
     missing: int
@@ -86,12 +84,12 @@ class Shortfall:
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
-    """What a drop or a gc removed, or would remove."""
+    """What drop or gc removed or would remove."""
 
     entries: tuple[Entry, ...]
     freed: int
-    strays: int  # what dead processes left: half-built directories, trash, half-written records
-    kept: tuple[Entry, ...] = ()  # wanted, and in use
+    strays: int  # left by dead processes: incomplete directories, trash, incomplete records
+    kept: tuple[Entry, ...] = ()  # requested, but in use
     dry_run: bool = False
     short: tuple[Shortfall, ...] = ()
 
@@ -101,11 +99,53 @@ class Verification:
     """An entry compared with its checksums, and its source with its digest."""
 
     entry: Entry
-    damaged: tuple[str, ...]  # arrays and tables whose bytes are not what was written
+    damaged: tuple[str, ...]  # arrays and tables whose bytes changed since they were written
     source: Literal["same", "changed", "missing", "not-checked"]
     source_why: str = ""
 
     @property
     def whole(self) -> bool:
-        """Whether the copy is what was written; a source that changed since is no damage."""
+        """Whether the copy is intact; a changed source file is not damage."""
         return not self.damaged
+
+
+NodeState = Literal["loaded", "attached", "failed", "ok"]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeError:
+    """Why a node failed."""
+
+    code: str
+    message: str
+    why: str = ""
+    fix: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLoad:
+    """One source on one node."""
+
+    node: str  # Ray's id of the node
+    address: str
+    source: str  # without credentials
+    state: NodeState  # attached: it was there already
+    seconds: float = 0.0
+    bytes: int = 0  # of the object
+    read: int = 0  # bytes that this node read from the storage service
+    received: int = 0  # bytes that came from other nodes
+    kept: int = 0  # bytes of an earlier attempt
+    key: str | None = None
+    digest: str | None = None
+    error: NodeError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAnswer:
+    """What one node answered: the object that the same command prints on one machine."""
+
+    node: str
+    address: str
+    state: NodeState
+    answer: Mapping[str, Any] = field(default_factory=dict)
+    error: NodeError | None = None

@@ -1,53 +1,26 @@
-"""How a process died, and which memory killed it.
-
-Covers: what is known about a death, the verdict on it, one attempt of a supervised run.
-Does not cover: gathering it, judging it, acting on it (rescue).
-"""
+"""How a job failed: the evidence, the verdict, and the attempts of a supervised run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple, get_args
 
+from legroom.messages import say
+from legroom.records.loader_settings import LoaderSettings
 from legroom.records.watch_sample import Alarm
-from legroom.system.child_processes import ExitStatus
+from legroom.system.process_control import ExitStatus
+from legroom.units import format_size
 
-Cause = Literal[
-    "shm-full",
-    "ram-oom-kill",
-    "ram-allocation",
-    "swap-thrash",
-    "gpu-oom",
-    "pinned-exhausted",
-    "fds-exhausted",
-    "processes-exhausted",
-    "map-count",
-    "disk-full",
-    "tmpdir-too-long",
-    "worker-killed",
-    "killed",
-    "not-memory",
-    "unknown",
-]
+# Causes that mean a memory pool, file descriptors or disk ran out; the others do not.
+MemoryCause = Literal[
+    "shm-full", "ram-oom-kill", "ram-allocation", "swap-thrash", "gpu-oom", "pinned-exhausted", "fds-exhausted",
+    "processes-exhausted", "map-count", "disk-full",
+]  # fmt: skip
+Cause = MemoryCause | Literal["tmpdir-too-long", "worker-killed", "killed", "not-memory", "unknown"]
+MEMORY_CAUSES: frozenset[Cause] = frozenset(get_args(MemoryCause))
 
-Role = Literal["main", "worker"]  # a process that trains and has loader workers; such a worker
-
-# Causes that say memory (or what a loader needs like memory) ran out; the other five do not.
-MEMORY_CAUSES: frozenset[Cause] = frozenset(
-    {
-        "shm-full",
-        "ram-oom-kill",
-        "ram-allocation",
-        "swap-thrash",
-        "gpu-oom",
-        "pinned-exhausted",
-        "fds-exhausted",
-        "processes-exhausted",
-        "map-count",
-        "disk-full",
-    }
-)
+Role = Literal["main", "worker"]  # the training process; a DataLoader worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,56 +32,54 @@ class Level:
 
     @property
     def share(self) -> float:
-        """Used as a share of the size; 0 of a pool that has none."""
+        """Used as a share of the size; 0 if the size is 0."""
         return self.used / self.size if self.size else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The pools at one moment of a run; a pool that could not be read is left out."""
+    """The memory pools at one moment of a run; unreadable ones are left out."""
 
     when: float  # seconds since the start
     levels: Mapping[str, Level]
-    swapped_back: int | None = None  # bytes the job had to fetch back from swap, since the start
+    swapped_back: int | None = None  # bytes swapped in by the job since the start
     oom_kills: int | None = None  # of the job's cgroup, since the start
-    stalled: float | None = None  # PSI: percent of the last ten seconds in which everything stood still
+    stalled: float | None = None  # PSI: percent of the last ten seconds in which all tasks stalled
 
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """A line of a log that says something about a death."""
+    """A line of a log that is evidence for a cause."""
 
     code: str
     line: str
     number: int  # counted from the end of the log: 1 is the last line
-    at: int = 0  # where in the line the words begin that make it a sign
+    at: int = 0  # offset in the line where the matching text begins
 
 
 @dataclass(frozen=True, slots=True)
 class LogFacts:
-    """What the end of a log says."""
+    """What was found at the end of a log."""
 
     signs: tuple[Sign, ...] = ()
     last_error: Sign | None = None  # the last exception that ended a program
-    chain_from: int | None = None  # how far back the tracebacks that belong to it begin
-    errors: tuple[Sign, ...] = ()  # every exception, the last one included
-    raised_in: Role | None = (
-        None  # the process that raised the last one; None: the traceback does not show it
-    )
-    progress: tuple[int, ...] = ()  # lines in which the program reports a step; the last ones only
-    lines: int = 0  # that were looked at
-    skipped: int = 0  # bytes that were not
+    chain_from: int | None = None  # lines from the end at which its tracebacks begin
+    errors: tuple[Sign, ...] = ()  # all exceptions, including the last
+    raised_in: Role | None = None  # which process raised the last one; None: not shown by the traceback
+    progress: tuple[int, ...] = ()  # lines in which the program reports a training step; only the last ones
+    lines: int = 0  # lines that were read
+    skipped: int = 0  # bytes that were not read
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A process of the job that was gone once an OOM counter had risen."""
+    """A process of the job that had ended when an OOM counter rose."""
 
     pid: int
-    command: str  # or its name, where the command line was not read in time
-    rss: int | None = None  # at the last reading before
-    role: Role | None = None  # None: neither, or not known
-    rank: int | None = None  # of a distributed job, where its environment says
+    command: str  # or its name, if the command line could not be read in time
+    rss: int | None = None  # in the last sample before that
+    role: Role | None = None  # None: neither, or unknown
+    rank: int | None = None  # from the environment of a distributed job
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,62 +87,58 @@ class OomCount:
     """OOM kills counted during the run."""
 
     kills: int
-    own: bool  # the counter is of the job's own cgroup: no other process's deaths are in it
+    own: bool  # the counter belongs to the job's own cgroup and counts only its processes
     source: str
-    before_end: float | None = None  # seconds from the last one that may be the job's to the end of the job
-    ours: int = 0  # of a shared counter: kills that took a process of the job
-    others: int = 0  # and those that took another process
-    victims: tuple[Victim, ...] = ()  # of the job, the largest first
-    beside: tuple[Victim, ...] = ()  # the job's largest other processes then
-    went_on: bool = False  # the job kept on writing after the last one
+    before_end: float | None = None  # seconds from the last kill that may be the job's to the end of the job
+    ours: int = 0  # of a shared counter: kills of the job's processes
+    others: int = 0  # and kills of other processes
+    victims: tuple[Victim, ...] = ()  # the job's killed processes, largest first
+    beside: tuple[Victim, ...] = ()  # the job's largest other processes at that time
+    went_on: bool = False  # the job printed output after the last kill
 
     @property
     def of_job(self) -> int:
-        """Kills that took a process of the job."""
+        """Kills of processes of the job."""
         return self.kills if self.own else self.ours
 
     @property
     def unattributed(self) -> int:
-        """Kills of which it is not known whose process they took."""
+        """Kills of unknown processes."""
         return 0 if self.own else max(0, self.kills - self.ours - self.others)
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that is known about a death. None: not known, and ``unknown`` says why."""
+    """All evidence about a failure. None means unknown; ``unknown`` gives the reason."""
 
     ending: ExitStatus | None = None  # None: there is only a log
-    asked_to_stop: int | None = None  # the signal that told the supervisor to end it
-    keyboard: bool = False  # Ctrl-C at the terminal that it was started from
-    stalled_on: str | None = None  # the pool that it hung on when the supervisor ended it
-    held_shm: int | None = None  # bytes of /dev/shm that the job itself held then
+    asked_to_stop: int | None = None  # the signal with which the supervisor was asked to stop it
+    keyboard: bool = False  # Ctrl-C in its terminal
+    stalled_on: str | None = None  # the full pool it hung on when the supervisor stopped it
+    held_shm: int | None = None  # bytes of /dev/shm that the job used then
     log: LogFacts = LogFacts()
     oom: OomCount | None = None
-    kernel: tuple[str, ...] | None = (
-        None  # lines of the kernel's log that name a process of the job; None: unread
-    )
-    killers: tuple[str, ...] = ()  # what systemd-oomd, earlyoom and the like left about it
+    kernel: tuple[str, ...] | None = None  # lines of the kernel log that name a process of the job; None: not readable
+    killers: tuple[str, ...] = ()  # traces of systemd-oomd, earlyoom and other OOM daemons
     readings: tuple[Reading, ...] = ()
-    peaks: Mapping[str, Level] = field(default_factory=dict)  # the fullest each pool was seen
-    ram_peak: Level | None = (
-        None  # the kernel's own peak of the job's group; None: it keeps none, or it says no more
-    )
-    ram_unseen: float | None = None  # seconds from the last look at RAM to the end
-    shm_at_end: Level | None = None  # read at the moment of death
-    disks: Mapping[str, Level] = field(default_factory=dict)  # by path, read after it
-    swapped_back: float | None = None  # bytes a second over the last seconds
-    stalled: float | None = None  # PSI, the worst of the last seconds
+    peaks: Mapping[str, Level] = field(default_factory=dict)  # the highest sampled level of each pool
+    ram_peak: Level | None = None  # the kernel's peak of the job's cgroup; None: not recorded, or no higher
+    ram_unseen: float | None = None  # seconds from the last sample of RAM to the end
+    shm_at_end: Level | None = None  # read when the job ended
+    disks: Mapping[str, Level] = field(default_factory=dict)  # by path, read until after the end; empty: none was read
+    swapped_back: float | None = None  # bytes per second over the last seconds
+    stalled: float | None = None  # PSI, the maximum of the last seconds
     unknown: tuple[str, ...] = ()
 
     @property
     def live(self) -> bool:
-        """Whether the death was seen, and not only read about."""
+        """Whether the failure was observed live, not only read from a log."""
         return self.ending is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Likely:
-    """A cause that could be it, and what would tell."""
+    """A possible cause, and how to confirm it."""
 
     cause: Cause
     why: str
@@ -179,20 +146,20 @@ class Likely:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What ended it, how sure that is, and the lines it rests on."""
+    """The cause, its confidence, and the evidence."""
 
     cause: Cause
     confidence: float  # 0 to 1
     summary: str
     evidence: tuple[str, ...] = ()
     fix: tuple[str, ...] = ()
-    likely: tuple[Likely, ...] = ()  # where the cause is unknown, or a guess: what it could be, in order
-    victim: Victim | None = None  # the process that the OOM killer took
-    refused: Role | None = None  # the process that an allocation failed in; None: the log does not show it
+    likely: tuple[Likely, ...] = ()  # possible causes in order, if the cause is unknown or a guess
+    victim: Victim | None = None  # the process that the OOM killer killed
+    refused: Role | None = None  # the process in which an allocation failed; None: not shown by the log
 
     @property
     def memory(self) -> bool:
-        """Whether something ran out."""
+        """Whether a memory pool ran out."""
         return self.cause in MEMORY_CAUSES
 
 
@@ -202,22 +169,20 @@ class Attempt:
 
     number: int  # 1 is the first
     command: tuple[str, ...]
-    settings: Mapping[str, int | bool | str | None]
+    settings: LoaderSettings  # as they stand on its command line, and the loader that replaced torch's
     ending: ExitStatus
     seconds: float
-    changed: tuple[str, ...] = ()  # why it differs from the one before, line by line
+    changed: tuple[str, ...] = ()  # what was changed since the attempt before, and why
     resumed_from: str | None = None
-    verdict: Verdict | None = None  # None: it ended well, and no process of it was OOM-killed on the way
+    verdict: Verdict | None = None  # None: it succeeded, and none of its processes was OOM-killed
     readings: tuple[Reading, ...] = ()
     peaks: Mapping[str, Level] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    alarms: tuple[
-        Alarm, ...
-    ] = ()  # as they were raised; ``since`` counts from the start, as a reading's ``when``
+    alarms: tuple[Alarm, ...] = ()  # ``since`` counts from the start, like ``Reading.when``
 
     @property
     def finished(self) -> bool:
-        """Whether it ended with status 0 by itself, also where a process of it was OOM-killed on the way."""
+        """Whether it exited with status 0, even if one of its processes was OOM-killed."""
         return self.verdict is None or (self.ending.success and self.verdict.cause == "ram-oom-kill")
 
 
@@ -227,10 +192,10 @@ class SupervisedRun:
 
     command: tuple[str, ...]
     attempts: tuple[Attempt, ...]
-    began: float  # seconds of the day's clock
-    isolation: str  # in what the job ran: a cgroup of its own, or a process group and why
-    stopped: str | None = None  # why there was no further attempt after a death
-    own_cpu: float | None = None  # seconds of CPU that supervising took
+    began: float  # Unix time
+    isolation: str  # how the job was isolated: its own cgroup, or a process group and why
+    stopped: str | None = None  # why there was no further attempt after a failure
+    own_cpu: float | None = None  # CPU seconds that the supervisor used
 
     @property
     def ending(self) -> ExitStatus:
@@ -239,5 +204,45 @@ class SupervisedRun:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The last attempt's; None where it ended well and lost no process to the OOM killer."""
+        """That of the last attempt; None if it succeeded without an OOM kill."""
         return self.attempts[-1].verdict
+
+
+UNKNOWN = 0.1  # the confidence of `unknown`
+
+
+class RuleResult(NamedTuple):
+    """A cause, how sure, and the lines it is based on."""
+
+    cause: Cause
+    confidence: float
+    lines: tuple[str, ...]
+    summary: str = ""  # if the cause's usual summary does not apply
+    likely: tuple[Cause, ...] = ()  # candidates, most likely first; always given for `unknown`
+
+
+def unknown(lines: tuple[str, ...], *likely: Cause, summary: str = "") -> RuleResult:
+    """The result without a proven cause, with the candidates, most likely first."""
+    return RuleResult("unknown", UNKNOWN, lines, summary, likely)
+
+
+def headline(verdict: Verdict) -> str:
+    """The verdict's code and confidence."""
+    if verdict.cause == "unknown":
+        return verdict.cause
+    return say("{cause}, {sure:.0%} sure", cause=verdict.cause, sure=verdict.confidence)
+
+
+def exit_line(ending: ExitStatus | None) -> str:
+    """The exit status as evidence."""
+    if ending is None:
+        return say("exit status: unknown (from a log only)")
+    return say("exit status: {how}", how=str(ending))
+
+
+def level_line(what: str, level: Level) -> str:
+    """How full something was."""
+    return say(
+        "{what}: {used} of {size} ({share:.0%})",
+        what=what, used=format_size(level.used), size=format_size(level.size), share=level.share,
+    )  # fmt: skip

@@ -1,7 +1,4 @@
-"""What is said about a card's memory: a limit in force, an account, a batch size found, advice, an estimate.
-
-Covers: the records. Does not cover: measuring any of it (gpu).
-"""
+"""GPU memory: an active limit, what uses it, a batch-size search, advice, an estimate."""
 
 from __future__ import annotations
 
@@ -14,27 +11,27 @@ How = Literal["measured", "bounded", "assumed"]
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """What this process holds on a card outside torch's allocator: context, loaded kernels, libraries' own memory."""
+    """GPU memory of this process outside torch's allocator: CUDA context, kernels, libraries."""
 
-    bytes: int | None  # None: could not be told
+    bytes: int | None  # None: unknown
     how: How
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A process's share of a card, context included, and how it is kept."""
+    """A process's limit of GPU memory, CUDA context included, and how it is enforced."""
 
     device: str
-    asked: int  # bytes of the card that this process may hold, everything included
-    size: int  # of the card
+    asked: int  # bytes this process may use, everything included
+    size: int  # of the GPU
     overhead: Overhead
-    margin: int  # bytes left for kernels that are loaded later
+    margin: int  # bytes reserved for kernels that are loaded later
     allowed: int  # what torch's allocator may reserve
-    fraction: float  # as torch was told
-    read_back: float | None  # as torch says it now; None: this torch does not tell
+    fraction: float  # the fraction passed to torch
+    read_back: float | None  # the fraction torch reports now; None: not reported by this version
     reserved: int  # by torch's allocator when the limit was set
-    others: int | None  # bytes that everybody else held then
+    others: int | None  # bytes used by other processes then
     bounded: tuple[str, ...]
     not_bounded: tuple[str, ...]
     notes: tuple[str, ...] = ()
@@ -42,28 +39,28 @@ class Limit:
 
     @property
     def held(self) -> bool:
-        """Whether everything this process held when it was set lies within the share."""
+        """Whether this process was within the limit when it was set."""
         return self.reserved + (self.overhead.bytes or 0) <= self.asked
 
     def recheck(self) -> Limit:
-        """Measure the overhead again and tighten torch's part where it grew: never loosens."""
+        """Measure the overhead again and lower torch's part if it grew; never raises it."""
         return self if self.again is None else self.again()
 
 
 @dataclass(frozen=True, slots=True)
 class Tf32:
-    """TF32 as it was set."""
+    """The TF32 flags as set."""
 
     on: bool
     family: Literal["allow_tf32", "fp32_precision"]
-    flags: Mapping[str, object]  # as read back, in that family
-    capable: bool | None  # None: no CUDA device to ask
+    flags: Mapping[str, object]  # as read back from torch
+    capable: bool | None  # None: no CUDA device
     note: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A card's memory, split. The parts that are known add up with ``unknown`` to ``used``."""
+    """What uses a GPU's memory. The known parts and ``unknown`` add up to ``used``."""
 
     device: str
     size: int
@@ -72,24 +69,22 @@ class Account:
     weights: int
     gradients: int
     optimizer: int
-    activations: int  # every other tensor that is alive: activations, batches, the user's own
-    cached: int  # held by torch's allocator and free to it
+    activations: int  # all other live tensors: activations, batches, your own
+    cached: int  # reserved by torch's allocator and not in use
     overhead: Overhead
     others: int | None
-    unknown: int  # used, and by whom cannot be told
-    stuck: int  # cached between live blocks: empty_cache() cannot give it back
-    largest_free: int | None  # the largest cached block: what still fits without asking the card
-    retries: int  # times the allocator had to flush its cache to go on
+    unknown: int  # used, by unknown owners
+    stuck: int  # cached between live blocks: empty_cache() cannot release it
+    largest_free: int | None  # the largest cached block: fits without a cudaMalloc
+    retries: int  # times the allocator had to flush its cache
     ooms: int
-    spilled: int | None  # Windows: in the host's RAM
-    pinned: int | None  # host memory held by torch's pinned allocator
-    reasons: Mapping[str, str] = field(
-        default_factory=dict
-    )  # by field: why it is None, or what it leaves out
+    spilled: int | None  # Windows: spilled to the host's RAM
+    pinned: int | None  # host memory of torch's pinned allocator
+    reasons: Mapping[str, str] = field(default_factory=dict)  # by field: why it is None, or what it leaves out
 
     @property
     def fragmentation(self) -> float:
-        """The share of torch's reserved memory that is free and cannot be given back."""
+        """The share of torch's reserved memory that is free but cannot be released."""
         reserved = self.weights + self.gradients + self.optimizer + self.activations + self.cached
         return self.stuck / reserved if reserved else 0.0
 
@@ -100,9 +95,9 @@ class Trial:
 
     batch: int
     fits: bool
-    peak: int | None  # bytes allocated at the peak; None: it died before that could be read
+    peak: int | None  # bytes allocated at the peak; None: it ended before that was read
     steady: int | None = None  # allocated between two steps: weights, gradients, optimizer
-    reserved: int | None = None  # what the allocator held for it; None: there is no such figure
+    reserved: int | None = None  # bytes reserved by the allocator; None: unknown
     retries: int = 0
     seconds: float = 0.0
     why: str | None = None  # why it does not fit
@@ -111,58 +106,58 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class BatchFound:
-    """The largest batch that fits, and how that is known."""
+    """The largest batch size that fits, and the trials behind it."""
 
-    batch: int  # to train with: the largest, or less where that divides the effective batch
-    largest: int  # that fitted
+    batch: int  # to train with: the largest, or a smaller one that divides the effective batch
+    largest: int  # the largest that fits
     accumulation: int  # steps to the effective batch
     effective_batch: int  # batch × accumulation × ranks
     ranks: int
-    bound: int  # bytes that there are for the training's tensors
+    bound: int  # bytes available for the training's tensors
     margin: float
     trials: tuple[Trial, ...]
-    fixed: int  # the line: bytes whatever the batch,
-    per_sample: float  # and bytes a sample
+    fixed: int  # linear fit: bytes independent of the batch,
+    per_sample: float  # and bytes per sample
     measure: str  # what was measured, and where
     notes: tuple[str, ...] = ()
 
     @property
     def cap(self) -> int:
-        """The bound less the margin: what a batch was held against."""
+        """The bound less the margin: what a batch must fit into."""
         return int(self.bound * (1 - self.margin))
 
     def predicted(self, batch: int) -> int:
-        """Bytes at the peak, by the line."""
+        """Predicted peak bytes, by the linear fit."""
         return round(self.fixed + self.per_sample * batch)
 
     @property
     def curve(self) -> tuple[tuple[int, int], ...]:
-        """(batch, peak bytes) of every trial that fitted, by batch."""
+        """(batch, peak bytes) of every trial that fits, by batch."""
         fitted = {trial.batch: trial.peak for trial in self.trials if trial.fits and trial.peak is not None}
         return tuple(sorted(fitted.items()))
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """One thing that can be done, and what it frees for this model."""
+    """One measure to save memory, and what it saves for this model."""
 
     name: str
     peak: int  # bytes with it
-    frees: int  # against now; negative: it needs more
+    frees: int  # compared with now; negative: it needs more
     how: Literal["measured", "traced"]
     what: str
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What each step towards less memory would free, for one model and one batch."""
+    """What each memory-saving measure would save, for one model and one batch."""
 
     device: str
     batch: int
     peak: int  # bytes now
     how: Literal["measured", "traced"]
     savings: tuple[Saving, ...]
-    left_out: Mapping[str, str] = field(default_factory=dict)  # by name: why it has no number
+    left_out: Mapping[str, str] = field(default_factory=dict)  # by name: why it has no figure
 
     def get(self, name: str) -> Saving | None:
         """The saving of that name."""
@@ -171,7 +166,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What one training step will take of a card, without having run it there."""
+    """Estimated GPU memory of one training step, without running it on the GPU."""
 
     weights: int
     gradients: int
@@ -183,5 +178,5 @@ class Estimate:
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON carries it."""
+        """For JSON."""
         return {name: getattr(self, name) for name in self.__slots__}

@@ -1,19 +1,18 @@
-"""A box at one moment: its pools, its place, its processes.
-
-Covers: what probes read. Does not cover: what is made of it (advice.py), datasets (entry.py).
-"""
+"""A machine at one moment: memory pools, limits, processes and environment, as probes read them; findings about it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-PlaceKind = Literal["bare", "docker", "podman", "kubernetes", "slurm", "wsl", "container"]
+from legroom.messages import phrase, say
+
+RuntimeKind = Literal["bare", "docker", "podman", "kubernetes", "slurm", "wsl", "container"]
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Something that can run out: its size, what is used and free, and where that was read."""
+    """A memory pool: its size, what is used and free, and the source of the figures."""
 
     name: str
     size: int | None
@@ -24,35 +23,51 @@ class Pool:
 
     @property
     def used_share(self) -> float | None:
-        """Used as a share of the size, where both are known and the size is not zero."""
+        """Used as a share of the size; None if unknown or the size is zero."""
         if self.used is None or not self.size:
             return None
         return self.used / self.size
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where this runs, and what its user may change there."""
+class Available:
+    """Bytes of a memory pool that can be taken now, and the limit that decides. Can be used as an int."""
 
-    kind: PlaceKind
-    how: str  # what it was recognised by
+    pool: str
+    bytes: int | None  # None: unknown, see why
+    why: str  # the limit that decides, with its numbers
+
+    def __index__(self) -> int:
+        if self.bytes is None:
+            raise TypeError(self.why)
+        return self.bytes
+
+    __int__ = __index__
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeEnvironment:
+    """The environment (container, scheduler, bare machine) and the user's privileges."""
+
+    kind: RuntimeKind
+    how: str  # how it was recognised
     platform: str  # sys.platform
     root: bool
-    may_mount: bool  # holds CAP_SYS_ADMIN: remounting /dev/shm can work
-    sudo: bool | None  # None: cannot tell without trying
+    may_mount: bool  # has CAP_SYS_ADMIN: remounting /dev/shm can work
+    sudo: bool | None  # None: unknown without trying
     rights_how: str
     kernel: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A file in /dev/shm, and whether a living process still uses it."""
+    """A file in /dev/shm, and whether a process still uses it."""
 
     name: str
     kind: str  # torch, python, semaphore, nccl, legroom, other
-    size: int  # by blocks: what it takes
+    size: int  # allocated blocks
     age: float  # seconds since it was last written
-    mapped: bool | None  # None: some processes could not be looked into
+    mapped: bool | None  # None: some processes could not be read
     owner: int  # uid
 
 
@@ -70,17 +85,17 @@ class Shm:
     writable: bool | None
     source: str
     files: tuple[Leftover, ...] = ()
-    hidden: int | None = None  # used − what the visible files and deleted-but-mapped ones explain
+    hidden: int | None = None  # used − visible files − deleted files that are still mapped
     unreadable_processes: int = 0
     removed_at_logout: bool | None = None
     removed_how: str = ""
     reason: str | None = None
-    unlinked: int | None = None  # blocks of files without a name that living processes still hold
+    unlinked: int | None = None  # blocks of deleted files that processes still use
 
 
 @dataclass(frozen=True, slots=True)
 class CgroupLevel:
-    """One memory cgroup on the way from one's own to the top of what can be seen."""
+    """One memory cgroup on the path from the process's own to the topmost visible one."""
 
     path: str
     limit: int | None = None  # None: no limit here
@@ -89,10 +104,11 @@ class CgroupLevel:
     unreclaimable: int | None = None
     swap_limit: int | None = None
     swap_used: int | None = None
+    shmem: int | None = None  # pages of tmpfs files and shared memory that are charged here
 
     @property
     def room(self) -> int | None:
-        """What may still be allocated before this level's limit bites."""
+        """Bytes left below this level's limit."""
         if self.limit is None or self.unreclaimable is None:
             return None
         return max(0, self.limit - self.unreclaimable)
@@ -100,25 +116,25 @@ class CgroupLevel:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEvents:
-    """The counters of one's own memory cgroup, or of the whole machine where there is none."""
+    """Counters of the process's memory cgroup, or of the machine if it has none."""
 
     oom_kills: int | None
     at_limit: int | None  # v2 `max`, v1 failcnt: how often the limit was hit
     throttled: int | None  # v2 `high`
     scope: str  # "cgroup" or "machine"
     source: str
-    machine_oom_kills: int | None = None  # kills anywhere on the machine, whichever group they were in
+    machine_oom_kills: int | None = None  # kills on the whole machine, in any cgroup
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """RAM: the machine's and what the cgroups leave of it."""
+    """RAM: the machine's, and the limits of the cgroups."""
 
     total: int | None
     available: int | None
     cgroup: Literal["v1", "v2"] | None
-    levels: tuple[CgroupLevel, ...]  # one's own first
-    above_hidden: bool | None  # the topmost level seen is not the machine's root
+    levels: tuple[CgroupLevel, ...]  # the process's own first
+    above_hidden: bool | None  # the topmost visible level is not the machine's root
     events: MemoryEvents
     peak: int | None
     source: str
@@ -127,17 +143,17 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Swap space, and whether pages move now."""
+    """Swap space, and swap traffic now."""
 
     total: int | None
     used: int | None
-    in_rate: float | None  # bytes a second
+    in_rate: float | None  # bytes per second
     out_rate: float | None
     interval: float | None
-    cgroup_limit: int | None  # None: no limit; a v2 group's memory.swap.max, v1's memsw less memory
+    cgroup_limit: int | None  # v2 memory.swap.max, v1 memsw less memory; None: no limit
     source: str
     reason: str | None = None
-    cgroup_used: int | None = None  # at the level that has the limit
+    cgroup_used: int | None = None  # at the cgroup with the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +172,12 @@ class Pressure:
 class GpuProcess:
     pid: int
     used: int | None
-    command: str | None  # None: the pid matches nobody we can see
+    command: str | None  # None: the pid is not visible here
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One card, or one MIG slice of it."""
+    """One GPU or MIG instance."""
 
     index: int
     name: str
@@ -181,13 +197,13 @@ class Gpus:
     on_bus: int | None  # NVIDIA display devices on the PCI bus, driver or not
     driver: str | None
     source: str
-    reason: str | None = None  # why no card could be read
+    reason: str | None = None  # why no GPU could be read
 
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
     affinity: int | None
-    quota: float | None  # cores the cgroup's quota allows; None: no quota
+    quota: float | None  # cores allowed by the cgroup's quota; None: no quota
     source: str
 
 
@@ -206,7 +222,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """Room on one filesystem that matters."""
+    """Free space of the filesystem of the store or of the working directory."""
 
     role: str  # "store" or "work"
     path: str
@@ -214,22 +230,22 @@ class Disk:
     free: int | None
     filesystem: str | None
     reason: str | None = None
-    used: int | None = None  # less than size − free where some is reserved for root
+    used: int | None = None  # less than size − free if blocks are reserved for root
 
 
 @dataclass(frozen=True, slots=True)
 class Temporary:
-    """The folder for temporary files, where the environment names one."""
+    """The directory for temporary files, if the environment names one."""
 
     path: str
     source: str  # TMPDIR, TEMP or TMP
-    socket: int  # bytes that the path of a worker's socket takes below it
-    longest: int  # bytes that the path of a socket may take
+    socket: int  # length of a worker's socket path in it, in bytes
+    longest: int  # limit for the length of a socket path
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process and what it holds of each pool; None where it may not be looked at."""
+    """One process and what it uses of each pool; None if it may not be read."""
 
     pid: int
     parent: int
@@ -238,7 +254,7 @@ class Process:
     rss: int | None = None
     pss: int | None = None
     rss_shmem: int | None = None
-    shm: int | None = None  # blocks in /dev/shm of the files it maps or holds open
+    shm: int | None = None  # blocks of the /dev/shm files it maps or has open
     shm_mapped: int | None = None  # address space mapped from /dev/shm
     swap: int | None = None
     locked: int | None = None
@@ -246,14 +262,16 @@ class Process:
     fds: int | None = None
     fd_limit: int | None = None
     gpu: int | None = None
+    rss_anon: int | None = None
+    rss_file: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
-    """All pools, the place and the processes of interest at one moment."""
+class Machine:
+    """The machine at one moment: its memory pools, its environment and relevant processes."""
 
     when: float
-    place: Place
+    runtime: RuntimeEnvironment
     pools: tuple[Pool, ...]
     shm: Shm
     memory: Memory
@@ -267,5 +285,30 @@ class Box:
     temporary: Temporary | None = None
 
     def pool(self, name: str) -> Pool | None:
-        """The pool of that name, or None where this box has none such."""
+        """The pool of that name, or None if the machine does not have it."""
         return next((pool for pool in self.pools if pool.name == name), None)
+
+
+Severity = Literal["critical", "warning", "info"]
+_HEADINGS: dict[Severity, str] = {"critical": phrase("CRITICAL"), "warning": phrase("WARNING"), "info": phrase("INFO")}
+
+
+def heading(severity: Severity) -> str:
+    """The severity as a translated word; programs read the severity itself."""
+    return say(_HEADINGS[severity])
+
+
+def scope_name(scope: str) -> str:
+    """The scope as a translated word; programs read the scope itself."""
+    return say("cgroup") if scope == "cgroup" else say("machine")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A problem or a fact about the machine: a stable code, why with numbers, and the fix for this environment."""
+
+    code: str
+    severity: Severity
+    message: str
+    why: str
+    fix: tuple[str, ...] = ()

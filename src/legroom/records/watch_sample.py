@@ -1,8 +1,4 @@
-"""A box in a time series, and what the series says about the future.
-
-Covers: one light look at the pools and at the watched processes, what a script says about itself, alarms.
-Does not cover: taking samples, judging them (monitor), or the whole of a box (box.py).
-"""
+"""Samples of `legroom watch`: memory pools, watched processes, annotations of the script, alarms."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ AlarmLevel = Literal["warning", "critical"]
 
 @dataclass(frozen=True, slots=True)
 class ProcessRow:
-    """What one watched process holds. PSS and descriptors are read sparingly: ``pss_at`` is the sample clock then."""
+    """Memory of one watched process. PSS and descriptors are read less often: ``pss_at`` is the sample time."""
 
     pid: int
     parent: int
@@ -30,17 +26,21 @@ class ProcessRow:
     fds: int | None = None
     fd_limit: int | None = None
     gpu: int | None = None
-    born: float | None = None  # the sample clock at which it was first seen; None: at the watch's beginning
+    born: float | None = None  # sample time at which it was first seen; None: at the start
+    copied: int | None = None  # of a forked worker: bytes of its parent's memory that it copied by reading
+    copied_at: float | None = None  # sample time of that reading
+    rss_anon: int | None = None
+    rss_file: int | None = None
 
     @property
     def host(self) -> int | None:
-        """Its memory on the host, in RAM or swapped out; what it shares counts whole."""
+        """Its memory on the host, in RAM or swap; shared memory counts in full."""
         return None if self.rss is None else self.rss + (self.swap or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class EntryRow:
-    """One dataset of the shared cache, as far as watching needs it."""
+    """One dataset of the shared cache."""
 
     key: str
     source: str
@@ -50,11 +50,51 @@ class EntryRow:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainerRow:
+    """A trainer of a group that shares batches."""
+
+    pid: int
+    command: str
+    state: str  # training, waiting, slow, alone
+    epoch: int | None  # of the batch it needs next
+    batch: int | None
+    behind: int | None  # batches from there to the next that will be made; None: another epoch, or unknown
+    shared: int
+    made_itself: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """A group of trainers that share batches: who makes them, and how full its window is."""
+
+    name: str
+    producer: int | None  # pid; None: its only trainer makes the batches itself
+    workers: int
+    batches: int  # ready
+    most_batches: int
+    bytes: int
+    error: str | None
+    trainers: tuple[TrainerRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Mark:
-    """A name that a script gave to what begins now: ``epoch 3``."""
+    """A label set by the script at this time: ``epoch 3``."""
 
     when: float
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthRow:
+    """A line of code that makes the memory of a process grow, as `legroom leak` reports it while the process runs."""
+
+    pid: int
+    where: str  # train.py:31
+    what: str
+    rate: float  # bytes per step or second
+    per: str
+    certainty: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,56 +104,58 @@ class Annotations:
     components: Mapping[str, int] = field(default_factory=dict)
     phase: str | None = None
     marks: tuple[Mark, ...] = ()  # new since the last sample
-    steps: int | None = None  # in total; None: not counted
-    steps_per_second: float | None = None  # None: not counted, or only one sample so far
+    steps: int | None = None  # in total; None: not reported
+    steps_per_second: float | None = None  # None: not reported, or only one sample so far
+    growing: tuple[GrowthRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A light Box in a time series."""
+    """One sample of the machine."""
 
-    when: float  # seconds of the day's clock
-    clock: float  # seconds since the watch began, never turned back
-    interval: float  # asked for between samples; what counts as long is counted in these
+    when: float  # Unix time
+    clock: float  # seconds since the watch began, monotonic
+    interval: float  # requested time between samples; alarm durations are multiples of it
     watched: str  # in words
     pools: tuple[Pool, ...]
     processes: tuple[ProcessRow, ...]
-    swap_in: float | None  # bytes a second, of the machine
+    swap_in: float | None  # bytes per second, of the machine
     swap_out: float | None
     pressure: tuple[Pressure, ...]
     events: MemoryEvents
     said: Annotations = Annotations()
-    entries: tuple[EntryRow, ...] | None = None  # None: not looked at
-    gpu_at: float | None = None  # the sample clock at which the cards were asked; None: never
-    cost: float | None = None  # seconds of CPU that taking it took
+    entries: tuple[EntryRow, ...] | None = None  # None: not read
+    groups: tuple[GroupRow, ...] | None = None  # None: not read
+    gpu_at: float | None = None  # sample time at which the GPUs were read; None: never
+    cost: float | None = None  # CPU seconds used to take it
     notes: tuple[str, ...] = ()
 
     def pool(self, name: str) -> Pool | None:
-        """The pool of that name, or None where this box has none such."""
+        """The pool of that name, or None if the machine does not have it."""
         return next((pool for pool in self.pools if pool.name == name), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Something that goes wrong or soon will: which pool, how bad, since when, by whom, on what numbers."""
+    """An alarm: which pool, severity, since when, which processes, and the figures."""
 
     code: str
     pool: str | None  # None: the whole machine or cgroup
     level: AlarmLevel
     message: str
-    since: float  # Sample.when of the sample that raised it
+    since: float  # ``when`` of the sample that raised it
     evidence: Mapping[str, int | float | str] = field(default_factory=dict)
-    pids: tuple[int, ...] = ()  # those that grow, most first
+    pids: tuple[int, ...] = ()  # growing processes, fastest first
 
     @property
     def key(self) -> tuple[str, str | None]:
-        """What makes two alarms the same one at two moments."""
+        """Identifies the same alarm over time."""
         return self.code, self.pool
 
 
 @dataclass(frozen=True, slots=True)
 class AlarmSpan:
-    """An alarm from its beginning to its end; ``until`` is None while it is active."""
+    """An alarm with its start and end; ``until`` is None while it is active."""
 
     code: str
     pool: str | None
@@ -132,13 +174,13 @@ class PoolPoint(NamedTuple):
 
     @property
     def share(self) -> float | None:
-        """Used as a share of the size, where both are known and the size is not 0."""
+        """Used as a share of the size; None if unknown or the size is 0."""
         return None if self.used is None or not self.size else self.used / self.size
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One step of a watch: the sample, every alarm that stands, and which of them began or ended with it."""
+    """One step of a watch: the sample, all active alarms, and those that began or ended with it."""
 
     sample: Sample
     alarms: tuple[Alarm, ...] = ()

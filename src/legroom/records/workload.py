@@ -1,4 +1,4 @@
-"""A job's loaders and processes, what measuring a dataset gave, and the need and plan that follow."""
+"""A running job, a job's loaders and processes, what measuring a dataset gave, and the need and plan that follow."""
 
 from __future__ import annotations
 
@@ -6,52 +6,65 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from legroom.records.findings import Job
-from legroom.records.machine import Box
-from legroom.words import say
+from legroom.messages import say
+from legroom.records.loader_settings import CompleteLoaderSettings
+from legroom.records.machine import Finding, Machine, Process
 
 if TYPE_CHECKING:
-    from legroom.records.settings import Settings  # which holds a Plan
+    from legroom.records.chosen_settings import Settings  # which holds a Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A running job: its processes, the flags on its command line, the pool that limits it."""
+
+    pid: int
+    command: str
+    processes: tuple[Process, ...]
+    flags: Mapping[str, str] = field(default_factory=dict)
+    held: Mapping[str, int | None] = field(default_factory=dict)  # by pool
+    binds: str | None = None
+    binds_why: str = ""
+    spellings: Mapping[str, str] = field(default_factory=dict)  # each flag as spelled on the command line
+    notes: tuple[str, ...] = ()  # what the figures in ``held`` leave out or count twice
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """What one batch costs on its way from a worker, measured with a real worker; None where not measured."""
+    """The cost of sending one batch from a worker, measured with real workers."""
 
     worker_seconds: float  # in the worker: copying into shared memory, pickling
-    parent_seconds: float  # in the process that trains: receiving, mapping
-    latency_seconds: float = 0.0  # from asking a worker for a batch to having it, beyond the work itself
-    two_seconds: float = 0.0  # from batch to batch with two workers whose samples cost nothing
-    worker_ram: int | None = None  # private bytes of that worker; None: could not be read
+    parent_seconds: float  # in the training process: receiving, mapping
+    latency_seconds: float = 0.0  # latency of requesting a batch, without making it
+    two_seconds: float = 0.0  # between batches with two workers and samples that cost nothing
+    worker_ram: int | None = None  # private bytes of that worker; None: unknown
     source: str = "measured"
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A dataset, drawn from: one batch's bytes, one sample's bytes and seconds."""
+    """A measured dataset: bytes of a batch, bytes and seconds of a sample."""
 
     tensors: tuple[int, ...]  # bytes of each tensor of one batch, as collate gives them
-    sample_bytes: int  # of one sample as the dataset gives it, on average
-    sample_seconds: float  # until one sample is there, less what other processes took of the CPU meanwhile
+    sample_bytes: int  # of one sample as the dataset returns it, on average
+    sample_seconds: float  # to load one sample, without CPU time taken by other processes
     cpu_seconds: float  # CPU time of one sample, over all threads
     wait_seconds: float  # of sample_seconds, spent waiting: disk, network, sleep
     collate_seconds: float  # of one batch
-    rows: int | None  # samples in the dataset; None: it does not say
+    rows: int | None  # samples in the dataset; None: unknown
     source: str
     batch_size: int = 1
     samples: int = 0  # how many were drawn
     spread: float = 0.0  # standard deviation of a sample's seconds, as a share of their mean
-    other_bytes: int = 0  # of one batch, beside its tensors: what is pickled through a pipe
-    iterable: bool = False  # no __getitem__: every worker walks all of it unless it shards itself
-    unsendable: str | None = None  # why a batch cannot come from a worker; None: it can
+    other_bytes: int = 0  # of one batch, besides its tensors: pickled through a pipe
+    iterable: bool = False  # no __getitem__: every worker iterates over all of it unless it is sharded
+    unsendable: str | None = None  # why a worker cannot send a batch; None: it can
     transport: Transport | None = None
-    process_ram: int | None = None  # private bytes of the process that measured; None: could not be read
-    idle_worker: int | None = None  # private bytes of a worker before it draws; None: could not be read
-    making: int | None = (
-        None  # private bytes while one batch is made: its samples, and what a collate of its own makes
-    )
+    process_ram: int | None = None  # private bytes of the measuring process; None: unknown
+    idle_worker: int | None = None  # private bytes of a worker before its first sample; None: unknown
+    making: int | None = None  # private bytes while a batch is assembled: samples, and buffers of a custom collate_fn
 
-    each: bool = False  # every sample brings tensors of its own: a larger batch has more of them
+    each: bool = False  # every sample has its own tensors: a larger batch has more of them
 
     @property
     def batch_bytes(self) -> int:
@@ -60,33 +73,44 @@ class Measured:
 
     @property
     def worker_seconds(self) -> float:
-        """One sample in a worker, where torch leaves one thread to what used several here."""
+        """Seconds of one sample in a worker, where torch uses one thread only."""
         return max(self.sample_seconds, self.cpu_seconds + self.wait_seconds)
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """A loop that was run for real, without its model: what it took at its peak, or what it ran out of."""
+class CopiedAttribute:
+    """A list or dict of a dataset whose pages forked workers copied while they read it."""
 
-    ram: int  # bytes above what was used before: its processes and their batches, in /dev/shm too
-    shm: int
+    name: str
+    type: str
+    bytes: int  # as Python objects, estimated from a sample
+    copied: int  # by one worker in the trial run
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderTrial:
+    """A trial run of the data loop without the model: peak use, or the pool that ran out."""
+
+    ram: int  # bytes added by its processes and their batches, /dev/shm included
+    shm: int  # at the peak; by chance with one batch more than ``waiting_shm``
     fds: int  # of its main process
-    batches: int  # the most it loaded in an epoch
+    batches: int  # most batches loaded in an epoch
     process: int  # anonymous bytes of the main process before the first batch
-    whole: bool  # two epochs to their ends; else as much as the time allowed
-    filled: bool = False  # the queues were seen with every batch in them that the workers were asked for
-    overlap: bool = (
-        False  # no room for the semaphores of the second epoch while some of the first were there still
-    )
-    forked: bool = False  # in a fork of the process that asked: what that one holds is not in the figures
-    growth: int = 0  # by which the peak rose in the last ``growth_batches`` of the first epoch
+    whole: bool  # two complete epochs; else as much as the time allowed
+    filled: bool = False  # the queues were seen full
+    overlap: bool = False  # semaphores of the second epoch failed while some of the first existed
+    forked: bool = False  # in a fork of the calling process, whose own memory is not included
+    waiting_shm: int = 0  # of ``shm``, while the loop paused and every queue was full; 0: that was not seen
+    collected: int = 0  # the same as ``ram``, if forked workers run a full garbage collection; 0: they run none
+    growth: int = 0  # growth of the peak in the last ``growth_batches`` of the first epoch
     growth_batches: int = 0
     short: str | None = None  # the pool that it ran out of: "ram", "shm" or "fds"
-    unfinished: str | None = None  # why it says neither yes nor no
+    unfinished: str | None = None  # why it is inconclusive
     said: str = ""  # the error it ended with
+    copied: tuple[CopiedAttribute, ...] = ()  # attributes that forked workers copy, largest first
 
-    def short_of(self, pool: str | None, why: str) -> Trial:
-        """The same, ended early: for a pool, or for want of time."""
+    def short_of(self, pool: str | None, why: str) -> LoaderTrial:
+        """The same, ended early: a pool ran out, or the time."""
         if pool is None:
             return replace(self, unfinished=why)
         return replace(self, short=pool, said=why)
@@ -96,32 +120,21 @@ Fit = Literal["fits", "too-big", "unknown"]
 Sharing = Literal["file_descriptor", "file_system"]
 
 
-def _stated() -> str:
-    return say("stated")
-
-
 def _none_stated() -> str:
-    return say("none stated")
+    return say("none given")
 
 
 @dataclass(frozen=True, slots=True)
-class Loader:
-    """One data loader that is alive during the training; a validation loader is another."""
+class PlannedLoader(CompleteLoaderSettings):
+    """One DataLoader of a job; a validation loader that is alive at the same time is another."""
 
-    tensors: tuple[int, ...]  # bytes of each tensor of one batch, as collate gives them
-    workers: int = 0
-    prefetch: int = 2
-    batches: int | None = None  # in an epoch; None: enough to fill every queue
-    again: bool = True  # workers start anew for every epoch; not where they are persistent, or for one epoch
-    pin_memory: bool = False
-    kind: Literal["torch", "legroom"] = "torch"
+    tensors: tuple[int, ...] = ()  # bytes of each tensor of one batch, as collate returns them
+    batches: int | None = None  # per epoch; None: enough to fill every queue
     sharing: Sharing = "file_descriptor"
-    worker_growth: int = 0  # private bytes that each worker comes to hold (copy on read, its own buffers)
-    source: str = field(default_factory=_stated)  # where the batch's bytes come from
-    making: int | None = (
-        None  # private bytes while one batch is made; None: its samples, as many bytes as the batch
-    )
-    slots: int | None = None  # batches of our loader's arena; None: as many as it would like
+    worker_growth: int = 0  # growth of each worker: copy-on-write of Python objects, its own buffers
+    source: str = field(default_factory=lambda: say("given by you"))  # source of the batch size
+    making: int | None = None  # private bytes while a batch is assembled; None: as many as the batch
+    slots: int | None = None  # batches in the arena of legroom.DataLoader; None: as many as it wants
 
     @property
     def batch_bytes(self) -> int:
@@ -130,37 +143,37 @@ class Loader:
 
     @property
     def made_of(self) -> int:
-        """Private bytes while one batch is made."""
+        """Private bytes while a batch is assembled."""
         return self.batch_bytes if self.making is None else self.making
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Trainings of one kind on one box: ``processes`` of them, each with the same loaders."""
+    """``processes`` training processes on one machine, each with the same DataLoaders."""
 
-    processes: int = 1  # GPUs × jobs a GPU × ranks
-    loaders: tuple[Loader, ...] = ()
-    process_shm: int = 0  # what each process holds in /dev/shm besides its loaders
+    processes: int = 1  # GPUs × jobs per GPU × ranks
+    loaders: tuple[PlannedLoader, ...] = ()
+    process_shm: int = 0  # /dev/shm of each process besides its DataLoaders
     process_shm_source: str = field(default_factory=_none_stated)
     process_ram: int = 0  # interpreter, libraries, model and optimizer on the host: private bytes of each
     process_ram_source: str = field(default_factory=_none_stated)
     host_model: int = 0  # weights, gradients and optimizer state that each process keeps in host memory
     host_model_source: str = field(default_factory=_none_stated)
     worker_ram: int = 0  # private bytes of an idle worker, before worker_growth
-    worker_ram_source: str = ""  # where that was measured; empty: not said
-    entries_shm: int = 0  # shared datasets in memory: once for all processes
+    worker_ram_source: str = ""  # where it was measured; may be empty
+    entries_shm: int = 0  # shared datasets in memory: one copy for all processes
     entries_shm_source: str = ""  # empty: from the description of their files
     entries_disk: int = 0
-    nccl: int = 0  # segments of one process
+    nccl: int = 0  # NCCL segments of one process
     mapped: int = 0  # bytes of data mapped by each process, for its page tables
-    gpu: int | None = None  # of one process, where it is known
-    per_gpu: int = 1  # processes that share one card
+    gpu: int | None = None  # of one process, if known
+    per_gpu: int = 1  # processes per GPU
     checkpoint: int = 0  # bytes of the checkpoints kept on disk by one process
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One summand of a need: how many bytes from which pool, the arithmetic in words, and its source."""
+    """One term of a need: bytes, pool, the calculation as text, and its source."""
 
     pool: str
     bytes: int
@@ -170,10 +183,10 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a workload takes from each pool. A pool that nothing is known about is None, not zero.
+    """What a workload needs of each pool. Unknown is None, not zero.
 
-    ``ram`` includes ``shm`` and ``pinned``: both are memory, and the cgroup counts them. ``fds`` is of one process
-    and ``gpu`` of one card, because that is where those limits are.
+    ``ram`` includes ``shm`` and ``pinned``, which the cgroup counts too. ``fds`` is per process and ``gpu`` per GPU,
+    like their limits.
     """
 
     terms: tuple[Term, ...]
@@ -197,7 +210,7 @@ class ShmSizes:
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """The need at one number of jobs a GPU."""
+    """The need for one number of jobs per GPU."""
 
     jobs_per_gpu: int
     processes: int
@@ -207,7 +220,7 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A pool that a workload does not fit into."""
+    """A pool that is too small for a workload."""
 
     pool: str
     need: int
@@ -217,28 +230,29 @@ class Problem:
 
     @property
     def missing(self) -> int:
-        """By how much it is too big."""
+        """Bytes that are missing."""
         return self.need - self.free
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Need against Box: the verdict, the pools that break, first the one that breaks worst, and what to do."""
+    """The need compared with a machine: the verdict, the pools that are too small, worst first, and fixes."""
 
     need: Need
     verdict: Fit
     problems: tuple[Problem, ...]
-    unknown: Mapping[str, str] = field(default_factory=dict)  # pool: why it could not be judged
+    unknown: Mapping[str, str] = field(default_factory=dict)  # pool: why it is unknown
     codes: Mapping[str, str] = field(default_factory=dict)  # pool: the reason of an unknown, for programs
     sizes: ShmSizes | None = None
     table: tuple[PlanRow, ...] = ()
-    fits_now: int | None = None  # jobs a GPU that fit what is free now; None: unknown, or nothing bounds them
+    fits_now: int | None = None  # jobs per GPU that fit now; None: unknown, or no limit
     fix: tuple[str, ...] = ()
-    settings: Settings | None = None  # the largest that fit, or what was asked for where that fits
-    largest_batch: int | None = None  # samples, at the workers and prefetch asked for
+    settings: Settings | None = None  # the requested settings, or the largest that fit
+    largest_batch: int | None = None  # samples, with the requested workers and prefetch
     gpus: int | None = None
     jobs_per_gpu: int | None = None
-    others: int | None = None  # bytes of /dev/shm that others hold now
-    measured: tuple[Job, ...] = ()  # running trainings that the need was taken from
-    notes: tuple[str, ...] = ()  # what the figures leave out
-    box: Box | None = None  # the box it was held against
+    others: int | None = None  # bytes of /dev/shm used by other processes now
+    measured: tuple[Job, ...] = ()  # running jobs that were measured
+    notes: tuple[str, ...] = ()  # what the figures do not include
+    machine: Machine | None = None  # the machine it was compared with
+    findings: tuple[Finding, ...] = ()  # about the dataset, from the trial run

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from legroom.errors import UsageError
+from legroom.messages import say
 from legroom.report.redact import Redactor
 from legroom.system.atomic_file import PRIVATE, create_file
 from legroom.units import format_size
-from legroom.words import say
 
 CONTENTS = "CONTENTS.txt"
 _OPEN_TO_OWNER = 0o600
@@ -82,7 +82,7 @@ def redacted(collected: Collected, redactor: Redactor) -> tuple[RedactedPart, ..
         packed.append(RedactedPart(redactor.text(part.name, addresses=False), part.about, text))
     left_out = [redactor.text(line) for line in collected.left_out]
     contents = contents_text(packed, left_out, redactor.counts)
-    return (RedactedPart(CONTENTS, say("this list"), contents), *packed)
+    return (RedactedPart(CONTENTS, say("list of the files"), contents), *packed)
 
 
 def contents_text(packed: Sequence[RedactedPart], left_out: Sequence[str], hidden: Mapping[str, int]) -> str:
@@ -91,14 +91,16 @@ def contents_text(packed: Sequence[RedactedPart], left_out: Sequence[str], hidde
     rows = [f"{one.name:<{column}}  {format_size(one.size):>9}  {one.about}" for one in packed]
     rows += ["", hidden_line(hidden)]
     rows += [say("left out: {what}", what=line) for line in left_out]
-    rows += [say("machine/ is a recording of this machine: read it with legroom doctor --root machine")]
+    rows += [
+        say("machine/ has the files of /proc and /sys that were read; show them with legroom doctor --root machine")
+    ]
     return "\n".join(rows) + "\n"
 
 
 def hidden_line(hidden: Mapping[str, int]) -> str:
     """How many things were hidden, by kind."""
     counts = ", ".join(f"{kind} {hidden[kind]}" for kind in sorted(hidden))
-    return say("hidden: {counts}", counts=counts) if counts else say("hidden: nothing")
+    return say("replaced: {counts}", counts=counts) if counts else say("replaced: nothing")
 
 
 def pack(packed: Sequence[RedactedPart], path: str, now: float | None = None) -> bytes:
@@ -128,7 +130,7 @@ def checked_path(path: str) -> str:
         raise UsageError(
             say("{path}: unknown archive format", path=path),
             why=say("a report is a .zip or a .tar.gz file"),
-            fix=(say("--out report.zip"),),
+            fix=("--out report.zip",),
         )
     if os.path.lexists(path):
         raise _exists(path)

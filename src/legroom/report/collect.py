@@ -1,4 +1,6 @@
-"""Collects what a bug report needs from this machine, private things included: redact.py hides them later.
+"""Collects what a bug report needs: this machine, and the end of each file that the user adds.
+
+Private things are included: redact.py hides them later.
 
 The files that the probes read are recorded, so that `legroom doctor --root` reads the same machine elsewhere; processes
 are not. What cannot be read is listed and left out: a report is needed most where things are broken.
@@ -10,25 +12,30 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+from legroom.advice.doctor_settings import safe_settings
 from legroom.advice.findings import findings
-from legroom.advice.safe_settings import safe_settings
-from legroom.errors import LegroomError
-from legroom.probe.environment import SUDO_GROUPS, in_initial_namespace
+from legroom.errors import DamagedSource, LegroomError, UnreadableSource
+from legroom.messages import language, say
+from legroom.monitor.watch_log import SCHEMA as WATCH
 from legroom.probe.host import DiskSpace, Host
-from legroom.probe.limits import TAIL, temporary
+from legroom.probe.process_limits import TAIL, temporary
+from legroom.probe.runtime_environment import SUDO_GROUPS, in_initial_namespace
 from legroom.probe.snapshot import snapshot
-from legroom.records import Box, Entry
-from legroom.report.attachments import attached_parts
+from legroom.records import Entry, Machine
+from legroom.records.failure import Evidence
 from legroom.report.bundle import Attachments, Collected, Part
 from legroom.report.redact import SECRET_NAME, shape_of
+from legroom.rescue.log_reader import read_log
+from legroom.rescue.verdict import classify, verdict_object, with_fixes
+from legroom.system.imports import package_version
 from legroom.version import VERSION
-from legroom.words import language, say
 
 MACHINE = "machine"  # directory of the recording
 _MOST = 200  # files of /dev/shm, entries, arrays of an entry
@@ -45,17 +52,17 @@ _PACKAGES = (
 def collect(attachments: Attachments, host: Host | None = None) -> Collected:
     """Every part that can be read; an error only where an attachment cannot be read."""
     recorder = RecordingHost.of(host or Host())
-    box = snapshot(recorder)
+    machine = snapshot(recorder)
     left_out: list[str] = []
     found: list[Entry] = []
     parts = [
         Part(
-            "box.json", say("memory pools, limits, environment, findings: what doctor reads"), box_object(box)
+            "box.json",
+            say("memory pools, limits, environment and findings, as legroom doctor --json prints them"),
+            machine_object(machine),
         ),
-        *attached_parts(attachments, box),
-        Part(
-            "versions.json", say("versions of Python, the kernel and packages"), versions(), addresses=False
-        ),
+        *attached_parts(attachments, machine),
+        Part("versions.json", say("versions of Python, the kernel and packages"), versions(), addresses=False),
         Part("settings.json", say("environment variables LEGROOM_*"), settings(recorder.env)),
     ]
     if recorder.live:
@@ -63,38 +70,35 @@ def collect(attachments: Attachments, host: Host | None = None) -> Collected:
             "cache.json", say("entries of the shared cache"), lambda: _cache(found), left_out
         )  # fmt: skip
     for path, text in recorder.tree().items():
-        parts.append(
-            Part(MACHINE + path, say("file read by the probes"), text, addresses=path != "/recording.json")
-        )
+        parts.append(Part(MACHINE + path, say("file read by the probes"), text, addresses=path != "/recording.json"))
     sources = tuple(source for entry in found for source in entry.sources)
     return Collected(tuple(parts), tuple(left_out), sources)
 
 
-def box_object(box: Box) -> dict[str, Any]:
+def machine_object(machine: Machine) -> dict[str, Any]:
     """The machine as JSON: only processes that hold memory, and command lines without values."""
-    whole = dataclasses.asdict(box)
-    holding = [row for row in box.processes if row.shm or row.gpu or row.locked or row.pinned]
-    largest = sorted(box.processes, key=lambda row: -(row.rss or 0))
+    whole = dataclasses.asdict(machine)
+    whole["place"] = whole.pop("runtime")  # its name in JSON, as in `doctor --json`
+    holding = [row for row in machine.processes if row.shm or row.gpu or row.locked or row.pinned]
+    largest = sorted(machine.processes, key=lambda row: -(row.rss or 0))
     wanted = list({row.pid: row for row in (*holding, *largest)}.values())[:_MOST_PROCESSES]
     whole["processes"] = [{**dataclasses.asdict(row), "command": shape_of(row.command)} for row in wanted]
-    whole["processes_in_all"] = len(box.processes)
+    whole["processes_in_all"] = len(machine.processes)
     files = whole["shm"]["files"]
     whole["shm"]["files_in_all"] = len(files)
     # Names that programs generate are harmless; others may be private.
-    whole["shm"]["files"] = [
-        {**file, "name": "other"} if file["kind"] == "other" else file for file in files[:_MOST]
-    ]
+    whole["shm"]["files"] = [{**file, "name": "other"} if file["kind"] == "other" else file for file in files[:_MOST]]
     for card in whole["gpus"]["cards"]:
         for user in card["processes"] or ():
             user["command"] = None if user["command"] is None else shape_of(user["command"])
-    said = [dataclasses.asdict(finding) for finding in findings(box)]
-    rows = [dataclasses.asdict(row) for row in safe_settings(box)]
+    said = [dataclasses.asdict(finding) for finding in findings(machine)]
+    rows = [row.as_object() for row in safe_settings(machine)]
     return {"schema": "legroom.report.box/1", **whole, "findings": said, "settings": rows}
 
 
 def versions() -> dict[str, Any]:
     """What is installed, by its metadata; nothing is imported."""
-    packages = {name: _version(name) for name in _PACKAGES}
+    packages = {name: package_version(name) for name in _PACKAGES}
     return {
         "legroom": VERSION,
         "python": sys.version.split()[0],
@@ -112,13 +116,6 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of Legroom; the value of one that is named like a secret is hidden."""
     ours = {name: environment[name] for name in environment if name.startswith("LEGROOM_")}
     return {name: "<secret>" if SECRET_NAME.fullmatch(name) else ours[name] for name in sorted(ours)}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except (metadata.PackageNotFoundError, ValueError, OSError):
-        return None
 
 
 def _cache(found: list[Entry]) -> dict[str, Any]:
@@ -172,14 +169,7 @@ _SET = (
     "KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID", "WSL_DISTRO_NAME", "APPTAINER_CONTAINER", "APPTAINER_NAME",
     "SINGULARITY_CONTAINER", "SINGULARITY_NAME",
 )  # fmt: skip
-_RECORDED_VARIABLES = (
-    "container",
-    "HOME",
-    "XDG_CACHE_HOME",
-    "SLURM_TMPDIR",
-    "LEGROOM_DIR",
-    "CUDA_VISIBLE_DEVICES",
-)
+_RECORDED_VARIABLES = ("container", "HOME", "XDG_CACHE_HOME", "SLURM_TMPDIR", "LEGROOM_DIR", "CUDA_VISIBLE_DEVICES")
 
 
 @dataclass
@@ -238,9 +228,7 @@ class RecordingHost(Host):
         """The recording: the text of each path, with ``recording.json``."""
         # A recording has no namespaces, by which a leftover of an image is told from a running container.
         leftovers = _MARKERS if in_initial_namespace(self, "pid") else ()
-        there = {
-            path for path in self.answers.there if path not in leftovers and not self.path(path).is_dir()
-        }
+        there = {path for path in self.answers.there if path not in leftovers and not self.path(path).is_dir()}
         empty = dict.fromkeys(there, "")
         # A directory for temporary files counts only where it exists.
         short = dict.fromkeys(self._temporary().values(), "")
@@ -271,7 +259,7 @@ class RecordingHost(Host):
 
 
 def _path_of(length: int) -> str:
-    """A meaningless path of so many bytes, at least two; no name in it is too long for a file system."""
+    """A meaningless path of that many bytes, at least two; no name in it is too long for a file system."""
     return (("/" + "x" * 99) * (length // 100 + 1))[: length - 1] + "x"
 
 
@@ -286,3 +274,99 @@ def _environment(env: Mapping[str, str]) -> dict[str, str]:
     return {name: "set" for name in _SET if env.get(name)} | {
         name: env[name] for name in _RECORDED_VARIABLES if env.get(name)
     }
+
+
+LOG_END = 256 << 10  # bytes
+_WATCH_END = 8 << 20
+_LARGEST_RUN = 64 << 20
+_MOST_ALARMS = 50
+_MOST_READINGS = 60  # of an attempt: its last minute or more
+_MOST_ATTEMPTS = 20
+_RUN = "legroom.run/1"
+
+
+def attached_parts(attachments: Attachments, machine: Machine) -> Iterator[Part]:
+    """The parts from these files; an error where one of them is something else."""
+    if attachments.log is not None:
+        facts = read_log(attachments.log)
+        evidence = Evidence(log=facts)
+        verdict = with_fixes(classify(evidence), evidence, machine)
+        yield Part("explain.json", say("diagnosis of the failure, from the log"), verdict_object(verdict))
+        yield Part("training.log", say("the end of the training log"), log_end(_end(attachments.log, LOG_END)))
+    if attachments.run is not None:
+        yield Part("run.json", say("the report of legroom run"), run_report(attachments.run))
+    if attachments.watch is not None:
+        yield Part("watch.json", say("the last alarms and the last sample of the watch"), watch_end(attachments.watch))
+
+
+def log_end(data: bytes) -> str:
+    """Whole lines: half of a name at the beginning would not be recognized."""
+    text = data.decode("utf-8", "replace")
+    if len(data) < LOG_END:
+        return text
+    first = re.search(r"[\r\n]", text) or re.search(r"\s", text)
+    return text[first.end() :] if first is not None else ""
+
+
+def run_report(path: str) -> dict[str, Any]:
+    """The report of a run with the last readings of each attempt."""
+    try:
+        found = json.loads(_end(path, _LARGEST_RUN))
+        if not isinstance(found, dict) or found.get("schema") != _RUN:
+            raise ValueError(_RUN)
+    except (ValueError, RecursionError) as problem:
+        raise DamagedSource(
+            say("{path} is not the report of a run", path=path),
+            why=say("it is not a JSON object with schema {schema}", schema=_RUN),
+            fix=(say("pass the .json file that legroom run --report wrote"),),
+        ) from problem
+    attempts = found.get("attempts")
+    for attempt in attempts if isinstance(attempts, list) else ():
+        if isinstance(attempt, dict) and isinstance(attempt.get("readings"), list):
+            attempt["readings"] = attempt["readings"][-_MOST_READINGS:]
+    if isinstance(attempts, list):
+        found["attempts"] = attempts[-_MOST_ATTEMPTS:]
+    return found
+
+
+def watch_end(path: str) -> dict[str, Any]:
+    """The last alarms of a watch, each once, and the last sample."""
+    alarms: dict[str, Any] = {}
+    last: dict[str, Any] | None = None
+    for line in _end(path, _WATCH_END).split(b"\n"):
+        try:
+            moment = json.loads(line)
+        except (ValueError, RecursionError):
+            continue  # incomplete, at either end
+        if not isinstance(moment, dict) or moment.get("schema") != WATCH:
+            continue
+        last = moment
+        for alarm in moment.get("alarms") or ():
+            if isinstance(alarm, dict):
+                key = json.dumps([alarm.get("code"), alarm.get("pool"), alarm.get("since")])
+                alarms.pop(key, None)
+                alarms[key] = alarm  # its newest state, in the order of these
+    if last is None:
+        raise DamagedSource(
+            say("{path} is not the log of a watch", path=path),
+            why=say("its last lines have no JSON object with schema {schema}", schema=WATCH),
+            fix=(say("pass a file that legroom watch --log wrote"),),
+        )
+    for row in last.get("processes") or ():
+        if isinstance(row, dict) and isinstance(row.get("command"), str):
+            row["command"] = shape_of(row["command"])
+    return {"alarms": list(alarms.values())[-_MOST_ALARMS:], "last": last}
+
+
+def _end(path: str, keep: int) -> bytes:
+    """The last bytes of a file."""
+    try:
+        with Path(path).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - keep))
+            return file.read(keep)
+    except (OSError, ValueError) as problem:
+        why = problem.strerror if isinstance(problem, OSError) and problem.strerror else str(problem)
+        raise UnreadableSource(
+            say("cannot read {path}", path=path), why=why, fix=(say("pass a file that you can read"),)
+        ) from problem

@@ -1,8 +1,8 @@
 """Hides what is private in texts, JSON values and command lines; the same thing gets the same new name everywhere.
 
-Private are names that are known (identities.py) and things that look private: addresses, tokens, paths in home
-directories, URLs, options with a secret, identifiers, data files. They are found in every reading of a text
-(unescape.py). Pure: no file and no variable is read here.
+Private are names that are known (private_names.py) and things that look private: addresses, tokens, paths in home
+directories, URLs, options with a secret, identifiers, data files. They are found in every reading of a text: as it
+stands, and with its escapes undone. Pure: no file and no variable is read here.
 
 First `learn` from everything that will be in the bundle, then redact it. A name that one part has in a path is then
 hidden in a sentence of another.
@@ -19,8 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
-
-from legroom.report.unescape import Reading, readings
 
 # What private things look like.
 # The group ``it`` of a pattern is what is hidden; without one, all of it. Quantifiers are bounded and every pattern
@@ -99,10 +97,7 @@ PATTERNS: Final = _SECRETS + tuple(
         ("user", r"(?:/home/|/users/|\\users\\|\\\\users\\\\)(?P<it>[^/\\\s:\"'<>|,;)(]{1,64})"),
         ("user", r"\\users\\(?P<it>[^/\\:*?\"<>|\r\n]{1,64})(?=\\)"),
         ("user", r"(?<![a-z0-9])[ug]id=\d+\((?P<it>[^)\s]{1,64})\)"),
-        (
-            "user",
-            r"(?<![a-z])(?:user(?:_?name)?|logname|login)[\"']?\s*[=:]\s*[\"']?(?P<it>[^\s\0\"',;&:=]{1,64})",
-        ),
+        ("user", r"(?<![a-z])(?:user(?:_?name)?|logname|login)[\"']?\s*[=:]\s*[\"']?(?P<it>[^\s\0\"',;&:=]{1,64})"),
         ("host", rf"(?<![a-z0-9])[a-z][a-z0-9+.-]{{0,20}}://(?:[^\s/?#\"'<>]{{1,512}}@)?(?P<it>{_HOST})"),
         ("host", rf"(?<![a-z])(?:hostname|host|nodename|master_addr)[\"']?\s*[=:]\s*[\"']?(?P<it>{_HOST})"),
         ("host", r"(?<![a-z])(?:nfs4?|ceph|lustre|beegfs|glusterfs|fuse\.sshfs)\s+(?P<it>[^\s:/@]{1,253}):"),
@@ -120,14 +115,9 @@ PATTERNS: Final = _SECRETS + tuple(
             "file",
             # in a URL a path's / is %2F: the name begins behind it
             r"(?:(?<![^\s/\\\"'<>|:*?,;()\[\]{}=&#@])|(?<=%2f)|(?<=%5c)|(?<=%3a))"
-            r"(?P<it>(?:[^\s/\\\"'<>|:*?,;()\[\]{}=&#@%]|%(?!2f|5c|3a)){1,250}\.(?:"
-            + _DATA_FILES
-            + r"))(?![a-z0-9])",
+            r"(?P<it>(?:[^\s/\\\"'<>|:*?,;()\[\]{}=&#@%]|%(?!2f|5c|3a)){1,250}\.(?:" + _DATA_FILES + r"))(?![a-z0-9])",
         ),
-        (
-            "file",
-            r"[\"'](?:[^\"'\n]{0,4000}[/\\])?(?P<it>[^\"'/\\\n]{1,250}\.(?:" + _DATA_FILES + r"))[\"']",
-        ),
+        ("file", r"[\"'](?:[^\"'\n]{0,4000}[/\\])?(?P<it>[^\"'/\\\n]{1,250}\.(?:" + _DATA_FILES + r"))[\"']"),
     )
 )
 
@@ -151,7 +141,7 @@ def harmless(kind: str, value: str) -> bool:
     if kind == "host":
         return (
             low in COMMON
-            or low.replace(".", "").isdigit()  # addresses have a pattern of their own; a number is no host
+            or low.replace(".", "").isdigit()  # addresses have their own pattern; a number is not a host name
             or any(low == public or low.endswith("." + public) for public in PUBLIC_HOSTS)
         )
     if kind == "user":
@@ -171,7 +161,7 @@ _EDGES = {"secret": "", "home": _LETTER_DIGIT, "user": _LETTER, "host": _LETTER_
 
 @dataclass(frozen=True, slots=True)
 class Identities:
-    """Names that are private wherever they stand; identities.py reads them."""
+    """Names that are private wherever they stand; private_names.py reads them."""
 
     users: frozenset[str] = frozenset()
     hosts: frozenset[str] = frozenset()
@@ -248,7 +238,7 @@ class Redactor:
         self.counts["secret"] += 1
         return SECRET
 
-    def _identities_in(self, ways: Sequence[Reading]) -> Iterator[_Found]:
+    def _identities_in(self, ways: Sequence[DecodedText]) -> Iterator[_Found]:
         if self._literals is None:
             named = {
                 "user": self.identities.users, "host": self.identities.hosts, "home": self.identities.homes,
@@ -278,7 +268,7 @@ class Redactor:
         return self._names[key]
 
 
-def _private_in(ways: Sequence[Reading], kinds: Sequence[str] | None = None) -> Iterator[_Found]:
+def _private_in(ways: Sequence[DecodedText], kinds: Sequence[str] | None = None) -> Iterator[_Found]:
     """What looks private in any reading: of these kinds, or of all."""
     for reading in ways:
         for kind, pattern in PATTERNS:
@@ -286,11 +276,7 @@ def _private_in(ways: Sequence[Reading], kinds: Sequence[str] | None = None) -> 
                 continue
             group = "it" if "it" in pattern.groupindex else 0
             for match in pattern.finditer(reading.text):
-                count = (
-                    "token" in pattern.groupindex
-                    and match["token"] is not None
-                    and harmless("token", match[group])
-                )
+                count = "token" in pattern.groupindex and match["token"] is not None and harmless("token", match[group])
                 if not count and not harmless(kind, match[group]):
                     yield _Found(*reading.span(*match.span(group)), kind, match[group])
 
@@ -366,12 +352,7 @@ def shape_of(command: str) -> str:
 
 
 def _kept(last: str, word: str) -> str:
-    if (
-        last.startswith("-")
-        and "=" not in last
-        and _SECRET_OPTION_WORD.search(last)
-        and not word.startswith("--")
-    ):
+    if last.startswith("-") and "=" not in last and _SECRET_OPTION_WORD.search(last) and not word.startswith("--"):
         return "…"
     if numbered := _NUMBERED.fullmatch(word):
         return f"{numbered[1]}=…" if _SECRET_OPTION_WORD.search(numbered[1]) else word
@@ -380,3 +361,107 @@ def _kept(last: str, word: str) -> str:
     if script := _SCRIPT.fullmatch(word):
         return script[1]
     return word if _KEPT.fullmatch(word) else "…"
+
+
+# Every way to read a text: as it stands, and with its escapes undone.
+# Undone are URL encoding (%2F) and escapes of JSON, Python and mountinfo (\u002f, \/, \x2f, \057), also one inside
+# another. C:\bob is a path, or a backspace if it is JSON, so there are several readings, and what is found in any of
+# them counts. Each character knows where it stands in the original text.
+
+_SHORT = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+_NUMBER = r"\\[uU][0-9A-Fa-f]{4}|\\[xX][0-9A-Fa-f]{2}|\\[0-3][0-7]{2}"
+# Runs of escapes: the last kind also right behind a backslash that is one, as in C:\\u00e9.
+_RUNS = tuple(re.compile(f"(?:{one})+") for one in (r"%[0-9A-Fa-f]{2}", rf"{_NUMBER}|\\[\\/\"'bfnrtBFNRT]", _NUMBER))
+_ESCAPE = re.compile(r"%([0-9A-Fa-f]{2})|\\([uU][0-9A-Fa-f]{4}|[xX][0-9A-Fa-f]{2}|[0-3][0-7]{2}|.)", re.DOTALL)
+_ROUNDS = 3  # JSON in a URL in JSON
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedText:
+    """A text read one way; ``at[i]`` is where character i begins in the original, ``at[-1]`` where the text ends."""
+
+    text: str
+    at: list[int] | None  # None: as it stands
+
+    def span(self, start: int, end: int) -> tuple[int, int]:
+        """Where these characters stand in the original."""
+        return (start, end) if self.at is None else (self.at[start], self.at[end])
+
+
+def readings(text: str) -> Iterator[DecodedText]:
+    """Every different reading, the text as it stands first."""
+    fresh = [DecodedText(text, None)]
+    seen = {text}
+    yield fresh[0]
+    for _ in range(_ROUNDS):
+        found: list[DecodedText] = []
+        for reading in fresh:
+            for pattern in _RUNS:
+                other = _unescaped(reading, pattern)
+                if other is not None and other.text not in seen:
+                    seen.add(other.text)
+                    found.append(other)
+                    yield other
+        fresh = found
+
+
+def _unescaped(reading: DecodedText, runs: re.Pattern[str]) -> DecodedText | None:
+    """The reading with one kind of escape undone; None where it has none."""
+    parts: list[str] = []
+    at: list[int] = []
+    passed = 0
+    old = reading.at if reading.at is not None else range(len(reading.text) + 1)
+    for match in runs.finditer(reading.text):
+        parts.append(reading.text[passed : match.start()])
+        at.extend(old[passed : match.start()])
+        place = match.start()
+        for character, length in _characters(match[0]):
+            parts.append(character)
+            at.append(old[place])
+            place += length
+        passed = match.end()
+    if not passed:
+        return None
+    parts.append(reading.text[passed:])
+    at.extend(old[passed:])  # one more than characters: the end
+    return DecodedText("".join(parts), at)
+
+
+def _characters(run: str) -> Iterator[tuple[str, int]]:
+    """(character, length of its escapes): bytes of UTF-8 are one character, and so are two surrogates."""
+    units = [_unit(match) for match in _ESCAPE.finditer(run)]
+    at = 0
+    while at < len(units):
+        count, character = next(
+            (size, text) for size in (4, 3, 2, 1) if (text := _character(units[at : at + size], size)) is not None
+        )
+        yield character, sum(length for _, length in units[at : at + count])
+        at += count
+
+
+def _unit(escape: re.Match[str]) -> tuple[int, int]:
+    """(code, length of the escape); a length of 3 or 4 is a byte, of 6 a UTF-16 unit, of 2 a character."""
+    byte, other = escape.groups()
+    if byte is not None:
+        code = int(byte, 16)
+    elif len(other) > 1:
+        code = int(other, 8) if len(other) == 3 and other.isdecimal() else int(other[1:], 16)
+    else:
+        code = ord(_SHORT.get(other.lower(), other))
+    return code, len(escape[0])
+
+
+def _character(units: list[tuple[int, int]], size: int) -> str | None:
+    """The one character that these escapes are, or None."""
+    codes = [code for code, _ in units]
+    if size == 1:
+        return chr(codes[0])
+    if len(codes) == size and all(length in (3, 4) for _, length in units) and codes[0] >= 0x80:
+        try:
+            text = bytes(codes).decode("utf-8")
+            return text if len(text) == 1 else None
+        except UnicodeDecodeError:
+            return None
+    if size == 2 == len(codes) and 0xD800 <= codes[0] < 0xDC00 <= codes[1] < 0xE000:
+        return chr(0x10000 + (codes[0] - 0xD800) * 0x400 + codes[1] - 0xDC00)
+    return None

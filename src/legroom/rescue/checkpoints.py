@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from legroom.words import say
+from legroom.messages import say
 
 _ZIP_LOCAL = b"PK\x03\x04"
 _HDF5 = b"\x89HDF\r\n\x1a\n"

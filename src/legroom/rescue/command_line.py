@@ -3,8 +3,8 @@
 Knows the usual flag names (probe.training_flags) and those given with --flag, in every spelling: ``--x 4``, ``--x=4``,
 ``-b4``, ``data.batch_size=4``. Under torchrun and accelerate only the script's own words are read.
 
-Injection (`--loader legroom`, `--gpu-limit`) puts inject/sitecustomize.py on PYTHONPATH. It misses children that
-are not Python or run with -S, -I or -E.
+Injection (`--loader legroom`, `--gpu-limit`, `legroom leak`) puts inject/sitecustomize.py on PYTHONPATH. It misses
+children that are not Python or run with -S, -I or -E.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from legroom.errors import UsageError
+from legroom.messages import listed, say
 from legroom.probe.training_flags import Flag, flags
-from legroom.records.settings import ALIASES
-from legroom.words import listed, say
+from legroom.records import LoaderSettings
+from legroom.records.loader_settings import ALIASES
 
 # What a retry may lower. `--flag` also takes the short names batch, workers and prefetch.
 SETTINGS = ("batch_size", "accumulation", "num_workers", "prefetch_factor", "pin_memory", "low_memory")
@@ -38,23 +39,14 @@ class NamedFlag:
 
 
 @dataclass(frozen=True, slots=True)
-class CommandSettings:
-    """The settings of a command line that a retry can change, with their present values."""
+class CommandSettings(LoaderSettings):
+    """The settings of a command line, and which of them a retry can change."""
 
-    batch_size: int | None = None
-    accumulation: int | None = None
-    num_workers: int | None = None
-    prefetch_factor: int | None = None
-    pin_memory: bool | None = None
-    low_memory: bool | None = None
-    changeable: frozenset[str] = (
-        frozenset()
-    )  # those with a flag on the command line or a place in the environment
+    changeable: frozenset[str] = frozenset()  # those with a flag on the command line or a place in the environment
     batch_is_global: bool = False  # batch_size is for all ranks together and must stay divisible among them
     derives_accumulation: bool = False  # the script also gets the global batch and accumulates by itself
     needs_worker: bool = False  # the command line has a setting that torch refuses without workers
     replaces_loader: bool = False  # torch's DataLoader may be replaced with legroom's
-    ranks: int | None = None
 
 
 def parse_named(text: str) -> NamedFlag:
@@ -75,9 +67,7 @@ def parse_named(text: str) -> NamedFlag:
 def find_flags(command: Sequence[str], named: Sequence[NamedFlag] = ()) -> dict[str, Flag]:
     """Each setting's flag on the command line; ``at`` is -1 for a named flag that is not there."""
     all_flags = {ALIASES.get(name, name): flag for name, flag in flags(command).items()}
-    found = {
-        name: flag for name, flag in all_flags.items() if name in (*SETTINGS, "ranks", "persistent_workers")
-    }
+    found = {name: flag for name, flag in all_flags.items() if name in (*SETTINGS, "ranks", "persistent_workers")}
     for one in named:
         found[one.setting] = _find_named(command, one)
     return found
@@ -97,9 +87,7 @@ def command_settings(command: Sequence[str], named: Sequence[NamedFlag] = ()) ->
     """The settings of that command line. A value that is not a number cannot be changed."""
     found = find_flags(command, named)
     numbers = {name: _number(flag.value) for name, flag in found.items()}
-    changeable = {
-        name for name in SETTINGS if name in found and (numbers[name] is not None or found[name].at < 0)
-    }
+    changeable = {name for name in SETTINGS if name in found and (numbers[name] is not None or found[name].at < 0)}
     batch = found.get("batch_size")
     return CommandSettings(
         batch_size=numbers.get("batch_size"),
@@ -135,16 +123,13 @@ def _second_batch(command: Sequence[str], batch: Flag | None) -> bool:
     return other is not None and _WHOLE.search(other.spelling) is not None
 
 
-def with_settings(
-    command: Sequence[str], values: Mapping[str, int | bool | str], named: Sequence[NamedFlag] = ()
-) -> list[str]:
-    """The command with these values. A named flag that is absent is added."""
+def with_settings(command: Sequence[str], settings: LoaderSettings, named: Sequence[NamedFlag] = ()) -> list[str]:
+    """The command with these settings. A named flag that is absent is added."""
     words = list(command)
-    for name, value in values.items():
+    for name, value in settings.given().items():
         flag = find_flags(words, named).get(name)
-        if flag is None or isinstance(value, str):  # the loader: not on the command line
-            continue
-        words = _put(words, flag, value)
+        if flag is not None and name in SETTINGS:
+            words = _put(words, flag, value)
     return words
 
 
@@ -232,9 +217,9 @@ def with_loader(environment: Mapping[str, str]) -> dict[str, str]:
 
 def loader_replaceable(environment: Mapping[str, str]) -> bool:
     """Whether with_loader changes anything: it is not in use yet, and LEGROOM_DISABLE does not switch it off."""
-    from legroom.cache.find_or_build import cache_disabled  # needed only after a failure
+    from legroom.system.process_control import legroom_disabled  # needed only after a failure
 
-    return environment.get(LOADER) != "legroom" and not cache_disabled(environment)
+    return environment.get(LOADER) != "legroom" and not legroom_disabled(environment)
 
 
 def with_gpu_limit(environment: Mapping[str, str], amount: str) -> dict[str, str]:
@@ -242,6 +227,13 @@ def with_gpu_limit(environment: Mapping[str, str], amount: str) -> dict[str, str
     from legroom.gpu.memory_limit import with_limit  # slow to import, and rarely needed
 
     return with_limit(_with_sitecustomize(environment), amount)
+
+
+def with_leak(environment: Mapping[str, str], directory: str) -> dict[str, str]:
+    """The environment in which every Python process records the growth of its memory in that directory."""
+    from legroom.leak.record_files import DIRECTORY  # rarely needed
+
+    return {**_with_sitecustomize(environment), DIRECTORY: directory}
 
 
 def _with_sitecustomize(environment: Mapping[str, str]) -> dict[str, str]:

@@ -16,20 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from legroom.messages import say
 from legroom.probe.host import Host
 from legroom.records.failure import Evidence, Level, LogFacts, OomCount
 from legroom.rescue.job_cgroup import JobCgroup
-from legroom.rescue.job_sampling import (
-    DiskLevels,
-    JobSampler,
-    recent_rate,
-    seconds_unread,
-    thinned,
-    worst_stall,
-)
-from legroom.rescue.log_patterns import OOM_KILL, killed_in
-from legroom.system.child_processes import ExitStatus
-from legroom.words import say
+from legroom.rescue.job_sampling import DiskLevels, JobSampler, recent_rate, seconds_unread, thinned, worst_stall
+from legroom.rescue.log_reader import OOM_KILL, killed_in
+from legroom.system.process_control import ExitStatus
 
 _KMSG = "/dev/kmsg"
 _LOGS = ("/var/log/syslog", "/var/log/messages", "/var/log/kern.log")
@@ -50,9 +43,7 @@ class KernelLog:
     kmsg: int | None = None
     reason: str | None = None
     sizes: dict[str, int] = field(default_factory=dict)
-    killed: set[int] = field(
-        default_factory=set
-    )  # every process of the machine that was OOM-killed since then
+    killed: set[int] = field(default_factory=set)  # every process of the machine that was OOM-killed since then
 
     @classmethod
     def mark(cls, kmsg: str = _KMSG, logs: tuple[str, ...] = _LOGS) -> KernelLog:
@@ -101,9 +92,7 @@ class KernelLog:
                 record = os.read(self.kmsg, 8192)
             except BlockingIOError:
                 break
-            except (
-                BrokenPipeError
-            ):  # overwritten before it was read: the next read continues with the oldest line left
+            except BrokenPipeError:  # overwritten before it was read: the next read continues with the oldest line left
                 continue
             except OSError:
                 break
@@ -156,6 +145,18 @@ def _journal(since: float) -> list[str]:
     return []
 
 
+_KILL_REPORTS = frozenset({"killed", "child-killed", "worker-killed", "worker-gone"})
+
+
+def _reported_killed(log: LogFacts) -> set[int]:
+    """Numbers in the lines in which the job reports a killed process: its ID is among them.
+
+    A process that moved into a cgroup elsewhere, and lived for less than a sample, is known from there alone.
+    """
+    lines = (sign.line for sign in log.signs if sign.code in _KILL_REPORTS)
+    return {int(number) for line in lines for number in _PID.findall(line)}
+
+
 @dataclass
 class EvidenceCollector:
     """Takes counters and log positions before a job starts; collects the evidence after it ends."""
@@ -170,9 +171,7 @@ class EvidenceCollector:
 
     def __post_init__(self) -> None:
         temporary = self.host.env.get("TMPDIR", "/tmp")
-        self.disks = DiskLevels(
-            self.host, (*self.folders, os.getcwd(), temporary), lambda: self.sampler.present
-        )
+        self.disks = DiskLevels(self.host, (*self.folders, os.getcwd(), temporary), lambda: self.sampler.present)
 
     def begin(self) -> None:
         """Read counters and log positions before the start."""
@@ -199,8 +198,8 @@ class EvidenceCollector:
     ) -> Evidence:
         """Collect everything after the end."""
         seen = self.sampler
-        pids = seen.victims.job_pids
-        unknown = [reason for reason in (self.cgroup.reason, self.log.reason) if reason]
+        pids = seen.victims.job_pids | (_reported_killed(log) - seen.victims.other_pids)
+        unknown = [reason for reason in (self.cgroup.reason, self.log.reason, self.disks.reason) if reason]
         kernel = self.log.kills(pids, self._group())
         killers = list(self.log.killers(pids, self.since))
         if (oomd := self.cgroup.killed_by_oomd()) is not None and self.cgroup.own:

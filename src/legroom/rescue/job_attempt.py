@@ -16,33 +16,35 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from legroom.messages import say
 from legroom.probe.host import Host
 from legroom.probe.shm import shm
 from legroom.probe.shm_segments import SHM, Segments
-from legroom.records import Box
+from legroom.records import LoaderSettings, Machine
 from legroom.records.failure import Attempt, Evidence, Level, LogFacts, Verdict
 from legroom.rescue.command_line import SETTINGS, NamedFlag, command_settings
 from legroom.rescue.evidence import EvidenceCollector
 from legroom.rescue.job_cgroup import JobCgroup
 from legroom.rescue.job_process import JobOutput, JobProcess, in_foreground
 from legroom.rescue.job_sampling import GpuLevels, JobAlarms, JobSampler
-from legroom.rescue.log_reader import facts_of
+from legroom.rescue.log_reader import WINDOW, facts_of
 from legroom.rescue.verdict import classify, with_fixes
 from legroom.rescue.verdict_from_exit import oom_lines
-from legroom.rescue.verdict_rule import WINDOW
-from legroom.system.child_processes import ExitStatus, signal_name
+from legroom.system.process_control import ExitStatus, handling_signals, signal_name
 from legroom.units import format_size
-from legroom.words import say
 
 _DRAIN = 2.0  # seconds for the last output after the end
 _STALL_EVERY = 2.0  # seconds between stall checks
 _STALL_GRACE = 5.0  # seconds from SIGTERM to SIGKILL for a stalled job
-_PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGWINCH")
+_PASSED_ON = tuple(
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGWINCH")
+    if hasattr(signal, name)  # Windows has two of them
+)
 _ENDS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
 _HELD_SHARE = 0.45  # of /dev/shm, by the job's own processes
 _IDLE = 0.02  # of one core: polling loops use less, real work uses more
@@ -84,7 +86,7 @@ class RunningAttempt:
     """One attempt of the job."""
 
     options: RunOptions
-    box: Box
+    machine: Machine
     cgroup: JobCgroup
     host: Host
     print_line: Callable[[str], None]
@@ -108,12 +110,14 @@ class RunningAttempt:
         collector = EvidenceCollector(self.host, self.cgroup, sampler, self.options.folders)
         collector.begin()
         try:
-            with self._signals():
+            with handling_signals(_PASSED_ON, self._pass_on):
                 child = self._child = JobProcess.start(
                     command, environment, streams, self.cgroup, raise_descriptors=raise_descriptors
                 )
                 self._had_terminal = child.foreground is not None
                 self._output.start()
+                if self._output.reason is not None:
+                    self._print(self._output.reason)
                 sampler.pids = lambda: child.pids(self.host)
                 sampler.victims.root = child.process.pid
                 sampler.written = lambda: self._output.count
@@ -141,7 +145,7 @@ class RunningAttempt:
         return Attempt(
             number=number,
             command=tuple(command),
-            settings={name: getattr(found, name) for name in SETTINGS},
+            settings=LoaderSettings(**{name: getattr(found, name) for name in SETTINGS}),
             ending=ending,
             seconds=sampler.age,
             verdict=verdict,
@@ -160,13 +164,11 @@ class RunningAttempt:
         self.begin_line()
         self.print_line(line)
 
-    def _wait(
-        self, child: JobProcess, sampler: JobSampler, alarms: JobAlarms
-    ) -> tuple[ExitStatus, Level | None]:
+    def _wait(self, child: JobProcess, sampler: JobSampler, alarms: JobAlarms) -> tuple[ExitStatus, Level | None]:
         stall = StallDetector(self.options.stall)
         stall_at = 0.0
         while True:
-            ending = child.wait(sampler.pause)
+            ending = child.wait(sampler.pause, self._output)
             if ending is not None:
                 return ending, sampler.sample_at_end()
             reading = sampler.sample()
@@ -195,15 +197,12 @@ class RunningAttempt:
         if not self.options.retries:
             stall.limit = 0.0  # printed once
             self._print(
-                say("the job hangs: /dev/shm has no room for its next batch (the job holds {held}). With "
-"--retries it would be restarted", held=held)
+                say("the job hangs: /dev/shm is too full for its next batch (the job uses {held}). With "
+                    "--retries it would be restarted", held=held)
             )  # fmt: skip
             return
         self._print(
-            say(
-                "the job hangs: /dev/shm has no room for its next batch (the job holds {held}). Stopping it",
-                held=held,
-            )
+            say("the job hangs: /dev/shm is too full for its next batch (the job uses {held}). Stopping it", held=held)
         )
         self.stalled_on = "shm"
         child.signal(signal.SIGTERM)
@@ -222,7 +221,7 @@ class RunningAttempt:
             held_shm=self.held_shm,
             keyboard=self._by_keyboard(ending, log),
         )
-        return with_fixes(classify(evidence), evidence, self.box), evidence
+        return with_fixes(classify(evidence), evidence, self.machine), evidence
 
     def _by_keyboard(self, ending: ExitStatus, log: LogFacts) -> bool:
         """Whether Ctrl-C ended it: sent to us, or to the job if it had the terminal."""
@@ -231,21 +230,6 @@ class RunningAttempt:
         last = log.last_error
         interrupted = last is not None and "KeyboardInterrupt" in last.line
         return self._had_terminal and (ending.signal == signal.SIGINT or interrupted)
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Forward signals while the job runs; Python allows handlers only in the main thread."""
-        old = {}
-        if threading.current_thread() is threading.main_thread():
-            for name in _PASSED_ON:
-                number = getattr(signal, name, None)
-                if number is not None:
-                    old[number] = signal.signal(number, self._pass_on)
-        try:
-            yield
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
 
     def _pass_on(self, number: int, _frame: object) -> None:
         if number == getattr(signal, "SIGWINCH", None):
@@ -268,16 +252,12 @@ def _gpu_reader(host: Host) -> Callable[[], GpuLevels] | None:
 
         found = gpus(host)
         levels = {
-            pool.name: Level(pool.used, pool.size)
-            for pool in gpu_pools(found)
-            if pool.used is not None and pool.size
+            pool.name: Level(pool.used, pool.size) for pool in gpu_pools(found) if pool.used is not None and pool.size
         }
         held: dict[int, int] = {}
         for card in found.cards:
             for user in card.processes or ():
-                if (
-                    user.used is not None and user.command is not None
-                ):  # otherwise the pid is from another namespace
+                if user.used is not None and user.command is not None:  # otherwise the pid is from another namespace
                     held[user.pid] = held.get(user.pid, 0) + user.used
         return GpuLevels(levels, held)
 
@@ -355,9 +335,7 @@ def refused_shm(host: Host, pids: Sequence[int]) -> int:
     return most
 
 
-def hangs_on_shm(
-    level: Level | None, held: int | None, log: LogFacts, *, loader: bool, refused: int = 0
-) -> bool:
+def hangs_on_shm(level: Level | None, held: int | None, log: LogFacts, *, loader: bool, refused: int = 0) -> bool:
     """Whether an idle job waits for a batch that did not fit into /dev/shm. Pure.
 
     ``refused``: bytes of the job's own segment that got no pages. A segment larger than what is free cannot fit,
@@ -379,12 +357,7 @@ def remove_leftover_shm(host: Host, before: Collection[str]) -> int:
     """Remove unused shared-memory files of torch and Python that are not in ``before``; return the bytes freed."""
     freed = 0
     for file in shm(host).files:
-        if (
-            file.name in before
-            or file.kind not in _REMOVABLE
-            or file.mapped is not False
-            or file.owner != host.uid
-        ):
+        if file.name in before or file.kind not in _REMOVABLE or file.mapped is not False or file.owner != host.uid:
             continue
         with contextlib.suppress(OSError):
             os.unlink(host.path(f"/dev/shm/{file.name}"))

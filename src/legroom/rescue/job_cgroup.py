@@ -14,9 +14,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from legroom.probe.cgroup import Version, cgroup
+from legroom.messages import phrase, say
+from legroom.probe.cgroup_paths import Version, cgroup
 from legroom.probe.host import Host
-from legroom.words import phrase, say
 
 _CLOSE_WITHIN = 5.0  # seconds for processes that were killed to be gone
 
@@ -100,9 +100,7 @@ class JobCgroup:
         for group in found:  # grows during the loop
             with contextlib.suppress(OSError):
                 if os.stat(group).st_nlink != 2:  # one more link per subdirectory
-                    found += [
-                        entry.path for entry in os.scandir(group) if entry.is_dir(follow_symlinks=False)
-                    ]
+                    found += [entry.path for entry in os.scandir(group) if entry.is_dir(follow_symlinks=False)]
         return found
 
     def pids(self) -> list[int]:

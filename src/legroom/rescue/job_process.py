@@ -18,13 +18,14 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from legroom.errors import CommandNotFound, CommandNotRunnable
+from legroom.messages import say
 from legroom.probe.host import Host
 from legroom.rescue.job_cgroup import JobCgroup
 from legroom.rescue.log_reader import LogTail
-from legroom.system.child_processes import ExitStatus
-from legroom.words import say
+from legroom.system.process_control import ExitStatus, start_daemon_thread, why_no_thread
 
 _POSIX = os.name == "posix"
 # A shell that moves itself into the cgroup, raises its limit and execs the command. (Python code between fork and exec
@@ -34,6 +35,7 @@ _RAISE = 'ulimit -n "$(ulimit -Hn)" 2>/dev/null; '
 _BECOME = 'exec "$@"'
 _GONE_WITHIN = 10.0
 _CHUNK = 1 << 16
+_STEP = 0.1  # seconds of forwarding before a deadline is checked
 
 
 def find_command(word: str) -> str:
@@ -56,9 +58,7 @@ def find_command(word: str) -> str:
     raise CommandNotFound(
         say("command not found: {word}", word=word),
         why=say("it is not a file and not in any directory of PATH"),
-        fix=(
-            say("check the spelling or give its path. The command comes after --:\nlegroom run -- python …"),
-        ),
+        fix=(say("check the spelling or give its path. The command comes after --:\nlegroom run -- python …"),),
     )
 
 
@@ -88,11 +88,7 @@ class JobProcess:
             script = (_MOVE if moves else "") + (_RAISE if raise_descriptors else "") + _BECOME
             words = ["/bin/sh", "-c", script, f"{cgroup.path}/cgroup.procs", *words]
         process = subprocess.Popen(
-            words,
-            env=dict(environment),
-            stdout=streams[0],
-            stderr=streams[1],
-            process_group=0 if _POSIX else None,
+            words, env=dict(environment), stdout=streams[0], stderr=streams[1], process_group=0 if _POSIX else None
         )
         child = cls(process, cgroup)
         if hasattr(os, "pidfd_open"):
@@ -101,9 +97,11 @@ class JobProcess:
         child._hand_over_terminal()
         return child
 
-    def wait(self, seconds: float) -> ExitStatus | None:
-        """Wait up to that time; its exit status, or None if it still runs."""
-        if self.pidfd is not None:
+    def wait(self, seconds: float, output: JobOutput | None = None) -> ExitStatus | None:
+        """Wait up to that time and forward output that has no thread; its exit status, or None if it still runs."""
+        if output is not None and not output.threaded:
+            output.forward(seconds, self.pidfd)
+        elif self.pidfd is not None:
             with contextlib.suppress(InterruptedError):
                 select.select([self.pidfd], [], [], seconds)
         elif self.process.poll() is None:
@@ -123,13 +121,8 @@ class JobProcess:
         if os.WIFSTOPPED(status):
             self._stopped(os.WSTOPSIG(status))
             return None
-        ending = (
-            ExitStatus(signal=os.WTERMSIG(status))
-            if os.WIFSIGNALED(status)
-            else ExitStatus(os.WEXITSTATUS(status))
-        )
         self.process.returncode = os.waitstatus_to_exitcode(status)
-        return ending
+        return ExitStatus.of(self.process.returncode)
 
     def _stopped(self, number: int) -> None:
         """After Ctrl-Z, stop as well, as the shell expects, and continue together."""
@@ -229,17 +222,22 @@ class _Channel:
     target: int
     terminal: bool
     within_line: bool = False  # the last output did not end with a newline, as with a progress bar
-    thread: threading.Thread | None = None
+    thread: threading.Thread | None = None  # None: forwarded by `JobOutput.forward`
+    closed: bool = False
 
 
 @dataclass
 class JobOutput:
-    """The two streams of one attempt."""
+    """The two streams of one attempt, each forwarded by a thread.
+
+    Where no thread can be started, `forward` does it between two samples, and ``reason`` says why.
+    """
 
     stdout: int = 1  # where the output goes
     stderr: int = 2
     tail: LogTail = field(default_factory=LogTail)
     count: int = 0  # bytes passed on
+    reason: str | None = None  # why a stream has no thread
     _channels: list[_Channel] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -253,8 +251,55 @@ class JobOutput:
         """Start forwarding; the job has its own copies of the ends."""
         for channel in self._channels:
             os.close(channel.end)
-            channel.thread = threading.Thread(target=self._pump, args=(channel,), daemon=True)
-            channel.thread.start()
+            channel.thread = start_daemon_thread(partial(self._pump, channel), "legroom-forward")
+            if channel.thread is None:
+                self.reason = say("output is forwarded between two samples: {why}", why=why_no_thread())
+
+    @property
+    def threaded(self) -> bool:
+        """Whether threads forward everything."""
+        return all(channel.thread is not None for channel in self._channels)
+
+    def forward(self, seconds: float, pidfd: int | None) -> None:
+        """Forward streams without a thread for that long, or until the process of ``pidfd`` has ended.
+
+        A stream is read only when its target takes what comes, so that a reader that stops cannot stop the samples.
+        """
+        deadline = time.monotonic() + seconds
+        full: list[_Channel] = []
+        while (left := deadline - time.monotonic()) > 0:
+            open_ones = self._without_thread()
+            if not open_ones and pidfd is None:
+                time.sleep(left)
+                return
+            ready = [channel for channel in open_ones if channel not in full]
+            sources: list[int] = [channel.source for channel in ready] + ([] if pidfd is None else [pidfd])
+            readable, writable, _ = select.select(sources, [channel.target for channel in full], [], left)
+            full = [channel for channel in full if channel.target not in writable]
+            for channel in ready:
+                if channel.source in readable and not self._forward_once(channel):
+                    full.append(channel)
+            if pidfd in readable:
+                return
+
+    def _without_thread(self) -> list[_Channel]:
+        return [channel for channel in self._channels if channel.thread is None and not channel.closed]
+
+    def _forward_once(self, channel: _Channel) -> bool:
+        """Forward what is there; False if the target does not take it now."""
+        if not select.select([], [channel.target], [], 0)[1]:
+            return False
+        try:
+            data = _read(channel.source, select.PIPE_BUF)  # as much as a writable pipe takes without blocking
+            if data:
+                self._pass(channel, data)
+                return True
+        except OSError:
+            pass  # our reader closed its end
+        channel.closed = True
+        with contextlib.suppress(OSError):
+            os.close(channel.source)
+        return True
 
     def abandon(self) -> None:
         """Close everything: the job did not start."""
@@ -269,6 +314,8 @@ class JobOutput:
         for channel in self._channels:
             if channel.thread is not None:
                 channel.thread.join(max(0.0, deadline - time.monotonic()))
+        while self._without_thread() and time.monotonic() < deadline:
+            self.forward(_STEP, None)
 
     def begin_line(self, target: int = 2) -> None:
         """End the job's unfinished line, if it and ``target`` go to the same file.
@@ -301,23 +348,26 @@ class JobOutput:
     def _pump(self, channel: _Channel) -> None:
         try:
             while data := _read(channel.source):
-                with self._lock:
-                    self.tail.feed(data)
-                    self.count += len(data)
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(channel.target, view) :]
-                channel.within_line = not data.endswith(b"\n")
+                self._pass(channel, data)
         except OSError:
             pass  # our reader closed its end
         finally:
             with contextlib.suppress(OSError):
                 os.close(channel.source)
 
+    def _pass(self, channel: _Channel, data: bytes) -> None:
+        with self._lock:
+            self.tail.feed(data)
+            self.count += len(data)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(channel.target, view) :]
+        channel.within_line = not data.endswith(b"\n")
 
-def _read(source: int) -> bytes:
+
+def _read(source: int, most: int = _CHUNK) -> bytes:
     try:
-        return os.read(source, _CHUNK)
+        return os.read(source, most)
     except OSError:  # EIO: the other side of a pseudo-terminal was closed
         return b""
 
@@ -347,6 +397,4 @@ def _copy_size(from_terminal: int, to_terminal: int) -> None:
     import termios
 
     with contextlib.suppress(OSError):
-        fcntl.ioctl(
-            to_terminal, termios.TIOCSWINSZ, fcntl.ioctl(from_terminal, termios.TIOCGWINSZ, b"\0" * 8)
-        )
+        fcntl.ioctl(to_terminal, termios.TIOCSWINSZ, fcntl.ioctl(from_terminal, termios.TIOCGWINSZ, b"\0" * 8))

@@ -18,8 +18,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from legroom.messages import say
 from legroom.monitor.alarms import AlarmTracker
-from legroom.probe.cgroup import Version
+from legroom.monitor.worker_copies import WorkerCopies
+from legroom.probe.cgroup_paths import Version
 from legroom.probe.host import Host
 from legroom.probe.memory import SwapCounters, level_at, memory, parse_pressure, pressure, read_swap_counters
 from legroom.probe.process import process_at
@@ -27,6 +29,7 @@ from legroom.records import Alarm, CgroupLevel, MemoryEvents, Pool, ProcessRow, 
 from legroom.records.failure import Level, Reading
 from legroom.rescue.job_cgroup import JobCgroup
 from legroom.rescue.oom_victims import OomVictims
+from legroom.system.process_control import start_daemon_thread, why_no_thread
 
 # Seconds between samples of /dev/shm, by the run's age: a loader fills it in the first seconds or not at all.
 PAUSES = ((5.0, 0.02), (30.0, 0.05), (float("inf"), 0.1))
@@ -174,11 +177,7 @@ class JobSampler:
 
     def _stalled(self) -> float | None:
         """PSI of the job's own cgroup (v2), otherwise of the machine."""
-        own = (
-            f"{self.cgroup.path}/memory.pressure"
-            if self.cgroup.own and self.cgroup.version == "v2"
-            else _PRESSURE
-        )
+        own = f"{self.cgroup.path}/memory.pressure" if self.cgroup.own and self.cgroup.version == "v2" else _PRESSURE
         full = parse_pressure(self.host.text(own) or "").get("full")
         return None if full is None else full[0]
 
@@ -238,9 +237,7 @@ def worst_stall(history: list[Reading], seconds: float = 15.0) -> float | None:
     if not history:
         return None
     since = history[-1].when - seconds
-    return max(
-        (one.stalled for one in history if one.stalled is not None and one.when >= since), default=None
-    )
+    return max((one.stalled for one in history if one.stalled is not None and one.when >= since), default=None)
 
 
 def seconds_unread(history: list[Reading], pool: str) -> float | None:
@@ -309,12 +306,14 @@ class DiskLevels:
     _mapped: tuple[str, ...] = ()
     _maps_at: float = float("-inf")
     _stop: threading.Event = field(default_factory=threading.Event)
+    reason: str | None = None  # why no disk is read
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start reading."""
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._thread = start_daemon_thread(self._run, "legroom-disks")
+        if self._thread is None:
+            self.reason = say("disk usage: {why}", why=why_no_thread())
 
     def finish(self, within: float = 1.0) -> dict[str, Level]:
         """Each disk's peak, by directory, including its present level if it is read within that time."""
@@ -332,9 +331,7 @@ class DiskLevels:
         pids = self.pids()[:_MOST_CWDS]
         if time.monotonic() - self._maps_at >= _MAPS_EVERY:
             self._maps_at = time.monotonic()
-            self._mapped = tuple(
-                dict.fromkeys(folder for pid in pids for folder in mapped_folders(self.host, pid))
-            )
+            self._mapped = tuple(dict.fromkeys(folder for pid in pids for folder in mapped_folders(self.host, pid)))
         places = (self.host.link(f"/proc/{pid}/cwd") for pid in pids)
         for folder in dict.fromkeys((*self.folders, *(place for place in places if place), *self._mapped)):
             room = self.host.disk_space(folder)
@@ -369,6 +366,11 @@ class JobAlarms:
     _alarms: AlarmTracker = field(default_factory=AlarmTracker)
     _born: dict[int, float | None] = field(default_factory=dict)
     _swap: SwapCounters | None = None
+    _copies: WorkerCopies = field(init=False)
+    _copied: dict[int, tuple[int | None, float | None]] = field(default_factory=dict)  # by pid, as last read
+
+    def __post_init__(self) -> None:
+        self._copies = WorkerCopies(self.sampler.host)
 
     def update(self, reading: Reading) -> tuple[Alarm, ...]:
         """Alarms that begin or turn critical with this reading; ``since`` counts from the job's start."""
@@ -419,7 +421,15 @@ class JobAlarms:
             )
             rows.append(row)
         self._born = {row.pid: row.born for row in rows}
-        return tuple(rows)
+        read = self._copies.update(rows, reading.when)
+        self._copied |= {pid: (row.copied, row.copied_at) for pid, row in read.items()}
+        self._copied = {pid: known for pid, known in self._copied.items() if pid in self._born}
+        unread = (None, None)
+        return tuple(
+            replace(row, copied=known[0], copied_at=known[1])
+            for row in rows
+            for known in (self._copied.get(row.pid, unread),)
+        )
 
     def _swap_rates(self) -> tuple[float | None, float | None]:
         """Bytes per second swapped in and out on the machine since the last sample."""
@@ -429,8 +439,7 @@ class JobAlarms:
             return None, None
         pairs = ((before.swapped_in, now.swapped_in), (before.swapped_out, now.swapped_out))
         inward, outward = (
-            None if old is None or new is None else max(0, new - old) / (now.when - before.when)
-            for old, new in pairs
+            None if old is None or new is None else max(0, new - old) / (now.when - before.when) for old, new in pairs
         )
         return inward, outward
 

@@ -8,7 +8,6 @@ match gives its code, so specific ones come first.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 # Errors about shared memory that are not about free space: permissions, missing or existing files.
 _NOT_ROOM = (
@@ -17,9 +16,7 @@ _NOT_ROOM = (
 )
 
 # Files that exist only in /dev/shm: torch's, Python's SharedMemory and heaps, semaphores, NCCL's.
-_SHM_FILE = (
-    r"(?:/dev/shm|</?torch_\d|/torch_\d|/psm_|/wnsm_|pym-\d|/mp-|/sem\.|nccl-\w{6}|SemLock|sem_open|shm_open)"
-)
+_SHM_FILE = r"(?:/dev/shm|</?torch_\d|/torch_\d|/psm_|/wnsm_|pym-\d|/mp-|/sem\.|nccl-\w{6}|SemLock|sem_open|shm_open)"
 
 _NO_SPACE = (
     r"(?:[Nn]o space left on device|\bENOSPC\b|\[Errno 28\]|errno ?[=:] ?28\b|\(os error 28\)|\[WinError 112\]"
@@ -390,20 +387,3 @@ def code_of(line: str) -> str | None:
 def start_of(code: str, line: str) -> int:
     """Where in the line the match of that code begins."""
     return min((found.start() for one in _PATTERNS[code] if (found := one.search(line))), default=0)
-
-
-_RSS = re.compile(r"Kill(?:ed)? process (\d+)(?:.*?anon-rss:(\d+)kB)?")
-
-
-OOM_KILL = re.compile(r"Kill(?:ed)? process (\d+)|oom-kill:.*task_memcg=([^,]*),.*pid=(\d+)")
-
-
-def killed_in(lines: Iterable[str]) -> dict[int, int | None]:
-    """The processes killed according to these kernel log lines, each with its RSS if a line has it."""
-    found: dict[int, int | None] = {}
-    for line in lines:
-        if match := _RSS.search(line):
-            found[int(match[1])] = int(match[2]) * 1024 if match[2] else found.get(int(match[1]))
-        elif match := OOM_KILL.search(line):
-            found.setdefault(int(match[3]), None)
-    return found

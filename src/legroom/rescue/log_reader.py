@@ -1,7 +1,13 @@
-"""Read the end of a log in bounded memory: failure messages, exceptions, tracebacks, reported steps.
+"""Read the end of a log in bounded memory: failure messages, exceptions, tracebacks, steps; which of them count.
 
 The cause of a failure is usually at the end of the log, so the end is read first. If it contains no failure (ranks that
 print long after the first one failed), more is read, up to a limit; the bytes skipped are counted.
+
+A job that skips a batch after "CUDA out of memory" and fails with a ValueError an hour later did not run out of memory.
+So if an exception ended the program, only lines in the tracebacks that led to it count. An exception that only reports
+another process's exit or a timeout is a consequence: its cause is further up. There, messages that the program survived
+(it reported many steps afterwards) do not count. After most signals no message counts: only signals that a failed
+allocation can cause let messages decide.
 """
 
 from __future__ import annotations
@@ -9,14 +15,16 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
+from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from legroom.errors import UnreadableSource
-from legroom.records.failure import LogFacts, Role, Sign
-from legroom.rescue.log_patterns import NUMBERS, code_of, start_of
-from legroom.words import say
+from legroom.messages import say
+from legroom.records.failure import Evidence, LogFacts, Role, Sign
+from legroom.rescue.log_patterns import CONSEQUENCE, NUMBERS, SHORTAGES, code_of, start_of
 
 KEEP = 4 << 20  # bytes of a log's end: 64 ranks that each print a long traceback fit
 MOST = 16 << 20  # bytes read if the last KEEP contain no failure
@@ -28,10 +36,7 @@ _MOST_ERRORS = 200
 _LONGEST_TRACEBACK = 2000  # lines
 NEAR = 450  # lines from the end, and around an exception, that are searched
 _NUMBER = re.compile(r"\d+")
-_MOST_PROGRESS, _PROGRESS_WITHIN = (
-    200,
-    5000,
-)  # lines with a step that are kept, and lines in which they are sought
+_MOST_PROGRESS, _PROGRESS_WITHIN = (200, 5000)  # lines with a step that are kept, and lines in which they are sought
 
 _HEADER = re.compile(r"(?:Exception Group |Original )?Traceback \(most recent call last\)")
 _KIND = r"(?:Error|Exception|Interrupt|Exit|Expired|Warning|Died|OutOfMemory\w*|Group)"
@@ -88,9 +93,7 @@ def read_log(path: str, standard_input: BinaryIO | None = None) -> LogFacts:
     """Read the end of that file; ``-`` is standard input."""
     try:
         if path == "-":
-            with (
-                os.fdopen(os.dup(0), "rb") if standard_input is None else nullcontext(standard_input) as pipe
-            ):
+            with os.fdopen(os.dup(0), "rb") if standard_input is None else nullcontext(standard_input) as pipe:
                 return _to_its_end(pipe)
         with Path(path).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -145,8 +148,7 @@ def facts_of(data: bytes, skipped: int = 0) -> LogFacts:
     signs = _signs(lines, exceptions)
     by_number = {sign.number: sign for sign in signs}
     errors = tuple(
-        by_number.get(count - exception.at)
-        or _sign(exception.name, lines[exception.at], count - exception.at, 0)
+        by_number.get(count - exception.at) or _sign(exception.name, lines[exception.at], count - exception.at, 0)
         for exception in exceptions
     )
     chain = None
@@ -190,9 +192,7 @@ def _exceptions(lines: list[str]) -> list[_LoggedException]:
         if owner is not None:
             open_tracebacks.remove(owner)
         if name is not None and (owner is None or not owner.ignored):
-            exceptions.append(
-                _LoggedException(name, at, _frames_start(lines, at) if owner is None else owner.start)
-            )
+            exceptions.append(_LoggedException(name, at, _frames_start(lines, at) if owner is None else owner.start))
     return list(exceptions)
 
 
@@ -280,19 +280,13 @@ def _text(part: bytes) -> str:
 
 def _shape(prefix: str) -> re.Pattern[str]:
     """A pattern for the prefix of a traceback's lines; its numbers may change."""
-    prefix = re.sub(
-        rf"(?:{_BARE_NAME}|Process \S+|Exception)\s*:?\s*$", "", prefix
-    )  # an error that quotes a traceback
+    prefix = re.sub(rf"(?:{_BARE_NAME}|Process \S+|Exception)\s*:?\s*$", "", prefix)  # an error that quotes a traceback
     if len(prefix) > 200 or not prefix.strip(" +|"):
         return re.compile("")
-    return re.compile(
-        "[0-9a-fA-F]*".join(re.escape(part) for part in re.split(r"\d+", prefix.rstrip())) + " ?"
-    )
+    return re.compile("[0-9a-fA-F]*".join(re.escape(part) for part in re.split(r"\d+", prefix.rstrip())) + " ?")
 
 
-def _exception(
-    lines: list[str], at: int, open_tracebacks: list[_Traceback]
-) -> tuple[str | None, _Traceback | None]:
+def _exception(lines: list[str], at: int, open_tracebacks: list[_Traceback]) -> tuple[str | None, _Traceback | None]:
     """The exception on that line and the traceback that it ends; (None, None) if there is none."""
     line = lines[at]
     for one in reversed(open_tracebacks):
@@ -344,3 +338,125 @@ def _chain_start(lines: list[str], start: int, final: set[int]) -> int:
         elif not (linked or line.startswith("[rank")):
             break
     return start
+
+
+_RSS = re.compile(r"Kill(?:ed)? process (\d+)(?:.*?anon-rss:(\d+)kB)?")
+OOM_KILL = re.compile(r"Kill(?:ed)? process (\d+)|oom-kill:.*task_memcg=([^,]*),.*pid=(\d+)")
+
+
+def killed_in(lines: Iterable[str]) -> dict[int, int | None]:
+    """The processes killed according to these kernel log lines, each with its RSS if a line has it."""
+    found: dict[int, int | None] = {}
+    for line in lines:
+        if match := _RSS.search(line):
+            found[int(match[1])] = int(match[2]) * 1024 if match[2] else found.get(int(match[1]))
+        elif match := OOM_KILL.search(line):
+            found.setdefault(int(match[3]), None)
+    return found
+
+
+_SHOWN = 200  # characters shown of a log line
+WINDOW = 400  # lines from the end in which a message without an exception counts
+_WENT_ON = 10  # steps reported after a message: the program survived it
+_BEFORE_A_DEATH = 3  # the same, if a later line reports another kind of exit
+_DEATHS = frozenset({"killed", "child-killed", "crash", "bus", "worker-bus", "ended-by", "oom-kill", "oom-daemon"})
+# What a program writes about a shortage that it handles itself.
+_HANDLED = re.compile(
+    r"(?i)\b(?:retry(?:ing)?|skipp(?:ing|ed)|falling back|halving|caught|continuing|(?<!try )reducing (?:the )?batch)\b"
+)
+_CONTEXT = 40  # lines between an error and a frame or device name that belongs to it
+_RIGHT_ABOVE = 30  # lines between a handled shortage and an exception that it may have caused
+_SIGNALS_WITHOUT_MESSAGES = frozenset(
+    {2, 4, 8, 9, 11, 15}
+)  # INT, ILL, FPE, KILL, SEGV, TERM: no failed allocation ends with these
+_TIMEOUT = re.compile(r"[Tt]ime(?:d )?-?out|TimeoutE|Pin memory thread exited|KeyboardInterrupt")
+
+
+def quoted_line(sign: Sign) -> str:
+    """A log line as evidence: its beginning, or the part around the match."""
+    line = sign.line
+    if sign.at > _SHOWN // 2 and len(line) > _SHOWN:
+        line = "…" + line[sign.at - _SHOWN // 4 :]
+    return say("log, line {number} from the end: {line}", number=sign.number, line=line[:_SHOWN])
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """The log messages that count."""
+
+    counting: tuple[Sign, ...]
+    decisive: Sign | None  # the exception that ended the program, if it is not a consequence
+    ignores_messages: bool  # ended by a signal that no failed allocation causes
+    origin: Sign | None = None  # the exception before the consequence, if a consequence ended it
+    handled: Sign | None = None  # a shortage right above the decisive exception, a possible cause of it
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> Signs:
+        """The messages that count in that evidence."""
+        log, ending = evidence.log, evidence.ending
+        near = tuple(sign for sign in log.signs if sign.number <= WINDOW)
+        if ending is not None and ending.signal in _SIGNALS_WITHOUT_MESSAGES:
+            return cls(near, None, ignores_messages=True)
+        last = log.last_error
+        if last is None or _is_consequence(last) or (ending is not None and ending.signal is not None):
+            return cls._of_consequence(log)
+        if _died_later(log, last) or (not evidence.live and last.code not in SHORTAGES and _survived(log, last)):
+            return cls._of_consequence(log)  # it was printed and the program continued
+        reach = log.chain_from or last.number
+        counting = tuple(sign for sign in log.signs if sign.number <= reach)
+        return cls(counting, last, ignores_messages=False, handled=_right_above(log, reach))
+
+    @classmethod
+    def _of_consequence(cls, log: LogFacts) -> Signs:
+        own = [error for error in log.errors if not _is_consequence(error) and not _survived(log, error)]
+        reach = max([WINDOW, *(error.number + WINDOW for error in own)])
+        counting = tuple(sign for sign in log.signs if sign.number <= reach and not _survived(log, sign))
+        return cls(counting, None, ignores_messages=False, origin=own[-1] if own else None)
+
+    def first(self, *codes: str) -> Sign | None:
+        """The first line that counts with one of these codes: the earliest is nearest to the cause."""
+        return next((sign for sign in self.counting if sign.code in codes), None)
+
+    def text(self, *codes: str) -> Sign | None:
+        """The same; None if messages are ignored for this signal."""
+        return None if self.ignores_messages else self.first(*codes)
+
+
+def context(evidence: Evidence, sign: Sign, *codes: str) -> Sign | None:
+    """A line near that message with one of these codes, which shows where it comes from."""
+    near = (one for one in evidence.log.signs if one.code in codes)
+    return next((one for one in near if abs(one.number - sign.number) <= _CONTEXT), None)
+
+
+def _is_consequence(error: Sign) -> bool:
+    return bool(CONSEQUENCE.search(error.line) or _TIMEOUT.search(error.line))
+
+
+def _survived(log: LogFacts, sign: Sign) -> bool:
+    """Whether the program continued after that line."""
+    return _died_later(log, sign) or sum(number < sign.number for number in log.progress) >= _WENT_ON
+
+
+def _died_later(log: LogFacts, sign: Sign) -> bool:
+    """Whether the program continued and a later line reports another kind of exit.
+
+    A few steps between them suffice, or that the line itself says that the shortage was handled.
+    """
+    if sign.code in _DEATHS:
+        return False
+    handled = sign.code in SHORTAGES and _HANDLED.search(sign.line) is not None
+    deaths = _DEATHS | {"terminated"} if handled else _DEATHS
+    death = next((one.number for one in reversed(log.signs) if one.code in deaths), None)
+    if death is None or death >= sign.number:
+        return False
+    return handled or sum(death < number < sign.number for number in log.progress) >= _BEFORE_A_DEATH
+
+
+def _right_above(log: LogFacts, reach: int) -> Sign | None:
+    above = [
+        sign
+        for sign in log.signs
+        if reach < sign.number <= reach + _RIGHT_ABOVE and sign.code in SHORTAGES
+        if not any(reach <= number < sign.number for number in log.progress)
+    ]
+    return above[-1] if above else None

@@ -120,7 +120,7 @@ class OomVictims:
             seen.ours = True
             self._keep(seen)
             words = (self.host.text(f"/proc/{pid}/statm") or "").split()
-            if len(words) > 1:
+            if len(words) > 1 and words[1] != "0":  # a process that exits has none left: keep the last sample
                 seen.rss = int(words[1]) * _PAGE
             seen.name = (self.host.text(f"/proc/{pid}/comm") or seen.name).strip()
             command = command_text(arguments(self.host, pid)) or seen.command
@@ -212,7 +212,10 @@ class OomVictims:
             here.add(seen.pid)
 
     def _find_roles(self) -> None:
-        """A worker has torch's process name or is a fork of its parent; a process with workers trains."""
+        """A worker has torch's process name or is a fork of its parent; a process with workers trains.
+
+        So does the first Python process of a job, which is not a worker: it may fill memory before it has any.
+        """
         ours = {pid: seen for pid, seen in self._known.items() if seen.ours}
         trainers = set()
         for seen in ours.values():
@@ -225,9 +228,10 @@ class OomVictims:
                 above = ours.get(above.parent)
             if above is not None:
                 trainers.add(above.pid)
-        for pid in trainers:
-            if ours[pid].role is None:
-                ours[pid].role = "main"
+        for pid, seen in ours.items():
+            first = seen.pid == self.root or (seen.parent in ours and "python" not in ours[seen.parent].name)
+            if seen.role is None and (pid in trainers or (first and "python" in seen.name)):
+                seen.role = "main"
 
 
 def _rank(environment: str) -> int | None:

@@ -11,16 +11,17 @@ persistent_workers need a worker. The loader is replaced only after shm-full, wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from legroom.messages import say
+from legroom.records import LoaderSettings
 from legroom.records.failure import Cause, Verdict
 from legroom.rescue.command_line import CommandSettings
-from legroom.words import say
 
 # Which settings help against which cause, in the order they are lowered.
 _ORDER: dict[Cause, tuple[str, ...]] = {
-    "shm-full": ("prefetch_factor", "num_workers", "batch_size", "loader"),
+    "shm-full": ("prefetch_factor", "num_workers", "batch_size", "loader_kind"),
     "ram-oom-kill": ("prefetch_factor", "num_workers", "low_memory", "batch_size"),
     "ram-allocation": ("prefetch_factor", "num_workers", "low_memory", "batch_size"),
     "swap-thrash": ("prefetch_factor", "num_workers", "low_memory", "batch_size"),
@@ -37,10 +38,11 @@ _TRAINER_KILLED = ("low_memory", "batch_size", "prefetch_factor", "num_workers")
 class RetryStep:
     """The next attempt's settings, or why there is no next attempt."""
 
-    values: Mapping[str, int | bool | str]  # what changes
     why: str
+    changes: LoaderSettings = field(default_factory=LoaderSettings)
     stop: bool = False
     raise_descriptors: bool = False
+    undo: LoaderSettings | None = None  # the last change, to be taken back first
 
 
 def next_step(
@@ -56,7 +58,7 @@ def next_step(
     ``repeated``: it was already retried once unchanged. ``last_change``: the change made before the failed attempt.
     """
     if verdict.cause == "worker-killed" and not repeated:
-        return RetryStep({}, say("no sign that memory ran out: retrying with the same settings"))
+        return RetryStep(say("no sign that memory ran out: retrying with the same settings"))
     if verdict.cause == "not-memory" and last_change is not None:
         return _stop(say("the last change ({change}) may have caused this error", change=last_change))
     cause = verdict.cause
@@ -72,14 +74,36 @@ def next_step(
     return step
 
 
-def _first_that_works(
-    cause: Cause, settings: CommandSettings, descriptors_raised: bool, *, trainer: bool
-) -> RetryStep:
+def step_without(change: LoaderSettings, why: str, failure: Verdict, settings: CommandSettings) -> RetryStep:
+    """Take back a change after which the job failed with another error, and lower something else.
+
+    ``failure`` is what the change was made for; ``settings`` are those before it.
+    """
+    step = next_step(failure, settings_without(settings, change))
+    if step.stop or not step.changes.given():
+        return _stop(say("the last change ({change}) may have caused this error", change=why))
+    told = say("{why} (undone: {change}, which may have caused the error)", why=step.why, change=why)
+    return replace(step, why=told, undo=change)
+
+
+def settings_without(settings: CommandSettings, change: LoaderSettings) -> CommandSettings:
+    """The settings that can be changed, without those that the job refused."""
+    if change.num_workers == 0 and not settings.needs_worker:
+        return replace(settings, needs_worker=True)
+    names = change.given()
+    return replace(
+        settings,
+        changeable=settings.changeable - frozenset(names),
+        replaces_loader=settings.replaces_loader and "loader_kind" not in names,
+    )
+
+
+def _first_that_works(cause: Cause, settings: CommandSettings, descriptors_raised: bool, *, trainer: bool) -> RetryStep:
     for setting in _TRAINER_KILLED if trainer else _ORDER[cause]:
         if setting == "descriptors":
             if not descriptors_raised:
                 why = say("raising the open-file soft limit to the hard limit")
-                return RetryStep({}, why, raise_descriptors=True)
+                return RetryStep(why, raise_descriptors=True)
             continue
         step = _lower(setting, settings)
         if step is not None and trainer:
@@ -93,7 +117,7 @@ def _first_that_works(
 def _lower(setting: str, settings: CommandSettings) -> RetryStep | None:
     if setting == "batch_size":
         return _lower_batch(settings)
-    if setting == "loader":
+    if setting == "loader_kind":
         return _replace_loader(settings)
     if setting not in settings.changeable:
         return None
@@ -105,8 +129,7 @@ def _lower(setting: str, settings: CommandSettings) -> RetryStep | None:
         return _step(say("pin_memory → off: use no page-locked memory"), pin_memory=False)
     if setting == "low_memory" and not settings.low_memory:
         return _step(
-            say("low_memory → on: read data on demand instead of holding it in each process"),
-            low_memory=True,
+            say("low_memory → on: read data on demand instead of keeping a copy in each process"), low_memory=True
         )
     return None
 
@@ -115,10 +138,7 @@ def _lower_prefetch(settings: CommandSettings) -> RetryStep | None:
     old = settings.prefetch_factor
     if settings.num_workers == 0 or old == 1:
         return None
-    why = say(
-        "prefetch_factor {old} → 1: fewer batches wait in memory",
-        old=old if old is not None else say("unset"),
-    )
+    why = say("prefetch_factor {old} → 1: fewer batches wait in memory", old=old if old is not None else say("unset"))
     return _step(why, prefetch_factor=1)
 
 
@@ -135,8 +155,8 @@ def _lower_workers(settings: CommandSettings) -> RetryStep | None:
 def _replace_loader(settings: CommandSettings) -> RetryStep | None:
     if not settings.replaces_loader:
         return None
-    why = say("legroom.DataLoader instead of torch's: its batches do not use /dev/shm")
-    return _step(why, loader="legroom")
+    why = say("torch's DataLoader → legroom.DataLoader: its batches do not use /dev/shm")
+    return _step(why, loader_kind="legroom")
 
 
 def _lower_batch(settings: CommandSettings) -> RetryStep | None:
@@ -167,12 +187,12 @@ def _lower_batch(settings: CommandSettings) -> RetryStep | None:
     return _step(why, batch_size=new, accumulation=steps)
 
 
-def _step(why: str, **values: int | bool | str) -> RetryStep:
-    return RetryStep(values, why)
+def _step(why: str, **changes: Any) -> RetryStep:
+    return RetryStep(why, LoaderSettings(**changes))
 
 
 def _stop(why: str) -> RetryStep:
-    return RetryStep({}, why, stop=True)
+    return RetryStep(why, stop=True)
 
 
 def _why_nothing_helps(cause: Cause) -> str:
@@ -201,7 +221,7 @@ def _nothing_left(cause: Cause, settings: CommandSettings) -> str:
         )  # fmt: skip
     if not settings.changeable:
         return say(
-            "no setting was recognized on the command line. Name the flags: --flag batch=--ITS-FLAG --flag "
-            "workers=--ITS-FLAG"
+            "no setting was recognized on the command line. Name the script's flags: --flag "
+            "batch=--ITS-FLAG --flag workers=--ITS-FLAG"
         )
     return say("nothing is left to lower")

@@ -9,17 +9,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from legroom.charts.page import bullets, element, figure, page, table
-from legroom.charts.pool_chart import amount, pool_chart
+from legroom.charts.html_page import bullets, element, figure, page, table
+from legroom.charts.memory_pool_chart import amount, pool_chart
+from legroom.messages import counted, phrase, say
 from legroom.monitor.watch_log import alarm_object
 from legroom.records import AlarmSpan, PoolPoint
-from legroom.records.failure import Attempt, SupervisedRun
+from legroom.records.failure import Attempt, SupervisedRun, exit_line, headline
 from legroom.rescue.command_line import SHORT_NAMES
 from legroom.rescue.verdict import verdict_object
-from legroom.rescue.verdict_rule import exit_line, headline
 from legroom.system.atomic_file import replace_file
 from legroom.units import format_duration
-from legroom.words import counted, phrase, say
 
 
 def run_object(run: SupervisedRun) -> dict[str, Any]:
@@ -43,11 +42,7 @@ def _attempt_object(attempt: Attempt) -> dict[str, Any]:
     return {
         "number": attempt.number,
         "command": list(attempt.command),
-        "settings": {
-            SHORT_NAMES.get(name, name): value
-            for name, value in attempt.settings.items()
-            if value is not None
-        },
+        "settings": {SHORT_NAMES.get(name, name): value for name, value in attempt.settings.given().items()},
         "changed": list(attempt.changed),
         "resumed_from": attempt.resumed_from,
         "notes": list(attempt.notes),
@@ -104,9 +99,7 @@ def _title(run: SupervisedRun) -> str:
 def _started(run: SupervisedRun) -> str:
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.began))
     took = format_duration(sum(attempt.seconds for attempt in run.attempts))
-    return say(
-        "Started {began}, ran for {took}, in {isolation}.", began=began, took=took, isolation=run.isolation
-    )
+    return say("Started {began}, ran for {took}, in {isolation}.", began=began, took=took, isolation=run.isolation)
 
 
 def _attempt_section(attempt: Attempt) -> list[str]:

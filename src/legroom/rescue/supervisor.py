@@ -4,26 +4,25 @@ The supervisor creates the job's cgroup before the first attempt and removes it 
 process, output and evidence (job_attempt.py), closed before the next one starts. After `supervise` returns, only
 processes that a successful job left running remain.
 
-The settings of the last successful run are stored per command and working directory, one small file each, in
-$XDG_STATE_HOME/legroom/run (default ~/.local/state). They are not used on a machine with more /dev/shm or RAM than
-before: the command as written may fit there.
+The settings of the last successful run are remembered per command and working directory (settings_history.py). They are
+not used on a machine with more /dev/shm or RAM than before: the command as written may fit there.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import reduce
 
+from legroom.loader.tune.settings_history import forget, recall, remember
+from legroom.messages import counted, listed, phrase, say, step_label
 from legroom.probe.host import Host
-from legroom.records import Box
-from legroom.records.failure import Attempt, SupervisedRun, Verdict
-from legroom.records.settings import VARIABLE, from_environment, to_environment
+from legroom.records import LoaderSettings, Machine
+from legroom.records.failure import Attempt, SupervisedRun, Verdict, headline
+from legroom.records.loader_settings import VARIABLE, from_environment, to_environment
 from legroom.rescue.checkpoints import Stamp, newest_complete, stamps
 from legroom.rescue.command_line import (
     SETTINGS,
@@ -39,22 +38,21 @@ from legroom.rescue.command_line import (
 from legroom.rescue.job_attempt import RunningAttempt, RunOptions, remove_leftover_shm, shm_names
 from legroom.rescue.job_cgroup import JobCgroup, make_job_cgroup
 from legroom.rescue.job_process import find_command
-from legroom.rescue.retry_policy import RetryStep, next_step
+from legroom.rescue.retry_policy import RetryStep, next_step, settings_without, step_without
 from legroom.rescue.verdict_from_exit import process_name
-from legroom.rescue.verdict_rule import headline
-from legroom.system.atomic_file import PRIVATE, replace_file
 from legroom.units import format_duration, format_size
-from legroom.words import counted, listed, phrase, say
 
 _BELOW = " " * 8
 _IN_ENVIRONMENT = frozenset({"num_workers", "prefetch_factor", "low_memory", "pin_memory"})
+_RECALLED = frozenset({*SETTINGS, "loader_kind"})
+_PRINTED = {"loader_kind": "loader"}  # as the option --loader
 
 
 def supervise(
-    options: RunOptions, box: Box, print_line: Callable[[str], None], host: Host | None = None
+    options: RunOptions, machine: Machine, print_line: Callable[[str], None], host: Host | None = None
 ) -> SupervisedRun:
     """Run a command under supervision until it succeeds or no retry is left."""
-    return Supervisor(options, box, print_line, host or Host()).run()
+    return Supervisor(options, machine, print_line, host or Host()).run()
 
 
 @dataclass
@@ -62,13 +60,15 @@ class Supervisor:
     """One supervised run."""
 
     options: RunOptions
-    box: Box
+    machine: Machine
     print_line: Callable[[str], None]
     host: Host
-    lowered: dict[str, int | bool | str] = field(default_factory=dict)  # changes to the command as given
+    lowered: LoaderSettings = field(default_factory=LoaderSettings)  # changes to the command as given
     resumed: str | None = None
     raise_descriptors: bool = False
-    last_change: str | None = None  # the settings change before the latest attempt
+    last_change: RetryStep | None = None  # the settings change before the latest attempt
+    before_change: LoaderSettings = field(default_factory=LoaderSettings)  # ``lowered`` without it
+    refused: tuple[LoaderSettings, ...] = ()  # changes after which the job failed with another error
     existing: frozenset[Stamp] = frozenset()  # checkpoints older than this run
 
     def run(self) -> SupervisedRun:
@@ -89,25 +89,21 @@ class Supervisor:
 
     def _attempts(self, cgroup: JobCgroup) -> tuple[list[Attempt], str | None]:
         options = self.options
-        state = state_folder(options.environment)
         key = command_key(options.command, options.named, os.getcwd())
-        changed = self._recall(recall_settings(state, key, self.box))
+        changed = self._recall(recall_settings(key, self.machine, options.environment))
         attempts: list[Attempt] = []
         notes: list[str] = []
         while True:
             before = shm_names(self.host)
-            running = RunningAttempt(options, self.box, cgroup, self.host, self.print_line)
+            running = RunningAttempt(options, self.machine, cgroup, self.host, self.print_line)
             attempt = running.run(
-                len(attempts) + 1,
-                self._command(),
-                self._environment(),
-                raise_descriptors=self.raise_descriptors,
+                len(attempts) + 1, self._command(), self._environment(), raise_descriptors=self.raise_descriptors
             )
             attempt = replace(
                 attempt,
                 changed=tuple(changed),
-                settings={**attempt.settings, "loader": self.lowered.get("loader")},
-                verdict=_after_change(attempt.verdict, self.last_change),
+                settings=replace(attempt.settings, loader_kind=self.lowered.loader_kind),
+                verdict=_after_change(attempt.verdict, None if self.last_change is None else self.last_change.why),
                 resumed_from=self.resumed,
                 notes=(*notes, *attempt.notes),
             )
@@ -120,10 +116,10 @@ class Supervisor:
                 self._print_success(attempts)
                 if attempt.verdict is not None:
                     return attempts, None  # do not remember settings with which a process was OOM-killed
-                if self.lowered:
-                    remember_settings(state, key, self.lowered, self.box)
+                if self.lowered.given():
+                    remember("run", key, self.lowered, pool_sizes(self.machine), options.environment)
                 else:
-                    forget_settings(state, key)
+                    forget("run", key, options.environment)
                 return attempts, None
             step = self._step(attempts, asked=running.stop_signal is not None)
             if step.stop:
@@ -143,9 +139,9 @@ class Supervisor:
 
     def _environment(self) -> dict[str, str]:
         environment = dict(self.options.environment)
-        if self.lowered:
-            environment[VARIABLE] = to_environment({**from_environment(environment), **self.lowered})
-        if "loader" in self.lowered:
+        if self.lowered.given():
+            environment[VARIABLE] = to_environment(from_environment(environment).changed(self.lowered))
+        if self.lowered.loader_kind is not None:
             environment = with_loader(environment)
         return environment
 
@@ -154,42 +150,44 @@ class Supervisor:
         verdict = attempts[-1].verdict
         assert verdict is not None
         if asked:
-            return RetryStep({}, say("legroom run was asked to stop"), stop=True)
+            return RetryStep(say("legroom run received a signal to stop"), stop=True)
         if len(attempts) > self.options.retries:
             used = say("all {count} attempts are used", count=len(attempts))
-            return RetryStep(
-                {}, used if self.options.retries else say("no retries requested (--retries)"), stop=True
-            )
+            return RetryStep(used if self.options.retries else say("no retries requested (--retries)"), stop=True)
+        change, failure = self.last_change, attempts[-2].verdict if len(attempts) > 1 else None
+        if verdict.cause == "not-memory" and change is not None and failure is not None and change.undo is None:
+            before = replace(self, lowered=self.before_change)
+            return step_without(change.changes, change.why, failure, before._changeable_settings())
         killed = sum(1 for one in attempts if one.verdict and one.verdict.cause == "worker-killed")
         return next_step(
             verdict,
             now,
             descriptors_raised=self.raise_descriptors,
             repeated=killed > 1,
-            last_change=self.last_change,
+            last_change=None if change is None else change.why,
         )
 
     def _changeable_settings(self) -> CommandSettings:
-        """Settings that can be changed: on the command line, or in the environment if none is recognized there."""
+        """Settings that can be changed and that the job has not refused."""
+        return reduce(settings_without, self.refused, self._known_settings())
+
+    def _known_settings(self) -> CommandSettings:
+        """Settings on the command line, or in the environment if none is recognized there."""
         found = command_settings(self._command(), self.options.named)
         if found.num_workers != 0 and self.options.replaces_loader:
             found = replace(found, replaces_loader=loader_replaceable(self._environment()))
         if found.changeable:
             return found
         asked = from_environment(self._environment())
-        return replace(
-            found,
-            num_workers=asked.get("num_workers"),
-            prefetch_factor=asked.get("prefetch_factor"),
-            low_memory=asked.get("low_memory"),
-            pin_memory=asked.get("pin_memory"),
-            changeable=_IN_ENVIRONMENT,
-        )
+        return replace(found, **{name: getattr(asked, name) for name in _IN_ENVIRONMENT}, changeable=_IN_ENVIRONMENT)
 
     def _take(self, step: RetryStep, before: frozenset[str]) -> list[str]:
         """Apply the step to the next attempt; return notes to print."""
-        self.lowered.update(step.values)
-        self.last_change = step.why if step.values else None
+        if step.undo is not None:
+            self.lowered, self.refused = self.before_change, (*self.refused, step.undo)
+        self.before_change = self.lowered
+        self.lowered = self.lowered.changed(step.changes)
+        self.last_change = step if step.changes.given() else None
         self.raise_descriptors = self.raise_descriptors or step.raise_descriptors
         notes = self._find_checkpoint()
         if freed := remove_leftover_shm(self.host, before):
@@ -200,28 +198,32 @@ class Supervisor:
         if self.options.checkpoint is None:
             return []
         found = newest_complete(self.options.checkpoint, self.existing)
-        self.resumed = found.path
+        self.resumed = found.path if self.options.resume_flag is not None else None
         notes = [say("skipped checkpoint {why}", why=why) for why in found.skipped]
         if found.path is not None:
+            if self.resumed is None:
+                notes.append(
+                    say(
+                        "newest complete checkpoint: {path}; without --resume-flag the script must find it",
+                        path=found.path,
+                    )
+                )
             return notes
         if found.older is not None:
             notes.append(
-                say(
-                    "{path} is older than this run and is not used; --resume-existing allows it",
-                    path=found.older,
-                )
+                say("{path} is older than this run and is not used; --resume-existing allows it", path=found.older)
             )
         else:
             notes.append(say("no complete checkpoint matches {pattern}", pattern=self.options.checkpoint))
         return notes
 
-    def _recall(self, values: Mapping[str, int | bool | str]) -> list[str]:
-        if self.options.fresh or not self.options.retries or not values:
+    def _recall(self, remembered: LoaderSettings) -> list[str]:
+        if self.options.fresh or not self.options.retries or not remembered.given():
             return []
         if not (self.options.replaces_loader and loader_replaceable(self._environment())):
-            values = {name: value for name, value in values.items() if name != "loader"}
-        self.lowered.update(values)
-        shown = listed(f"{name} {value}" for name, value in values.items())
+            remembered = replace(remembered, loader_kind=None)
+        self.lowered = self.lowered.changed(remembered)
+        shown = listed(f"{_PRINTED.get(name, name)} {value}" for name, value in remembered.given().items())
         line = say("starting with the settings that worked last: {shown} (--fresh ignores them)", shown=shown)
         self.print_line(line)
         return [line]
@@ -238,16 +240,14 @@ class Supervisor:
                 self.print_line(say("{name} again", name=headline(verdict)))
             else:
                 who = process_name(victim)
-                self.print_line(
-                    say("{name} again: {who} used {held}", name=headline(verdict), who=who, held=held)
-                )
+                self.print_line(say("{name} again: {who} used {held}", name=headline(verdict), who=who, held=held))
             return
         self.print_line(say("{name}: {why}", name=headline(verdict), why=verdict.summary))
         for line in verdict.evidence:
-            self.print_line(say("  by: {line}", line=line))
+            self.print_line(say("  why: ") + line)
         for step in verdict.fix:
             # A command is alone on its line, without the `legroom:` prefix, so that it can be pasted.
-            self.print_line(say("  do: {line}", line=step.replace("\n", "\n" + _BELOW)))
+            self.print_line(step_label(step) + step.replace("\n", "\n" + _BELOW))
 
     def _print_success(self, attempts: Sequence[Attempt]) -> None:
         """After retries: which settings succeeded, and how long the failed attempts took."""
@@ -300,15 +300,13 @@ def _after_change(verdict: Verdict | None, change: str | None) -> Verdict | None
     return replace(verdict, summary=why)
 
 
-def _settings(lowered: Mapping[str, int | bool | str], first: Attempt) -> str:
+def _settings(lowered: LoaderSettings, first: Attempt) -> str:
     """The changed settings, each with its old value: ``num_workers 1 (was 4)``."""
     shown = []
-    for name, value in lowered.items():
-        before = first.settings.get(name)
-        text = f"{name} {_shown(value)}"
-        shown.append(
-            text if before is None else say("{setting} (was {before})", setting=text, before=_shown(before))
-        )
+    for name, value in lowered.given().items():
+        before = getattr(first.settings, name)
+        text = f"{_PRINTED.get(name, name)} {_shown(value)}"
+        shown.append(text if before is None else say("{setting} (was {before})", setting=text, before=_shown(before)))
     return listed(shown) or say("the settings as given")
 
 
@@ -322,12 +320,6 @@ def _isolation(cgroup: JobCgroup) -> str:
     return say("a process group without its own cgroup: {why}", why=cgroup.reason)
 
 
-def state_folder(environment: Mapping[str, str]) -> Path:
-    """The directory of remembered settings."""
-    base = environment.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
-    return Path(base) / "legroom" / "run"
-
-
 def command_key(command: Sequence[str], named: Sequence[NamedFlag], folder: str) -> str:
     """A hash of the command and directory that ignores the values of its settings."""
     words: list[str | None] = list(command)
@@ -337,41 +329,20 @@ def command_key(command: Sequence[str], named: Sequence[NamedFlag], folder: str)
             words[flag.at] = f"<{name}>"
             if not joined and flag.at + 1 < len(words) and words[flag.at + 1] == flag.value:
                 words[flag.at + 1] = None
-    text = json.dumps([folder, *words])
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    return json.dumps([folder, *words])
 
 
-def remember_settings(folder: Path, key: str, values: Mapping[str, int | bool | str], box: Box) -> None:
-    """Remember settings that worked. An unwritable state directory is not an error."""
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        text = json.dumps({"values": dict(values), "sizes": _sizes(box)})
-        replace_file(folder / f"{key}.json", text, mode=PRIVATE)
+def recall_settings(key: str, machine: Machine, environment: Mapping[str, str]) -> LoaderSettings:
+    """The settings that worked last; none if there are none or /dev/shm or RAM has grown since."""
+    found = recall("run", key, environment)
+    if found is None:
+        return LoaderSettings()
+    now, then = pool_sizes(machine), found.sizes
+    if any(now[name] is None or then.get(name) is None or now[name] > then[name] for name in now):  # type: ignore[operator]
+        return LoaderSettings()
+    return LoaderSettings(**{name: value for name, value in found.settings.given().items() if name in _RECALLED})
 
 
-def forget_settings(folder: Path, key: str) -> None:
-    """Forget the settings of a command that works as given."""
-    with contextlib.suppress(OSError):
-        (folder / f"{key}.json").unlink()
-
-
-def recall_settings(folder: Path, key: str, box: Box) -> dict[str, int | bool | str]:
-    """The settings that worked last; empty if there are none or /dev/shm or RAM has grown since."""
-    try:
-        record = json.loads((folder / f"{key}.json").read_text())
-        values, sizes = dict(record["values"]), dict(record["sizes"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return {}
-    now = _sizes(box)
-    if any(now[name] is None or sizes.get(name) is None or now[name] > sizes[name] for name in now):
-        return {}
-    return {
-        name: value
-        for name, value in values.items()
-        if (name in SETTINGS and isinstance(value, int)) or (name, value) == ("loader", "legroom")
-    }
-
-
-def _sizes(box: Box) -> dict[str, int | None]:
-    pools = {name: box.pool(name) for name in ("shm", "ram")}
+def pool_sizes(machine: Machine) -> dict[str, int | None]:
+    pools = {name: machine.pool(name) for name in ("shm", "ram")}
     return {name: None if pool is None else pool.size for name, pool in pools.items()}

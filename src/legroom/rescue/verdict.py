@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from legroom.advice import remedies
-from legroom.probe.limits import NAMES, TAIL, longest_socket
-from legroom.records import Box, Place
-from legroom.records.failure import Cause, Evidence, Level, Likely, Role, Verdict
+from legroom.messages import phrase, say
+from legroom.probe.process_limits import NAMES, TAIL, longest_socket
+from legroom.records import Machine, RuntimeEnvironment
+from legroom.records.failure import Cause, Evidence, Level, Likely, Role, RuleResult, Verdict
 from legroom.rescue import verdict_from_exit, verdict_from_log
-from legroom.rescue.verdict_rule import RuleResult, Signs
+from legroom.rescue.log_reader import Signs
 from legroom.units import format_size
-from legroom.words import phrase, say
 
 LOG_ALONE = 0.85
 _LEAST_SHM = 512 << 20
@@ -62,13 +62,9 @@ _SUMMARIES: dict[Cause, str] = {
     ),
     "ram-oom-kill": phrase("RAM ran out and the OOM killer killed a process."),
     "ram-allocation": phrase("a RAM allocation failed and the program exited by itself."),
-    "swap-thrash": phrase(
-        "the working set was larger than the memory limit: the job spent its time waiting for swap."
-    ),
+    "swap-thrash": phrase("the working set was larger than the memory limit: the job spent its time waiting for swap."),
     "gpu-oom": phrase("GPU memory ran out."),
-    "pinned-exhausted": phrase(
-        "page-locked (pinned) host memory ran out. It is taken from RAM, not from GPU memory."
-    ),
+    "pinned-exhausted": phrase("page-locked (pinned) host memory ran out. It is taken from RAM, not from GPU memory."),
     "fds-exhausted": phrase("file descriptors ran out: each tensor that a worker sends needs one."),
     "disk-full": phrase("a disk was full when the program wrote to it."),
     "tmpdir-too-long": phrase(
@@ -97,9 +93,7 @@ _CONFIRM: dict[Cause, str] = {
     "ram-oom-kill": phrase(
         'usually RAM: `dmesg -T` shows "Killed process", or the scheduler\'s accounting reports memory'
     ),
-    "ram-allocation": phrase(
-        "compare the requested size with `free -h`, `ulimit -v` and vm.overcommit_memory"
-    ),
+    "ram-allocation": phrase("compare the requested size with `free -h`, `ulimit -v` and vm.overcommit_memory"),
     "swap-thrash": phrase("check `vmstat 1` while it runs: column si stays above 0"),
     "gpu-oom": phrase("check `nvidia-smi` while it runs: memory is full just before the error"),
     "pinned-exhausted": phrase("with pin_memory=False the error changes or disappears"),
@@ -125,7 +119,9 @@ def classify(evidence: Evidence) -> Verdict:
     lines, victim = result.lines, None
     if result.cause != "ram-oom-kill":
         lines = (*lines, *verdict_from_exit.oom_lines(evidence))  # always report an OOM kill
-    elif evidence.oom is not None and evidence.oom.victims:
+    if result.cause == "unknown":
+        lines = (*lines, *evidence.unknown)
+    elif evidence.oom is not None and evidence.oom.victims and result.cause == "ram-oom-kill":
         victim = evidence.oom.victims[0]
     return Verdict(
         cause=result.cause,
@@ -144,17 +140,17 @@ def _refused(evidence: Evidence) -> Role | None:
     return evidence.log.raised_in if last is not None and last.code in ("ram", "ram-likely") else None
 
 
-def with_fixes(verdict: Verdict, evidence: Evidence, box: Box) -> Verdict:
+def with_fixes(verdict: Verdict, evidence: Evidence, machine: Machine) -> Verdict:
     """The verdict with the fixes for that machine."""
-    ram = box.pool("ram")
+    ram = machine.pool("ram")
     lines = fixes(
         verdict.cause,
-        box.place,
+        machine.runtime,
         ram=None if ram is None else ram.size,
-        machine=box.memory.total,
+        total_ram=machine.memory.total,
         shm=evidence.peaks.get("shm"),
-        nofile=box.limits.nofile_soft,
-        here=box.shm.size if box.shm.mounted else None,
+        nofile=machine.limits.nofile_soft,
+        here=machine.shm.size if machine.shm.mounted else None,
         keyboard=evidence.keyboard,
     )
     return replace(verdict, fix=lines)
@@ -162,18 +158,18 @@ def with_fixes(verdict: Verdict, evidence: Evidence, box: Box) -> Verdict:
 
 def fixes(
     cause: Cause,
-    place: Place,
+    runtime: RuntimeEnvironment,
     *,
     ram: int | None,
     shm: Level | None,
     nofile: int | None,
     here: int | None = None,
-    machine: int | None = None,
+    total_ram: int | None = None,
     keyboard: bool = False,
 ) -> tuple[str, ...]:
     """The fixes for that cause in that environment.
 
-    ``ram`` is the RAM limit, ``machine`` the machine's RAM, ``here`` the size of /dev/shm now;
+    ``ram`` is the RAM limit, ``total_ram`` the machine's RAM, ``here`` the size of /dev/shm now;
     ``keyboard``: Ctrl-C at this terminal.
     """
     if cause == "shm-full":
@@ -182,7 +178,7 @@ def fixes(
             bigger = max(_LEAST_SHM, 2 * _power_of_two(shm.size))
             wanted = max(wanted, bigger if ram is None else min(bigger, ram // 2))
         # A log may come from elsewhere, and a large /dev/shm may be full: never advise a smaller one.
-        larger = (_large_already(here),) if here and here >= wanted else remedies.enlarge_shm(place, wanted)
+        larger = (_large_already(here),) if here and here >= wanted else remedies.enlarge_shm(runtime, wanted)
         return (
             say("num_workers=0 uses no shared memory; fewer workers, prefetch_factor=1 and smaller batches use less"),
             say("legroom.DataLoader does not use /dev/shm. For an unmodified script:\nlegroom run --loader "
@@ -190,24 +186,24 @@ def fixes(
             *larger,
         )  # fmt: skip
     if cause in ("ram-oom-kill", "ram-allocation"):
-        return _more_ram(place, ram, machine)
+        return _more_ram(runtime, ram, total_ram)
     if cause == "swap-thrash":
-        return remedies.settle_swap(place, moving=True)
+        return remedies.settle_swap(runtime, moving=True)
     if cause == "gpu-oom":
-        return remedies.use_less_gpu(place)
+        return remedies.use_less_gpu(runtime)
     if cause == "pinned-exhausted":
         less = say("pin_memory=False, or fewer batches in flight: prefetch_factor=1, fewer workers")
-        return (less, *_more_ram(place, ram, machine))
+        return (less, *_more_ram(runtime, ram, total_ram))
     if cause == "fds-exhausted":
-        return remedies.raise_nofile(place, nofile or 1024, None)
+        return remedies.raise_nofile(runtime, nofile or 1024, None)
     if cause == "processes-exhausted":
-        return _more_processes(place)
+        return _more_processes(runtime)
     if cause == "map-count":
-        return _more_maps(place)
+        return _more_maps(runtime)
     if cause == "disk-full":
         return remedies.free_disk(".")
     if cause == "tmpdir-too-long":
-        return remedies.shorten_temporary(NAMES[0], longest_socket(place.platform) - TAIL)
+        return remedies.shorten_temporary(NAMES[0], longest_socket(runtime.platform) - TAIL)
     if cause == "worker-killed":
         who = say("find out what killed it: a time limit, another user, an OOM daemon (journalctl, dmesg)")
         return (who, say("check:\nlegroom doctor"))
@@ -215,38 +211,29 @@ def fixes(
         return ()
     if cause == "killed":
         return (
-            say(
-                "find out what sent the signal: a scheduler's time limit, another user, a daemon such as "
-                "earlyoom"
-            ),
+            say("find out what sent the signal: a scheduler's time limit, another user, a daemon such as earlyoom"),
         )
     if cause == "unknown":
-        return (
-            say("run it under Legroom next time, to record the kernel's counters:\nlegroom run -- COMMAND …"),
-        )
-    return (
-        say("read the lines above and the end of the program's output: the error is not about a memory pool"),
-    )
+        return (say("run it under Legroom next time, to record the kernel's counters:\nlegroom run -- COMMAND …"),)
+    return (say("read the lines above and the end of the program's output: the error is not about a memory pool"),)
 
 
-def _more_ram(place: Place, ram: int | None, machine: int | None) -> tuple[str, ...]:
+def _more_ram(runtime: RuntimeEnvironment, ram: int | None, total_ram: int | None) -> tuple[str, ...]:
     """Only a limit below the machine's RAM can be raised. The process is gone, so no `ps`."""
-    limited = ram is not None and (machine is None or ram < machine)
-    return remedies.raise_ram_limit(place, ram if limited else None, machine, running=False)
+    limited = ram is not None and (total_ram is None or ram < total_ram)
+    return remedies.raise_ram_limit(runtime, ram if limited else None, total_ram, running=False)
 
 
-def _more_processes(place: Place) -> tuple[str, ...]:
+def _more_processes(runtime: RuntimeEnvironment) -> tuple[str, ...]:
     lines = [say("use fewer threads per process and fewer workers:\nexport OMP_NUM_THREADS=1")]
-    if place.kind in ("docker", "podman"):
-        lines.append(say("start the container again with:\n{tool} run --pids-limit -1 …", tool=place.kind))
+    if runtime.kind in ("docker", "podman"):
+        lines.append(say("restart the container with:\n{tool} run --pids-limit -1 …", tool=runtime.kind))
     lines.append(say("in the shell that starts the job:\nulimit -u $(ulimit -Hu)"))
     return (*lines, say("check:\nulimit -u\nps -eLf | wc -l"))
 
 
-def _more_maps(place: Place) -> tuple[str, ...]:
-    fewer = say(
-        "use fewer tensors per sample and batch, and fewer batches in flight: each shared tensor is a mapping"
-    )
+def _more_maps(runtime: RuntimeEnvironment) -> tuple[str, ...]:
+    fewer = say("use fewer tensors per sample and batch, and fewer batches in flight: each shared tensor is a mapping")
     more = say("as root on the host (also applies to its containers):\nsysctl -w vm.max_map_count=1048576")
     return (fewer, more, say("check:\nsysctl vm.max_map_count"))
 

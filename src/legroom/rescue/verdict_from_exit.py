@@ -8,27 +8,18 @@ from __future__ import annotations
 
 import re
 
-from legroom.records.failure import Cause, Evidence, OomCount, Sign, Victim
-from legroom.rescue.log_patterns import CONSEQUENCE, killed_in
-from legroom.rescue.verdict_rule import (
-    RuleResult,
-    Signs,
-    context,
-    ctrl_c_summary,
-    exit_line,
-    level_line,
-    quoted_line,
-    shortened_command,
-    unknown,
-)
-from legroom.system.child_processes import signal_name
+from legroom.messages import listed, say
+from legroom.records.failure import Cause, Evidence, OomCount, RuleResult, Sign, Victim, exit_line, level_line, unknown
+from legroom.rescue.log_patterns import CONSEQUENCE
+from legroom.rescue.log_reader import Signs, context, killed_in, quoted_line
+from legroom.system.process_control import signal_name
 from legroom.units import format_duration, format_size
-from legroom.words import listed, say
 
-_SIGKILL, _SIGTERM = 9, 15
+_SIGABRT, _SIGKILL, _SIGTERM = 6, 9, 15
 _AT_THE_END = 5.0  # seconds: an OOM kill and a SIGKILL this close are the same event
 _THRASH = 1 << 20  # bytes per second swapped in, if PSI also shows stalls
 _THRASH_ALONE = 8 << 20  # if PSI is not available
+_SOME_SWAP = 64 << 10  # below, swap is idle
 _STALLED = 10.0  # percent of the time with all tasks stalled on memory
 _FULL = 0.97
 _MOST_VICTIMS, _MOST_BESIDE = 3, 3  # named in the evidence
@@ -66,16 +57,11 @@ def stalled_on_shm(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """The job hung on a full /dev/shm until the supervisor stopped it."""
     if evidence.stalled_on != "shm":
         return None
-    lines = [
-        say(
-            "the job used no CPU and printed nothing after an allocation in /dev/shm failed: the "
-            "DataLoader hung"
-        )
-    ]
+    lines = [say("the job used no CPU and printed nothing after an allocation in /dev/shm failed: the DataLoader hung")]
     if sign := signs.first("shm"):
         lines.append(quoted_line(sign))
     if evidence.held_shm is not None:
-        lines.append(say("the job held {size} of /dev/shm", size=format_size(evidence.held_shm)))
+        lines.append(say("the job used {size} of /dev/shm", size=format_size(evidence.held_shm)))
     peak = evidence.peaks.get("shm")
     if peak is not None:
         lines.append(level_line(say("/dev/shm peak"), peak))
@@ -146,9 +132,7 @@ def _job_kill_lines(evidence: Evidence) -> list[str]:
     lines: list[str] = []
     if count is not None and count.of_job:
         if count.own or kernel:
-            rose = say(
-                "oom_kill rose by {kills} during the run ({source})", kills=count.kills, source=count.source
-            )
+            rose = say("oom_kill rose by {kills} during the run ({source})", kills=count.kills, source=count.source)
         else:
             rose = say(
                 "oom_kill of the whole container rose by {kills} while the job lost a process ({source})",
@@ -177,11 +161,7 @@ def _job_kill_lines(evidence: Evidence) -> list[str]:
 
 def process_name(victim: Victim) -> str:
     """``rank 1, pid 7770 (python train.py)``."""
-    words = {
-        "pid": victim.pid,
-        "command": shortened_command(victim.command),
-        "rank": victim.rank,
-    }
+    words = {"pid": victim.pid, "command": shortened_command(victim.command), "rank": victim.rank}
     if victim.rank is not None:
         return say("rank {rank}, pid {pid} ({command})", **words)
     return say("pid {pid} ({command})", **words)
@@ -228,11 +208,7 @@ def oom_daemon(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """systemd-oomd, earlyoom or a kubelet killed it: to the kernel that is a plain signal."""
     if not evidence.killers:
         return None
-    if not (
-        _killed(evidence)
-        or (evidence.ending and evidence.ending.signal == _SIGTERM)
-        or _is_consequence(evidence)
-    ):
+    if not (_killed(evidence) or (evidence.ending and evidence.ending.signal == _SIGTERM) or _is_consequence(evidence)):
         return None
     return RuleResult("ram-oom-kill", 0.93, (*evidence.killers[:3], exit_line(evidence.ending)))
 
@@ -280,9 +256,7 @@ def swapping(evidence: Evidence, signs: Signs) -> RuleResult | None:
         rate = format_size(int(evidence.swapped_back))
         lines.append(say("{rate}/s were swapped in during the last seconds", rate=rate))
     if evidence.stalled is not None:
-        lines.append(
-            say("all tasks were stalled on memory {share:.0f} % of the time (PSI)", share=evidence.stalled)
-        )
+        lines.append(say("all tasks were stalled on memory {share:.0f} % of the time (PSI)", share=evidence.stalled))
     if timeout:
         lines.append(quoted_line(timeout))
     moved = evidence.swapped_back or 0
@@ -293,13 +267,15 @@ def swapping(evidence: Evidence, signs: Signs) -> RuleResult | None:
         return RuleResult("swap-thrash", 0.8, (*lines, exit_line(evidence.ending)))
     if not evidence.live and timeout and hint:
         return RuleResult("swap-thrash", 0.6, (quoted_line(hint), *lines))
+    if moved >= _SOME_SWAP and (timeout or (evidence.ending and evidence.ending.by_signal(_SIGABRT))):
+        # A watchdog lost patience while the job swapped. On a slow or busy disk that is all that thrashing moves.
+        return unknown((*lines, exit_line(evidence.ending)), "swap-thrash", "not-memory")
     return None
 
 
 def _killed(evidence: Evidence) -> bool:
     """Whether SIGKILL ended it, as seen by its parent or by a shell in between."""
-    ending = evidence.ending
-    return ending is not None and (ending.signal == _SIGKILL or ending.status == 128 + _SIGKILL)
+    return evidence.ending is not None and evidence.ending.by_signal(_SIGKILL)
 
 
 def _ended_in_timeout(evidence: Evidence) -> bool:
@@ -358,15 +334,11 @@ def child_killed(evidence: Evidence, signs: Signs) -> RuleResult | None:
     if sign is None or (signs.decisive and not _leads_to(sign, signs.decisive)):
         return None
     lines = (quoted_line(sign), _counter_line(evidence), exit_line(evidence.ending))
-    named = "SIGKILL" in sign.line and _counted_none(
-        evidence
-    )  # SIGKILL is named, and no OOM kill was counted
+    named = "SIGKILL" in sign.line and _counted_none(evidence)  # SIGKILL is named, and no OOM kill was counted
     if sign.code in ("worker-gone", "oom-guess") and not named:
         if signs.origin is not None:
             return None  # that process reported its own error
-        return unknown(
-            lines, "ram-oom-kill", "worker-killed" if "oader" in sign.line else "killed", "not-memory"
-        )
+        return unknown(lines, "ram-oom-kill", "worker-killed" if "oader" in sign.line else "killed", "not-memory")
     if _counted_none(evidence):
         return RuleResult("killed", 0.9, lines)
     if sign.code == "terminated":
@@ -394,9 +366,7 @@ def interrupted(evidence: Evidence, signs: Signs) -> RuleResult | None:
     last = evidence.log.last_error
     if last is None or "KeyboardInterrupt" not in last.line:
         return None
-    return RuleResult(
-        "killed", 0.9, (quoted_line(last), exit_line(evidence.ending)), summary=ctrl_c_summary(evidence)
-    )
+    return RuleResult("killed", 0.9, (quoted_line(last), exit_line(evidence.ending)), summary=ctrl_c_summary(evidence))
 
 
 def crashed(evidence: Evidence, signs: Signs) -> RuleResult | None:
@@ -443,9 +413,7 @@ def unexplained(evidence: Evidence, signs: Signs) -> RuleResult:
     if evidence.log.lines:
         lines.append(say("no cause found in the log (lines read: {count})", count=evidence.log.lines))
     if evidence.live and _counted_none(evidence):
-        summary = say(
-            "it exited by itself; no OOM counter rose and no message names a memory pool that ran out."
-        )
+        summary = say("it exited by itself; no OOM counter rose and no message names a memory pool that ran out.")
         return RuleResult("not-memory", 0.75, tuple(lines), summary)
     if evidence.log.last_error is not None:
         lines.insert(0, quoted_line(evidence.log.last_error))
@@ -494,3 +462,16 @@ def _counter_line(evidence: Evidence) -> str:
             kills=count.others, source=count.source,
         )  # fmt: skip
     return say("oom_kill rose by {kills} ({source})", kills=count.kills, source=count.source)
+
+
+_COMMAND = 60  # and of a command line
+
+
+def shortened_command(command: str) -> str:
+    """The beginning of a command line."""
+    return command if len(command) <= _COMMAND else command[: _COMMAND - 1].rstrip() + "…"
+
+
+def ctrl_c_summary(evidence: Evidence) -> str:
+    """The summary for Ctrl-C; empty if it was not Ctrl-C."""
+    return say("stopped with Ctrl-C in this terminal.") if evidence.keyboard else ""

@@ -7,19 +7,10 @@ from __future__ import annotations
 
 import re
 
-from legroom.records.failure import Cause, Evidence, Level, Sign
+from legroom.messages import say
+from legroom.records.failure import Cause, Evidence, Level, RuleResult, Sign, exit_line, level_line, unknown
 from legroom.rescue.log_patterns import SHORTAGES
-from legroom.rescue.verdict_rule import (
-    WINDOW,
-    RuleResult,
-    Signs,
-    context,
-    exit_line,
-    level_line,
-    quoted_line,
-    unknown,
-)
-from legroom.words import say
+from legroom.rescue.log_reader import WINDOW, Signs, context, quoted_line
 
 _SIGBUS = 7
 FULL = 0.9  # a pool this full has no space for the next batch
@@ -33,11 +24,7 @@ _BYTES = re.compile(r"allocat\w* (\d+) bytes")
 _LARGE = 1 << 20  # bytes: a failed request above this is a large one
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMGT]i?B)")
 _FREE = re.compile(r"of which ([\d.]+) ([KMGT]i?B) is free|([\d.]+) ([KMGT]i?B) free")
-_UNITS = {
-    unit: 1 << (10 * power)
-    for power, letter in enumerate("KMGT", 1)
-    for unit in (f"{letter}iB", f"{letter}B")
-}
+_UNITS = {unit: 1 << (10 * power) for power, letter in enumerate("KMGT", 1) for unit in (f"{letter}iB", f"{letter}B")}
 _EAGAIN = re.compile(r"temporarily unavailable|EAGAIN|Errno 11|pids controller|资源暂时不可用")
 _SLACK = 256 << 20
 _MAPPED = re.compile(r"</?torch_\d+_\d+_(\d+)>")
@@ -46,9 +33,7 @@ _PATH = re.compile(
     r"WinError 112|on the disk|磁盘|on device: b?['\"]|[:'\" ](?:/(?!dev/shm|torch_|psm_|mp-|sem\.)[\w.@+-]+/|[A-Z]:\\)"
 )
 _FRAME_LINES = 5  # lines of one frame (file, code, marker) and one more call
-_ALONE = re.compile(
-    r"^\W*(?:OS|IO)?(?:Error)?:?\s?\[?(?:Errno 28\]?)?:?\s?[Nn]o\s+space\s+left\s+on\s+device\W*$"
-)
+_ALONE = re.compile(r"^\W*(?:OS|IO)?(?:Error)?:?\s?\[?(?:Errno 28\]?)?:?\s?[Nn]o\s+space\s+left\s+on\s+device\W*$")
 
 
 def faults(evidence: Evidence, signs: Signs) -> RuleResult | None:
@@ -64,9 +49,7 @@ def faults(evidence: Evidence, signs: Signs) -> RuleResult | None:
         return RuleResult("not-memory", 0.7, (quoted_line(sign), exit_line(evidence.ending)), summary=summary)
     if sign.code == "shm-other":
         summary = say("a shared-memory file could not be opened; the error is not about free space.")
-        return RuleResult(
-            "not-memory", 0.78, (quoted_line(sign), exit_line(evidence.ending)), summary=summary
-        )
+        return RuleResult("not-memory", 0.78, (quoted_line(sign), exit_line(evidence.ending)), summary=summary)
     sure = 0.9 if sign.code == "fault" else 0.75
     return RuleResult("not-memory", sure, (quoted_line(sign), exit_line(evidence.ending)))
 
@@ -102,8 +85,7 @@ def gpu(evidence: Evidence, signs: Signs) -> RuleResult | None:
     if sign.code == "gpu-oom":
         if _room_for_it(sign.line) and not full:
             note = say(
-                "the message reports more free memory than was requested: check limits, the driver and other "
-                "processes"
+                "the message reports more free memory than was requested: check limits, the driver and other processes"
             )
             return RuleResult("gpu-oom", 0.6, (*lines, note), likely=("gpu-oom", "map-count", "not-memory"))
         return RuleResult("gpu-oom", 0.95, lines)
@@ -121,9 +103,7 @@ def gpu_refused(evidence: Evidence, signs: Signs) -> RuleResult | None:
     sign = signs.text("gpu-refused")
     if sign is None or signs.decisive:
         return None
-    return RuleResult(
-        "gpu-oom", 0.7, (quoted_line(sign), exit_line(evidence.ending)), likely=("gpu-oom", "not-memory")
-    )
+    return RuleResult("gpu-oom", 0.7, (quoted_line(sign), exit_line(evidence.ending)), likely=("gpu-oom", "not-memory"))
 
 
 def device(evidence: Evidence, signs: Signs) -> RuleResult | None:
@@ -153,9 +133,7 @@ def gpu_library(evidence: Evidence, signs: Signs) -> RuleResult | None:
         return None
     lines = (quoted_line(sign), exit_line(evidence.ending))
     if hint := context(evidence, sign, "gpu-hint", "gpu-refused"):
-        return RuleResult(
-            "gpu-oom", 0.7, (lines[0], quoted_line(hint), lines[1]), likely=("gpu-oom", "not-memory")
-        )
+        return RuleResult("gpu-oom", 0.7, (lines[0], quoted_line(hint), lines[1]), likely=("gpu-oom", "not-memory"))
     full = [level_line(name, level) for name, level in _gpus(evidence) if level.share >= FULL]
     if full:
         return RuleResult("gpu-oom", 0.85, (lines[0], *full, lines[1]))
@@ -206,12 +184,9 @@ def maps(evidence: Evidence, signs: Signs) -> RuleResult | None:
     count = _MAPPED.search(sign.line)
     if count and int(count[1]) >= _MANY_MAPS:
         note = say(
-            "this is shared object {count} of the process; the kernel's default limit is 65530 mappings",
-            count=count[1],
+            "this is shared object {count} of the process; the kernel's default limit is 65530 mappings", count=count[1]
         )
-        return RuleResult(
-            "map-count", 0.75, (lines[0], note, lines[1]), likely=("map-count", "ram-allocation")
-        )
+        return RuleResult("map-count", 0.75, (lines[0], note, lines[1]), likely=("map-count", "ram-allocation"))
     return unknown(lines, "map-count", "ram-allocation")
 
 
@@ -238,11 +213,7 @@ def shm(evidence: Evidence, signs: Signs) -> RuleResult | None:
         sign, sure = signs.text("shm-likely"), 0.7
     if sign is None:
         vague = signs.text("shm-vague")
-        return (
-            unknown((quoted_line(vague), exit_line(evidence.ending)), "shm-full", "not-memory")
-            if vague
-            else None
-        )
+        return unknown((quoted_line(vague), exit_line(evidence.ending)), "shm-full", "not-memory") if vague else None
     level = fullest_shm(evidence)
     lines = [quoted_line(sign)]
     if level is not None:
@@ -264,15 +235,13 @@ def _space_in_shm(evidence: Evidence, signs: Signs) -> tuple[Sign | None, float]
 def _innermost(evidence: Evidence, sign: Sign) -> bool:
     """Whether the frame right above the error only uses /dev/shm."""
     return any(
-        one.code == "frame-shm" and sign.number < one.number <= sign.number + _FRAME_LINES
-        for one in evidence.log.signs
+        one.code == "frame-shm" and sign.number < one.number <= sign.number + _FRAME_LINES for one in evidence.log.signs
     )
 
 
 def bus(evidence: Evidence, signs: Signs) -> RuleResult | None:
     """SIGBUS: no page left on a full tmpfs or disk, or a truncated memory-mapped file."""
-    ending = evidence.ending
-    hit = ending is not None and (ending.signal == _SIGBUS or ending.status == 128 + _SIGBUS)
+    hit = evidence.ending is not None and evidence.ending.by_signal(_SIGBUS)
     sign = signs.text("worker-bus", "bus")
     if not hit and sign is None:
         return None
@@ -291,18 +260,14 @@ def bus(evidence: Evidence, signs: Signs) -> RuleResult | None:
     if near is not None and near.share >= FULL:
         return RuleResult("shm-full", 0.65 if disks else 0.97, (*lines, exit_line(evidence.ending)))
     if disks:
-        summary = say(
-            "bus error: a memory-mapped file is on a full disk, which had no space for one of its pages."
-        )
+        summary = say("bus error: a memory-mapped file is on a full disk, which had no space for one of its pages.")
         return RuleResult("disk-full", 0.9, (*lines, exit_line(evidence.ending)), summary=summary)
     if level.share >= GREW:
-        return RuleResult(
-            "shm-full", 0.8 if level.share < FULL else 0.75, (*lines, exit_line(evidence.ending))
-        )
+        return RuleResult("shm-full", 0.8 if level.share < FULL else 0.75, (*lines, exit_line(evidence.ending)))
+    if not evidence.disks:  # none could be read
+        return unknown((*lines, exit_line(evidence.ending)), *_BUS_CAUSES)
     lines.append(say("no disk that it writes to was full; a truncated memory-mapped file causes a bus error"))
-    summary = say(
-        "bus error while /dev/shm had free space: usually a memory-mapped file was truncated while in use."
-    )
+    summary = say("bus error while /dev/shm had free space: usually a memory-mapped file was truncated while in use.")
     return RuleResult("not-memory", 0.7, (*lines, exit_line(evidence.ending)), summary=summary)
 
 
@@ -316,8 +281,8 @@ def disk(evidence: Evidence, signs: Signs) -> RuleResult | None:
     lines = [quoted_line(sign), *(level_line(path, one) for path, one in full.items())]
     if not full and level is not None and level.share >= FULL and sign.code == "disk":
         lines.append(level_line(say("/dev/shm peak"), level))
-        return RuleResult("shm-full", 0.85, (*lines, exit_line(evidence.ending)))
-    if sign.code in ("disk-write", "disk-io") and not full and evidence.live:
+        return RuleResult("shm-full", 0.85 if evidence.disks else 0.7, (*lines, exit_line(evidence.ending)))
+    if sign.code in ("disk-write", "disk-io") and evidence.disks and not full:
         return None  # torch prints the same for a file system that disappeared
     lines.append(exit_line(evidence.ending))
     if full or sign.code == "disk-quota":

@@ -2,8 +2,8 @@
 
 - argument_checks: check an argument; UsageError with its name, its range and the value
 - atomic_file: write a file as a whole
-- child_processes: signal names, how a child process ended, die with the parent, be the OOM killer's first choice
-- cpus: CPUs that this process may run on
 - imports: import a module at first use; import an optional package
-- libc: calls of the C library
+- process_control: LEGROOM_DISABLE, usable CPUs and threads, signals, how a child ended, calls of the C library
+- unix_sockets: sockets in a private folder, for processes of one user
+- training_steps: `legroom.step`, and who is told of a step
 """

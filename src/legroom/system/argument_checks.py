@@ -8,7 +8,7 @@ from operator import index
 from typing import Any, cast
 
 from legroom.errors import UsageError
-from legroom.words import listed, say
+from legroom.messages import listed, say
 
 _MOST = 1 << 64  # a word of the random generators' keys
 
@@ -22,12 +22,12 @@ def check_integer(name: str, value: object, least: int) -> int:
     if number is None or number < least:
         raise UsageError(
             say("{name} must be an integer >= {least} (got {value!r})", name=name, least=least, value=value),
-            fix=(say("{name}={least}, or more", name=name, least=least),),
+            fix=(say("pass {name}={least} or more", name=name, least=least),),
         )
     if number >= _MOST:
         raise UsageError(
             say("{name} must be less than 2**64 (got {value!r})", name=name, value=value),
-            fix=(say("{name}={least}, or more", name=name, least=least),),
+            fix=(say("pass {name}={least} or more", name=name, least=least),),
         )
     return number
 
@@ -46,11 +46,6 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Whether the value is one of the choices."""
     if value not in choices:
         raise UsageError(
-            say(
-                "{name} must be one of {choices} (got {value!r})",
-                name=name,
-                choices=listed(choices),
-                value=value,
-            ),
+            say("{name} must be one of {choices} (got {value!r})", name=name, choices=listed(choices), value=value),
             fix=(f"{name}={next(iter(choices))!r}",),
         )

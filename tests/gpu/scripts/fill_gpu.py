@@ -25,9 +25,7 @@ while size >= 2 << 20:
 del blocks[-1]
 for work in (
     lambda: torch.randn(64, 64, device="cuda").softmax(-1).cumsum(0).sort().values.sum(),
-    lambda: torch.nn.functional.conv2d(
-        torch.ones(1, 4, 16, 16, device="cuda"), torch.ones(4, 4, 5, 5, device="cuda")
-    ),
+    lambda: torch.nn.functional.conv2d(torch.ones(1, 4, 16, 16, device="cuda"), torch.ones(4, 4, 5, 5, device="cuda")),
     lambda: torch.linalg.qr(torch.randn(16, 16, device="cuda")),
     lambda: torch.fft.rfft(torch.ones(256, device="cuda")),
     lambda: torch.nn.functional.layer_norm(torch.randn(8, 64, device="cuda", dtype=torch.float16), (64,)),

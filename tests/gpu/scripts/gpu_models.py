@@ -28,9 +28,7 @@ def transformer() -> Callable[[int], None]:
 def ragged() -> Callable[..., None]:
     """Lengths differ from batch to batch; the second argument replaces them."""
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.GELU(), nn.Linear(256, 8)
-    ).cuda()
+    model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.GELU(), nn.Linear(256, 8)).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     lengths = torch.Generator().manual_seed(1)
 

@@ -1,4 +1,4 @@
-"""A child is OOM-killed and started again with less; the run goes on, and a bug ends it later."""
+"""A child process is OOM-killed and restarted with lower settings; the run continues, and a bug ends it later."""
 
 import subprocess
 import sys

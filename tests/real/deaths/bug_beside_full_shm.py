@@ -1,4 +1,4 @@
-"""A bug, beside a /dev/shm that another process filled."""
+"""A bug, while /dev/shm is full of another process's files."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""A DataLoader's worker writes its decoded samples to a mapped file on a disk that fills: bus error."""
+"""A DataLoader worker writes decoded samples to a mapped file on a disk that fills up: bus error."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""An .npy file is written anew while a DataLoader's worker has it mapped: bus error, and /dev/shm is empty."""
+"""An .npy file is rewritten while a DataLoader worker has it mapped: bus error, and /dev/shm is empty."""
 
 import os
 

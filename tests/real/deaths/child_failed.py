@@ -1,4 +1,4 @@
-"""A child fails, with a status of its own."""
+"""A child process fails with its own exit status."""
 
 import subprocess
 

@@ -25,7 +25,7 @@ import rigs  # noqa: E402
 # Where a job is diagnosed. All but the first are read-only cgroups, as docker has them: the OOM counter is shared
 # with everything else in the container.
 PLACES = {
-    "own": "root, a cgroup of its own",
+    "own": "root, own cgroup",
     "readonly": "read-only cgroup",
     "pidns": "read-only cgroup, PID namespace",
     "podman": "podman container",
@@ -48,9 +48,7 @@ class Case:
     rig: dict[str, Any] = field(default_factory=dict)
     shell: bool = False  # below a shell, which writes its own word about a signal
     log: str | None = None
-    written: bool = (
-        False  # the log was written after the texts that such a death leaves, and not recorded from one
-    )
+    written: bool = False  # the log was written after the texts that such a death leaves, and not recorded from one
     silent: bool = False  # what it writes does not tell its cause: a signal, or a guess
     exit: int | None = None  # the status that the job ends with; None: any but 0
     options: list[str] = field(default_factory=list)  # of `legroom run`
@@ -74,12 +72,10 @@ class Case:
     def what(self) -> str:
         """Its cause in words."""
         if self.log is not None:
-            kind = "a log written after such a death's texts" if self.written else "a recorded log"
+            kind = "a log written by hand" if self.written else "a recorded log"
             return f"{kind}: {self.name.replace('_', ' ')}"
         text = self.path.read_text()
-        return (
-            text.split('"""')[1].strip() if self.path.suffix == ".py" else text.splitlines()[0].lstrip("# ")
-        )
+        return text.split('"""')[1].strip() if self.path.suffix == ".py" else text.splitlines()[0].lstrip("# ")
 
     def right(self, said: dict[str, Any]) -> bool:
         """Whether that is the verdict on it."""
@@ -117,13 +113,7 @@ def _run(case: Case, place: str, folder: Path) -> tuple[dict[str, Any], str]:
         command = [*_SHELL, *command]
     # Not measured: a coverage file that cannot be written would be the death that is judged.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("COV")}
-    environment = {
-        **inherited,
-        "DEATH_DISK": str(folder),
-        "PYTHON": sys.executable,
-        "TMPDIR": "/tmp",
-        "LC_ALL": "C",
-    }
+    environment = {**inherited, "DEATH_DISK": str(folder), "PYTHON": sys.executable, "TMPDIR": "/tmp", "LC_ALL": "C"}
     asked = ["--checkpoint", f"{folder}/*.pt"] if "disk" in case.rig else []
     whole = [sys.executable, "-m", "legroom", "run", "--json", "--quiet"]
     whole += [*asked, *case.options, "--", *command]
@@ -152,9 +142,7 @@ def _rig(case: Case, place: str, command: list[str], folder: Path) -> Iterator[l
         if place == "podman":
             box = stack.enter_context(rigs.container())
             tmpfs = [f"{folder}:rw,size={disk},mode=1777"] if disk else []
-            yield box.command(
-                command, cwd=folder, memory=limit or _AMPLE, swap=swap or 0, shm=shm, tmpfs=tmpfs
-            )
+            yield box.command(command, cwd=folder, memory=limit or _AMPLE, swap=swap or 0, shm=shm, tmpfs=tmpfs)
             return
         if shm:
             command = rigs.small_shm(command, shm)

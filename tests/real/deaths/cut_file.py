@@ -1,4 +1,4 @@
-"""A file on disk is cut short while it is mapped: a bus error that has nothing to do with /dev/shm."""
+"""A file on disk is truncated while it is mapped: a bus error unrelated to /dev/shm."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""The disk has no inode left for another small file."""
+"""The disk has no free inode for another small file."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A DataLoader's worker caches samples on a disk that is full: OSError, passed on by the loader."""
+"""A DataLoader worker caches samples on a full disk: OSError, raised again by the DataLoader."""
 
 import os
 

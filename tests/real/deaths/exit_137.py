@@ -1,4 +1,4 @@
-"""A program that ends with 137 by itself."""
+"""A program that exits with 137 by itself."""
 
 import sys
 

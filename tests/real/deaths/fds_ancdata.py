@@ -1,4 +1,4 @@
-"""Descriptors sent to a process that may have no more: "received 0 items of ancdata"."""
+"""Descriptors are sent to a process at its limit: "received 0 items of ancdata"."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""More files than one process may have open."""
+"""A process opens more files than its limit."""
 
 import resource
 

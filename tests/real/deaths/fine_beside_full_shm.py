@@ -1,4 +1,4 @@
-"""A job that waits for a long time beside a /dev/shm that another process filled, and finishes."""
+"""A job that waits for a long time while /dev/shm is full of another process's files, and finishes."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""A job that finishes, while another one in the same cgroup is OOM-killed."""
+"""A job that finishes while another one in the same cgroup is OOM-killed."""
 
 import subprocess
 import time

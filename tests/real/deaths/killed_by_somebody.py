@@ -1,4 +1,4 @@
-"""SIGKILL from another process; no memory at fault."""
+"""SIGKILL from another process; memory is not involved."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A grandchild grows beyond the cgroup's limit, and its parents pass its death on in their own words."""
+"""A grandchild process exceeds the cgroup's limit, and its parents report it in their own words."""
 
 import subprocess
 import sys

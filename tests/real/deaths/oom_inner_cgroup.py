@@ -1,4 +1,4 @@
-"""A child is OOM-killed in a cgroup with a limit of its own, below the job's."""
+"""A child process is OOM-killed in a cgroup with its own limit, below the job's."""
 
 import os
 import subprocess

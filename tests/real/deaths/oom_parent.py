@@ -1,4 +1,4 @@
-"""The training itself grows beyond its cgroup's limit."""
+"""The training process exceeds its cgroup's limit."""
 
 print("epoch 1", flush=True)
 held = []

@@ -1,4 +1,4 @@
-"""A process of a pool that prepares data is OOM-killed: BrokenProcessPool."""
+"""A process of a data preparation pool is OOM-killed: BrokenProcessPool."""
 
 from concurrent.futures import ProcessPoolExecutor
 

@@ -1,4 +1,4 @@
-"""Another job in the same cgroup takes the memory, and this job's process is the one that is OOM-killed."""
+"""Another job in the same cgroup takes the memory, and a process of this job is OOM-killed."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""A DataLoader's worker grows beyond the cgroup's limit."""
+"""A DataLoader worker exceeds the cgroup's limit."""
 
 from torch.utils.data import DataLoader, Dataset
 

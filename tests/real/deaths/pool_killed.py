@@ -1,4 +1,4 @@
-"""Another process kills one of two spawned ranks; memory has nothing to do with it."""
+"""Another process kills one of two spawned ranks; memory is not involved."""
 
 import os
 import signal

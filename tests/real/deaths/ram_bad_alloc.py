@@ -1,4 +1,4 @@
-"""C++ code asks for more than there is: std::bad_alloc, abort."""
+"""C++ code allocates more than is available: std::bad_alloc, abort."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""fork fails with ENOMEM: what the parent maps could not be promised a second time."""
+"""fork fails with ENOMEM: the kernel does not overcommit a second copy of the parent's memory."""
 
 import mmap
 import os

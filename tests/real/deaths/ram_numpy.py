@@ -1,4 +1,4 @@
-"""An array that no machine has room for: numpy's own error."""
+"""An array larger than any machine's memory: numpy's own error."""
 
 import numpy as np
 

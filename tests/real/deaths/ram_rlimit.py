@@ -1,4 +1,4 @@
-"""RLIMIT_AS refuses memory: MemoryError."""
+"""RLIMIT_AS refuses an allocation: MemoryError."""
 
 import resource
 

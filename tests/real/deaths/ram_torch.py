@@ -1,4 +1,4 @@
-"""A tensor that no machine has room for: torch's CPU allocator's error."""
+"""A tensor larger than any machine's memory: the error of torch's CPU allocator."""
 
 import torch
 

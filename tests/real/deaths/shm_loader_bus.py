@@ -1,4 +1,4 @@
-"""A DataLoader's worker writes to more of /dev/shm than there is: the loader names a bus error."""
+"""A DataLoader worker writes more than /dev/shm holds: torch reports a bus error."""
 
 from multiprocessing.shared_memory import SharedMemory
 

@@ -1,4 +1,4 @@
-"""A worker drops a batch that /dev/shm has no room for, and the loader waits for it: nothing dies."""
+"""A worker drops a batch that does not fit in /dev/shm, and the DataLoader waits for it forever."""
 
 import torch
 from torch.utils.data import DataLoader, Dataset

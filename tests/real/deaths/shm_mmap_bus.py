@@ -1,4 +1,4 @@
-"""A file in /dev/shm is made longer than the room there is, mapped and written to: SIGBUS at a page."""
+"""A file in /dev/shm is enlarged beyond the free space, mapped and written to: SIGBUS."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""Another process filled /dev/shm, and a DataLoader's worker gets a bus error for the little it writes."""
+"""Another process has filled /dev/shm, and a DataLoader worker that writes little gets a bus error."""
 
 import time
 from multiprocessing.shared_memory import SharedMemory

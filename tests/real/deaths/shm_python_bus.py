@@ -1,4 +1,4 @@
-"""Python's own SharedMemory larger than /dev/shm: SIGBUS when it is written to."""
+"""Python's SharedMemory, larger than /dev/shm: SIGBUS when it is written to."""
 
 from multiprocessing.shared_memory import SharedMemory
 

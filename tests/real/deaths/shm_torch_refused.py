@@ -1,4 +1,4 @@
-"""/dev/shm is full and torch asks before it writes: RuntimeError."""
+"""/dev/shm is full, and torch reserves space before it writes: RuntimeError."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Memory is refused and the program goes on; a bug ends it later."""
+"""An allocation fails and is handled; a bug ends the program later."""
 
 import traceback
 

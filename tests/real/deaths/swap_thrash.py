@@ -1,4 +1,4 @@
-"""A working set larger than the cgroup's limit, in swap, until a watchdog loses patience."""
+"""A working set larger than the cgroup's limit, in swap, until a watchdog times out."""
 
 import ctypes
 import os

@@ -31,7 +31,7 @@ Results = dict[str, dict[str, Said]]  # by case, by place; "log": from what it w
 def table(judged: list[tuple[corpus.Case, dict[str, Said], Said]], places: list[str]) -> str:
     """The table and its sums, as Markdown."""
     lines = [
-        f"| death | truth | {' | '.join(corpus.PLACES[place] for place in places)} | from the log alone |",
+        f"| failure | true cause | {' | '.join(corpus.PLACES[place] for place in places)} | from the log alone |",
         "| --- " * (len(places) + 3) + "|",
     ]
     for case, live, log in judged:

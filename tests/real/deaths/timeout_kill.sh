@@ -1,4 +1,4 @@
-# timeout(1) kills the run at its limit: status 137 and no memory in it.
+# timeout(1) kills the run at its limit: status 137, memory is not involved.
 exec timeout -s KILL 2 "$PYTHON" -c '
 import time
 print("epoch 1", flush=True)

@@ -1,4 +1,4 @@
-"""A watchdog gives up, with memory to spare."""
+"""A watchdog times out while memory is free."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""A DataLoader's worker raises: a bug in a dataset."""
+"""A DataLoader worker raises an exception: a bug in a dataset."""
 
 from torch.utils.data import DataLoader, Dataset
 

@@ -1,4 +1,4 @@
-"""Somebody kills a DataLoader's worker; memory has nothing to do with it."""
+"""Another process kills a DataLoader worker; memory is not involved."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A DataLoader's worker crashes."""
+"""A DataLoader worker crashes."""
 
 import ctypes
 

@@ -1,28 +1,28 @@
-"""Need against Box: the verdict, which pool breaks first, and the largest settings that fit."""
+"""Need against Machine: the verdict, which pool breaks first, and the largest settings that fit."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from boxes import GB, MB, healthy, with_pool
 from hypothesis import given
 from hypothesis import strategies as st
+from machines import GB, MB, healthy, with_pool
 
-from legroom.advice.fit import fit, fits, largest_batch, largest_settings
+from legroom.advice.fit_on_machine import fit, fits, largest_batch, largest_settings
+from legroom.advice.job_description import Batch, Demand, batch_of
 from legroom.advice.memory_need import need
-from legroom.advice.plan_inputs import Batch, Demand, batch_of
-from legroom.records import Box, Loader, Workload
+from legroom.records import Machine, PlannedLoader, Workload
 
 
-def _shm(free: int) -> Box:
+def _shm(free: int) -> Machine:
     return with_pool(healthy(), "shm", free, 0, free)
 
 
-LOADER = Workload(loaders=(Loader((24 * MB,), workers=4, prefetch=2),))
+LOADER = Workload(loaders=(PlannedLoader(tensors=(24 * MB,), num_workers=4, prefetch_factor=2),))
 
 
-def test_it_fits_a_healthy_box() -> None:
+def test_it_fits_a_healthy_machine() -> None:
     plan = fit(need(LOADER), healthy())
     assert plan.verdict == "fits" and plan.problems == () and plan.unknown == {} and plan.fix == ()
 
@@ -32,29 +32,29 @@ def test_a_small_shm_breaks_by_so_much() -> None:
     (problem,) = plan.problems
     assert plan.verdict == "too-big" and problem.pool == "shm"
     assert problem.missing == need(LOADER).shm - 64 * MB and problem.free == 64 * MB
-    assert "shm: 264 MB needed, 64 MB free, 200 MB too little" in problem.message
+    assert "shm: 264 MB needed, 64 MB free, 200 MB short" in problem.message
     assert any("remount,size=1G" in step for step in plan.fix)
     assert plan.fix[-1].startswith("check:")
 
 
 def test_the_worst_pool_comes_first() -> None:
-    box = with_pool(_shm(200 * MB), "ram", GB, GB - 10 * MB, 10 * MB)
-    assert [problem.pool for problem in fit(need(LOADER), box).problems] == ["ram", "shm"]
+    machine = with_pool(_shm(200 * MB), "ram", GB, GB - 10 * MB, 10 * MB)
+    assert [problem.pool for problem in fit(need(LOADER), machine).problems] == ["ram", "shm"]
 
 
 def test_what_is_unknown_is_unknown_unless_another_breaks() -> None:
-    box = with_pool(healthy(), "shm", None, None, None, reason="macOS has no /dev/shm")
-    plan = fit(need(LOADER), box)
+    machine = with_pool(healthy(), "shm", None, None, None, reason="macOS has no /dev/shm")
+    plan = fit(need(LOADER), machine)
     assert plan.verdict == "unknown" and plan.unknown == {"shm": "macOS has no /dev/shm"}
-    tight = with_pool(box, "ram", MB, 0, MB)
+    tight = with_pool(machine, "ram", MB, 0, MB)
     assert fit(need(LOADER), tight).verdict == "too-big"
-    assert fit(need(Workload(process_ram=MB)), box).verdict == "fits"  # nothing is needed of it
+    assert fit(need(Workload(process_ram=MB)), machine).verdict == "fits"  # nothing is needed of it
 
 
-def test_descriptors_disk_and_cards_count() -> None:
-    many = Workload(loaders=(Loader((20,) * 500, workers=8, prefetch=4),))
-    box = with_pool(healthy(), "fds", 1024, None, None)
-    assert [one.pool for one in fit(need(many), box).problems] == ["fds"]
+def test_descriptors_disk_and_gpus_count() -> None:
+    many = Workload(loaders=(PlannedLoader(tensors=(20,) * 500, num_workers=8, prefetch_factor=4),))
+    machine = with_pool(healthy(), "fds", 1024, None, None)
+    assert [one.pool for one in fit(need(many), machine).problems] == ["fds"]
     disk = with_pool(healthy(), "disk", 10 * GB, 9 * GB, GB)
     assert [one.pool for one in fit(need(Workload(checkpoint=2 * GB)), disk).problems] == ["disk"]
     cards = with_pool(with_pool(healthy(), "gpu0", 16 * GB, 0, 16 * GB), "gpu1", 16 * GB, 12 * GB, 4 * GB)
@@ -64,7 +64,7 @@ def test_descriptors_disk_and_cards_count() -> None:
 
 def test_largest_settings_come_down_prefetch_first() -> None:
     batch = batch_of(MB, 8)
-    asked = Demand(workers=4, prefetch=4)
+    asked = Demand(num_workers=4, prefetch_factor=4)
     assert largest_settings(asked, batch, healthy()).num_workers == 4  # type: ignore[union-attr]
     less = largest_settings(asked, batch, _shm(64 * MB))
     assert less is not None and (less.num_workers, less.prefetch_factor) == (4, 1)
@@ -75,29 +75,29 @@ def test_largest_settings_come_down_prefetch_first() -> None:
 
 
 def test_a_smaller_batch_keeps_the_effective_batch() -> None:
-    box = with_pool(_shm(0), "ram", 64 * MB, 0, 64 * MB)
-    found = largest_settings(Demand(workers=2), batch_of(MB, 48), box)
+    machine = with_pool(_shm(0), "ram", 64 * MB, 0, 64 * MB)
+    found = largest_settings(Demand(num_workers=2), batch_of(MB, 48), machine)
     assert found is not None and found.num_workers == 0
     assert (found.batch_size, found.accumulation) == (16, 3) and found.effective_batch == 48
 
 
 def test_nothing_helps_a_disk_that_is_full() -> None:
-    box = with_pool(healthy(), "disk", GB, GB, 0)
-    assert largest_settings(Demand(checkpoint=MB), batch_of(MB, 8), box) is None
-    assert largest_batch(Demand(checkpoint=MB), batch_of(MB, 8), box) == 0
+    machine = with_pool(healthy(), "disk", GB, GB, 0)
+    assert largest_settings(Demand(checkpoint=MB), batch_of(MB, 8), machine) is None
+    assert largest_batch(Demand(checkpoint=MB), batch_of(MB, 8), machine) == 0
 
 
 def test_without_a_bound_there_is_no_largest_batch() -> None:
-    box = with_pool(healthy(), "ram", None, None, None, reason="unreadable")
-    assert largest_batch(Demand(workers=0), batch_of(1000, 8), box) is None
+    machine = with_pool(healthy(), "ram", None, None, None, reason="unreadable")
+    assert largest_batch(Demand(num_workers=0), batch_of(1000, 8), machine) is None
 
 
 demands = st.builds(
     Demand,
-    workers=st.integers(0, 6),
-    prefetch=st.integers(1, 5),
+    num_workers=st.integers(0, 6),
+    prefetch_factor=st.integers(1, 5),
     pin_memory=st.booleans(),
-    kind=st.sampled_from(["torch", "legroom"]),
+    loader_kind=st.sampled_from(["torch", "legroom"]),
     val_workers=st.none() | st.integers(0, 4),
     ranks=st.integers(1, 4),
 )
@@ -109,22 +109,22 @@ batches = st.builds(
 
 
 @given(demands, batches, st.integers(0, 512 * MB), st.integers(0, 2 * GB))
-def test_what_is_said_to_fit_fits(demand: Demand, batch: Batch, shm: int, ram: int) -> None:
-    box = with_pool(_shm(shm), "ram", 2 * GB, 0, ram)
-    found = largest_settings(demand, batch, box)
+def test_what_is_reported_to_fit_fits(demand: Demand, batch: Batch, shm: int, ram: int) -> None:
+    machine = with_pool(_shm(shm), "ram", 2 * GB, 0, ram)
+    found = largest_settings(demand, batch, machine)
     if found is not None:
         assert found.batch_size * found.accumulation == batch.samples
         val = None if demand.val_workers is None else min(demand.val_workers, found.num_workers)
         same = replace(
-            demand, workers=found.num_workers, prefetch=found.prefetch_factor or 1, val_workers=val
+            demand, num_workers=found.num_workers, prefetch_factor=found.prefetch_factor or 1, val_workers=val
         )
-        assert fits(same, batch.of(found.batch_size), box)
-        assert found.num_workers <= demand.workers
-    most = largest_batch(demand, batch, box)
+        assert fits(same, batch.of(found.batch_size), machine)
+        assert found.num_workers <= demand.num_workers
+    most = largest_batch(demand, batch, machine)
     if most:
-        assert fits(demand, batch.of(most), box) and not fits(demand, batch.of(most + 1), box)
+        assert fits(demand, batch.of(most), machine) and not fits(demand, batch.of(most + 1), machine)
     elif most == 0:
-        assert not fits(demand, batch.of(1), box)
+        assert not fits(demand, batch.of(1), machine)
 
 
 @pytest.mark.parametrize("free", [10 * MB, 240 * MB, 241 * MB])

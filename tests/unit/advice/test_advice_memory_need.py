@@ -6,32 +6,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from boxes import GB, MB
 from hypothesis import given
 from hypothesis import strategies as st
+from machines import GB, MB
 
-from legroom.advice.memory_need import (
-    Each,
-    batch_pages,
-    flights,
-    least,
-    loader_semaphores,
-    need,
-    pinned_size,
-    spare,
-)
-from legroom.records import Loader, Need, Workload
+from legroom.advice.memory_need import Each, batch_pages, flights, least, loader_semaphores, need, pinned_size, spare
+from legroom.records import Need, PlannedLoader, Workload
 
 POOLS = ("shm", "ram", "pinned", "fds", "disk", "gpu")
 sizes = st.integers(0, 64 * MB)
 loaders = st.builds(
-    Loader,
+    PlannedLoader,
     tensors=st.lists(sizes, min_size=1, max_size=4).map(tuple),
-    workers=st.integers(0, 8),
-    prefetch=st.integers(1, 8),
+    num_workers=st.integers(0, 8),
+    prefetch_factor=st.integers(1, 8),
     batches=st.none() | st.integers(1, 40),
     pin_memory=st.booleans(),
-    kind=st.sampled_from(["torch", "legroom"]),
+    loader_kind=st.sampled_from(["torch", "legroom"]),
     sharing=st.sampled_from(["file_descriptor", "file_system"]),
     worker_growth=sizes,
 )
@@ -59,17 +50,15 @@ def _at_most(small: Need, large: Need) -> None:
 
 
 def test_one_large_tensor() -> None:
-    loader = Loader((24 * MB,), workers=4, prefetch=2)
+    loader = PlannedLoader(tensors=(24 * MB,), num_workers=4, prefetch_factor=2)
     assert (
-        flights(replace(loader, again=False)) == 10
+        flights(replace(loader, persistent_workers=True)) == 10
         and flights(loader) == 11
         and loader_semaphores(loader) == 40
     )
     found = need(Workload(loaders=(loader,)))
     assert found.shm == 11 * (24 * MB + 4096) + 40 * 4096
-    assert (
-        found.ram == found.shm + 4 * 24 * MB
-    )  # tmpfs is memory, and each worker has the samples of its next batch
+    assert found.ram == found.shm + 4 * 24 * MB  # tmpfs is memory, and each worker has the samples of its next batch
 
 
 def test_fifty_small_tensors_take_a_page_each() -> None:
@@ -78,12 +67,12 @@ def test_fifty_small_tensors_take_a_page_each() -> None:
 
 
 def test_without_workers_there_is_no_shared_memory() -> None:
-    found = need(Workload(loaders=(Loader((24 * MB,), workers=0),)))
+    found = need(Workload(loaders=(PlannedLoader(tensors=(24 * MB,), num_workers=0),)))
     assert found.shm == 0 and found.ram == (2 + 1) * 24 * MB  # two batches, and the samples of the next
 
 
 def test_our_loader_takes_memory_and_not_shm() -> None:
-    loader = Loader((24 * MB,), workers=4, prefetch=2, kind="legroom")
+    loader = PlannedLoader(tensors=(24 * MB,), num_workers=4, prefetch_factor=2, loader_kind="legroom")
     found = need(Workload(loaders=(loader,)))
     assert found.shm == loader_semaphores(loader) * 4096
     slot, samples = 24 * MB + 4096, 4 * 24 * MB
@@ -97,26 +86,27 @@ def test_our_loader_takes_memory_and_not_shm() -> None:
 
 def test_a_short_epoch_bounds_what_is_in_flight() -> None:
     assert (
-        flights(Loader((1,), workers=4, prefetch=4, batches=3)) == 4
+        flights(PlannedLoader(tensors=(1,), num_workers=4, prefetch_factor=4, batches=3)) == 4
     )  # and the last one of the epoch before
-    assert flights(Loader((1,), workers=1, prefetch=1, batches=100)) == 4
-    assert flights(Loader((1,), workers=1, prefetch=1, batches=100, again=False)) == 3
-    assert flights(Loader((1,), workers=0, batches=100)) == 0
+    assert flights(PlannedLoader(tensors=(1,), num_workers=1, prefetch_factor=1, batches=100)) == 4
+    assert (
+        flights(PlannedLoader(tensors=(1,), num_workers=1, prefetch_factor=1, batches=100, persistent_workers=True))
+        == 3
+    )
+    assert flights(PlannedLoader(tensors=(1,), num_workers=0, batches=100)) == 0
 
 
-@pytest.mark.parametrize(
-    ("asked", "taken"), [(0, 0), (1, 1), (4096, 4096), (4097, 8192), (300 * MB, 512 * MB)]
-)
+@pytest.mark.parametrize(("asked", "taken"), [(0, 0), (1, 1), (4096, 4096), (4097, 8192), (300 * MB, 512 * MB)])
 def test_pinned_memory_is_rounded_up_to_a_power_of_two(asked: int, taken: int) -> None:
     assert pinned_size(asked) == taken
 
 
 def test_pinned_batches_are_memory_too() -> None:
-    plain = Loader((6 * MB,), workers=2, prefetch=2)
+    plain = PlannedLoader(tensors=(6 * MB,), num_workers=2, prefetch_factor=2)
     found = need(Workload(loaders=(replace(plain, pin_memory=True),)))
     assert found.pinned == 6 * 8 * MB
     assert found.ram == need(Workload(loaders=(plain,))).ram + found.pinned
-    alone = need(Workload(loaders=(Loader((6 * MB,), workers=0, pin_memory=True),)))
+    alone = need(Workload(loaders=(PlannedLoader(tensors=(6 * MB,), num_workers=0, pin_memory=True),)))
     assert alone.pinned == 2 * 8 * MB
 
 
@@ -126,19 +116,19 @@ def test_the_seeds_figures() -> None:
 
 
 def test_datasets_are_counted_once_and_page_tables_for_each() -> None:
-    one = Workload(processes=8, entries_shm=GB, mapped=GB, loaders=(Loader((MB,), workers=3),))
+    one = Workload(processes=8, entries_shm=GB, mapped=GB, loaders=(PlannedLoader(tensors=(MB,), num_workers=3),))
     tables = [term for term in need(one).terms if "page tables" in term.what]
     assert [term.bytes for term in tables] == [2 * MB * 8 * 4]  # 0.2 % in each process and worker
     assert need(one).shm - need(replace(one, entries_shm=0)).shm == GB
 
 
 def test_descriptors_follow_the_sharing_strategy() -> None:
-    tensors = Loader((20,) * 50, workers=2, prefetch=2)
+    tensors = PlannedLoader(tensors=(20,) * 50, num_workers=2, prefetch_factor=2)
     by_file = replace(tensors, sharing="file_system")
     assert need(Workload(loaders=(tensors,))).fds - need(Workload(loaders=(by_file,))).fds == 6 * 50
 
 
-def test_a_gpu_that_nobody_spoke_of_is_unknown() -> None:
+def test_a_gpu_that_was_not_given_is_unknown() -> None:
     assert need(Workload()).gpu is None
     assert need(Workload(gpu=3 * GB, per_gpu=6)).gpu == 18 * GB
 
@@ -172,13 +162,13 @@ def test_it_grows_with_every_argument_of_a_workload(workload: Workload, data: st
 
 @given(workloads, loaders, st.data())
 def test_it_grows_with_every_argument_of_a_loader(
-    workload: Workload, loader: Loader, data: st.DataObject
+    workload: Workload, loader: PlannedLoader, data: st.DataObject
 ) -> None:
     larger = data.draw(
         st.sampled_from(
             [
-                replace(loader, workers=loader.workers + 1),
-                replace(loader, prefetch=loader.prefetch + 1),
+                replace(loader, num_workers=loader.num_workers + 1),
+                replace(loader, prefetch_factor=loader.prefetch_factor + 1),
                 replace(loader, batches=None if loader.batches is None else loader.batches + 1),
                 replace(loader, tensors=(*loader.tensors, 1)),
                 replace(loader, tensors=(loader.tensors[0] + 1, *loader.tensors[1:])),

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from boxes import GB, MB, healthy
 from hypothesis import given
 from hypothesis import strategies as st
+from machines import GB, MB, healthy
 
 from legroom.advice import remedies
-from legroom.advice.fit import relieve
-from legroom.records import Place
+from legroom.advice.fit_on_machine import relieve
+from legroom.records import RuntimeEnvironment
 
-BARE = healthy().place
+BARE = healthy().runtime
 
 
-def _at(kind: str, **more: object) -> Place:
+def _at(kind: str, **more: object) -> RuntimeEnvironment:
     return replace(BARE, kind=kind, **more)
 
 
@@ -32,9 +32,7 @@ def test_docker_restarts_with_shm_size() -> None:
 
 
 def test_a_privileged_container_may_remount() -> None:
-    assert (
-        "mount -o remount,size=2G /dev/shm" in remedies.enlarge_shm(_at("docker", may_mount=True), 2 * GB)[0]
-    )
+    assert "mount -o remount,size=2G /dev/shm" in remedies.enlarge_shm(_at("docker", may_mount=True), 2 * GB)[0]
 
 
 def test_kubernetes_gets_a_memory_volume_that_is_yaml() -> None:
@@ -55,10 +53,7 @@ def test_kubernetes_gets_a_memory_volume_that_is_yaml() -> None:
 def test_a_bare_machine_remounts(rights: dict[str, bool], command: str) -> None:
     steps = remedies.enlarge_shm(_at("bare", **rights), 8 * GB)
     assert steps[0] == command
-    assert (
-        "tmpfs /dev/shm tmpfs defaults,size=8G 0 0" in steps[1].splitlines()
-        and "mount -a does not" in steps[2]
-    )
+    assert "tmpfs /dev/shm tmpfs defaults,size=8G 0 0" in steps[1].splitlines() and "mount -a does not" in steps[2]
 
 
 @pytest.mark.parametrize("kind", ["bare", "slurm", "container"])
@@ -85,7 +80,7 @@ def test_swap_is_cleared_only_with_rights_and_a_warning() -> None:
     assert "swapoff" not in _text(remedies.settle_swap(_at("docker"), moving=True))
 
 
-def test_descriptors_up_to_the_hard_limit_need_nobody() -> None:
+def test_descriptors_up_to_the_hard_limit_need_no_administrator() -> None:
     assert "ulimit -n 65536" in _text(remedies.raise_nofile(BARE, 1024, 1 << 20))
     text = _text(remedies.raise_nofile(BARE, 1024, 4096))
     assert "ulimit -n 4096" in text and "limits.conf" in text
@@ -96,14 +91,13 @@ def test_descriptors_up_to_the_hard_limit_need_nobody() -> None:
 def test_leftovers_are_quoted_and_counted() -> None:
     line = remedies.remove_leftovers(("torch_1", "a b;c", "x", "y", "z", "w"), 5 * MB)[0]
     assert "rm /dev/shm/torch_1 '/dev/shm/a b;c'" in line or "rm /dev/shm/torch_1 /dev/shm/'a b;c'" in line
-    assert "all 6 together hold 5 MB" in line and line.endswith("/dev/shm/z")
+    assert "these 6 files (5 MB in total)" in line and line.endswith("/dev/shm/z")
 
 
 @pytest.mark.parametrize(
-    ("kind", "part"),
-    [("docker", "--memory=16G"), ("kubernetes", "16Gi"), ("slurm", "--mem=16G"), ("bare", "ps -eo")],
+    ("kind", "part"), [("docker", "--memory=16G"), ("kubernetes", "16Gi"), ("slurm", "--mem=16G"), ("bare", "ps -eo")]
 )
-def test_more_ram_by_place(kind: str, part: str) -> None:
+def test_more_ram_by_runtime(kind: str, part: str) -> None:
     assert part in _text(remedies.raise_ram_limit(_at(kind), 8 * GB))
 
 
@@ -114,12 +108,12 @@ def test_without_rights_there_are_other_ways_too() -> None:
 
 def test_swap_is_not_emptied_into_ram_that_is_not_there() -> None:
     unsafe = _text(remedies.settle_swap(BARE, moving=False, used=4 * GB, free=1 * GB))
-    assert "do not empty it now" in unsafe and "swapoff -a" not in unsafe
+    assert "do not run swapoff now" in unsafe and "swapoff -a" not in unsafe
     safe = _text(remedies.settle_swap(BARE, moving=False, used=1 * GB, free=4 * GB))
-    assert "swapoff -a && swapon -a" in safe and "nothing need be done" in safe
+    assert "swapoff -a && swapon -a" in safe and "nothing to do" in safe
 
 
-def test_a_card_too_small_by_platform() -> None:
+def test_a_gpu_too_small_by_platform() -> None:
     assert "nvidia-smi" in _text(remedies.use_less_gpu(BARE))
     windows = replace(BARE, platform="win32")
     assert remedies.use_less_gpu(windows) == remedies.stop_spilling()
@@ -134,9 +128,9 @@ def test_wsl_gets_more_ram_from_windows() -> None:
 @pytest.mark.parametrize("kind", ["bare", "docker", "podman", "kubernetes", "slurm", "wsl", "container"])
 @pytest.mark.parametrize("pool", ["shm", "ram", "fds", "disk", "gpu0", "pinned"])
 @pytest.mark.parametrize("rights", [True, False])
-def test_every_place_and_pool_has_a_fix_that_can_be_proved(kind: str, pool: str, rights: bool) -> None:
-    box = replace(healthy(), place=_at(kind, root=rights, may_mount=rights, sudo=rights))
-    steps = relieve(box, pool, 3 * GB)
+def test_every_runtime_and_pool_has_a_fix_that_can_be_checked(kind: str, pool: str, rights: bool) -> None:
+    machine = replace(healthy(), runtime=_at(kind, root=rights, may_mount=rights, sudo=rights))
+    steps = relieve(machine, pool, 3 * GB)
     assert len(steps) >= 2 and steps[-1].startswith("check:")
     assert not any("None" in step for step in steps)
 
@@ -157,14 +151,14 @@ def test_a_full_shm_of_half_the_ram_is_not_to_grow() -> None:
 
 
 def test_a_shm_beyond_the_memory_behind_it_is_never_advised() -> None:
-    box = healthy()  # 64 GB of RAM
-    assert not any("remount" in step for step in relieve(box, "shm", 100 * GB))
-    assert any("remount,size=64G" in step for step in relieve(box, "shm", 40 * GB))
+    machine = healthy()  # 64 GB of RAM
+    assert not any("remount" in step for step in relieve(machine, "shm", 100 * GB))
+    assert any("remount,size=64G" in step for step in relieve(machine, "shm", 40 * GB))
 
 
 def test_sudo_in_a_container_does_not_remount() -> None:
-    place = _at("docker", root=False, may_mount=False, sudo=True)
-    assert "remount" not in _text(remedies.enlarge_shm(place, 8 * GB))
+    runtime = _at("docker", root=False, may_mount=False, sudo=True)
+    assert "remount" not in _text(remedies.enlarge_shm(runtime, 8 * GB))
 
 
 def test_descriptors_of_a_pod_are_the_runtimes() -> None:

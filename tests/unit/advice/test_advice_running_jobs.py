@@ -51,9 +51,7 @@ def _held(common: Path) -> Iterator[list[int]]:
     children = []
     try:
         for _ in range(2):
-            children.append(
-                subprocess.Popen([sys.executable, "-c", HOLD, str(common)], stdout=subprocess.PIPE)
-            )
+            children.append(subprocess.Popen([sys.executable, "-c", HOLD, str(common)], stdout=subprocess.PIPE))
         for child in children:
             assert child.stdout is not None and child.stdout.readline() == b"ready\n"
         yield [child.pid for child in children]
@@ -70,16 +68,16 @@ def test_what_they_share_counts_once(pair: list[int]) -> None:
     assert found.each_shm == 2 * MB and (found.each_ram or 0) > MB
     planned = plan(gpus=4, jobs_per_gpu=3, measure=pair)
     assert planned.need.shm == 12 * 2 * MB + 8 * MB
-    assert planned.box is not None and planned.others == (planned.box.shm.used or 0) - 12 * MB
+    assert planned.machine is not None and planned.others == (planned.machine.shm.used or 0) - 12 * MB
 
 
-def test_a_shared_dataset_counts_once_even_for_a_single_training(stored: list[int]) -> None:
+def test_a_shared_dataset_counts_once_even_for_a_single_training_run(stored: list[int]) -> None:
     found = running(Host(), stored[:1])
     assert found.shm == (2 * MB,) and found.shared == 8 * MB
     assert plan(gpus=4, jobs_per_gpu=3, measure=stored[:1]).need.shm == 12 * 2 * MB + 8 * MB
 
 
-def test_nobody_and_nothing() -> None:
+def test_no_process_and_no_job() -> None:
     with pytest.raises(NoSuchProcess):
         running(Host(), [999_999_999])
     with pytest.raises(NothingMatches):
@@ -87,12 +85,10 @@ def test_nobody_and_nothing() -> None:
 
 
 @pytest.mark.real("user")
-def test_somebody_elses_process_cannot_be_measured(pair: list[int]) -> None:
+def test_another_users_process_cannot_be_measured(pair: list[int]) -> None:
     import rigs
 
     code = f"import sys; from legroom.cli.main import run; sys.exit(run(['plan', '--measure', '{pair[0]}']))"
-    done = subprocess.run(
-        rigs.as_user(65534, [sys.executable, "-c", code]), capture_output=True, text=True, cwd="/"
-    )
+    done = subprocess.run(rigs.as_user(65534, [sys.executable, "-c", code]), capture_output=True, text=True, cwd="/")
     assert done.returncode == 2 and "[no-such-process]" in done.stderr, done.stderr
     assert "cannot be measured" in done.stderr

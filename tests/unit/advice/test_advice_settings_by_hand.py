@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from boxes import healthy
+from machines import healthy
 from measured_data import dataset
 
 from legroom.advice.explain_settings import settle
-from legroom.advice.recommend import Ask, Rung, choose, climb
+from legroom.advice.recommend_settings import TuneRequest, choose, climb
 from legroom.errors import UsageError
-from legroom.records import Settings
-from legroom.records.settings import VARIABLE, from_environment, read_word, to_environment
+from legroom.records import CompleteLoaderSettings, LoaderSettings, Settings
+from legroom.records.loader_settings import VARIABLE, from_environment, read_word, to_environment
 
 
 def test_an_override_can_be_rolled_back_by_setting() -> None:
-    chosen = settle(dataset(), healthy(), Ask(16, effective_batch=64))
-    mine = settle(dataset(), healthy(), Ask(16, effective_batch=64), {"num_workers": 3, "prefetch_factor": 2})
+    chosen = settle(dataset(), healthy(), TuneRequest(16, effective_batch=64))
+    mine = settle(dataset(), healthy(), TuneRequest(16, effective_batch=64), {"num_workers": 3, "prefetch_factor": 2})
     assert (mine.num_workers, mine.prefetch_factor) == (3, 2)
-    assert mine.why["num_workers"] == "num_workers 3: set by hand"
+    assert mine.why["num_workers"] == "num_workers 3: set by you"
     back = mine.roll_back("num_workers")
     assert (back.num_workers, back.prefetch_factor) == (chosen.num_workers, 2)
     assert back.roll_back().values() == chosen.values() | {"threads": back.threads}
@@ -36,9 +36,15 @@ def test_a_batch_set_by_hand_keeps_the_effective_batch() -> None:
     with pytest.raises(UsageError, match="would change"):
         chosen.override(batch_size=7)
     assert smaller.roll_back("batch_size") == chosen.override().__class__(
-        32, 2, 3, why={"batch_size": "batch_size 32: as chosen", "accumulation": "accumulation 2: as chosen"}
+        32,
+        2,
+        3,
+        why={
+            "batch_size": "batch_size 32: back to the recommended value",
+            "accumulation": "accumulation 2: back to the recommended value",
+        },
     )
-    with pytest.raises(UsageError, match="ranks set by hand"):
+    with pytest.raises(UsageError, match="contradicts the"):
         chosen.override(ranks=4)
 
 
@@ -53,12 +59,10 @@ def test_overrides_without_meaning(chosen: dict[str, object]) -> None:
 
 
 def test_settings_travel_through_the_environment() -> None:
-    sent = {"num_workers": 2, "prefetch_factor": 1, "batch_size": 8, "accumulation": 4, "pin_memory": False}
+    sent = LoaderSettings(num_workers=2, prefetch_factor=1, batch_size=8, accumulation=4, pin_memory=False)
     assert from_environment({VARIABLE: to_environment(sent)}) == sent
-    assert from_environment({}) == from_environment({VARIABLE: ""}) == {}
-    assert from_environment({VARIABLE: to_environment({"workers": 1, "allocator": None})}) == {
-        "num_workers": 1
-    }
+    assert from_environment({}) == from_environment({VARIABLE: ""}) == LoaderSettings()
+    assert from_environment({VARIABLE: '{"workers": 1}'}) == LoaderSettings(num_workers=1)
     for text in ("{", "[1]", '{"num_workers": "two"}', '{"nonsense": 1}', "7"):
         with pytest.raises(UsageError):
             from_environment({VARIABLE: text})
@@ -73,18 +77,12 @@ def test_words_of_a_command_line() -> None:
 
 def test_loaders_and_trainers_take_them() -> None:
     torch_data = pytest.importorskip("torch.utils.data")
-    some = Settings(
-        4, 2, 1, num_workers=2, prefetch_factor=3, persistent_workers=True, threads=2, allocator="a:b"
-    )
+    some = Settings(4, 2, 1, num_workers=2, prefetch_factor=3, persistent_workers=True, threads=2, allocator="a:b")
     none = Settings(4)
     for settings in (some, none):
         loader = torch_data.DataLoader(range(8), **settings.loader())
         assert (loader.batch_size, loader.num_workers) == (4, settings.num_workers)
-    assert some.environment() == {
-        "OMP_NUM_THREADS": "2",
-        "MKL_NUM_THREADS": "2",
-        "PYTORCH_CUDA_ALLOC_CONF": "a:b",
-    }
+    assert some.environment() == {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2", "PYTORCH_CUDA_ALLOC_CONF": "a:b"}
     assert none.environment() == {}
 
 
@@ -101,25 +99,25 @@ def test_trainers_know_every_argument() -> None:
     assert some.lightning()["loader"] == some.loader()
 
 
-def _climb(rates: dict[tuple[int, int], float | str]) -> tuple[Rung, list[tuple[int, int]]]:
+def _climb(rates: dict[tuple[int, int], float | str]) -> tuple[CompleteLoaderSettings, list[tuple[int, int]]]:
     tried: list[tuple[int, int]] = []
 
-    def run(rung: Rung) -> float | str:
-        tried.append((rung.workers, rung.prefetch))
-        return rates[rung.workers, rung.prefetch]
+    def run(candidate: CompleteLoaderSettings) -> float | str:
+        tried.append((candidate.num_workers, candidate.prefetch_factor))
+        return rates[candidate.num_workers, candidate.prefetch_factor]
 
-    ask = Ask(16)
-    return climb(dataset(), healthy(), ask, choose(dataset(), healthy(), ask), run).rung, tried
+    asked = TuneRequest(16)
+    return climb(dataset(), healthy(), asked, choose(dataset(), healthy(), asked), run).settings, tried
 
 
 def test_climbing_stops_where_it_no_longer_pays() -> None:
     rates = {(0, 1): 100.0, (1, 1): 98.0, (2, 1): 190.0, (3, 1): 260.0, (4, 1): 262.0, (5, 1): 261.0,
              (3, 2): 290.0, (3, 4): 291.0}  # fmt: skip
-    rung, tried = _climb(rates)
-    assert (rung.workers, rung.prefetch) == (3, 2)
+    candidate, tried = _climb(rates)
+    assert (candidate.num_workers, candidate.prefetch_factor) == (3, 2)
     assert max(workers for workers, _ in tried) == 5
 
 
-def test_climbing_keeps_the_last_good_when_one_dies() -> None:
-    rung, tried = _climb({(0, 1): 100.0, (1, 1): 180.0, (2, 1): "killed"})
-    assert (rung.workers, rung.prefetch) == (1, 1) and tried[-1] == (2, 1)
+def test_climbing_keeps_the_last_good_settings_when_one_fails() -> None:
+    candidate, tried = _climb({(0, 1): 100.0, (1, 1): 180.0, (2, 1): "killed"})
+    assert (candidate.num_workers, candidate.prefetch_factor) == (1, 1) and tried[-1] == (2, 1)

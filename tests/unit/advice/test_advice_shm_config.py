@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 import yaml
-from boxes import GB, MB
 from hypothesis import given
 from hypothesis import strategies as st
+from machines import GB, MB
 
 from legroom.advice.memory_need import need
 from legroom.advice.shm_config import KINDS, emit
@@ -81,6 +81,19 @@ def test_every_size_survives(size: int) -> None:
 
 
 def test_no_such_kind() -> None:
-    assert set(KINDS) == {"docker", "compose", "kubernetes", "slurm", "fstab"}
+    assert set(KINDS) == {"docker", "compose", "kubernetes", "kubernetes-warm", "slurm", "fstab"}
     with pytest.raises(UsageError, match="nomad"):
         emit("nomad", GB)
+
+
+def test_the_daemonset_counts_the_pages_it_writes() -> None:
+    found = yaml.safe_load(emit("kubernetes-warm", 8 * GB))
+    assert found["kind"] == "DaemonSet"
+    pod = found["spec"]["template"]
+    assert pod["metadata"]["labels"] == found["spec"]["selector"]["matchLabels"]
+    [container] = pod["spec"]["containers"]
+    limits = container["resources"]
+    assert limits["limits"] == limits["requests"] == {"memory": "9Gi"}  # /dev/shm and the process
+    assert container["volumeMounts"] == [{"name": "shm", "mountPath": "/dev/shm"}]
+    assert pod["spec"]["volumes"] == [{"name": "shm", "hostPath": {"path": "/dev/shm", "type": "Directory"}}]
+    assert "legroom cache load" in container["args"][0]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from boxes import GB, MB
 from hypothesis import given
 from hypothesis import strategies as st
+from machines import GB, MB
 
-from legroom.advice.fit import FLOOR, advise, power_of_two
+from legroom.advice.fit_on_machine import FLOOR, advise, power_of_two
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_never_above_the_limit_less_what_processes_need(need: int, memory: int, 
     assert 0 <= sizes.minimum <= sizes.recommended <= sizes.conservative
 
 
-def test_the_cap_says_what_binds() -> None:
+def test_the_cap_names_what_limits() -> None:
     sizes = advise(276 * MB, memory=GB, processes=600 * MB, bound="the cgroup's memory limit of")
     assert sizes.recommended == 424 * MB and sizes.minimum == 424 * MB
     assert sizes.capped_by == "the cgroup's memory limit of 1 GB less 600 MB for the processes"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from boxes import MB, healthy, with_pool
 from hypothesis import given
 from hypothesis import strategies as st
+from machines import MB, healthy, with_pool
 
-from legroom.advice.fit import judged
+from legroom.advice.fit_on_machine import judged
+from legroom.advice.job_description import Demand, batch_of
 from legroom.advice.memory_need import Each, fits, least, most_samples, most_workers, spare
-from legroom.advice.plan_inputs import Demand, batch_of
 
 each = st.builds(Each, st.integers(0, 200 * MB), st.integers(0, 200 * MB), st.integers(1, 200 * MB))
 
@@ -29,7 +29,7 @@ def test_the_most_that_fits_is_just_that(one: Each, free: int, asked: int) -> No
 
 
 @given(each, st.integers(0, 4000 * MB), st.integers(1, 8), st.integers(1, 64))
-def test_a_smaller_batch_that_is_said_to_fit_does(one: Each, free: int, workers: int, samples: int) -> None:
+def test_a_smaller_batch_that_is_reported_to_fit_fits(one: Each, free: int, workers: int, samples: int) -> None:
     less = most_samples(one, free, workers, samples)
     assert 0 <= less < samples
     if less:
@@ -38,11 +38,11 @@ def test_a_smaller_batch_that_is_said_to_fit_does(one: Each, free: int, workers:
 
 
 def test_our_loader_makes_do_with_less_before_it_is_too_big() -> None:
-    demand = Demand(workers=4, kind="legroom", worker_ram=10 * MB)
+    demand = Demand(num_workers=4, loader_kind="legroom", worker_ram=10 * MB)
     batch = batch_of(6 * MB, 4)
     full = judged(demand, batch, with_pool(healthy(), "ram", 4000 * MB, 0, 4000 * MB))
     assert full.verdict == "fits" and not full.notes
     squeezed = judged(demand, batch, with_pool(healthy(), "ram", 400 * MB, 0, 400 * MB))
     assert squeezed.verdict == "fits" and squeezed.need.ram < full.need.ram
-    assert "makes do with" in squeezed.notes[0]
+    assert "full speed needs" in squeezed.notes[0]
     assert judged(demand, batch, with_pool(healthy(), "ram", 250 * MB, 0, 250 * MB)).verdict == "too-big"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from legroom.advice.launcher_config import Shape, zero_row, zero_rows
+from legroom.advice.deepspeed_config import Shape, zero_rows
 from legroom.errors import UsageError
 
 B = 10**9
@@ -39,10 +39,8 @@ def test_an_unknown_layer_makes_stage_3_a_lower_bound() -> None:
 def test_savings_are_against_plain_torch_and_may_be_none() -> None:
     alone, eight = zero_rows(Shape(B, ranks=1)), zero_rows(Shape(B, ranks=8))
     assert alone[0].stage == 0 and alone[0].gpu == 16 * B and alone[0].saves == 0
-    assert zero_row(Shape(B, ranks=1), 2, offload=False).saves == -4 * B  # on one GPU it takes more
+    assert next(one for one in alone if (one.stage, one.offload) == (2, "none")).saves == -4 * B  # more, on one GPU
     assert all(one.saves == 16 * B - one.gpu for one in eight)
-    assert zero_row(Shape(B, ranks=8), 3, offload=True).offload == "all"
-    assert zero_row(Shape(B, ranks=8), 2, offload=True).offload == "optimizer"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +65,5 @@ def test_deepspeeds_own_estimators_agree(params: int, ranks: int, nodes: int) ->
         host, gpu = two.estimate_zero2_model_states_mem_needs(params, each, nodes, offload)
         assert row(shape, 2, name) == (gpu, host)
     for optimizer, weights, name in ((False, False, "none"), (True, False, "optimizer"), (True, True, "all")):
-        host, gpu, _ = three.estimate_zero3_model_states_mem_needs(
-            params, layer, each, nodes, optimizer, weights, True
-        )
+        host, gpu, _ = three.estimate_zero3_model_states_mem_needs(params, layer, each, nodes, optimizer, weights, True)
         assert row(shape, 3, name) == (gpu, host)

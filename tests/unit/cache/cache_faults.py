@@ -9,6 +9,7 @@ import gc
 import io
 import mmap
 import os
+import pickle
 import random
 import shutil
 import threading
@@ -22,17 +23,18 @@ from typing import Any
 import numpy as np
 
 import legroom
-from legroom.cache import drop_and_gc, list_and_verify, mapped_files, source_records
-from legroom.cache import store as store_module
+from legroom.cache import drop_and_gc, file_io, list_and_verify, source_digests
+from legroom.cache import store_directories as store_module
 from legroom.cache.manifest import is_key
 from legroom.errors import LegroomError
-from legroom.system.libc import MAP_FAILED
+from legroom.system.process_control import MAP_FAILED
 
 ERRNOS = ("EMFILE", "ENFILE", "ENOMEM", "EACCES", "EPERM", "EIO", "ENOSPC", "EROFS", "EINTR", "EFBIG", "EDQUOT", "ELOOP")  # fmt: skip
 CALLS = (
     "open", "mkdir", "rename", "unlink", "rmdir", "stat", "fstat", "lstat", "listdir", "scandir", "read", "pread", "preadv",
     "pwrite", "pwritev", "write", "ftruncate", "posix_fallocate", "fsync", "utime", "fchmod", "statvfs", "readlink",
 )  # fmt: skip
+FROZEN = {"a": [(1, "x")] * 2000, "b": [{"c": 1.5}], 3: None}
 ARRAY = np.arange(3000, dtype=np.int32).reshape(300, 10)
 
 
@@ -90,17 +92,17 @@ def failing(faults: Faults) -> Iterator[None]:
     places: list[tuple[Any, str, str]] = [(os, name, name) for name in CALLS if hasattr(os, name)]
     places += [(fcntl, "flock", "flock"), (builtins, "open", "file"), (io, "open", "file"), (mmap, "mmap", "mmap.mmap")]  # fmt: skip
     kept = [(module, attribute, getattr(module, attribute)) for module, attribute, _ in places]
-    libc = mapped_files.libc
+    libc = file_io.libc
     for module, attribute, name in places:
         setattr(module, attribute, faults.around(name, getattr(module, attribute)))
     real = libc()
-    mapped_files.libc = lambda: _Libc(real, faults)  # type: ignore[assignment]
+    file_io.libc = lambda: _Libc(real, faults)  # type: ignore[assignment]
     try:
         yield
     finally:
         for module, attribute, function in kept:
             setattr(module, attribute, function)
-        mapped_files.libc = libc
+        file_io.libc = libc
 
 
 class Wrong(AssertionError):
@@ -130,12 +132,12 @@ class Sweep:
             store_module.StoreCandidate(self.folder / "shm", "shm", True),
             store_module.StoreCandidate(self.folder / "disk", "disk", True),
         ]
-        before = store_module.candidates, source_records.QUIET_NS
-        store_module.candidates, source_records.QUIET_NS = lambda env: iter(mine), 0  # type: ignore[assignment]
+        before = store_module.candidates, source_digests.QUIET_NS
+        store_module.candidates, source_digests.QUIET_NS = lambda env: iter(mine), 0  # type: ignore[assignment]
         try:
             yield self
         finally:
-            store_module.candidates, source_records.QUIET_NS = before  # type: ignore[assignment]
+            store_module.candidates, source_digests.QUIET_NS = before  # type: ignore[assignment]
 
     @property
     def store(self) -> Path:
@@ -151,11 +153,13 @@ class Sweep:
 
     def prepare(self, operation: str) -> None:
         """The state in which an operation begins."""
-        if operation in ("open", "disabled", "inplace"):
+        if operation in ("open", "freeze", "disabled", "inplace"):
             self.reset()
-        elif not self.inodes():
+        elif operation == "list" or not self.inodes():  # a frozen object would be listed too
             self.reset()  # an entry that a fault before sent to the disk would be attached to there
             legroom.open(self.path).close()
+        if operation == "refreeze":
+            legroom.freeze(FROZEN)
         if operation == "gc":
             for folder in ("work/", "."):
                 for name in ("building-0000000000000000", "trash-0000000000000000"):
@@ -169,6 +173,10 @@ class Sweep:
                 if operation == "batches":
                     rows = [batch["array"] for batch in data.batches(64, format="numpy", keys="array")]
                     _same(np.concatenate(rows))
+        elif operation in ("freeze", "refreeze"):
+            view = legroom.freeze(FROZEN)
+            if view != FROZEN or pickle.loads(pickle.dumps(view))["a"] != FROZEN["a"]:
+                raise Wrong("wrong data")
         elif operation == "disabled":
             os.environ["LEGROOM_DISABLE"] = "1"
             try:
@@ -188,9 +196,7 @@ class Sweep:
             list_and_verify.info(self.path)
         elif operation == "verify":
             results = list_and_verify.verify()
-            if not loop and not all(
-                result.whole and result.source in ("same", "not-checked") for result in results
-            ):
+            if not loop and not all(result.whole and result.source in ("same", "not-checked") for result in results):
                 raise Wrong(results)
         elif operation == "drop":
             drop_and_gc.drop(self.path)
@@ -230,7 +236,7 @@ class Sweep:
             raise Wrong(f"descriptors were left open: {sorted(left)}")
         after = self.inodes()
         if (
-            operation not in ("drop", "open", "disabled", "inplace")
+            operation not in ("drop", "open", "freeze", "disabled", "inplace")
             and faults.number != errno.ELOOP
             and before != after
         ):
@@ -255,7 +261,20 @@ def _same(array: Any) -> None:
         raise Wrong("wrong data")
 
 
-OPERATIONS = ("open", "warm", "batches", "list", "info", "verify", "drop", "gc", "disabled", "inplace")
+OPERATIONS = (
+    "freeze",
+    "refreeze",
+    "open",
+    "warm",
+    "batches",
+    "list",
+    "info",
+    "verify",
+    "drop",
+    "gc",
+    "disabled",
+    "inplace",
+)
 
 
 def cases(calls: dict[str, int], chance: random.Random, most: int) -> list[Faults]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import legroom
-from legroom.cache import build, cached_data, mapped_files, store  # noqa: F401  (a bare process has the code loaded)
+from legroom.cache import build, cached_data, file_io, store_directories  # noqa: F401  (a bare process has the code loaded)
 from legroom.formats import npy_reader  # noqa: F401
 from legroom.loader.batches.open_data import open as _open  # noqa: F401
 
@@ -48,7 +48,7 @@ def wait_for(path: Path) -> None:
 
 def main(path: str, folder: Path, number: str) -> None:
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    store.step_hook = lambda name: os.write(log, f"{os.getpid()} {name}\n".encode()) and None
+    store_directories.step_hook = lambda name: os.write(log, f"{os.getpid()} {name}\n".encode()) and None
     (folder / f"started-{number}").touch()
     wait_for(folder / "open")
     before = private()

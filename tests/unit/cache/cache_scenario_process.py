@@ -1,4 +1,4 @@
-"""A stage for the scenes of cache_scenarios.py: one prepared process, stores of its own in shared memory."""
+"""Runs the scenarios of cache_scenarios.py in one prepared process, stores of its own in shared memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-# What `legroom.cache.store.step` names, in the order of a cold start and of a removal.
+# What `legroom.cache.store_directories.step` names, in the order of a cold start and of a removal.
 BUILD_STEPS = (
     "elected", "work", "reserve", "read", "allocate", "write", "written", "seal", "lease", "manifest",
     "publish", "record", "recorded", "done",
@@ -37,11 +37,7 @@ class ScenarioProcess:
         (folder / "disk").mkdir()
         env = {**os.environ, "LEGROOM_SHM": str(self.memory), "LEGROOM_DIR": str(folder / "disk")}
         self.process = subprocess.Popen(
-            [sys.executable, str(SCENARIOS)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=env,
+            [sys.executable, str(SCENARIOS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
 
     def play(self, scene: str, **arguments: Any) -> dict[str, Any]:
@@ -64,10 +60,7 @@ def small_file(folder: Path) -> tuple[Path, int]:
     """A small HDF5 file with a raw and a compressed array, quiet for two seconds, and its checksum."""
     path = folder / "small.h5"
     rng = np.random.default_rng(1)
-    arrays = {
-        "images": rng.integers(0, 255, (64, 32, 32, 3), np.uint8),
-        "zipped": rng.random((64, 100), np.float32),
-    }
+    arrays = {"images": rng.integers(0, 255, (64, 32, 32, 3), np.uint8), "zipped": rng.random((64, 100), np.float32)}
     with h5py.File(path, "w") as file:
         file["images"] = arrays["images"]
         file.create_dataset("zipped", data=arrays["zipped"], chunks=(16, 100), compression="gzip")
@@ -78,7 +71,5 @@ def small_file(folder: Path) -> tuple[Path, int]:
 def crc_of(arrays: dict[str, Any]) -> int:
     total = 0
     for name in sorted(arrays):
-        total = zlib.crc32(
-            np.ascontiguousarray(arrays[name]).view(np.uint8), zlib.crc32(name.encode(), total)
-        )
+        total = zlib.crc32(np.ascontiguousarray(arrays[name]).view(np.uint8), zlib.crc32(name.encode(), total))
     return total

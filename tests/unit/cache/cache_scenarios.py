@@ -25,8 +25,8 @@ import numpy as np
 
 import legroom
 from legroom.cache import build, drop_and_gc, list_and_verify, uncached  # noqa: F401
-from legroom.cache import store as store_module
-from legroom.cache.store import open_stores
+from legroom.cache import store_directories as store_module
+from legroom.cache.store_directories import open_stores
 
 Result = dict[str, Any]
 
@@ -152,7 +152,7 @@ def end_sleepers(log: str) -> None:
             os.kill(int(pid), signal.SIGKILL)
         except ProcessLookupError:
             pass
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(os.path.exists(f"/proc/{pid}") and _state(pid) not in "ZX" for pid in pids):
         if time.monotonic() > deadline:
             raise TimeoutError(pids)
@@ -283,9 +283,7 @@ def _try_drop(path: str) -> str:
     return "dropped"
 
 
-def scene_churn(
-    path: str, seed: int, seconds: float, users: int, droppers: int, work: str, least: int = 0
-) -> Result:
+def scene_churn(path: str, seed: int, seconds: float, users: int, droppers: int, work: str, least: int = 0) -> Result:
     """Some open, check and close without end; others drop, by force or not, and collect: nobody sees wrong data.
 
     It takes so many seconds, and longer (a minute at most) until each has opened or dropped ``least`` times: on a busy
@@ -331,9 +329,7 @@ def scene_churn(
     return {"results": results, "removed": removed, **{f"clean_{k}": v for k, v in clean(log).items()}}
 
 
-SCENES = {
-    name.removeprefix("scene_"): scene for name, scene in globals().items() if name.startswith("scene_")
-}
+SCENES = {name.removeprefix("scene_"): scene for name, scene in globals().items() if name.startswith("scene_")}
 
 
 def main() -> None:

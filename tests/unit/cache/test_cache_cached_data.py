@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import drop_and_gc, mapped_files
+from legroom.cache import drop_and_gc, file_io
 from legroom.cache.cached_data import Ragged
 from legroom.errors import UnsupportedData, UsageError
 
@@ -107,10 +107,8 @@ def test_pickled_and_dropped_it_is_opened_from_its_source(data) -> None:
     assert (pickle.loads(text)["images"] == data["images"]).all()
 
 
-def test_read_only_where_every_writable_map_would_count(
-    data, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(mapped_files, "maps_writable", lambda: False)
+def test_read_only_where_every_writable_map_would_count(data, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(file_io, "maps_writable", lambda: False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = legroom.open(tmp_path / "a.h5")
@@ -141,7 +139,7 @@ def test_ready_in_a_forked_child(data) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_repr_says_what_it_is(data) -> None:
+def test_repr_shows_what_it_is(data) -> None:
     assert "images: uint8[10, 2, 3]" in repr(data) and "shm" in repr(data)
     data.close()
     data.close()
@@ -152,9 +150,7 @@ def test_tables(shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
-    table = pa.table(
-        {"x": np.arange(1000), "text": [f"t{n}" for n in range(1000)], "hole": [None, 1.0] * 500}
-    )
+    table = pa.table({"x": np.arange(1000), "text": [f"t{n}" for n in range(1000)], "hole": [None, 1.0] * 500})
     path = tmp_path / "a.parquet"
     pq.write_table(table, path)
     for disabled in ("0", "1"):
@@ -179,8 +175,7 @@ def test_tables_of_several_files_are_one(shm: Path, tmp_path: Path, monkeypatch:
     import pyarrow.parquet as pq
 
     parts = [
-        pa.table({"x": np.arange(n * 10, n * 10 + 10), "text": [f"{n}-{row}" for row in range(10)]})
-        for n in range(3)
+        pa.table({"x": np.arange(n * 10, n * 10 + 10), "text": [f"{n}-{row}" for row in range(10)]}) for n in range(3)
     ]
     for number, part in enumerate(parts):
         pq.write_table(part, tmp_path / f"part-{number}.parquet")
@@ -204,8 +199,7 @@ def test_tables_of_several_files_are_one(shm: Path, tmp_path: Path, monkeypatch:
     [
         np.dtype([("a", "i1"), ("b", "<f8"), ("c", "<i2")], align=True),
         np.dtype(
-            [("p", np.dtype([("a", "i1"), ("b", "<i4")], align=True), (2, 3)), ("q", "S3"), ("r", "<u8")],
-            align=True,
+            [("p", np.dtype([("a", "i1"), ("b", "<i4")], align=True), (2, 3)), ("q", "S3"), ("r", "<u8")], align=True
         ),
         np.dtype({"names": ["a", "b"], "formats": ["i1", "<i4"], "offsets": [2, 8], "itemsize": 16}),
         np.dtype([("a", "i1"), ("b", ">f8"), ("c", ">i2")], align=True),

@@ -36,9 +36,7 @@ def _hdf5(**options: Any) -> Callable[[Path], None]:
 
 def _zarr(path: Path) -> None:
     zarr = pytest.importorskip("zarr")
-    zarr.create_array(
-        str(path), data=ARRAY, chunks=(7000,), compressors=[zarr.codecs.Crc32cCodec()], overwrite=True
-    )
+    zarr.create_array(str(path), data=ARRAY, chunks=(7000,), compressors=[zarr.codecs.Crc32cCodec()], overwrite=True)
 
 
 def _parquet(path: Path) -> None:

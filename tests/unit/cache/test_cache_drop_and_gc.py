@@ -20,10 +20,10 @@ from cache_scenario_process import BUILD_STEPS, REMOVAL_STEPS
 
 import legroom
 from legroom.cache import capacity, drop_and_gc, eviction, list_and_verify, locks
-from legroom.cache import store as store_module
+from legroom.cache import store_directories as store_module
 from legroom.cache.capacity import store_bytes
 from legroom.cache.list_and_verify import SourceMatcher
-from legroom.cache.store import open_stores
+from legroom.cache.store_directories import delete_trash, open_stores
 from legroom.errors import EntryInUse, NoRoom, NotLoaded, UsageError
 
 
@@ -43,7 +43,7 @@ def used_at(shm: Path, path: Path, when: float) -> str:
 
 @pytest.mark.usefixtures("old_files")
 class TestCatalog:
-    def test_entries_say_what_they_are(self, shm: Path, tmp_path: Path) -> None:
+    def test_entries_show_what_they_are(self, shm: Path, tmp_path: Path) -> None:
         path = make(tmp_path, 1)
         assert list_and_verify.entries() == ()
         with pytest.raises(NotLoaded):
@@ -143,15 +143,13 @@ class TestDrop:
         assert drop_and_gc.drop() == drop_and_gc.gc()
 
     @pytest.mark.parametrize("at", [name for name in REMOVAL_STEPS if name != "removed"])
-    def test_killed_in_the_middle_it_leaves_nothing_half_gone(
-        self, shm: Path, tmp_path: Path, at: str
-    ) -> None:
+    def test_killed_in_the_middle_it_leaves_nothing_half_gone(self, shm: Path, tmp_path: Path, at: str) -> None:
         path = make(tmp_path, 1)
         legroom.open(path)
         script = (
             "import os, signal, sys\n"
-            "from legroom.cache import drop_and_gc, store\n"
-            f"store.step_hook = lambda name: name == {at!r} and os.kill(os.getpid(), signal.SIGKILL)\n"
+            "from legroom.cache import drop_and_gc, store_directories\n"
+            f"store_directories.step_hook = lambda name: name == {at!r} and os.kill(os.getpid(), signal.SIGKILL)\n"
             "drop_and_gc.drop(sys.argv[1])\n"
         )
         done = subprocess.run([sys.executable, "-c", script, str(path)])
@@ -165,9 +163,7 @@ class TestDrop:
 
 @pytest.mark.usefixtures("old_files")
 class TestGc:
-    @pytest.mark.parametrize(
-        ("folder", "lock"), [("work/", "work"), (".", "locks")], ids=["now", "earlier layout"]
-    )
+    @pytest.mark.parametrize(("folder", "lock"), [("work/", "work"), (".", "locks")], ids=["now", "earlier layout"])
     def test_strays_go_and_what_lives_stays(self, shm: Path, tmp_path: Path, folder: str, lock: str) -> None:
         data = legroom.open(make(tmp_path, 1))
         trashed, building = (Path(f"{shm}/{folder}{name}") for name in ("trash-1", "building-dead"))
@@ -211,12 +207,9 @@ class TestGc:
         assert [entry.key for entry in drop_and_gc.drop().entries] == [key]
 
     def test_a_living_builders_directory_stays(self, shm: Path, tmp_path: Path) -> None:
-        from legroom.cache.staging import StagingDirectory
+        from legroom.cache.staging_directory import StagingDirectory
 
-        with (
-            open_stores(make=True) as places,
-            StagingDirectory(places.election_store, 1000, evict=False) as work,
-        ):
+        with open_stores(make=True) as places, StagingDirectory(places.election_store, 1000, evict=False) as work:
             assert drop_and_gc.gc(dry_run=True).strays == drop_and_gc.gc().strays == 0
             assert work.folder.is_dir() and work.folder.parent == shm / "work"
             assert capacity.outstanding_reservations(places.election_store) == 1000
@@ -261,7 +254,7 @@ class TestGc:
         assert [entry.key for entry in reaped.kept] == [held.info.key]
         assert {entry.key for entry in list_and_verify.entries()} == {keys[0], keys[3]}
 
-    def test_room_that_cannot_be_made_is_said(
+    def test_space_that_cannot_be_freed_is_reported(
         self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for number in range(2):
@@ -281,8 +274,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, root: Path, size: int) -> None:
 
     def bounds(store: object, env: object = None) -> list[capacity.Bound]:
         if getattr(store, "root", None) != root:
-            return [capacity.Bound(1 << 40, "plenty")]
-        return [capacity.Bound(size - store_bytes(store), "pretended")]  # type: ignore[arg-type]
+            return [capacity.Bound(1 << 40, lambda: "plenty")]
+        return [capacity.Bound(size - store_bytes(store), lambda: "pretended")]  # type: ignore[arg-type]
 
     monkeypatch.setattr(capacity, "bounds", bounds)
     monkeypatch.setattr(capacity, "bounds_now", bounds)
@@ -310,17 +303,16 @@ class TestEviction:
         assert legroom.open(make(tmp_path, 1)).info.backing == "disk"
         with pytest.raises(NoRoom) as caught:
             legroom.open(make(tmp_path, 2), backing="shm")
-        assert len(caught.value.fix) == 3
+        assert caught.value.fix and not any("cache gc" in step for step in caught.value.fix)  # it tried that itself
         held.close()
-        with pytest.raises(NoRoom):
+        with pytest.raises(NoRoom) as caught:
             legroom.open(make(tmp_path, 3), backing="shm", evict=False)
+        assert any("cache gc" in step for step in caught.value.fix)
         assert len(list_and_verify.entries(tmp_path / "0.npy")) == 1
         del held
         assert legroom.open(make(tmp_path, 4, 10_000), backing="shm").info.backing == "shm"
 
-    def test_nothing_is_evicted_in_vain(
-        self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_nothing_is_evicted_in_vain(self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         legroom.open(make(tmp_path, 0))
         pretend(monkeypatch, shm, 100_000)
         with pytest.raises(NoRoom):
@@ -372,9 +364,7 @@ def test_a_key_that_stands_for_several_is_refused(shm: Path, monkeypatch: pytest
     keys = ["abcdef" + "0" * 26, "abcdef" + "1" * 26]
     with open_stores(make=True) as places:
         monkeypatch.setattr(
-            list_and_verify,
-            "least_recent_first",
-            lambda store: [eviction.LeastRecent(key, 0.0, 1) for key in keys],
+            list_and_verify, "least_recent_first", lambda store: [eviction.LeastRecent(key, 0.0, 1) for key in keys]
         )
         with pytest.raises(UsageError, match="several"):
             list_and_verify.matching_keys(places.election_store, "abcdef", SourceMatcher(places.found))
@@ -382,7 +372,7 @@ def test_a_key_that_stands_for_several_is_refused(shm: Path, monkeypatch: pytest
 
 def test_trash_deletes_nothing_else(shm: Path) -> None:
     with open_stores(make=True) as places, pytest.raises(ValueError):
-        eviction.delete_trash(places.election_store, "locks")
+        delete_trash(places.election_store, "locks")
 
 
 @pytest.mark.usefixtures("old_files")
@@ -403,7 +393,7 @@ def test_an_entry_that_cannot_get_another_parent_goes_too(
     assert sorted(os.listdir(shm)) == ["locks", "samples", "sources", "work"]
 
 
-def test_steps_are_told_in_order(shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_reported_in_order(shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(store_module, "step_hook", seen.append)
     legroom.open(make(tmp_path, 1))
@@ -490,9 +480,7 @@ class TestContent:
         assert found.entry.key == key and found.source == "changed"
         assert [entry.key for entry in drop_and_gc.gc(stale=True).entries] == [key]
 
-    def test_an_entry_of_a_file_that_was_moved_and_opened_there_is_not_stale(
-        self, shm: Path, tmp_path: Path
-    ) -> None:
+    def test_an_entry_of_a_file_that_was_moved_and_opened_there_is_not_stale(self, shm: Path, tmp_path: Path) -> None:
         path = self.file(tmp_path, "npy")
         key = legroom.open(path).info.key
         path.rename(tmp_path / "b.npy")

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import drop_and_gc, list_and_verify, source_records
-from legroom.cache.store import open_stores
+from legroom.cache import drop_and_gc, list_and_verify, source_digests
+from legroom.cache.store_directories import open_stores
 from legroom.errors import EntryUnreadable, LegroomError
 
 PASSING = ("EMFILE", "ENFILE", "ENOMEM", "EACCES", "EINTR", "EIO")
@@ -191,9 +191,7 @@ def test_a_shared_lease_outlives_a_fork_in_each_process(shm: Path, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("old_files")
-def test_after_a_forced_drop_the_old_and_the_new_entry_are_leased_each_for_itself(
-    shm: Path, tmp_path: Path
-) -> None:
+def test_after_a_forced_drop_the_old_and_the_new_entry_are_leased_each_for_itself(shm: Path, tmp_path: Path) -> None:
     path, key = loaded(tmp_path)
     old = legroom.open(path)
     drop_and_gc.drop(path, force=True)
@@ -204,7 +202,7 @@ def test_after_a_forced_drop_the_old_and_the_new_entry_are_leased_each_for_itsel
     assert (old["array"] == np.arange(1000)).all()
 
 
-def test_the_command_says_it_in_words(shm: Path, tmp_path: Path) -> None:
+def test_the_command_prints_an_error_and_no_traceback(shm: Path, tmp_path: Path) -> None:
     path, _ = loaded(tmp_path)
     code = (
         "import os, resource, sys; from legroom.cli.main import run\n"
@@ -224,4 +222,4 @@ def test_records_of_every_store_are_read_as_they_are(shm: Path, tmp_path: Path) 
     loaded(tmp_path)
     with open_stores() as places:
         (name,) = os.listdir(places.found[0].sources)
-        assert source_records.read_record_named(places.found[0], name) is not None
+        assert source_digests.read_record_named(places.found[0], name) is not None

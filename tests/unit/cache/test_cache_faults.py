@@ -15,14 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cache_faults import OPERATIONS, Faults, Sweep, cases
+from doc_runner import Runner
 
 import legroom
 from legroom.cache import drop_and_gc, list_and_verify, locks
 from legroom.cache.attach import lock_name
-from legroom.cache.store import open_stores, store_lock
+from legroom.cache.store_directories import open_stores, store_lock
 from legroom.errors import LegroomError, NotLoaded
 
-MOST = {"open": 300}  # of each operation; `make soak` takes more, by a seed of its own
+MOST = {"open": 300, "freeze": 60, "refreeze": 30}  # of each operation; `make soak` takes more, by a seed of its own
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_asking_who_uses_an_entry_is_not_a_use(sweep: Sweep) -> None:
     assert key is not None
     child = subprocess.Popen(
         [sys.executable, "-c",
-         "import sys\nfrom legroom.cache.store import Path, StoreCandidate, is_locked, open_store\n"
+         "import sys\nfrom legroom.cache.store_directories import Path, StoreCandidate, is_locked, open_store\n"
          f"store = open_store(StoreCandidate(Path({str(sweep.folder / 'shm')!r}), 'shm', True), make=False)\n"
          "print('ready', flush=True)\n"
          f"while True: is_locked(store, {lock_name(key)!r})\n"],
@@ -137,13 +138,22 @@ def _put(path: Path, odd: str) -> None:
             made.bind(path.name)
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Runner]:
+    """Runs scripts in forks of a process that has imported the cache."""
+    process = Runner("numpy", "legroom.cache.find_or_build", "legroom.cache.build", "legroom.cache.drop_and_gc")
+    yield process
+    process.close()
+
+
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("place", ["locks/store.lock", "locks/KEY.lock", "locks/SRC", "sources/RECORD", "KEY",
                                    "KEY/manifest.json", "KEY/array.npy", "locks/building-0.lock",
                                    "work/building-0.lock", "work/building-0", "work/used"])  # fmt: skip
 def test_something_else_where_a_file_belongs_is_an_error_or_built_anew(
-    shm: Path, npy, old_files: None, place: str, odd: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    shm: Path, npy, old_files: None, place: str, odd: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    forks: Runner,
+) -> None:  # fmt: skip
     path = npy()
     with legroom.open(path) as data:
         key = data.info.key
@@ -155,12 +165,13 @@ def test_something_else_where_a_file_belongs_is_an_error_or_built_anew(
     monkeypatch.chdir(tmp_path)
     _put(target, odd)
     monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-c", EACH, "list,info,verify,open,gc,drop", str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 0, (ended.stdout, ended.stderr)
+    (tmp_path / "each.py").write_text(EACH)
+    arguments = ("list,info,verify,open,gc,drop", str(path))
+    status, output = forks.run(tmp_path / "each.py", tmp_path, dict(os.environ), *arguments)
+    assert status == 0, output
 
 
-def test_what_was_put_into_the_store_by_hand_does_not_stop_gc(shm: Path, npy) -> None:
+def test_foreign_files_in_the_store_do_not_stop_gc(shm: Path, npy) -> None:
     legroom.open(npy()).close()
     (shm / "locks" / "stranger").mkdir()
     (shm / "sources" / "stranger").mkdir()

@@ -118,9 +118,7 @@ def damage(folder: Path, chance: random.Random) -> str:
 
 
 @pytest.mark.usefixtures("old_files")
-def test_damaged_entries_are_built_anew(
-    shm: Path, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_entries_are_built_anew(shm: Path, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(20)
     built = 0
     whole = False  # whether the entry is there and as the cache itself made it
@@ -194,30 +192,14 @@ def test_headers_are_npy(dtype: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        "|O",
-        "O",
-        ">f4",
-        "f4,f4",
-        "",
-        "x" * 100,
-        None,
-        3,
-        [],
-        [["a"]],
-        [["a", "|O"]],
-        [[1, "<f4"]],
-        [["a", "<f4", [-1]]],
-    ],
+    ["|O", "O", ">f4", "f4,f4", "", "x" * 100, None, 3, [], [["a"]], [["a", "|O"]], [[1, "<f4"]], [["a", "<f4", [-1]]]],
 )
 def test_dtypes_that_are_none_of_ours(value: Any) -> None:
     with pytest.raises(ValueError):
         manifest.dtype_from_json(value)
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"null", b"[]", b"{}", b'{"format": "1"}', b"[" * 100_000, b"\xff\xfe"]
-)
+@pytest.mark.parametrize("data", [b"", b"null", b"[]", b"{}", b'{"format": "1"}', b"[" * 100_000, b"\xff\xfe"])
 def test_manifests_that_are_none(data: bytes) -> None:
     with pytest.raises(Damaged):
         manifest.from_json(data, "0" * 32)
@@ -227,21 +209,7 @@ def test_manifests_that_are_none(data: bytes) -> None:
 
 def test_names_become_safe_file_names() -> None:
     taken: set[str] = set()
-    names = [
-        "a",
-        "A",
-        "a/b",
-        "../x",
-        "",
-        ".",
-        "ü" * 300,
-        "x" * 300,
-        "con:*?",
-        "a\nb",
-        "%2F",
-        "-rf",
-        "manifest",
-    ]
+    names = ["a", "A", "a/b", "../x", "", ".", "ü" * 300, "x" * 300, "con:*?", "a\nb", "%2F", "-rf", "manifest"]
     files = [manifest.file_name(name, ".npy", taken) for name in names]
     assert len({file.lower() for file in files}) == len(names)
     for file in files:

@@ -13,8 +13,8 @@ import pytest
 from legroom.cache import identity
 from legroom.cache.find_or_build import OpenRequest, entry_options, row_order, source_paths
 from legroom.errors import SourceChanged, UnreadableSource, UsageError
-from legroom.formats.protocol import Lookup
-from legroom.formats.source_file import absolute
+from legroom.formats.base_reader import Lookup
+from legroom.formats.data_file import absolute
 
 
 def test_one_file_has_the_digest_that_md5sum_prints(tmp_path: Path) -> None:
@@ -23,18 +23,25 @@ def test_one_file_has_the_digest_that_md5sum_prints(tmp_path: Path) -> None:
     source = identity.stamp_source([path])
     assert identity.digest_source(source, "md5") == hashlib.md5(path.read_bytes()).hexdigest()
     stats = path.stat()
-    assert (
-        source.name
-        == f"{stats.st_dev}-{stats.st_ino}-{stats.st_size}-{stats.st_mtime_ns}-{stats.st_ctime_ns}"
-    )
+    assert source.name == f"{stats.st_dev}-{stats.st_ino}-{stats.st_size}-{stats.st_mtime_ns}-{stats.st_ctime_ns}"
+
+
+def test_files_are_hashed_without_threads_where_ulimit_leaves_no_room_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abc":
+        (tmp_path / name).write_bytes(name.encode() * 1000)
+    source = identity.stamp_source([tmp_path / name for name in "abc"])
+    monkeypatch.setattr(identity, "usable_cpus", lambda: 3)
+    threaded = identity.digest_source(source, "md5")
+    monkeypatch.setattr(identity, "room_for_threads", lambda count: False)
+    monkeypatch.delattr(identity, "ThreadPoolExecutor")
+    assert identity.digest_source(source, "md5") == threaded
 
 
 def test_an_empty_file_has_a_digest_too(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
-    assert (
-        identity.digest_source(identity.stamp_source([tmp_path / "a"]), "md5")
-        == "d41d8cd98f00b204e9800998ecf8427e"
-    )
+    assert identity.digest_source(identity.stamp_source([tmp_path / "a"]), "md5") == "d41d8cd98f00b204e9800998ecf8427e"
 
 
 @pytest.mark.parametrize("algorithm", ["blake3", "xxh3"])
@@ -81,9 +88,7 @@ def test_the_order_of_shards_is_part_of_the_key_and_not_of_the_digest(tmp_path: 
     )
     assert row_order(identity.stamp_source(there)) is None
     assert row_order(identity.stamp_source(back)) == (1, 0)
-    options = [
-        entry_options(OpenRequest(tuple(paths)), identity.stamp_source(paths)) for paths in (there, back)
-    ]
+    options = [entry_options(OpenRequest(tuple(paths)), identity.stamp_source(paths)) for paths in (there, back)]
     assert options[0].suffix == ""
     assert options[0] != options[1]
 
@@ -133,7 +138,7 @@ def test_files_behind_the_named_one_are_hashed_with_it(tmp_path: Path) -> None:
     assert identity.digest_source(identity.with_referenced(alone, searches), "md5") != before
 
 
-def test_two_files_behind_that_change_places_are_other_data(tmp_path: Path) -> None:
+def test_two_referenced_files_that_are_swapped_are_other_data(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"a")
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()
@@ -159,9 +164,7 @@ def test_a_renamed_file_with_files_behind_it_is_the_same(tmp_path: Path) -> None
     for name in ("a", "b"):
         searches = [search(tmp_path / name, "part", tmp_path / "part")]
         digests.append(
-            identity.digest_source(
-                identity.with_referenced(identity.stamp_source([tmp_path / name]), searches), "md5"
-            )
+            identity.digest_source(identity.with_referenced(identity.stamp_source([tmp_path / name]), searches), "md5")
         )
         if name == "a":
             (tmp_path / "a").rename(tmp_path / "b")

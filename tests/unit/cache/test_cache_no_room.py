@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import capacity, eviction, list_and_verify, locks, source_records
-from legroom.cache import store as store_module
+from legroom.cache import capacity, eviction, list_and_verify, locks, source_digests
+from legroom.cache import store_directories as store_module
 from legroom.cache.capacity import store_bytes
 from legroom.cache.manifest import is_key
-from legroom.cache.store import Store
+from legroom.cache.store_directories import Store
 from legroom.errors import NoRoom, UsageError
 
 MB = 1 << 20
@@ -43,11 +43,9 @@ class TestOneDirectoryTwice:
         monkeypatch.setenv("LEGROOM_SHM", str(tmp_path / "both"))
         monkeypatch.setenv("LEGROOM_DIR", str(tmp_path / ("link" if link else "both")))
         path, opened = make(tmp_path, 1), []
-        thread = threading.Thread(
-            target=lambda: opened.append(legroom.open(path, backing=backing)), daemon=True
-        )
+        thread = threading.Thread(target=lambda: opened.append(legroom.open(path, backing=backing)), daemon=True)
         thread.start()
-        thread.join(20)
+        thread.join(60)
         assert opened and int(opened[0]["array"].sum()) == 40_000
         assert [entry.key for entry in list_and_verify.entries()] == [opened[0].info.key]  # listed once
 
@@ -63,10 +61,10 @@ class TestEviction:
     def tight(self, monkeypatch: pytest.MonkeyPatch, allowed: int, **what: Any) -> None:
         def bounds(store: Store, env: object = None) -> list[capacity.Bound]:
             if store.backing == "disk":
-                return [capacity.Bound(0, "none")]
+                return [capacity.Bound(0, lambda: "none")]
             return [
-                capacity.Bound(1 << 40, "plenty"),
-                capacity.Bound(allowed - store_bytes(store), "tight", **what),
+                capacity.Bound(1 << 40, lambda: "plenty"),
+                capacity.Bound(allowed - store_bytes(store), lambda: "tight", **what),
             ]
 
         monkeypatch.setattr(capacity, "bounds", bounds)
@@ -82,6 +80,16 @@ class TestEviction:
         with pytest.raises(NoRoom):
             legroom.open(make(tmp_path, 9, 100_000))
         assert {entry.key for entry in list_and_verify.entries()} == set(keys)
+
+    @pytest.mark.parametrize("evict", [True, False])
+    def test_removing_entries_by_hand_is_advised_only_where_the_load_may_not_remove_them(
+        self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evict: bool
+    ) -> None:
+        """Where it may, it has just found out that removing them would not make the room."""
+        self.tight(monkeypatch, 50_000)
+        with pytest.raises(NoRoom) as refused:
+            legroom.open(make(tmp_path, 9, 100_000), backing="shm", evict=evict)
+        assert any("legroom cache gc" in fix for fix in refused.value.fix) is not evict
 
     def test_of_entries_charged_here_and_elsewhere_those_here_go(
         self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -104,10 +112,10 @@ class TestEviction:
 
         def bounds(store: Store, env: object = None) -> list[capacity.Bound]:
             if store.backing == "disk":
-                return [capacity.Bound(0, "none")]
+                return [capacity.Bound(0, lambda: "none")]
             return [
-                capacity.Bound(300_000 - store_bytes(store), "small"),
-                capacity.Bound(50_000, "group", memory=True, group=8),
+                capacity.Bound(300_000 - store_bytes(store), lambda: "small"),
+                capacity.Bound(50_000, lambda: "group", memory=True, group=8),
             ]
 
         monkeypatch.setattr(capacity, "bounds", bounds)
@@ -119,9 +127,7 @@ class TestEviction:
 
 
 def room_used(shm: Path) -> int:
-    return sum(
-        file.stat().st_blocks * 512 for key in shm.iterdir() if is_key(key.name) for file in key.iterdir()
-    )
+    return sum(file.stat().st_blocks * 512 for key in shm.iterdir() if is_key(key.name) for file in key.iterdir())
 
 
 class TestFull:
@@ -133,7 +139,7 @@ class TestFull:
         def bounds_now(store: Store) -> list[capacity.Bound]:
             asked.append(store.backing)
             little = store.backing == "shm" and len(asked) > 1
-            return [capacity.Bound(0 if little else 64 * MB, "filling up")]
+            return [capacity.Bound(0 if little else 64 * MB, lambda: "filling up")]
 
         monkeypatch.setattr(capacity, "bounds_now", bounds_now)
         path = make(tmp_path, 3, 40 * MB)
@@ -163,13 +169,9 @@ class TestFull:
         assert [finding.code for finding in data.findings] == ["store-unusable"]
         with pytest.raises(legroom.LegroomError) as refused:
             legroom.open(make(tmp_path, 3), backing="shm")
-        assert refused.value.code in ("no-room", "no-store") and os.strerror(errno.ENOSPC) in str(
-            refused.value
-        )
+        assert refused.value.code in ("no-room", "no-store") and os.strerror(errno.ENOSPC) in str(refused.value)
 
-    def test_too_few_inodes_are_said(
-        self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_too_few_inodes_are_reported(self, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         real = os.statvfs
 
         class Stats:
@@ -190,7 +192,7 @@ class TestRecord:
     ) -> None:
         path = make(tmp_path, 5)
         with monkeypatch.context() as broken:
-            broken.setattr(source_records, "write_all", full)
+            broken.setattr(source_digests, "write_all", full)
             data = legroom.open(path)
             assert int(data["array"][0]) == 5
             assert os.listdir(shm / "sources") == []  # no half of one either

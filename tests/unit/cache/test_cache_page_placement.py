@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import mapped_files, page_placement
-from legroom.cache.mapped_files import HUGE_PAGE, MappedFile
-from legroom.cache.page_placement import HugePages
+from legroom.cache import file_io, staging_directory
+from legroom.cache.file_io import HUGE_PAGE, MappedFile
+from legroom.cache.staging_directory import HugePages
 from legroom.probe.host import Host
-from legroom.system.libc import libc
+from legroom.system.process_control import libc
 
 MB = 1 << 20
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/shm and /proc/self/smaps")
@@ -53,7 +53,7 @@ def in_memory(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes: what is tested is not this machine's speed."""
-    monkeypatch.setattr(page_placement, "_DEAR", 1.0)
+    monkeypatch.setattr(staging_directory, "_DEAR", 1.0)
 
 
 def _joins() -> bool:
@@ -65,7 +65,7 @@ def _joins() -> bool:
         os.ftruncate(fd, HUGE_PAGE)
         os.pwrite(fd, b"\0", 0)
         mapped = MappedFile(fd, HUGE_PAGE)
-        return page_placement.hugepages_supported() and libc().madvise(mapped.address, HUGE_PAGE, 25) == 0
+        return staging_directory.hugepages_supported() and libc().madvise(mapped.address, HUGE_PAGE, 25) == 0
     finally:
         os.close(fd)
 
@@ -134,18 +134,16 @@ class TestNotTaken:
         assert os.fstat(memory).st_blocks == 0
 
     def test_a_kernel_that_does_not_know_the_call(self, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(page_placement, "_COLLAPSE", 0x7FFF)
+        monkeypatch.setattr(staging_directory, "_COLLAPSE", 0x7FFF)
         assert not HugePages().take(memory, 0, 20 * MB)
         assert os.fstat(memory).st_blocks * 512 <= 2 * HUGE_PAGE  # no more than was tried
 
-    def test_it_is_given_up_when_it_takes_too_long(
-        self, memory: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_it_is_given_up_when_it_takes_too_long(self, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
         tried: list[int] = []
         clock = iter(range(100))
-        monkeypatch.setattr(page_placement, "hugepages_supported", lambda: True)
-        monkeypatch.setattr(page_placement, "_collapse", lambda fd, offset, length: not tried.append(length))
-        monkeypatch.setattr(page_placement.time, "thread_time", lambda: float(next(clock)))
+        monkeypatch.setattr(staging_directory, "hugepages_supported", lambda: True)
+        monkeypatch.setattr(staging_directory, "_collapse", lambda fd, offset, length: not tried.append(length))
+        monkeypatch.setattr(staging_directory.time, "thread_time", lambda: float(next(clock)))
         pages = HugePages()
         assert not pages.take(memory, 0, 20 * MB)  # a second for 4 MB: the rest is not risked
         assert not pages.take(memory, 0, 20 * MB)
@@ -155,11 +153,11 @@ class TestNotTaken:
         def refuse(*_: object, **__: object) -> MappedFile:
             raise OSError(errno.ENOMEM, "no addresses")
 
-        monkeypatch.setattr(page_placement, "MappedFile", refuse)
+        monkeypatch.setattr(staging_directory, "MappedFile", refuse)
         assert not HugePages().take(memory, 0, 20 * MB)
 
     def test_a_write_that_is_refused_is_an_error(self, monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
-        monkeypatch.setattr(page_placement, "hugepages_supported", lambda: True)
+        monkeypatch.setattr(staging_directory, "hugepages_supported", lambda: True)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4 * MB, hard))
         try:
@@ -169,12 +167,10 @@ class TestNotTaken:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [("", True), ("1", True), ("0", False), (" No ", False), ("off", False)]
-)
+@pytest.mark.parametrize(("text", "expected"), [("", True), ("1", True), ("0", False), (" No ", False), ("off", False)])
 def test_the_switch(text: str, expected: bool) -> None:
-    assert page_placement.hugepages_enabled({"LEGROOM_LARGE_PAGES": text}) is expected
-    assert page_placement.hugepages_enabled({})
+    assert staging_directory.hugepages_enabled({"LEGROOM_LARGE_PAGES": text}) is expected
+    assert staging_directory.hugepages_enabled({})
 
 
 @pytest.mark.parametrize(
@@ -193,7 +189,7 @@ def test_whether_there_are_any(tmp_path: Path, size: str | None, enabled: str | 
     if size is not None and enabled is not None:
         (folder / "hpage_pmd_size").write_text(size)
         (folder / "enabled").write_text(enabled)
-    assert page_placement.hugepages_supported(Host(tmp_path)) is expected
+    assert staging_directory.hugepages_supported(Host(tmp_path)) is expected
 
 
 class TestWhereMapsLie:
@@ -208,7 +204,7 @@ class TestWhereMapsLie:
         os.pwrite(memory, b"first", 0)
         first = MappedFile(memory, 8 * MB)
         np.frombuffer(first.buffer(), np.uint8)[:5] = 9
-        monkeypatch.setattr(mapped_files, "_aligned_address", lambda length, offset: first.address)
+        monkeypatch.setattr(file_io, "_aligned_address", lambda length, offset: first.address)
         second = MappedFile(memory, 8 * MB)
         assert second.address != first.address
         assert ctypes.string_at(first.address, 5) == b"\x09" * 5
@@ -221,7 +217,7 @@ class TestWhereMapsLie:
         real = libc().mmap
 
         def mmap(*arguments: object) -> int | None:
-            return mapped_files.MAP_FAILED if arguments[4] == -1 else real(*arguments)
+            return file_io.MAP_FAILED if arguments[4] == -1 else real(*arguments)
 
         monkeypatch.setattr(libc(), "mmap", mmap)
         assert ctypes.string_at(MappedFile(memory, 8 * MB).address, 2) == b"\0\0"

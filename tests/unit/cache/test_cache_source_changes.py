@@ -23,7 +23,7 @@ from cache_scenario_process import BUILD_STEPS
 
 import legroom
 from legroom.cache import identity, list_and_verify
-from legroom.cache import store as store_module
+from legroom.cache import store_directories as store_module
 from legroom.errors import LegroomError, SourceChanged
 
 ROWS = 300
@@ -270,9 +270,7 @@ class TestZarr:
         return store
 
     @pytest.mark.usefixtures("old_files")
-    def test_a_chunk_that_changes_behind_a_link_is_noticed(
-        self, shm: Path, tmp_path: Path, linked: Path
-    ) -> None:
+    def test_a_chunk_that_changes_behind_a_link_is_noticed(self, shm: Path, tmp_path: Path, linked: Path) -> None:
         with legroom.open(linked) as data:
             assert value(data) == {1}
         write_zarr(tmp_path / "other", 2)
@@ -358,17 +356,13 @@ class TestHdf5:
             return value(data)
 
     @pytest.mark.parametrize("kind", ["link", "virtual", "storage"])
-    def test_the_working_directory(
-        self, shm: Path, places: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-    ) -> None:
+    def test_the_working_directory(self, shm: Path, places: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
         path = places / "main" / f"{kind}.h5"
         for number, name in enumerate(("work", "first", "second", "work"), 1):
             monkeypatch.chdir(places / name)
             assert self.same_as_hdf5(path) == {number if number < 4 else 1}
 
-    @pytest.mark.parametrize(
-        ("kind", "variable"), [("link", "HDF5_EXT_PREFIX"), ("virtual", "HDF5_VDS_PREFIX")]
-    )
+    @pytest.mark.parametrize(("kind", "variable"), [("link", "HDF5_EXT_PREFIX"), ("virtual", "HDF5_VDS_PREFIX")])
     def test_the_prefixes(
         self, shm: Path, places: Path, monkeypatch: pytest.MonkeyPatch, kind: str, variable: str
     ) -> None:
@@ -427,9 +421,7 @@ for names in ((), {names!r}):
         env = {**os.environ, **dict.fromkeys(names, place)}
         paths = [str(places / "main" / f"{kind}.h5") for kind in kinds]
         for _ in range(2):
-            done = subprocess.run(
-                [sys.executable, "-c", code, *paths], env=env, capture_output=True, text=True
-            )
+            done = subprocess.run([sys.executable, "-c", code, *paths], env=env, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
 
     @pytest.mark.parametrize("kind", ["link", "virtual"])
@@ -495,9 +487,7 @@ for names in ((), {names!r}):
         options = h5p.create(h5p.DATASET_CREATE)
         options.set_virtual(space, b"part%b.h5", b"data", h5s.create_simple((5,)))
         with h5py.File(tmp_path / "a.h5", "w", libver="latest") as file:
-            h5d.create(
-                file.id, b"array", h5t.NATIVE_INT32, h5s.create_simple((10,), (h5s.UNLIMITED,)), options
-            )
+            h5d.create(file.id, b"array", h5t.NATIVE_INT32, h5s.create_simple((10,), (h5s.UNLIMITED,)), options)
         for number in range(3):
             with h5py.File(tmp_path / f"part{number}.h5", "w") as file:
                 file["data"] = np.full(5, number, np.int32)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import store as store_module
-from legroom.cache.store import StoreCandidate, open_stores
+from legroom.cache import store_directories as store_module
+from legroom.cache.store_directories import StoreCandidate, open_stores
 from legroom.errors import NoStore
 
 
@@ -78,9 +78,7 @@ def _linked_locks(root: Path) -> None:
         (_linked_locks, "store-symlink"),
     ],
 )
-def test_a_store_that_cannot_be_trusted_is_passed_over(
-    shm: Path, tmp_path: Path, spoil, code: str, npy
-) -> None:
+def test_a_store_that_cannot_be_trusted_is_passed_over(shm: Path, tmp_path: Path, spoil, code: str, npy) -> None:
     spoil(shm)
     with open_stores(make=True) as places:
         assert [store.backing for store in places.found] == ["disk"]
@@ -137,16 +135,14 @@ def test_an_entry_planted_by_another_user_is_not_trusted(shm: Path, npy, old_fil
     path = npy()
     key = legroom.open(path).info.key
     assert key is not None
-    planted = {"entry": shm / key, "manifest": shm / key / "manifest.json", "array": shm / key / "array.npy"}[
-        what
-    ]
+    planted = {"entry": shm / key, "manifest": shm / key / "manifest.json", "array": shm / key / "array.npy"}[what]
     os.chown(planted, 12345, 12345)
     assert (legroom.open(path)["array"] == np.load(path)).all()
     owners = {file.stat().st_uid for file in (shm / key, *(shm / key).iterdir())}
     assert owners == {os.geteuid()}  # built anew
 
 
-def test_no_place_at_all_names_every_candidate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, npy) -> None:
+def test_without_a_usable_store_every_candidate_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, npy) -> None:
     monkeypatch.setenv("LEGROOM_SHM", str(tmp_path / "nowhere"))
     monkeypatch.setattr(
         store_module,
@@ -183,12 +179,10 @@ def test_a_store_that_vanished_is_made_anew(shm: Path, npy) -> None:
     assert (again["array"] == first["array"]).all()
 
 
-def test_a_store_that_vanishes_during_the_build_is_made_anew(
-    shm: Path, npy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_vanishes_during_the_build_is_made_anew(shm: Path, npy, monkeypatch: pytest.MonkeyPatch) -> None:
     import shutil
 
-    from legroom.cache import store as store_module
+    from legroom.cache import store_directories as store_module
 
     seen: list[str] = []
 

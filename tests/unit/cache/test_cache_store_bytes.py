@@ -13,7 +13,7 @@ import pytest
 
 import legroom
 from legroom.cache import capacity, drop_and_gc
-from legroom.cache.store import Store, open_stores, store_lock
+from legroom.cache.store_directories import Store, open_stores, store_lock
 
 KILLED = """
 import os, signal, sys
@@ -44,9 +44,7 @@ def counted(disk: Path) -> tuple[int, int]:
         (store,) = (place for place in places.found if place.backing == "disk")
         with store_lock(store):
             said = capacity.store_bytes(store)
-    entries = [
-        folder for folder in disk.iterdir() if folder.name not in ("locks", "samples", "sources", "work")
-    ]
+    entries = [folder for folder in disk.iterdir() if folder.name not in ("locks", "samples", "sources", "work")]
     return said, sum(file.stat().st_blocks * 512 for folder in entries for file in folder.iterdir())
 
 
@@ -78,9 +76,7 @@ def test_the_count_follows_every_build_and_removal_without_counting_again(
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("what", ["open", "drop"])
-def test_a_kill_beside_the_rename_leaves_no_wrong_count(
-    disk: Path, tmp_path: Path, what: str, when: str
-) -> None:
+def test_a_kill_beside_the_rename_leaves_no_wrong_count(disk: Path, tmp_path: Path, what: str, when: str) -> None:
     legroom.open(make(tmp_path, 1), backing="disk").close()
     legroom.open(make(tmp_path, 2), backing="disk").close()
     assert counted(disk)[0] > 200_000
@@ -95,7 +91,7 @@ def test_a_kill_beside_the_rename_leaves_no_wrong_count(
     assert said == real
 
 
-def test_an_entry_removed_by_hand_is_noticed(disk: Path, tmp_path: Path) -> None:
+def test_an_entry_removed_with_rm_is_noticed(disk: Path, tmp_path: Path) -> None:
     key = legroom.open(make(tmp_path, 1), backing="disk").info.key
     legroom.open(make(tmp_path, 2), backing="disk").close()
     counted(disk)
@@ -114,7 +110,7 @@ def test_a_count_that_is_damaged_is_none(disk: Path, tmp_path: Path, text: str) 
 
 
 def test_what_a_builder_has_taken_counts(disk: Path, tmp_path: Path) -> None:
-    from legroom.cache.staging import StagingDirectory
+    from legroom.cache.staging_directory import StagingDirectory
 
     with open_stores(make=True) as places:
         store = places.of("disk")

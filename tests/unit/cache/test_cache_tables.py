@@ -96,7 +96,7 @@ def test_the_table_by_its_name_is_all_of_it(path: Path) -> None:
 
 @pytest.mark.parametrize("whole_first", [False, True], ids=["projected", "from-the-whole"])
 @pytest.mark.parametrize("key", ["wieght", "table/wieght"])
-def test_an_unknown_column_is_told_what_there_is(path: Path, key: str, whole_first: bool) -> None:
+def test_the_error_for_an_unknown_column_lists_the_columns(path: Path, key: str, whole_first: bool) -> None:
     kept = legroom.open(path) if whole_first else None
     with pytest.raises(MissingKey) as caught:
         legroom.open(path, keys=["id", key])
@@ -108,9 +108,7 @@ def test_an_unknown_column_is_told_what_there_is(path: Path, key: str, whole_fir
 
 
 @pytest.mark.parametrize("disabled", ["0", "1"])
-def test_tensors_are_the_columns_themselves(
-    path: Path, disabled: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_are_the_columns_themselves(path: Path, disabled: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setenv("LEGROOM_DISABLE", disabled)
     with warnings.catch_warnings():
@@ -130,7 +128,7 @@ def test_tensors_are_the_columns_themselves(
     assert tensors["id"][1] == 1  # it outlives the data
 
 
-def test_what_is_no_array_says_why(path: Path) -> None:
+def test_the_error_for_a_non_array_gives_the_reason(path: Path) -> None:
     pytest.importorskip("torch")
     with legroom.open(path) as data:
         for name, why in {
@@ -172,10 +170,7 @@ def test_no_rows(shm: Path, tmp_path: Path, kind: str) -> None:
     WRITERS[kind](table().slice(0, 0), tmp_path / "empty")
     with legroom.open(tmp_path / "empty", keys=["id", "vector", "text"]) as data:
         assert data["table"].num_rows == 0 and data["table"].column_names == ["id", "vector", "text"]
-        assert {name: tuple(tensor.shape) for name, tensor in data.tensors().items()} == {
-            "id": (0,),
-            "vector": (0, 3),
-        }
+        assert {name: tuple(tensor.shape) for name, tensor in data.tensors().items()} == {"id": (0,), "vector": (0, 3)}
         assert data.tensors()["vector"].dtype == torch.float32
         assert len(data.dataset("id")) == 0
 

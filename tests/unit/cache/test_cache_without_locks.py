@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import checksummed_io, identity, locks
+from legroom.cache import file_io, identity, locks
 
 
-def test_without_locks_data_are_read_into_the_process(
-    shm: Path, npy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_data_are_read_into_the_process(shm: Path, npy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "SUPPORTED", False)
     path = npy()
     data = legroom.open(path)
@@ -26,5 +24,5 @@ def test_without_preadv_bytes_are_the_same(tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "a"
     path.write_bytes(bytes(range(256)) * 5000)
     before = identity.digest_source(identity.stamp_source([path]), "md5")
-    monkeypatch.delattr(checksummed_io.os, "preadv", raising=False)
+    monkeypatch.delattr(file_io.os, "preadv", raising=False)
     assert identity.digest_source(identity.stamp_source([path]), "md5") == before

@@ -13,23 +13,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.charts.batch_chart import batch_chart, plot
-from legroom.charts.chart_file import check_path, render
+from legroom.charts.batch_size_chart import batch_chart, plot
 from legroom.charts.drawing import (
     DARK,
     LIGHT,
     Drawing,
     Scale,
     Text,
+    check_path,
     free_space,
+    render,
     round_ticks,
     since,
     svg,
+    text_width,
     time_ticks,
     xml_text,
 )
-from legroom.charts.page import bullets, element, page, table
-from legroom.charts.pool_chart import amount, pool_chart
+from legroom.charts.html_page import bullets, element, page, table
+from legroom.charts.memory_pool_chart import amount, pool_chart
 from legroom.errors import MissingPackage, UsageError
 from legroom.records import AlarmSpan, Mark, PoolPoint
 from legroom.records.gpu_usage import BatchFound, Trial
@@ -103,10 +105,8 @@ def test_labels_that_overlap_are_left_out() -> None:
 # Pools over time.
 
 
-def test_points_lie_where_the_numbers_say() -> None:
-    picture = svg(
-        pool_chart({"ram": [PoolPoint(100.0, 0, 10), PoolPoint(150.0, 5, 10), PoolPoint(200.0, 20, 10)]})
-    )
+def test_points_lie_where_the_numbers_are() -> None:
+    picture = svg(pool_chart({"ram": [PoolPoint(100.0, 0, 10), PoolPoint(150.0, 5, 10), PoolPoint(200.0, 20, 10)]}))
     (line,) = named(picture, "polyline", "used")
     points = [tuple(map(float, pair.split(","))) for pair in (line.get("points") or "").split()]
     (x0, y0), (x1, y1), (x2, y2) = points
@@ -126,9 +126,7 @@ def test_no_points_is_a_picture_too() -> None:
 
 def test_the_time_axis_can_begin_before_the_first_point() -> None:
     texts = [
-        shape.text
-        for shape in pool_chart({"ram": [PoolPoint(8.0, 1, 2)]}, start=0.0).shapes
-        if isinstance(shape, Text)
+        shape.text for shape in pool_chart({"ram": [PoolPoint(8.0, 1, 2)]}, start=0.0).shapes if isinstance(shape, Text)
     ]
     assert {"0 s", "8 s", "time since the start"} <= set(texts)
 
@@ -136,9 +134,7 @@ def test_the_time_axis_can_begin_before_the_first_point() -> None:
 @given(st.text(max_size=30))
 def test_any_name_is_text(name: str) -> None:
     alarm = AlarmSpan(name, None, "warning", name, 0.0)
-    picture = svg(
-        pool_chart({name: [PoolPoint(0, 1, 2), PoolPoint(1, 1, 2)]}, [Mark(0.5, name)], [alarm], title=name)
-    )
+    picture = svg(pool_chart({name: [PoolPoint(0, 1, 2), PoolPoint(1, 1, 2)]}, [Mark(0.5, name)], [alarm], title=name))
     ET.fromstring(picture.encode())
 
 
@@ -155,17 +151,15 @@ def test_many_alarms_and_marks_stay_readable() -> None:
     drawing = pool_chart({"ram": [PoolPoint(float(n), n, 50) for n in range(51)]}, marks, alarms)
     texts = [shape for shape in drawing.shapes if isinstance(shape, Text)]
     labels = [text for text in texts if text.text.startswith("a long")]
-    assert 1 < len(labels) < 10 and all(b.x - a.x > a.width for a, b in pairwise(labels))
+    assert 1 < len(labels) < 10 and all(b.x - a.x > text_width(a.text, a.size) for a, b in pairwise(labels))
     assert any(text.text == "and 38 more" for text in texts)
-    assert all(text.x + text.width <= drawing.width + 10 for text in texts if "yyy" in text.text)
+    assert all(text.x + text_width(text.text, text.size) <= drawing.width + 10 for text in texts if "yyy" in text.text)
 
 
 def test_alarm_numbers_that_would_overlap_are_joined() -> None:
     points = {"ram": [PoolPoint(0.0, 1, 2), PoolPoint(100.0, 1, 2)]}
     alarms = [AlarmSpan("x", "ram", "warning", "", when, when) for when in (50.0, 50.5, 51.0, 90.0)]
-    texts = [
-        shape.text for shape in pool_chart(points, (), alarms, listed=False).shapes if isinstance(shape, Text)
-    ]
+    texts = [shape.text for shape in pool_chart(points, (), alarms, listed=False).shapes if isinstance(shape, Text)]
     assert "1–3" in texts and "4" in texts
 
 
@@ -192,10 +186,7 @@ def test_an_svg_needs_nothing_and_follows_dark_mode() -> None:
     picture = svg(pool_chart({"ram": [PoolPoint(0, 1, 2)]}))
     for node in ET.fromstring(picture).iter():
         assert node.tag.removeprefix(SVG) not in ("script", "image", "a", "foreignObject")
-    assert (
-        "http" not in picture.replace("http://www.w3.org/2000/svg", "")
-        and "prefers-color-scheme:dark" in picture
-    )
+    assert "http" not in picture.replace("http://www.w3.org/2000/svg", "") and "prefers-color-scheme:dark" in picture
 
 
 def test_a_png_has_the_size_of_the_drawing_and_survives_formulas() -> None:
@@ -208,9 +199,7 @@ def test_a_png_has_the_size_of_the_drawing_and_survives_formulas() -> None:
     )
 
 
-def test_without_matplotlib_a_png_is_refused_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_a_png_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingPackage, match=r"\.svg or \.html"):
         check_path(tmp_path / "out.png", (".png",))
@@ -240,11 +229,7 @@ class _Reader(HTMLParser):
 
 
 def test_a_page_escapes_every_text() -> None:
-    body = [
-        element("p", HOSTILE),
-        bullets([HOSTILE, f"x\n{HOSTILE}"]),
-        table(HOSTILE, [HOSTILE], [[HOSTILE]]),
-    ]
+    body = [element("p", HOSTILE), bullets([HOSTILE, f"x\n{HOSTILE}"]), table(HOSTILE, [HOSTILE], [[HOSTILE]])]
     reader = _Reader()
     reader.feed(page(HOSTILE, body))
     assert not {"script", "img"} & set(reader.tags) and reader.text.count(HOSTILE) == 8

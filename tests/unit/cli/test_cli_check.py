@@ -33,7 +33,7 @@ def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]
     return report
 
 
-def test_too_big_says_which_pool_and_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_big_names_the_pool_and_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--batch", "64", "--sample-bytes", "1MB", "--workers", "4", *DOCKER)
     status, text, _ = _run(capsys, *options)
     report = _json(capsys, *options)
@@ -43,8 +43,8 @@ def test_too_big_says_which_pool_and_what_fits(capsys: pytest.CaptureFixture[str
     assert report["settings"]["num_workers"] < 4 and report["settings"]["batch_size"] == 64
     assert 0 < report["largest_batch"] < 64
     flat = " ".join(text.split())
-    assert "too big" in flat and "too little" in flat and "largest batch at these workers" in flat
-    assert "legroom.DataLoader with these settings fits" in flat
+    assert "too big" in flat and " short" in flat and "largest batch size with these workers" in flat
+    assert "legroom.DataLoader fits with these settings" in flat
 
 
 def test_it_fits_without_workers_and_with_our_loader(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,48 +62,33 @@ def test_unknown_is_no_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("tree", sorted(path.name for path in TREES.iterdir() if path.is_dir()))
-def test_every_recorded_machine_gets_an_answer(
-    tree: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_every_recorded_machine_gets_an_answer(tree: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    options = (
-        "--batch",
-        "64",
-        "--sample-bytes",
-        "1MB",
-        "--workers",
-        "4",
-        "--pin-memory",
-        "--root",
-        str(TREES / tree),
-    )
+    options = ("--batch", "64", "--sample-bytes", "1MB", "--workers", "4", "--pin-memory", "--root", str(TREES / tree))
     status, text, err = _run(capsys, *options)
     assert err == "" and status in (0, 1) and "None" not in text
     long = [line for line in text.splitlines() if len(line) > 80]
     assert all(max(map(len, line.split())) > 60 for line in long), long
 
 
+@pytest.mark.usefixtures("child_in_fork")
 def test_the_disk_of_checkpoints_is_a_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--batch", "8", "--sample-bytes", "1KB", "--checkpoint-dir", str(tmp_path))
     report = _json(capsys, *options, "--checkpoint-bytes", "1E")
     assert [one["pool"] for one in report["problems"]] == ["disk"] and report["settings"] == {}
     assert any("df -h" in step for step in report["problems"][0]["fix"])
     status, text, _ = _run(capsys, *options, "--checkpoint-bytes", "1E")
-    assert status == 1 and "no loader setting" in text
+    assert status == 1 and "does not fit with any DataLoader settings" in text
     assert _run(capsys, *options, "--checkpoint-bytes", "1KB")[0] == 0
 
 
-def test_checkpoints_that_go_nowhere_are_refused_in_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_that_go_nowhere_are_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "no such runs"
     status, out, err = _run(capsys, "--batch", "8", "--sample-bytes", "1KB", "--checkpoint-dir", str(folder))
     assert status == 2 and out == "" and f"mkdir -p '{folder}'" in err
 
 
-def test_a_data_file_has_no_larger_batch_than_its_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_data_file_has_no_larger_batch_than_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.npy"
     np.save(path, np.zeros((10, 1 << 18), np.float32))
     few = _json(capsys, "--batch", "10", "--workers", "2", "--data", str(path), *DOCKER)
@@ -154,14 +139,13 @@ def test_a_dataset_is_drawn_from(dataset: str, capsys: pytest.CaptureFixture[str
     process, making, batches = [term["bytes"] for term in report["terms"] if term["pool"] == "ram"]
     assert process > MB and batches == 2 * (8 * MB + 8 * 8)
     assert 8 * MB <= making < 9 * MB  # its samples
-    twice = _json(
-        capsys, "--batch", "8", "--dataset", f"{dataset}:data", "--collate", f"{dataset}:double", *DOCKER
-    )
+    twice = _json(capsys, "--batch", "8", "--dataset", f"{dataset}:data", "--collate", f"{dataset}:double", *DOCKER)
     process, making, batches = [term["bytes"] for term in twice["terms"] if term["pool"] == "ram"]
     assert batches == 2 * 16 * MB
     assert 24 * MB <= making < 25 * MB  # its samples, and beside them what its own collate makes of them
 
 
+@pytest.mark.usefixtures("child_in_fork")
 def test_a_batch_that_cannot_fit_is_not_drawn(dataset: str, capsys: pytest.CaptureFixture[str]) -> None:
     report = _json(capsys, "--batch", str(1 << 20), "--dataset", f"{dataset}:endless")
     assert report["verdict"] == "too-big" and report["problems"][0]["pool"] == "ram"
@@ -169,28 +153,16 @@ def test_a_batch_that_cannot_fit_is_not_drawn(dataset: str, capsys: pytest.Captu
     assert 0 < report["largest_batch"] < 1 << 20
 
 
-def test_every_tensor_of_a_batch_that_is_a_list_counts(
-    dataset: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = (
-        "--batch",
-        "200",
-        "--workers",
-        "2",
-        "--dataset",
-        f"{dataset}:data",
-        "--collate",
-        f"{dataset}:listed",
-    )
+@pytest.mark.usefixtures("child_in_fork")
+def test_every_tensor_of_a_batch_that_is_a_list_counts(dataset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--batch", "200", "--workers", "2", "--dataset", f"{dataset}:data", "--collate", f"{dataset}:listed")
     report = _json(capsys, *options, *DOCKER)
     assert report["need"]["fds"] > 2 * 40  # 40 samples in the dataset, of which 32 were drawn
     assert report["need"]["shm"] > 2 * 40 * MB
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is watched on Linux")
-def test_a_trial_run_counts_the_process_and_what_workers_keep(
-    dataset: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trial_run_counts_the_process_and_what_workers_keep(dataset: str, capsys: pytest.CaptureFixture[str]) -> None:
     alone = _json(capsys, "--batch", "8", "--dataset", f"{dataset}:data")
     (term,) = [term for term in alone["terms"] if term["pool"] == "ram"]
     assert "trial run" in term["source"] and alone["need"]["ram"] > 60 * MB  # torch itself
@@ -199,6 +171,7 @@ def test_a_trial_run_counts_the_process_and_what_workers_keep(
     assert with_workers["need"]["shm"] >= 4 * 8 * MB and with_workers["need"]["fds"] > 10
 
 
+@pytest.mark.usefixtures("child_in_fork")
 def test_a_dataset_that_raises_is_exit_2(dataset: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = _run(capsys, "--batch", "8", "--dataset", f"{dataset}:broken")
     assert status == 2 and out == "" and "lost sample" in err
@@ -269,7 +242,7 @@ def test_a_dataset_object_that_cannot_be_forked_is_drawn_from_here() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is watched on Linux")
-def test_a_trial_that_takes_too_long_is_unknown_and_says_what_it_had_taken() -> None:
+def test_a_trial_that_takes_too_long_is_unknown_and_reports_what_it_had_taken() -> None:
     began = time.monotonic()
     plan = legroom.check(_Slow(), batch_size=16, num_workers=1, timeout=6)
     assert time.monotonic() < began + 30
@@ -308,13 +281,13 @@ def test_what_is_missing_is_named_as_it_is_typed(capsys: pytest.CaptureFixture[s
 
 def test_a_trial_is_left_out_only_where_one_batch_does_not_fit() -> None:
     """Not for what drawing took of the process: that counts the measuring code too, and said no to what ran."""
-    from legroom.advice.plan_inputs import Batch
-    from legroom.loader.preflight import _worth_trying
+    from legroom.advice.job_description import Batch
+    from legroom.loader.fit_check import _one_batch_fits
     from legroom.probe.host import Host
     from legroom.probe.snapshot import snapshot
 
-    box = snapshot(Host.at(str(TREES / "bare-v2")))
-    ram = box.pool("ram")
+    machine = snapshot(Host.at(str(TREES / "bare-v2")))
+    ram = machine.pool("ram")
     assert ram is not None and ram.free is not None
-    assert _worth_trying(Batch((ram.free - 1,), 1, "given"), box)
-    assert not _worth_trying(Batch((ram.free,), 1, "given"), box)
+    assert _one_batch_fits(Batch((ram.free - 1,), 1, "given"), machine)
+    assert not _one_batch_fits(Batch((ram.free,), 1, "given"), machine)

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from rigs import TREES
 
-from legroom.cli.streams import ErrorOutput, Output, for_drawing
+from legroom.cli.output_streams import StandardError, StandardOutput, for_drawing
 from legroom.errors import UnreadableSource
-from legroom.formats.source_file import unreadable
-from legroom.words import say, shown
+from legroom.formats.data_file import unreadable
+from legroom.messages import say, shown
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07\x9b31m\u202eb\rc\nlegroom: all is well\x7f"
 OBEYED = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
@@ -108,9 +108,7 @@ def test_nothing_in_names_drives_the_terminal(tmp_path: Path, env: dict[str, str
     ],
     ids=lambda words: words[0],
 )
-def test_colours_of_our_own_are_not_shown_as_text(
-    words: tuple[str, ...], tmp_path: Path, env: dict[str, str]
-) -> None:
+def test_colours_of_our_own_are_not_shown_as_text(words: tuple[str, ...], tmp_path: Path, env: dict[str, str]) -> None:
     (tmp_path / "log").write_text("RuntimeError: CUDA out of memory.\n")
     env.pop("NO_COLOR", None)
     written = on_a_terminal(*words, cwd=tmp_path, env=env)
@@ -141,8 +139,8 @@ def test_sentences_show_what_fills_them() -> None:
     assert isinstance(error, UnreadableSource) and "\x1b" not in str(error)
 
 
-@pytest.mark.parametrize("kind", [Output, ErrorOutput])
-def test_streams_let_colours_through_and_nothing_else(kind: type[Output] | type[ErrorOutput]) -> None:
+@pytest.mark.parametrize("kind", [StandardOutput, StandardError])
+def test_streams_let_colours_through_and_nothing_else(kind: type[StandardOutput] | type[StandardError]) -> None:
     buffer = io.BytesIO()
     stream = kind(buffer, encoding="utf-8", write_through=True)
     assert stream.write("\x1b[31mred\x1b[0m \x1b[2J\x1b[8mhidden\t\n") > 0

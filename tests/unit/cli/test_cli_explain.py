@@ -26,18 +26,14 @@ def test_a_file_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_pipe_as_text() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "legroom", "explain", "-"],
-        input=LOG,
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-m", "legroom", "explain", "-"], input=LOG, capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("gpu-oom, 85% sure") and "  do:  " in done.stdout
     assert all(len(line) <= 100 or " " not in line.strip() for line in done.stdout.splitlines())
 
 
 @pytest.mark.parametrize("content", [b"", b"epoch 1\nloss 0.3\n", bytes(range(256)) * 40])
-def test_a_log_that_says_nothing_is_told_so(
+def test_a_log_without_evidence_is_reported_as_such(
     content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "silent.log"
@@ -53,7 +49,7 @@ def test_a_log_that_says_nothing_is_told_so(
     assert ("the log is empty" in report["evidence"]) is not bool(content)
 
 
-def test_a_bug_is_still_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bug_is_still_reported_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "bug.log"
     log.write_text("Traceback (most recent call last):\n  File 'a'\nKeyError: 'x'\n")
     assert run(["explain", "--json", str(log)]) == 0
@@ -62,9 +58,7 @@ def test_a_bug_is_still_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFix
     assert report["likely"] == []
 
 
-def test_unknown_as_text_names_the_likely_causes_in_order(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_as_text_names_the_likely_causes_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "killed.log"
     log.write_text("step 1\nKilled\n")
     assert run(["explain", str(log)]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -13,10 +14,10 @@ from typing import Any
 import pytest
 from rigs import TREES
 
-from legroom import words
-from legroom.cli.layout import elide
+from legroom import messages
 from legroom.cli.main import COMMANDS, run
-from legroom.columns import cells
+from legroom.cli.text_layout import elide
+from legroom.messages import cells
 
 ALL = sorted(path.name for path in TREES.iterdir() if path.is_dir())
 LOGS = sorted((Path(__file__).parents[2] / "real" / "deaths" / "logs").glob("*.log"))
@@ -44,9 +45,7 @@ def _fits_80(text: str) -> None:
 
 def test_the_detector_sees_english_and_passes_commands() -> None:
     assert _english_left("原因：it is not what was written 这里")
-    assert not _english_left(
-        "处理：docker run --shm-size=2G …；'unable to allocate shared memory' 见 /dev/shm"
-    )
+    assert not _english_left("处理：docker run --shm-size=2G …；'unable to allocate shared memory' 见 /dev/shm")
 
 
 @pytest.mark.parametrize("tree", ALL)
@@ -62,9 +61,7 @@ def test_doctor_and_plan_are_whole_and_fit(
 
 
 @pytest.mark.parametrize("log", LOGS, ids=lambda path: path.stem)
-def test_explain_is_whole(
-    log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_explain_is_whole(log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     _, text, err = _run(capsys, "explain", "--lang", "zh", str(log))
     assert err == "" and re.match(r"(?:unknown|[a-z-]+，把握 \d+%)\n", text)
@@ -78,9 +75,17 @@ def test_columns_line_up(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     _, text, _ = _run(capsys, "--lang", "zh", "plan", *PLAN, "--root", str(TREES / "docker-v2"))
     lines = text.splitlines()
     head = next(place for place, line in enumerate(lines) if line.endswith("推荐"))
-    assert len({cells(line) for line in lines[head : head + 11]}) == 1
-    sizes = lines.index("/dev/shm 的大小")
-    assert len({cells(line.partition("  需求")[0]) for line in lines[sizes + 1 : sizes + 4]}) == 1
+    assert len({cells(line) for line in _paragraph(lines, head)}) == 1
+    _, *sizes = _paragraph(lines, lines.index("/dev/shm 的大小"))
+    needs = [line.partition("  需求")[0] for line in sizes if "  需求" in line]
+    assert len(needs) > 1 and len({cells(need) for need in needs}) == 1
+
+
+def _paragraph(lines: list[str], first: int) -> list[str]:
+    """The lines from that one to the next empty one; a table has more than its heading."""
+    found = list(itertools.takewhile(str.strip, lines[first:]))
+    assert len(found) > 1
+    return found
 
 
 def _shape(value: Any) -> Any:
@@ -104,7 +109,7 @@ def test_json_keeps_its_keys_codes_and_numbers(tree: str, capsys: pytest.Capture
             assert (one["code"], one["severity"]) == (other["code"], other["severity"])
 
 
-def test_either_side_of_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_either_side_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     root = ("--root", str(TREES / "docker-v2"))
     before = _run(capsys, "--lang", "zh", "doctor", *root)
     after = _run(capsys, "doctor", "--lang", "zh", *root)
@@ -112,7 +117,7 @@ def test_either_side_of_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert "CRITICAL shm-default-64mb" in _run(capsys, "--lang=en", "doctor", *root)[1]
 
 
-def test_started_processes_speak_it_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_started_processes_use_it_too(capsys: pytest.CaptureFixture[str]) -> None:
     _run(capsys, "--lang", "zh_CN", "doctor", "--root", str(TREES / "docker-v2"))
     assert os.environ["LEGROOM_LANG"] == "zh"
 
@@ -184,14 +189,14 @@ def test_a_command_without_dashes_before_it_keeps_its_language(capfd: pytest.Cap
     told = "import os, sys; print(sys.argv[1:], os.environ.get('LEGROOM_LANG'))"
     status = run(["run", sys.executable, "-c", told, "--lang", "zh"])
     shown = capfd.readouterr()
-    assert status == 0 and "['--lang', 'zh'] None" in shown.out and words.language() == "en"
+    assert status == 0 and "['--lang', 'zh'] None" in shown.out and messages.language() == "en"
 
 
-def test_help_beyond_a_language_at_the_door(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_after_a_language_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert "显示本说明并退出" in _run(capsys, "--lang", "zh", "doctor", "-h")[1]
 
 
-def test_help_before_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_before_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     told = _run(capsys, "help", "--lang", "zh", "cache", "load")
     assert told == _run(capsys, "--lang", "zh", "cache", "load", "--help") and "显示本说明并退出" in told[1]
 
@@ -207,9 +212,7 @@ def test_help(verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
 def _legroom(*arguments: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
     kept = {
-        name: os.environ[name]
-        for name in ("PATH", "COVERAGE_PROCESS_START", "COVERAGE_FILE")
-        if name in os.environ
+        name: os.environ[name] for name in ("PATH", "COVERAGE_PROCESS_START", "COVERAGE_FILE") if name in os.environ
     }
     return subprocess.run(
         [sys.executable, "-m", "legroom", *arguments], capture_output=True, env={**kept, **environment}
@@ -241,9 +244,7 @@ def test_names_that_are_no_text_do_not_break_the_output(tmp_path: Path) -> None:
     missing = os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe")
     done = _legroom("doctor", "--root", missing, "--json", LC_ALL="C.UTF-8")
     told = json.loads(done.stdout.decode())
-    assert (
-        done.returncode == 2 and told["error"]["code"] == "no-such-root" and b"Traceback" not in done.stderr
-    )
+    assert done.returncode == 2 and told["error"]["code"] == "no-such-root" and b"Traceback" not in done.stderr
 
 
 def test_only_words_are_elided_not_chinese_sentences() -> None:

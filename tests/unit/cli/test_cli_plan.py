@@ -41,20 +41,13 @@ def test_the_seeds_figures(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = report["recommend"]
     assert (sizes["minimum"], sizes["recommended"], sizes["conservative"]) == (512 * MB, GB, 2 * GB)
     assert [row["jobs_per_gpu"] for row in report["table"]] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12]
-    assert report["table"][-1] == {
-        "jobs_per_gpu": 12,
-        "processes": 96,
-        "need": 552 * MB,
-        "recommended": 2 * GB,
-    }
+    assert report["table"][-1] == {"jobs_per_gpu": 12, "processes": 96, "need": 552 * MB, "recommended": 2 * GB}
     assert report["verdict"] in ("fits", "too-big") and set(report["fits_now"]) == {"jobs_per_gpu"}
     assert isinstance(report["settings"], dict)
 
 
 @pytest.mark.parametrize("tree", sorted(path.name for path in TREES.iterdir() if path.is_dir()))
-def test_every_recorded_machine_gets_a_plan(
-    tree: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_every_recorded_machine_gets_a_plan(tree: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     root = ("--root", str(TREES / tree))
     status, text, err = _run(capsys, *SEED, *root)
@@ -76,10 +69,10 @@ def test_what_others_hold_is_added(capsys: pytest.CaptureFixture[str]) -> None:
     assert "by other processes now" in " ".join(_run(capsys, *SEED, "--root", BARE)[1].split())
 
 
-def test_text_says_how_it_came_about(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_shows_how_it_was_calculated(capsys: pytest.CaptureFixture[str]) -> None:
     text = _run(capsys, *SEED, "--root", str(TREES / "docker-v2"))[1]
     flat = " ".join(text.split())
-    assert "8 GPUs × 6 jobs = 48 processes" in flat and "5.75 MB a process × 48; stated" in flat
+    assert "8 GPUs × 6 jobs = 48 processes" in flat and "5.75 MB per process × 48; given by you" in flat
     assert "minimum 512 MB" in flat and "recommended 1 GB" in flat and "conservative 2 GB" in flat
     assert "--shm-size=1G" in flat and "check: df -h /dev/shm" in flat
 
@@ -88,12 +81,10 @@ def test_text_says_how_it_came_about(capsys: pytest.CaptureFixture[str]) -> None
     ("language", "title", "workers"),
     [
         ("en", "Need: 1 GPU × 1 job = 1 process", "1 worker × 2 + 3"),
-        ("zh", "需求：1 张显卡 × 1 个任务 = 1 个进程", "1 个 worker 进程 × 2 + 3"),
+        ("zh", "需求：1 张显卡 × 1 个任务 = 1 个进程", "1 个 worker × 2 + 3"),
     ],
 )
-def test_one_is_no_plural(
-    language: str, title: str, workers: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_is_no_plural(language: str, title: str, workers: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--gpus", "1", "--sample-bytes", "1MB", "--batch", "4", "--workers", "1", "--prefetch", "2")
     text = _run(capsys, *options, "--root", BARE, "--lang", language)[1]
     assert title in text and workers in " ".join(text.split()), text
@@ -137,8 +128,7 @@ time.sleep(600)
 def test_running_processes_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     mark = f"legroom-plan-test-{os.getpid()}"
     children = [
-        subprocess.Popen([sys.executable, "-c", HOLD, f"/dev/shm/{mark}-{n}"], stdout=subprocess.PIPE)
-        for n in range(2)
+        subprocess.Popen([sys.executable, "-c", HOLD, f"/dev/shm/{mark}-{n}"], stdout=subprocess.PIPE) for n in range(2)
     ]
     try:
         for child in children:
@@ -171,15 +161,11 @@ sys.stdin.read()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm is Linux's")
-def test_what_running_processes_share_was_measured_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_running_processes_share_was_measured_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mark = f"legroom-plan-test-{os.getpid()}"
     shared = Path(f"/dev/shm/{mark}-shared")
     children = [
-        subprocess.Popen(
-            [sys.executable, "-c", SHARE, str(shared)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        subprocess.Popen([sys.executable, "-c", SHARE, str(shared)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         for _ in range(2)
     ]
     data = tmp_path / "images.npy"
@@ -194,9 +180,9 @@ def test_what_running_processes_share_was_measured_too(
             child.communicate(timeout=60)
         shared.unlink(missing_ok=True)
     (term,) = (one for one in alone["terms"] if "shared datasets" in one["what"])
-    assert (term["bytes"], term["source"]) == (MB, "measured on 2 running")
+    assert (term["bytes"], term["source"]) == (MB, "measured on running jobs: 2")
     (term,) = (one for one in both["terms"] if "shared datasets" in one["what"])
-    assert term["source"] == "measured on 2 running, the data's description"
+    assert term["source"] == "measured on running jobs: 2, read from the data file"
 
 
 @pytest.mark.parametrize("kind", ["docker", "compose", "kubernetes", "slurm", "fstab"])
@@ -241,10 +227,10 @@ def test_bad_input_is_exit_2(arguments: tuple[str, ...], capsys: pytest.CaptureF
 
 def test_a_measure_and_a_statement_are_one_too_many(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = _run(capsys, "--measure", str(os.getpid()), "--per-process", "1MB")
-    assert status == 2 and "one of them" in err
+    assert status == 2 and "cannot be combined" in err
 
 
-def test_gpus_are_counted_where_nobody_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpus_are_counted_where_none_are_given(capsys: pytest.CaptureFixture[str]) -> None:
     report = _json(capsys, "--per-process", "1MB", "--root", BARE)
     assert report["gpus"] >= 1
     assert any("GPU" in note for note in report["notes"])

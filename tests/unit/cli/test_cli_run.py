@@ -31,9 +31,7 @@ if a.num_workers > a.lives_at: raise MemoryError
 """
 
 
-def _run(
-    *words: str, folder: Path, stdin: str | None = None, **more: str
-) -> subprocess.CompletedProcess[bytes]:
+def _run(*words: str, folder: Path, stdin: str | None = None, **more: str) -> subprocess.CompletedProcess[bytes]:
     environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), **more}
     return subprocess.run(
         [sys.executable, "-m", "legroom", "run", *words], capture_output=True, timeout=120, cwd=folder,
@@ -101,7 +99,7 @@ def test_starts_again_with_less_and_remembers_what_worked(tmp_path: Path) -> Non
     assert json.loads(lines[-1]) == {"num_workers": 0}
     told = done.stderr.decode()
     # One block for the first death, a line for the second of its kind, one closing line.
-    assert told.count("  by: ") and told.count("ram-allocation, 95% sure") == 2
+    assert told.count("  why: ") and told.count("ram-allocation, 95% sure") == 2
     assert told.count("ram-allocation, 95% sure again") == 1
     (closing,) = (line for line in told.splitlines() if "finished on attempt" in line)
     assert "finished on attempt 3 with num_workers 0 (was 4); 2 failed attempts took " in closing
@@ -143,28 +141,24 @@ def test_in_a_small_dev_shm_the_last_step_is_another_loader_and_is_remembered(tm
     command = ["--retries", "3", "--", *script]
     for given, environment in ((["--loader", "torch"], {}), ([], {"LEGROOM_DISABLE": "1"})):
         done = _run(*given, *command, folder=tmp_path, **environment)
-        assert done.returncode == 1 and b"instead of torch" not in done.stderr, done.stderr
+        assert done.returncode == 1 and "→ legroom.DataLoader" not in done.stderr.decode(), done.stderr
     done = _run(*command, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.decode().splitlines() == [_TORCH.format(2)] * 2 + [_TORCH.format(1), _OURS.format(1)]
     assert (
-        b"attempt 4 of 4: legroom.DataLoader instead of torch's: its batches do not use /dev/shm"
-        in done.stderr
+        "attempt 4 of 4: torch's DataLoader → legroom.DataLoader: its batches do not use /dev/shm"
+        in done.stderr.decode()
     )
     again = _run("--json", *command, folder=tmp_path)
     (only,) = _report(again)["attempts"]
     assert only["settings"] == {"workers": 1, "prefetch": 1, "loader": "legroom"}
-    unused = _run(
-        "--loader", "torch", *command, folder=tmp_path
-    )  # what is remembered is not forced on the user
+    unused = _run("--loader", "torch", *command, folder=tmp_path)  # what is remembered is not forced on the user
     assert b"loader legroom" not in unused.stdout
 
 
 def test_a_script_without_flags_gets_another_loader_too(tmp_path: Path) -> None:
     """Settings in the environment come first: nothing shows whether the script reads them."""
-    done = _run(
-        "--retries", "3", "--json", "--", sys.executable, _script(tmp_path, SMALL_SHM), folder=tmp_path
-    )
+    done = _run("--retries", "3", "--json", "--", sys.executable, _script(tmp_path, SMALL_SHM), folder=tmp_path)
     report = _report(done)
     assert (report["exit"], len(report["attempts"])) == (0, 4), report
     assert report["attempts"][-1]["settings"] == {"loader": "legroom"}
@@ -173,9 +167,11 @@ def test_a_script_without_flags_gets_another_loader_too(tmp_path: Path) -> None:
 def test_an_error_that_a_change_of_settings_may_have_caused(tmp_path: Path) -> None:
     done = _run("--retries", "3", "--json", "--", sys.executable, _script(tmp_path, SMALL_SHM), "--num_workers", "2", folder=tmp_path)  # fmt: skip
     report = _report(done)
-    assert [attempt["verdict"] for attempt in report["attempts"]] == ["shm-full", "not-memory"], report
-    for told in (report["stopped"], report["summary"], done.stderr.decode()):
+    attempts = report["attempts"]
+    assert [one["verdict"] for one in attempts] == ["shm-full", "not-memory", "shm-full", None], report
+    for told in (attempts[1]["summary"], attempts[2]["changed"][0], done.stderr.decode()):
         assert "num_workers 2 → 0" in told and "may have caused" in told
+    assert attempts[3]["settings"] == {"workers": 1, "loader": "legroom"}
     assert b"would not help" not in done.stderr
 
 
@@ -202,6 +198,14 @@ def test_resumes_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     assert b"step2.pt" in done.stderr
 
 
+def test_without_a_resume_flag_nothing_is_reported_as_resumed(tmp_path: Path) -> None:
+    words = ["--json", "--", sys.executable, _script(tmp_path, SAVES + STUBBORN), "--num_workers", "2"]
+    done = _run("--retries", "2", "--checkpoint", "step*.pt", *words, folder=tmp_path)
+    report = _report(done)
+    assert report["exit"] == 0 and [one["resumed_from"] for one in report["attempts"]] == [None, None]
+    assert b"without --resume-flag the script must find it" in done.stderr
+
+
 def test_a_checkpoint_of_an_earlier_run_is_resumed_only_when_asked_for(tmp_path: Path) -> None:
     import zipfile
 
@@ -221,13 +225,11 @@ def test_settings_reach_a_script_without_flags_through_the_environment(tmp_path:
     text = "import json, os\ns = json.loads(os.environ.get('LEGROOM_SETTINGS', '{}'))\nprint(s, flush=True)\nif s.get('num_workers') != 0: raise MemoryError\n"
     done = _run("--retries", "3", "--", sys.executable, _script(tmp_path, text), folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert (
-        done.stdout.decode().splitlines()[-1]
-        == "{'low_memory': True, 'prefetch_factor': 1, 'num_workers': 0}"
-    )
+    assert done.stdout.decode().splitlines()[-1] == "{'num_workers': 0, 'prefetch_factor': 1, 'low_memory': True}"
 
 
-def test_the_report_tells_the_story(tmp_path: Path) -> None:
+@pytest.mark.load_sensitive(reason="a job that lives for a second is sampled as often as the machine allows")
+def test_the_report_lists_every_attempt(tmp_path: Path) -> None:
     words = [sys.executable, _script(tmp_path), "--num_workers", "1", "--resume", "<script>alert(1)</script>"]
     done = _run("--retries", "1", "--report", "story.html", "--", *words, folder=tmp_path)
     assert done.returncode == 0
@@ -261,14 +263,14 @@ def test_a_bad_limit_is_explained_as_it_is_typed(tmp_path: Path) -> None:
     assert done.returncode == 2 and b"80% or 80GB?" in done.stderr and b"write --gpu-limit as" in done.stderr
 
 
-@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a card here")
-def test_a_limit_without_a_card_is_said_to_do_nothing(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU here")
+def test_a_limit_without_a_gpu_is_reported_to_have_no_effect(tmp_path: Path) -> None:
     done = _run("--gpu-limit", "80%", "--", "true", folder=tmp_path)
     assert done.returncode == 0 and b"--gpu-limit has no effect here: " in done.stderr
     assert b"--gpu-limit" not in _run("--", "true", folder=tmp_path).stderr
 
 
-def test_an_alarm_while_it_lives_is_told_once_and_kept(tmp_path: Path) -> None:
+def test_an_alarm_of_a_running_job_is_reported_once_and_kept(tmp_path: Path) -> None:
     code = "import time; held = [open('/dev/null') for _ in range(85)]; time.sleep(5)"
     words = ["sh", "-c", 'ulimit -n 100; exec "$0" -c "$1"', sys.executable, code]
     done = _run("--report", "story", "--", *words, folder=tmp_path)
@@ -308,16 +310,14 @@ while True: time.sleep(0.1)
 
 
 def test_signals_pass_through_and_sigterm_gives_time(tmp_path: Path) -> None:
-    with _started(
-        "--retries", "3", "--", sys.executable, _script(tmp_path, SLOW), folder=tmp_path
-    ) as started:
+    with _started("--retries", "3", "--", sys.executable, _script(tmp_path, SLOW), folder=tmp_path) as started:
         assert started.stdout is not None and started.stdout.readline() == "ready\n"
         started.send_signal(signal.SIGUSR1)
         assert started.stdout.readline() == "got SIGUSR1\n"
         started.send_signal(signal.SIGTERM)
         out, err = started.communicate(timeout=60)
     assert out == "got SIGTERM\n" and started.returncode == 5
-    assert "asked to stop" in err  # and was not started again
+    assert "received a signal to stop" in err  # and was not started again
 
 
 def test_after_the_grace_the_whole_group_is_killed(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_after_the_grace_the_whole_group_is_killed(tmp_path: Path) -> None:
         started.communicate(timeout=60)
     assert started.returncode == 137
     pid = int((tmp_path / "child").read_text())
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while _alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _alive(pid)
@@ -348,9 +348,7 @@ def test_a_terminal_stays_a_terminal(tmp_path: Path) -> None:
     import pty
 
     ours, theirs = pty.openpty()
-    code = (
-        "import os, sys; print(sys.stdout.isatty(), sys.stderr.isatty(), os.get_terminal_size(1).columns > 0)"
-    )
+    code = "import os, sys; print(sys.stdout.isatty(), sys.stderr.isatty(), os.get_terminal_size(1).columns > 0)"
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
     subprocess.run(["stty", "cols", "90", "rows", "30"], stdin=theirs, check=True)
     done = subprocess.Popen(
@@ -373,7 +371,7 @@ AT_TERMINAL = (
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the test types at a pseudo-terminal as Linux gives it")
 @pytest.mark.parametrize("stdin", ["keyboard", "nothing"])
-def test_ctrl_c_is_said_to_be_that(stdin: str, tmp_path: Path) -> None:
+def test_ctrl_c_is_reported_as_such(stdin: str, tmp_path: Path) -> None:
     import pty
 
     ours, theirs = pty.openpty()
@@ -413,7 +411,7 @@ def test_a_reader_that_goes_away_ends_it_like_any_pipe(tmp_path: Path) -> None:
     assert done.stdout == "y\ny\n141\n"
 
 
-def test_what_is_told_begins_a_line_beside_a_progress_bar(tmp_path: Path) -> None:
+def test_messages_begin_a_line_beside_a_progress_bar(tmp_path: Path) -> None:
     code = "import sys; sys.stderr.write('\\r 45% |####'); sys.stderr.flush(); raise SystemExit(3)"
     joined = subprocess.run(
         [sys.executable, "-m", "legroom", "run", "--", sys.executable, "-c", code],

@@ -10,34 +10,26 @@ from os import terminal_size
 from pathlib import Path
 
 import pytest
-from boxes import GB, MB, healthy
+from machines import GB, MB, healthy
 
 import legroom
-from legroom import words
+from legroom import messages
 from legroom.advice import remedies
-from legroom.advice.fit import relieve
-from legroom.charts.page import bullets
-from legroom.cli.layout import steps
+from legroom.advice.fit_on_machine import relieve
+from legroom.charts.html_page import bullets
+from legroom.cli.text_layout import steps
 from legroom.errors import LegroomError
 from legroom.probe.host import Host
-from legroom.records import Place
+from legroom.records import RuntimeEnvironment
 from legroom.records.failure import Attempt, Level, Verdict
 from legroom.rescue.job_attempt import RunOptions
 from legroom.rescue.supervisor import Supervisor
 from legroom.rescue.verdict import fixes
-from legroom.system.child_processes import ExitStatus
+from legroom.system.process_control import ExitStatus
 
 SOURCE = Path(legroom.__file__).parent
 KINDS = ("bare", "docker", "podman", "kubernetes", "slurm", "wsl", "container")
-CAUSES = (
-    "shm-full",
-    "ram-oom-kill",
-    "swap-thrash",
-    "gpu-oom",
-    "pinned-exhausted",
-    "fds-exhausted",
-    "disk-full",
-)
+CAUSES = ("shm-full", "ram-oom-kill", "swap-thrash", "gpu-oom", "pinned-exhausted", "fds-exhausted", "disk-full")
 # What a shell would run, wherever it stands in a sentence: its first word and what comes after it.
 COMMAND = re.compile(
     r"(?<![\w./\[-])(?:\{sudo\}|sudo )?(?:rm|mount -o|swapoff -|swapon -|chmod \d|ulimit -n|df -h|ps -e|ls -|du -|cat /|cat \{"
@@ -46,15 +38,15 @@ COMMAND = re.compile(
 )  # fmt: skip
 
 
-@pytest.fixture(params=words.LANGUAGES)
+@pytest.fixture(params=messages.LANGUAGES)
 def language(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = words.language()
-    words.speak(request.param)
+    before = messages.language()
+    messages.speak(request.param)
     yield request.param
-    words.speak(before)
+    messages.speak(before)
 
 
-def _places() -> Iterator[Place]:
+def _places() -> Iterator[RuntimeEnvironment]:
     for kind in KINDS:
         for rights in (
             {"root": True, "may_mount": True},
@@ -62,23 +54,23 @@ def _places() -> Iterator[Place]:
             {"root": False, "may_mount": False, "sudo": False},
         ):
             made = {"kind": kind, "how": "", "platform": "linux", "sudo": False, "rights_how": "", **rights}
-            yield Place(**made)
+            yield RuntimeEnvironment(**made)
 
 
 def _every_fix() -> Iterator[tuple[str, ...]]:
-    box = healthy()
+    machine = healthy()
     yield remedies.remove_leftovers(("torch_1", "a name", *(f"torch_{n:040}" for n in range(3))), 40 * MB)
     yield remedies.remove_leftovers(tuple(f"torch_{n:040}" for n in range(9)), 40 * MB)
     yield remedies.stop_spilling()
     yield remedies.shorten_temporary("TMPDIR", 107)
     yield remedies.unpin()
     for pool in ("shm", "ram", "fds", "disk", "pinned", "gpu0"):
-        yield relieve(box, pool, 40 * GB)
-    for place in _places():
-        yield remedies.enlarge_shm(place, 8 * GB)
-        yield remedies.settle_swap(place, moving=True, used=GB, free=8 * GB)
+        yield relieve(machine, pool, 40 * GB)
+    for runtime in _places():
+        yield remedies.enlarge_shm(runtime, 8 * GB)
+        yield remedies.settle_swap(runtime, moving=True, used=GB, free=8 * GB)
         for cause in CAUSES:
-            yield fixes(cause, place, ram=16 * GB, shm=Level(64 * MB, 64 * MB), nofile=1024)
+            yield fixes(cause, runtime, ram=16 * GB, shm=Level(64 * MB, 64 * MB), nofile=1024)
 
 
 @pytest.mark.parametrize("columns", [40, 80, 100])
@@ -107,11 +99,7 @@ def _templates() -> Iterator[tuple[str, str]]:
     for path in sorted(SOURCE.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         whole = path.name in ("remedy.py", "fixes.py", "deaths.py") or path.name.startswith("rules_")
-        roots = (
-            [tree]
-            if whole
-            else [n.value for n in ast.walk(tree) if isinstance(n, ast.keyword) and n.arg == "fix"]
-        )
+        roots = [tree] if whole else [n.value for n in ast.walk(tree) if isinstance(n, ast.keyword) and n.arg == "fix"]
         for root in roots:
             for call in ast.walk(root):
                 if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "say":
@@ -133,21 +121,20 @@ def test_every_step_in_the_source_has_its_commands_on_lines_of_their_own() -> No
 
 
 def test_translations_have_the_same_commands() -> None:
-    before = words.language()
+    before = messages.language()
     try:
-        words.speak("zh")
+        messages.speak("zh")
         different = [
             (template, said)
             for _, template in _templates()
-            if "\n" in template
-            and (said := words.say(template)).splitlines()[1:] != template.splitlines()[1:]
+            if "\n" in template and (said := messages.say(template)).splitlines()[1:] != template.splitlines()[1:]
         ]
     finally:
-        words.speak(before)
+        messages.speak(before)
     assert different == []
 
 
-def test_run_tells_a_command_on_a_line_without_its_own_name() -> None:
+def test_run_prints_a_command_on_a_line_without_its_own_name() -> None:
     told: list[str] = []
     supervisor = Supervisor(RunOptions(("true",)), healthy(), told.append, Host())
     verdict = Verdict("shm-full", 0.9, "full", fix=("now:\nmount -o remount,size=8G /dev/shm",))

@@ -46,8 +46,7 @@ def test_every_recorded_machine_gets_an_answer(tree: str, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("tree", "size"),
-    [("docker-v1", 8 << 30), ("docker-v2", 8 << 30), ("kubernetes-ancestor", 4 << 30)],
+    ("tree", "size"), [("docker-v1", 8 << 30), ("docker-v2", 8 << 30), ("kubernetes-ancestor", 4 << 30)]
 )
 def test_ram_is_what_the_cgroup_allows(tree: str, size: int, capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(_run(capsys, "--json", "--root", str(TREES / tree))[1])
@@ -83,13 +82,11 @@ def test_an_empty_root_is_all_unknown(capsys: pytest.CaptureFixture[str], tmp_pa
     for pool in report["pools"]:
         assert pool["used"] is None and pool["size"] in (None,), pool
     _, text, _ = _run(capsys, "--root", str(tmp_path))
-    assert "nothing is running out" not in text and "No findings, but shm, ram could not be read." in text
+    assert "no memory pool is running out" not in text and "No findings, but shm, ram could not be read." in text
 
 
 @pytest.mark.parametrize("nonsense", ["not json", "[]", "\x00\x01"])
-def test_a_broken_recording_is_refused(
-    nonsense: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_broken_recording_is_refused(nonsense: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "recording.json").write_text(nonsense)
     status, _, err = _run(capsys, "--root", str(tmp_path))
     assert status == 2 and "recording.json" in err
@@ -100,7 +97,7 @@ def test_a_pid_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 2 and "[no-such-process]" in err
 
 
-def test_a_pattern_that_matches_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pattern_that_matches_no_process(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = _run(capsys, "--match", "no such training as this [0-9]{9}")
     assert status == 2 and "[nothing-matches]" in err
 
@@ -112,10 +109,10 @@ def test_a_pattern_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_job_and_match_together_make_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = _run(capsys, "--job", "1", "--match", "x")
-    assert status == 2 and "exclude each other" in err
+    assert status == 2 and "cannot be combined" in err
 
 
-def test_an_unknown_verb_gets_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_gets_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["docter"]) == 2
     assert "Did you mean 'doctor'?" in capsys.readouterr().err
 
@@ -137,17 +134,9 @@ def test_every_process_that_matches_is_reported(capsys: pytest.CaptureFixture[st
             rank.communicate()
 
 
-def test_a_job_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     child = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import time; time.sleep(60)",
-            "train.py",
-            "--batch_size",
-            "32",
-            "--num_workers=4",
-        ]
+        [sys.executable, "-c", "import time; time.sleep(60)", "train.py", "--batch_size", "32", "--num_workers=4"]
     )
     try:
         status, out, _ = _run(capsys, "--json", "--job", str(child.pid))
@@ -170,14 +159,12 @@ def test_a_closed_pipe_is_no_traceback(arguments: list[str]) -> None:
     assert done.returncode == 0 and done.stderr == ""
 
 
-def test_colours_only_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_colours_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     text = _run(capsys, "--root", str(TREES / ALL[0]))[1]
     assert "\x1b" not in text
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    from legroom.cli.layout import paint
+    from legroom.cli.text_layout import paint
 
     assert paint("x", "critical").startswith("\x1b[31m")
     monkeypatch.setenv("NO_COLOR", "1")

@@ -85,7 +85,7 @@ def test_a_log_is_written_and_replayed(tmp_path: Path, capsys: pytest.CaptureFix
         (("--root", "/no/such/root"), "no-such-root"),
     ],
 )
-def test_bad_input_is_said_and_exits_2(
+def test_bad_input_is_reported_and_exits_2(
     arguments: tuple[str, ...], code: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, out, err = _run(capsys, *arguments, "--json")

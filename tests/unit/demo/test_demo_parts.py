@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from legroom.charts.demo_chart import demo_chart
 from legroom.charts.drawing import Circle, Polygon, Text, svg
 from legroom.cli.demo import Lines, bar_lines, chart_path, ratio, stamped, table_lines, table_rows
 from legroom.cli.main import run
-from legroom.columns import cells
-from legroom.demo import sandbox
-from legroom.demo.demo_child import Child, send
-from legroom.demo.demo_data import (
-    CLASSES,
-    ROW_BYTES,
-    RUNS,
-    demo_size,
-    h5py_seconds,
-    make_dataset,
-    rows_that_overflow,
-)
-from legroom.demo.demo_stages import best_rates, machine_line, steps_for
-from legroom.demo.event_loop import MemorySample, peak
-from legroom.demo.training_script import Model
+from legroom.demo import demo_setup
+from legroom.demo.demo_children import Child
+from legroom.demo.demo_scripts import CLASSES, ROW_BYTES, learn, send
+from legroom.demo.demo_setup import RUNS, demo_size, h5py_seconds, make_dataset, rows_that_overflow
+from legroom.demo.demo_stages import best_rates, machine_line, peak, steps_for
 from legroom.errors import MissingPackage, NoRoom, UsageError
+from legroom.messages import cells
 from legroom.probe.host import Host
-from legroom.probe.limits import TAIL, longest_socket
+from legroom.probe.process_limits import TAIL, longest_socket
 from legroom.records import Pool
 
 MB, GB = 1 << 20, 1 << 30
@@ -112,18 +102,14 @@ def test_steps_follow_the_measured_rate_within_limits() -> None:
 
 
 def test_a_peak_needs_all_children_in_one_sample() -> None:
-    alone = MemorySample(1.0, "shared", (("one", 900),))
-    both = MemorySample(2.0, "shared", (("one", 100), ("two", 200)))
-    assert peak([alone, both, MemorySample(3.0, "separate", (("one", 999), ("two", 1)))], "shared", 2) == 300
+    alone = {"act": "shared", "held": {"one": 900}}
+    both = {"act": "shared", "held": {"one": 100, "two": 200}}
+    assert peak([alone, both, {"act": "separate", "held": {"one": 999, "two": 1}}], "shared", 2) == 300
     assert peak([alone], "shared", 2) is None
 
 
 def test_the_best_round_of_each_loader_counts() -> None:
-    rates = [
-        {"loader": "torch", "rate": 3.0},
-        {"loader": "torch", "rate": 5.0},
-        {"loader": "legroom", "rate": 9.0},
-    ]
+    rates = [{"loader": "torch", "rate": 3.0}, {"loader": "torch", "rate": 5.0}, {"loader": "legroom", "rate": 9.0}]
     assert best_rates(rates) == {"torch": 5.0, "legroom": 9.0}
 
 
@@ -160,26 +146,11 @@ def test_the_chart_shows_every_figure_inside_its_frame() -> None:
         points = [(shape.x, shape.y)] if isinstance(shape, Text | Circle) else shape.points
         assert all(0 <= x <= chart.width and 0 <= y <= chart.height for x, y in points), shape
     words = {shape.text for shape in chart.shapes if isinstance(shape, Text)}
-    assert {
-        "2.34 GB",
-        "1000 MB",
-        "killed",
-        "resumed",
-        "4000",
-        "0 of 1",
-        "one",
-        "four",
-        "1.5 GB",
-        "2 s",
-    } <= words
-    assert (
-        sum(isinstance(shape, Polygon) for shape in chart.shapes) == 8 + 8
-    )  # two stacks; a bar of 0 is not drawn
+    assert {"2.34 GB", "1000 MB", "killed", "resumed", "4000", "0 of 1", "one", "four", "1.5 GB", "2 s"} <= words
+    assert sum(isinstance(shape, Polygon) for shape in chart.shapes) == 8 + 8  # two stacks; a bar of 0 is not drawn
 
 
-def test_the_chart_goes_to_a_file_that_can_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_chart_goes_to_a_file_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert chart_path(None).parent == tmp_path and chart_path("x.svg") == tmp_path / "x.svg"
     for bad in ("x.txt", "nowhere/x.svg", str(tmp_path)):
@@ -191,7 +162,7 @@ def test_the_chart_goes_to_a_file_that_can_be_written(
 
 
 def _child(name: str, folder: Path, *messages: dict[str, Any]) -> Child:
-    return Child(name, "module", {}, folder, {}, messages=list(messages), pss=143 * MB, rss=512 * MB)
+    return Child(name, ("train",), folder, {}, messages=list(messages), pss=143 * MB, rss=512 * MB)
 
 
 def test_bars_fit_80_columns_and_lines_have_the_same_figures(tmp_path: Path) -> None:
@@ -201,9 +172,7 @@ def test_bars_fit_80_columns_and_lines_have_the_same_figures(tmp_path: Path) -> 
     pools = (Pool("shm", 64 * MB, 63 * MB, MB, "here"), Pool("ram", None, None, None, "nowhere", "not known"))
     lines = [line.plain for line in bar_lines(pools, children, 80)]
     assert all(cells(line) <= 80 for line in lines)
-    one, two, three = (
-        next(line for line in lines if line.startswith(name)) for name in ("one", "two", "three")
-    )
+    one, two, three = (next(line for line in lines if line.startswith(name)) for name in ("one", "two", "three"))
     assert "62 %" in one and "12345 / 20000" in one and "0.12" in one and one.endswith("143 MB    512 MB")
     assert "starting" in two and "killed" in three and len(one) == len(two) == len(three)
     assert "429 MB" in lines[-1]
@@ -225,9 +194,7 @@ def test_events_are_wrapped_beside_their_time() -> None:
 
 
 @pytest.mark.parametrize("flags", [["--out", "x.txt"], ["--out", "/nowhere/x.svg"], ["--size", "3"]])
-def test_bad_options_are_refused_before_anything_starts(
-    flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_options_are_refused_before_anything_starts(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["demo", *flags]) == 2
     assert capsys.readouterr().out == ""
 
@@ -236,23 +203,21 @@ def test_bad_options_are_refused_before_anything_starts(
 
 
 def test_messages_of_a_child_arrive_whole_and_once(tmp_path: Path) -> None:
-    child, path = Child("one", "module", {}, tmp_path, {}), tmp_path / "messages.jsonl"
-    assert json.loads(child.command[-1]) == {"messages": str(path)}
-    child.read_messages()
+    child, path = Child("one", ("train",), tmp_path, {}), tmp_path / "messages.jsonl"
+    child.update()
     send(str(path), "step", step=1)
-    child.read_messages()
-    child.read_messages()
+    child.update()
+    child.update()
     assert [message["step"] for message in child.messages] == [1]
     with path.open("ab") as file:
         file.write(b'{"kind": "step", "st')  # unfinished
-    child.read_messages()
+    child.update()
     assert len(child.messages) == 1
     with path.open("ab") as file:
         file.write(b'ep": 2}\n')
-    child.read_messages()
-    last, first = child.last("step"), child.first("step")
-    assert last is not None and first is not None and (first["step"], last["step"]) == (1, 2)
-    assert child.last("done") is None and not child.done
+    child.update()
+    assert [message["step"] for message in child.all("step")] == [1, 2]
+    assert child.last("step") == child.messages[1] and child.last("done") is None and not child.done
 
 
 @pytest.mark.parametrize("engine", ["numpy", "torch"])
@@ -269,21 +234,18 @@ def test_a_model_learns_and_continues_from_its_state(engine: str, tmp_path: Path
         {"images": lib.asarray(images[at : at + 64]), "labels": lib.asarray(labels[at : at + 64])}
         for at in range(0, 640, 64)
     ]
-    model = Model(engine, seed=0, rate=0.05)
-    losses = [model.step(batch) for batch in (*batches, batches[0])]
+    weights = lib.asarray(np.random.default_rng(0).normal(0, 0.001, (ROW_BYTES, CLASSES)).astype("f4"))
+    losses = [learn(lib, weights, batch, 0.05) for batch in (*batches, batches[0])]
     assert losses[-1] < 0.75 * losses[0]
-    again = Model(engine, seed=1, rate=0.05)
-    with (tmp_path / "x.npz").open("wb") as out:
-        import numpy as np
-
-        np.savez(out, **model.arrays())
-    again.restore(dict(np.load(tmp_path / "x.npz")))
-    assert again.step(batches[1]) == model.step(batches[1])
+    saved = lib.asarray(np.asarray(weights).copy())
+    assert learn(lib, saved, batches[1], 0.05) == learn(lib, weights, batches[1], 0.05)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
 def test_a_child_ends_with_its_parent() -> None:
-    child = "from legroom.demo.demo_child import end_with_parent; end_with_parent(9); print('on', flush=True); input()"
+    child = (
+        "from legroom.demo.demo_scripts import end_with_parent; end_with_parent(9); print('on', flush=True); input()"
+    )
     parent = (
         "import os, subprocess, sys\n"
         "os.environ['LEGROOM_DEMO_PARENT'] = str(os.getpid())\n"
@@ -310,36 +272,45 @@ def _alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="directories are locked")
-def test_only_directories_of_dead_demos_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_parents", lambda host: iter([tmp_path]))
-    monkeypatch.setattr(sandbox, "_short_parents", lambda: [tmp_path])
-    made = sandbox.make_sandbox(Host(), 1, None)
+def test_only_directories_of_dead_demos_are_removed(tmp_path: Path) -> None:
+    made = demo_setup.make_directory(Host(env={"LEGROOM_DIR": str(tmp_path)}))
     dead, young = tmp_path / "legroom-demo-dead", tmp_path / "legroom-demo-young"
     for folder in (dead, young):
         folder.mkdir()
     (dead / "train.h5").touch()
     link = tmp_path / "legroom-demo-link"
     link.symlink_to(dead)
-    removed = sandbox.remove_leftovers(Host())
-    assert [path for path in removed if path.parent == tmp_path] == [dead]
-    assert made.tmp is not None and {made.folder, made.tmp, young, link} == set(tmp_path.iterdir())
+    assert demo_setup.remove_leftovers(tmp_path) == [dead]
+    assert {made.path, young, link} == set(tmp_path.iterdir())
     kept = made.remove(keep=True)
-    assert kept is not None and not [
-        path for path in sandbox.remove_leftovers(Host()) if path.parent == tmp_path
-    ]
+    assert kept is not None and demo_setup.remove_leftovers(tmp_path) == []
     assert {kept, young, link} == set(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the demo runs on Linux")
-def test_paths_of_worker_sockets_are_short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    longest = longest_socket(sys.platform) - TAIL
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:
-        parent = Path(short, "y" * longest)
-        parent.mkdir()
-        monkeypatch.setattr(sandbox, "_parents", lambda host: iter([parent]))
-        monkeypatch.setattr(tempfile, "tempdir", str(parent))
-        made = sandbox.make_sandbox(Host(), 1, None)
-        try:
-            assert len(os.fsencode(made.environment({})["TMPDIR"])) <= longest
-        finally:
-            made.remove()
+def test_children_write_to_the_directory_of_the_demo_by_a_short_path(tmp_path: Path) -> None:
+    parent = tmp_path / ("y" * 100)
+    made = demo_setup.make_directory(Host(env={"LEGROOM_DIR": str(parent)}))
+    variables = demo_setup.environment(made.path)
+    # Sockets of a DataLoader's workers are made there, and a longer path than this cannot be bound.
+    assert len(variables["TMPDIR"]) <= longest_socket(sys.platform) - TAIL
+    code = "import tempfile, legroom; print(tempfile.mkdtemp(), legroom.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], env=variables, cwd=made.path, capture_output=True, text=True
+    )
+    folder, source = done.stdout.split()
+    assert os.listdir(made.path / "tmp") == [Path(folder).name]
+    assert Path(source).parent == Path(demo_setup.__file__).parents[1]
+    assert made.remove(keep=False) is None and not made.path.exists()
+
+
+def test_a_child_that_has_ended_has_no_unread_messages(tmp_path: Path) -> None:
+    child = Child("one", ("train",), tmp_path, {})
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        child.process = process
+        child.update()
+        assert not child.ended
+        send(str(tmp_path / "messages.jsonl"), "done")  # its last word; the demo sees its end before it reads this
+        process.communicate()
+        child.update()
+    assert child.ended and child.done

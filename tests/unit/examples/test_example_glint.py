@@ -20,7 +20,10 @@ torch = pytest.importorskip("torch")
 HERE = Path(__file__).parents[3] / "examples" / "glint_unet"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shared copy needs Linux")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the shared copy needs Linux"),
+    pytest.mark.usefixtures("quick_exit"),
+]
 
 
 def make(folder: Path, count: int) -> Path:
@@ -50,9 +53,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     def run_script(name: str | Path, *flags: object) -> subprocess.CompletedProcess[str]:
         script = HERE / name
         command = ["sh" if script.suffix == ".sh" else sys.executable, str(script), *map(str, flags)]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
-        )
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
 
     yield run_script
     shutil.rmtree(store)
@@ -88,22 +89,20 @@ def errors(output: str, loss: str) -> list[float]:
     return [float(found) for found in re.findall(rf"^{loss} +epoch .* error ([\d.]+) px", output, re.M)]
 
 
-def test_it_learns_on_a_shared_copy_that_stays_until_it_is_cleaned_up(
-    run: Run, data: Path, tmp_path: Path
-) -> None:
+def test_it_learns_on_a_shared_copy_that_stays_until_it_is_cleaned_up(call: Run, data: Path, tmp_path: Path) -> None:
     flags = ["--h5", data, "--num_workers", 1, "--batch", 8, "--epochs", 2, "--model_path", "model.pt"]
-    trained = run("train_glint_unet.py", "--shared_memory", *flags)
+    trained = call("train_glint_unet.py", "--shared_memory", *flags)
     assert trained.returncode == 0, trained.stderr
     assert "64 images from the shared copy (shm)" in trained.stdout
     after = errors(trained.stdout, "focal")
     assert len(after) == 2 and after[-1] < 3  # untrained: above 20
     assert "head.weight" in torch.load(tmp_path / "model.pt", weights_only=True)
 
-    listed = run("shm_manager.py", "--list", "--h5", data)
+    listed = call("shm_manager.py", "--list", "--h5", data)
     assert "heatmaps" in listed.stdout and "not in use" in listed.stdout
-    cleaned = run("train_glint_unet.py", "--h5", data, "--cleanup_shm")
+    cleaned = call("train_glint_unet.py", "--h5", data, "--cleanup_shm")
     assert cleaned.returncode == 0 and "removed" in cleaned.stdout
-    assert "not loaded" in run("shm_manager.py", "--list", "--h5", data).stdout
+    assert "not loaded" in call("shm_manager.py", "--list", "--h5", data).stdout
 
 
 def test_two_losses_at_once_on_one_copy(run: Run, few: Path, tmp_path: Path) -> None:
@@ -117,9 +116,7 @@ def test_two_losses_at_once_on_one_copy(run: Run, few: Path, tmp_path: Path) -> 
     assert "the cache is empty" in run("shm_manager.py", "--list").stdout
 
 
-@pytest.mark.parametrize(
-    ("flags", "where"), [([], "a copy of its own"), (["--no-preload"], "the file itself")]
-)
+@pytest.mark.parametrize(("flags", "where"), [([], "a copy of its own"), (["--no-preload"], "the file itself")])
 def test_without_sharing_nothing_is_left(call: Run, few: Path, flags: list[str], where: str) -> None:
     done = call("train_glint_unet.py", "--h5", few, "--epochs", 1, "--num_workers", 0, *flags)
     assert done.returncode == 0, done.stderr
@@ -127,7 +124,7 @@ def test_without_sharing_nothing_is_left(call: Run, few: Path, flags: list[str],
     assert "the cache is empty" in call("shm_manager.py", "--list").stdout
 
 
-def test_everything_nobody_uses_is_cleaned_up(run: Run, data: Path, tmp_path: Path) -> None:
+def test_every_unused_entry_is_cleaned_up(run: Run, data: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.npy"
     np.save(other, np.arange(10))
     # A training that is under way, as far as its lock goes.
@@ -190,15 +187,13 @@ def bad_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("script", "flags", "said"), BAD.values(), ids=BAD)
-def test_nonsense_ends_in_a_clear_error(
-    call: Run, bad_files: None, script: str, flags: list[str], said: str
-) -> None:
+def test_nonsense_ends_in_a_clear_error(call: Run, bad_files: None, script: str, flags: list[str], said: str) -> None:
     done = call(script, *flags)
     assert done.returncode == 2, done.stderr
     assert said in done.stderr and "Traceback" not in done.stderr
 
 
-def test_the_script_fails_when_a_training_does(run: Run) -> None:
+def test_the_script_fails_when_a_training_run_does(run: Run) -> None:
     done = run("train_with_shm.sh", "gone.h5")
     assert done.returncode == 2 and done.stderr.count("unreadable-source") == 2
 

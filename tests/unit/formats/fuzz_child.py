@@ -41,8 +41,8 @@ def ours(path: Path) -> dict[str, Any]:
     import pyarrow as pa
 
     from legroom.errors import LegroomError
+    from legroom.formats.base_reader import ArraySpec
     from legroom.formats.detect import open_source
-    from legroom.formats.protocol import ArraySpec
 
     found: dict[str, str] = {}
     try:
@@ -60,9 +60,7 @@ def ours(path: Path) -> dict[str, Any]:
                 else:
                     with tempfile.TemporaryDirectory() as folder:
                         reader.write_table(item.name, Path(folder) / "t")
-                        found[item.name] = digest_table(
-                            pa.ipc.open_file((Path(folder) / "t").read_bytes()).read_all()
-                        )
+                        found[item.name] = digest_table(pa.ipc.open_file((Path(folder) / "t").read_bytes()).read_all())
     except LegroomError as problem:
         str(problem), json.dumps(problem.as_dict())
         return {"kind": "error", "code": problem.code, "what": str(problem)}

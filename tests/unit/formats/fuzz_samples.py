@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
-
-from format_samples import (
-    Sample,
-    read_h5,
-    read_ipc,
-    read_npy,
-    read_npz,
-    read_safetensors,
-    read_zarr,
-)
+from format_samples import Sample, read_h5, read_ipc, read_npy, read_npz, read_safetensors, read_zarr
 
 
 def _h5(folder: Path, **options: Any) -> Path:
@@ -30,12 +18,7 @@ def _h5(folder: Path, **options: Any) -> Path:
         file["group/plain"] = np.arange(20, dtype=np.int32)
         file["group"].attrs["mean"] = [0.5, 0.25]
         file.create_dataset(
-            "packed",
-            data=np.arange(100, dtype="i2"),
-            chunks=(30,),
-            compression="gzip",
-            shuffle=True,
-            fletcher32=True,
+            "packed", data=np.arange(100, dtype="i2"), chunks=(30,), compression="gzip", shuffle=True, fletcher32=True
         )
         file["captions"] = ["a", "bc", ""]
         rows = file.create_dataset("rows", (3,), h5py.vlen_dtype("i4"))
@@ -91,9 +74,7 @@ def _parquet(folder: Path, **options: Any) -> Path:
     import pyarrow.parquet as pq
 
     # With checksums: without them nobody can tell a damaged level from a good one.
-    pq.write_table(
-        _table(), folder / "x", row_group_size=17, store_schema=False, write_page_checksum=True, **options
-    )
+    pq.write_table(_table(), folder / "x", row_group_size=17, store_schema=False, write_page_checksum=True, **options)
     return folder / "x"
 
 
@@ -103,14 +84,27 @@ def _read_parquet(path: Path) -> Any:
     return pq.read_table(path, use_threads=False, page_checksum_verification=True)
 
 
+def _torch(folder: Path) -> Path:
+    import torch
+
+    base = torch.arange(12.0).view(3, 4)
+    torch.save({"model": {"a": base, "b": base[1:].t(), "c": torch.arange(5)}, "epoch": 3}, folder / "x")
+    return folder / "x"
+
+
+def _read_torch(path: Path) -> Any:
+    import torch
+
+    found = torch.load(path, weights_only=True)["model"]
+    return {f"model/{name}": tensor.contiguous().numpy() for name, tensor in found.items()}
+
+
 def _ipc(folder: Path, stream: bool = False, compression: str | None = None) -> Path:
     import pyarrow as pa
 
     table = _table()
     options = pa.ipc.IpcWriteOptions(compression=compression)
-    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(
-        str(folder / "x"), table.schema, options=options
-    ) as to:
+    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(str(folder / "x"), table.schema, options=options) as to:
         to.write_table(table, max_chunksize=17)
     return folder / "x"
 
@@ -122,6 +116,7 @@ TINY = [
     Sample("npz", "npz", _npz, read_npz),
     Sample("npz-compressed", "npz", lambda f: _npz(f, compressed=True), read_npz),
     Sample("safetensors", "safetensors", _safetensors, read_safetensors),
+    Sample("torch", "torch", _torch, _read_torch),
     Sample("zarr-2", "zarr", lambda f: _zarr(f, 2), read_zarr),
     Sample("zarr-3", "zarr", lambda f: _zarr(f, 3), read_zarr),
     Sample("parquet", "parquet", _parquet, table=_read_parquet),

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from legroom.errors import NoRoom
-from legroom.formats import decoding_memory as memory_module
-from legroom.formats.decoding_memory import Allowed, DecodingMemory
+from legroom.formats import decode_arrays as memory_module
+from legroom.formats.decode_arrays import Allowed, DecodingMemory
 from legroom.formats.detect import open_source
 
 MB = 1 << 20
@@ -89,10 +89,7 @@ def hdf5(path: Path, **options: Any) -> int:
 def arrow(path: Path) -> int:
     pa, feather = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.feather")
     feather.write_feather(
-        pa.table({"x": np.arange(4 * MB, dtype=np.int32)}),
-        path,
-        compression="uncompressed",
-        chunksize=1 << 30,
+        pa.table({"x": np.arange(4 * MB, dtype=np.int32)}), path, compression="uncompressed", chunksize=1 << 30
     )
     return 16 * MB
 
@@ -202,9 +199,7 @@ def test_chunk_locations_are_counted_before_they_are_read(tmp_path: Path) -> Non
         assert reader.slabs("x") is not None
 
 
-def test_memory_freed_by_a_thread_counts_until_it_is_released(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_freed_by_a_thread_counts_until_it_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     """An allocator keeps what a thread has freed for that thread: another one's is taken beside it."""
     calls: list[str] = []
     monkeypatch.setattr(memory_module, "release_freed_memory", lambda: calls.append("given back"))
@@ -215,9 +210,7 @@ def test_memory_freed_by_a_thread_counts_until_it_is_released(
         with gate.take(nbytes, "a chunk"):
             calls.append(f"took {nbytes}")
 
-    with (
-        ExitStack() as stack
-    ):  # threads that live side by side: one that has ended leaves its arena to the next
+    with ExitStack() as stack:  # threads that live side by side: one that has ended leaves its arena to the next
         threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(3)]
         for thread, nbytes in zip(threads, (60, 30, 50), strict=True):
             thread.submit(take, nbytes).result(30)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import rigs
 
-from legroom.errors import DamagedSource, MissingPackage, UnknownFormat, UnreadableSource, UsageError
+from legroom.errors import DamagedSource, MissingPackage, UnknownFormat, UnreadableSource, UnsupportedData, UsageError
 from legroom.formats.detect import open_source
 
 
@@ -123,9 +123,9 @@ def test_known_unsupported_formats_are_named(tmp_path: Path, content: bytes, wor
 
 def test_a_torch_checkpoint_is_not_unpickled(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "model.pt", "w") as archive:
-        archive.writestr("model/data.pkl", b"boom")
-    with pytest.raises(UnknownFormat, match=r"torch\.save"):
-        open_source(tmp_path / "model.pt")
+        archive.writestr("model/data.pkl", b"cos\nsystem\n(S'false'\ntR.")
+    with open_source(tmp_path / "model.pt") as reader, pytest.raises(UnsupportedData, match=r"needs os\.system"):
+        reader.describe()
 
 
 def test_another_zip_archive_is_unsupported(tmp_path: Path) -> None:

@@ -89,13 +89,7 @@ def test_a_damaged_file_is_an_error_or_right(sample: Any, children: dict[str, Ch
     assert before["kind"] == "data", before
     assert before == children["reference"].ask(sample.name, tmp_path / "x")
 
-    @settings(
-        max_examples=120,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(how=damage)
     def check(how: Any) -> None:
         path = tmp_path / "damaged"

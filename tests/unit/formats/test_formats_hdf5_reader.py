@@ -13,18 +13,13 @@ import h5py
 import numpy as np
 import pytest
 
-from legroom.errors import (
-    DamagedSource,
-    SourceBeingWritten,
-    UnreadableSource,
-    UnsupportedData,
-)
-from legroom.formats import hdf5_find, hdf5_reader
+from legroom.errors import DamagedSource, SourceBeingWritten, UnreadableSource, UnsupportedData
+from legroom.formats import hdf5_find_datasets, hdf5_reader
+from legroom.formats.base_reader import ArraySpec, Description
+from legroom.formats.data_file import SourceFile
 from legroom.formats.detect import open_source
-from legroom.formats.hdf5_find import DatasetSearch
+from legroom.formats.hdf5_find_datasets import DatasetSearch
 from legroom.formats.hdf5_vlen import GlobalHeaps
-from legroom.formats.protocol import ArraySpec, Description
-from legroom.formats.source_file import SourceFile
 
 
 def describe(path: Path, keys: Any = None) -> Description:
@@ -112,9 +107,7 @@ def test_strings_with_a_null_dataspace_have_no_rows(tmp_path: Path) -> None:
 
 def test_rows_in_foreign_byte_order_are_converted(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
-        rows = file.create_dataset(
-            "a", (3,), h5py.vlen_dtype(np.dtype(">f4")), chunks=(2,), compression="gzip"
-        )
+        rows = file.create_dataset("a", (3,), h5py.vlen_dtype(np.dtype(">f4")), chunks=(2,), compression="gzip")
         rows[0] = np.array([1.0, 2.0], ">f4")
         rows[2] = np.array([-3.5], ">f4")
     assert read(tmp_path / "x.h5", "a/values").tolist() == [1.0, 2.0, -3.5]
@@ -123,9 +116,7 @@ def test_rows_in_foreign_byte_order_are_converted(tmp_path: Path) -> None:
 
 def test_rows_that_h5py_would_misread_are_refused(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
-        rows = file.create_dataset(
-            "a", (3,), h5py.vlen_dtype(np.dtype(">f4")), chunks=(2,), compression="lzf"
-        )
+        rows = file.create_dataset("a", (3,), h5py.vlen_dtype(np.dtype(">f4")), chunks=(2,), compression="lzf")
         rows[0] = np.array([1.0, 2.0], ">f4")
     with pytest.raises(UnsupportedData, match="byte order"):
         describe(tmp_path / "x.h5")
@@ -147,9 +138,7 @@ def unsupported(file: h5py.File) -> None:
     h5py.h5d.create(file["bad"].id, b"time", kind, h5py.h5s.create_simple((2,)))
 
 
-@pytest.mark.parametrize(
-    "name", ["reference", "region", "opaque", "record", "nested", "arrays", "time", "nowhere"]
-)
+@pytest.mark.parametrize("name", ["reference", "region", "opaque", "record", "nested", "arrays", "time", "nowhere"])
 def test_an_unsupported_dataset_is_refused_by_name_and_can_be_left_out(tmp_path: Path, name: str) -> None:
     path = tmp_path / "x.h5"
     with h5py.File(path, "w") as file:
@@ -301,9 +290,7 @@ def test_a_filter_of_hdf5plugin_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_an_unavailable_filter_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
-) -> None:
+def test_an_unavailable_filter_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     path = tmp_path / "x.h5"
     with h5py.File(path, "w") as file:
         made = file.create_dataset("x", (4,), "i4", chunks=(4,), compression="gzip")
@@ -324,9 +311,7 @@ def test_an_unavailable_filter_is_named(
 
 
 @pytest.mark.parametrize("missing", [("deflate",), ("deflate", "isal")])
-def test_inflate_falls_back_to_zlib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...]
-) -> None:
+def test_inflate_falls_back_to_zlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...]) -> None:
     from legroom.formats import inflate
 
     chunked_file(tmp_path / "x.h5", compression="gzip", shuffle=True)
@@ -502,7 +487,7 @@ def test_exponentially_many_names_are_refused(
         return follow(self, *arguments)
 
     monkeypatch.setattr(DatasetSearch, "_follow", counting)
-    monkeypatch.setattr(hdf5_find, "_MOST_REPEATED", 1000)
+    monkeypatch.setattr(hdf5_find_datasets, "_MOST_REPEATED", 1000)
     with h5py.File(tmp_path / "x", "w", libver="latest") as file:
         file["top"] = np.arange(3)
         below = file.create_group("g22")
@@ -559,8 +544,5 @@ def test_any_error_of_the_library_while_the_contents_are_listed_is_damage(
     with h5py.File(tmp_path / "x", "w") as file:
         file["x"] = np.arange(3)
     monkeypatch.setattr(hdf5_reader, "dataset_names", broken)
-    with (
-        pytest.raises(DamagedSource, match="decode datatype"),
-        open_source(tmp_path / "x", keys="x") as reader,
-    ):
+    with pytest.raises(DamagedSource, match="decode datatype"), open_source(tmp_path / "x", keys="x") as reader:
         reader.describe()

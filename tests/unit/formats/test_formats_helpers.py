@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from legroom.errors import DamagedSource, MissingKey, UnreadableSource
-from legroom.formats import buffers
-from legroom.formats.base_reader import as_json
-from legroom.formats.buffers import native_dtype
+from legroom.formats import decode_arrays
+from legroom.formats.base_reader import Selection, as_json, missing_key
+from legroom.formats.data_file import SourceFile
+from legroom.formats.decode_arrays import native_dtype
 from legroom.formats.detect import open_source
 from legroom.formats.hdf5_filters import DEFLATE, FLETCHER32, SHUFFLE, ChunkFilter, fletcher32, undo
 from legroom.formats.inflate import inflate
-from legroom.formats.selection import Selection, missing_key
-from legroom.formats.source_file import SourceFile
 
 quick = settings(max_examples=80, deadline=None, derandomize=True)
 
@@ -52,9 +51,7 @@ def test_fletcher32_is_the_sum_by_its_definition(data: bytes, times: int, tail: 
 
 @quick
 @given(
-    array=arrays(
-        st.sampled_from(["u1", ">i2", "<f4", "<c16", "S5"]), array_shapes(min_dims=1, max_dims=3, max_side=9)
-    ),
+    array=arrays(st.sampled_from(["u1", ">i2", "<f4", "<c16", "S5"]), array_shapes(min_dims=1, max_dims=3, max_side=9)),
     chunk=st.integers(1, 6),
     gzip=st.booleans(),
     shuffle=st.booleans(),
@@ -67,12 +64,7 @@ def test_any_chunks_and_filters_read_as_h5py_reads_them(
     chunks = tuple(min(chunk, side) for side in array.shape)
     with h5py.File(path, "w") as file:
         file.create_dataset(
-            "x",
-            data=array,
-            chunks=chunks,
-            compression="gzip" if gzip else None,
-            shuffle=shuffle,
-            fletcher32=checksum,
+            "x", data=array, chunks=chunks, compression="gzip" if gzip else None, shuffle=shuffle, fletcher32=checksum
         )
     with h5py.File(path, "r") as file:
         expected = file["x"][...]
@@ -125,10 +117,8 @@ def test_a_size_that_deflate_cannot_reach_allocates_no_memory() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_the_first_failure_cancels_all_tasks_and_is_raised(
-    monkeypatch: pytest.MonkeyPatch, count: int
-) -> None:
-    monkeypatch.setattr(buffers, "threads", lambda: count)
+def test_the_first_failure_cancels_all_tasks_and_is_raised(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(decode_arrays, "threads", lambda: count)
     done: list[int] = []
 
     def fail() -> int:
@@ -136,13 +126,13 @@ def test_the_first_failure_cancels_all_tasks_and_is_raised(
 
     tasks = [lambda: 1, fail] + [lambda: 2] * 1000
     with pytest.raises(DamagedSource):
-        buffers.in_parallel(iter(tasks), done.append)
+        decode_arrays.in_parallel(iter(tasks), done.append)
     assert len(done) < 100
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("legroom-read")]
 
 
 def test_tasks_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "threads", lambda: 3)
+    monkeypatch.setattr(decode_arrays, "threads", lambda: 3)
     together = threading.Barrier(3, timeout=20)  # passes only if three wait at once
 
     def meet() -> int:
@@ -150,7 +140,7 @@ def test_tasks_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return 5
 
     seen: list[int] = []
-    buffers.in_parallel([meet, meet, meet], seen.append)
+    decode_arrays.in_parallel([meet, meet, meet], seen.append)
     assert seen == [5, 5, 5]
 
 
@@ -159,11 +149,11 @@ def test_large_arrays_are_copied_in_pieces(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"abc" + array.tobytes())
     out, seen = np.zeros_like(array), list[int]()
     with SourceFile(tmp_path / "x") as file:
-        buffers.copy_raw(file, 3, out, seen.append)
+        decode_arrays.copy_raw(file, 3, out, seen.append)
         np.testing.assert_array_equal(out, array)
         assert len(seen) == 3 and sum(seen) == array.nbytes
         with pytest.raises(DamagedSource, match="truncated"):
-            buffers.copy_raw(file, 4, out, seen.append)
+            decode_arrays.copy_raw(file, 4, out, seen.append)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_truncated(tmp_path: Path) -> None:
@@ -174,9 +164,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_truncated(tmp_path: Path) -> No
             file.read_at(0, 100)
 
 
-def test_without_positional_reads_a_file_reads_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_positional_reads_a_file_reads_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     for name in ("pread", "preadv"):
@@ -261,9 +249,7 @@ def test_attributes_become_json(value: object, expected: object) -> None:
 
 
 def test_native_dtypes_lose_metadata_and_keep_their_layout() -> None:
-    kind = np.dtype(
-        {"names": ["a", "b"], "formats": [">i4", ("<f8", (2,))], "offsets": [4, 16], "itemsize": 40}
-    )
+    kind = np.dtype({"names": ["a", "b"], "formats": [">i4", ("<f8", (2,))], "offsets": [4, 16], "itemsize": 40})
     found = native_dtype(kind)
     assert found.itemsize == 40 and found.fields is not None and found.fields["b"][1] == 16
     assert found["a"] == np.dtype("i4") and found["a"].isnative

@@ -36,8 +36,6 @@ def _faults(how: str) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-@pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc", reason="it is glibc's heap that gives memory back so soon"
-)
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's heap that gives memory back so soon")
 def test_memory_of_freed_chunks_is_reused() -> None:
     assert _faults("with") < 4000 < _faults("without")

@@ -32,9 +32,7 @@ def raw_npy(path: Path, header: str, data: bytes = b"", version: int = 1) -> Pat
 
 @pytest.mark.parametrize("version", [1, 2, 3])
 def test_every_version_is_read(tmp_path: Path, version: int) -> None:
-    path = raw_npy(
-        tmp_path / "x", "{'descr': '<i2', 'fortran_order': False, 'shape': (2,), }", b"\1\0\2\0", version
-    )
+    path = raw_npy(tmp_path / "x", "{'descr': '<i2', 'fortran_order': False, 'shape': (2,), }", b"\1\0\2\0", version)
     assert read(path).tolist() == [1, 2]
 
 
@@ -195,9 +193,7 @@ def test_empty_strings_keep_their_width(
     np.testing.assert_array_equal(read(tmp_path / "x.npy", "array"), array)
 
 
-@pytest.mark.parametrize(
-    "shape", ["(0, 4611686018427387904, 4611686018427387904)", "(0, 0, 4611686018427387904)"]
-)
+@pytest.mark.parametrize("shape", ["(0, 4611686018427387904, 4611686018427387904)", "(0, 0, 4611686018427387904)"])
 def test_a_shape_too_large_for_numpy_is_refused(tmp_path: Path, shape: str) -> None:
     path = raw_npy(tmp_path / "x", f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}}}", b"")
     with pytest.raises(UnsupportedData, match="4611686018427387904"), open_source(path) as reader:

@@ -24,8 +24,7 @@ def tensor(kind: str, shape: list[int], first: int, last: int) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("BF16", np.uint16), ("F8_E4M3", np.uint8), ("F8_E5M2", np.uint8), ("F8_E8M0", np.uint8)],
+    ("kind", "dtype"), [("BF16", np.uint16), ("F8_E4M3", np.uint8), ("F8_E5M2", np.uint8), ("F8_E8M0", np.uint8)]
 )
 def test_floats_without_a_numpy_type_are_read_as_bits(tmp_path: Path, kind: str, dtype: type) -> None:
     size = 3 * np.dtype(dtype).itemsize

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from legroom.errors import DamagedSource, UnsupportedData
 from legroom.formats import parquet_reader as parquet_module
+from legroom.formats.base_reader import TableSpec
+from legroom.formats.data_file import SourceFile
 from legroom.formats.detect import open_source
 from legroom.formats.parquet_reader import row_groups
-from legroom.formats.protocol import TableSpec
-from legroom.formats.source_file import SourceFile
 
 
 def copy(path: Path, out: Path, keys: Any = None) -> tuple[TableSpec, pa.Table]:
@@ -71,9 +71,7 @@ quick = settings(max_examples=60, deadline=None, derandomize=True, suppress_heal
 
 @quick
 @given(table=tables(), dictionary=st.booleans(), group=st.sampled_from([7, 1000]))
-def test_parquet_sizes_are_upper_bounds(
-    tmp_path_factory: Any, table: pa.Table, dictionary: bool, group: int
-) -> None:
+def test_parquet_sizes_are_upper_bounds(tmp_path_factory: Any, table: pa.Table, dictionary: bool, group: int) -> None:
     folder = tmp_path_factory.mktemp("t")
     pq.write_table(table, folder / "x", use_dictionary=dictionary, row_group_size=group)
     spec, found = copy(folder / "x", folder / "out")
@@ -83,14 +81,10 @@ def test_parquet_sizes_are_upper_bounds(
 
 @quick
 @given(table=tables(), stream=st.booleans(), compression=st.sampled_from([None, "lz4", "zstd"]))
-def test_arrow_sizes_are_upper_bounds(
-    tmp_path_factory: Any, table: pa.Table, stream: bool, compression: str
-) -> None:
+def test_arrow_sizes_are_upper_bounds(tmp_path_factory: Any, table: pa.Table, stream: bool, compression: str) -> None:
     folder = tmp_path_factory.mktemp("t")
     options = pa.ipc.IpcWriteOptions(compression=compression)
-    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(
-        str(folder / "x"), table.schema, options=options
-    ) as to:
+    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(str(folder / "x"), table.schema, options=options) as to:
         to.write_table(table, max_chunksize=11)
     spec, found = copy(folder / "x", folder / "out")
     assert found.equals(table)
@@ -231,9 +225,7 @@ def test_views_and_unions_come_through_arrow(tmp_path: Path) -> None:
     union = pa.UnionArray.from_dense(
         pa.array([0, 1], pa.int8()), pa.array([0, 0], pa.int32()), [pa.array([5]), pa.array(["x"])]
     )
-    table = pa.table(
-        {"view": pa.array(["short", "a string longer than twelve"], pa.string_view()), "union": union}
-    )
+    table = pa.table({"view": pa.array(["short", "a string longer than twelve"], pa.string_view()), "union": union})
     with pa.ipc.new_file(str(tmp_path / "x"), table.schema) as to:
         to.write_table(table)
     assert copy(tmp_path / "x", tmp_path / "out")[1].equals(table)

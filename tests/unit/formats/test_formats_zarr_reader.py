@@ -71,9 +71,7 @@ def test_a_damaged_chunk_is_detected(tmp_path: Path) -> None:
         read(tmp_path / "x", "a")
 
 
-@pytest.mark.parametrize(
-    "content", ["", "{", '{"zarr_format": 9}', '{"zarr_format": 3, "node_type": "array"}']
-)
+@pytest.mark.parametrize("content", ["", "{", '{"zarr_format": 9}', '{"zarr_format": 3, "node_type": "array"}'])
 def test_damaged_metadata_are_detected(tmp_path: Path, content: str) -> None:
     (tmp_path / "zarr.json").write_text(content)
     with pytest.raises(DamagedSource), open_source(tmp_path) as reader:

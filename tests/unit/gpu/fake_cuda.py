@@ -81,10 +81,7 @@ class FakeCuda:
 
     def memory_snapshot(self) -> list[dict[str, Any]]:
         return [
-            {
-                "device": 0,
-                "blocks": [{"state": "inactive", "size": 2 * MB}, {"state": "active_allocated", "size": GB}],
-            }
+            {"device": 0, "blocks": [{"state": "inactive", "size": 2 * MB}, {"state": "active_allocated", "size": GB}]}
         ]
 
     def host_memory_stats(self) -> dict[str, int]:

@@ -41,9 +41,7 @@ def loss_of(part: Any) -> Any:
 
 
 loss_of(batch)
-difference = max(
-    float((one.grad - two).abs().max()) for one, two in zip(plain.parameters(), wanted, strict=True)
-)
+difference = max(float((one.grad - two).abs().max()) for one, two in zip(plain.parameters(), wanted, strict=True))
 try:
     legroom.gpu.find_batch_size(lambda batch: None, device="cpu", max_batch=8 + rank)
     disagreed = False

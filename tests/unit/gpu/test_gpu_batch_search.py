@@ -16,13 +16,7 @@ GB = 1 << 30
 
 
 def search_trials(
-    peak: Callable[[int], int],
-    cap: int,
-    border: int,
-    steady: int = 0,
-    most: int | None = None,
-    *,
-    rough: bool = False,
+    peak: Callable[[int], int], cap: int, border: int, steady: int = 0, most: int | None = None, *, rough: bool = False
 ) -> list[Trial]:
     """Every trial of a search in which batches up to ``border`` fit."""
     trials: list[Trial] = []
@@ -52,9 +46,7 @@ def test_within_three_percent_or_one_sample(
     trials = search_trials(lambda batch: int(held + per_sample * batch), cap, border, int(known * held))
     found = largest_fitting(trials)
     assert found <= border
-    assert border - found <= max(1, 0.03 * border) or (
-        loss < 0.95 and border - found <= max(2, 0.05 * border)
-    )
+    assert border - found <= max(1, 0.03 * border) or (loss < 0.95 and border - found <= max(2, 0.05 * border))
 
 
 @given(st.integers(0, 3))
@@ -84,9 +76,7 @@ def test_wrong_line_still_finds_a_large_batch() -> None:
     assert largest_fitting(search_trials(peak, 8 * 10**9, border)) >= border // 2
 
 
-@given(
-    st.integers(150, 400), st.integers(20, 120), st.floats(1.2, 2.2), st.integers(5, 40), st.floats(2.2, 3)
-)
+@given(st.integers(150, 400), st.integers(20, 120), st.floats(1.2, 2.2), st.integers(5, 40), st.floats(2.2, 3))
 def test_search_continues_where_a_larger_batch_takes_less(
     room: int, border: int, waste: float, fixed: int, each: float
 ) -> None:

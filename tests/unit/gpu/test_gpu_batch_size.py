@@ -207,9 +207,7 @@ def test_error_on_one_rank_stops_all() -> None:
     with pytest.raises(TrialFailed, match="another rank"):
         batch_size.try_on_all_ranks(FixedResult(RESULT), RankConsensus(FakeDistributed([[0, 0]])), 8)
     with pytest.raises(ValueError, match="mine"):
-        batch_size.try_on_all_ranks(
-            FixedResult(ValueError("mine")), RankConsensus(FakeDistributed([[2, 1000]])), 8
-        )
+        batch_size.try_on_all_ranks(FixedResult(ValueError("mine")), RankConsensus(FakeDistributed([[2, 1000]])), 8)
 
 
 def test_ranks_with_different_arguments() -> None:
@@ -276,9 +274,7 @@ def broken():
 def test_isolated_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "factory_for_trials.py").write_text(FACTORY)
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = batch_size.find_batch_size(
-        isolate="factory_for_trials:make", device="cpu", max_batch=2, worst_case=20
-    )
+    found = batch_size.find_batch_size(isolate="factory_for_trials:make", device="cpu", max_batch=2, worst_case=20)
     assert found.batch == 2 and found.trials[0].peak is not None and found.trials[0].peak > 50 * MB
     assert "factory_for_trials" not in sys.modules
     with pytest.raises(TrialFailed, match="no data here"):
@@ -303,16 +299,6 @@ def test_keep_restores_state() -> None:
 
 def test_batch_found_properties() -> None:
     found = BatchFound(
-        4,
-        4,
-        1,
-        4,
-        1,
-        1000,
-        0.1,
-        (Trial(2, True, 300), Trial(4, True, 500), Trial(9, False, None)),
-        100,
-        100.0,
-        "x",
+        4, 4, 1, 4, 1, 1000, 0.1, (Trial(2, True, 300), Trial(4, True, 500), Trial(9, False, None)), 100, 100.0, "x"
     )
     assert found.cap == 900 and found.predicted(6) == 700 and found.curve == ((2, 300), (4, 500))

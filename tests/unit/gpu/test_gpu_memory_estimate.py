@@ -31,7 +31,7 @@ def test_estimate_by_category() -> None:
 
 
 def test_fake_and_real_trace_agree() -> None:
-    from legroom.gpu.memory_trace import run_small_steps, trace_step
+    from legroom.gpu.fake_tensor_trace import run_small_steps, trace_step
     from legroom.gpu.training_step import default_loss
 
     model, batch = mlp(), torch.randn(64, 256)

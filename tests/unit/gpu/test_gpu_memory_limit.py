@@ -60,9 +60,7 @@ def test_equal_shares() -> None:
     assert 6 * limit_bytes(None, Fraction(1, 6), 80 * GB) <= 80 * GB
 
 
-@pytest.mark.parametrize(
-    "amount", [0, 0.0, 1.5, -1, -0.1, 81 * GB, "81GB", "nonsense", "0", "3/0", True, float("nan")]
-)
+@pytest.mark.parametrize("amount", [0, 0.0, 1.5, -1, -0.1, 81 * GB, "81GB", "nonsense", "0", "3/0", True, float("nan")])
 def test_invalid_amounts(amount: Any) -> None:
     with pytest.raises(BadLimit) as caught:
         limit_bytes(amount, None, 80 * GB)
@@ -107,7 +105,7 @@ def test_cache_is_emptied_and_live_memory_noted() -> None:
     cuda.take(7 * GB)
     made = memory_limit.limit_device(FakeDevice(cuda), "5GB")
     assert not made.held
-    assert any("already holds 9 GB" in note for note in made.notes)
+    assert any("already reserved 9 GB" in note for note in made.notes)
 
 
 def test_recheck_tightens_and_never_loosens() -> None:
@@ -145,9 +143,7 @@ def test_no_cuda_error() -> None:
     ("given", "named"),
     [((0.8, None), "80 %"), (("20GB", None), "20 GB"), ((8 * GB, None), "8 GB"), ((None, 1 / 6), "16.7 %")],
 )
-def test_no_cuda_error_names_the_amount(
-    given: tuple[Any, Any], named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_cuda_error_names_the_amount(given: tuple[Any, Any], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("legroom.gpu.cuda_device.why_no_cuda", lambda _: "no driver")
     with pytest.raises(NoCuda, match=f"cannot limit this process to {named} of GPU memory"):
         legroom.gpu.limit(given[0], share=given[1])
@@ -187,9 +183,7 @@ def test_variable_is_checked_before_a_child_starts() -> None:
             with_limit({}, wrong)
 
 
-def test_environment_limit_waits_for_cuda(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_environment_limit_waits_for_cuda(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     device = FakeDevice(FakeCuda())
     monkeypatch.setattr(memory_limit, "CudaDevice", lambda torch, index: device)
     assert apply_from_environment(device.torch, {}) is False

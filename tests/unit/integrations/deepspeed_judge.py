@@ -100,9 +100,7 @@ def by_accelerate(case: Case) -> Case:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(case["text"])
         file.flush()
-        launch.launch_command(
-            launch.launch_command_parser().parse_args(["--config_file", file.name, "train.py"])
-        )
+        launch.launch_command(launch.launch_command_parser().parse_args(["--config_file", file.name, "train.py"]))
     ((kind, asked),) = chosen
     if kind == "multi_gpu":
         made = environments.prepare_multi_gpu_env(asked)
@@ -110,11 +108,7 @@ def by_accelerate(case: Case) -> Case:
         made = environments.prepare_simple_launcher_cmd_env(asked)[1]
     else:
         made = environments.prepare_deepspeed_cmd_env(asked)[1]
-    read = {
-        "launcher": kind,
-        "processes": asked.num_processes,
-        "precision": made["ACCELERATE_MIXED_PRECISION"],
-    }
+    read = {"launcher": kind, "processes": asked.num_processes, "precision": made["ACCELERATE_MIXED_PRECISION"]}
     if kind != "deepspeed":
         return read
     before = dict(os.environ)
@@ -159,11 +153,7 @@ def told_of(config: DeepSpeedConfig) -> Case:
         "stage": int(zero.stage),
         "optimizer": str(zero.offload_optimizer.device) if zero.offload_optimizer else "none",
         "weights": str(zero.offload_param.device) if zero.offload_param else "none",
-        "precision": "bf16"
-        if config.bfloat16_config.enabled
-        else "fp16"
-        if config.float16_config.enabled
-        else "no",
+        "precision": "bf16" if config.bfloat16_config.enabled else "fp16" if config.float16_config.enabled else "no",
     }
 
 

@@ -14,9 +14,7 @@ pytest.importorskip("accelerate")
 pytestmark = pytest.mark.filterwarnings("ignore:.*")
 
 
-def test_a_loop_with_accumulation_saves_in_time(
-    watches: list[FakeWatch], tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_loop_with_accumulation_saves_in_time(watches: list[FakeWatch], tmp_path: Path, monkeypatch: Any) -> None:
     from accelerate import Accelerator
 
     from legroom.integrations.accelerate import guarded
@@ -46,7 +44,7 @@ def test_a_loop_with_accumulation_saves_in_time(
     assert (tmp_path / "last" / "optimizer.bin").is_file()
 
 
-def test_without_a_place_the_loop_is_told(watches: list[FakeWatch]) -> None:
+def test_without_a_folder_the_loop_gets_a_warning(watches: list[FakeWatch]) -> None:
     from accelerate import Accelerator
 
     from legroom.integrations.accelerate import guarded

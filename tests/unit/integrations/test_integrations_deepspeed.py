@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from legroom.advice.launcher_config import emit_training
+from legroom.advice.deepspeed_config import emit_training
 from legroom.errors import UsageError
 from legroom.integrations import deepspeed
 from legroom.records import Settings
@@ -68,9 +68,7 @@ def test_what_cannot_be_written_is_refused(kind: str, options: dict[str, object]
 
 
 def test_parameters_are_counted_once_and_the_largest_layer_found() -> None:
-    model = torch.nn.Sequential(
-        torch.nn.Embedding(100, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 100, bias=False)
-    )
+    model = torch.nn.Sequential(torch.nn.Embedding(100, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 100, bias=False))
     model[2].weight = model[0].weight
     shape = deepspeed.shape_of(model, ranks=4)
     assert shape.params == 800 + 72 and shape.largest_layer == 800
@@ -81,9 +79,7 @@ def test_parameters_are_counted_once_and_the_largest_layer_found() -> None:
 def every_file() -> dict[str, dict[str, Any]]:
     """Each file that can be written, for one rank and for two; ``train`` where it can be trained by without a card."""
     cases = {}
-    for ranks, stage, offload, precision in product(
-        (1, 2), (None, 2, 3), (False, True), ("bf16", "fp16", "no")
-    ):
+    for ranks, stage, offload, precision in product((1, 2), (None, 2, 3), (False, True), ("bf16", "fp16", "no")):
         settings = Settings(4, 2, ranks, threads=1, pin_memory=False)
         for kind in ("deepspeed", "accelerate"):
             if stage is None and (kind == "deepspeed" or offload):
@@ -105,17 +101,11 @@ def understood(
     """What the file must be taken to mean."""
     means: dict[str, object] = {"precision": precision}
     if kind == "accelerate":
-        means |= {
-            "processes": ranks,
-            "launcher": "deepspeed" if stage else "multi_gpu" if ranks > 1 else "simple",
-        }
+        means |= {"processes": ranks, "launcher": "deepspeed" if stage else "multi_gpu" if ranks > 1 else "simple"}
     if stage is None:
         return means
     means |= {"batch": 4, "accumulation": 2, "effective": 8 * ranks, "clipping": 1.0, "stage": stage}
-    means |= {
-        "optimizer": "cpu" if offload else "none",
-        "weights": "cpu" if offload and stage == 3 else "none",
-    }
+    means |= {"optimizer": "cpu" if offload else "none", "weights": "cpu" if offload and stage == 3 else "none"}
     return means | ({"steps": 1} if train else {})
 
 
@@ -144,9 +134,7 @@ def judged() -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_deepspeed_and_accelerate_take_the_file_and_train_by_it(
-    name: str, judged: dict[str, list[Any]]
-) -> None:
+def test_deepspeed_and_accelerate_take_the_file_and_train_by_it(name: str, judged: dict[str, list[Any]]) -> None:
     assert judged[name] == [FILES[name]["means"]] * FILES[name]["ranks"]
 
 

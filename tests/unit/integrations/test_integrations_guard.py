@@ -155,20 +155,13 @@ def test_loaders_that_must_not_change_are_left_alone() -> None:
     lasting = DataLoader(dataset(), batch_size=8, num_workers=1, persistent_workers=True)
     assert "persistent" in apply_settings(lasting, Settings(8))[0] and lasting.num_workers == 1
     ours = legroom.DataLoader(dataset(), batch_size=8)
-    assert (
-        "created without workers" in apply_settings(ours, Settings(8, num_workers=1))[0]
-        and ours.num_workers == 0
-    )
+    assert "created without workers" in apply_settings(ours, Settings(8, num_workers=1))[0] and ours.num_workers == 0
 
 
 # The guard.
 
 
-def test_a_guarded_training_run(
-    watches: list[FakeWatch],
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
-) -> None:
+def test_a_guarded_training_run(watches: list[FakeWatch], caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     caplog.set_level(logging.INFO, logger="legroom")
     numbers: list[dict[str, float]] = []
     loader = DataLoader(dataset(), batch_size=8)
@@ -231,9 +224,7 @@ def test_no_checkpoint_onto_a_full_disk(watches: list[FakeWatch], caplog: pytest
 
 
 def test_other_ranks_write_their_own_logs(
-    watches: list[FakeWatch],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    watches: list[FakeWatch], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "3")

@@ -78,10 +78,7 @@ def test_alarms_blocks_and_a_checkpoint_in_time(
     loaders: list[Any] = []
     monkeypatch.setattr(
         "legroom.integrations.guard.retune",
-        lambda loader, **_: (
-            loaders.append(guard.unwrap_loader(loader)),
-            (Settings(4, 2, num_workers=1), None),
-        )[1],
+        lambda loader, **_: (loaders.append(guard.unwrap_loader(loader)), (Settings(4, 2, num_workers=1), None))[1],
     )
     shown: list[logging.LogRecord] = []
     handler = logging.Handler()

@@ -14,7 +14,7 @@ from integrations.fake_watch import FakeWatch, filling
 from torch.utils.data import DataLoader, TensorDataset
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*"),  # Lightning's own advice about tiny trainings
+    pytest.mark.filterwarnings("ignore:.*")  # Lightning's own advice about tiny trainings
 ]
 
 
@@ -94,9 +94,7 @@ def test_alarms_blocks_and_a_checkpoint_in_time(
 
     numbers, callback = Numbers(), LegroomCallback(log=tmp_path / "run.jsonl")
     caplog.set_level(logging.INFO)
-    training = trainer(
-        tmp_path, [Alarming(), callback], logger=numbers, max_epochs=2, accumulate_grad_batches=2
-    )
+    training = trainer(tmp_path, [Alarming(), callback], logger=numbers, max_epochs=2, accumulate_grad_batches=2)
     training.fit(model(), loader())
     assert watches[0].left == 1 and watches[0].steps == training.global_step == 8
     assert watches[0].marks == ["epoch 0", "epoch 1"]
@@ -112,7 +110,7 @@ def test_alarms_blocks_and_a_checkpoint_in_time(
     assert again.global_step == 8
 
 
-def test_a_failed_training_ends_its_watch_and_is_not_hidden(watches: list[FakeWatch], tmp_path: Path) -> None:
+def test_a_failed_training_run_ends_its_watch_and_is_not_hidden(watches: list[FakeWatch], tmp_path: Path) -> None:
     from legroom.integrations.lightning import LegroomCallback
 
     broken = model()

@@ -162,7 +162,7 @@ def test_the_loader_that_ray_wrapped_is_the_one_that_changes(
 
 
 @pytest.mark.parametrize("raised", [RuntimeError("not in a worker"), DeprecationWarning("not in a worker")])
-def test_outside_a_worker_it_says_what_to_use(
+def test_outside_a_worker_the_error_names_what_to_use(
     train: Train, watches: list[FakeWatch], raised: Exception
 ) -> None:
     train.context = raised
@@ -179,7 +179,7 @@ def test_a_second_start_does_nothing(train: Train, watches: list[FakeWatch]) -> 
     assert len(watches) == 1
 
 
-def test_without_ray_it_says_what_to_install(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_error_names_what_to_install(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ray", "ray.train"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingPackage, match="package ray is needed") as caught:

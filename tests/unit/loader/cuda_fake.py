@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from fake_gpu_memory import FakeMemory
 
-from legroom.loader.batches.cuda_driver import CudaRefused
+from legroom.gpu.cuda_driver_api import CudaRefused
 
 
 class FakeEvent:
@@ -23,6 +24,8 @@ class FakeEvent:
 
 
 class FakeStream:
+    cuda_stream = 7
+
     def __init__(self, log: list[Any], name: str) -> None:
         self.log, self.name = log, name
 
@@ -44,7 +47,9 @@ class FakeDriver:
         self.sent: list[str] = []  # streams that row numbers were sent on, and waits for everything
         self.lent: list[torch.Tensor] = []
         self.pinned_sizes: list[int] = []
-        self._memory = free, total
+        self.copies: list[int] = []  # copies of each call to the copy engines
+        self.room = free, total
+        self.shared_memory = FakeMemory()
         self._consumer = FakeStream(self.log, "consumer")
         self._thread = threading.local()
 
@@ -87,7 +92,7 @@ class FakeDriver:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def memory(self) -> tuple[int, int]:
-        return self._memory
+        return self.room
 
     def why_no_registering(self) -> str | None:
         return None
@@ -110,3 +115,36 @@ class FakeDriver:
         assert address + words * width <= start + self.registered[start]
         kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]
         return torch.frombuffer((ctypes.c_char * (words * width)).from_address(address), dtype=kind)
+
+    def api(self) -> FakeMemory:
+        if "api" in self.refuse:
+            raise CudaRefused("libcuda.so.1 cannot be loaded")
+        return self.shared_memory
+
+    def at(self, address: int, words: int, width: int) -> torch.Tensor:
+        kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]
+        return torch.frombuffer((ctypes.c_char * (words * width)).from_address(address), dtype=kind)
+
+    def empty(self, words: int, width: int) -> torch.Tensor:
+        return torch.empty(words, dtype={8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
+
+    def why_no_copy_engines(self) -> str | None:
+        return "the driver has no cuMemcpyBatchAsync" if "copy_batch" in self.refuse else None
+
+    def copy_batch(self, to: Any, source: Any, sizes: Any, stream: FakeStream) -> None:
+        assert to.dtype == source.dtype == sizes.dtype == np.uint64 and stream.name == "side"
+        self.copies.append(len(sizes))
+        for target, start, size in zip(to.tolist(), source.tolist(), sizes.tolist(), strict=True):
+            ctypes.memmove(target, start, size)
+
+    def gather_kernel(self) -> FakeKernel:
+        if "kernel" in self.refuse:
+            raise CudaRefused("libnvrtc.so.13 cannot be loaded")
+        return FakeKernel()
+
+
+class FakeKernel:
+    def gather(self, source: int, rows: int, target: int, *, count: int, row_bytes: int, stream: int) -> None:
+        assert stream == FakeStream.cuda_stream
+        for place, row in enumerate((ctypes.c_int64 * count).from_address(rows)):
+            ctypes.memmove(target + place * row_bytes, source + row * row_bytes, row_bytes)

@@ -9,6 +9,7 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,12 @@ import torch
 from cuda_fake import FakeDriver
 
 from legroom.errors import NoRoom, UnsupportedData, UsageError
-from legroom.loader.batches import cuda_driver, cuda_pinned
-from legroom.loader.batches.cuda_driver import CudaRefused, Driver, open_driver
-from legroom.loader.batches.cuda_gather import RESOURCES, STEPS_AHEAD, ResourceCache, row_layout
-from legroom.loader.batches.transfer_path import open_gatherer
+from legroom.gpu.cuda_driver_api import CudaRefused
+from legroom.loader.batches import cuda_path_choice, cuda_pinned, cuda_runtime
+from legroom.loader.batches.batch_settings import BatchSettings, open_gatherer
+from legroom.loader.batches.cuda_gather_base import RESOURCES, STEPS_AHEAD, ResourceCache, row_layout
+from legroom.loader.batches.cuda_runtime import Driver, open_driver
+from legroom.loader.rank_sampler import permutation
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="maps files of shared memory")
 
@@ -42,8 +45,8 @@ DTYPES = [
     "complex64",
     "complex128",
 ]
-SHM = SimpleNamespace(backing="shm")
-DISK = SimpleNamespace(backing="disk")
+SHM = SimpleNamespace(backing="shm", key=None, store=None)
+DISK = SimpleNamespace(backing="disk", key=None, store=None)
 
 
 class Stored:
@@ -60,7 +63,8 @@ class Stored:
             self.files[name] = path, path.stat().st_size - column.nbytes
 
     def open(self, driver: FakeDriver, entry: Any = SHM, **options: Any) -> Any:
-        return open_gatherer(self.columns, entry, "cuda", files=self.files, driver=driver, **options)  # type: ignore[arg-type]
+        settings = BatchSettings(5, device="cuda", **options)
+        return open_gatherer(self.columns, entry, settings, files=self.files, driver=driver)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -98,11 +102,7 @@ ROWS = np.array([7, 0, 49, 7, 13], np.int64)
 def test_rows_come_back_as_what_they_are(name: str, shape: tuple[int, ...]) -> None:
     random = np.random.default_rng(1)
     count = int(np.prod(shape)) * 20
-    whole = (
-        random.integers(0, 2, count).astype(name)
-        if name == "bool"
-        else random.integers(0, 99, count).astype(name)
-    )
+    whole = random.integers(0, 2, count).astype(name) if name == "bool" else random.integers(0, 99, count).astype(name)
     column = whole.reshape(20, *shape)
     kind = row_layout("x", column)
     words = torch.index_select(torch.from_numpy(kind.words(column)), 0, torch.as_tensor(ROWS % 20))
@@ -113,8 +113,7 @@ def test_rows_come_back_as_what_they_are(name: str, shape: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "address", "width"),
-    [(196608, 128, 8), (12, 64, 4), (6, 64, 2), (105, 64, 1), (8, 4, 4), (8, 3, 1)],
+    ("nbytes", "address", "width"), [(196608, 128, 8), (12, 64, 4), (6, 64, 2), (105, 64, 1), (8, 4, 4), (8, 3, 1)]
 )
 def test_the_widest_integer_that_fits(nbytes: int, address: int, width: int) -> None:
     assert row_layout("x", np.empty((2, nbytes), np.uint8)).width(address) == width
@@ -123,23 +122,113 @@ def test_the_widest_integer_that_fits(nbytes: int, address: int, width: int) -> 
 @pytest.mark.parametrize("dtype", ["U4", "S3", "datetime64[s]", [("a", "f4"), ("b", "i2")]])
 def test_dtypes_that_torch_does_not_have(dtype: Any) -> None:
     with pytest.raises(UnsupportedData, match="labels cannot be copied to a CUDA device"):
-        open_gatherer({"labels": np.zeros(3, dtype)}, SHM, "cuda", files={}, driver=FakeDriver())  # type: ignore[arg-type]
+        open_gatherer(
+            {"labels": np.zeros(3, dtype)}, SHM, BatchSettings(5, device="cuda"), files={}, driver=FakeDriver()
+        )  # type: ignore[arg-type]
 
 
 # Which path, and the right rows on each.
 
 
-def test_registered(stored: Stored) -> None:
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("path", ["cuda-copy-engine", "cuda-kernel", "cuda-registered"])
+def test_rows_from_registered_memory(stored: Stored, path: str, shuffle: bool) -> None:
     driver = FakeDriver()
-    gatherer = stored.open(driver)
-    assert gatherer.path == "cuda-registered" and "registered" in gatherer.why
+    gatherer = stored.open(driver, path=path, shuffle=shuffle)
+    assert gatherer.path == path and path in gatherer.why
     assert len(driver.registered) == 3  # a row without bytes needs no map
     assert all(length % 4096 == 0 for length in driver.registered.values())
     same(gatherer.gather(ROWS), stored.columns, ROWS)
     same(gatherer.gather(ROWS[:1]), stored.columns, ROWS[:1])
     same(gatherer.gather(ROWS[:0]), stored.columns, ROWS[:0])
-    assert set(driver.sent) == {"side"}
+    assert set(driver.sent) == (set() if path == "cuda-copy-engine" else {"side"})
     gatherer.close()
+
+
+def test_the_copy_engines_copy_consecutive_rows_at_once(stored: Stored) -> None:
+    driver = FakeDriver()
+    gatherer = stored.open(driver)
+    assert gatherer.path == "cuda-copy-engine" and "consecutive" in gatherer.why
+    for rows in (np.arange(5, 45), np.array([3, 4, 5, 9, 8, 7, 7, 8]), np.arange(49, -1, -1)):
+        same(gatherer.gather(rows), stored.columns, rows)
+    assert driver.copies[:2] == [3, 3 * 5] and sum(driver.copies[2:]) == 3 * 50
+    gatherer.close()
+
+
+def test_the_cpu_gathers_small_rows_for_the_copy_engines(tmp_path: Path) -> None:
+    random = np.random.default_rng(5)
+    stored = Stored(tmp_path, images=random.integers(0, 255, (40, 16384), np.uint8), labels=np.arange(40))
+    driver = FakeDriver()
+    gatherer = stored.open(driver, path="cuda-copy-engine", shuffle=True)
+    for rows in random.integers(0, 40, (8, 5)):
+        same(gatherer.gather(rows), stored.columns, rows)
+        runs = 1 + np.count_nonzero(np.diff(rows) != 1)
+        assert driver.copies[-1] == runs + 1
+    gatherer.close()
+
+
+def test_the_first_batches_of_a_shuffled_loop_choose_the_path(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_path_choice, "_chosen", {})
+    driver = FakeDriver()
+    trial = stored.open(driver, shuffle=True)
+    assert "compared in the first" in trial.why
+    orders = np.random.default_rng(2).integers(0, 50, (200, 5))
+    paths = []
+    for number, rows in enumerate(orders):
+        paths.append(trial.path)
+        same(trial.gather(rows), stored.columns, rows)
+        if number + 1 < len(orders) and number % 3:  # a loop may be left before the next batch is begun
+            trial.begin(orders[number + 1])
+    assert set(paths) == {"cuda-copy-engine", "cuda-kernel"} and len(set(paths[130:])) == 1
+    assert "ms per batch" in trial.why
+    again = stored.open(driver, shuffle=True)  # remembered
+    assert again.path == trial.path and again.why == trial.why
+    trial.close()
+    again.close()
+    assert len(driver.registered) == 3
+
+
+@pytest.mark.parametrize("stop", [0, 1, 20])
+def test_a_loop_that_is_left_during_the_trial_releases_both_paths(
+    stored: Stored, stop: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_path_choice, "_chosen", {})
+    trial = stored.open(FakeDriver(), shuffle=True)
+    for _ in range(stop):
+        trial.gather(ROWS)
+        trial.begin(ROWS)
+    trial.close()
+    with pytest.raises(UsageError, match="closed"):
+        trial.gather(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "path"),
+    [
+        ({"cuda-copy-engine": [0.4, 0.4, 9.0], "cuda-kernel": [0.5, 0.5, 0.5]}, "cuda-copy-engine"),
+        ({"cuda-copy-engine": [0.502], "cuda-kernel": [0.5]}, "cuda-copy-engine"),
+        ({"cuda-copy-engine": [0.6], "cuda-kernel": [0.5]}, "cuda-kernel"),
+        ({"cuda-copy-engine": [0.6], "cuda-registered": [0.5]}, "cuda-registered"),
+    ],
+)
+def test_the_path_with_the_shorter_steps_is_chosen(seconds: dict[str, list[float]], path: str) -> None:
+    chosen, why = cuda_path_choice.choose(seconds)
+    assert chosen == path and "ms per batch" in why
+
+
+def test_an_old_driver_gathers_with_index_select(stored: Stored) -> None:
+    gatherer = stored.open(FakeDriver("copy_batch"), shuffle=True)
+    assert gatherer.path == "cuda-registered" and "cuMemcpyBatchAsync" in gatherer.why
+    gatherer.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "refuse"), [("cuda-copy-engine", "copy_batch"), ("cuda-kernel", "kernel"), ("cuda-kernel", "register")]
+)
+def test_a_path_that_cannot_be_used_is_refused_with_the_reason(stored: Stored, path: str, refuse: str) -> None:
+    with pytest.raises(UsageError, match=f"path='{path}' cannot be used") as caught:
+        stored.open(FakeDriver(refuse), path=path)
+    assert caught.value.why
 
 
 def test_resident(stored: Stored) -> None:
@@ -154,11 +243,52 @@ def test_resident(stored: Stored) -> None:
         gatherer.gather(ROWS)
 
 
+def test_resident_data_in_the_cache_are_shared_with_other_processes(stored: Stored, tmp_path: Path) -> None:
+    entry = SimpleNamespace(backing="shm", key="k1", store=os.fspath(tmp_path))
+    driver = FakeDriver()
+    first = stored.open(driver, entry, resident=True)
+    assert "copied here for all processes" in first.why
+    same(first.gather(ROWS), stored.columns, ROWS)
+    assert len(driver.shared_memory.maps) == 3
+    with forked_holder(stored, entry):  # another process gets it
+        same(first.gather(ROWS), stored.columns, ROWS)
+    first.close()
+    stored.columns.clear()
+    gc.collect()
+    assert not driver.shared_memory.maps and not driver.shared_memory.handles
+
+
+@contextmanager
+def forked_holder(stored: Stored, entry: Any) -> Iterator[None]:
+    """Another process that has the columns in GPU memory."""
+    ready, hold = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            columns = {name: np.array(column) for name, column in stored.columns.items()}
+            settings = BatchSettings(5, device="cuda", resident=True)
+            kept = open_gatherer(columns, entry, settings, files={}, driver=FakeDriver())  # type: ignore[arg-type]
+            os.write(ready[1], b"shared" if "shared" in kept.why else b"own")
+            os.close(hold[1])
+            os.read(hold[0], 1)
+        finally:
+            os._exit(0)
+    os.close(hold[0])
+    try:
+        assert os.read(ready[0], 10) == b"shared"
+        yield
+    finally:
+        os.close(hold[1])
+        os.waitpid(child, 0)
+        os.close(ready[0])
+        os.close(ready[1])
+
+
 def test_the_order_is_sent_to_the_gpu_once_per_epoch(stored: Stored) -> None:
     driver = FakeDriver()
     gatherer = stored.open(driver, resident=True)
     for seed in range(2):
-        order = np.random.default_rng(seed).permutation(len(stored.columns["heat"])).astype(np.int64)
+        order = permutation(len(stored.columns["heat"]), seed, 0)
         for first in range(0, len(order), 7):
             rows = order[first : first + 7]
             same(gatherer.gather(rows), stored.columns, rows)
@@ -166,13 +296,25 @@ def test_the_order_is_sent_to_the_gpu_once_per_epoch(stored: Stored) -> None:
     gatherer.close()
 
 
+@pytest.mark.parametrize("options", [{"resident": True}, {"path": "cuda-kernel"}, {"path": "cuda-registered"}])
+def test_an_order_that_changes_in_place_is_sent_again(stored: Stored, options: dict[str, Any]) -> None:
+    gatherer = stored.open(FakeDriver(), **options)
+    order = np.arange(50)
+    several = np.arange(100).reshape(10, 10) % 50
+    for _ in range(3):
+        np.random.default_rng(3).shuffle(order)
+        for rows in (order[5:12], order[::7], several[3], several[:, 2]):
+            same(gatherer.gather(rows), stored.columns, rows)
+    gatherer.close()
+
+
 def test_columns_in_gpu_memory_are_not_counted_again(stored: Stored) -> None:
     needed = sum(column.nbytes for column in stored.columns.values()) + (2 << 20)
     driver = FakeDriver(free=needed + (8 << 30), total=80 << 30)
     first = stored.open(driver, resident=True)
-    driver._memory = needed - stored.columns["heat"].nbytes + (8 << 30), 80 << 30
+    driver.room = needed - stored.columns["heat"].nbytes + (8 << 30), 80 << 30
     second = stored.open(driver, resident=True)
-    assert second._uses["heat"].resource is first._uses["heat"].resource
+    assert second.path == first.path == "cuda-resident"
     first.close()
     second.close()
 
@@ -197,7 +339,7 @@ def test_an_entry_on_disk_is_not_registered(stored: Stored) -> None:
     ("refuse", "path", "why"),
     [
         (("register",), "cuda-pinned", "did not register the shared copy: operation not permitted"),
-        (("window",), "cuda-pinned", "does not see registered memory in place"),
+        (("window", "copy_batch"), "cuda-pinned", "does not see registered memory in place"),
         (("register", "pinned"), "cuda-copy", "page-locked: out of memory"),
     ],
 )
@@ -216,7 +358,7 @@ def test_other_reasons_not_to_register(stored: Stored) -> None:
     for files, word in ((dict(stored.files), "shorter"), ({}, "not a contiguous array")):
         if files:
             files["heat"] = files["heat"][0], 1 << 30
-        gatherer = open_gatherer(stored.columns, SHM, "cuda", files=files, driver=FakeDriver())  # type: ignore[arg-type]
+        gatherer = open_gatherer(stored.columns, SHM, BatchSettings(5, device="cuda"), files=files, driver=FakeDriver())  # type: ignore[arg-type]
         assert gatherer.path == "cuda-pinned" and word in gatherer.why
         gatherer.close()
     gatherer = stored.open(FakeDriver(), SimpleNamespace(backing="inplace"))
@@ -243,7 +385,7 @@ def test_columns_in_pieces(tmp_path: Path) -> None:
     """A column with gaps between its rows, and batches large enough for the helpers."""
     wide = np.arange(40 * 500_000, dtype=np.int32).reshape(40, 500_000)
     columns = {"wide": wide, "every": wide[:, ::2], "label": np.arange(40)}
-    gatherer = open_gatherer(columns, DISK, "cuda", files={}, driver=FakeDriver())  # type: ignore[arg-type]
+    gatherer = open_gatherer(columns, DISK, BatchSettings(5, device="cuda"), files={}, driver=FakeDriver())  # type: ignore[arg-type]
     for rows in (np.arange(0, 40, 3), np.array([5, 5, 39, 0])):
         same(gatherer.gather(rows), columns, rows)
     gatherer.close()
@@ -329,7 +471,7 @@ def test_no_more_page_locked_memory_in_the_middle(stored: Stored) -> None:
 
 def test_an_error_in_the_thread_is_raised_by_gather(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     gatherer = stored.open(FakeDriver(), DISK)
-    monkeypatch.setattr(cuda_pinned, "_take", lambda *_: 1 / 0)
+    monkeypatch.setattr(cuda_pinned, "take_rows", lambda *_: 1 / 0)
     gatherer.begin(ROWS)
     with pytest.raises(ZeroDivisionError):
         gatherer.gather(ROWS)
@@ -375,13 +517,9 @@ def test_a_map_is_registered_once_and_until_the_arrays_are_gone(stored: Stored) 
 def test_registered_again_after_release(stored: Stored) -> None:
     driver = FakeDriver()
     for _ in range(3):
-        columns = {
-            name: np.load(path, mmap_mode="c")
-            for name, (path, _) in stored.files.items()
-            if name != "nothing"
-        }
-        gatherer = open_gatherer(columns, SHM, "cuda", files=stored.files, driver=driver)  # type: ignore[arg-type]
-        assert gatherer.path == "cuda-registered" and len(driver.registered) == 3
+        columns = {name: np.load(path, mmap_mode="c") for name, (path, _) in stored.files.items() if name != "nothing"}
+        gatherer = open_gatherer(columns, SHM, BatchSettings(5, device="cuda"), files=stored.files, driver=driver)  # type: ignore[arg-type]
+        assert gatherer.path == "cuda-copy-engine" and len(driver.registered) == 3
         same(gatherer.gather(ROWS), columns, ROWS)
         del gatherer, columns  # closed by nobody
         gc.collect()
@@ -392,9 +530,7 @@ def test_files_are_unmapped_when_unregistered(stored: Stored) -> None:
     path = os.fspath(stored.files["heat"][0])
 
     def shared() -> int:
-        return sum(
-            path in line and "r--s" in line for line in Path("/proc/self/maps").read_text().splitlines()
-        )
+        return sum(path in line and "r--s" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
     driver = FakeDriver()
     gatherer = stored.open(driver)
@@ -577,7 +713,7 @@ class Elsewhere(FakeTorch):
 
 
 def test_a_copy_instead_of_a_view_is_noticed_at_one_integer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "_device_address", lambda address: address)
+    monkeypatch.setattr(cuda_runtime, "_device_address", lambda address: address)
     fake = Elsewhere()
     with pytest.raises(CudaRefused, match="in place"):
         driver_on(fake).window(4096, 1 << 40, 8)

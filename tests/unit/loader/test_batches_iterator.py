@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import legroom
 from legroom.errors import MissingKey, MissingPackage, UnsupportedData, UsageError
 from legroom.loader.batches.open_data import Data
-from legroom.loader.sampling import permutation
+from legroom.loader.rank_sampler import permutation
 
 
 @pytest.fixture
@@ -119,9 +119,7 @@ def test_every_row_once_with_any_world_sizes(shared: Data, chance: st.DataObject
         world, size = chance.draw(st.integers(1, 5)), chance.draw(st.integers(1, 20))
         after = None
         for rank in range(world):
-            batches = shared.batches(
-                size, shuffle=True, seed=1, epoch=3, uneven="all", rank=rank, world_size=world
-            )
+            batches = shared.batches(size, shuffle=True, seed=1, epoch=3, uneven="all", rank=rank, world_size=world)
             if state is not None:
                 batches.load_state_dict(state)
             loop = iter(batches)
@@ -350,9 +348,7 @@ def test_ranks_come_from_the_launcher(data: Data, monkeypatch: pytest.MonkeyPatc
     assert labels(batches)[0] == list(range(10, 20))
 
 
-def test_columns_that_a_device_cannot_hold_stay_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_columns_that_a_device_cannot_hold_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[object] = []
 
     class Device:
@@ -367,11 +363,11 @@ def test_columns_that_a_device_cannot_hold_stay_in_memory(
 
         def close(self) -> None: ...
 
-    def opened(columns: Any, entry: Any, device: object, *, resident: bool, files: Any) -> Device:
-        told.append((sorted(columns), entry.backing, device, resident, sorted(files)))
+    def opened(columns: Any, entry: Any, settings: Any, *, files: Any) -> Device:
+        told.append((sorted(columns), entry.backing, settings.device, settings.resident, sorted(files)))
         return Device()
 
-    monkeypatch.setattr("legroom.loader.batches.transfer_path.open_gatherer", opened)
+    monkeypatch.setattr("legroom.loader.batches.batch_settings.open_gatherer", opened)
     data = plain(tmp_path, monkeypatch, ids=np.array([b"id"] * ROWS))
     batches = data.batches(60, device="cuda:1", resident=True)
     assert told == [(["images", "labels"], "memory", "cuda:1", True, [])]

@@ -1,21 +1,29 @@
-"""Measuring a dataset, here and in a child: bytes are exact, time is split, and every death has a name."""
+"""Measuring a dataset, in this process and in a child: bytes, time, and how a child failed."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import tune_data
 from torch.utils.data import TensorDataset
 
+import legroom
 from legroom.errors import DatasetFailed, MissingKey, UsageError
-from legroom.loader.measure import apart, meter
-from legroom.loader.measure.contents import contents
-from legroom.loader.measure.measuring import measure, measure_dataset
-from legroom.loader.tune.settings_history import key_of
+from legroom.loader import fit_check
+from legroom.loader.measure import guarded_child, memory_guard, trial
+from legroom.loader.measure.dataset_child import measure_dataset
+from legroom.loader.measure.dataset_cost import measure
+from legroom.loader.measure.dataset_samples import contents_of
+from legroom.loader.tune.tuning import key_of
 
 HERE = Path(__file__).parent
 IMAGE = 3 * 16 * 16 * 4
@@ -32,29 +40,26 @@ def test_bytes_of_a_batch_are_exact() -> None:
     assert sorted(measured.tensors) == [4 * 8, 4 * IMAGE]
     assert measured.batch_bytes == 4 * (8 + IMAGE) and measured.rows == 8 and measured.samples == 8
     assert IMAGE <= measured.sample_bytes < IMAGE + 200
-    assert "8 samples drawn" in measured.source and measured.transport is None
+    assert "8 samples loaded" in measured.source and measured.transport is None
 
 
-def test_a_batch_larger_than_what_was_drawn_is_made_of_repeats() -> None:
+def test_a_batch_larger_than_the_loaded_samples_repeats_them() -> None:
     measured = measure(tune_data.Images(), batch_size=100)
     assert max(measured.tensors) == 100 * IMAGE and "repeated to 100" in measured.source
 
 
-def test_the_users_own_collate_counts() -> None:
+def test_the_users_collate_is_measured() -> None:
     measured = measure(tune_data.images, batch_size=4, collate_fn=tune_data.double_collate)
     assert sorted(measured.tensors) == [4 * IMAGE, 8 * IMAGE]
 
 
-def test_computing_and_waiting_are_told_apart() -> None:
-    computing, waiting = (
-        measure(tune_data.Computing(), batch_size=4),
-        measure(tune_data.Waiting(), batch_size=4),
-    )
+def test_computing_and_waiting_are_separated() -> None:
+    computing, waiting = (measure(tune_data.Computing(), batch_size=4), measure(tune_data.Waiting(), batch_size=4))
     assert computing.cpu_seconds > 0.003 and computing.cpu_seconds > 4 * computing.wait_seconds
     assert waiting.wait_seconds > 0.003 and waiting.wait_seconds > 4 * waiting.cpu_seconds
 
 
-def test_batched_and_walked_datasets() -> None:
+def test_batched_and_iterable_datasets() -> None:
     assert max(measure(tune_data.Batched(), batch_size=4).tensors) == 4 * IMAGE
     walked = measure(tune_data.Walked(), batch_size=4)
     assert walked.iterable and walked.rows is None and walked.samples == 5 and walked.tensors == (64,)
@@ -78,17 +83,17 @@ def test_an_iterable_dataset_that_raises_for_its_length_is_measured() -> None:
         measure(Broken(), batch_size=4)
 
 
-def test_time_limits_the_drawing() -> None:
+def test_the_time_limit_of_loading() -> None:
     measured = measure(tune_data.Waiting(), batch_size=4, seconds=0.0)
     assert measured.samples == 1
 
 
-def test_a_batch_that_cannot_be_pickled_is_told() -> None:
+def test_a_batch_that_cannot_be_pickled_is_reported() -> None:
     measured = measure(tune_data.Unsendable(), batch_size=2, collate_fn=tune_data.as_they_are)
     assert measured.unsendable is not None and "pickle" in measured.unsendable.lower()
 
 
-def test_tensors_are_found_wherever_they_sit() -> None:
+def test_tensors_are_found_in_any_class() -> None:
     class Odd:
         def __init__(self) -> None:
             self.inside = {"a": [torch.zeros(10)], "b": (torch.ones(3, dtype=torch.uint8), "text")}
@@ -97,18 +102,18 @@ def test_tensors_are_found_wherever_they_sit() -> None:
 
     __main__.Odd = Odd  # where pickle looks for a class of that name
     Odd.__module__, Odd.__qualname__ = "__main__", "Odd"
-    found = contents(Odd())
+    found = contents_of(Odd())
     del __main__.Odd
     assert found.unsendable is None and sorted(found.tensors) == [3, 40]
 
 
-def test_a_view_travels_with_its_whole_storage_and_once() -> None:
+def test_a_view_counts_with_its_whole_storage_once() -> None:
     whole = torch.zeros(1000)
-    found = contents([whole[:10], whole[10:20]])
+    found = contents_of([whole[:10], whole[10:20]])
     assert found.tensors == (40, 40) and found.storages == (4000,)
     sparse = torch.eye(4).to_sparse()
-    assert contents(sparse).tensors == (4 * 2 * 8 + 4 * 4,)
-    assert contents(torch.empty(0)).storages == ()
+    assert contents_of(sparse).tensors == (4 * 2 * 8 + 4 * 4,)
+    assert contents_of(torch.empty(0)).storages == ()
 
 
 def test_a_sample_that_is_a_view_counts_itself() -> None:
@@ -116,7 +121,7 @@ def test_a_sample_that_is_a_view_counts_itself() -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, True, "8"])
-def test_batches_without_meaning(size: object) -> None:
+def test_a_batch_size_below_one_is_refused(size: object) -> None:
     with pytest.raises(UsageError, match="must be an integer >= 1"):
         measure(tune_data.images, batch_size=size)  # type: ignore[arg-type]
 
@@ -125,25 +130,25 @@ def test_batches_without_meaning(size: object) -> None:
     ("dataset", "said"),
     [(tune_data.Raising(), "ValueError: sample"), (tune_data.Empty(), "length is 0"), (42, "TypeError")],
 )
-def test_a_dataset_that_fails_says_how(dataset: object, said: str) -> None:
+def test_a_dataset_that_fails_is_explained(dataset: object, said: str) -> None:
     with pytest.raises(DatasetFailed, match=said):
         measure(dataset, batch_size=2)
 
 
-def test_a_collate_that_fails_says_how() -> None:
+def test_a_collate_that_fails_is_explained() -> None:
     with pytest.raises(DatasetFailed, match="collating 2 samples failed"):
         measure(tune_data.images, batch_size=2, collate_fn=lambda samples: samples[2])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
-def test_the_way_from_a_worker_is_measured_with_one() -> None:
+def test_sending_from_a_worker_is_measured() -> None:
     way = measure(tune_data.images, batch_size=4, transport="torch").transport
     assert way is not None and way.parent_seconds > 0 and way.worker_seconds >= 0
     assert way.worker_ram is not None and way.worker_ram > 1 << 20
     assert "torch loader" in way.source
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside", "child_in_fork")
 @pytest.mark.parametrize("name", ["images", "Images", "make_images", "Chatty"])
 def test_a_named_dataset_a_class_and_a_factory(name: str) -> None:
     measured = measure_dataset(f"tune_data:{name}", batch_size=4)
@@ -151,7 +156,7 @@ def test_a_named_dataset_a_class_and_a_factory(name: str) -> None:
 
 
 @pytest.mark.usefixtures("beside")
-def test_a_loader_brings_its_collate_and_a_file_can_be_named() -> None:
+def test_a_named_loader_has_its_collate_and_a_file_can_be_named() -> None:
     assert len(measure_dataset("tune_data:loader", batch_size=4).tensors) == 2
     measured = measure_dataset(
         "tune_data.py:images", batch_size=4, collate="tune_data:double_collate", transport="torch"
@@ -159,25 +164,25 @@ def test_a_loader_brings_its_collate_and_a_file_can_be_named() -> None:
     assert sorted(measured.tensors) == [4 * IMAGE, 8 * IMAGE] and measured.transport is not None
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside", "child_in_fork")
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("Raising", r"(?s)in __getitem__.*ValueError: sample \d is broken"),
         ("Crashing", r"(?s)killed by signal 11 \(SIGSEGV\).*tune_data.py"),
-        ("Empty", "gave no sample"),
+        ("Empty", "has no samples"),
         ("leaving", "SystemExit: 3"),
         ("number", "neither __getitem__ nor __iter__"),
     ],
 )
-def test_a_child_that_goes_wrong_has_last_words(name: str, said: str) -> None:
+def test_a_child_that_fails_is_explained(name: str, said: str) -> None:
     with pytest.raises(DatasetFailed, match=said) as caught:
         measure_dataset(f"tune_data:{name}", batch_size=2)
     assert caught.value.exit_status == 2 and caught.value.fix
 
 
-@pytest.mark.usefixtures("beside")
-def test_a_name_that_is_not_there_is_no_failure_of_the_dataset() -> None:
+@pytest.mark.usefixtures("beside", "child_in_fork")
+def test_a_name_that_does_not_exist() -> None:
     with pytest.raises(MissingKey, match=r"tune_data has no 'imagse'") as caught:
         measure_dataset("tune_data:imagse", batch_size=2)
     assert "did you mean 'images'?" in caught.value.fix
@@ -185,18 +190,18 @@ def test_a_name_that_is_not_there_is_no_failure_of_the_dataset() -> None:
 
 @pytest.mark.usefixtures("beside")
 def test_a_child_that_hangs_is_ended() -> None:
-    with pytest.raises(DatasetFailed, match="did not give a batch within 4 s"):
+    with pytest.raises(DatasetFailed, match="no batch within 4 s"):
         measure_dataset("tune_data:Hanging", batch_size=2, timeout=4)
 
 
 @pytest.mark.parametrize("spec", ["tune_data", ":images", "tune_data:", "a:b c", "a:1x"])
-def test_names_without_meaning(spec: str) -> None:
-    with pytest.raises(UsageError, match="as the name of a dataset"):
+def test_text_that_is_not_a_name(spec: str) -> None:
+    with pytest.raises(UsageError, match="is not the name of a dataset"):
         measure_dataset(spec, batch_size=2)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="semaphores lie in /dev/shm there")
-def test_a_group_that_is_ended_leaves_no_semaphores() -> None:
+def test_an_ended_group_leaves_no_semaphores() -> None:
     program = (
         "import multiprocessing, time\n"
         "context = multiprocessing.get_context('spawn')\n"
@@ -204,23 +209,110 @@ def test_a_group_that_is_ended_leaves_no_semaphores() -> None:
         "print(lock._semlock.name, flush=True)\n"
         "time.sleep(60)\n"
     )
-    child = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert child.stdout is not None
     with child.stdout:
         name = child.stdout.readline().strip().lstrip("/")
     assert Path("/dev/shm", f"sem.{name}").exists()
-    meter.end_group(child.pid)
+    memory_guard.end_group(child.pid)
     child.wait()
-    assert not Path("/dev/shm", f"sem.{name}").exists() and meter._in_group(child.pid) == {}
+    assert not Path("/dev/shm", f"sem.{name}").exists() and memory_guard._in_group(child.pid) == {}
 
 
-def test_the_last_words_of_a_crash_are_those_of_the_thread_that_crashed(tmp_path: Path) -> None:
-    other = [
-        "Thread 0x01 (most recent call first):",
-        *(f'  File "queues.py", line {line}' for line in range(9)),
-    ]
+def test_the_last_lines_of_a_crash_are_those_of_the_thread_that_crashed(tmp_path: Path) -> None:
+    other = ["Thread 0x01 (most recent call first):", *(f'  File "queues.py", line {line}' for line in range(9))]
     own = ["Current thread 0x02 (most recent call first):", '  File "dataset.py", line 7 in __getitem__']
     (tmp_path / "output").write_text("\n".join(["Fatal Python error: Segmentation fault", *other, *own]))
-    assert apart.last_words(tmp_path / "output") == ["Fatal Python error: Segmentation fault", *own]
+    assert guarded_child.last_lines(tmp_path / "output") == ["Fatal Python error: Segmentation fault", *own]
+
+
+@pytest.mark.parametrize(
+    ("objects", "before", "full"), [(800, "", True), (300, "", False), (800, "gc.disable()", False)]
+)
+def test_full_collections_come_early_in_a_trial_where_young_ones_continue(
+    objects: int, before: str, full: bool
+) -> None:
+    program = (
+        "import gc; from legroom.loader.measure.trial import collect_early\n"
+        f"kept = [[] for _ in range(50_000)]; gc.collect(); {before}\n"
+        "collect_early(); found = []\n"
+        "gc.callbacks.append(lambda phase, info: phase == 'stop' and found.append(info['generation']))\n"
+        f"for _ in range(20): batch = [[] for _ in range({objects})]\n"
+        "print(2 in found)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(full), ran
+
+
+def test_what_a_program_has_frozen_stays_frozen_in_a_trial() -> None:
+    program = (
+        "import gc; from legroom.loader.measure.trial import collect_early\n"
+        "gc.freeze(); before = gc.get_freeze_count(); collect_early(); print(before == gc.get_freeze_count() > 0)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "True", ran
+
+
+def test_shared_memory_that_others_free_does_not_hide_what_the_trial_takes() -> None:
+    size = 4 << 20
+    others = [Path("/dev/shm", f"legroom-test-{os.getpid()}-{number}") for number in range(2)]
+    try:
+        for path in others:
+            path.write_bytes(bytes(size))
+        use = trial._ShmUse()
+        with tempfile.TemporaryFile(dir="/dev/shm") as own, others[0].open("rb") as cached:
+            own.write(bytes(size)), own.flush()
+            others[1].unlink()
+            assert cached.read(1) and use.held() == size <= use.now()  # without the file that existed before
+    finally:
+        for path in others:
+            path.unlink(missing_ok=True)
+
+
+def test_a_worker_that_waits_for_a_cpu_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine its CPU time stands still while its queue is not full."""
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    asleep = subprocess.Popen(["sleep", "600"])
+    try:
+        for pid, waits in ((busy.pid, False), (asleep.pid, True)):
+            monkeypatch.setattr(trial, "_children", lambda pid=pid: [str(pid)])
+            deadline = time.monotonic() + 60
+            while (trial._activity() is None) is waits and time.monotonic() < deadline:
+                time.sleep(0.01)  # until it has begun
+            assert (trial._activity() is not None) is waits
+    finally:
+        for process in (busy, asleep):
+            process.kill()
+            process.wait()
+
+
+class _Boxes:
+    """A list of Python objects, or an array, or a list of arrays, or the first list frozen."""
+
+    def __init__(self, kind: str) -> None:
+        self.boxes: Any = np.ones((150_000, 4), np.float32)
+        if kind == "arrays":
+            self.boxes = [np.ones(3000, np.float32) for _ in range(3000)]
+        elif kind != "array":
+            self.boxes = [[float(index), 2.0, 3.0, 4.0] for index in range(150_000)]
+        if kind == "frozen":
+            legroom.freeze_dataset(self)
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+    def __getitem__(self, index: int) -> Any:
+        return np.array(self.boxes[index], np.float32)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("kind", ["list", "array", "arrays", "frozen"])
+def test_a_trial_run_names_the_attribute_that_workers_copy(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("LEGROOM_SHM", "LEGROOM_DIR"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.setattr(fit_check, "_TRIAL_S", 1.0)
+    found = legroom.check(_Boxes(kind), batch_size=256, num_workers=1, start_method="fork", timeout=60)
+    codes = [(finding.code, "boxes (list, " in finding.message) for finding in found.findings]
+    assert codes == ([("workers-copy-dataset", True)] if kind == "list" else [])

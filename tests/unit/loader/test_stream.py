@@ -140,13 +140,11 @@ def test_groups_may_be_shuffled_alone_or_rows_alone(tmp_path: Path) -> None:
     assert sorted(groups) == list(range(90)) != groups
     assert all(groups[at : at + 10] == list(range(groups[at], groups[at] + 10)) for at in range(0, 90, 10))
     rows = ids(stream(paths, shuffle_buffer=30, shuffle_groups=False))
-    assert [sorted(rows[at : at + 30]) for at in (0, 30, 60)] == [
-        list(range(at, at + 30)) for at in (0, 30, 60)
-    ]
+    assert [sorted(rows[at : at + 30]) for at in (0, 30, 60)] == [list(range(at, at + 30)) for at in (0, 30, 60)]
     assert rows[:30] != list(range(30))
 
 
-def test_the_launcher_says_which_rank_this_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launchers_environment_gives_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths, _ = write(tmp_path, [20], 5)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")

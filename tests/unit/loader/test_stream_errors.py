@@ -169,23 +169,16 @@ def test_rows_far_above_the_average_are_refused_when_they_come(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("what", ["page", "dictionary", "feather"])
-def test_what_cannot_be_decoded_within_the_bound_is_said_with_numbers(tmp_path: Path, what: str) -> None:
+def test_what_cannot_be_decoded_within_the_bound_is_refused_with_numbers(tmp_path: Path, what: str) -> None:
     rng = np.random.default_rng(0)
     rows = pa.table({"x": rng.integers(0, 1 << 62, 4_000_000), "y": np.zeros(4_000_000)})
     path = tmp_path / what
     if what == "page":
         pq.write_table(
-            rows,
-            path,
-            row_group_size=1 << 30,
-            use_dictionary=False,
-            data_page_size=1 << 30,
-            max_rows_per_page=1 << 30,
+            rows, path, row_group_size=1 << 30, use_dictionary=False, data_page_size=1 << 30, max_rows_per_page=1 << 30
         )
     elif what == "dictionary":
-        pq.write_table(
-            rows, path, row_group_size=1 << 30, use_dictionary=["x"], dictionary_pagesize_limit=1 << 30
-        )
+        pq.write_table(rows, path, row_group_size=1 << 30, use_dictionary=["x"], dictionary_pagesize_limit=1 << 30)
     else:
         write_one(path, rows, 4_000_000, "feather")
     with pytest.raises(BudgetTooSmall, match="cannot be decoded within memory=64 MB") as caught:
@@ -208,9 +201,7 @@ try:
 except legroom.LegroomError as problem:
     print(problem)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=60)
     assert "pip install 'legroom[parquet]'" in done.stdout, done.stdout + done.stderr
 
 

@@ -47,9 +47,7 @@ def test_torch_gives_tensors_and_lists(tmp_path: Path) -> None:
 
 def test_python_gives_rows(tmp_path: Path) -> None:
     paths, whole = write(tmp_path, [10], 4)
-    assert [
-        row for batch in stream(paths, batch_size=4, format="python") for row in batch
-    ] == whole.to_pylist()
+    assert [row for batch in stream(paths, batch_size=4, format="python") for row in batch] == whole.to_pylist()
 
 
 def test_nested_and_odd_types(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from stream_data import ids, write
 
 from legroom.errors import BudgetTooSmall
+from legroom.formats.data_file import SourceFile
 from legroom.formats.parquet_reader import from_footer, from_headers, row_groups
-from legroom.formats.source_file import SourceFile
 from legroom.loader.stream import parquet_row_groups, stream_memory
 from legroom.loader.stream.stream_dataset import stream
 from legroom.loader.stream.stream_memory import (
@@ -65,9 +65,12 @@ def test_steps_are_whole_batches_where_several_fit() -> None:
 
 def test_memory_is_returned_only_when_the_process_has_grown() -> None:
     sizes = [100 << 20]
-    with patch.object(stream_memory, "resident", lambda: sizes[0]):
+    pool = Mock()
+    with (
+        patch.object(stream_memory, "resident", lambda: sizes[0]),
+        patch.object(pa, "default_memory_pool", lambda: pool),
+    ):
         steps = DecodeSteps(1 << 20, 1, 64 << 20)
-        steps._pool = pool = Mock()
         for size, calls in ((100, 0), (131, 0), (133, 1), (140, 1), (148, 1), (150, 2)):
             sizes[0] = size << 20
             steps.read(5 << 20)
@@ -75,9 +78,9 @@ def test_memory_is_returned_only_when_the_process_has_grown() -> None:
 
 
 def test_where_the_size_is_not_known_what_was_decoded_stands_for_it() -> None:
-    with patch.object(stream_memory, "resident", lambda: None):
+    pool = Mock()
+    with patch.object(stream_memory, "resident", lambda: None), patch.object(pa, "default_memory_pool", lambda: pool):
         steps = DecodeSteps(1 << 20, 1, 64 << 20)
-        steps._pool = pool = Mock()
         for _ in range(20):
             steps.read(1 << 20)
         assert pool.release_unused.call_count == 2
@@ -115,9 +118,7 @@ def test_page_headers_add_up_to_their_chunks(tmp_path: Path) -> None:
 
 def test_a_footer_that_is_too_long_to_ask_is_done_without(tmp_path: Path) -> None:
     paths, _ = write(tmp_path, [100, 50], 20)
-    parquet_row_groups._footer.cache_clear()
     with patch.object(parquet_row_groups, "_MOST_FOOTER", 10):
         data = stream(paths, batch_size=16)
         assert data.memory_division.demand.batch is None
         assert ids(data) == list(range(150))
-    parquet_row_groups._footer.cache_clear()

@@ -18,9 +18,7 @@ MB = 1 << 20
 @pytest.mark.parametrize(("columns", "step"), [(1, 2), (4, 2), (8, 4), (16, 8), (40, 8)])
 def test_a_step_grows_with_the_columns(columns: int, step: int) -> None:
     assert divide(1024 * MB, StreamDemand(None, 3, 0, columns)).step == step * MB
-    assert (
-        divide(40 * MB, StreamDemand(None, 3, 0, columns)).step == 12 * MB // 16
-    )  # a small bound decides before that
+    assert divide(40 * MB, StreamDemand(None, 3, 0, columns)).step == 12 * MB // 16  # a small bound decides before that
 
 
 def test_nested_columns_and_those_of_filters_count(tmp_path: Path) -> None:

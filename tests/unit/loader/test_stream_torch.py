@@ -34,8 +34,7 @@ def test_workers_share_the_rows(tmp_path: Path, method: str, form: Any) -> None:
 def test_two_ranks_with_two_workers_each(tmp_path: Path) -> None:
     paths, _ = write(tmp_path, [50, 47], 20)
     parts = [
-        _loaded(stream(paths, batch_size=8, rank=rank, world_size=2, uneven="all"), num_workers=2)
-        for rank in range(2)
+        _loaded(stream(paths, batch_size=8, rank=rank, world_size=2, uneven="all"), num_workers=2) for rank in range(2)
     ]
     found = [ids(part) for part in parts]
     assert sorted(found[0] + found[1]) == list(range(97))
@@ -68,7 +67,5 @@ assert isinstance(data.dataset(), IterableDataset)
 rows = [x for b in DataLoader(data.dataset(), batch_size=None, num_workers=2) for x in b.column("id").to_pylist()]
 assert sorted(rows) == list(range(12)), rows
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(paths[0])], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", script, str(paths[0])], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -13,15 +13,16 @@ import numpy
 import pytest
 import torch
 import tune_data
-from boxes import GB, MB, healthy, with_pool
+from machines import GB, MB, healthy, with_pool
 from torch.utils.data import DataLoader
 
 import legroom
 from legroom.errors import UsageError
 from legroom.loader.measure.benchmark import time_step
-from legroom.loader.tune.settings_history import key_of, recall, remember
+from legroom.loader.tune.settings_history import remember
+from legroom.loader.tune.tuning import key_of, last_settings
 from legroom.records import Settings
-from legroom.records.settings import VARIABLE
+from legroom.records.loader_settings import VARIABLE
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,7 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tuned(dataset: Any = tune_data.images, **wishes: Any) -> Settings:
     wishes.setdefault("batch_size", 4)
-    wishes.setdefault("box", healthy())
+    wishes.setdefault("machine", healthy())
     wishes.setdefault("loader", "torch")
     return legroom.tune(dataset, **wishes)
 
@@ -43,14 +44,7 @@ def test_settings_feed_a_real_loader() -> None:
     assert settings.effective_batch == 16 and settings.accumulation == 4
     batches = list(DataLoader(tune_data.images, **settings.loader()))
     assert [len(labels) for _, labels in batches] == [4, 4]
-    assert set(settings.why) >= {
-        "batch_size",
-        "accumulation",
-        "num_workers",
-        "pin_memory",
-        "low_memory",
-        "threads",
-    }
+    assert set(settings.why) >= {"batch_size", "accumulation", "num_workers", "pin_memory", "low_memory", "threads"}
 
 
 def test_seeded_random_numbers_stay_as_they_were() -> None:
@@ -102,13 +96,7 @@ def test_nonsense_is_refused_before_anything_is_measured() -> None:
         def __getitem__(self, index: int) -> None:
             raise AssertionError("measured")
 
-    for wishes in (
-        {"batch_size": 0},
-        {"effective_batch": 6},
-        {"preset": "fast"},
-        {"nonsense": 1},
-        {"num_workers": -1},
-    ):
+    for wishes in ({"batch_size": 0}, {"effective_batch": 6}, {"preset": "fast"}, {"nonsense": 1}, {"num_workers": -1}):
         with pytest.raises(UsageError):
             tuned(Untouchable(), **wishes)
 
@@ -118,7 +106,7 @@ def test_overrides_by_name_and_from_the_environment(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(VARIABLE, json.dumps({"num_workers": 1, "prefetch_factor": 1, "batch_size": 2}))
     settings = tuned(num_workers=3, effective_batch=8)
     assert (settings.num_workers, settings.batch_size, settings.accumulation) == (1, 2, 4)
-    assert "set by hand" in settings.why["num_workers"]
+    assert "set by you" in settings.why["num_workers"]
 
 
 def test_ranks_come_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,17 +116,15 @@ def test_ranks_come_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuned(effective_batch=16, ranks=1).accumulation == 4
 
 
-def test_called_again_it_adapts_and_tells(caplog: pytest.LogCaptureFixture) -> None:
+def test_called_again_it_adapts_and_reports_it(caplog: pytest.LogCaptureFixture) -> None:
     first = tuned(tune_data.Waiting(), batch_size=2)
     assert first.num_workers > 1
     scarce = with_pool(healthy(), "shm", 64 * MB, 64 * MB - 8192, 8192)
     drawn = []
     dataset = tune_data.Waiting()
-    dataset.__class__ = type(
-        "Counted", (tune_data.Waiting,), {"__getitem__": lambda self, index: drawn.append(index)}
-    )
+    dataset.__class__ = type("Counted", (tune_data.Waiting,), {"__getitem__": lambda self, index: drawn.append(index)})
     with caplog.at_level(logging.INFO, "legroom"):
-        second = tuned(dataset, batch_size=2, previous=first, box=scarce)
+        second = tuned(dataset, batch_size=2, previous=first, machine=scarce)
     assert not drawn, "what was measured before is used again"
     assert second.num_workers < first.num_workers and second.effective_batch == first.effective_batch
     assert f"num_workers {first.num_workers} → {second.num_workers}" in caplog.text and "shm" in caplog.text
@@ -146,35 +132,35 @@ def test_called_again_it_adapts_and_tells(caplog: pytest.LogCaptureFixture) -> N
 
 def test_the_last_settings_that_worked_are_remembered() -> None:
     first = tuned(num_workers=1)
-    assert recall(key_of(tune_data.images)) is None, "not known to work yet"
+    assert last_settings(key_of(tune_data.images)) is None, "not known to work yet"
     tuned(previous=first)
-    kept = recall(key_of(tune_data.images))
+    kept = last_settings(key_of(tune_data.images))
     assert kept is not None and kept.values() == first.values()
-    assert recall(key_of(tune_data.images, script="elsewhere.py")) is None
+    assert last_settings(key_of(tune_data.images, script="elsewhere.py")) is None
     assert tuned(previous="last").batch_size == 4
 
 
 def test_a_broken_memory_is_no_memory(tmp_path: Path) -> None:
     key = key_of("data:train", script="train.py")
-    assert remember(key, Settings(8, num_workers=2))
+    assert remember("settings", key, Settings(8, num_workers=2))
     (file,) = (tmp_path / "legroom" / "settings").iterdir()
     assert file.stat().st_mode & 0o077 == 0
     for text in ("", "[]", "{}", '{"schema": "legroom.settings/1", "key": "other", "settings": {}}'):
         file.write_text(text)
-        assert recall(key) is None
+        assert last_settings(key) is None
     file.unlink()
     file.mkdir()
-    assert not remember(key, Settings(8)) and recall(key) is None
+    assert not remember("settings", key, Settings(8)) and last_settings(key) is None
 
 
 def test_climbing_really_runs(caplog: pytest.LogCaptureFixture) -> None:
     settings = tuned(tune_data.Images(), batch_size=2, climb=True, preset="development")
-    assert "climbed, 0 × 1 gave" in settings.why["num_workers"] and settings.num_workers <= 1
-    assert recall(key_of(tune_data.images)) is not None
+    assert "measured step by step, 0 × 1: " in settings.why["num_workers"] and settings.num_workers <= 1
+    assert last_settings(key_of(tune_data.images)) is not None
 
 
 def test_too_little_memory_warns(caplog: pytest.LogCaptureFixture) -> None:
     none = with_pool(healthy(), "ram", GB, GB - 4096, 4096)
     with caplog.at_level(logging.WARNING, "legroom"):
-        settings = tuned(box=none)
+        settings = tuned(machine=none)
     assert settings.plan is not None and settings.plan.verdict == "too-big" and "ram" in caplog.text

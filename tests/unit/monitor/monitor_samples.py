@@ -1,4 +1,4 @@
-"""Samples to feed a watch with: a healthy box, and one thing changed."""
+"""Samples to feed a watch with: a healthy machine, and one thing changed."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ def sample(clock: float = 0.0, *pools: Pool, interval: float = 1.0, **changes: A
 
 def row(pid: int, parent: int = 1, *, rss: float = 0, shmem: float = 0, **more: Any) -> ProcessRow:
     """One process."""
-    return ProcessRow(
-        pid, parent, more.pop("command", f"python train.py {pid}"), int(rss), int(shmem), 0, **more
-    )
+    return ProcessRow(pid, parent, more.pop("command", f"python train.py {pid}"), int(rss), int(shmem), 0, **more)
 
 
 def moments(samples: Iterable[Sample]) -> Iterator[Moment]:

@@ -77,8 +77,7 @@ def validating(rng: random.Random) -> Course:
     every, lasts = rng.randrange(60, 300), rng.randrange(10, 50)
     rise = rng.randrange(1, lasts)
     return [
-        base * (1 - math.exp(-t / 15))
-        + (more * min(1.0, (t % every) / rise) if t % every < lasts and t > every else 0)
+        base * (1 - math.exp(-t / 15)) + (more * min(1.0, (t % every) / rise) if t % every < lasts and t > every else 0)
         for t in range(1500)
     ]
 

@@ -8,7 +8,7 @@ import pytest
 from monitor_samples import GB, MB, codes, moments, pool, row, sample
 
 from legroom.monitor.alarms import raised_alarms
-from legroom.monitor.sample_history import History
+from legroom.monitor.history_and_trend import History
 from legroom.records import MemoryEvents, Moment, Pool, Pressure, ProcessRow, Sample
 
 
@@ -74,7 +74,7 @@ def test_it_ends_when_the_level_has_fallen_and_stays_so() -> None:
     assert run[-1].alarms == ()
 
 
-def test_getting_worse_is_told_again() -> None:
+def test_getting_worse_is_reported_again() -> None:
     shares = [0.85] * 5 + [0.96] * 5 + [0.85] * 5
     run = _run([sample(n, pool("shm", 100 * MB, share * 100 * MB)) for n, share in enumerate(shares)])
     assert [[a.level for a in m.begun] for m in run if m.begun] == [["warning"], ["critical"]]
@@ -110,10 +110,7 @@ def test_pressure() -> None:
         )
 
     run = _run(
-        [
-            sample(n, pressure=psi(some, full))
-            for n, (some, full) in enumerate([(5, 0), (15, 0), (8, 0), (30, 20)])
-        ]
+        [sample(n, pressure=psi(some, full)) for n, (some, full) in enumerate([(5, 0), (15, 0), (8, 0), (30, 20)])]
     )
     assert [[(a.code, a.level) for a in m.alarms] for m in run] == [
         [],
@@ -169,3 +166,30 @@ def test_rules_are_pure() -> None:
     for n in range(50):
         history.add(sample(n, pool("shm", 100 * MB, 90 * MB)))
     assert raised_alarms(history) == raised_alarms(history)
+
+
+def _copying(copied: list[int | None]) -> list[Moment]:
+    """A training process with two workers, of which one is read every five samples."""
+    samples = []
+    for clock in range(5 * len(copied)):
+        size = copied[clock // 5]
+        known = {} if size is None else {"copied": size * MB, "copied_at": float(clock - clock % 5)}
+        workers = [
+            ProcessRow(11, 10, "python train.py", rss=GB, **known),
+            ProcessRow(12, 10, "python train.py", rss=GB),
+        ]
+        samples.append(sample(clock, processes=(ProcessRow(10, 1, "python train.py", rss=GB), *workers)))
+    return _run(samples)
+
+
+def test_workers_that_copy_the_dataset() -> None:
+    last = _copying([0, 30, 60, 90, 120])[-1]
+    (alarm,) = [one for one in last.alarms if one.code == "workers-copy-dataset"]
+    assert alarm.level == "warning" and alarm.pids == (11,) and "2 workers of pid 10" in alarm.message
+    assert "360 MB/min" in alarm.message and "legroom.freeze_dataset" in alarm.message
+    assert alarm.evidence == {"bytes_per_second": 6 * MB, "copied": 120 * MB, "workers": 2, "parent": 10}
+
+
+@pytest.mark.parametrize("copied", [[None] * 6, [0, 0, 0, 0], [0, 2, 2, 2, 2], [0, 40, 80, 80, 80], [0, 20, 40, 60]])
+def test_workers_that_start_or_collect_garbage_copy_no_dataset(copied: list[int | None]) -> None:
+    assert "workers-copy-dataset" not in {alarm.code for moment in _copying(copied) for alarm in moment.alarms}

@@ -8,8 +8,7 @@ import pytest
 from monitor_samples import GB, MB, moments, pool, row, sample
 from monitor_traces import HEALTHY, SIZE, Course, healthy, leak, workers_starting
 
-from legroom.monitor.sample_history import FreePoint
-from legroom.monitor.trend import SHORTEST, find_trend, theil_sen
+from legroom.monitor.history_and_trend import SHORTEST, FreePoint, find_trend, theil_sen
 from legroom.records import Alarm, ProcessRow, Sample
 
 LEAD = 30  # samples, which at one a second are the seconds before death
@@ -33,7 +32,7 @@ def _first_trend(samples: Iterator[Sample]) -> tuple[int, Alarm] | None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_steady_leak_is_told_in_time(seed: int) -> None:
+def test_a_steady_leak_is_reported_in_time(seed: int) -> None:
     course = leak(seed)
     name = "shm" if seed % 2 else "ram"
     found = _first_trend(_samples(course, name))
@@ -63,15 +62,14 @@ def test_workers_that_start_one_after_another_are_not_a_leak(seed: int) -> None:
             if place == 0 or (used - held > 0.008 * SIZE and used > max(course[:place])):
                 born.append((float(place), used - held))
             rows = tuple(
-                row(100 + n, 1, rss=size, shmem=size, born=when or None)
-                for n, (when, size) in enumerate(born)
+                row(100 + n, 1, rss=size, shmem=size, born=when or None) for n, (when, size) in enumerate(born)
             )
             yield sample(place, pool("shm", SIZE, used), processes=rows)
 
     assert _first_trend(samples()) is None
 
 
-def test_processes_that_never_stop_coming_are_told_all_the_same() -> None:
+def test_a_stream_of_new_processes_is_reported_all_the_same() -> None:
     def samples() -> Iterator[Sample]:
         for place in range(600):
             rows = tuple(row(100 + n, rss=64 * MB, born=float(n * 5) or None) for n in range(place // 5 + 1))
@@ -92,7 +90,7 @@ def test_time_is_counted_in_intervals() -> None:
     )
 
 
-def test_the_message_says_when_how_fast_and_who() -> None:
+def test_the_message_names_the_time_the_rate_and_the_process() -> None:
     def samples() -> Iterator[Sample]:
         for place in range(1000):
             used = (1200 + place * 41 / 60) * MB
@@ -107,11 +105,8 @@ def test_the_message_says_when_how_fast_and_who() -> None:
     assert set(alarm.pids) == {4711, 4712, 4713, 4714, 4715}
 
 
-def test_growth_that_no_watched_process_explains_is_said_to_be_so() -> None:
-    samples = (
-        sample(n, pool("ram", 8 * GB, (2 + n / 100) * GB), processes=(row(7, rss=50 * MB),))
-        for n in range(580)
-    )
+def test_growth_that_no_watched_process_explains_is_reported_as_such() -> None:
+    samples = (sample(n, pool("ram", 8 * GB, (2 + n / 100) * GB), processes=(row(7, rss=50 * MB),)) for n in range(580))
     found = _first_trend(samples)
     assert found is not None and found[1].message.endswith("not from any watched process")
 
@@ -162,10 +157,7 @@ def test_what_has_come_to_an_end_is_over_soon() -> None:
 def test_growth_that_falls_back_all_the_time_is_none() -> None:
     rising = [0.2 + 0.7 * n / 32 for n in range(33)]
     assert find_trend(_points(rising), 1.0) is not None
-    assert (
-        find_trend(_points([share + (0.1 if n // 2 % 2 else -0.1) for n, share in enumerate(rising)]), 1.0)
-        is None
-    )
+    assert find_trend(_points([share + (0.1 if n // 2 % 2 else -0.1) for n, share in enumerate(rising)]), 1.0) is None
 
 
 def test_the_slope_does_not_mind_wild_points() -> None:

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from legroom.columns import cells
 from legroom.errors import MissingPackage
+from legroom.messages import cells, speak
 from legroom.monitor import tui_lines
 from legroom.monitor.tui import ScreenState, TerminalView, require_textual, run_full_screen
 from legroom.monitor.watch_loop import MomentStream
 from legroom.records import Annotations, Moment, Pool, PoolPoint, ProcessRow, Sample
-from legroom.words import speak
 from watch_runs import GB, HOSTILE, MB, START, moments, samples
 
 pytest.importorskip("textual")
@@ -78,7 +77,7 @@ def test_unknown_is_a_word_and_never_a_nought() -> None:
     _on_screen(_fed(), look, (100, 30))
 
 
-def test_keys_sort_show_the_cache_and_look_back() -> None:
+def test_keys_sort_show_the_cache_and_the_history() -> None:
     async def work(app: Any, pilot: Any) -> None:
         def first() -> str:
             lines = _screen(app)
@@ -112,13 +111,11 @@ def test_keys_sort_show_the_cache_and_look_back() -> None:
 
 def _later(app: Any) -> Moment:
     moment = app.state.view.snapshot().moment
-    return replace(
-        moment, sample=replace(moment.sample, when=moment.sample.when + 1, clock=moment.sample.clock + 1)
-    )
+    return replace(moment, sample=replace(moment.sample, when=moment.sample.when + 1, clock=moment.sample.clock + 1))
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 12), (20, 5), (200, 60)])
-def test_any_size_of_screen_and_many_cards(size: tuple[int, int]) -> None:
+def test_any_size_of_screen_and_many_gpus(size: tuple[int, int]) -> None:
     terminal = TerminalView()
     cards = tuple(Pool(f"gpu{n}", 80 * GB, n * GB, (80 - n) * GB, "nvml") for n in range(16))
     for moment in moments(20):
@@ -195,8 +192,7 @@ def test_it_leaves_by_key_and_when_it_is_stopped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "text"),
-    [(0, "░" * 16), (0.001, "█" + "░" * 15), (0.999, "█" * 15 + "░"), (1, "█" * 16), (2.0, "█" * 16)],
+    ("share", "text"), [(0, "░" * 16), (0.001, "█" + "░" * 15), (0.999, "█" * 15 + "░"), (1, "█" * 16), (2.0, "█" * 16)]
 )
 def test_bars(share: float, text: str) -> None:
     assert tui_lines.bar(share) == text
@@ -235,7 +231,7 @@ def test_unknown_sorts_last_and_control_characters_are_not_passed_on() -> None:
     assert "\x1b" not in text and "\x07" not in text and "a\ufffd[2Jb\ufffdc" in text
 
 
-def test_the_card_column_is_there_where_cards_are() -> None:
+def test_the_gpu_column_is_there_where_gpus_are() -> None:
     first = next(samples(1))
     assert "GPU" in tui_lines.process_lines(first, "p", 100)[0].plain
     bare = replace(first, pools=first.pools[:3])
@@ -308,7 +304,9 @@ def test_what_is_kept_is_bounded() -> None:
     for sample in samples(3000):
         terminal.show(Moment(replace(sample, processes=rows_)))
     assert terminal.kept <= 800
-    assert sum(len(one.sample.processes) for one in terminal._moments) < 160 * 100 + 640 * 30
+    kept = [terminal.snapshot(back).moment for back in range(terminal.kept)]
+    assert sum(len(one.sample.processes) for one in kept if one is not None) < 160 * 100 + 640 * 30
+    assert len({one.sample.clock for one in kept if one is not None}) == terminal.kept
     assert terminal.snapshot(10**6).moment is not None
 
 

@@ -12,15 +12,8 @@ from hypothesis import strategies as st
 from monitor_samples import GB, MB, moments, pool, row, sample
 
 from legroom.errors import DamagedSource, UnreadableSource, UsageError
-from legroom.monitor.watch_log import (
-    InvalidRecord,
-    WatchLog,
-    json_line,
-    moment_object,
-    parse_sample,
-    read_samples,
-)
-from legroom.records import Annotations, EntryRow, Mark, Moment, Pressure, Sample
+from legroom.monitor.watch_log import InvalidRecord, WatchLog, json_line, moment_object, parse_sample, read_samples
+from legroom.records import Annotations, EntryRow, GroupRow, Mark, Moment, Pressure, Sample, TrainerRow
 
 
 def _full(clock: float = 5.0) -> Sample:
@@ -28,21 +21,15 @@ def _full(clock: float = 5.0) -> Sample:
         clock,
         pool("shm", 64 * MB, 60 * MB),
         processes=(
-            row(
-                7,
-                1,
-                rss=GB,
-                shmem=3,
-                command='a "quoted" <script>\u2028',
-                pss=5,
-                pss_at=1.5,
-                gpu=None,
-                born=2.0,
-            ),
+            row(7, 1, rss=GB, shmem=3, command='a "quoted" <script>\u2028', pss=5, pss_at=1.5, gpu=None, born=2.0),
         ),
         pressure=(Pressure("cgroup", 1.5, 2.5, 0.0, 0.0, "memory.pressure"),),
         said=Annotations({"model": 5, "data": 6}, "epoch 3", (Mark(1.0, "epoch 3"),), 12, 0.5),
         entries=(EntryRow("abc", "/data/x.h5", "shm", GB, True),),
+        groups=(
+            GroupRow("aug", 90, 2, 3, 8, MB, None, (TrainerRow(7, "train.py", "slow", 1, 4, 9, 30, 2),)),
+            GroupRow("one", None, 0, 0, 0, 0, None, (TrainerRow(8, "train.py", "alone", None, None, None, 0, 0),)),
+        ),
         swap_in=None,
         notes=("a note",),
         cost=0.001,
@@ -125,7 +112,7 @@ def test_a_log_cut_anywhere_gives_what_is_whole(tmp_path: Path, seed: int) -> No
      (b'{"schema": "legroom.watch/2"}\n', "legroom.watch/2"), (b'{"a": 1}\n{"b": 2}\n', "schema must be"),
      (b'{"schema":"legroom.watch/1"}', "pools"), (b"[" * 100_000, "not JSON")],
 )  # fmt: skip
-def test_a_file_that_is_no_log_is_said_to_be_none(tmp_path: Path, content: bytes, why: str) -> None:
+def test_a_file_that_is_not_a_log_is_refused(tmp_path: Path, content: bytes, why: str) -> None:
     path = tmp_path / "x"
     path.write_bytes(content)
     with pytest.raises(DamagedSource) as caught:
@@ -133,9 +120,7 @@ def test_a_file_that_is_no_log_is_said_to_be_none(tmp_path: Path, content: bytes
     assert why in caught.value.why and caught.value.exit_status == 2
 
 
-def test_a_line_without_end_is_passed_over_in_bounded_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_without_end_is_passed_over_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("legroom.monitor.watch_log._LONGEST_LINE", 4096)
     path = tmp_path / "run.jsonl"
     made = _write(path, 1)

@@ -122,15 +122,7 @@ def test_the_page_and_its_parts_and_nothing_else(web: WebView) -> None:
             and "unsafe" not in headers["Content-Security-Policy"]
         )
         assert headers["X-Content-Type-Options"] == "nosniff" and headers["Referrer-Policy"] == "no-referrer"
-    for path in (
-        "/web.py",
-        "/../web.py",
-        "/web_page/",
-        "//etc/passwd",
-        "/%2e%2e/web.py",
-        "/index.html/",
-        "/events/x",
-    ):
+    for path in ("/web.py", "/../web.py", "/web_page/", "//etc/passwd", "/%2e%2e/web.py", "/index.html/", "/events/x"):
         assert _ask(web, path)[0] == 404
     assert _ask(web, "/", "HEAD")[2] == b"" and _ask(web, "/events", "HEAD")[0] == 200
 
@@ -141,13 +133,9 @@ def test_every_part_of_the_page_is_served_and_none_comes_from_elsewhere() -> Non
     assert set(files) == {name for name, _ in web_module._FILES.values()}
     for name, text in files.items():
         assert not re.search(r"(src|href|url\(|import|from|fetch\()\W{1,3}(https?:)?//", text), name
-        assert not re.search(
-            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text
-        ), name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text), name
         assert not re.search(r"style=|onclick=\"", text), name  # the policy forbids them
-    for part in re.findall(
-        r"from \"\./([a-z.]+)\"|src=\"([a-z.]+)\"|href=\"([a-z.]+)\"", "".join(files.values())
-    ):
+    for part in re.findall(r"from \"\./([a-z.]+)\"|src=\"([a-z.]+)\"|href=\"([a-z.]+)\"", "".join(files.values())):
         assert "".join(part) in files
 
 
@@ -156,7 +144,7 @@ def test_nothing_can_be_changed(web: WebView, method: str) -> None:
     assert _ask(web, "/", method)[0] == 405
 
 
-def test_a_method_nobody_knows(web: WebView) -> None:
+def test_an_unknown_method(web: WebView) -> None:
     assert _ask(web, "/", "BREW")[0] == 501
 
 
@@ -168,12 +156,7 @@ def test_it_listens_on_this_machine_only_unless_asked() -> None:
     try:
         assert web.url.startswith("http://127.0.0.1:")
         port = _where(web)[1]
-        cards = [
-            one.address
-            for card in psutil.net_if_addrs().values()
-            for one in card
-            if one.family == socket.AF_INET
-        ]
+        cards = [one.address for card in psutil.net_if_addrs().values() for one in card if one.family == socket.AF_INET]
         for address in cards:  # those that another machine would come in by
             assert _refused((address, port)) == (not address.startswith("127."))
     finally:
@@ -198,13 +181,7 @@ def test_foreign_hosts_are_refused(web: WebView) -> None:
 
 def test_names_when_another_address_was_asked_for() -> None:
     names = AllowedHosts("0.0.0.0", full_name=lambda: "node7.lab.example")
-    for host in (
-        "192.168.1.5:80",
-        "[fe80::1]:80",
-        "localhost",
-        socket.gethostname(),
-        "node7.lab.example:9465",
-    ):
+    for host in ("192.168.1.5:80", "[fe80::1]:80", "localhost", socket.gethostname(), "node7.lab.example:9465"):
         assert names.allow(host), host
     for host in ("evil.example", "node7.evil.example", "1.2.3.4.evil.example", "", None, "999.1.1.1"):
         assert not names.allow(host), host
@@ -213,14 +190,13 @@ def test_names_when_another_address_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "host"),
-    [("a:80", "a"), ("[::1]:80", "::1"), ("[::1]", "::1"), ("A.", "a"), (None, ""), ("a:b", "a:b")],
+    ("header", "host"), [("a:80", "a"), ("[::1]:80", "::1"), ("[::1]", "::1"), ("A.", "a"), (None, ""), ("a:b", "a:b")]
 )
 def test_host_headers(header: str | None, host: str) -> None:
     assert host_name(header) == host
 
 
-def test_a_port_in_use_is_said_to_be() -> None:
+def test_a_port_in_use_is_reported() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -232,7 +208,7 @@ def test_a_port_in_use_is_said_to_be() -> None:
 # The stream.
 
 
-def test_the_story_comes_first_then_every_moment(web: WebView) -> None:
+def test_the_history_comes_first_then_every_sample(web: WebView) -> None:
     every = list(moments(12))
     for moment in every[:10]:
         web.show(moment)
@@ -250,7 +226,7 @@ def test_the_story_comes_first_then_every_moment(web: WebView) -> None:
 
 def test_before_the_first_sample_and_after_the_last(web: WebView) -> None:
     with _client(web) as client:
-        assert client.event() == ("story", {"courses": {}})
+        assert client.event() == ("story", {"courses": {}, "process_courses": []})
         web.show(next(moments(1)))
         assert client.event()[0] == "moment"
         web.events.end()
@@ -330,7 +306,7 @@ def test_there_may_be_only_so_many(web: WebView, monkeypatch: pytest.MonkeyPatch
     _until(again)
 
 
-def test_connections_that_say_nothing_are_bounded(web: WebView) -> None:
+def test_connections_that_send_nothing_are_bounded(web: WebView) -> None:
     web.clients = threading.BoundedSemaphore(3)
     with ExitStack() as stack:
         for _ in range(3):
@@ -339,7 +315,7 @@ def test_connections_that_say_nothing_are_bounded(web: WebView) -> None:
     _until(lambda: _ask(web)[0] == 200)
 
 
-def test_a_client_that_never_reads_holds_up_nobody(web: WebView, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_never_reads_does_not_delay_others(web: WebView, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web_module._PageHandler, "timeout", 1.0)
     every = [Moment(replace(sample, processes=sample.processes * 40)) for sample in samples(100)]
     web.show(every[0])

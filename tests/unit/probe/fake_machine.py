@@ -63,9 +63,7 @@ class FakeMachine:
         self.text(f"{here}/cmdline", "".join(word + "\0" for word in command))
         ticks = int((started - BOOTED) * 100)
         self.text(f"{here}/stat", f"{pid} (a) b) S {parent} " + "0 " * 17 + f"{ticks} 0 0\n")
-        self.text(
-            f"{here}/limits", "Limit  Soft Limit  Hard Limit  Units\nMax open files   1024   4096   files\n"
-        )
+        self.text(f"{here}/limits", "Limit  Soft Limit  Hard Limit  Units\nMax open files   1024   4096   files\n")
         if maps is not None:
             self.text(f"{here}/maps", "".join(line + "\n" for line in maps))
             (self.root / f"proc/{pid}/fd").mkdir()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.probe.host import Host
-from legroom.probe.limits import cpu
+from legroom.probe.process_limits import cpu
 
 EXPECTED: dict[str, tuple[int | None, float | None]] = {
     "bare-v2": (16, None),
@@ -35,7 +35,7 @@ def test_every_tree(name: str) -> None:
     assert (found.affinity, found.quota) == EXPECTED[name]
 
 
-def test_the_source_names_the_group_that_binds() -> None:
+def test_the_source_names_the_group_that_limits() -> None:
     assert cpu(tree("kubernetes-ancestor")).source.endswith("a0b1c2d3e4f5.slice/cpu.max")
     assert cpu(tree("docker-v1")).source == "sched_getaffinity, /sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us"
 
@@ -48,9 +48,7 @@ def test_another_process_s_affinity() -> None:
     assert cpu(tree("bare-v2"), "31337").affinity is None
 
 
-@pytest.mark.parametrize(
-    ("mask", "count"), [("3", 2), ("ff,00000000", 8), ("0", None), ("zz", None), ("", None)]
-)
+@pytest.mark.parametrize(("mask", "count"), [("3", 2), ("ff,00000000", 8), ("0", None), ("zz", None), ("", None)])
 def test_masks(mask: str, count: int | None) -> None:
     host = FakeHost(files={"/proc/7/status": f"Name:\tx\nCpus_allowed:\t{mask}\n"})
     assert cpu(host, "7").affinity == count

@@ -30,9 +30,7 @@ class Paper(Host):
 
 
 def paper(*mounts: tuple[str, str], options: str = "rw", **recording: Any) -> Paper:
-    lines = [
-        f"{20 + n} 1 0:{n} / {point} {options} - {kind} none rw\n" for n, (point, kind) in enumerate(mounts)
-    ]
+    lines = [f"{20 + n} 1 0:{n} / {point} {options} - {kind} none rw\n" for n, (point, kind) in enumerate(mounts)]
     env: Mapping[str, str] = {"mountinfo": "".join(lines)} | recording.pop("env", {})
     return Paper(root=Path("/nonexistent"), env=env, platform="linux", recording={"uid": 1000} | recording)
 
@@ -47,8 +45,7 @@ def test_shared_filesystems(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "fuseblk", "fuse.fuse-overlayfs", "apfs", None],
+    "kind", ["ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "fuseblk", "fuse.fuse-overlayfs", "apfs", None]
 )
 def test_local_filesystems(kind: str | None) -> None:
     assert not is_network(kind)
@@ -68,9 +65,7 @@ def test_local_filesystems(kind: str | None) -> None:
     ],
 )
 def test_the_longest_mount_point_holds_a_path_and_the_last_one_there(path: str, kind: str) -> None:
-    host = paper(
-        ("/home/scratch", "xfs"), ("/home", "nfs4"), ("/", "ext4"), ("/twice", "tmpfs"), ("/twice", "lustre")
-    )
+    host = paper(("/home/scratch", "xfs"), ("/home", "nfs4"), ("/", "ext4"), ("/twice", "tmpfs"), ("/twice", "lustre"))
     found = filesystem_of(host, path)
     assert found is not None and found.kind == kind
 
@@ -90,12 +85,8 @@ SEGMENTS = st.lists(st.sampled_from(["a", "b", "ab", "a b"]), max_size=4)
 
 
 @given(st.lists(SEGMENTS, min_size=1, max_size=8), SEGMENTS)
-def test_no_mount_point_of_a_path_is_longer_than_the_one_found(
-    points: list[list[str]], path: list[str]
-) -> None:
-    named = [
-        ("/" + "/".join(parts).replace(" ", "\\040"), str(number)) for number, parts in enumerate(points)
-    ]
+def test_no_mount_point_of_a_path_is_longer_than_the_one_found(points: list[list[str]], path: list[str]) -> None:
+    named = [("/" + "/".join(parts).replace(" ", "\\040"), str(number)) for number, parts in enumerate(points)]
     found = filesystem_of(paper(*named), "/" + "/".join(path))
     holding = [n for n, parts in enumerate(points) if path[: len(parts)] == parts]
     if not holding:
@@ -148,7 +139,7 @@ MOUNTS = (("/", "ext4"), ("/n", "nfs4"))
         ({}, "/var/tmp"),
     ],
 )
-def test_the_first_usable_place_is_the_stores(env: dict[str, str], path: str) -> None:
+def test_the_store_takes_the_first_usable_directory(env: dict[str, str], path: str) -> None:
     store = disks(paper(*MOUNTS, env=env, statvfs=ROOM, stat=MODE))[0]
     assert store.path == path
     assert (store.size, store.free) == tuple(ROOM[path])
@@ -176,16 +167,9 @@ def test_room_is_not_taken_from_the_other_side_of_a_mount() -> None:
     assert disks(host)[1].size is None and "cannot read the free space" in (disks(host)[1].reason or "")
 
 
-@pytest.mark.parametrize(
-    "nonsense", [{"/var/tmp": "x"}, {"/var/tmp": [1]}, {"/var/tmp": ["a", "b"]}, {"/var/tmp": 3}]
-)
+@pytest.mark.parametrize("nonsense", [{"/var/tmp": "x"}, {"/var/tmp": [1]}, {"/var/tmp": ["a", "b"]}, {"/var/tmp": 3}])
 def test_nonsense_in_a_recording_raises_nothing(nonsense: dict[str, Any]) -> None:
-    for given_ in (
-        {"statvfs": nonsense},
-        {"stat": nonsense},
-        {"cwd": 7},
-        {"statvfs": nonsense, "cwd": "relative"},
-    ):
+    for given_ in ({"statvfs": nonsense}, {"stat": nonsense}, {"cwd": 7}, {"statvfs": nonsense, "cwd": "relative"}):
         assert len(disks(paper(("/", "ext4"), **given_))) == 2
 
 
@@ -196,9 +180,7 @@ def test_a_live_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (store.path, work.path) == (str(tmp_path / "not" / "yet"), str(tmp_path))
     stats = os.statvfs(tmp_path)
     for disk in (store, work):
-        assert (
-            disk.size == stats.f_blocks * stats.f_frsize and disk.free is not None and disk.free <= disk.size
-        )
+        assert disk.size == stats.f_blocks * stats.f_frsize and disk.free is not None and disk.free <= disk.size
         assert disk.filesystem
     assert not (tmp_path / "not").exists()  # looked at, not made
     pool = disk_pool((store, work))
@@ -207,21 +189,15 @@ def test_a_live_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert pool.used is not None and 0 <= pool.used <= (pool.size or 0) - (pool.free or 0)
 
 
-def test_a_relative_legroom_dir_is_below_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_legroom_dir_is_below_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LEGROOM_DIR", "here")
     assert store_candidates(Host())[0].path == str(tmp_path / "here")
 
 
-def test_what_lies_in_the_way_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_in_the_way_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    for name, words in (
-        ("file", "not a directory"),
-        ("file/below", "not a directory"),
-        ("a\0b", "not an absolute"),
-    ):
+    for name, words in (("file", "not a directory"), ("file/below", "not a directory"), ("a\0b", "not an absolute")):
         host = Host(env={"LEGROOM_DIR": str(tmp_path / name)})
         assert words in (why_not(host, store_candidates(host)[0]) or "")
     host = Host(env={"SLURM_TMPDIR": str(tmp_path / "gone")})
@@ -241,9 +217,7 @@ def test_a_removed_working_directory_is_unknown(tmp_path: Path) -> None:
         "import os, sys, legroom.probe.filesystem as d; from legroom.probe.host import Host\n"
         "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone'); print(d.disks(Host())[1])"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "unknown or was removed" in ran.stdout
 
 
@@ -273,7 +247,7 @@ def test_a_real_mount_is_recognised(tmp_path: Path) -> None:
 
 
 @pytest.mark.real("user")
-def test_somebody_elses_directory_is_passed_over() -> None:
+def test_another_users_directory_is_skipped() -> None:
     command = [sys.executable, "-c", LOOK, "/"]
     env = {**os.environ, "SLURM_TMPDIR": "/usr", "HOME": "/usr"}  # there, readable, and not ours
     ran = subprocess.run(rigs.as_user(65534, command), capture_output=True, text=True, check=True, env=env)

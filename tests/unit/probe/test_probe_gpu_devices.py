@@ -54,9 +54,7 @@ class FakeNvml:
 
     nvmlMemory_v2 = pynvml.nvmlMemory_v2  # noqa: N815
 
-    def __init__(
-        self, *cards: Card, init: Exception | None = None, count: Any = None, driver: Any = "580.1"
-    ) -> None:
+    def __init__(self, *cards: Card, init: Exception | None = None, count: Any = None, driver: Any = "580.1") -> None:
         self.cards, self.init, self.driver = cards, init, driver
         self.count = len(cards) if count is None else count
         self.started = 0
@@ -126,17 +124,11 @@ def one(nvml: FakeNvml, host: Host | None = None) -> Gpu:
     return found.cards[0]
 
 
-def test_a_card_is_what_can_be_given_out() -> None:
+def test_a_gpu_is_what_can_be_allocated() -> None:
     nvml = FakeNvml(Card())
     card = one(nvml)
     assert (card.size, card.used, card.free) == (100 * GIB - RESERVED, 30 * GIB - RESERVED, 70 * GIB)
-    assert (card.name, card.uuid, card.index, card.mig, card.reason) == (
-        "NVIDIA H200",
-        "GPU-1",
-        0,
-        False,
-        None,
-    )
+    assert (card.name, card.uuid, card.index, card.mig, card.reason) == ("NVIDIA H200", "GPU-1", 0, False, None)
     assert card.processes == ()
     assert gpus(Host(), nvml).driver == "580.1"
 
@@ -207,7 +199,7 @@ def test_a_failure_of_no_class_of_nvmls_has_words_too() -> None:
     assert "no such thing" in (found.reason or "")
 
 
-def test_one_dead_card_does_not_hide_the_others() -> None:
+def test_one_dead_gpu_does_not_hide_the_others() -> None:
     lost = Card(handle=error(pynvml.NVML_ERROR_GPU_IS_LOST))
     found = gpus(Host(), FakeNvml(Card(uuid="GPU-a"), lost, Card(uuid="GPU-c")))
     assert [card.index for card in found.cards] == [0, 1, 2]
@@ -216,27 +208,22 @@ def test_one_dead_card_does_not_hide_the_others() -> None:
     assert found.reason is None
 
 
-def test_a_card_without_a_name_still_has_its_memory() -> None:
+def test_a_gpu_without_a_name_still_has_its_memory() -> None:
     card = one(FakeNvml(Card(name=error(999), uuid=error(999)), driver=error(999)))
     assert card.size == 100 * GIB - RESERVED and card.name == "unknown" and card.uuid == ""
 
 
-def test_no_cards_behind_a_working_driver() -> None:
+def test_no_gpus_behind_a_working_driver() -> None:
     found = gpus(Host(), FakeNvml())
     assert found.cards == () and found.reason == "the driver lists no GPU"
 
 
-def test_every_mig_slice_is_a_card_of_its_own() -> None:
+def test_every_mig_slice_is_a_gpu_of_its_own() -> None:
     hole = error(pynvml.NVML_ERROR_NOT_FOUND)
     sliced = Card(
         mig=[1, 1],
         memory_v2=error(4),
-        slices=[
-            Card(uuid="MIG-a", total=10 * GIB, free=9 * GIB),
-            hole,
-            Card(uuid="MIG-b", total=20 * GIB),
-            error(15),
-        ],
+        slices=[Card(uuid="MIG-a", total=10 * GIB, free=9 * GIB), hole, Card(uuid="MIG-b", total=20 * GIB), error(15)],
     )
     found = gpus(Host(), FakeNvml(Card(uuid="GPU-0"), sliced, Card(uuid="GPU-2", mig=[0, 0])))
     assert [(card.index, card.uuid, card.mig) for card in found.cards] == [
@@ -250,7 +237,7 @@ def test_every_mig_slice_is_a_card_of_its_own() -> None:
     assert "lost" in (found.cards[3].reason or "")
 
 
-def test_mig_mode_without_slices_is_said() -> None:
+def test_mig_mode_without_slices_is_reported() -> None:
     card = one(FakeNvml(Card(mig=[1, 1], slices=[error(pynvml.NVML_ERROR_NOT_FOUND)])))
     assert card.size is None and "no MIG instance" in (card.reason or "")
 
@@ -303,9 +290,7 @@ def test_what_a_process_holds_is_unknown_rather_than_zero(nothing: int | None) -
 def proc(root: Path, pid: int, command: str, *, maps: str | None = None) -> None:
     folder = root / "proc" / str(pid)
     folder.mkdir(parents=True)
-    (folder / "status").write_text(
-        "Name:\tx\nState:\tS (sleeping)\nPPid:\t1\nUid:\t0\t0\t0\t0\nVmRSS:\t1 kB\n"
-    )
+    (folder / "status").write_text("Name:\tx\nState:\tS (sleeping)\nPPid:\t1\nUid:\t0\t0\t0\t0\nVmRSS:\t1 kB\n")
     (folder / "cmdline").write_text(command.replace(" ", "\0") + "\0")
     if maps is not None:
         (folder / "maps").write_text(maps)
@@ -316,7 +301,7 @@ def namespace(root: Path, number: int) -> None:
     (root / "proc" / "self" / "ns" / "pid").symlink_to(f"pid:[{number}]")
 
 
-def test_pids_that_match_nobody_have_no_command(tmp_path: Path) -> None:
+def test_pids_that_match_no_process_have_no_command(tmp_path: Path) -> None:
     proc(tmp_path, 10, "python train.py")
     card = one(FakeNvml(Card(compute=[process(10), process(900001)])), Host(root=tmp_path))
     assert card.processes is not None
@@ -349,12 +334,7 @@ def test_commands_elsewhere_come_from_the_system() -> None:
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [
-        (None, "NVML"),
-        ("1,3", "CUDA_VISIBLE_DEVICES=1,3"),
-        ("", "CUDA programs find no GPU"),
-        ("GPU-8", "=GPU-8"),
-    ],
+    [(None, "NVML"), ("1,3", "CUDA_VISIBLE_DEVICES=1,3"), ("", "CUDA programs find no GPU"), ("GPU-8", "=GPU-8")],
 )
 def test_cuda_visible_devices_is_noted(value: str | None, words: str) -> None:
     env = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
@@ -373,7 +353,7 @@ class Counters:
         return {f"pid_7_{one}": GIB, f"pid_7_{two}": 2 * GIB, f"pid_8_{two}": GIB, f"pid_9_{one}": GIB}
 
 
-def test_windows_says_what_has_spilled() -> None:
+def test_windows_reports_what_has_spilled() -> None:
     windows = Host(platform="win32")
     card = gpus(windows, FakeNvml(Card(compute=[process(8)], graphics=[process(7)])), Counters()).cards[0]
     assert card.spilled == 3 * GIB  # of the adapter that both processes use
@@ -389,7 +369,7 @@ def device(root: Path, name: str, vendor: str, kind: str) -> None:
     (folder / "class").write_text(kind + "\n")
 
 
-def test_cards_on_the_bus_are_counted_without_a_driver(tmp_path: Path) -> None:
+def test_gpus_on_the_bus_are_counted_without_a_driver(tmp_path: Path) -> None:
     host = Host(root=tmp_path)
     assert gpus_on_bus(host) is None
     device(tmp_path, "0000:00:02.0", "0x8086", "0x030000")
@@ -432,14 +412,10 @@ def test_the_real_bindings_fail_in_words_where_there_is_no_library() -> None:
         pytest.skip("NVML works here")
 
 
-VERSION = (
-    "NVRM version: NVIDIA UNIX {kind}  {version}  Tue Jul 1 00:00:00 UTC 2025\nGCC version:  gcc 12.2.0\n"
-)
+VERSION = "NVRM version: NVIDIA UNIX {kind}  {version}  Tue Jul 1 00:00:00 UTC 2025\nGCC version:  gcc 12.2.0\n"
 
 
-@pytest.mark.parametrize(
-    "kind", ["x86_64 Kernel Module", "Open Kernel Module for x86_64", "aarch64 Kernel Module"]
-)
+@pytest.mark.parametrize("kind", ["x86_64 Kernel Module", "Open Kernel Module for x86_64", "aarch64 Kernel Module"])
 def test_the_module_names_the_driver_when_nvml_does_not(tmp_path: Path, kind: str) -> None:
     text = VERSION.format(kind=kind, version="580.159.04")
     assert module_version(text) == "580.159.04"

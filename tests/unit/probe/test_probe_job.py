@@ -10,7 +10,7 @@ from fake_machine import MB, FakeMachine, area
 
 from legroom.errors import NoSuchProcess, NothingMatches
 from legroom.probe.host import Host
-from legroom.probe.job import job, jobs
+from legroom.probe.running_job import job, jobs
 
 TRAIN = ("python", "train.py", "--batch-size", "64", "--num-workers=2")
 
@@ -62,7 +62,7 @@ def test_batches_on_their_way_belong_to_the_job(machine: FakeMachine) -> None:
     assert job(machine.host, 10).held["shm"] == 9 * MB
 
 
-def test_rss_where_pss_cannot_be_read_is_said(machine: FakeMachine) -> None:
+def test_rss_where_pss_cannot_be_read_is_reported(machine: FakeMachine) -> None:
     (machine.root / "proc/12/smaps_rollup").unlink()
     found = job(machine.host, 10)
     assert found.held["ram"] == (1000 + 200 + 5008) << 10
@@ -84,11 +84,8 @@ def test_descriptors_are_those_of_the_process_nearest_its_limit(machine: FakeMac
     assert job(machine.host, 10).held["fds"] == 1
 
 
-def test_pinned_memory_is_said_to_be_a_part(machine: FakeMachine) -> None:
-    lines = [
-        area(9, "/dev/zero (deleted)", 8 * MB, device="00:01"),
-        area(1, "/dev/nvidiactl", device="00:06"),
-    ]
+def test_pinned_memory_is_reported_as_a_part(machine: FakeMachine) -> None:
+    lines = [area(9, "/dev/zero (deleted)", 8 * MB, device="00:01"), area(1, "/dev/nvidiactl", device="00:06")]
     machine.process(14, 10, TRAIN, maps=lines, pss=1)
     found = job(machine.host, 10)
     assert found.held["pinned"] == 8 * MB
@@ -100,23 +97,21 @@ def test_found_by_its_command_line_with_its_workers(machine: FakeMachine) -> Non
     assert (found.pid, len(found.processes)) == (10, 3)
 
 
-def test_every_training_that_matches_is_a_job(machine: FakeMachine) -> None:
+def test_every_training_run_that_matches_is_a_job(machine: FakeMachine) -> None:
     assert [found.pid for found in jobs(machine.host, r"\.py")] == [10, 50]
 
 
-def test_nobody(machine: FakeMachine) -> None:
+def test_no_process_matches(machine: FakeMachine) -> None:
     with pytest.raises(NothingMatches):
         jobs(machine.host, "nobody")
     with pytest.raises(NoSuchProcess):
         job(machine.host, 4711)
 
 
-def test_one_that_is_gone_before_it_is_looked_at(
-    machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_is_gone_before_it_is_looked_at(machine: FakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     import shutil
 
-    from legroom.probe import job as module
+    from legroom.probe import running_job as module
 
     def vanishing(host: Host, process: object, segments: object) -> object:
         if process.pid == 12:  # type: ignore[attr-defined]
@@ -130,7 +125,7 @@ def test_one_that_is_gone_before_it_is_looked_at(
     assert found.held["shm"] == 2 * MB
 
 
-def test_a_recorded_training() -> None:
+def test_a_recorded_training_run() -> None:
     (found,) = jobs(Host.at(TREES / "bare-v2"), "train.py")
     assert [process.pid for process in found.processes] == [8100, 8101, 8102]
     assert found.flags == {"batch": "64", "workers": "2", "epochs": "90"}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from legroom.probe.host import Host
-from legroom.probe.limits import fds_pool, limits, pinned_pool
+from legroom.probe.process_limits import fds_pool, limits, pinned_pool
 from legroom.records import Limits, Pool, Process
 
 TREES = Path(__file__).parents[2] / "trees"
@@ -30,28 +30,19 @@ def test_a_recorded_machine() -> None:
     assert (found.open_fds, found.overcommit, found.reason) == (4, 0, None)
 
 
-def test_no_bound_is_none_and_said() -> None:
+def test_no_bound_is_none_and_reported() -> None:
     found = limits(Host.at(TREES / "slurm"))
     assert found.memlock_soft is None and found.reason == "RLIMIT_MEMLOCK is unlimited"
 
 
-def test_what_cannot_be_read_is_none_and_said() -> None:
+def test_what_cannot_be_read_is_none_and_reported() -> None:
     found = limits(Host.at(TREES / "masked-proc"))
-    assert (
-        found.nofile_soft
-        is found.nofile_hard
-        is found.memlock_soft
-        is found.open_fds
-        is found.overcommit
-        is None
-    )
+    assert found.nofile_soft is found.nofile_hard is found.memlock_soft is found.open_fds is found.overcommit is None
     for word in ("RLIMIT_NOFILE", "RLIMIT_MEMLOCK", "open descriptors", "overcommit_memory"):
         assert word in (found.reason or "")
 
 
-@pytest.mark.parametrize(
-    "nonsense", [{"nofile": "x"}, {"nofile": [1]}, {"nofile": ["a", "b"]}, {"nofile": 3}, []]
-)
+@pytest.mark.parametrize("nonsense", [{"nofile": "x"}, {"nofile": [1]}, {"nofile": ["a", "b"]}, {"nofile": 3}, []])
 def test_nonsense_in_a_recording_raises_nothing(tmp_path: Path, nonsense: Any) -> None:
     found = limits(Host(root=tmp_path, recording={"rlimits": nonsense}))
     assert found.nofile_soft is None and found.reason
@@ -103,8 +94,7 @@ def test_descriptors_are_each_processs_own() -> None:
     assert (pool.name, pool.size, pool.used, pool.free) == ("fds", 1024, None, None)
     assert "no process was given" in (pool.reason or "")
     assert (
-        fds_pool(bounds(nofile_soft=None, reason="RLIMIT_NOFILE is unlimited")).reason
-        == "RLIMIT_NOFILE is unlimited"
+        fds_pool(bounds(nofile_soft=None, reason="RLIMIT_NOFILE is unlimited")).reason == "RLIMIT_NOFILE is unlimited"
     )
 
 
@@ -117,9 +107,7 @@ def test_descriptors_of_a_named_process() -> None:
     assert (over.size, over.used, over.free) == (1024, 2000, 0)
     hidden = fds_pool(bounds(), Process(pid=7, parent=1, command="", uid=0))
     assert hidden.used is hidden.free is None and "process 7" in (hidden.reason or "")
-    endless = fds_pool(
-        bounds(nofile_soft=None, reason="why"), Process(pid=7, parent=1, command="", uid=0, fds=3)
-    )
+    endless = fds_pool(bounds(nofile_soft=None, reason="why"), Process(pid=7, parent=1, command="", uid=0, fds=3))
     assert (endless.size, endless.used, endless.free, endless.reason) == (None, 3, None, "why")
 
 
@@ -133,10 +121,8 @@ def test_pinned_memory_comes_out_of_ram() -> None:
 
 def test_a_kernels_count_of_pinned_pages_is_a_least_amount() -> None:
     pool = pinned_pool(RAM, bounds(), pinned=1 << 20)
-    assert pool.used == 1 << 20 and "a lower bound" in (pool.reason or "")
-    assert (
-        pinned_pool(RAM, bounds(), pinned=0).used is None
-    )  # CUDA's pages are not in that count: 0 proves nothing
+    assert pool.used == 1 << 20 and "lower bound" in (pool.reason or "")
+    assert pinned_pool(RAM, bounds(), pinned=0).used is None  # CUDA's pages are not in that count: 0 proves nothing
 
 
 def test_unknown_ram_is_unknown_pinned() -> None:

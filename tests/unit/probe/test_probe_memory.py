@@ -116,9 +116,7 @@ def test_throttling_and_swap_of_a_level() -> None:
 def test_kills_are_one_s_own_group_s_and_hits_are_the_limit_s() -> None:
     events = memory(tree("kubernetes-ancestor")).events
     assert events.source.split(", ")[1] == f"{POD}/memory.events.local"
-    older = memory(
-        FakeHost(files=_v2_files({"memory.max": "9", "memory.events": "max 2\noom_kill 5\n"}))
-    ).events
+    older = memory(FakeHost(files=_v2_files({"memory.max": "9", "memory.events": "max 2\noom_kill 5\n"}))).events
     assert (older.oom_kills, older.at_limit, older.source) == (5, 2, "/c/memory.events")
 
 
@@ -133,7 +131,7 @@ def test_masked_files_are_named() -> None:
         assert part in found.reason
 
 
-def test_no_cgroup_says_so() -> None:
+def test_no_cgroup_is_reported() -> None:
     found = memory(tree("no-cgroup"))
     assert found.cgroup is None and found.reason == "/proc/self/cgroup does not exist"
     assert found.events.source == "/proc/vmstat"
@@ -161,16 +159,14 @@ def _v1_files(files: dict[str, str]) -> dict[str, str]:
 @pytest.mark.parametrize(
     "text", ["9223372036854771712", "9223372036854710272", "9223372036854775807", "18446744073709551615"]
 )
-def test_v1_s_ways_to_say_no_limit(text: str) -> None:
+def test_the_values_of_v1_for_no_limit(text: str) -> None:
     found = memory(FakeHost(files=_v1_files({"memory.limit_in_bytes": text, "memory.usage_in_bytes": "5"})))
     assert found.levels[0].limit is None and found.reason is None
 
 
-def test_v1_tells_a_hidden_limit_above() -> None:
+def test_v1_shows_a_hidden_limit_above() -> None:
     stat = "hierarchical_memory_limit 2147483648\ntotal_inactive_file 10\ntotal_active_file 5\n"
-    files = _v1_files(
-        {"memory.limit_in_bytes": str(8 * GB), "memory.usage_in_bytes": "1015", "memory.stat": stat}
-    )
+    files = _v1_files({"memory.limit_in_bytes": str(8 * GB), "memory.usage_in_bytes": "1015", "memory.stat": stat})
     found = memory(FakeHost(files=files))
     assert [level.limit for level in found.levels] == [8 * GB, 2 * GB]
     assert found.above_hidden is True
@@ -189,9 +185,7 @@ def test_v1_tells_a_hidden_limit_above() -> None:
         (None, None, None, None),
     ],
 )
-def test_v1_hits_of_the_limit(
-    failcnt: str | None, joint: str | None, memsw: str | None, hits: int | None
-) -> None:
+def test_v1_hits_of_the_limit(failcnt: str | None, joint: str | None, memsw: str | None, hits: int | None) -> None:
     said = {"memory.failcnt": failcnt, "memory.memsw.failcnt": joint, "memory.memsw.limit_in_bytes": memsw}
     files = {name: text for name, text in said.items() if text is not None}
     files |= {"memory.limit_in_bytes": "100", "memory.oom_control": "oom_kill 1\n"}
@@ -199,7 +193,7 @@ def test_v1_hits_of_the_limit(
     assert (events.oom_kills, events.at_limit) == (1, hits)
 
 
-def test_a_group_without_the_controller_is_no_limit_but_is_said() -> None:
+def test_a_group_without_the_controller_is_no_limit_but_is_reported() -> None:
     found = memory(FakeHost(files=_v2_files({"cgroup.type": "domain"})))
     assert (found.cgroup, found.levels) == (None, ())
     assert found.reason == "/c has no memory controller"
@@ -227,7 +221,7 @@ def test_a_binding_limit_with_unknown_use_leaves_free_unknown() -> None:
     assert pool.reason == "cannot read the usage for the limit in /c/memory.max"
 
 
-def test_of_equal_limits_the_fuller_level_binds() -> None:
+def test_of_equal_limits_the_fuller_level_counts() -> None:
     own, pod = CgroupLevel("/c/p/x", 100, unreclaimable=10), CgroupLevel("/c/p", 100, unreclaimable=60)
     pool = ram_pool(_memory(1000, 900, own, pod))
     assert (pool.size, pool.used, pool.free, pool.source) == (100, 60, 40, "/c/p/memory.max")
@@ -268,10 +262,7 @@ def _memory(total: int | None, available: int | None, *levels: CgroupLevel) -> M
 
 _bytes_or_none = st.none() | st.integers(0, 1 << 40)
 _levels = st.builds(
-    CgroupLevel,
-    path=st.sampled_from(["/a", "/a/b", "/a/.."]),
-    limit=_bytes_or_none,
-    unreclaimable=_bytes_or_none,
+    CgroupLevel, path=st.sampled_from(["/a", "/a/b", "/a/.."]), limit=_bytes_or_none, unreclaimable=_bytes_or_none
 )
 
 

@@ -12,16 +12,14 @@ from legroom.probe.host import Host
 
 
 def test_fields() -> None:
-    (mount,) = parse_mountinfo(
-        "36 35 98:0 /a /b rw,noatime master:1 shared:2 - ext3 /dev/root rw,errors=continue\n"
-    )
+    (mount,) = parse_mountinfo("36 35 98:0 /a /b rw,noatime master:1 shared:2 - ext3 /dev/root rw,errors=continue\n")
     assert (mount.point, mount.root, mount.kind, mount.source) == ("/b", "/a", "ext3", "/dev/root")
     assert mount.options == ("rw", "noatime")
     assert mount.super_options == ("rw", "errors=continue")
     assert mount.device == "98:0"
 
 
-def test_an_empty_source_keeps_the_fields_in_place() -> None:
+def test_an_empty_source_does_not_shift_the_fields() -> None:
     (mount,) = parse_mountinfo("36 35 0:9 / /b rw - tmpfs  rw,size=64k\n")
     assert (mount.kind, mount.source, mount.super_options) == ("tmpfs", "", ("rw", "size=64k"))
 
@@ -60,9 +58,7 @@ def test_any_path_comes_back_and_order_is_kept(rows: list[tuple[str, str, str]])
         f"1 2 0:9 /{escaped(root)} /{escaped(point)} rw,a=b shared:1 - tmpfs {escaped(source)} rw\n"
         for root, point, source in rows
     )
-    assert [(m.root, m.point, m.source) for m in parse_mountinfo(text)] == [
-        (f"/{r}", f"/{p}", s) for r, p, s in rows
-    ]
+    assert [(m.root, m.point, m.source) for m in parse_mountinfo(text)] == [(f"/{r}", f"/{p}", s) for r, p, s in rows]
 
 
 @given(st.text())

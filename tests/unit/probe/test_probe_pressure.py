@@ -33,8 +33,7 @@ EXPECTED: dict[str, list[tuple[object, ...]]] = {
 @pytest.mark.parametrize("name", NAMES)
 def test_every_tree(name: str) -> None:
     found = [
-        (one.scope, one.some_avg10, one.some_avg60, one.full_avg10, one.full_avg60)
-        for one in pressure(tree(name))
+        (one.scope, one.some_avg10, one.some_avg60, one.full_avg10, one.full_avg60) for one in pressure(tree(name))
     ]
     assert found == EXPECTED[name]
 

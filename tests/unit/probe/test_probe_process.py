@@ -44,13 +44,11 @@ def machine(tmp_path: Path) -> FakeMachine:
 # A glance.
 
 
-def test_a_recorded_training() -> None:
+def test_a_recorded_training_run() -> None:
     found = {process.pid: process for process in processes(Host.at(TREES / "bare-v2"))}
     assert list(found) == [1, 6900, 8100, 8101, 8102]
     trainer = found[8100]
-    assert (
-        trainer.command == "python3 train.py --data train_256.h5 --batch-size 64 --num-workers 2 --epochs=90"
-    )
+    assert trainer.command == "python3 train.py --data train_256.h5 --batch-size 64 --num-workers 2 --epochs=90"
     assert (trainer.parent, trainer.uid) == (6900, 1000)
     assert (trainer.rss, trainer.rss_shmem) == (6 << 30, 96 * MB)
     assert (trainer.swap, trainer.locked, trainer.pinned) == (0, 0, 0)
@@ -122,9 +120,7 @@ def test_a_command_line_is_safe_to_show(words: list[str], shown: str) -> None:
 
 @given(st.lists(st.text()))
 def test_no_control_character_is_ever_shown(words: list[str]) -> None:
-    assert not [
-        c for c in command_text(words) if ord(c) < 32 or 127 <= ord(c) < 160 or 0x202A <= ord(c) <= 0x202E
-    ]
+    assert not [c for c in command_text(words) if ord(c) < 32 or 127 <= ord(c) < 160 or 0x202A <= ord(c) <= 0x202E]
 
 
 def test_empty_words_within_a_command_line_are_kept(machine: FakeMachine) -> None:
@@ -308,6 +304,6 @@ def test_a_zombie_is_not_a_living_process() -> None:
         child.wait()
 
 
-def test_a_recording_has_no_place_for_us() -> None:
+def test_a_recording_does_not_hold_this_process() -> None:
     assert our_pid(Host.at(TREES / "bare-v2")) is None
     assert our_pid(replace(Host(), root=Path("/nonexistent"))) is None

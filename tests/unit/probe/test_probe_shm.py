@@ -32,13 +32,7 @@ def test_size_used_free_and_rights(machine: FakeMachine) -> None:
     assert (found.mounted, found.size, found.used, found.free) == (True, 64 * MB, 10 * MB, 54 * MB)
     assert (found.mode, found.owner, found.writable) == (0o1777, 0, True)
     pool = shm_pool(found)
-    assert (pool.name, pool.size, pool.used, pool.free, pool.reason) == (
-        "shm",
-        64 * MB,
-        10 * MB,
-        54 * MB,
-        None,
-    )
+    assert (pool.name, pool.size, pool.used, pool.free, pool.reason) == ("shm", 64 * MB, 10 * MB, 54 * MB, None)
 
 
 def test_a_plain_directory_is_not_mounted_and_its_use_is_not_ours_to_explain(machine: FakeMachine) -> None:
@@ -147,13 +141,7 @@ def test_kinds(name: str, kind: str) -> None:
 def test_size_is_by_blocks_and_age_by_the_last_write(machine: FakeMachine) -> None:
     machine.file("torch_1_2_3", 5, 3 * 4096, age=90.0, uid=1001)
     (file,) = shm(machine.host).files
-    assert (file.name, file.kind, file.size, file.age, file.owner) == (
-        "torch_1_2_3",
-        "torch",
-        12288,
-        90.0,
-        1001,
-    )
+    assert (file.name, file.kind, file.size, file.age, file.owner) == ("torch_1_2_3", "torch", 12288, 90.0, 1001)
 
 
 def test_a_written_time_in_the_future_is_no_negative_age(machine: FakeMachine) -> None:
@@ -218,14 +206,14 @@ def test_mapped_but_never_touched(machine: FakeMachine) -> None:
     assert shm(machine.host).files[0].mapped is True
 
 
-def test_used_by_nobody(machine: FakeMachine) -> None:
+def test_used_by_no_process(machine: FakeMachine) -> None:
     machine.file("psm_1", 41, MB)
     machine.process(7, maps=["7f0000000000-7f0000001000 rw-p 00000000 00:00 0 [heap]"])
     found = shm(machine.host)
     assert (found.files[0].mapped, found.unreadable_processes) == (False, 0)
 
 
-def test_not_found_while_somebody_may_not_be_looked_into(machine: FakeMachine) -> None:
+def test_not_found_while_a_process_may_not_be_read(machine: FakeMachine) -> None:
     machine.file("psm_1", 41, MB)
     machine.file("psm_2", 42, MB)
     machine.process(7, shmem=8, maps=[area(42, "/dev/shm/psm_2")])
@@ -235,7 +223,7 @@ def test_not_found_while_somebody_may_not_be_looked_into(machine: FakeMachine) -
     assert found.unreadable_processes == 1
 
 
-def test_a_batch_on_its_way_is_used_though_nobody_holds_it(machine: FakeMachine) -> None:
+def test_a_batch_in_transit_is_used_though_no_process_holds_it(machine: FakeMachine) -> None:
     machine.file("torch_70_123_0", 41, MB, age=10)
     machine.process(70, started=NOW - 600)
     assert shm(machine.host).files[0].mapped is True
@@ -247,7 +235,7 @@ def test_a_maker_younger_than_its_file_only_has_the_same_id(machine: FakeMachine
     assert shm(machine.host).files[0].mapped is False
 
 
-def test_while_torchs_manager_lives_it_cannot_be_told(machine: FakeMachine) -> None:
+def test_while_torchs_manager_lives_it_is_unknown(machine: FakeMachine) -> None:
     machine.file("torch_70_123_0", 41, MB, uid=1000)
     machine.file("torch_71_123_0", 42, MB, uid=1001)
     machine.process(90, command=("torch_shm_manager",), uid=1000)
@@ -255,9 +243,7 @@ def test_while_torchs_manager_lives_it_cannot_be_told(machine: FakeMachine) -> N
     assert found == {"torch_70_123_0": None, "torch_71_123_0": False}
 
 
-@pytest.mark.parametrize(
-    ("age", "device", "mapped"), [(60, "0:26", None), (7200, "0:26", False), (60, "0:99", False)]
-)
+@pytest.mark.parametrize(("age", "device", "mapped"), [(60, "0:26", None), (7200, "0:26", False), (60, "0:99", False)])
 def test_a_manager_of_another_time_or_another_shm_does_not_count(
     machine: FakeMachine, age: float, device: str, mapped: bool | None
 ) -> None:
@@ -267,12 +253,12 @@ def test_a_manager_of_another_time_or_another_shm_does_not_count(
     assert shm(machine.host).files[0].mapped is mapped
 
 
-def test_nobody_is_looked_into_where_nothing_is(machine: FakeMachine) -> None:
+def test_no_process_is_read_where_no_segment_is(machine: FakeMachine) -> None:
     machine.process(7, shmem=8, maps=None)
     assert shm(machine.host).unreadable_processes == 0
 
 
-def test_nobody_without_shared_pages_is_looked_into_once_all_is_explained(machine: FakeMachine) -> None:
+def test_processes_without_shared_pages_are_not_read_once_all_is_explained(machine: FakeMachine) -> None:
     machine.used = MB
     machine.file("psm_1", 41, MB)
     machine.process(7, shmem=8, fds={3: "/dev/shm/psm_1"})
@@ -323,7 +309,7 @@ def test_size_from_pages_where_no_inode_can_be_reached(
     assert (found.unlinked, found.hidden) == (768 << 10, 256 << 10)  # whoever has touched most tells most
 
 
-def test_a_semaphore_takes_its_page_though_nobody_has_touched_it(machine: FakeMachine) -> None:
+def test_a_semaphore_takes_its_page_though_no_process_touched_it(machine: FakeMachine) -> None:
     machine.used = 4096
     machine.process(7, shmem=8, maps=[area(41, "/dev/shm/sem.Xa81kQ (deleted)", 4096)])
     found = shm(machine.host)
@@ -337,7 +323,7 @@ def test_a_size_that_cannot_be_had_makes_the_rest_unknown(machine: FakeMachine) 
     assert (found.unlinked, found.hidden) == (None, None)
 
 
-def test_what_nobody_explains_is_hidden(machine: FakeMachine) -> None:
+def test_what_no_process_explains_is_hidden(machine: FakeMachine) -> None:
     machine.used = 5 * MB
     machine.file("psm_1", 41, MB)
     machine.process(7, maps=None)
@@ -370,9 +356,7 @@ spans = st.tuples(st.integers(1, 1 << 34), st.integers(1, 1 << 20), st.integers(
 @given(st.lists(spans, max_size=20))
 def test_areas_come_back_by_inode(rows: list[tuple[int, int, int]]) -> None:
     lines = [area(inode, "/dev/shm/x y (deleted)", pages << 12, start=at << 12) for at, pages, inode in rows]
-    text = "\n".join(
-        [*lines, "7f00-7f10 r-xp 00000000 fd:01 41 /usr/lib/libc.so", area(0, "", device=DEVICE)]
-    )
+    text = "\n".join([*lines, "7f00-7f10 r-xp 00000000 fd:01 41 /usr/lib/libc.so", area(0, "", device=DEVICE)])
     found = parse_maps(text, DEVICE, "/dev/shm")
     assert sum(item.size for item in found.values()) == sum(pages << 12 for _, pages, _ in rows)
     assert set(found) == {inode for _, _, inode in rows}

@@ -47,7 +47,7 @@ def test_every_file_below_and_no_link_followed(host: Host) -> None:
     assert found.cut is False
 
 
-def test_what_stat_says(host: Host, tmp_path: Path) -> None:
+def test_what_stat_returns(host: Host, tmp_path: Path) -> None:
     file = file_at(host, "/d/b")
     facts = os.stat(tmp_path / "d/b")
     assert file is not None
@@ -60,7 +60,7 @@ def test_what_stat_says(host: Host, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_a_listing_is_bounded_and_says_so(host: Host, most: int) -> None:
+def test_a_listing_is_bounded_and_marked_as_such(host: Host, most: int) -> None:
     found = files_below(host, "/d", most=most)
     assert (len(found.files), found.cut) == (most, True)
 

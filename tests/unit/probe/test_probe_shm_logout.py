@@ -14,9 +14,7 @@ from legroom.probe.host import Host
 from legroom.probe.shm import parse_remove_ipc, removed_at_logout, shm
 
 YES, NO = "[Login]\nRemoveIPC=yes\n", "[Login]\nRemoveIPC=no\n"
-SHIPPED = (
-    "# Entries in this file show the compile time defaults. Local configuration\n[Login]\n#RemoveIPC={}\n"
-)
+SHIPPED = "# Entries in this file show the compile time defaults. Local configuration\n[Login]\n#RemoveIPC={}\n"
 
 
 @pytest.fixture
@@ -42,22 +40,14 @@ def test_the_default_is_yes(machine: FakeMachine) -> None:
         # Of the main files only the first counts.
         ({"/etc/systemd/logind.conf": "[Login]\n", "/usr/lib/systemd/logind.conf": NO}, True, "default"),
         # Drop-ins come after, by name whatever their directory.
-        (
-            {"/etc/systemd/logind.conf": YES, "/usr/lib/systemd/logind.conf.d/10-a.conf": NO},
-            False,
-            "10-a.conf",
-        ),
+        ({"/etc/systemd/logind.conf": YES, "/usr/lib/systemd/logind.conf.d/10-a.conf": NO}, False, "10-a.conf"),
         (
             {"/etc/systemd/logind.conf.d/10-a.conf": NO, "/usr/lib/systemd/logind.conf.d/20-b.conf": YES},
             True,
             "/usr/lib/systemd/logind.conf.d/20-b.conf",
         ),
         # The same name in /etc hides the others, even if it says nothing.
-        (
-            {"/etc/systemd/logind.conf.d/10-a.conf": "", "/run/systemd/logind.conf.d/10-a.conf": NO},
-            True,
-            "default",
-        ),
+        ({"/etc/systemd/logind.conf.d/10-a.conf": "", "/run/systemd/logind.conf.d/10-a.conf": NO}, True, "default"),
         (
             {"/run/systemd/logind.conf.d/a.conf": NO, "/usr/lib/systemd/logind.conf.d/a.conf": YES},
             False,
@@ -65,16 +55,8 @@ def test_the_default_is_yes(machine: FakeMachine) -> None:
         ),
         ({"/etc/systemd/logind.conf.d/a.conf.bak": NO}, True, "default"),
         # Some systems are built with "no", and their shipped file shows it.
-        (
-            {"/etc/systemd/logind.conf": SHIPPED.format("no")},
-            False,
-            "the default shown in /etc/systemd/logind.conf",
-        ),
-        (
-            {"/etc/systemd/logind.conf": SHIPPED.format("yes")},
-            True,
-            "the default shown in /etc/systemd/logind.conf",
-        ),
+        ({"/etc/systemd/logind.conf": SHIPPED.format("no")}, False, "the default shown in /etc/systemd/logind.conf"),
+        ({"/etc/systemd/logind.conf": SHIPPED.format("yes")}, True, "the default shown in /etc/systemd/logind.conf"),
         ({"/etc/systemd/logind.conf": "[Login]\n#RemoveIPC=no\n"}, True, "systemd's default"),
     ],
 )
@@ -115,12 +97,12 @@ def test_a_lingering_user_keeps_them(machine: FakeMachine) -> None:
     assert "lingering is on for ana" in how
 
 
-def test_somebody_elses_lingering_helps_nobody(machine: FakeMachine) -> None:
+def test_another_users_lingering_does_not_help(machine: FakeMachine) -> None:
     machine.text("/var/lib/systemd/linger/bob", "")
     assert removed_at_logout(machine.host)[0] is True
 
 
-def test_a_user_without_a_name_where_somebody_lingers_cannot_be_told(machine: FakeMachine) -> None:
+def test_a_user_without_a_name_where_another_lingers_is_unknown(machine: FakeMachine) -> None:
     machine.text("/var/lib/systemd/linger/bob", "")
     machine.uid = 4242
     removed, how = removed_at_logout(machine.host)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from legroom.probe import limits as probe
+from legroom.probe import process_limits as probe
 from legroom.probe.host import Host
-from legroom.probe.limits import TAIL, longest_socket, temporary
+from legroom.probe.process_limits import TAIL, longest_socket, temporary
 
 
 def _folder(length: int) -> str:

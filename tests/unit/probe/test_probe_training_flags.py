@@ -81,10 +81,7 @@ def test_of_one_spelling_given_twice_the_last_counts() -> None:
 
 
 def test_what_one_process_loads_is_preferred_to_the_sum_of_all() -> None:
-    for command in (
-        "--global_batch_size 512 --micro_batch_size 4",
-        "--micro_batch_size 4 --global_batch_size 512",
-    ):
+    for command in ("--global_batch_size 512 --micro_batch_size 4", "--micro_batch_size 4 --global_batch_size 512"):
         assert values(f"python t.py {command}") == {"batch": "4"}
 
 
@@ -119,10 +116,7 @@ def test_launchers(command: str, expected: dict[str, str]) -> None:
 
 
 def test_a_process_that_renamed_itself_is_one_word() -> None:
-    assert {k: v.value for k, v in flags(["python train.py --batch 4 -j8"]).items()} == {
-        "batch": "4",
-        "workers": "8",
-    }
+    assert {k: v.value for k, v in flags(["python train.py --batch 4 -j8"]).items()} == {"batch": "4", "workers": "8"}
 
 
 def test_an_empty_command_line_has_none() -> None:

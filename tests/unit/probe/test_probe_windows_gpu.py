@@ -37,10 +37,7 @@ class Counters:
 def test_counters_are_summed_by_process_and_adapter() -> None:
     found = spill(
         WINDOWS,
-        Counters(
-            {f"pid_7_{A}": 5, f"pid_7_{A}#1": 1, f"pid_7_{B}": 2, "_Total": 99},
-            {A: 100, B.upper(): 7, "x": 1},
-        ),
+        Counters({f"pid_7_{A}": 5, f"pid_7_{A}#1": 1, f"pid_7_{B}": 2, "_Total": 99}, {A: 100, B.upper(): 7, "x": 1}),
     )
     assert found.processes == {(7, LUID_A): 6, (7, LUID_B): 2}
     assert found.adapters == {LUID_A: 100, LUID_B: 7}
@@ -48,7 +45,7 @@ def test_counters_are_summed_by_process_and_adapter() -> None:
 
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_elsewhere_it_is_unknown_and_said_why(platform: str) -> None:
+def test_elsewhere_it_is_unknown_with_a_reason(platform: str) -> None:
     found = spill(Host(platform=platform), Counters({}, {}))
     assert found.processes is None and found.adapters is None and "Windows" in (found.reason or "")
     assert found.of_card([1]) == (None, found.reason)
@@ -74,7 +71,7 @@ def test_without_a_pdh_library_it_is_unknown() -> None:
     assert "pdh.dll" in (spill(WINDOWS).reason or "")
 
 
-def test_a_card_is_found_by_the_adapter_all_its_processes_share() -> None:
+def test_a_gpu_is_found_by_the_adapter_all_its_processes_share() -> None:
     found = Spill({(1, "a"): 10, (1, "b"): 20, (2, "b"): 5, (3, "a"): 1}, {"a": 11, "b": 30}, "")
     assert found.of_card([1, 2]) == (30, "")
     assert found.of_card([2]) == (30, "")
@@ -100,9 +97,7 @@ def test_instances_are_read_as_windows_writes_them(pid: int, luid: int, part: in
 class FakePdh:
     """pdh.dll as its documentation has it: the length first, then items with the names behind them."""
 
-    def __init__(
-        self, values: Mapping[str, tuple[int, int]], *, failing: dict[str, int] | None = None, grows: int = 0
-    ):
+    def __init__(self, values: Mapping[str, tuple[int, int]], *, failing: dict[str, int] | None = None, grows: int = 0):
         self.values, self.failing, self.grows = dict(values), failing or {}, grows
         self.open = 0
         self.paths: list[str] = []

@@ -17,13 +17,12 @@ import rigs
 from legroom.advice.findings import findings
 from legroom.cli.main import run
 from legroom.errors import DamagedSource, UnreadableSource, UsageError
-from legroom.probe import limits
+from legroom.probe import process_limits
 from legroom.probe.host import Host
 from legroom.probe.snapshot import snapshot
-from legroom.report.attachments import LOG_END, log_end
 from legroom.report.bundle import CONTENTS, Attachments, RedactedPart, checked_path, pack, redacted, write
-from legroom.report.collect import MACHINE, collect, settings, versions
-from legroom.report.identities import identities
+from legroom.report.collect import LOG_END, MACHINE, collect, log_end, settings, versions
+from legroom.report.private_names import identities
 from legroom.report.redact import Redactor
 
 TREES = sorted(path.name for path in rigs.TREES.iterdir() if (path / "recording.json").is_file())
@@ -54,32 +53,23 @@ def test_a_recorded_machine_comes_out_as_a_recording_of_itself(tree: str, tmp_pa
     assert [(level.limit, level.unreclaimable) for level in after.memory.levels] == [
         (level.limit, level.unreclaimable) for level in before.memory.levels
     ]
-    assert (after.memory.events.oom_kills, after.memory.peak) == (
-        before.memory.events.oom_kills,
-        before.memory.peak,
-    )
-    assert (after.shm.size, after.shm.used, after.shm.mounted) == (
-        before.shm.size,
-        before.shm.used,
-        before.shm.mounted,
-    )
+    assert (after.memory.events.oom_kills, after.memory.peak) == (before.memory.events.oom_kills, before.memory.peak)
+    assert (after.shm.size, after.shm.used, after.shm.mounted) == (before.shm.size, before.shm.used, before.shm.mounted)
     assert (after.cpu.affinity, after.cpu.quota) == (before.cpu.affinity, before.cpu.quota)
-    assert (after.place.kind, after.place.root) == (before.place.kind, before.place.root)
+    assert (after.runtime.kind, after.runtime.root) == (before.runtime.kind, before.runtime.root)
     assert after.pressure == before.pressure or [one.some_avg10 for one in after.pressure] == [
         one.some_avg10 for one in before.pressure
     ]
-    about_memory = {
-        finding.code for finding in findings(before) if finding.code.startswith(("ram", "cgroup", "oom"))
-    }
+    about_memory = {finding.code for finding in findings(before) if finding.code.startswith(("ram", "cgroup", "oom"))}
     assert about_memory <= {finding.code for finding in findings(after)}
 
 
 def test_no_process_is_recorded_and_commands_lose_their_values() -> None:
     parts = _bundle(Host.at(rigs.TREES / "bare-v2"))
     assert not any(name.startswith(f"{MACHINE}/proc/{digit}") for name in parts for digit in "123456789")
-    box = json.loads(parts["box.json"].text)
-    assert box["schema"] == "legroom.report.box/1" and box["processes"]
-    for row in box["processes"]:
+    machine = json.loads(parts["box.json"].text)
+    assert machine["schema"] == "legroom.report.box/1" and machine["processes"]
+    for row in machine["processes"]:
         assert "/" not in row["command"]
 
 
@@ -88,7 +78,7 @@ def test_no_process_is_recorded_and_commands_lose_their_values() -> None:
 def test_only_the_length_of_the_path_for_temporary_files_is_recorded(
     length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "_moves_away", lambda: False)
+    monkeypatch.setattr(process_limits, "_moves_away", lambda: False)
     root, folder = tmp_path / "root", "/vogsphere" + "/jeltz" * (length // 6)
     folder = folder[: length - 1].rstrip("/").ljust(length, "z")
     (root / folder[1:]).mkdir(parents=True)
@@ -99,7 +89,7 @@ def test_only_the_length_of_the_path_for_temporary_files_is_recorded(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(one.text, encoding="utf-8", newline="")
     there = Host.at(tmp_path / "out" / MACHINE)
-    before, after = limits.temporary(host), limits.temporary(there)
+    before, after = process_limits.temporary(host), process_limits.temporary(there)
     assert before is not None and after is not None
     assert (after.source, after.socket, after.longest) == (before.source, before.socket, before.longest)
     found = {finding.code for finding in findings(snapshot(there))}
@@ -108,9 +98,7 @@ def test_only_the_length_of_the_path_for_temporary_files_is_recorded(
     assert recorded and not any("jeltz" in text or "vogsphere" in text for text in recorded)
 
 
-def test_every_part_is_listed_and_has_nothing_private(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_part_is_listed_and_has_nothing_private(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log, out = tmp_path / "train.log", tmp_path / "report.zip"
     log.write_text(LOG)
     assert run(["report", "--log", str(log), "--out", str(out)]) == 0
@@ -141,9 +129,7 @@ def test_a_tar_has_the_same_parts_and_no_owner(tmp_path: Path, capsys: pytest.Ca
     assert [(member.name, member.size) for member in members] == [
         (row["name"], row["bytes"]) for row in report["contents"]
     ]
-    assert all(
-        (member.uname, member.gname, member.uid, member.mode) == ("", "", 0, 0o600) for member in members
-    )
+    assert all((member.uname, member.gname, member.uid, member.mode) == ("", "", 0, 0o600) for member in members)
 
 
 def test_show_prints_it_all_and_writes_nothing(
@@ -172,9 +158,7 @@ def test_no_file_is_overwritten_or_half_written(tmp_path: Path, capsys: pytest.C
         checked_path("report.rar")
 
 
-def test_no_file_is_overwritten_where_there_are_no_links(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_file_is_overwritten_where_there_are_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(1, "no links here")
 
@@ -214,10 +198,7 @@ def test_the_ends_of_a_run_report_and_a_watch_log_are_attached(tmp_path: Path) -
     story["attempts"] = [{"number": 1, "readings": [{"when": at} for at in range(500)]}]
     (tmp_path / "run.json").write_text(json.dumps(story))
     alarm = {"code": "shm-level", "pool": "shm", "level": "critical", "since": 5.0, "message": "m"}
-    moment = {
-        "schema": "legroom.watch/1",
-        "processes": [{"pid": 1, "command": "/x/python /y/t.py --data /z"}],
-    }
+    moment = {"schema": "legroom.watch/1", "processes": [{"pid": 1, "command": "/x/python /y/t.py --data /z"}]}
     lines = [json.dumps({**moment, "clock": at, "alarms": [alarm] if at > 3 else []}) for at in range(9)]
     (tmp_path / "watch.jsonl").write_text("\n".join([*lines, '{"schema": "legroom.wa']))
     asked = Attachments(run=str(tmp_path / "run.json"), watch=str(tmp_path / "watch.jsonl"))
@@ -267,9 +248,7 @@ def test_private_names_of_a_machine(tmp_path: Path) -> None:
         "SUDO_USER": "trillian",
         "MASTER_ADDR": "10.0.0.1",
     }
-    found = identities(
-        Host(root=tmp_path, env=env, recording={"uid": 0}), ["/data/a b.h5", "/data/dir.zarr/"]
-    )
+    found = identities(Host(root=tmp_path, env=env, recording={"uid": 0}), ["/data/a b.h5", "/data/dir.zarr/"])
     assert found.users == {"root", "zaphod", "ford", "trillian"}
     assert found.homes == {"/srv/towel"}
     assert found.hosts == {"magrathea.example.org", "magrathea"}

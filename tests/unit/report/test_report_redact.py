@@ -13,8 +13,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from legroom.report.redact import COMMON, PUBLIC_HOSTS, Identities, Redactor, harmless, shape_of
-from legroom.report.unescape import readings
+from legroom.report.redact import COMMON, PUBLIC_HOSTS, Identities, Redactor, harmless, readings, shape_of
 
 
 def _percent_all(text: str) -> str:
@@ -43,18 +42,7 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
     "python bytes": lambda text: repr(text.encode())[2:-1],
     "mountinfo": lambda text: text.replace(" ", r"\040"),
 }
-FRAMES = (
-    "{}",
-    "at {} now",
-    '"{}"',
-    "/data/{}/run",
-    "a={}, b",
-    "x\\n{}\\t",
-    "C:\\{}\\y",
-    "%2F{}%3A",
-    "({})",
-    "<{}>",
-)
+FRAMES = ("{}", "at {} now", '"{}"', "/data/{}/run", "a={}, b", "x\\n{}\\t", "C:\\{}\\y", "%2F{}%3A", "({})", "<{}>")
 
 spellings = st.sampled_from(sorted(SPELLINGS))
 frames = st.sampled_from(FRAMES)
@@ -68,9 +56,7 @@ names = (
     .map(lambda name: name.rstrip("-_"))
     .filter(lambda name: len(name) >= 4 and name.casefold() not in COMMON)
 )
-file_names = st.builds(
-    lambda stem, dot: f"{stem}.{dot}", names, st.sampled_from(["h5", "parquet", "npz", "pt", "csv"])
-)
+file_names = st.builds(lambda stem, dot: f"{stem}.{dot}", names, st.sampled_from(["h5", "parquet", "npz", "pt", "csv"]))
 
 
 def survives(secret: str, text: str) -> bool:
@@ -80,9 +66,7 @@ def survives(secret: str, text: str) -> bool:
 
 def planted(frame: str, spelling: str, secret: str) -> str:
     # What the frame or a new name says anyway is not told by the secret.
-    said = (
-        frame + " user-1 host-1 file-1 id-1 ip-1 mac-1 email-1 home-1 <secret> _ .h5.parquet.npz.pt.csv"
-    ).casefold()
+    said = (frame + " user-1 host-1 file-1 id-1 ip-1 mac-1 email-1 home-1 <secret> _ .h5.parquet.npz.pt.csv").casefold()
     assume(secret.casefold() not in said)
     return frame.replace("{}", SPELLINGS[spelling](secret))
 
@@ -102,11 +86,7 @@ def test_a_known_host_is_hidden(name: str, spelling: str, frame: str) -> None:
     assert not survives(name, Redactor(Identities(hosts=frozenset({name}))).text(text))
 
 
-@given(
-    st.text(string.ascii_letters + string.digits + "+/=$%&!_-äé \"'\\", min_size=8, max_size=40),
-    spellings,
-    frames,
-)
+@given(st.text(string.ascii_letters + string.digits + "+/=$%&!_-äé \"'\\", min_size=8, max_size=40), spellings, frames)
 def test_a_known_secret_is_hidden_whatever_is_around_it(secret: str, spelling: str, frame: str) -> None:
     text = planted(frame, spelling, secret)
     out = Redactor(Identities(secrets=frozenset({secret}))).text(f"xyz{text}xyz")
@@ -131,11 +111,7 @@ def test_an_unknown_data_file_is_hidden(name: str, spelling: str) -> None:
 def test_the_owner_of_a_home_directory_is_hidden_everywhere(name: str, spelling: str) -> None:
     redactor = Redactor()
     parts = [f'File "/home/{name}/train.py", line 3', f"{SPELLINGS[spelling](name)}: it failed"]
-    assume(
-        not any(
-            name.casefold() in f'file "/home/user-1/train.py", line 3: it failed {word}' for word in ("_",)
-        )
-    )
+    assume(not any(name.casefold() in f'file "/home/user-1/train.py", line 3: it failed {word}' for word in ("_",)))
     redactor.learn(parts)
     assert not any(survives(name, redactor.text(part)) for part in parts)
 
@@ -184,25 +160,13 @@ def test_credentials_in_a_url_are_hidden(password: str, spelling: str) -> None:
     assert not survives(password, Redactor().text(SPELLINGS[spelling](url)))
 
 
-OPTIONS = (
-    "--token",
-    "--hf_token",
-    "--password",
-    "--api-key",
-    "--key",
-    "--wandb-api-key",
-    "--secret",
-    "-password",
-)
+OPTIONS = ("--token", "--hf_token", "--password", "--api-key", "--key", "--wandb-api-key", "--secret", "-password")
 
 
-@given(
-    st.sampled_from(OPTIONS), WORDS, st.sampled_from(["{} {}", "{}={}", "'{}', '{}'", '{} "{}"', "{}\0{}"])
-)
+@given(st.sampled_from(OPTIONS), WORDS, st.sampled_from(["{} {}", "{}={}", "'{}', '{}'", '{} "{}"', "{}\0{}"]))
 def test_the_value_of_a_secret_option_is_hidden(option: str, value: str, frame: str) -> None:
     assume(
-        value.casefold()
-        not in "python train.py --token password api-key secret wandb hf_token --batch 16 none null"
+        value.casefold() not in "python train.py --token password api-key secret wandb hf_token --batch 16 none null"
     )
     line = f"python train.py {frame.format(option, value)} --batch 16"
     redactor = Redactor()
@@ -257,11 +221,7 @@ def test_values_under_secret_names_are_hidden_and_counts_stay() -> None:
 
 def test_one_file_has_one_name_in_every_part_and_two_have_two() -> None:
     redactor = Redactor(Identities(files=frozenset({"my train.h5"})))
-    spelt = [
-        spell("my train.h5")
-        for name, spell in SPELLINGS.items()
-        if not name.startswith(("url in", "json in"))
-    ]
+    spelt = [spell("my train.h5") for name, spell in SPELLINGS.items() if not name.startswith(("url in", "json in"))]
     outs = [redactor.text(f"open /data/{text} failed") for text in spelt]
     assert set(outs) == {"open /data/file-1.h5 failed"}
     assert redactor.text("open /data/other.h5 failed") == "open /data/file-2.h5 failed"
@@ -291,9 +251,7 @@ def test_a_number_behind_a_name_is_not_part_of_the_new_one() -> None:
     ],
 )
 def test_ordinary_lines_stay_as_they_are(line: str) -> None:
-    redactor = Redactor(
-        Identities(users=frozenset({"root", "memory", "max"}), hosts=frozenset({"vm", "localhost"}))
-    )
+    redactor = Redactor(Identities(users=frozenset({"root", "memory", "max"}), hosts=frozenset({"vm", "localhost"})))
     redactor.learn(line)
     assert redactor.text(line) == line
 
@@ -327,10 +285,7 @@ def test_readings_undo_what_was_done(text: str) -> None:
 @pytest.mark.parametrize(
     ("command", "shape"),
     [
-        (
-            "/home/me/venv/bin/python train.py --data /x/y.h5 --batch 32",
-            "python train.py --data … --batch 32",
-        ),
+        ("/home/me/venv/bin/python train.py --data /x/y.h5 --batch 32", "python train.py --data … --batch 32"),
         ("python /p/acme.py --lr=1e-3 --name=secret --pin 1234", "python acme.py --lr=… --name=… --pin …"),
         ("python -m torch.distributed.run --nproc 8 x.py", "python -m … --nproc 8 x.py"),
         ("python t.py --token 12345 --key=123", "python t.py --token … --key=…"),

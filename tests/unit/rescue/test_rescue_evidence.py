@@ -11,7 +11,7 @@ import pytest
 
 from legroom.probe.host import Host
 from legroom.records.failure import Level, Reading
-from legroom.rescue.evidence import KernelLog
+from legroom.rescue.evidence import EvidenceCollector, KernelLog
 from legroom.rescue.job_attempt import (
     StallDetector,
     cpu_seconds,
@@ -24,6 +24,8 @@ from legroom.rescue.job_attempt import (
 from legroom.rescue.job_cgroup import JobCgroup, make_job_cgroup
 from legroom.rescue.job_sampling import JobSampler, recent_rate, seconds_unread, thinned, worst_stall
 from legroom.rescue.log_reader import facts_of
+from legroom.rescue.verdict import classify
+from legroom.system.process_control import ExitStatus
 
 MB = 1 << 20
 
@@ -46,7 +48,7 @@ def test_the_worst_stall_is_of_the_last_seconds() -> None:
     assert worst_stall([]) is None and worst_stall([_reading(1)]) is None
 
 
-def test_a_day_of_looks_stays_small_and_keeps_the_peak() -> None:
+def test_a_day_of_samples_stays_small_and_keeps_the_peak() -> None:
     clock = [0.0]
 
     class Small(Host):
@@ -79,13 +81,29 @@ def test_the_kernel_s_log_is_read_from_the_mark_on_and_only_about_the_job(tmp_pa
     log.close()
     log = KernelLog.mark(str(kmsg))
     with kmsg.open("a") as file:
-        file.write(
-            "3,3,3,-;oom-kill:constraint=CONSTRAINT_MEMCG,task_memcg=/a/legroom-run-1,task=python,pid=9,uid=0\n"
-        )
+        file.write("3,3,3,-;oom-kill:constraint=CONSTRAINT_MEMCG,task_memcg=/a/legroom-run-1,task=python,pid=9,uid=0\n")
     assert log.kills({7}, "/legroom-run-1") != () and log.kills({7}, "/legroom-run-1") == ()
     log.close()
     closed = KernelLog.mark(str(tmp_path / "none"))
     assert closed.kills({7}, None) is None and "none" in (closed.reason or "")
+
+
+@pytest.mark.parametrize(("line", "ours"), [("run.sh: line 1: 4711 Killed   python", True), ("no kill", False)])
+def test_a_process_that_no_sample_saw_is_known_by_the_job_s_own_report(tmp_path: Path, line: str, ours: bool) -> None:
+    """It moved into a cgroup of its own at once, so the job's counter did not rise."""
+    kmsg = tmp_path / "kmsg"
+    kmsg.touch()
+    host = Host()
+    sampler = JobSampler(host, JobCgroup(None, None, False), list)
+    collector = EvidenceCollector(host, JobCgroup(None, None, False), sampler)
+    collector.log = KernelLog.mark(str(kmsg), ())
+    kmsg.write_text("3,2,2,-;Memory cgroup out of memory: Killed process 4711 (python) anon-rss:1000kB\n")
+    try:
+        found = collector.evidence(ExitStatus(137, None), facts_of(line.encode()), None)
+    finally:
+        collector.close()
+    assert bool(found.kernel) is ours
+    assert (classify(found).cause == "ram-oom-kill") is ours
 
 
 def test_daemons_that_kill_for_memory_are_found_by_the_pid(tmp_path: Path) -> None:
@@ -131,16 +149,12 @@ def test_a_refused_request_is_a_segment_with_a_size_and_no_pages() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_only_a_job_whose_own_bytes_fill_dev_shm_now_and_whose_loader_waits_hangs() -> None:
     level = Level(60 * MB, 64 * MB)
-    refused = facts_of(
-        b"RuntimeError: unable to allocate shared memory(shm) for file </torch_1>: No space left\n"
-    )
+    refused = facts_of(b"RuntimeError: unable to allocate shared memory(shm) for file </torch_1>: No space left\n")
     assert hangs_on_shm(level, 48 * MB, refused, loader=True)
     assert not hangs_on_shm(level, 48 * MB, refused, loader=False)
     assert not hangs_on_shm(level, 1 * MB, refused, loader=True)  # another process filled it
     assert not hangs_on_shm(Level(0, 64 * MB), 0, refused, loader=True)  # it was full, and is not now
-    assert not hangs_on_shm(
-        level, 48 * MB, facts_of(b"step 1\n"), loader=True
-    )  # batches that wait their turn
+    assert not hangs_on_shm(level, 48 * MB, facts_of(b"step 1\n"), loader=True)  # batches that wait their turn
     assert not hangs_on_shm(level, None, refused, loader=True)
     # One batch larger than all of /dev/shm: nothing of it is there, and the request stays.
     assert hangs_on_shm(Level(0, 64 * MB), 0, refused, loader=True, refused=96 * MB)
@@ -159,9 +173,7 @@ def test_bytes_of_dev_shm_are_the_job_s_own() -> None:
         "print(flush=True)\nsys.stdin.read()"
     )
     command = [sys.executable, "-c", code]
-    one, another = (
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)
-    )
+    one, another = (subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2))
     try:
         for process in (one, another):
             assert process.stdout is not None and process.stdout.readline() == b"\n"
@@ -205,9 +217,7 @@ def test_only_what_the_dead_job_left_is_removed() -> None:
 
 
 @pytest.mark.parametrize(("version", "name"), [("v1", "memory.max_usage_in_bytes"), ("v2", "memory.peak")])
-def test_the_kernel_s_peak_counts_where_it_is_of_this_attempt(
-    version: str, name: str, tmp_path: Path
-) -> None:
+def test_the_kernel_s_peak_counts_where_it_is_of_this_attempt(version: str, name: str, tmp_path: Path) -> None:
     group = tmp_path / "sys" / "job"
     group.mkdir(parents=True)
     peak = group / name

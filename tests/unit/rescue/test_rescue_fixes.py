@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from legroom.records import Place
+from legroom.records import RuntimeEnvironment
 from legroom.records.failure import Level
 from legroom.rescue.verdict import fixes
 
 GB = 1 << 30
-ROOT = Place("bare", "", "linux", root=True, may_mount=True, sudo=False, rights_how="")
+ROOT = RuntimeEnvironment("bare", "", "linux", root=True, may_mount=True, sudo=False, rights_how="")
 
 
 def _told(shm: Level | None, here: int | None) -> str:
@@ -33,12 +33,12 @@ def test_a_path_with_no_room_for_a_socket_is_to_be_shorter() -> None:
 
 
 def test_after_an_oom_kill_no_limit_is_raised_beyond_the_machine_and_the_dead_are_not_listed() -> None:
-    docker = Place("docker", "", "linux", root=True, may_mount=False, sudo=False, rights_how="")
+    docker = RuntimeEnvironment("docker", "", "linux", root=True, may_mount=False, sudo=False, rights_how="")
 
-    def told(place: Place, ram: int, machine: int) -> str:
-        return "\n".join(fixes("ram-oom-kill", place, ram=ram, shm=None, nofile=None, machine=machine))
+    def told(runtime: RuntimeEnvironment, ram: int, total_ram: int) -> str:
+        return "\n".join(fixes("ram-oom-kill", runtime, ram=ram, shm=None, nofile=None, total_ram=total_ram))
 
     assert "--memory=8G" in told(docker, 4 * GB, 64 * GB)
     assert "--memory" not in told(docker, 64 * GB, 64 * GB)  # there is no limit to raise
     for text in (told(docker, 64 * GB, 64 * GB), told(ROOT, 4 * GB, 64 * GB)):
-        assert "ps -e" not in text and "use less: fewer workers" in text
+        assert "ps -e" not in text and "use fewer workers" in text

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from legroom.probe.host import Host
-from legroom.records import Alarm
+from legroom.records import Alarm, LoaderSettings
 from legroom.records.failure import Attempt, Level, Reading, SupervisedRun
 from legroom.rescue.job_cgroup import JobCgroup
 from legroom.rescue.job_sampling import JobAlarms, JobSampler
 from legroom.rescue.run_report import run_object, run_page
-from legroom.system.child_processes import ExitStatus
+from legroom.system.process_control import ExitStatus
 
 MB = 1 << 20
 SIZE = 4000 * MB
@@ -25,9 +25,7 @@ class Job:
         (root / "proc" / str(TRAINER)).mkdir(parents=True)
         (root / f"proc/{TRAINER}/cmdline").write_bytes(b"python\0train.py\0")
         host = Host(root=root, recording={})
-        self.readings = JobSampler(
-            host, JobCgroup(None, None, False), lambda: [TRAINER], clock=lambda: self.now
-        )
+        self.readings = JobSampler(host, JobCgroup(None, None, False), lambda: [TRAINER], clock=lambda: self.now)
         self.readings.begin()
         self.alarms = JobAlarms(self.readings)
 
@@ -43,7 +41,7 @@ class Job:
         return () if reading is None else self.alarms.update(reading)
 
 
-def test_a_leak_is_told_in_time_and_once_for_each_level(tmp_path: Path) -> None:
+def test_a_leak_is_reported_in_time_and_once_for_each_level(tmp_path: Path) -> None:
     job = Job(tmp_path)
     told = [(second, alarm) for second in range(395) for alarm in job.hold(second, second * 10 * MB)]
     filling = [(second, alarm) for second, alarm in told if alarm.code == "ram-filling"]
@@ -58,19 +56,17 @@ def test_a_leak_is_told_in_time_and_once_for_each_level(tmp_path: Path) -> None:
     assert {alarm.code for _, alarm in told} == {"ram-filling", "ram-near-limit"}
 
 
-def test_a_warm_up_is_not_told(tmp_path: Path) -> None:
+def test_a_warm_up_is_not_reported(tmp_path: Path) -> None:
     job = Job(tmp_path)
     for second in range(600):
         assert job.hold(second, 0.6 * SIZE * (1 - 2.0 ** (-second / 30))) == ()
 
 
-def test_descriptors_are_told_as_a_level_and_never_as_bytes(tmp_path: Path) -> None:
+def test_descriptors_are_reported_as_a_level_and_never_as_bytes(tmp_path: Path) -> None:
     job = Job(tmp_path)
     folder = tmp_path / f"proc/{TRAINER}/fd"
     folder.mkdir()
-    (folder.parent / "limits").write_text(
-        "Max open files            100                  100            files\n"
-    )
+    (folder.parent / "limits").write_text("Max open files            100                  100            files\n")
     told = []
     for second in range(95):
         (folder / str(second)).touch()
@@ -82,7 +78,7 @@ def test_descriptors_are_told_as_a_level_and_never_as_bytes(tmp_path: Path) -> N
 def test_the_report_keeps_and_draws_them() -> None:
     alarm = Alarm("ram-filling", "ram", "warning", "ram full, from pid 1 (<b>)", 12.0, {"growth": 5}, (1,))
     readings = tuple(Reading(float(when), {"ram": Level(when, 20)}) for when in range(20))
-    attempt = Attempt(1, ("x",), {}, ExitStatus(0), 20.0, readings=readings, alarms=(alarm, alarm))
+    attempt = Attempt(1, ("x",), LoaderSettings(), ExitStatus(0), 20.0, readings=readings, alarms=(alarm, alarm))
     run = SupervisedRun(("x",), (attempt,), 0.0, "a process group")
     kept = run_object(run)["attempts"][0]["alarms"]
     assert [(one["code"], one["since"], one["pids"]) for one in kept] == [("ram-filling", 12.0, [1])] * 2

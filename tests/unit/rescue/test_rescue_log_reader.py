@@ -68,7 +68,7 @@ def test_known_texts(line: str, code: str) -> None:
 
 
 @pytest.mark.parametrize("line", NOTHING[:3] + NOTHING[4:])
-def test_ordinary_lines_say_nothing(line: str) -> None:
+def test_ordinary_lines_are_no_evidence(line: str) -> None:
     assert code_of(line) is None
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 
 from legroom.probe.host import Host
 from legroom.rescue.job_cgroup import JobCgroup
-from legroom.rescue.log_patterns import killed_in
+from legroom.rescue.log_reader import killed_in
 from legroom.rescue.oom_victims import OomVictims
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
@@ -162,10 +164,52 @@ def test_a_group_that_the_job_made_below_its_own_counts_also_when_it_is_removed(
     assert watched.kills == 1 and watched.taken() == (1, 0)
 
 
-def test_what_the_kernel_s_log_says_of_each_victim() -> None:
+def test_what_the_kernel_log_shows_of_each_victim() -> None:
     lines = (
         "oom-kill:constraint=CONSTRAINT_MEMCG,task_memcg=/a,task=python,pid=9,uid=0",
         "Memory cgroup out of memory: Killed process 9 (python) total-vm:9kB, anon-rss:2048kB, file-rss:1kB",
         "oom-kill:constraint=CONSTRAINT_MEMCG,task_memcg=/a,task=python,pid=11,uid=0",
     )
     assert killed_in(lines) == {9: 2 << 20, 11: None}
+
+
+def test_the_memory_of_a_process_that_exits_is_that_of_the_sample_before(group: Group) -> None:
+    watched = group.watched(own=True)
+    pid = group.start()
+    watched.measure([pid])
+    before = watched._known[pid].rss
+    group.running[pid].kill()  # not waited for: its entry in /proc stays, with no memory
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}/statm").read_text().split()[1] != "0" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    watched.measure([pid])
+    assert before and watched._known[pid].rss == before
+
+
+def test_the_first_python_process_of_a_job_trains_before_it_has_workers(group: Group) -> None:
+    """Killed while it loads its data, it has no workers by which it could be told; lowering theirs would not help."""
+    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    shell = subprocess.Popen(["sh", "-c", f'"{sys.executable}" -c "{script}" & wait'], process_group=0)
+    try:
+        trainer = _child_of(shell.pid, "import subprocess")
+        child = _child_of(trainer, "import time")
+        watched = group.watched(own=True)
+        watched.root = shell.pid
+        watched.measure([shell.pid, trainer, child])
+        roles = {pid: seen.role for pid, seen in watched._known.items()}
+        assert roles == {shell.pid: None, trainer: "main", child: None}
+    finally:
+        os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait()
+
+
+def _child_of(pid: int, code: str) -> int:
+    """The child of that process which runs ``code``: before its exec a child has its parent's command line."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+            if len(words) > 2 and words[1] == "-c" and words[2].startswith(code):
+                return int(child)
+        time.sleep(0.01)
+    raise AssertionError(f"{pid} started no such program")

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legroom.errors import UsageError
+from legroom.records import LoaderSettings
 from legroom.records.failure import Cause, Evidence, Likely, Role, Verdict, Victim
 from legroom.rescue.command_line import (
     CommandSettings,
@@ -19,9 +20,9 @@ from legroom.rescue.command_line import (
     with_settings,
 )
 from legroom.rescue.log_reader import facts_of
-from legroom.rescue.retry_policy import next_step
+from legroom.rescue.retry_policy import next_step, settings_without, step_without
 from legroom.rescue.verdict import classify
-from legroom.system.child_processes import ExitStatus
+from legroom.system.process_control import ExitStatus
 
 ACC = "--gradient_accumulation_steps"
 
@@ -47,7 +48,7 @@ def _v(cause: Cause) -> Verdict:
     ],
 )  # fmt: skip
 def test_only_what_is_there_is_rewritten(command: str, values: dict[str, int | bool], wanted: str) -> None:
-    assert with_settings(command.split(), values) == wanted.split()
+    assert with_settings(command.split(), LoaderSettings(**values)) == wanted.split()
 
 
 def test_named_flags_are_found_or_added() -> None:
@@ -55,7 +56,7 @@ def test_named_flags_are_found_or_added() -> None:
     words = ["python", "t.py", "--my-batch=32"]
     found = command_settings(words, named)
     assert (found.batch_size, found.accumulation) == (32, 4)
-    assert with_settings(words, {"batch_size": 16, "accumulation": 8}, named) == [
+    assert with_settings(words, LoaderSettings(batch_size=16, accumulation=8), named) == [
         "python",
         "t.py",
         "--my-batch=16",
@@ -92,7 +93,7 @@ def _walk(command: str, cause: Cause, named: tuple[NamedFlag, ...] = ()) -> list
         step = next_step(_v(cause), command_settings(words, named), descriptors_raised=True)
         if step.stop:
             return seen
-        words = with_settings(words, step.values, named)
+        words = with_settings(words, step.changes, named)
         seen.append(" ".join(words))
     raise AssertionError("it never stops")
 
@@ -136,42 +137,29 @@ def test_a_prefetch_flag_that_the_ladder_added_keeps_a_worker() -> None:
 
 
 def test_the_last_step_in_a_small_dev_shm_is_another_loader() -> None:
-    found = command_settings(
-        ["python", "t.py", "--batch_size", "32", "--num_workers", "1", "--prefetch_factor", "1"]
-    )
+    found = command_settings(["python", "t.py", "--batch_size", "32", "--num_workers", "1", "--prefetch_factor", "1"])
     may = replace(found, replaces_loader=True)
     step = next_step(_v("shm-full"), may)
-    assert step.values == {"loader": "legroom"} and "/dev/shm" in step.why
+    assert step.changes == LoaderSettings(loader_kind="legroom") and "/dev/shm" in step.why
     assert next_step(_v("shm-full"), found).stop  # --loader was given, or it is in use already
     assert next_step(_v("ram-oom-kill"), may).stop  # it does not use less RAM
     assert (
-        "num_workers" in next_step(_v("shm-full"), replace(may, num_workers=2)).values
+        "num_workers" in next_step(_v("shm-full"), replace(may, num_workers=2)).changes.given()
     )  # settings come first
 
 
 def test_the_ladder_begins_with_what_the_killed_process_held() -> None:
     found = command_settings(
-        [
-            "python",
-            "t.py",
-            "--batch",
-            "32",
-            "--num_workers",
-            "4",
-            "--prefetch_factor",
-            "2",
-            "--accum_iter",
-            "1",
-        ]
+        ["python", "t.py", "--batch", "32", "--num_workers", "4", "--prefetch_factor", "2", "--accum_iter", "1"]
     )
     for role, wanted in (("main", "batch_size"), ("worker", "prefetch_factor"), (None, "prefetch_factor")):
         victim = Victim(7, "python t.py", 1 << 30, role)  # type: ignore[arg-type]
         step = next_step(Verdict("ram-oom-kill", 0.9, "", victim=victim), found)
-        assert wanted in step.values, role
+        assert wanted in step.changes.given(), role
     # Without a flag that keeps the effective batch, what is left to try is tried.
     bare = command_settings(["python", "t.py", "--batch", "32", "--num_workers", "4"])
     step = next_step(Verdict("ram-oom-kill", 0.9, "", victim=Victim(7, "python t.py", None, "main")), bare)
-    assert step.values == {"num_workers": 2}
+    assert step.changes == LoaderSettings(num_workers=2)
 
 
 def test_the_gpu_s_memory_is_only_helped_by_the_batch() -> None:
@@ -181,12 +169,12 @@ def test_the_gpu_s_memory_is_only_helped_by_the_batch() -> None:
     assert len(walked) == 2
 
 
-def test_without_accumulation_the_batch_is_left_alone_and_the_reason_is_told() -> None:
+def test_without_accumulation_the_batch_is_kept_and_the_reason_is_given() -> None:
     step = next_step(_v("gpu-oom"), command_settings(["python", "t.py", "--batch", "8"]))
     assert step.stop and "accumulation" in step.why
 
 
-def test_a_script_that_is_told_the_whole_batch_accumulates_by_itself() -> None:
+def test_a_script_that_takes_the_whole_batch_accumulates_by_itself() -> None:
     walked = _walk("python t.py --micro-batch-size 4 --global-batch-size 64", "gpu-oom")
     assert walked[0] == "python t.py --micro-batch-size 2 --global-batch-size 64"
 
@@ -207,36 +195,47 @@ def test_another_error_right_after_a_change_may_come_from_the_change() -> None:
     assert "would not help" in next_step(_v("not-memory"), command_settings(["t", "--workers", "0"])).why
 
 
-def test_an_unknown_cause_is_treated_as_the_most_likely_one_and_said_to_be_unknown() -> None:
+def test_a_change_that_the_job_refused_is_undone_and_something_else_is_lowered() -> None:
+    """persistent_workers=True in the script's code: torch refuses 0 workers, and 1 is left to try."""
+    found = command_settings(["t", "--workers", "2", "--batch", "8", "--accum_iter", "1"])
+    none = LoaderSettings(num_workers=0)
+    step = step_without(none, "num_workers 2 → 0", _v("shm-full"), found)
+    assert step.changes == LoaderSettings(num_workers=1) and step.undo == none and not step.stop
+    assert "num_workers 2 → 0" in step.why and "undone" in step.why
+    batch = LoaderSettings(batch_size=4, accumulation=2)
+    assert settings_without(found, batch).changeable == {"num_workers"}
+    after = step_without(batch, "batch_size 8 → 4", _v("gpu-oom"), found)
+    assert after.stop and "batch_size 8 → 4" in after.why and "may have caused" in after.why
+
+
+def test_an_unknown_cause_is_treated_as_the_most_likely_one_and_reported_as_unknown() -> None:
     found = command_settings(["t", "--workers", "4"])
     ram, bug = Likely("ram-oom-kill", ""), Likely("not-memory", "")
     step = next_step(replace(_v("unknown"), likely=(ram, bug)), found)
-    assert step.values == {"num_workers": 2} and "cause unknown" in step.why and "ram-oom-kill" in step.why
+    assert step.changes == LoaderSettings(num_workers=2) and "cause unknown" in step.why and "ram-oom-kill" in step.why
     assert next_step(replace(_v("unknown"), likely=(bug, ram)), found).stop
     assert next_step(_v("unknown"), found).stop
 
 
 def test_processes_and_mappings_are_saved_with_fewer_workers() -> None:
     found = command_settings(["t", "--workers", "4"])
-    assert next_step(_v("processes-exhausted"), found).values == {"num_workers": 2}
-    assert next_step(_v("map-count"), found).values == {"num_workers": 2}
+    assert next_step(_v("processes-exhausted"), found).changes == LoaderSettings(num_workers=2)
+    assert next_step(_v("map-count"), found).changes == LoaderSettings(num_workers=2)
 
 
 def test_a_killed_worker_is_tried_once_more_unchanged_and_descriptors_are_raised_first() -> None:
     found = command_settings(["t", "--workers", "4"])
-    assert next_step(_v("worker-killed"), found).values == {}
+    assert next_step(_v("worker-killed"), found).changes == LoaderSettings()
     assert next_step(_v("worker-killed"), found, repeated=True).stop
     assert next_step(_v("fds-exhausted"), found).raise_descriptors
-    assert next_step(_v("fds-exhausted"), found, descriptors_raised=True).values == {"num_workers": 2}
+    assert next_step(_v("fds-exhausted"), found, descriptors_raised=True).changes == LoaderSettings(num_workers=2)
 
 
 @settings(deadline=None)  # a starved machine is no failure
 @given(
     st.integers(1, 4096), st.integers(1, 64), st.integers(0, 64), st.sampled_from(["shm-full", "ram-oom-kill", "gpu-oom"])
 )  # fmt: skip
-def test_every_walk_ends_and_keeps_the_effective_batch(
-    batch: int, steps: int, workers: int, cause: Cause
-) -> None:
+def test_every_walk_ends_and_keeps_the_effective_batch(batch: int, steps: int, workers: int, cause: Cause) -> None:
     command = f"python t.py --batch {batch} --accum_iter {steps} --num_workers {workers}"
     for line in _walk(command, cause):
         found = command_settings(line.split())
@@ -245,7 +244,7 @@ def test_every_walk_ends_and_keeps_the_effective_batch(
         assert found.num_workers is not None and found.num_workers <= workers
 
 
-def test_nothing_recognised_says_how_to_name_it() -> None:
+def test_no_recognised_flag_explains_how_to_name_one() -> None:
     step = next_step(_v("ram-oom-kill"), CommandSettings())
     assert step.stop and "--flag" in step.why
 
@@ -256,11 +255,9 @@ def test_nothing_recognised_says_how_to_name_it() -> None:
 def test_an_allocation_that_failed_in_the_training_process_lowers_the_batch_first(
     refused: Role | None, first: str
 ) -> None:
-    found = command_settings(
-        ["train.py", "--batch", "8", "--accumulation", "1", "--workers", "4", "--prefetch", "4"]
-    )
+    found = command_settings(["train.py", "--batch", "8", "--accumulation", "1", "--workers", "4", "--prefetch", "4"])
     step = next_step(replace(_v("ram-allocation"), refused=refused), found)
-    assert first in step.values
+    assert first in step.changes.given()
 
 
 _SCRIPT = b'Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n    step()\n'
@@ -292,8 +289,6 @@ _FAILED = b"MemoryError: Unable to allocate 8.00 GiB\n"
         ),
     ],
 )  # fmt: skip
-def test_the_process_that_an_allocation_failed_in_is_read_from_the_traceback(
-    log: bytes, who: Role | None
-) -> None:
+def test_the_process_that_an_allocation_failed_in_is_read_from_the_traceback(log: bytes, who: Role | None) -> None:
     verdict = classify(Evidence(ending=ExitStatus(1), log=facts_of(log)))
     assert (verdict.cause, verdict.refused) == ("ram-allocation", who)

@@ -58,7 +58,7 @@ def test_a_package_that_is_there_and_one_that_is_not() -> None:
     assert caught.value.fix == ("pip install 'ray[train]'",)
 
 
-def test_everything_that_needs_torch_says_so_where_it_is_missing(tmp_path: Path) -> None:
+def test_everything_that_needs_torch_reports_that_it_is_missing(tmp_path: Path) -> None:
     (tmp_path / "shm").mkdir(0o700)
     environment = {**os.environ, "LEGROOM_SHM": str(tmp_path / "shm"), "LEGROOM_DIR": str(tmp_path)}
     done = subprocess.run(
@@ -71,10 +71,7 @@ def test_everything_that_needs_torch_says_so_where_it_is_missing(tmp_path: Path)
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ("tune", "--dataset", "data:train", "--batch", "2"),
-        ("check", "--dataset", "data:train", "--batch", "2"),
-    ],
+    [("tune", "--dataset", "data:train", "--batch", "2"), ("check", "--dataset", "data:train", "--batch", "2")],
 )
 def test_a_dataset_by_name_without_torch(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     # The dataset is drawn from in a child: its interpreter has no torch either.
@@ -82,10 +79,6 @@ def test_a_dataset_by_name_without_torch(tmp_path: Path, arguments: tuple[str, .
     (tmp_path / "data.py").write_text("train = [1, 2, 3]\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-m", "legroom", *arguments],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-m", "legroom", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 2 and "[missing-package]" in done.stderr and "legroom[torch]" in done.stderr

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legroom.loader.batches.cuda_driver import CudaRefused, Driver
-from legroom.loader.batches.cuda_gather import CudaGatherer, QueuedBatch, RowLayout
-from legroom.system.cpus import usable_cpus
-from legroom.words import say
+from legroom.gpu.cuda_driver_api import CudaRefused
+from legroom.loader.batches.cuda_gather_base import CudaGatherer, QueuedBatch, RowLayout
+from legroom.loader.batches.cuda_runtime import Driver
+from legroom.messages import say
+from legroom.system.process_control import room_for_threads, usable_cpus
 
 if TYPE_CHECKING:
     import torch
@@ -52,15 +53,16 @@ class StagingBuffer:
 class PinnedGatherer(CudaGatherer):
     """Gathers on the CPU; ``path`` changes from cuda-pinned to cuda-copy when page-locking fails."""
 
-    def __init__(
-        self, driver: Driver, columns: Mapping[str, NDArray], rows: Mapping[str, RowLayout], why: str
-    ) -> None:
+    def __init__(self, driver: Driver, columns: Mapping[str, NDArray], rows: Mapping[str, RowLayout], why: str) -> None:
         super().__init__(driver, "cuda-pinned", why)
         self._columns, self._rows = dict(columns), dict(rows)
         self._buffers = [StagingBuffer(driver) for _ in range(_BUFFERS)]
         self._turn = 0
-        self._maker = ThreadPoolExecutor(1, thread_name_prefix="legroom-batch")
-        self._helpers = ThreadPoolExecutor(_helpers(), thread_name_prefix="legroom-gather")
+        self._maker: ThreadPoolExecutor | None = None  # both None where ulimit -v leaves no room for threads
+        self._helpers: ThreadPoolExecutor | None = None
+        if room_for_threads(1 + _helpers()):
+            self._maker = ThreadPoolExecutor(1, thread_name_prefix="legroom-batch")
+            self._helpers = ThreadPoolExecutor(_helpers(), thread_name_prefix="legroom-gather")
         try:
             for buffer in self._buffers:
                 buffer.take(1, pinned=True)
@@ -73,11 +75,14 @@ class PinnedGatherer(CudaGatherer):
         self._buffers = [StagingBuffer(self.side.driver)]
 
     def _start(self, rows: NDArray) -> Callable[[], QueuedBatch]:
+        if self._maker is None:
+            made = self._make(rows)
+            return lambda: made
         batch: Future[QueuedBatch] = self._maker.submit(self._make, rows)
         return batch.result
 
     def _make(self, rows: NDArray) -> QueuedBatch:
-        starts, total = _column_offsets(self._rows, len(rows))
+        starts, total = column_offsets(self._rows, len(rows))
         parts: dict[str, torch.Tensor] = {}
         with self.side.queueing():  # from the start: page-locked memory also belongs to this thread's device
             memory, buffer = self._memory(total)
@@ -114,15 +119,17 @@ class PinnedGatherer(CudaGatherer):
             if kind.nbytes
             for start, end in _ranges(len(rows), kind.nbytes)
         ]
-        if len(pieces) <= 1 + len(self._columns):
+        if self._helpers is None or len(pieces) <= 1 + len(self._columns):
             for piece in pieces:
-                _take(*piece)
+                take_rows(*piece)
             return
-        for done in wait([self._helpers.submit(_take, *piece) for piece in pieces]).done:
+        for done in wait([self._helpers.submit(take_rows, *piece) for piece in pieces]).done:
             done.result()
 
     def _stop(self) -> None:
         for pool in (self._maker, self._helpers):
+            if pool is None:
+                continue
             try:
                 pool.shutdown(cancel_futures=True)
             except RuntimeError:
@@ -133,7 +140,7 @@ class PinnedGatherer(CudaGatherer):
         self._columns.clear()
 
 
-def _take(column: NDArray, rows: NDArray, into: NDArray) -> None:
+def take_rows(column: NDArray, rows: NDArray, into: NDArray) -> None:
     """Copy some rows of a column as bytes; numpy releases the GIL meanwhile."""
     count = len(rows)
     if not column.flags.c_contiguous:  # numpy would make a contiguous copy of all of it
@@ -143,7 +150,7 @@ def _take(column: NDArray, rows: NDArray, into: NDArray) -> None:
     np.take(whole, rows, axis=0, out=into.reshape(count, -1), mode="clip")
 
 
-def _column_offsets(rows: Mapping[str, RowLayout], count: int) -> tuple[dict[str, int], int]:
+def column_offsets(rows: Mapping[str, RowLayout], count: int) -> tuple[dict[str, int], int]:
     """Where each column starts in a buffer, and the size of the buffer."""
     starts: dict[str, int] = {}
     total = 0

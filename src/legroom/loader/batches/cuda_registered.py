@@ -1,6 +1,6 @@
-"""Path cuda-registered: the GPU gathers rows itself from shared memory that is registered with CUDA.
+"""Paths cuda-kernel and cuda-registered: the GPU's cores gather rows from shared memory registered with CUDA.
 
-One ``index_select`` per column on the side stream: the CPU only sends row numbers, and rows cross PCIe once.
+One kernel per column on the side stream: the CPU only sends row numbers, and rows cross PCIe once.
 
 User arrays are private copy-on-write maps, and registering one would copy all of it. So the file is mapped a second
 time, shared and read-only, which takes address space but no memory. Registered pages cannot be swapped out. Changes
@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,90 +23,118 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legroom.loader.batches.cuda_driver import CudaRefused, Driver
-from legroom.loader.batches.cuda_gather import RESOURCES, CudaGatherer, QueuedBatch, ResourceUse, RowLayout
-from legroom.system.libc import MAP_FAILED, last_error, libc
-from legroom.words import say
+from legroom.gpu.cuda_driver_api import CudaRefused
+from legroom.loader.batches.cuda_gather_base import (
+    RESOURCES,
+    CudaGatherer,
+    EpochOrder,
+    QueuedBatch,
+    ResourceUse,
+    RowLayout,
+)
+from legroom.loader.batches.cuda_runtime import Driver
+from legroom.messages import say
+from legroom.system.process_control import MAP_FAILED, last_error, libc
 
 if TYPE_CHECKING:
     import torch
 
+    from legroom.loader.batches.cuda_kernel import GatherKernel
+
 
 NDArray = np.ndarray[Any, Any]
+KERNEL_PATH, SELECT_PATH = "cuda-kernel", "cuda-registered"
+
+
+@dataclass(slots=True)
+class RegisteredColumns:
+    """Columns in registered memory: the address of each one's first row; columns without bytes have none."""
+
+    columns: Mapping[str, NDArray]  # they keep the entry in the cache
+    addresses: dict[str, int]
+    uses: list[ResourceUse[RegisteredFile]]
+    users: int = 1  # gatherers that will call release
+
+    def release(self) -> None:
+        """Release the registered files after the last user; its queued work must not read them any more."""
+        self.users -= 1
+        if self.users > 0:
+            return
+        for use in self.uses:
+            use.release()
+        self.uses.clear()
+        self.addresses.clear()
+        self.columns = {}
+
+
+def register_columns(
+    driver: Driver, columns: Mapping[str, NDArray], files: Mapping[str, tuple[Path, int]]
+) -> RegisteredColumns:
+    """Register the files of these columns; where CUDA refuses, CudaRefused, and nothing stays registered."""
+    found = RegisteredColumns(dict(columns), {}, [])
+    try:
+        for name, column in columns.items():
+            if column.nbytes:
+                path, offset = files[name]
+                use = register_file(driver, Path(path), offset, column)
+                found.uses.append(use)
+                found.addresses[name] = use.resource.address + offset
+    except BaseException:
+        found.release()
+        raise
+    return found
 
 
 class RegisteredGatherer(CudaGatherer):
-    """Gathers from registered memory: ``sources`` are rows of integers, None where a row has no bytes."""
+    """The GPU's cores gather from registered memory: with a kernel of few blocks, else with ``index_select``."""
 
     def __init__(
         self,
         driver: Driver,
         rows: Mapping[str, RowLayout],
-        sources: Mapping[str, torch.Tensor | None],
-        uses: Sequence[ResourceUse[Any]],
-        columns: Mapping[str, NDArray],
-        *,
-        path: str,
+        registered: RegisteredColumns,
         why: str,
+        kernel: GatherKernel | None = None,
     ) -> None:
-        super().__init__(driver, path, why)
-        self._rows, self._sources, self._uses = dict(rows), dict(sources), list(uses)
-        self._columns = dict(columns)  # they keep the entry in the cache
+        super().__init__(driver, SELECT_PATH if kernel is None else KERNEL_PATH, why)
+        self._rows, self._registered, self._kernel = dict(rows), registered, kernel
+        self._order = EpochOrder(driver)
+        self._sources: dict[str, torch.Tensor] = {}
+        for name, start in registered.addresses.items():
+            kind = rows[name]
+            width = kind.width(start)
+            seen = driver.window(start, kind.count * kind.nbytes // width, width)
+            self._sources[name] = seen.view(kind.count, kind.nbytes // width)
 
     def _start(self, rows: NDArray) -> Callable[[], QueuedBatch]:
-        import torch
-
-        driver = self.side.driver
         self.side.limit_run_ahead()
         parts: dict[str, torch.Tensor] = {}
         with self.side.queueing():
-            chosen = driver.row_numbers(rows)
-            for name, source in self._sources.items():
-                kind = self._rows[name]
-                if source is None:
-                    parts[name] = kind.empty(len(rows), driver.device)
-                else:
-                    parts[name] = kind.restore(torch.index_select(source, 0, chosen))
+            chosen = self._order.on_device(rows)
+            for name, kind in self._rows.items():
+                parts[name] = self._gather(name, kind, chosen)
         batch = self.side.queued(parts)
         return lambda: batch
 
+    def _gather(self, name: str, kind: RowLayout, chosen: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        source = self._sources.get(name)
+        if source is None:
+            return kind.empty(len(chosen), self.side.driver.device)
+        if self._kernel is None:
+            return kind.restore(torch.index_select(source, 0, chosen))
+        part = kind.empty(len(chosen), self.side.driver.device)
+        self._kernel.gather(
+            source.data_ptr(), chosen.data_ptr(), part.data_ptr(),
+            count=len(chosen), row_bytes=kind.nbytes, stream=self.side.stream.cuda_stream,
+        )  # fmt: skip
+        return part
+
     def _release(self) -> None:
+        self._order.drop()
         self._sources.clear()
-        for use in self._uses:
-            use.release()
-        self._uses.clear()
-        self._columns.clear()
-
-
-def open_registered(
-    driver: Driver,
-    columns: Mapping[str, NDArray],
-    rows: Mapping[str, RowLayout],
-    files: Mapping[str, tuple[Path, int]],
-) -> RegisteredGatherer:
-    """A gatherer on registered memory; where CUDA refuses, CudaRefused, and nothing stays registered."""
-    uses: list[ResourceUse[Any]] = []
-    sources: dict[str, torch.Tensor | None] = {}
-    try:
-        for name, column in columns.items():
-            kind = rows[name]
-            if column.nbytes == 0:
-                sources[name] = None
-                continue
-            path, offset = files[name]
-            use = register_file(driver, Path(path), offset, column)
-            uses.append(use)
-            start = use.resource.address + offset
-            width = kind.width(start)
-            seen = driver.window(start, column.nbytes // width, width)
-            sources[name] = seen.view(kind.count, kind.nbytes // width)
-    except BaseException:
-        sources.clear()
-        for use in uses:
-            use.release()
-        raise
-    why = say("the shared copy is registered with CUDA; the GPU gathers from it")
-    return RegisteredGatherer(driver, rows, sources, uses, columns, path="cuda-registered", why=why)
+        self._registered.release()
 
 
 @dataclass(frozen=True, slots=True)

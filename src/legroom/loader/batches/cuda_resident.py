@@ -1,27 +1,31 @@
-"""Path cuda-resident: the arrays are copied to GPU memory once, and batches are gathered there.
+"""Path cuda-resident: the arrays are kept in GPU memory, one copy for all processes, and batches are gathered there.
 
 There is no transfer to overlap, so everything runs on the consumer's current stream. A gather takes hundredths of a
-millisecond, and sending row numbers would take as long again. So the order of an epoch is sent whole with its first
-batch, and each batch uses a view of it. The consumer may use several streams: the device is synchronized before the
-order is used and before anything is freed.
+millisecond, and sending row numbers would take as long again, so the order of an epoch is sent whole. The consumer may
+use several streams: the device is synchronized before anything is freed.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from legroom.errors import NoRoom
-from legroom.loader.batches.cuda_driver import Driver
-from legroom.loader.batches.cuda_gather import RESOURCES, ResourceUse, RowLayout, require_usable
+from legroom.gpu.cuda_driver_api import CudaRefused
+from legroom.loader.batches.cuda_gather_base import RESOURCES, EpochOrder, ResourceUse, RowLayout, require_usable
+from legroom.loader.batches.cuda_runtime import Driver
+from legroom.loader.batches.cuda_upload import upload
+from legroom.loader.shared_gpu_memory import SharedCopy, share
+from legroom.messages import say
+from legroom.records import Entry
 from legroom.units import format_size
-from legroom.words import say
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +33,6 @@ if TYPE_CHECKING:
 NDArray = np.ndarray[Any, Any]
 _LEAST_LEFT = 1 << 30
 _ROUNDING = 2 << 20  # that torch's allocator may add to a large request
-_MOST_AT_ONCE = 1 << 27  # bytes of row numbers kept in GPU memory
 
 
 class ResidentGatherer:
@@ -41,14 +44,14 @@ class ResidentGatherer:
         self,
         driver: Driver,
         rows: Mapping[str, RowLayout],
-        uses: Mapping[str, ResourceUse[torch.Tensor] | None],
+        uses: Mapping[str, ResourceUse[ResidentColumn] | None],
         columns: Mapping[str, NDArray],
         why: str,
     ) -> None:
         self.why = why
         self._driver, self._rows, self._uses = driver, dict(rows), dict(uses)
         self._columns = dict(columns)  # they keep the entry in the cache
-        self._order: tuple[NDArray, torch.Tensor] | None = None
+        self._order = EpochOrder(driver, several_streams=True)
         self._pid = os.getpid()
         self._open = True
 
@@ -60,13 +63,13 @@ class ResidentGatherer:
         parts: dict[str, torch.Tensor] = {}
         # A batch gathered under ``inference_mode`` can still be trained on.
         with torch.inference_mode(False):
-            chosen = self._chosen(rows)
+            chosen = self._order.on_device(rows)
             for name, use in self._uses.items():
                 kind = self._rows[name]
                 if use is None:
                     parts[name] = kind.empty(len(rows), self._driver.device)
                 else:
-                    parts[name] = kind.restore(torch.index_select(use.resource, 0, chosen))
+                    parts[name] = kind.restore(torch.index_select(use.resource.words, 0, chosen))
         return parts
 
     def begin(self, rows: NDArray) -> None:
@@ -78,7 +81,7 @@ class ResidentGatherer:
             return
         self._open = False
         self._driver.synchronize()
-        self._order = None
+        self._order.drop()
         for use in self._uses.values():
             if use is not None:
                 use.release()
@@ -89,50 +92,87 @@ class ResidentGatherer:
         if not at_exit() and getattr(self, "_open", False):
             self.close()
 
-    def _chosen(self, rows: NDArray) -> torch.Tensor:
-        """Row numbers in GPU memory: a view of the whole order where ``rows`` is one."""
-        whole = rows.base
-        if not isinstance(whole, np.ndarray) or whole.itemsize != 8 or not 0 < whole.nbytes <= _MOST_AT_ONCE:
-            return self._driver.row_numbers(rows)
-        if self._order is None or self._order[0] is not whole:
-            sent = self._driver.row_numbers(whole.view(np.int64))
-            self._driver.synchronize()  # also for the previous order, which is freed now
-            self._order = whole, sent
-        first = (rows.ctypes.data - whole.ctypes.data) // 8
-        return self._order[1][first : first + len(rows)]
+
+@dataclass(slots=True)
+class ResidentColumn:
+    """A column in GPU memory as rows of integers: in memory that processes share, or in this process's own."""
+
+    words: torch.Tensor
+    shared: SharedCopy | None
+    why_own: str | None  # why it is not shared
 
 
 def open_resident(
-    driver: Driver, columns: Mapping[str, NDArray], rows: Mapping[str, RowLayout]
+    driver: Driver, columns: Mapping[str, NDArray], rows: Mapping[str, RowLayout], entry: Entry
 ) -> ResidentGatherer:
     """A gatherer on copies in GPU memory; NoRoom where they would not leave enough free."""
     keys = {
-        name: ("resident", str(driver.device), column.ctypes.data, column.nbytes)
-        for name, column in columns.items()
+        name: ("resident", str(driver.device), column.ctypes.data, column.nbytes) for name, column in columns.items()
     }
-    uses: dict[str, ResourceUse[torch.Tensor] | None] = {}
+    uses: dict[str, ResourceUse[ResidentColumn] | None] = {}
     try:
         for name, column in columns.items():
             if column.nbytes == 0:
                 uses[name] = None
                 continue
             rest = sum(columns[other].nbytes for other, key in keys.items() if key not in RESOURCES)
-            make: Callable[[], torch.Tensor] = partial(_copy, driver, column, rows[name], rest)
-            uses[name] = RESOURCES.use(keys[name], column, make, _nothing)
+            make: Callable[[], ResidentColumn] = partial(_copy, driver, column, rows[name], rest, entry, name)
+            uses[name] = RESOURCES.use(keys[name], column, make, partial(_drop, driver))
     except BaseException:
         for use in uses.values():
             if use is not None:
                 use.release()
         raise
-    size = sum(column.nbytes for column in columns.values())
-    why = say("resident=True: {size} in GPU memory", size=format_size(size))
-    return ResidentGatherer(driver, rows, uses, columns, why)
+    return ResidentGatherer(driver, rows, uses, columns, _why([use.resource for use in uses.values() if use]))
 
 
-def _copy(driver: Driver, column: NDArray, kind: RowLayout, rest: int) -> torch.Tensor:
-    """Copy a column to GPU memory, if all columns still to be copied (``rest`` bytes) fit."""
-    import torch
+def _why(columns: list[ResidentColumn]) -> str:
+    size = format_size(sum(column.words.nbytes for column in columns))
+    own = next((column.why_own for column in columns if column.why_own is not None), None)
+    if own is not None:
+        return say("resident=True: {size} in GPU memory, this process's own copy ({why})", size=size, why=own)
+    if any(column.shared is not None and column.shared.made_here for column in columns):
+        return say("resident=True: {size} in GPU memory, copied here for all processes", size=size)
+    return say("resident=True: {size} in GPU memory, shared with other processes", size=size)
 
+
+def _copy(driver: Driver, column: NDArray, kind: RowLayout, rest: int, entry: Entry, name: str) -> ResidentColumn:
+    """A column in GPU memory, if all columns still to be copied (``rest`` bytes) fit."""
+    contiguous = column if column.flags.c_contiguous else np.ascontiguousarray(column)
+    words = kind.words(contiguous)
+    width = words.itemsize
+
+    def fill(address: int) -> None:
+        upload(driver, [(contiguous, driver.at(address, words.size, width))])
+
+    try:
+        if entry.key is None or entry.store is None:
+            raise CudaRefused(say("the data are not in the shared cache ({backing})", backing=entry.backing))
+        shared = share(
+            driver.api(), Path(entry.store), f"{entry.key} {name} {kind.nbytes}x{kind.count}", column.nbytes, fill,
+            check_room=partial(_check_room, driver, rest),
+        )  # fmt: skip
+        try:
+            return ResidentColumn(driver.at(shared.address, words.size, width).view(words.shape), shared, None)
+        except BaseException:
+            shared.close()
+            raise
+    except CudaRefused as refusal:
+        why = str(refusal)
+    _check_room(driver, rest)
+    try:
+        own = driver.empty(words.size, width)
+        upload(driver, [(contiguous, own)])
+    except RuntimeError as problem:  # another process took memory meanwhile
+        raise NoRoom(
+            say("the arrays do not fit in the memory of {device}", device=driver.device),
+            why=str(problem).partition("\n")[0],
+            fix=(say("remove resident=True"),),
+        ) from problem
+    return ResidentColumn(own.view(words.shape), None, why)
+
+
+def _check_room(driver: Driver, rest: int) -> None:
     free, total = driver.memory()
     left = max(_LEAST_LEFT, total // 10)
     if rest + _ROUNDING > free - left:
@@ -145,20 +185,10 @@ def _copy(driver: Driver, column: NDArray, kind: RowLayout, rest: int) -> torch.
             fix=(say("remove resident=True: the GPU then gathers from shared memory over PCIe"),
                  say("select fewer columns: keys=(…)")),
         )  # fmt: skip
-    contiguous = column if column.flags.c_contiguous else np.ascontiguousarray(column)
-    with warnings.catch_warnings():
-        # Read-only under vm.overcommit_memory=2, and only read here.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
-        words = torch.from_numpy(kind.words(contiguous))
-    try:
-        return words.to(driver.device, copy=True)
-    except RuntimeError as problem:  # another process took memory meanwhile
-        raise NoRoom(
-            say("the arrays do not fit in the memory of {device}", device=driver.device),
-            why=str(problem).partition("\n")[0],
-            fix=(say("remove resident=True"),),
-        ) from problem
 
 
-def _nothing(_: object) -> None:
-    """torch frees the memory when the tensor is deleted."""
+def _drop(driver: Driver, column: ResidentColumn) -> None:
+    """Unmap shared memory. torch frees its own when the tensor is deleted."""
+    if column.shared is not None:
+        driver.synchronize()
+        column.shared.close()

@@ -1,7 +1,7 @@
 """``legroom.open``: the data of a file, one copy for every process, and the loops over them.
 
 The cache does not depend on the loaders, so the Data that has ``batches`` is a subclass of the cache's own. See
-docs/decisions/0009-the-door-is-in-the-loader.md.
+docs/decisions/0009-open-is-in-the-loader.md.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from legroom.cache.cached_data import CachedData
-from legroom.cache.find_or_build import Where, open_as
-from legroom.formats.selection import Selection
+from legroom.cache.find_or_build import OpenRequest, Where, open_as, source_paths
+from legroom.formats.base_reader import Selection
+from legroom.system.imports import import_lock
 
 if TYPE_CHECKING:
     from legroom.loader.batches.batch_iterator import Batches
-    from legroom.loader.batches.gather import HostGatherer
-    from legroom.loader.sampling import Uneven
+    from legroom.loader.batches.cpu_gather import HostGatherer
+    from legroom.loader.rank_sampler import Uneven
 
 
 class Data(CachedData):
@@ -51,6 +52,7 @@ class Data(CachedData):
         uneven: Uneven = "pad",
         transform: Callable[[dict[str, Any]], Any] | None = None,
         resident: bool = False,
+        path: str | None = None,
     ) -> Batches:
         """Iterate over batches of rows: dicts of names to tensors, gathered from the shared copy without workers.
 
@@ -69,9 +71,12 @@ class Data(CachedData):
                 out, ``"all"`` returns each once, and ranks may differ by one batch.
             transform: Called with every batch in the consumer's thread; its result is returned instead.
             resident: With a device, keep the arrays in GPU memory.
+            path: With a device, use this path instead of the one that is chosen: cuda-copy-engine, cuda-kernel,
+                cuda-registered or cuda-pinned. ``batches.path`` and ``batches.why`` show the choice.
         """
-        from legroom.loader.batches.batch_arguments import BatchSettings
-        from legroom.loader.batches.batch_iterator import Batches
+        with import_lock:
+            from legroom.loader.batches.batch_iterator import Batches
+            from legroom.loader.batches.batch_settings import BatchSettings
 
         settings = BatchSettings(
             batch_size=batch_size,
@@ -87,6 +92,7 @@ class Data(CachedData):
             uneven=uneven,
             transform=transform,
             resident=resident,
+            path=path,
         )
         return Batches(self, settings)
 
@@ -100,14 +106,16 @@ def open(
     wait: bool = True,
     progress: Callable[[int, int], None] | None = None,
     evict: bool = True,
+    revalidate: bool = False,
 ) -> Data:
     """The arrays of a file (or of several, joined along the first axis), shared by every process of this user.
 
     The first process loads it, later ones attach. HDF5, npy, npz, Parquet, Arrow, Zarr and safetensors can be read.
 
     Args:
-        path: A file, the directory of a Zarr store, a pattern (``"shards/*.h5"``, its matches sorted), or several of
-            them: shards of one dataset, in the order given.
+        path: A file, the directory of a Zarr store, a URL (``"s3://bucket/key"``, ``"https://…"``, any protocol of
+            fsspec), a pattern (``"shards/*.h5"``, its matches sorted), or several of them: shards of one dataset, in
+            the order given.
         keys: The arrays, groups, or columns of a table to take, by name; None takes all.
         backing: ``"shm"``, ``"disk"``, or ``"auto"`` for the first of them with room; ``"inplace"`` maps an
             uncompressed file in place, without a copy.
@@ -115,5 +123,8 @@ def open(
         wait: Wait for another process that is loading the file; False raises NotLoaded then.
         progress: Called with (done, total) bytes while it loads.
         evict: Remove unused entries when space is needed; False raises NoRoom instead.
+        revalidate: Ask the server of a URL whether the object has changed, even if that was done less than
+            ``LEGROOM_REMOTE_FRESH`` seconds (60) ago.
     """
-    return open_as(Data, path, keys, backing=backing, hash=hash, wait=wait, progress=progress, evict=evict)
+    request = OpenRequest(source_paths(path), Selection(keys).keys, backing, hash, evict, revalidate)
+    return open_as(Data, request, wait=wait, progress=progress)

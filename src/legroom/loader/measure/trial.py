@@ -1,19 +1,23 @@
-"""The loop of a training without its model: a real loader at the settings asked about, in a child process.
+"""The trial run: a real DataLoader with the given settings and a loop without a model, in a child process.
 
-Covers: two epochs, or as much of them as the time allows, with pauses in which the queues fill; telling what failed.
-Does not cover: watching and stopping it (trial_guard.py). Imports little: what it holds itself is in the figures.
+Two epochs, or as much of them as the time allows, with pauses in which the queues fill; more epochs if they are short.
+If its workers may run a full garbage collection in a longer run, a second loader follows in which they do.
+guarded_trial.py starts, watches and stops it. It imports little, because its own memory is measured too.
 
 Run as ``python -m legroom.loader.measure.trial REQUEST ANSWER``. The answer is a line of JSON for each step, so that
-what a killed child got done is known.
+the progress of a killed child is known.
 """
 
 from __future__ import annotations
 
 import errno
 import faulthandler
+import gc
 import json
+import mmap
 import os
 import signal
+import struct
 import sys
 import time
 import traceback
@@ -22,10 +26,12 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-_STILL_S, _LOOK_S = 0.1, 0.01  # without CPU time, that a worker waits; between two looks
-_PAUSES_S = 20.0  # of all pauses together
-_STREAM = 1  # torch's _DatasetKind.Iterable
-_TAIL = 5  # lines of a traceback that say where it came from
+_STILL_S, _POLL_S = 0.1, 0.01  # without CPU time until a worker counts as waiting; between two checks
+_COLLECTED = 10  # batches of each worker within which a full garbage collection comes, if young ones continue
+_PEAK_READ_S = 0.05  # by then the guard has read the kernel's peak
+_COPIED = 4 << 20  # bytes of its parent that a worker copies at its start, and more
+_MORE_EPOCHS, _MORE_S = 16, 2.0  # after two short epochs: memory rises for the first dozens of batches
+_TAIL = 5  # lines of a traceback that show where it came from
 _FILES = ("too many open files", "ancdata")
 _SHM = ("bus error", "shared memory", "no space left on device", "</torch_", "unable to resize file")
 _RAM = ("signal: killed", "sigkill", "not enough memory", "can't allocate memory", "cannot allocate memory")
@@ -37,23 +43,23 @@ def main(request: str, answer: str) -> None:
     """Run the loop that the request describes."""
     faulthandler.enable()
     with open(request, encoding="utf-8") as file:
-        asked = json.load(file)
+        settings = json.load(file)
     if os.getcwd() not in sys.path:  # absent under PYTHONSAFEPATH
         sys.path.insert(0, os.getcwd())
-    from legroom.loader.measure.named import resolve
+    from legroom.loader.measure.import_dataset import find_dataset
 
-    def found() -> tuple[Any, Any]:
-        if sizes := asked.pop("sizes", None):
-            asked.pop("spec"), asked.pop("collate")
-            return StandIn(sizes, asked.pop("samples")), None
-        named = resolve(asked.pop("spec"), asked.pop("collate"))
+    def make() -> tuple[Any, Any]:
+        if sizes := settings.pop("sizes", None):
+            settings.pop("spec"), settings.pop("collate")
+            return TensorsOfSize(sizes, settings.pop("samples")), None
+        named = find_dataset(settings.pop("spec"), settings.pop("collate"))
         return named.dataset, named.collate_fn
 
-    run(found, answer, asked)
-    os._exit(0)  # a dataset's threads or atexit hooks may hang
+    run(make, answer, settings)
+    os._exit(0)  # threads or atexit hooks of a dataset may hang
 
 
-class StandIn:
+class TensorsOfSize:
     """Samples of which only the bytes are known: tensors of these sizes."""
 
     def __init__(self, sizes: list[int], samples: int) -> None:
@@ -68,30 +74,70 @@ class StandIn:
         return tuple(torch.ones(size, dtype=torch.uint8) for size in self._sizes)
 
 
-def run(found: Callable[[], tuple[Any, Any]], answer: str, asked: dict[str, Any]) -> None:
-    """In the child: the loop, with every step noted in the file ``answer``."""
-    first_to_go()
+def run(make: Callable[[], tuple[Any, Any]], answer: str, settings: dict[str, Any]) -> None:
+    """In the child: run the loop and write every step to the file ``answer``."""
+    prefer_kill()
     sink = os.open(answer, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def note(**what: Any) -> None:
         os.write(sink, (json.dumps({**what, "time": time.monotonic()}) + "\n").encode())
 
     try:
-        dataset, collate_fn = found()
-        _loop(dataset, collate_fn, note, **asked)
+        dataset, collate_fn = make()
+        _loop(dataset, collate_fn, note, **settings)
     except BaseException as problem:  # SystemExit too: a script may exit while it is imported
         note(
             error=f"{type(problem).__name__}: {problem}"[:4000], pool=_pool(problem), lost=_lost(problem),
-            semaphore=_innermost(problem).endswith("synchronize.py"), tail=_tail(problem),
+            semaphore=_innermost(problem).endswith("synchronize.py"), tail=traceback_tail(problem),
         )  # fmt: skip
 
 
-def first_to_go() -> None:
-    """Ask the OOM killer to take this process and its workers before anything else, and end with whoever watches."""
-    from legroom.system.child_processes import die_with_parent, prefer_oom_kill
+def prefer_kill() -> None:
+    """Let the OOM killer take this process and its workers first, and end it with its guard."""
+    from legroom.system.process_control import die_with_parent, prefer_oom_kill
 
     prefer_oom_kill()
     die_with_parent(signal.SIGKILL)
+
+
+def collect_early() -> None:
+    """Let full garbage collections follow after a few young ones, in this process and in those forked from it.
+
+    A full collection writes to every object, so a forked worker copies the pages of all that it inherited: 37 MB with
+    torch imported. It comes after 121 young collections, and only if the objects that survived since the last full one
+    are a quarter of the others. Both counts are inherited from the process that forks. So two epochs have one by
+    chance, and a run of hours has one sooner or later, if young collections continue. They do where a batch has more
+    than 700 objects at a time.
+    """
+    first = gc.get_threshold()[0]
+    if not gc.isenabled() or not first:
+        return
+    if not gc.get_freeze_count():  # keep a freeze of the program
+        # Counts over an empty heap, so that no full collection is postponed. It writes to no object.
+        gc.freeze()
+        gc.collect()
+        gc.unfreeze()
+    gc.set_threshold(first, 1, 1)
+
+
+class _YoungCollections:
+    """When a forked worker last ran a garbage collection; a worker of this process inherits the callback."""
+
+    def __init__(self) -> None:
+        self._seen = mmap.mmap(-1, mmap.PAGESIZE)  # shared with the workers
+        self._main = os.getpid()
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start" and os.getpid() != self._main:
+            struct.pack_into("d", self._seen, 0, time.monotonic())
+
+    def after(self, moment: float) -> bool:
+        """Whether a worker ran one after that moment."""
+        return bool(struct.unpack_from("d", self._seen)[0] > moment)
+
+    def end(self) -> None:
+        gc.callbacks.remove(self._note)
 
 
 def _loop(
@@ -99,104 +145,173 @@ def _loop(
     collate_fn: Any,
     note: Note,
     *,
-    kind: str,
+    loader_kind: str,
     batch_size: int,
-    workers: int,
-    prefetch: int,
-    persistent: bool,
-    start_method: str | None,
+    num_workers: int,
+    prefetch_factor: int,
+    persistent_workers: bool,
+    multiprocessing_context: str | None,
     seconds: float,
     batch_seconds: float,
+    pause_seconds: float,
 ) -> None:
     options: dict[str, Any] = {}
-    if workers:
+    if num_workers:
         options = {
-            "prefetch_factor": prefetch,
-            "persistent_workers": persistent,
-            "multiprocessing_context": start_method,
+            "prefetch_factor": prefetch_factor,
+            "persistent_workers": persistent_workers,
+            "multiprocessing_context": multiprocessing_context,
         }
-    home = "legroom.loader.dataloader" if kind == "legroom" else "torch.utils.data"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of forking with threads, of more workers than cores
-        loader = import_module(home).DataLoader(
-            dataset, batch_size=batch_size, num_workers=workers, collate_fn=collate_fn, shuffle=_shuffled(dataset),
-            **options,
+    module = "legroom.loader.dataloader.dataloader" if loader_kind == "legroom" else "torch.utils.data"
+
+    def new_loader() -> Any:
+        return import_module(module).DataLoader(
+            dataset, batch_size=batch_size, num_workers=num_workers, collate_fn=collate_fn,
+            shuffle=_shuffled(dataset), **options,
         )  # fmt: skip
-        note(step="start", process=_anonymous())
-        pauses = _Pauses(max(_STILL_S, 2 * batch_seconds))
-        least = workers * (prefetch + 2) + 3  # by then every worker has made several batches
-        whole = True
-        batch = None  # stays bound from one epoch to the next, as in a training's for loop
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forking with threads, and of more workers than cores
+        loader = new_loader()
+        shm = _ShmUse()
+        note(step="start", process=_anonymous(), workers=num_workers)
+        collections = _YoungCollections()
+        pauses = _Pauses(max(_STILL_S, 2 * batch_seconds), pause_seconds)
+        least = num_workers * (prefetch_factor + 2) + 3  # by then every worker has made several batches
+        whole, begun = True, 0.0
+        copies: _Copies | None = None
+        batch = None  # stays alive from one epoch to the next, as in a training loop
         for epoch, share in enumerate((0.6, 0.4)):
             done, until = 0, 0.0
-            enough = least * (
-                2 - epoch
-            )  # twice in the first epoch: whether it still grows is seen in the second half
+            enough = least * (2 - epoch)  # twice in the first epoch: its second half shows whether memory grows
             source = iter(loader)
-            for batch in source:  # noqa: B007  bound is what it is for
+            if epoch == 0 and num_workers:
+                copies = _Copies(dataset)
+            for batch in source:  # noqa: B007  kept alive
                 done += 1
-                if done == 1:  # starting the workers is not in the time
-                    until = time.monotonic() + share * seconds
-                if (
-                    done == least or done & (done - 1) == 0
-                ):  # early ones fill the queues, later ones show growth
+                if done == 1:  # without the start of the workers
+                    begun = time.monotonic()
+                    until = begun + share * seconds
+                if done == least or done & (done - 1) == 0:  # early ones fill the queues, later ones show growth
                     full = None
-                    if workers:
-                        full = pauses.wait(source if kind == "torch" else None)
-                    note(step="batch", epoch=epoch, batches=done, fds=_open_files(), full=full)
+                    if num_workers:
+                        full = pauses.wait(source if loader_kind == "torch" else None)
+                    note(step="batch", epoch=epoch, batches=done, fds=_open_files(), full=full, shm=shm.now())
                 if done >= enough and time.monotonic() > until:
                     whole = False
                     break
+            if copies is not None and epoch == 0:
+                copies.read()
             del source  # its workers end before those of the next epoch start
             note(step="epoch", epoch=epoch, batches=done, fds=_open_files())
-        del batch
-        note(step="end", whole=whole)
+        if whole:
+            batch = _more_epochs(loader, batch, min(_MORE_S, seconds))
+        del batch, loader
+        collections.end()
+        # The workers of legroom.DataLoader freeze what they inherit.
+        collects = loader_kind == "torch" and gc.isenabled() and collections.after(begun)
+        time.sleep(_PEAK_READ_S)
+        note(step="end", whole=whole, collects=collects)  # what follows is not the loop's need
+        if copies is not None:
+            copies.note(note)
+        if collects:
+            note(step="collected", whole=_with_full_collections(new_loader(), num_workers, persistent_workers, seconds))
+
+
+def _more_epochs(loader: Any, batch: Any, seconds: float) -> Any:
+    """Run further epochs for a moment: workers and the process copy more of the memory that they share."""
+    until = time.monotonic() + seconds
+    for _ in range(_MORE_EPOCHS):
+        for batch in loader:  # kept alive
+            if time.monotonic() > until:
+                return batch
+    return batch
+
+
+def _with_full_collections(loader: Any, workers: int, persistent: bool, seconds: float) -> bool:
+    """Run batches in which every worker that keeps collecting runs a full collection; whether time was enough.
+
+    Persistent workers live for all epochs, others for one.
+    """
+    done, until = 0, time.monotonic() + seconds
+    collect_early()
+    while done < workers * _COLLECTED:
+        before = done
+        for _batch in loader:
+            done += 1
+            if done >= workers * _COLLECTED:
+                break
+            if time.monotonic() > until:
+                return False
+        if not persistent or done == before:
+            break
+    return True
+
+
+class _Copies:
+    """What a forked worker copies of the dataset in the first epoch, by attribute."""
+
+    def __init__(self, dataset: Any) -> None:
+        from legroom.probe.copy_on_write import CopyReader
+        from legroom.probe.host import Host
+
+        self._dataset, self._reader = dataset, CopyReader(Host(), os.getpid(), compare=True)
+        self._workers = [int(pid) for pid in _children()][:1]  # one: they all read the same dataset
+        self._copied = self._reader.read(self._workers, time.monotonic())
+
+    def read(self) -> None:
+        """Read it, while the worker exists."""
+        self._copied = self._reader.read(self._workers, time.monotonic())
+
+    def note(self, note: Note) -> None:
+        """Write it, after the loop: looking up attributes writes to every object, and takes memory of its own."""
+        for one in self._copied:
+            if one.copied is None or one.copied < _COPIED:
+                continue
+            from legroom.cache.freeze_dataset import copied_parts
+
+            only_read = 1.0 if one.only_read is None else min(1.0, one.only_read / one.copied)
+            note(step="copied", attributes=copied_parts(self._dataset, one.pages, only_read))
 
 
 def _shuffled(dataset: Any) -> bool:
-    """Whether samples can be drawn in any order: then they are, which touches most of what the dataset holds."""
-    from legroom.loader.measure.draw import is_iterable, length
+    """Whether to shuffle, which touches most of what the dataset holds: if it has indices and a length."""
+    from legroom.loader.measure.import_dataset import is_iterable, length
 
     return not is_iterable(dataset) and bool(length(dataset))
 
 
 class _Pauses:
-    """Waiting until the workers have filled the queues, within a time for all pauses together."""
+    """Waits until the workers have filled the queues, within a limit for all pauses together."""
 
-    def __init__(self, still: float) -> None:
-        self._still, self._left = still, _PAUSES_S
+    def __init__(self, still: float, together: float) -> None:
+        self._still, self._left = still, together
 
     def wait(self, source: Any) -> bool | None:
-        """Until no worker has used a CPU for a while, and every batch they were asked for is in the queue.
+        """Wait until no worker has used a CPU for a while, and every requested batch is in the queue.
 
-        Whether it was; None where that cannot be seen. A worker that waits for a disk uses no CPU either.
+        Returns whether all were; None if unknown. A worker that waits for a disk uses no CPU either. A worker whose
+        stream has ended answers no request: if all have taken theirs and none is busy for longer than a batch takes,
+        all that there are have been made. Without a source (legroom.DataLoader) that is all there is to go by.
         """
+        from legroom.loader.dataloader.torch_internals import all_batches_queued, all_requests_taken
+
         began = since = time.monotonic()
-        last, full = _activity(), _all_in_queue(source)
+        last, full = _activity(), all_batches_queued(source)
         while (now := time.monotonic()) < began + self._left:
             if now > since + self._still and full is not False:
+                full = full or source is None or all_requests_taken(source) or None
                 break
-            time.sleep(_LOOK_S)
-            full = _all_in_queue(source)
-            if (current := _activity()) != last:
+            time.sleep(_POLL_S)
+            full = all_batches_queued(source)
+            if (current := _activity()) is None or current != last:
                 last, since = current, time.monotonic()
         self._left = max(self._still, self._left - (now - began))
         return full
 
 
-def _all_in_queue(source: Any) -> bool | None:
-    """Whether the workers of torch's iterator have nothing left to do; None: it does not show that."""
-    try:
-        if source._worker_result_queue.qsize() >= source._tasks_outstanding:
-            return True
-        # Of a worker whose stream has ended, batches are outstanding that will never come.
-        return None if source._dataset_kind == _STREAM else False
-    except (AttributeError, NotImplementedError, OSError):
-        return None
-
-
-def _activity() -> list[tuple[str, str, bool]]:
-    """CPU time of each child, and whether it is about to run."""
+def _activity() -> list[tuple[str, str]] | None:
+    """CPU time of each child; None while one runs or waits for a CPU: on a busy machine that can take long."""
     found = []
     for pid in _children():
         try:
@@ -204,8 +319,10 @@ def _activity() -> list[tuple[str, str, bool]]:
                 fields = file.read().rpartition(")")[2].split()
         except OSError:
             continue
-        found.append((fields[11], fields[12], fields[0] in "RD"))
-    return [] if any(running for _, _, running in found) else found
+        if fields[0] in "RD":
+            return None
+        found.append((fields[11], fields[12]))
+    return found
 
 
 def _children() -> list[str]:
@@ -214,7 +331,7 @@ def _children() -> list[str]:
         for task in os.listdir("/proc/self/task"):
             with open(f"/proc/self/task/{task}/children", encoding="ascii") as file:
                 found += file.read().split()
-    except OSError:  # a kernel without the file: the pause is a fixed one
+    except OSError:  # the kernel lacks the file: the pause has a fixed length
         pass
     return found
 
@@ -226,8 +343,51 @@ def _open_files() -> int:
         return 0
 
 
+class _ShmUse:
+    """Bytes in /dev/shm that the loop has added.
+
+    If other processes use it too, they may free some meanwhile. So the least is what this process and its workers have
+    open or mapped, without the files that existed before, such as a cached dataset.
+    """
+
+    def __init__(self) -> None:
+        self._before = self._used()
+        self._earlier: set[int] = set()
+        if self._before:
+            from legroom.probe.host import Host
+            from legroom.probe.shm_segments import files_below
+
+            self._earlier = {file.inode for file in files_below(Host(), "/dev/shm").files} | self._files().keys()
+
+    def now(self) -> int:
+        added = self._used() - self._before
+        return max(added, self.held()) if self._before else added
+
+    def held(self) -> int:
+        """Of that, what this process and its workers have open or mapped."""
+        return sum(size for inode, size in self._files().items() if inode not in self._earlier)
+
+    def _used(self) -> int:
+        try:
+            space = os.statvfs("/dev/shm")
+        except OSError:
+            return 0
+        return (space.f_blocks - space.f_bfree) * space.f_frsize
+
+    def _files(self) -> dict[int, int]:
+        """By inode, the sizes of the files that this process and its workers have open or mapped."""
+        from legroom.probe.host import Host
+        from legroom.probe.shm_segments import Segments
+
+        segments, inodes = Segments.of(Host()), set[int]()
+        for pid in (os.getpid(), *map(int, _children())):
+            if (found := segments.of_process(pid)) is not None:
+                inodes |= found.inodes
+        return {inode: segments.sizes.get(inode, 0) for inode in inodes}
+
+
 def _anonymous() -> int:
-    """Anonymous memory of this process: all that forked workers could come to copy, and more."""
+    """Anonymous memory of this process: forked workers copy at most that."""
     try:
         with open("/proc/self/status", encoding="utf-8") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
@@ -236,7 +396,7 @@ def _anonymous() -> int:
 
 
 def _pool(problem: BaseException | None) -> str | None:
-    """The pool whose end an error tells of; None: it tells of something else."""
+    """The memory pool that ran out, according to an error; None: the error has another reason."""
     while problem is not None:
         number = getattr(problem, "errno", None)
         if number in (errno.EMFILE, errno.ENFILE):
@@ -254,17 +414,18 @@ def _pool(problem: BaseException | None) -> str | None:
 
 
 def _lost(problem: BaseException) -> bool:
-    """Whether a worker closed the connection by which it hands over a batch: it died, or could not open a file."""
+    """Whether a worker closed the connection by which it sends a batch: it crashed, or could not open a file."""
     return isinstance(problem, EOFError | ConnectionError) and "multiprocessing" in _innermost(problem)
 
 
 def _innermost(problem: BaseException) -> str:
-    """The file whose code raised it."""
+    """The file of the code that raised it."""
     frames = traceback.extract_tb(problem.__traceback__)
     return frames[-1].filename if frames else ""
 
 
-def _tail(problem: BaseException) -> list[str]:
+def traceback_tail(problem: BaseException) -> list[str]:
+    """The last lines of a traceback."""
     lines = (line.strip() for line in "".join(traceback.format_exception(problem)).splitlines())
     return [line for line in lines if line.strip("^~ ")][-_TAIL:]
 

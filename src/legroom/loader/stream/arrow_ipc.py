@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from legroom.formats.arrow_reader import BatchSizes, read_layout
-from legroom.formats.source_file import SourceFile
+from legroom.formats.data_file import SourceFile
 from legroom.formats.table_reader import arrow_errors, buffer_count
 from legroom.loader.stream.stream_memory import DecodeSteps, MemoryDivision, undecodable
+from legroom.messages import phrase, say
 from legroom.system.imports import require
-from legroom.words import say
 
 _FILE = b"ARROW1"
 
 
 def read_schema(path: Path) -> tuple[Any, list[int]]:
     """The schema, and the rows of each record batch; of a stream, which is one group, all rows."""
-    arrow = require("pyarrow", "parquet", say("Arrow IPC"))
+    arrow = require("pyarrow", "parquet", phrase("Arrow IPC"))
     with SourceFile(path) as source:
         is_file = source.read_at(0, len(_FILE)) == _FILE
-        with arrow_errors(path, say("its schema")), arrow.OSFile(str(path), "rb") as file:
+        with arrow_errors(path, say("its schema")), source.for_arrow(arrow) as file:
             schema = (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(file).schema
         layout = read_layout(source)
     return schema, [batch.rows for batch in layout.batches] if is_file else [layout.rows]
@@ -39,10 +39,11 @@ class IpcSource:
     def __init__(self, path: Path, columns: Sequence[str], steps: DecodeSteps) -> None:
         self.path = path
         self._columns, self._steps = list(columns), steps
-        self._arrow = require("pyarrow", "parquet", say("Arrow IPC"))
+        self._arrow = require("pyarrow", "parquet", phrase("Arrow IPC"))
         with SourceFile(path) as source:
             self._is_file = source.read_at(0, len(_FILE)) == _FILE
             self._layout = read_layout(source)
+            source.wait_for_all()  # it is mapped
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         with arrow_errors(path, say("its schema")):

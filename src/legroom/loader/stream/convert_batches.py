@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 from legroom.errors import UnsupportedData
+from legroom.messages import phrase, say
 from legroom.system.argument_checks import check_choice
 from legroom.system.imports import require
-from legroom.words import say
 
 Format = Literal["arrow", "numpy", "torch", "python"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -27,7 +27,7 @@ def converter(form: Format) -> Callable[[Any], Any]:
     """The function that converts a record batch to that format."""
     check_choice("format", form, FORMATS)
     if form == "torch":
-        require("torch", "torch", say("batches as tensors"))
+        require("torch", "torch", phrase("batches as tensors"))
         return lambda batch: {name: _tensor(name, batch.column(name)) for name in batch.schema.names}
     if form == "numpy":
         return lambda batch: {name: _array(name, batch.column(name)) for name in batch.schema.names}
@@ -42,7 +42,7 @@ def object_bytes(batch: Any) -> int:
 
 
 def _cells(column: Any) -> int:
-    types = require("pyarrow", "parquet", say("Arrow data")).types
+    types = require("pyarrow", "parquet", phrase("Arrow data")).types
     kind = column.type
     if types.is_struct(kind):
         return sum(_cells(child) for child in column.flatten()) + len(column)
@@ -53,7 +53,7 @@ def _cells(column: Any) -> int:
 
 def _array(name: str, column: Any) -> Any:
     """A numpy array; a list of them for rows of differing lengths, a dictionary of them for a struct."""
-    arrow = require("pyarrow", "parquet", say("Arrow data"))
+    arrow = require("pyarrow", "parquet", phrase("Arrow data"))
     types, kind = arrow.types, column.type
     if types.is_dictionary(kind):
         return _array(name, column.dictionary_decode())
@@ -101,10 +101,7 @@ def _as_tensor(name: str, value: Any) -> Any:
         raise UnsupportedData(
             say("column {name!r} cannot be a tensor", name=name),
             why=say("torch has no dtype for {dtype}", dtype=value.dtype),
-            fix=(
-                say("omit it: columns=[…]"),
-                say("or use format='numpy' and convert it yourself"),
-            ),
+            fix=(say("omit it: columns=[…]"), say("or use format='numpy' and convert it yourself")),
         ) from problem
 
 

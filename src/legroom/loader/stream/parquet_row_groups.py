@@ -13,13 +13,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from legroom.formats.data_file import SourceFile, damaged
 from legroom.formats.parquet_reader import ColumnChunk, Pages, from_footer, from_headers, row_groups
-from legroom.formats.source_file import SourceFile, damaged
 from legroom.formats.table_reader import arrow_errors, children, without_dictionaries
 from legroom.loader.stream.stream_memory import DecodeSteps, MemoryDivision, undecodable
+from legroom.messages import say
 from legroom.system.imports import require
 from legroom.units import format_size
-from legroom.words import say
 
 _BUFFER = 64 << 10
 _MOST_FOOTER = 512 << 10  # bytes; parsing it in Python takes a second per megabyte
@@ -39,10 +39,9 @@ def read_schema(path: Path) -> tuple[Any, list[int]]:
 def _open(path: Path) -> Any:
     arrow = require("pyarrow", "parquet", "Parquet")
     parquet = require("pyarrow.parquet", "parquet", "Parquet")
-    # With a name, pyarrow would choose a filesystem by its scheme.
-    return parquet.ParquetFile(
-        arrow.OSFile(str(path), "rb"), pre_buffer=False, buffer_size=_BUFFER, page_checksum_verification=True
-    )
+    with SourceFile(path) as file:
+        opened = file.for_arrow(arrow)
+    return parquet.ParquetFile(opened, pre_buffer=False, buffer_size=_BUFFER, page_checksum_verification=True)
 
 
 @lru_cache(maxsize=2)
@@ -103,9 +102,7 @@ class ParquetSource:
         rows, _ = self._groups[group]
         total = 0
         for name, chunks in self._chunks(group).items():
-            sizes = [
-                leaf_bytes(leaf.kind, chunk) for leaf, chunk in zip(self._leaves[name], chunks, strict=True)
-            ]
+            sizes = [leaf_bytes(leaf.kind, chunk) for leaf, chunk in zip(self._leaves[name], chunks, strict=True)]
             if None in sizes:
                 return None
             total += sum(size or 0 for size in sizes)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from legroom.loader.sampling import Uneven
+from legroom.loader.rank_sampler import Uneven
 from legroom.loader.stream.arrow_ipc import IpcSource
 from legroom.loader.stream.parquet_row_groups import ParquetSource
 from legroom.loader.stream.shuffle import RowChunk, StreamPosition
-from legroom.loader.stream.source_files import Catalog, RowGroup
+from legroom.loader.stream.stream_files import Catalog, RowGroup
 from legroom.loader.stream.stream_memory import DecodeSteps, MemoryDivision
 
 
@@ -44,7 +45,7 @@ def epoch_order(groups: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
     """The groups in the order in which the epoch reads them."""
     if not shuffle:
         return list(range(groups))
-    from legroom.loader.sampling import permutation
+    from legroom.loader.rank_sampler import permutation
 
     order: list[int] = permutation(groups, seed, epoch).tolist()
     return order
@@ -58,9 +59,7 @@ def rank_range(rows: int, rank: int, world_size: int, uneven: Uneven) -> tuple[i
     return rank * each, (rank + 1) * each
 
 
-def worker_range(
-    start: int, stop: int, worker: int, workers: int, batch_size: int, drop_last: bool
-) -> tuple[int, int]:
+def worker_range(start: int, stop: int, worker: int, workers: int, batch_size: int, drop_last: bool) -> tuple[int, int]:
     """The worker's part of its rank's rows, in whole batches."""
     batches = batch_count(stop - start, batch_size, drop_last)
     first, end = batches * worker // workers, batches * (worker + 1) // workers
@@ -91,17 +90,12 @@ class ShardReader:
     """Reads the files of a catalog, one open at a time."""
 
     def __init__(
-        self,
-        catalog: Catalog,
-        columns: Sequence[str],
-        division: MemoryDivision,
-        batch_size: int,
-        *,
-        threads: bool,
+        self, catalog: Catalog, columns: Sequence[str], division: MemoryDivision, batch_size: int, *, threads: bool
     ) -> None:
         self._catalog, self._columns, self._division, self._threads = catalog, columns, division, threads
         self._steps = DecodeSteps(division.step, batch_size, division.memory)
         self._number: int | None = None
+        self._opened = ExitStack()
         self._source: ParquetSource | IpcSource | None = None
 
     def rows(self, group: RowGroup) -> Iterator[Any]:
@@ -115,10 +109,11 @@ class ShardReader:
         self.close()
         file = self._catalog.files[number]
         file.require_unchanged()
+        path = self._opened.enter_context(file.local())
         if file.kind == "parquet":
-            self._source = ParquetSource(file.path, self._columns, self._steps, self._threads)
+            self._source = ParquetSource(path, self._columns, self._steps, self._threads)
         else:
-            self._source = IpcSource(file.path, self._columns, self._steps)
+            self._source = IpcSource(path, self._columns, self._steps)
         self._number = number
         return self._source
 
@@ -126,15 +121,11 @@ class ShardReader:
         if self._source is not None:
             self._source.close()
             self._source = None
+        self._opened.close()
 
 
 def read_pieces(
-    reader: ShardReader,
-    catalog: Catalog,
-    pieces: Sequence[ShardPiece],
-    start: StreamPosition,
-    *,
-    counted: bool,
+    reader: ShardReader, catalog: Catalog, pieces: Sequence[ShardPiece], start: StreamPosition, *, counted: bool
 ) -> Iterator[RowChunk]:
     """The rows of the pieces as chunks, from ``start`` on.
 
@@ -157,10 +148,7 @@ def read_pieces(
                 selected = _selected(catalog, batch)
                 # Bytes of whole buffers: exact bytes take fifty times as long, 1-2 % of the decoding time.
                 yield RowChunk(
-                    selected,
-                    selected.get_total_buffer_size(),
-                    StreamPosition(number, begin_at + first),
-                    after,
+                    selected, selected.get_total_buffer_size(), StreamPosition(number, begin_at + first), after
                 )
             if at >= piece.stop:
                 break

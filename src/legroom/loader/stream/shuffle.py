@@ -117,7 +117,7 @@ def window_order(*key: int) -> Callable[[int, int], Any]:
         import numpy as np
         import pyarrow
 
-        from legroom.loader.sampling import permutation
+        from legroom.loader.rank_sampler import permutation
 
         seed, epoch = np.random.SeedSequence((*key, window)).generate_state(2, np.uint64).tolist()
         return pyarrow.array(permutation(rows, seed, epoch))

@@ -14,8 +14,7 @@ from functools import cache
 from typing import Any
 
 from legroom.errors import BudgetTooSmall, NoLength
-from legroom.loader.ranks import process_group, rank_and_world
-from legroom.loader.sampling import UNEVEN, Uneven
+from legroom.loader.rank_sampler import UNEVEN, Uneven, process_group, rank_and_world
 from legroom.loader.stream import stream_state
 from legroom.loader.stream.arrow_ipc import copied
 from legroom.loader.stream.convert_batches import COPIES, Format, converter, object_bytes
@@ -41,12 +40,12 @@ from legroom.loader.stream.shuffle import (
     window_order,
     windows,
 )
-from legroom.loader.stream.source_files import Catalog, Paths, expand, read_catalog
+from legroom.loader.stream.stream_files import Catalog, Paths, expand, read_catalog
 from legroom.loader.stream.stream_memory import MemoryDivision, StreamDemand, divide, too_small
+from legroom.messages import phrase, say
 from legroom.system.argument_checks import check_choice, check_integer
 from legroom.system.imports import require
 from legroom.units import parse_size
-from legroom.words import say
 
 
 def stream(
@@ -115,9 +114,7 @@ def stream(
 def _divide_memory(catalog: Catalog, settings: StreamSettings) -> MemoryDivision:
     """Divide the memory limit by the row sizes in the first file."""
     stored = leaf_count(catalog.schema) + len(catalog.read_columns) - len(catalog.columns)
-    unknown = StreamDemand(
-        None, COPIES[settings.form], None if settings.shuffle_buffer else 0, max(1, stored)
-    )
+    unknown = StreamDemand(None, COPIES[settings.form], None if settings.shuffle_buffer else 0, max(1, stored))
     tried = divide(settings.memory, unknown)
     reader = ShardReader(catalog, catalog.read_columns, tried, settings.batch_size, threads=False)
     try:
@@ -133,9 +130,7 @@ def _divide_memory(catalog: Catalog, settings: StreamSettings) -> MemoryDivision
 
 def _count(catalog: Catalog, settings: StreamSettings, division: MemoryDivision) -> list[int]:
     needed = catalog.condition.columns if catalog.condition is not None else ()
-    reader = ShardReader(
-        catalog, needed, division, settings.batch_size, threads=settings.memory >= THREADS_FROM
-    )
+    reader = ShardReader(catalog, needed, division, settings.batch_size, threads=settings.memory >= THREADS_FROM)
     try:
         return count_rows(reader, catalog)
     finally:
@@ -289,20 +284,12 @@ class Stream:
         as_is = settings.form == "arrow" and alone
         convert = copied if settings.form == "arrow" else self._converted
         reader = ShardReader(
-            self.catalog,
-            self.catalog.read_columns,
-            self.memory_division,
-            settings.batch_size,
-            threads=threads,
+            self.catalog, self.catalog.read_columns, self.memory_division, settings.batch_size, threads=threads
         )
         try:
             chunks = self._chunks(reader, loop)
             for batch, progress in batches(
-                chunks,
-                settings.batch_size,
-                self.memory_division.batch,
-                self._too_large,
-                drop_last=settings.drop_last,
+                chunks, settings.batch_size, self.memory_division.batch, self._too_large, drop_last=settings.drop_last
             ):
                 made = batch if as_is else convert(batch)
                 del batch
@@ -326,9 +313,7 @@ class Stream:
         if self.settings.shuffle_buffer:
             shard = loop.shard
             order = window_order(self.settings.seed, loop.epoch, shard.rank, shard.worker)
-            chunks = windows(
-                chunks, self.settings.shuffle_buffer, self.memory_division.window, order, position.window
-            )
+            chunks = windows(chunks, self.settings.shuffle_buffer, self.memory_division.window, order, position.window)
         return dropped(chunks, position.taken)
 
     def _too_large(self, rows: int, nbytes: int) -> BudgetTooSmall:
@@ -340,9 +325,7 @@ class Stream:
 class _LoopState:
     """How far a loop has come; it outlives the loop, which ``break`` drops."""
 
-    def __init__(
-        self, epoch: int, shard: Shard, start: StreamPosition | None = None, batches: int = 0
-    ) -> None:
+    def __init__(self, epoch: int, shard: Shard, start: StreamPosition | None = None, batches: int = 0) -> None:
         self.epoch, self.shard, self.batches = epoch, shard, batches
         self._start = start
         self.progress: BatchProgress | None = None
@@ -373,7 +356,7 @@ def iterable_class(plain: Any) -> Any:
 @cache
 def torch_class(plain: Any) -> Any:
     """A class derived from ``plain`` and torch's IterableDataset."""
-    data = require("torch.utils.data", "torch", say("streams as torch datasets"))
+    data = require("torch.utils.data", "torch", phrase("streams as torch datasets"))
     return type(plain.__name__, (plain, data.IterableDataset), {"__module__": plain.__module__})
 
 

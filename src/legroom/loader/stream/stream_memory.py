@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from legroom.errors import BudgetTooSmall
+from legroom.messages import say
 from legroom.system.imports import require
 from legroom.units import exact_size, format_size
-from legroom.words import say
 
 LIBRARIES = 16 << 20  # mapped by the first use of Arrow's readers
 KEPT = 2  # times the bytes in use that an allocator keeps resident
@@ -108,11 +108,7 @@ def too_small(memory: int, demand: StreamDemand) -> BudgetTooSmall:
 def undecodable(where: str, needed: int, division: MemoryDivision, parts: str, fix: str) -> BudgetTooSmall:
     """The error for a group whose pages, dictionaries or batches cannot be decoded within the limit."""
     return BudgetTooSmall(
-        say(
-            "{where} cannot be decoded within memory={memory}",
-            where=where,
-            memory=format_size(division.memory),
-        ),
+        say("{where} cannot be decoded within memory={memory}", where=where, memory=format_size(division.memory)),
         why=say(
             "it needs {needed} at once ({parts}); the limit leaves {left} for decoding",
             needed=format_size(needed),

@@ -12,7 +12,7 @@ from typing import Any
 from legroom.errors import UsageError
 from legroom.loader.stream.shards import Shard
 from legroom.loader.stream.shuffle import StreamPosition
-from legroom.words import say
+from legroom.messages import say
 
 _VERSION = 1
 
@@ -31,9 +31,7 @@ def pack(
     }
 
 
-def unpack(
-    state: Mapping[str, Any], settings: Mapping[str, Any]
-) -> tuple[int, Shard, StreamPosition | None, int]:
+def unpack(state: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[int, Shard, StreamPosition | None, int]:
     """(epoch, shard, position, batches) of a state that was saved with this stream."""
     if not isinstance(state, Mapping) or state.get("legroom_stream") != _VERSION:
         raise UsageError(

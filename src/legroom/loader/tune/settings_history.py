@@ -1,6 +1,7 @@
-"""Remembers the last settings that worked, between runs.
+"""Remembers between runs the settings that worked, for ``legroom.tune`` and ``legroom run``.
 
-One small JSON file for each pair of script and dataset, in the user's state directory, replaced as a whole.
+One small JSON file per dataset or command in the user's state directory, replaced as a whole. What cannot be read or
+written is not remembered: that must not stop a training run.
 """
 
 from __future__ import annotations
@@ -9,65 +10,68 @@ import contextlib
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from legroom.errors import UsageError
-from legroom.loader.measure.draw import length
-from legroom.records import Settings
-from legroom.records.settings import checked
+from legroom.records import LoaderSettings
+from legroom.records.loader_settings import read_settings
 from legroom.system.atomic_file import PRIVATE, replace_file
-from legroom.words import say
 
 _SCHEMA = "legroom.settings/1"
 
-
-def key_of(dataset: Any, script: str | None = None) -> str:
-    """The script that runs, and the dataset's class and length or its name."""
-    if script is None:
-        script = os.path.abspath(getattr(sys.modules.get("__main__"), "__file__", None) or os.getcwd())
-    if isinstance(dataset, str):
-        return f"{script} {dataset}"
-    rows = None
-    with contextlib.suppress(Exception):  # the measurement reports the error
-        rows = length(dataset)
-    kind = type(dataset)
-    return f"{script} {kind.__module__}.{kind.__qualname__} {rows}"
+UsedBy = Literal["settings", "run"]  # directory: of `legroom.tune`, of `legroom run`
 
 
-def remember(key: str, settings: Settings, environment: Mapping[str, str] = os.environ) -> bool:
-    """Save the settings; False where that fails, which must not stop a training run."""
-    path = _path(key, environment)
-    kept = {name: value for name, value in settings.values().items() if value is not None}
-    body = {"schema": _SCHEMA, "key": key, "when": time.time(), "settings": kept}
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """Settings that worked, and the sizes in bytes of the memory pools they worked in, where these were kept."""
+
+    settings: LoaderSettings
+    sizes: Mapping[str, int | None] = field(default_factory=dict)
+
+
+def remember(
+    used_by: UsedBy,
+    key: str,
+    settings: LoaderSettings,
+    sizes: Mapping[str, int | None] | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> bool:
+    """Save the settings; False where that fails."""
+    body = {"schema": _SCHEMA, "when": time.time(), "settings": settings.given(), "sizes": dict(sizes or {})}
     try:
+        path = _path(used_by, key, environment)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         replace_file(path, json.dumps(body), mode=PRIVATE)
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: no home directory
         return False
     return True
 
 
-def recall(key: str, environment: Mapping[str, str] = os.environ) -> Settings | None:
+def recall(used_by: UsedBy, key: str, environment: Mapping[str, str] = os.environ) -> Remembered | None:
     """The saved settings; None where there are none, or they cannot be read."""
     try:
-        body = json.loads(_path(key, environment).read_text(encoding="utf-8"))
-        if body["schema"] != _SCHEMA or body["key"] != key:
+        body = json.loads(_path(used_by, key, environment).read_text(encoding="utf-8"))
+        # Earlier files: ``key`` beside the settings, or ``values`` in place of ``settings`` and no schema.
+        if body.get("schema", _SCHEMA) != _SCHEMA or body.get("key", key) != key:
             return None
-        kept = checked(body["settings"])
-        why = {
-            name: say("{name} {value}: worked last time", name=name, value=value)
-            for name, value in kept.items()
-        }
-        return Settings(**kept, why=why)
-    except (OSError, ValueError, KeyError, TypeError, UsageError):
+        kept = read_settings(body["settings"] if "settings" in body else body["values"])
+        return Remembered(kept, dict(body.get("sizes", {}))) if kept.given() else None
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, UsageError):
         return None
 
 
-def _path(key: str, environment: Mapping[str, str]) -> Path:
+def forget(used_by: UsedBy, key: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Delete the saved settings."""
+    with contextlib.suppress(OSError, RuntimeError):
+        _path(used_by, key, environment).unlink()
+
+
+def _path(used_by: UsedBy, key: str, environment: Mapping[str, str]) -> Path:
     home = environment.get("XDG_STATE_HOME") or environment.get("LOCALAPPDATA")
     folder = Path(home) if home else Path.home() / ".local" / "state"
-    return folder / "legroom" / "settings" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    return folder / "legroom" / used_by / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"

@@ -5,30 +5,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 
 from legroom.advice.explain_settings import changes, settle
-from legroom.advice.fit import per_rank
-from legroom.advice.recommend import Ask, Climbed, Rung, Step, choose, climb
-from legroom.advice.recommend import preset as named_preset
+from legroom.advice.fit_on_machine import per_rank
+from legroom.advice.recommend_settings import Climbed, Step, TuneRequest, choose, climb
+from legroom.advice.recommend_settings import preset as named_preset
 from legroom.errors import DatasetFailed, UsageError
-from legroom.loader.measure.apart import in_child, measure_dataset
 from legroom.loader.measure.benchmark import run_loader_in_child, time_step
-from legroom.loader.measure.measuring import measure
-from legroom.loader.measure.transport import LoaderKind
-from legroom.loader.measure.untouched import untouched_randomness
-from legroom.loader.ranks import process_group, rank_and_world
-from legroom.loader.tune.settings_history import key_of, recall, remember
+from legroom.loader.measure.dataset_child import in_child, measure_dataset
+from legroom.loader.measure.dataset_cost import measure
+from legroom.loader.measure.dataset_samples import unchanged_random_state
+from legroom.loader.measure.import_dataset import length
+from legroom.loader.rank_sampler import process_group, rank_and_world
+from legroom.loader.tune.settings_history import recall, remember
+from legroom.messages import say
 from legroom.probe.snapshot import snapshot
-from legroom.records import Box, Measured, Settings
-from legroom.records.settings import checked, from_environment
+from legroom.records import CompleteLoaderSettings, LoaderKind, Machine, Measured, Settings
+from legroom.records.loader_settings import from_environment, read_settings
 from legroom.system.argument_checks import check_integer, check_seconds
 from legroom.system.imports import require
-from legroom.words import say
 
 log = logging.getLogger("legroom")
 
@@ -48,7 +50,7 @@ def tune(
     climb: bool = False,
     loader: LoaderKind = "legroom",
     previous: Settings | Literal["last"] | None = None,
-    box: Box | None = None,
+    machine: Machine | None = None,
     **overrides: Any,
 ) -> Settings:
     """Choose the lowest-memory loader and batch settings that keep up with the training step and fit in free memory.
@@ -68,22 +70,22 @@ def tune(
         loader: Which DataLoader will run: ``"legroom"`` or ``"torch"``.
         previous: Result of an earlier call: its measurements are reused, free memory is read again, and changes
             are logged. ``"last"`` uses the settings that worked in the last run.
-        box: The machine to fit into; None: this one.
+        machine: The machine to fit into; None: this one.
         **overrides: Settings by name that are fixed; those in ``LEGROOM_SETTINGS`` take precedence.
     """
     dataset, collate_fn = _opened(dataset, collate_fn)
-    fixed = {**checked(overrides), **from_environment(os.environ)}
-    world = _world(ranks)
+    fixed = read_settings(overrides).changed(from_environment(os.environ)).given()
+    world = rank_and_world(None, None, os.environ, process_group())[1] if ranks is None else ranks
     # Checked before measuring, which takes seconds.
     batch_size = check_integer("batch_size", batch_size, 1)
     per_rank(batch_size, effective_batch, world)
     named_preset(preset)
     key = key_of(dataset)
-    before = recall(key) if previous == "last" else previous
-    with untouched_randomness():
+    before = last_settings(key) if previous == "last" else previous
+    with unchanged_random_state():
         measured = _measured(dataset, collate_fn, batch_size, loader, before)
         timed = _step(dataset, collate_fn, batch_size, step_seconds, step)
-    ask = Ask(
+    request = TuneRequest(
         batch_size=batch_size,
         effective_batch=effective_batch,
         ranks=world,
@@ -92,15 +94,15 @@ def tune(
         loader_kind=loader,
         preset=preset,
     )
-    machine = box or snapshot()
-    with untouched_randomness():
-        climbed = _climbed(dataset, collate_fn, measured, machine, ask) if climb else None
-    settings = settle(measured, machine, ask, fixed, climbed)
+    machine = machine or snapshot()
+    with unchanged_random_state():
+        climbed = _climbed(dataset, collate_fn, measured, machine, request) if climb else None
+    settings = settle(measured, machine, request, fixed, climbed)
     _log_settings(settings, before)
     if isinstance(previous, Settings):
-        remember(key, previous)  # an epoch has run with them
+        remember("settings", key, previous)  # an epoch has run with them
     elif climbed is not None:
-        remember(key, settings.roll_back())  # without the overrides: the runs did not use them
+        remember("settings", key, settings.roll_back())  # without the overrides: the runs did not use them
     return settings
 
 
@@ -110,10 +112,6 @@ def _opened(dataset: Any, collate_fn: Callable[[Any], Any] | None) -> tuple[Any,
     return dataset, collate_fn
 
 
-def _world(ranks: int | None) -> int:
-    return rank_and_world(None, None, os.environ, process_group())[1] if ranks is None else ranks
-
-
 def _local(world: int) -> int:
     """Ranks on this machine, if the launcher sets LOCAL_WORLD_SIZE."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -121,11 +119,7 @@ def _local(world: int) -> int:
 
 
 def _measured(
-    dataset: Any,
-    collate_fn: Callable[[Any], Any] | None,
-    batch_size: int,
-    kind: LoaderKind,
-    before: Settings | None,
+    dataset: Any, collate_fn: Callable[[Any], Any] | None, batch_size: int, kind: LoaderKind, before: Settings | None
 ) -> Measured:
     if before is not None and before.measured is not None and before.measured.batch_size == batch_size:
         return before.measured
@@ -153,11 +147,11 @@ def _step(
 
 
 def _climbed(
-    dataset: Any, collate_fn: Callable[[Any], Any] | None, measured: Measured, box: Box, ask: Ask
+    dataset: Any, collate_fn: Callable[[Any], Any] | None, measured: Measured, machine: Machine, request: TuneRequest
 ) -> Climbed:
     return climb(
-        measured, box, ask, choose(measured, box, ask),
-        lambda rung: run_loader_in_child(dataset, collate_fn, rung, ask.loader_kind, ask.step.seconds),
+        measured, machine, request, choose(measured, machine, request),
+        lambda settings: run_loader_in_child(dataset, collate_fn, settings, request.step.seconds),
     )  # fmt: skip
 
 
@@ -191,13 +185,13 @@ def tune_named(
 
     The memory that the dataset took in the child counts as memory of the training process.
     """
-    wanted = checked(by_hand or {})
+    wanted = read_settings(by_hand or {}).given()
     per_rank(batch_size, effective_batch, ranks)
     named_preset(preset)
     measured = measure_dataset(
         spec, batch_size=batch_size, collate=collate, timeout=timeout, seconds=1.5, transport=kind
     )
-    ask = Ask(
+    request = TuneRequest(
         batch_size=batch_size,
         effective_batch=effective_batch,
         ranks=ranks,
@@ -206,22 +200,22 @@ def tune_named(
         preset=preset,
         process_ram=measured.process_ram or 0,
     )
-    box = snapshot()
+    machine = snapshot()
 
-    def run(rung: Rung) -> float | str:
+    def run(tried: CompleteLoaderSettings) -> float | str:
         try:
             answer = in_child(
-                spec, timeout, work="attempt", spec=spec, collate=collate, rung=asdict(rung), kind=kind,
+                spec, timeout, task="run_loader", spec=spec, collate=collate, settings=asdict(tried),
                 step_seconds=step_seconds,
             )  # fmt: skip
         except DatasetFailed as problem:
             return problem.why
         return float(answer["rate"])
 
-    climbed = climb(measured, box, ask, choose(measured, box, ask), run) if climbing else None
-    settings = settle(measured, box, ask, wanted, climbed)
+    climbed = climb(measured, machine, request, choose(measured, machine, request), run) if climbing else None
+    settings = settle(measured, machine, request, wanted, climbed)
     if climbed is not None:
-        remember(named_key(spec), settings.roll_back())  # without the overrides: the runs did not use them
+        remember("settings", named_key(spec), settings.roll_back())  # without the overrides: the runs did not use them
     return settings
 
 
@@ -232,4 +226,27 @@ def named_key(spec: str) -> str:
 
 def last_named(spec: str) -> Settings | None:
     """The last settings that worked for that dataset from this directory."""
-    return recall(named_key(spec))
+    return last_settings(named_key(spec))
+
+
+def key_of(dataset: Any, script: str | None = None) -> str:
+    """What settings are remembered by: the script that runs, and the dataset's class and length or its name."""
+    if script is None:
+        script = os.path.abspath(getattr(sys.modules.get("__main__"), "__file__", None) or os.getcwd())
+    if isinstance(dataset, str):
+        return f"{script} {dataset}"
+    rows = None
+    with contextlib.suppress(Exception):  # the measurement reports the error
+        rows = length(dataset)
+    kind = type(dataset)
+    return f"{script} {kind.__module__}.{kind.__qualname__} {rows}"
+
+
+def last_settings(key: str) -> Settings | None:
+    """The settings that worked last, each with that reason."""
+    found = recall("settings", key)
+    if found is None or found.settings.batch_size is None:
+        return None
+    kept = found.settings.given()
+    why = {name: say("{name} {value}: worked last time", name=name, value=value) for name, value in kept.items()}
+    return Settings(**kept, why=why)

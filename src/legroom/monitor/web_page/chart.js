@@ -5,14 +5,14 @@ import {percent} from "./words.js";
 const HEIGHT = 84, TOP = 6, FOOT = 4, LEFT = 2, RIGHT = 36;
 const MOST_DOTS = 4000;
 
-function shape(name, attributes, ...children) {
+export function shape(name, attributes, ...children) {
   const node = document.createElementNS("http://www.w3.org/2000/svg", name);
   for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
   node.append(...children);
   return node;
 }
 
-function titled(text) {
+export function titled(text) {
   const node = shape("title", {});
   node.textContent = text;
   return node;
@@ -80,7 +80,7 @@ export function draw(svg, pool, dots, {first, last, marks, spells}) {
 
 function inWords(pool, dots) {
   const known = dots.map(share).filter((value) => value !== null);
-  if (!known.length) return `${pool.name}: nothing is known`;
+  if (!known.length) return `${pool.name}: unknown`;
   const low = known.reduce((a, b) => Math.min(a, b)), high = known.reduce((a, b) => Math.max(a, b));
   return `${pool.name} over time: now ${percent(known[known.length - 1])}, between ${percent(low)} and ${percent(high)}`;
 }

@@ -54,7 +54,7 @@ export function poolCard(pool, worst, everKnown) {
   card.share.textContent = none ? "none" : percent(share);
   card.share.classList.toggle("unknown", share === null);
   card.svg.style.display = card.axis.style.display = drawn ? "" : "none";
-  card.figures.textContent = none ? "there is none here"
+  card.figures.textContent = none ? "none on this machine"
     : share === null ? (pool.reason || pool.source)
     : `${size(pool.used)} of ${size(pool.size)} used, ${size(pool.free)} free`;
   card.figures.title = pool.source;
@@ -80,10 +80,10 @@ export function dropPools(names) {
 export function kernel(now) {
   const words = [];
   const rate = (value) => (value === null ? "unknown" : `${size(Math.round(value))}/s`);
-  words.push(`swap moving: ${rate(now.swap_in)} in, ${rate(now.swap_out)} out`);
-  for (const one of now.pressure) words.push(`${one.scope} stalled on memory ${one.some_avg10} % of the last 10 s`);
+  words.push(`swap traffic: ${rate(now.swap_in)} in, ${rate(now.swap_out)} out`);
+  for (const one of now.pressure) words.push(`${one.scope}: tasks stalled on memory ${one.some_avg10} % of the last 10 s`);
   const count = (value) => (value === null ? "unknown" : value);
-  words.push(`${now.events.scope}: ${count(now.events.oom_kills)} OOM kills, at its limit ${count(now.events.at_limit)} times`);
+  words.push(`${now.events.scope}: OOM kills ${count(now.events.oom_kills)}, limit hits ${count(now.events.at_limit)}`);
   byId("kernel").textContent = words.join(" · ");
 }
 
@@ -93,7 +93,7 @@ export function script(said) {
   const words = [];
   if (said.phase !== null) words.push(said.phase);
   if (said.steps !== null) words.push(`${said.steps} steps`);
-  if (said.steps_per_second !== null) words.push(`${said.steps_per_second.toFixed(2)} steps a second`);
+  if (said.steps_per_second !== null) words.push(`${said.steps_per_second.toFixed(2)} steps/s`);
   byId("phase").textContent = words.join(" · ");
   const most = Math.max(1, ...parts.map(([, held]) => held));
   byId("components").replaceChildren(...parts.map(([name, held]) => make("tr", {},
@@ -104,13 +104,25 @@ export function script(said) {
 
 export function entries(list) {
   byId("no-entries").hidden = Boolean(list && list.length);
-  byId("no-entries").textContent = list === null ? "not looked at" : "none";
+  byId("no-entries").textContent = list === null ? "not read" : "none";
   byId("cache").hidden = !(list && list.length);
   byId("entries").replaceChildren(...(list ?? []).map((one) => make("tr", {},
     make("td", {className: "command", textContent: one.source}),
     make("td", {className: "number", textContent: size(one.bytes)}),
     make("td", {textContent: one.backing}),
     make("td", {textContent: one.in_use === null ? "unknown" : one.in_use ? "yes" : "no"}))));
+}
+
+// Groups that share batches: the producer with its window, then its trainers.
+export function groups(list) {
+  byId("groups").hidden = !(list && list.length);
+  const cell = (text, number) => make("td", {className: number ? "number" : "command", textContent: String(text)});
+  byId("group-rows").replaceChildren(...(list ?? []).flatMap((one) => [
+    ...(one.producer === null ? [] : [make("tr", {}, cell(one.name), cell(`${one.producer} makes the batches`),
+      cell(one.error ?? `${one.batches} of ${one.most_batches} batches ready, ${size(one.bytes)}`),
+      cell("", true), cell("", true), cell("", true))]),
+    ...one.trainers.map((who) => make("tr", {}, cell(one.name), cell(`${who.pid} ${who.command}`), cell(who.state),
+      cell(who.behind ?? "–", true), cell(who.shared, true), cell(who.made_itself, true)))]));
 }
 
 // Processes, sorted by what they hold.
@@ -148,9 +160,9 @@ function inOrder(rows, {key, down}) {
   });
 }
 
-export function processes(now, sorting) {
+export function processes(now, sorting, open) {
   const shown = now.processes.length, all = now.processes_in_all;
-  byId("process-count").textContent = shown < all ? `the ${shown} that hold most of ${all}` : `${all} watched`;
+  byId("process-count").textContent = shown < all ? `the ${shown} largest of ${all}` : `${all} watched`;
   byId("process-rows").replaceChildren(...inOrder(now.processes, sorting).map((row) => {
     const line = make("tr", {}, ...COLUMNS.map((column) => {
       const text = (column.text ?? ((one) => size(one[column.key])))(row);
@@ -158,6 +170,9 @@ export function processes(now, sorting) {
       cell.setAttribute("role", "cell");
       if (column.number) cell.dataset.name = column.name;
       if (text === "unknown" || text === "not yet read") cell.classList.add("unknown");
+      if (column.key === "command") {
+        cell.replaceChildren(make("button", {type: "button", className: "opens", textContent: text, onclick: () => open(row.pid)}));
+      }
       if (column.note && row[column.key] !== null) cell.append(make("small", {textContent: column.note(row, now)}));
       return cell;
     }));
@@ -168,5 +183,5 @@ export function processes(now, sorting) {
 
 export function cost(now) {
   byId("cost").textContent = `a sample every ${now.interval} s` +
-    (now.cost === null ? "" : `, each ${(now.cost * 1000).toFixed(1)} ms of CPU`) + "; units are powers of 1024";
+    (now.cost === null ? "" : `, ${(now.cost * 1000).toFixed(1)} ms of CPU each`) + "; units are powers of 1024";
 }

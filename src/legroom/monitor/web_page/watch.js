@@ -2,6 +2,7 @@
 
 import {addDot, draw} from "./chart.js";
 import * as parts from "./parts.js";
+import * as perProcess from "./processes.js";
 import {duration, timeOfDay} from "./words.js";
 
 const SPANS = [["5 min", 300], ["1 h", 3600], ["all", Infinity]];
@@ -30,8 +31,10 @@ function show() {
   parts.alarms(now.alarms);
   parts.kernel(now);
   parts.script(now.said);
-  parts.processes(now, sorting);
+  parts.processes(now, sorting, openProcess);
+  perProcess.show(now, span);
   parts.entries(now.entries);
+  parts.groups(now.groups ?? null);
   parts.cost(now);
 }
 
@@ -48,6 +51,7 @@ function begin() {
   source.addEventListener("story", (event) => {
     const story = JSON.parse(event.data);
     courses = story.courses ?? {};
+    perProcess.begin(story.process_courses);
     take(story);
   });
   source.addEventListener("moment", (event) => {
@@ -55,13 +59,14 @@ function begin() {
     for (const pool of moment.pools) {
       courses[pool.name] = addDot(courses[pool.name] ?? [], [moment.when, pool.used, pool.size]);
     }
+    perProcess.add(moment);
     take(moment);
   });
   source.addEventListener("end", () => {
     end();
     state("ended", now ? `the watch has ended, ${timeOfDay(now.when)}` : "the watch has ended");
   });
-  source.onerror = () => state("lost", "no connection, trying again");
+  source.onerror = () => state("lost", "connection lost, reconnecting");
 }
 
 function end() {
@@ -89,7 +94,13 @@ function sort(key) {
   show();
 }
 
+function openProcess(pid) {
+  perProcess.open(perProcess.isOpen(pid) ? null : pid);
+  show();
+}
+
 parts.processHead(sorting, sort);
+parts.byId("close-process").onclick = () => openProcess(null);
 spanButtons();
 begin();
 addEventListener("resize", show);

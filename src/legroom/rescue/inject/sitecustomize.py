@@ -1,8 +1,9 @@
-"""Runs when a Python process starts under `legroom run` with `--loader legroom` or `--gpu-limit`.
+"""Runs when a Python process starts under `legroom leak` or `legroom run` with `--loader legroom` or `--gpu-limit`.
 
 After torch is imported, replaces its DataLoader with Legroom's (LEGROOM_LOADER) and limits GPU memory when CUDA starts
-(LEGROOM_GPU_LIMIT). Then runs the sitecustomize that this one hides. Nothing of Legroom is imported before torch. A
-failure is printed on stderr and leaves torch unchanged.
+(LEGROOM_GPU_LIMIT). Under `legroom leak` (LEGROOM_LEAK) the process records its memory from the start; else nothing of
+Legroom is imported before torch. Then runs the sitecustomize that this one hides. A failure is printed on stderr and
+leaves the script as it is.
 """
 
 import importlib
@@ -17,6 +18,7 @@ from typing import Any
 
 _LOADER = os.environ.get("LEGROOM_LOADER") == "legroom"
 _LIMIT = bool(os.environ.get("LEGROOM_GPU_LIMIT"))
+_LEAK = os.environ.get("LEGROOM_LEAK")
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
@@ -40,6 +42,8 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
                 _replace()
             if _LIMIT:
                 _limit()
+            if _recorder is not None:
+                _recorder.torch.install(imported=True)
 
         loader.exec_module = exec_module
         return spec
@@ -48,9 +52,7 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
 def _replace() -> None:
     try:
         data: Any = importlib.import_module("torch.utils.data")
-        ours = importlib.import_module(
-            "legroom"
-        ).DataLoader  # its base is torch's own class, taken before this
+        ours = importlib.import_module("legroom").DataLoader  # its base is torch's own class, taken before this
         data.DataLoader = data.dataloader.DataLoader = ours
     except Exception as problem:  # the script must run, with torch's loader if need be
         sys.stderr.write(f"legroom: keeping torch's DataLoader: {problem}\n")
@@ -63,6 +65,18 @@ def _limit() -> None:
         sys.stderr.write(f"legroom: could not set the limit on GPU memory: {problem}\n")
 
 
+_recorder: Any = None
+
+
+def _record(directory: str) -> None:
+    global _recorder
+    try:
+        _recorder = importlib.import_module("legroom.leak.in_process").record_process(directory)
+        _recorder.start()
+    except Exception as problem:  # the script must run, unrecorded if need be
+        sys.stderr.write(f"legroom: could not record the growth of memory: {problem}\n")
+
+
 def _hand_over() -> None:
     """Run the sitecustomize that ours hides, if there is one."""
     here = os.path.dirname(os.path.abspath(__file__))
@@ -72,6 +86,8 @@ def _hand_over() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-if _LOADER or _LIMIT:
+if _LEAK:
+    _record(_LEAK)
+if _LOADER or _LIMIT or _LEAK:
     sys.meta_path.insert(0, _AfterTorch())
 _hand_over()

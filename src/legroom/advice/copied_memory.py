@@ -1,0 +1,104 @@
+"""When forked workers copy the dataset: is what they copy a dataset or only their start, and what to do about it.
+
+Only pages count that a worker has copied and not written to (probe/copy_on_write.py). The first full garbage collection
+in a worker copies every container object so, once; for torch alone these are 40 MB. A worker that reads Python objects
+copies page after page, for as long as it meets new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from legroom.messages import counted, listed, phrase, say
+from legroom.records import CopiedAttribute, Finding
+from legroom.units import format_size
+
+CODE = "workers-copy-dataset"
+_STEPS = 3  # readings in a row that must show growth
+_STEP = 1 << 19  # bytes that count as growth between two readings
+_ATTRIBUTE_SHARE, _ATTRIBUTE_BYTES = 0.02, 4 << 20  # of an attribute, copied in a trial run
+
+Point = tuple[float, int]  # clock, bytes copied
+
+
+def copy_rate(points: Sequence[Point], *, least: int = 0) -> float | None:
+    """Bytes per second that a worker copies now; None if it has copied less than ``least`` or stopped.
+
+    The last readings must all show growth: one burst is a garbage collection, or memory that is used again.
+    """
+    recent = list(points)[-(_STEPS + 1) :]
+    if len(recent) <= _STEPS or points[-1][1] < least:
+        return None
+    if any(after[1] - before[1] < _STEP for before, after in pairwise(recent)):
+        return None
+    seconds = recent[-1][0] - recent[0][0]
+    return (recent[-1][1] - recent[0][1]) / seconds if seconds > 0 else None
+
+
+def copied_attributes(found: Sequence[CopiedAttribute]) -> tuple[CopiedAttribute, ...]:
+    """Those of which a trial run shows that workers copy them, largest first."""
+    shown = [one for one in found if one.copied >= max(_ATTRIBUTE_BYTES, _ATTRIBUTE_SHARE * one.bytes)]
+    return tuple(sorted(shown, key=lambda one: -one.copied))
+
+
+def finding_of_readings(parent: int, workers: int, points: Mapping[int, Sequence[Point]]) -> Finding | None:
+    """The finding for a running job from a few readings of its workers; None if none of these copies all the time."""
+    rates = {pid: rate for pid, row in points.items() if (rate := copy_rate(row)) is not None}
+    if not rates:
+        return None
+    return finding_of_job(parent, list(rates.values()), workers, max(points[pid][-1][1] for pid in rates))
+
+
+def finding_of_job(parent: int, rates: Sequence[float], workers: int, copied: int) -> Finding:
+    """The finding for a running job, whose dataset is not at hand."""
+    rate = sum(rates) / len(rates)
+    return Finding(
+        CODE,
+        "warning",
+        say(
+            "{workers} of process {pid} copy memory that they share with it: {rate}/min each",
+            workers=_workers(workers), pid=parent, rate=format_size(int(rate * 60)),
+        ),
+        say("{why} Each has copied {copied} since it was first read.", why=cause(), copied=format_size(copied)),
+        (
+            cure(),
+            say("find the attribute:\nlegroom check --dataset MODULE:OBJECT --batch N --workers M"),
+        ),
+    )  # fmt: skip
+
+
+def finding_of_dataset(attributes: Sequence[CopiedAttribute], workers: int) -> Finding:
+    """The finding for a dataset in a trial run: with the names of its attributes."""
+    names = listed(
+        say("{name} ({type}, {size})", name=one.name, type=one.type, size=format_size(one.bytes)) for one in attributes
+    )
+    first = attributes[0]
+    total = sum(one.bytes for one in attributes)
+    return Finding(
+        CODE,
+        "warning",
+        say("every forked worker copies {names} while it reads it", names=names),
+        say(
+            "{why} In the trial run one worker copied {copied} of {name}. {workers} copy up to {total} in an epoch.",
+            why=cause(), copied=format_size(first.copied), name=first.name, workers=_workers(workers),
+            total=format_size(total * workers),
+        ),
+        (cure(),),
+    )  # fmt: skip
+
+
+def cause() -> str:
+    """Why reading copies, in one sentence."""
+    return say("Reading a Python object writes its reference count, so the kernel copies the page for each worker.")
+
+
+def cure() -> str:
+    """What to do about it."""
+    return say(
+        "freeze the lists and dicts of the dataset before the DataLoader is made:\nlegroom.freeze_dataset(dataset)"
+    )
+
+
+def _workers(count: int) -> str:
+    return counted(count, phrase("{count} worker"), phrase("{count} workers"))

@@ -1,0 +1,291 @@
+"""Whether a need fits a machine, which pool runs out first, and the largest settings that fit.
+
+The effective batch size (batch × accumulation × ranks) never changes silently. Sizes for /dev/shm follow from the need
+and the RAM limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from legroom.advice import remedies
+from legroom.advice.doctor_settings import PAGE
+from legroom.advice.job_description import Batch, Demand, workload_of
+from legroom.advice.memory_need import free_amount, need
+from legroom.errors import UsageError
+from legroom.messages import say
+from legroom.records import Fit, Job, Machine, Need, Plan, Pool, Problem, Settings, ShmSizes
+from legroom.system.argument_checks import check_integer
+from legroom.units import format_size
+
+
+def per_rank(batch: int, effective: int | None, ranks: int) -> int:
+    """Samples per optimizer step on one rank; without a requested effective batch, one batch."""
+    batch = check_integer("batch_size", batch, 1)
+    ranks = check_integer("ranks", ranks, 1)
+    if effective is None:
+        return batch
+    effective = check_integer("effective_batch", effective, 1)
+    step = batch * ranks
+    if effective % step:
+        below = effective // step * step
+        near = say("{below} or {above}", below=below, above=below + step) if below else str(step)
+        raise UsageError(
+            say("an effective batch of {effective} cannot be kept", effective=effective),
+            why=say("batch {batch} × {ranks} ranks = {step} samples; {effective} is not a multiple of that",
+                    batch=batch, ranks=ranks, step=step, effective=effective),
+            fix=(
+                say("use an effective batch of {near}", near=near),
+                say("or a batch size of {sizes}", sizes=_batches(batch, effective, ranks)),
+            ),
+        )  # fmt: skip
+    return effective // ranks
+
+
+def smaller_batches(batch: int, together: int) -> list[int]:
+    """Batch sizes below ``batch`` that divide ``together``, largest first."""
+    return [size for size in range(batch - 1, 0, -1) if together % size == 0]
+
+
+def _batches(batch: int, effective: int, ranks: int) -> str:
+    if effective % ranks:
+        return say("any size, if the ranks divide the effective batch")
+    whole = effective // ranks
+    below = next((size for size in range(min(batch, whole), 0, -1) if whole % size == 0), 1)
+    above = next((size for size in range(batch, whole + 1) if whole % size == 0), None)
+    return str(below) if above is None else say("{below} or {above}", below=below, above=above)
+
+
+FLOOR = 512 << 20  # no recommendation below it: a power of two costs nothing until it is used
+
+
+def power_of_two(amount: int) -> int:
+    """The next power of two at or above it; at least one page."""
+    return max(PAGE, 1 << max(0, amount - 1).bit_length())
+
+
+def advise(need: int, *, memory: int | None = None, processes: int = 0, bound: str = "") -> ShmSizes:
+    """Three sizes for a need; ``memory`` is the RAM limit, ``processes`` the RAM used besides /dev/shm.
+
+    ``bound`` names the limit in the explanation. Without a known limit nothing is capped.
+    """
+    minimum = power_of_two(need)
+    recommended = max(FLOOR, power_of_two(2 * need))
+    sizes = ShmSizes(minimum, recommended, 2 * recommended)
+    if memory is None:
+        return sizes
+    room = max(0, memory - processes) // PAGE * PAGE
+    if sizes.conservative <= room:
+        return sizes
+    why = say(
+        "{bound} {memory} less {processes} for the processes" if processes else "{bound} {memory}",
+        bound=bound or say("the memory limit of"), memory=format_size(memory), processes=format_size(processes),
+    )  # fmt: skip
+    return ShmSizes(min(minimum, room), min(recommended, room), min(sizes.conservative, room), why)
+
+
+def relieve(machine: Machine, pool: str, amount: int) -> tuple[str, ...]:
+    """The fix that makes ``amount`` fit into that pool here."""
+    ram, total = machine.pool("ram"), machine.memory.total
+    size = ram.size if ram else None
+    if pool == "shm":
+        wanted = amount + (machine.shm.used or 0)
+        advised = advise(wanted, memory=size).recommended
+        if advised < wanted:  # more than the RAM that backs it
+            return (*remedies.use_less_shm(), remedies.check_room("/dev/shm"))
+        return remedies.enlarge_shm(machine.runtime, advised)
+    if pool == "ram":
+        bounded = size is not None and (total is None or size < total)
+        return remedies.raise_ram_limit(machine.runtime, size if bounded else None, total)
+    if pool == "fds":
+        return remedies.raise_nofile(machine.runtime, machine.limits.nofile_soft or 0, machine.limits.nofile_hard)
+    if pool == "disk":
+        return remedies.free_disk(next((disk.path for disk in machine.disks if disk.role == "store"), "."))
+    return remedies.unpin() if pool == "pinned" else remedies.use_less_gpu(machine.runtime)
+
+
+_COUNTED = ("shm", "ram", "fds", "disk")
+
+
+def fit(need: Need, machine: Machine) -> Plan:
+    """The verdict, with the worst pool first."""
+    asked = {name: getattr(need, name) for name in _COUNTED}
+    problems: list[Problem] = []
+    unknown: dict[str, str] = {}
+    for name, amount in asked.items():
+        _judge(machine, name, amount, free_amount(machine, name), problems, unknown)
+    if need.gpu:
+        for pool in _cards(machine):
+            _judge(machine, pool.name, need.gpu, pool.free, problems, unknown)
+        if not _cards(machine):
+            unknown["gpu"] = machine.gpus.reason or say("no GPU could be read")
+    problems.sort(key=lambda problem: -(problem.need / max(1, problem.free)))
+    verdict: Fit = "too-big" if problems else "unknown" if unknown else "fits"
+    fix = problems[0].fix if problems else ()
+    return Plan(need=need, verdict=verdict, problems=tuple(problems), unknown=unknown, fix=fix)
+
+
+def _judge(
+    machine: Machine, name: str, amount: int, room: int | None, problems: list[Problem], unknown: dict[str, str]
+) -> None:
+    if not amount:
+        return
+    pool = machine.pool(name)
+    if room is None:
+        unknown[name] = (pool.reason or pool.source) if pool else say("not present on this machine")
+    elif amount > room:
+        problems.append(Problem(name, amount, room, _message(name, amount, room), relieve(machine, name, amount)))
+
+
+def _cards(machine: Machine) -> list[Pool]:
+    return [pool for pool in machine.pools if pool.name.startswith("gpu")]
+
+
+def _message(name: str, amount: int, room: int) -> str:
+    if name == "fds":
+        return say("{amount} file descriptors needed, the limit is {room}", amount=amount, room=room)
+    return say(
+        "{name}: {amount} needed, {room} free, {missing} short",
+        name=name, amount=format_size(amount), room=format_size(room), missing=format_size(amount - room),
+    )  # fmt: skip
+
+
+_MOST = 1 << 20  # samples: no larger batch size is tried
+
+
+def fits(demand: Demand, batch: Batch, machine: Machine) -> bool:
+    """Whether it fits or is unknown."""
+    return judged(demand, batch, machine).verdict != "too-big"
+
+
+def judged(demand: Demand, batch: Batch, machine: Machine) -> Plan:
+    """The verdict; for legroom.DataLoader with fewer batches in flight if its preferred number does not fit."""
+    verdict = fit(need(workload_of(demand, batch, demand.ranks, demand.ranks)), machine)
+    if verdict.verdict != "too-big" or demand.loader_kind != "legroom" or demand.squeezed:
+        return verdict
+    least = judged(replace(demand, squeezed=True), batch, machine)
+    if least.verdict == "too-big":
+        return least
+    note = say(
+        "full speed needs {full} of RAM; with {less} it runs slower",
+        full=format_size(verdict.need.ram), less=format_size(least.need.ram),
+    )  # fmt: skip
+    return replace(least, notes=(*least.notes, note))
+
+
+def largest_settings(demand: Demand, batch: Batch, machine: Machine, *, fitting: bool | None = None) -> Settings | None:
+    """The requested settings if they fit, else the closest that do; None if none fit.
+
+    ``fitting``: whether the requested settings fit, if a trial run has shown it.
+    """
+    if fitting:
+        return _settings(demand, demand, batch.samples, 1)
+    for workers, prefetch in _down(demand)[0 if fitting is None else 1 :]:
+        lower = _with(demand, workers, prefetch)
+        if fits(lower, batch, machine):
+            return _settings(demand, lower, batch.samples, 1)
+    alone = _with(demand, 0, 1)
+    for samples in _divisors(batch.samples):
+        if fits(alone, batch.of(samples), machine):
+            return _settings(demand, alone, samples, batch.samples // samples)
+    return None
+
+
+def largest_batch(demand: Demand, batch: Batch, machine: Machine) -> int | None:
+    """The largest batch size with these workers and prefetch; None: no limit, 0: none fits."""
+    if fits(demand, batch.of(_MOST), machine):
+        return None
+    low, high = 0, _MOST  # low fits or is 0; high does not fit
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(demand, batch.of(middle), machine):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _down(demand: Demand) -> list[tuple[int, int]]:
+    steps = [(w, p) for w in range(demand.num_workers, 0, -1) for p in range(demand.prefetch_factor, 0, -1)]
+    return [*steps, (0, demand.prefetch_factor)]
+
+
+def _with(demand: Demand, workers: int, prefetch: int) -> Demand:
+    val = demand.val_workers
+    return replace(
+        demand, num_workers=workers, prefetch_factor=prefetch, val_workers=None if val is None else min(val, workers)
+    )
+
+
+def _divisors(samples: int) -> list[int]:
+    """Smaller batches that accumulate to the same number of samples, largest first."""
+    return [part for part in range(samples // 2, 0, -1) if samples % part == 0]
+
+
+def _settings(asked: Demand, chosen: Demand, samples: int, accumulation: int) -> Settings:
+    why = {}
+    if chosen.prefetch_factor != asked.prefetch_factor and chosen.num_workers:
+        why["prefetch_factor"] = say(
+            "prefetch {new} instead of {old}: fewer batches in flight",
+            new=chosen.prefetch_factor,
+            old=asked.prefetch_factor,
+        )
+    if chosen.num_workers != asked.num_workers:
+        why["num_workers"] = say(
+            "{new} workers instead of {old}: each worker has its own batches in memory",
+            new=chosen.num_workers,
+            old=asked.num_workers,
+        )
+    if accumulation > 1:
+        why["batch_size"] = say(
+            "batch {new} × accumulation {times} instead of {old}: the same effective batch",
+            new=samples, times=accumulation, old=samples * accumulation,
+        )  # fmt: skip
+    return Settings(
+        batch_size=samples,
+        accumulation=accumulation,
+        ranks=chosen.ranks,
+        num_workers=chosen.num_workers,
+        prefetch_factor=chosen.prefetch_factor if chosen.num_workers else None,
+        persistent_workers=chosen.num_workers > 0,
+        pin_memory=chosen.pin_memory,
+        loader_kind=chosen.loader_kind,
+        why=why,
+    )
+
+
+_SHARED = ("shm", "ram")
+
+
+def bind(machine: Machine, job: Job) -> Job:
+    """The job with its use of each GPU, and the pool that it will run out of first."""
+    job = replace(job, held={**job.held, **_on_cards(machine, job)})
+    shares: list[tuple[float, str, str]] = []
+    for pool in machine.pools:
+        ours = pool.name in _SHARED or (pool.name.startswith("gpu") and pool.name in job.held)
+        if ours and pool.size and pool.free is not None:
+            text = say("{free} of {size} free", free=format_size(pool.free), size=format_size(pool.size))
+            shares.append((1 - pool.free / pool.size, pool.name, text))
+    for process in job.processes:
+        if process.fds is not None and process.fd_limit:
+            text = say(
+                "pid {pid} has {fds} of {limit} file descriptors open",
+                pid=process.pid, fds=process.fds, limit=process.fd_limit,
+            )  # fmt: skip
+            shares.append((process.fds / process.fd_limit, "fds", text))
+    if not shares:
+        return replace(job, binds=None, binds_why=say("the sizes of all memory pools it uses are unknown"))
+    share, name, text = max(shares)
+    why = say("{name} is {share:.0%} used, {text}", name=name, share=share, text=text)
+    return replace(job, binds=name, binds_why=why)
+
+
+def _on_cards(machine: Machine, job: Job) -> dict[str, int | None]:
+    """GPU memory of the job's processes, by GPU; None if the driver does not report it."""
+    pids = {process.pid for process in job.processes}
+    held: dict[str, int | None] = {}
+    for card in machine.gpus.cards:
+        ours = [process.used for process in card.processes or () if process.pid in pids]
+        if ours:
+            held[f"gpu{card.index}"] = None if None in ours else sum(used or 0 for used in ours)
+    return held

@@ -1,0 +1,359 @@
+"""DataLoader settings for a measured dataset: fast enough, with the least memory, same effective batch size.
+
+Presets bound the share of free memory and the number of workers. `--climb` raises settings step by step in real runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from math import log, sqrt
+
+from legroom.advice.doctor_settings import usable_cores
+from legroom.advice.fit_on_machine import fit, per_rank, smaller_batches
+from legroom.advice.memory_need import need
+from legroom.errors import UsageError
+from legroom.messages import joined, listed, say
+from legroom.records import (
+    CompleteLoaderSettings,
+    LoaderKind,
+    LoaderSettings,
+    Machine,
+    Measured,
+    Plan,
+    PlannedLoader,
+    Workload,
+)
+
+_SHARED = ("shm", "ram", "pinned")  # shared with other processes
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Bounds for a choice."""
+
+    name: str
+    share: float  # of the free memory of each pool
+    most_workers: int | None = None  # None: as many as make it faster
+    persistent: bool = True
+
+
+# A fifth stays free for kept batches and other processes.
+DEFAULT = Preset("none", 0.8)
+PRESETS = {
+    # Starts and stops quickly beside an editor and a browser.
+    "development": Preset("development", 0.25, most_workers=1, persistent=False),
+    # A long run has peaks that a short measurement does not show.
+    "production": Preset("production", 0.6),
+    # The scheduler's limit applies to this job alone.
+    "cluster": Preset("cluster", 0.9),
+}
+
+
+def preset(name: str | None) -> Preset:
+    """The preset of that name; without a name, the default."""
+    if name is None:
+        return DEFAULT
+    if name not in PRESETS:
+        raise UsageError(
+            say("unknown preset {name!r}", name=name),
+            why=say("presets: {names}", names=listed(PRESETS)),
+            fix=(say("pass one of them, or none"),),
+        )
+    return PRESETS[name]
+
+
+def within(machine: Machine, bounds: Preset) -> Machine:
+    """The machine with only the share of its free memory that the preset allows."""
+    return replace(
+        machine,
+        pools=tuple(
+            replace(pool, free=int(pool.free * bounds.share))
+            if pool.name in _SHARED and pool.free is not None
+            else pool
+            for pool in machine.pools
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step on one batch; 0 seconds: unknown, and the DataLoader should be as fast as possible."""
+
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0  # of it, on the host's cores
+
+
+def load_seconds(measured: Measured, batch: int) -> float:
+    """Seconds to assemble one batch in the training process."""
+    return batch * measured.sample_seconds + _collate(measured, batch)
+
+
+def way_seconds(measured: Measured, batch: int) -> float:
+    """Seconds to send one batch from a worker, all processes together."""
+    return sum(_way(measured, batch))
+
+
+def batch_seconds(measured: Measured, batch: int, workers: int, prefetch: int, cores: float, step: Step) -> float:
+    """Seconds from one batch to the next."""
+    if workers == 0:
+        return load_seconds(measured, batch) + step.seconds
+    sending, receiving, idle = _way(measured, batch)
+    work = batch * measured.worker_seconds + _collate(measured, batch) + sending
+    # With prefetch 1 a worker is idle until the next batch is requested.
+    cycle = work * (1 + _uneven(measured, batch, workers) / prefetch) + (idle if prefetch == 1 else 0.0)
+    computing = batch * measured.cpu_seconds + _collate(measured, batch) + sending + receiving + step.cpu_seconds
+    return max(cycle / workers, computing / cores, receiving + step.seconds, _seen(measured, batch, workers))
+
+
+def _collate(measured: Measured, batch: int) -> float:
+    return measured.collate_seconds * batch / measured.batch_size
+
+
+def _way(measured: Measured, batch: int) -> tuple[float, float, float]:
+    """Seconds for sending, receiving and idling. If it was not measured, one more copy each is assumed."""
+    share = batch / measured.batch_size
+    if measured.transport is None:
+        return _collate(measured, batch), _collate(measured, batch), 0.0
+    way = measured.transport
+    # The fixed cost of a message does not shrink with the batch: counted in full, which is conservative.
+    return way.worker_seconds * share, way.parent_seconds, way.latency_seconds
+
+
+def _seen(measured: Measured, batch: int, workers: int) -> float:
+    """Time per batch of two real workers with free samples; more workers can at best divide it."""
+    if measured.transport is None:
+        return 0.0
+    return measured.transport.two_seconds * batch / measured.batch_size * min(1.0, 2 / workers)
+
+
+def _uneven(measured: Measured, batch: int, workers: int) -> float:
+    """How late the slowest worker's batch is, as a share: batches arrive in order, so all wait for it."""
+    if workers < 2:
+        return 0.0
+    return measured.spread / sqrt(batch) * sqrt(2 * log(workers))
+
+
+PREFETCHES = (1, 2, 4)
+_SLACK = 1.05  # 5 % of speed is not worth another worker's memory
+_WAITING = 4  # most workers per core if they wait more than they compute
+_MOST = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TuneRequest(LoaderSettings):
+    """What ``legroom.tune`` is asked for."""
+
+    batch_size: int
+    ranks: int = 1
+    loader_kind: LoaderKind = "legroom"
+    effective_batch: int | None = None  # samples per optimizer step over all ranks; None: one batch per rank
+    local_ranks: int | None = None  # on this machine; None: all of them
+    step: Step = field(default_factory=Step)
+    preset: str | None = None
+    process_ram: int = 0  # of a training process that does not run yet
+
+    @property
+    def here(self) -> int:
+        """Ranks on this machine."""
+        return self.local_ranks or self.ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The chosen settings and their need, and the ideal settings if memory were not limited."""
+
+    settings: CompleteLoaderSettings
+    plan: Plan
+    ideal: CompleteLoaderSettings
+    refused: Plan | None  # the plan of the ideal settings, if they did not fit
+    together: int  # samples of one optimizer step on one rank
+    cores: float  # for one rank
+    bounds: Preset
+
+
+def choose(measured: Measured, machine: Machine, request: TuneRequest) -> Choice:
+    """The settings to take."""
+    together = per_rank(request.batch_size, request.effective_batch, request.ranks)
+    bounds = preset(request.preset)
+    cores = max(1.0, (usable_cores(machine) or 1) / request.here)
+    ideal = _ideal(measured, machine, request, cores, bounds)
+    refused = None
+    for candidate in _smaller_candidates(ideal, together):
+        plan = plan_of(measured, machine, request, candidate)
+        if plan.verdict != "too-big":
+            break
+        refused = refused or plan
+    return Choice(candidate, plan, ideal, refused, together, cores, bounds)
+
+
+def workload(measured: Measured, request: TuneRequest, candidate: CompleteLoaderSettings) -> Workload:
+    """The workload with these settings, on all ranks of this machine."""
+    way = measured.transport
+    loader = PlannedLoader(
+        tensors=tuple(-(-size * candidate.batch_size // measured.batch_size) for size in measured.tensors),
+        batch_size=candidate.batch_size,
+        num_workers=candidate.num_workers,
+        prefetch_factor=candidate.prefetch_factor,
+        batches=_batches(measured, request, candidate.batch_size),
+        persistent_workers=preset(request.preset).persistent,
+        pin_memory=candidate.pin_memory,
+        loader_kind=request.loader_kind,
+        source=measured.source,
+    )
+    return Workload(
+        processes=request.here,
+        loaders=(loader,),
+        worker_ram=(way.worker_ram or 0) if way else 0,
+        process_ram=request.process_ram,
+        process_ram_source=say("measured in the measuring process"),
+    )
+
+
+def plan_of(measured: Measured, machine: Machine, request: TuneRequest, candidate: CompleteLoaderSettings) -> Plan:
+    """Whether these settings fit into the memory that the preset allows."""
+    return fit(need(workload(measured, request, candidate)), within(machine, preset(request.preset)))
+
+
+def most_workers(measured: Measured, request: TuneRequest, cores: float, bounds: Preset) -> tuple[int, str]:
+    """The most workers worth trying, and the name of the limit for the explanation."""
+    if measured.unsendable is not None:
+        return 0, "unsendable"
+    limits = [(_MOST, "most")]
+    waiting = measured.wait_seconds > measured.cpu_seconds
+    limits.append((round(cores * _WAITING) if waiting else round(cores), "waiting" if waiting else "cores"))
+    if measured.iterable:
+        limits.append((1, "iterable"))
+    if bounds.most_workers is not None:
+        limits.append((bounds.most_workers, "preset"))
+    batches = _batches(measured, request, request.batch_size)
+    if batches is not None:
+        limits.append((batches, "batches"))
+    return min(limits)
+
+
+def pace(measured: Measured, candidate: CompleteLoaderSettings, cores: float, step: Step) -> float:
+    """Seconds between batches with these settings."""
+    return batch_seconds(measured, candidate.batch_size, candidate.num_workers, candidate.prefetch_factor, cores, step)
+
+
+def _batches(measured: Measured, request: TuneRequest, batch: int) -> int | None:
+    return None if measured.rows is None else max(1, -(-measured.rows // (batch * request.ranks)))
+
+
+def _ideal(
+    measured: Measured, machine: Machine, request: TuneRequest, cores: float, bounds: Preset
+) -> CompleteLoaderSettings:
+    most, _ = most_workers(measured, request, cores, bounds)
+    pin = bool(machine.gpus.cards)
+    one = CompleteLoaderSettings(
+        batch_size=request.batch_size,
+        ranks=request.ranks,
+        prefetch_factor=1,
+        pin_memory=pin,
+        loader_kind=request.loader_kind,
+    )
+    candidates = [one]
+    candidates += [
+        replace(one, num_workers=workers, prefetch_factor=prefetch)
+        for workers in range(1, most + 1)
+        for prefetch in PREFETCHES
+    ]
+    times = {candidate: pace(measured, candidate, cores, request.step) for candidate in candidates}
+    enough = min(times.values()) * _SLACK
+    fast = [candidate for candidate in candidates if times[candidate] <= enough]
+    if _overlaps(measured, request):
+        fast = [candidate for candidate in fast if candidate.num_workers] or fast
+    return min(
+        fast,
+        key=lambda candidate: (
+            need(workload(measured, request, candidate)).ram,
+            candidate.num_workers,
+            candidate.prefetch_factor,
+        ),
+    )
+
+
+def _overlaps(measured: Measured, request: TuneRequest) -> bool:
+    """Whether a worker is worth it although it is not faster: it works during the training step."""
+    known = bool(request.step.seconds)
+    return not known and load_seconds(measured, request.batch_size) > way_seconds(measured, request.batch_size)
+
+
+def _smaller_candidates(ideal: CompleteLoaderSettings, together: int) -> Iterator[CompleteLoaderSettings]:
+    """From the ideal settings down; each needs no more of any pool than the one before."""
+    candidate = ideal
+    yield candidate
+    for prefetch in reversed(PREFETCHES):
+        if prefetch < candidate.prefetch_factor:
+            candidate = replace(candidate, prefetch_factor=prefetch)
+            yield candidate
+    if candidate.pin_memory:
+        candidate = replace(candidate, pin_memory=False)
+        yield candidate
+    for workers in range(ideal.num_workers - 1, -1, -1):
+        candidate = replace(candidate, num_workers=workers)
+        yield candidate
+    for batch in smaller_batches(ideal.batch_size, together):
+        yield replace(candidate, batch_size=batch)
+
+
+_GAIN = 1.05  # settings must be this much faster than the last good ones to be worth their memory
+_PATIENCE = 2  # runs without a gain before it stops: one slow run is not a plateau
+
+
+@dataclass(frozen=True, slots=True)
+class Climbed:
+    """The last good settings, and the explanation of the measured steps."""
+
+    settings: CompleteLoaderSettings
+    why: str
+
+
+def climb(
+    measured: Measured,
+    machine: Machine,
+    request: TuneRequest,
+    choice: Choice,
+    run: Callable[[CompleteLoaderSettings], float | str],
+) -> Climbed:
+    """Raise workers, then prefetch; ``run`` returns samples per second, or the reason of its failure."""
+    base = replace(choice.settings, num_workers=0, prefetch_factor=1)
+    most, _ = most_workers(measured, request, choice.cores, choice.bounds)
+    up = [replace(base, num_workers=workers) for workers in range(most + 1)]
+    good, told, failed = _raise(measured, machine, request, up, run)
+    if good.num_workers and not failed:
+        deeper = [good, *(replace(good, prefetch_factor=prefetch) for prefetch in PREFETCHES[1:])]
+        good, more, _ = _raise(measured, machine, request, deeper, run)
+        told += more[1:]
+    return Climbed(
+        good, say("workers {workers}: measured step by step, {told}", workers=good.num_workers, told=joined(told))
+    )
+
+
+def _raise(
+    measured: Measured,
+    machine: Machine,
+    request: TuneRequest,
+    candidates: list[CompleteLoaderSettings],
+    run: Callable[[CompleteLoaderSettings], float | str],
+) -> tuple[CompleteLoaderSettings, list[str], bool]:
+    good, best, told, without = candidates[0], 0.0, [], 0
+    for candidate in candidates:
+        name = f"{candidate.num_workers} × {candidate.prefetch_factor}"
+        plan = plan_of(measured, machine, request, candidate)
+        if plan.verdict == "too-big" and candidate is not candidates[0]:
+            told.append(say("{name} does not fit: {problem}", name=name, problem=plan.problems[0].message))
+            return good, told, True
+        found = run(candidate)
+        if isinstance(found, str):
+            told.append(say("{name} failed: {why}", name=name, why=found))
+            return good, told, True
+        told.append(say("{name}: {rate:.0f} samples/s", name=name, rate=found))
+        if found > best * _GAIN:
+            good, best, without = candidate, found, 0
+        else:
+            without += 1
+            if without >= _PATIENCE:
+                break
+    return good, told, False

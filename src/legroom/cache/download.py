@@ -1,0 +1,454 @@
+"""Download a remote object into a file, in parallel ranges, so that readers can use what has arrived.
+
+The file ``data`` has the object's size from the start. ``pieces`` is a journal: for each piece of 1 MiB that was
+written, its number and CRC-32. A download that was killed finds the journal, compares each piece with its checksum, and
+asks only for the rest. A reader that needs some bytes waits for them, and they are asked for before all others.
+
+An object without a version, or on a server that cannot send parts, comes in one request, and nothing of it is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from legroom.cache import file_io
+from legroom.cache.file_io import read_at, write_all
+from legroom.errors import LegroomError, RemoteError
+from legroom.remote.object_stamp import ObjectStamp
+from legroom.remote.object_store import ATTEMPTS, CONNECTIONS, BufferSink, RemoteObject
+from legroom.remote.object_url import ObjectUrl
+from legroom.remote.remote_errors import is_transient, short_read
+from legroom.system.process_control import lower_thread_priority, start_daemon_thread, why_no_thread
+
+PIECE = 1 << 20
+_LARGEST = 8  # pieces in one request
+_RECORD = struct.Struct("<QII")  # number, CRC-32 of the piece, CRC-32 of these two
+_MISSING, _RUNNING, _CLAIMED, _HERE = range(4)  # claimed: in the journal, not compared yet
+_PATIENCE = 5.0  # seconds that closing waits for requests that are still running
+DATA, JOURNAL = "data", "pieces"
+_local = threading.local()  # .buffer: of one piece, small enough to stay in the core's cache until it is written
+
+
+class Download:
+    """One object and the file it is written to. Use it in a ``with`` statement: leaving it ends its threads."""
+
+    def __init__(
+        self,
+        url: ObjectUrl,
+        stamp: ObjectStamp,
+        folder: Path,
+        *,
+        whole: bool = True,
+        ask: Callable[[int], None] = lambda _: None,
+        threads: int = CONNECTIONS,
+        supplied: bool = False,
+    ) -> None:
+        """Begin or resume it in an existing folder of its own.
+
+        Args:
+            url: The object.
+            stamp: The version of it.
+            folder: Where its file and journal are.
+            whole: Fetch all of it; else only what is waited for.
+            ask: Called before bytes are written; raises if they no longer fit.
+            threads: How many requests run at the same time.
+            supplied: Ask the server for nothing: every piece comes by ``put``.
+        """
+        self.url, self.stamp, self.path = url, stamp, folder / DATA
+        self._ask, self._whole, self._supplied = ask, whole, supplied
+        self.waiting: Callable[[], None] = lambda: None  # called now and then by every thread that waits
+        self._changed = threading.Condition()
+        self._problem: BaseException | None = None
+        self._stopped = False
+        self._threads: list[threading.Thread] = []
+        self._wanted: deque[tuple[int, int]] = deque()  # ranges of pieces that are waited for
+        self._next = self._requests = 0  # of the whole object
+        self.received = 0  # bytes that came over the network
+        self.size = stamp.size if stamp.by_ranges else None
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._journal = os.open(
+            folder / JOURNAL, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
+        self._checksums: dict[int, int] = {}
+        self._claimed: set[int] = set()  # pieces of an earlier attempt
+        self._state = bytearray()
+        self._users = 1  # this object and each of its threads
+        self._most = max(1, threads)
+        self._remote: RemoteObject | None = None
+        if self.size is not None:
+            self._state = bytearray(-(-self.size // PIECE))
+            self._claim()
+        self.present = 0  # bytes that are known to be right
+
+    def start(self) -> None:
+        """Start the requests. An object that comes in one request is read here, to its end."""
+        if self._supplied and self.size is not None:
+            self._compare_all()
+            return
+        if self.size is None:
+            self._read_stream()
+            return
+        if not self._state:
+            return
+        threads = min(self._most, len(self._state))
+        for number in range(threads):
+            with self._changed:
+                self._users += 1
+            thread = start_daemon_thread(self._run, f"legroom-download-{number}")
+            if thread is not None:
+                self._threads.append(thread)
+                continue
+            with self._changed:
+                self._users -= 1
+            if not self._threads:
+                raise MemoryError(why_no_thread())
+            break
+
+    @property
+    def problem(self) -> BaseException | None:
+        """Why it failed, if it has."""
+        return self._problem
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it comes, in pieces."""
+        return self._whole and bool(self._state)
+
+    def crc32(self, start: int) -> int:
+        """The checksum of the bytes from ``start`` to the end, when all have come."""
+        assert self.is_complete and self.size is not None
+        first = start // PIECE
+        head = memoryview(bytearray(min(self.size, (first + 1) * PIECE) - start))
+        read_at(self._file, head, start)
+        rest = range(first + 1, len(self._state))
+        sizes = (min(PIECE, self.size - number * PIECE) for number in rest)
+        return file_io.combined(
+            [
+                (file_io.crc32()(head), len(head)),
+                *((self._checksums[number], size) for number, size in zip(rest, sizes, strict=True)),
+            ]
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        return self.size is not None and self.present == self.size
+
+    def wait(self, offset: int, count: int) -> None:
+        """Return when these bytes are in the file."""
+        if count <= 0 or not self._state:
+            return
+        first, last = offset // PIECE, min(len(self._state), (offset + count - 1) // PIECE + 1)
+        with self._changed:
+            if all(state == _HERE for state in self._state[first:last]):
+                return
+            if self._stopped and self._problem is None:
+                raise ValueError("the download was closed")
+            self._wanted.append((first, last))
+            self._changed.notify_all()
+            while self._problem is None and not self._stopped:
+                if all(state == _HERE for state in self._state[first:last]):
+                    return
+                self._changed.wait(0.1)
+                self.waiting()
+        if self._problem is not None:
+            raise _again(self._problem)
+        raise ValueError("the download was closed")
+
+    def wait_some(self, offset: int, most: int) -> int:
+        """Return when some of these bytes are in the file: how many, one after the other."""
+        if not self._state or offset >= (self.size or 0):
+            return most
+        self.wait(offset, 1)
+        last = min(len(self._state), (offset + most - 1) // PIECE + 1)
+        number = offset // PIECE + 1
+        while number < last and self._state[number] == _HERE:
+            number += 1
+        return min(most, number * PIECE - offset)
+
+    def want(self, offset: int, count: int) -> None:
+        """Fetch these bytes in the background, after those that are waited for."""
+        if count > 0 and self._state:
+            with self._changed:
+                self._wanted.append((offset // PIECE, min(len(self._state), (offset + count - 1) // PIECE + 1)))
+                self._changed.notify_all()
+
+    def missing(self) -> list[int]:
+        """The numbers of the pieces that are not in the journal."""
+        return [number for number, state in enumerate(self._state) if state == _MISSING]
+
+    def put(self, number: int, data: memoryview) -> None:
+        """Write a piece that came another way, already verified by the caller. Once: another time does nothing."""
+        start = number * PIECE
+        if self.size is None or len(data) != min(PIECE, self.size - start):
+            raise ValueError(f"piece {number} has {len(data)} bytes")
+        with self._changed:
+            if self._state[number] != _MISSING:
+                return
+            if self._file < 0:
+                raise ValueError("the download was closed")
+            self._state[number] = _RUNNING
+        self._ask(len(data))
+        self._write(number, data)
+        self._done(number, number + 1, len(data))
+
+    def read(self, first: int, last: int) -> bytes:
+        """The bytes of some pieces: from the file those that are there, the others from the server. Keeps nothing."""
+        assert self.size is not None
+        start = first * PIECE
+        data = bytearray(min(self.size, last * PIECE) - start)
+        at = first
+        while at < last:
+            here = self._state[at] == _HERE
+            end = next((n for n in range(at, last) if (self._state[n] == _HERE) != here), last)
+            view = memoryview(data)[at * PIECE - start : min(self.size, end * PIECE) - start]
+            if here:
+                read_at(self._file, view, at * PIECE)
+            else:
+                self._object().read(self.stamp, at * PIECE, at * PIECE + len(view), BufferSink(view, self._count))
+            at = end
+        return bytes(data)
+
+    def fail(self, problem: BaseException) -> None:
+        """Let every reader that waits fail with this."""
+        with self._changed:
+            self._problem = self._problem or problem
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the threads and close the files. What was written stays."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        deadline = time.monotonic() + _PATIENCE
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._leave()
+
+    def _leave(self) -> None:
+        """Close the files with the last one that uses them: a thread may still wait for a silent server."""
+        with self._changed:
+            self._users -= 1
+            if self._users == 0:
+                if self._remote is not None:
+                    self._remote.close()
+                os.close(self._file)
+                os.close(self._journal)
+                self._file = self._journal = -1
+
+    def __enter__(self) -> Download:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Threads.
+
+    def _run(self) -> None:
+        lower_thread_priority()
+        try:
+            while (task := self._take()) is not None:
+                first, last = task
+                if first in self._claimed:
+                    self._compare(first, last)
+                else:
+                    self._fetch(first, last)
+        except BaseException as problem:
+            with self._changed:
+                if self._problem is None:
+                    self._problem = problem
+                self._stopped = True
+                self._changed.notify_all()
+        finally:
+            self._leave()
+
+    def _take(self) -> tuple[int, int] | None:
+        """The next pieces to fetch or compare, marked as running. None when the download is closed."""
+        with self._changed:
+            while not self._stopped:
+                while self._wanted:
+                    first, last = self._wanted.popleft()
+                    found = self._run_of(first, last)
+                    if found is not None:
+                        if found[1] < last:
+                            self._wanted.appendleft((found[1], last))
+                        return found
+                if self._whole and (found := self._run_of(self._next, len(self._state))) is not None:
+                    self._next = found[1]
+                    return found
+                self._changed.wait(1.0)
+        return None
+
+    def _run_of(self, first: int, last: int) -> tuple[int, int] | None:
+        """The first consecutive pieces of one state that no thread has."""
+        for number in range(first, last):
+            state = self._state[number]
+            if state not in (_MISSING, _CLAIMED):
+                continue
+            end = number
+            together = self._together
+            self._requests += 1
+            while end < last and self._state[end] == state and end - number < together:
+                self._state[end] = _RUNNING
+                end += 1
+            return number, end
+        return None
+
+    @property
+    def _together(self) -> int:
+        """Pieces in one request. The first and the last requests are small: the hash reads in order, and can begin
+        early and end soon after the last byte, while all connections are in use."""
+        begun = self._requests // self._most + 1
+        left = (len(self._state) - self._next) // (2 * self._most)
+        return max(1, min(_LARGEST, begun, left))
+
+    def _fetch(self, first: int, last: int) -> None:
+        assert self.size is not None
+        start, end = first * PIECE, min(self.size, last * PIECE)
+        self._ask(end - start)
+        self._object().read(self.stamp, start, end, _PieceSink(self, first))
+
+    def _compare(self, first: int, last: int) -> None:
+        """Compare pieces of an earlier attempt with their checksums. Those that differ are fetched."""
+        assert self.size is not None
+        crc = file_io.crc32()
+        for number in range(first, last):
+            start, end = number * PIECE, min(self.size, (number + 1) * PIECE)
+            buffer = memoryview(bytearray(end - start))
+            if read_at(self._file, buffer, start) == end - start and crc(buffer) == self._checksums[number]:
+                self._done(number, number + 1, end - start)
+                continue
+            self._fetch(number, number + 1)
+
+    def _compare_all(self) -> None:
+        """Compare the pieces of an earlier attempt. Those that differ are missing."""
+        assert self.size is not None
+        crc = file_io.crc32()
+        for number, checksum in self._checksums.items():
+            start, end = number * PIECE, min(self.size, (number + 1) * PIECE)
+            buffer = memoryview(bytearray(end - start))
+            same = read_at(self._file, buffer, start) == end - start and crc(buffer) == checksum
+            self._state[number] = _HERE if same else _MISSING
+            self.present += end - start if same else 0
+
+    def _write(self, number: int, data: memoryview) -> None:
+        write_all(self._file, data, number * PIECE)
+        self._checksums[number] = crc = file_io.crc32()(data)
+        head = struct.pack("<QI", number, crc)
+        os.write(self._journal, head + struct.pack("<I", zlib.crc32(head)))  # after the data, in one call
+
+    def _done(self, first: int, last: int, count: int) -> None:
+        with self._changed:
+            for number in range(first, last):
+                self._state[number] = _HERE
+            self.present += count
+            self._changed.notify_all()
+
+    def _count(self, more: int) -> None:
+        self.received += more
+        if self._stopped:
+            raise ValueError("the download was closed")
+
+    def _object(self) -> RemoteObject:
+        with self._changed:
+            if self._remote is None:
+                self._remote = RemoteObject(self.url)
+            return self._remote
+
+    def _claim(self) -> None:
+        """Read the journal of an earlier attempt."""
+        assert self.size is not None
+        if os.fstat(self._file).st_size != self.size:
+            os.ftruncate(self._file, self.size)
+        for number, crc in _records(self._journal):
+            if number < len(self._state):
+                self._state[number] = _CLAIMED
+                self._checksums[number] = crc
+                self._claimed.add(number)
+
+    def _read_stream(self) -> None:
+        """Read the object in one request. A broken one starts again from its beginning."""
+        failed = 0
+        while True:
+            os.ftruncate(self._file, 0)
+            at, broken = 0, None
+            try:
+                for block in self._object().stream():
+                    self._ask(len(block))
+                    write_all(self._file, memoryview(block), at)
+                    at += len(block)
+                    self.received += len(block)
+                    self.present = at
+                    self.waiting()
+                if self.stamp.size is not None and at != self.stamp.size:
+                    raise short_read(self.url, self.stamp.size, at)
+            except RemoteError as problem:
+                broken = problem
+            if broken is None:
+                break
+            failed += 1
+            if failed >= ATTEMPTS or not is_transient(broken):
+                self._problem = broken
+                raise broken
+            self._object().slept(0.2 * 2**failed)
+        self.size = self.present = at
+        self.stamp = replace(self.stamp, size=at)
+
+
+class _PieceSink:
+    """Pieces of one request: each is written and counted when its last byte has come."""
+
+    def __init__(self, download: Download, first: int) -> None:
+        assert download.size is not None
+        self._download, self._number, self._size = download, first, download.size
+        if not hasattr(_local, "buffer"):
+            _local.buffer = memoryview(bytearray(PIECE))
+        self._buffer: memoryview = _local.buffer  # fsspec's thread may be the one that fills it
+        self._begin()
+
+    def _begin(self) -> None:
+        self._piece = self._buffer[: max(0, min(PIECE, self._size - self._number * PIECE))]
+        self._filled = 0
+
+    def room(self) -> memoryview:
+        return self._piece[self._filled :]
+
+    def advance(self, count: int) -> None:
+        self._filled += count
+        self._download._count(count)
+        if self._filled == len(self._piece):
+            self._download._write(self._number, self._piece)
+            self._download._done(self._number, self._number + 1, self._filled)
+            self._number += 1
+            self._begin()
+
+
+def _records(journal: int) -> Iterator[tuple[int, int]]:
+    """The pieces in a journal. A record that a kill cut off, or that is damaged, is skipped."""
+    data = os.pread(journal, os.fstat(journal).st_size, 0)
+    for at in range(0, len(data) - _RECORD.size + 1, _RECORD.size):
+        number, crc, check = _RECORD.unpack_from(data, at)
+        if zlib.crc32(data[at : at + 12]) == check:
+            yield number, crc
+
+
+def _again(problem: BaseException) -> BaseException:
+    """The same error for another thread: one exception object must not be raised by several."""
+    if isinstance(problem, LegroomError):
+        copy = type(problem)(problem.what, why=problem.why, fix=problem.fix)
+        if isinstance(copy, RemoteError) and isinstance(problem, RemoteError):
+            copy.status = problem.status
+        return copy
+    return problem
+
+
+def first_problem(downloads: Iterable[Download]) -> BaseException | None:
+    """The first error among downloads."""
+    return next((_again(one.problem) for one in downloads if one.problem is not None), None)

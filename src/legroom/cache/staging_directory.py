@@ -1,0 +1,372 @@
+"""A builder's private directory in a store: its lock, its reservation, its files, their huge pages and NUMA nodes.
+
+The lock file ``building-<id>.lock`` is created before the directory ``building-<id>`` and removed after it, both in
+``work/`` and under the store's lock. So a directory whose lock no process holds belongs to a dead builder.
+
+A tmpfs uses 4 kB pages unless mounted otherwise, and the kernel clears, counts and maps each one. MADV_COLLAPSE (Linux
+6.1) makes a huge page of a range that has at least one page, whatever the mount options are. Writing to such a file
+takes half the time, and reading it for the first time takes no longer than reading it again.
+
+The kernel may have to move other memory, or a hypervisor may have to find the memory first. So the cost is measured:
+once a few megabytes have taken twice as long as small pages would, or are refused, the build uses small pages.
+
+Without interleaving every page of an entry lies on the NUMA node of the process that built it, and training runs on
+the other node read all of it across the link.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+from legroom.cache import capacity, eviction, locks
+from legroom.cache.capacity import directory_bytes, keep_count
+from legroom.cache.eviction import evict_until_fits
+from legroom.cache.file_io import HUGE_PAGE, MappedFile, write_all
+from legroom.cache.locks import Lock
+from legroom.cache.store_directories import (
+    BUILDING,
+    LOCK,
+    WORK,
+    Store,
+    delete_leftovers,
+    delete_trash,
+    in_memory,
+    leftovers,
+    move_to_trash,
+    step,
+    store_lock,
+)
+from legroom.errors import NoRoom
+from legroom.formats.decode_arrays import Allowed
+from legroom.probe.host import Host
+from legroom.system.process_control import libc
+
+_CREDIT = 16 << 20
+FULL = (errno.ENOSPC, errno.EDQUOT)  # no space, or no inode
+
+
+class StagingDirectory:
+    """The private directory of one running build."""
+
+    def __init__(self, store: Store, need: capacity.BuildNeed | int, *, evict: bool) -> None:
+        """Reserve ``need`` in the store. Raises NoRoom if it does not fit."""
+        self.store, self.need = (store, need if isinstance(need, capacity.BuildNeed) else capacity.BuildNeed(need))
+        self.ident = secrets.token_hex(8)
+        self.name = BUILDING + self.ident
+        self.folder = store.root / WORK / self.name
+        self._counting = threading.Lock()  # writing threads check it too
+        self._credit = 0  # bytes that may be allocated before the limits are read again
+        self._large = HugePages()
+        self._evict = evict
+        self.lock_file = self.name + LOCK
+        self.fd = -1
+        step("work")
+        try:
+            self._begin()
+        except OSError as problem:
+            self.raise_if_full(problem)
+            raise
+
+    def _begin(self) -> None:
+        store = self.store
+        with store_lock(store):
+            delete_leftovers(store, leftovers(store))
+            lock = locks.acquire(store.work, self.lock_file)
+            assert lock is not None  # the name is random and new
+            self._lock: Lock = lock
+            try:
+                step("reserve")
+                self._reserve(self.need)
+                os.mkdir(self.name, 0o700, dir_fd=store.work)
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+                self.fd = os.open(self.name, flags, dir_fd=store.work)
+            except BaseException:
+                try:
+                    self._clear()
+                except OSError:
+                    pass  # as in close()
+                finally:
+                    self._release()
+                raise
+
+    def _reserve(self, need: capacity.BuildNeed) -> None:
+        """Reserve everything, of which ``need`` is still to be written. Call it under the store's lock."""
+        try:
+            try:
+                capacity.check_fits(self.store, need, mine=self.lock_file, evicts=self._evict)
+            except NoRoom:
+                if not self._evict or not eviction.remove_unused_downloads(self.store):
+                    raise
+                capacity.check_fits(self.store, need, mine=self.lock_file, evicts=self._evict)
+        except NoRoom:
+            if not self._evict or not evict_until_fits(self.store, need, mine=self.lock_file):
+                raise
+            capacity.check_fits(self.store, need, mine=self.lock_file, evicts=self._evict)
+        capacity.write_reservation(self._lock.fd, self.need.nbytes, 0, 0)
+
+    def reserve_more(self, nbytes: int) -> None:
+        """Reserve this many bytes in all: the size of what is written was an estimate. Raises NoRoom."""
+        with store_lock(self.store):
+            self.need = replace(self.need, nbytes=nbytes)
+            left = nbytes - directory_bytes(self.store.work, self.name)
+            self._reserve(replace(self.need, nbytes=max(0, left), files=0))
+
+    def report_progress(self, done: int, total: int) -> None:
+        """Write the progress for the processes that wait."""
+        capacity.write_reservation(self._lock.fd, self.need.nbytes, done, total)
+
+    def create(self, name: str) -> int:
+        """Create a file in the private directory. The caller closes the descriptor."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, 0o600, dir_fd=self.fd)
+
+    def allocate(self, fd: int, header: bytes, size: int, *, later: bool = False) -> Iterator[tuple[int, bool]]:
+        """Allocate a file in steps and write its header. Yields (end, whether blocks are allocated).
+
+        With ``later``, for files in memory that are written and not mapped, small pages are left to the write. It
+        allocates them or fails, and allocating them first would only clear them twice. The writer then calls
+        ``check_capacity`` itself.
+        """
+        try:
+            os.ftruncate(fd, size)
+            for offset in range(0, size, capacity.STEP):
+                length = min(capacity.STEP, size - offset)
+                self.check_capacity(length)
+                there = in_memory(self.store) and self._large.take(fd, offset, length)
+                if not later:
+                    capacity.allocate_blocks(fd, offset, length)
+                if offset == 0:
+                    os.pwrite(fd, header, 0)
+                yield offset + length, there or not later
+        except OSError as problem:
+            self.raise_if_full(problem)
+            raise
+
+    def check_capacity(self, count: int) -> None:
+        """Check the limits again before ``count`` bytes are allocated. Raises NoRoom if they no longer fit."""
+        with self._counting:
+            if count <= self._credit:
+                self._credit -= count
+                return
+            bound = capacity.tightest(capacity.bounds_now(self.store))
+            if count > bound.free:
+                raise capacity.no_room_error(self.store, self.need, count - bound.free, bound)
+            # One reading of the cgroup is good for some megabytes: thousands of small arrays need not read it each.
+            self._credit = min(_CREDIT, (bound.free - count) // 8)
+
+    def decoding_allowance(self) -> Allowed:
+        """What decoding may allocate now, in addition to the data still to be written to a store in memory."""
+        taken = directory_bytes(self.store.work, self.name)
+        return capacity.decoding_allowance(max(0, self.need.nbytes - taken) if in_memory(self.store) else 0)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file. Replaces one of that name."""
+        try:
+            os.unlink(name, dir_fd=self.fd)
+        except FileNotFoundError:
+            pass
+        fd = self.create(name)
+        try:
+            for _ in self.allocate(fd, data, len(data)):
+                pass
+        finally:
+            os.close(fd)
+
+    def write_sealed(self, name: str, data: memoryview) -> os.stat_result:
+        """Write a small file, read-only and, on a disk, durable. Returns its stat."""
+        fd = self.create(name)
+        try:
+            write_all(fd, data, 0)
+            return self._seal(fd)
+        finally:
+            os.close(fd)
+
+    def _seal(self, fd: int) -> os.stat_result:
+        os.fchmod(fd, 0o400)
+        if self.store.backing == "disk":
+            os.fsync(fd)
+        return os.fstat(fd)
+
+    def seal(self, name: str) -> os.stat_result:
+        """Make a file read-only and, on a disk, durable. Returns its stat."""
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
+        try:
+            return self._seal(fd)
+        except OSError as problem:
+            self.raise_if_full(problem)
+            raise
+        finally:
+            os.close(fd)
+
+    def raise_if_full(self, problem: BaseException) -> None:
+        """Raise NoRoom if a write failed because the store is full. Otherwise do nothing."""
+        if isinstance(problem, OSError) and problem.errno in FULL:
+            # The space may be free again by now: then report one byte as missing.
+            missing = capacity.shortfalls(self.store, self.need, 0) or [
+                (1, capacity.tightest(capacity.bounds(self.store)))
+            ]
+            raise capacity.no_room_error(self.store, self.need, *max(missing, key=lambda pair: pair[0])) from problem
+
+    def publish(self, key: str) -> bool:
+        """Give the directory its visible name, in one step. False if an entry of that name exists."""
+        if self.store.backing == "disk":
+            os.fsync(self.fd)
+        step("publish")
+        try:
+            with store_lock(self.store), keep_count(self.store, self.name, comes=True):
+                os.rename(self.name, key, src_dir_fd=self.store.work, dst_dir_fd=self.store.fd)
+        except OSError as problem:
+            if problem.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                return False
+            self.raise_if_full(problem)
+            raise
+        if self.store.backing == "disk":
+            os.fsync(self.store.fd)
+        return True
+
+    def close(self) -> None:
+        """Remove everything that is not published, and the lock. Calling it again does nothing."""
+        if self._lock.fd < 0 or self._lock.pid != os.getpid():  # a forked child is not the builder
+            return
+        try:
+            with store_lock(self.store):
+                self._clear()
+        except OSError:
+            pass  # the lock is released, so the next build or gc deletes what is left
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Close all descriptors. Anything left is then a dead builder's."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        self._lock.release()
+
+    def _clear(self) -> None:
+        moved = move_to_trash(self.store, self.name, self.store.work)
+        try:
+            os.unlink(self.lock_file, dir_fd=self.store.work)
+        except FileNotFoundError:
+            pass
+        self._release()
+        if moved is not None:
+            delete_trash(self.store, moved)
+
+    def __enter__(self) -> StagingDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_COLLAPSE = 25
+_PIECE = 2 * HUGE_PAGE  # allocated between two time measurements
+_DEAR = 0.8e-9  # seconds per byte: twice what small pages take
+_SETTINGS = "/sys/kernel/mm/transparent_hugepage/"
+
+
+class HugePages:
+    """The huge pages of one build, used as long as they are fast enough."""
+
+    def __init__(self) -> None:
+        self._worth_it = hugepages_enabled(os.environ) and hugepages_supported()
+
+    def take(self, fd: int, offset: int, length: int) -> bool:
+        """Allocate a range of a file in memory as huge pages, except for the tail. False if small pages are needed."""
+        end = offset + length - length % HUGE_PAGE
+        if offset % HUGE_PAGE or end == offset:
+            return False
+        return all(self._take(fd, place, min(_PIECE, end - place)) for place in range(offset, end, _PIECE))
+
+    def _take(self, fd: int, offset: int, length: int) -> bool:
+        if not self._worth_it:
+            return False
+        worked, begun = time.thread_time(), time.monotonic()
+        for place in range(offset, offset + length, HUGE_PAGE):
+            # MADV_COLLAPSE needs one page in the range. It also decides the NUMA node of the huge page.
+            os.pwrite(fd, b"\0", place)
+        made = _collapse(fd, offset, length)
+        # CPU time excludes other processes on this core. Wall time includes waiting for memory to be moved.
+        cost = max(time.thread_time() - worked, (time.monotonic() - begun) / 8)
+        self._worth_it = made and cost <= _DEAR * length
+        return made
+
+
+def _collapse(fd: int, offset: int, length: int) -> bool:
+    try:
+        mapped = MappedFile(fd, length, offset=offset)
+    except OSError:  # no addresses left
+        return False
+    return bool(libc().madvise(mapped.address, mapped.length, _COLLAPSE) == 0)
+
+
+def hugepages_enabled(env: Mapping[str, str]) -> bool:
+    """Whether ``LEGROOM_LARGE_PAGES`` allows huge pages: yes, unless it is 0."""
+    return env.get("LEGROOM_LARGE_PAGES", "").strip().lower() not in ("0", "no", "false", "off")
+
+
+def hugepages_supported(host: Host | None = None) -> bool:
+    """Whether this kernel has 2 MB pages and they are not turned off."""
+    host = host or Host()
+    size = (host.text(_SETTINGS + "hpage_pmd_size") or "").strip()
+    return size == str(HUGE_PAGE) and "[never]" not in (host.text(_SETTINGS + "enabled") or "")
+
+
+_CALLS = {"x86_64": (239, 238), "aarch64": (236, 237)}  # get_mempolicy, set_mempolicy
+_INTERLEAVE = 3
+_BITS = 1024  # bits in a node mask: the kernel's maximum
+
+
+def numa_nodes(host: Host | None = None) -> list[int]:
+    """The NUMA nodes that have memory. Empty if unknown."""
+    return parse_node_list((host or Host()).text("/sys/devices/system/node/has_memory") or "")
+
+
+def parse_node_list(text: str) -> list[int]:
+    """Parse the kernel's list format: ``0-1,4``."""
+    found: list[int] = []
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if not first.isdecimal() or (last and not last.isdecimal()):
+            return []
+        found.extend(range(int(first), int(last or first) + 1))
+    return [node for node in found if node < _BITS]
+
+
+@contextmanager
+def interleaved(chosen: list[int] | None = None) -> Iterator[bool]:
+    """Interleave this thread's new pages over the nodes. Yields whether it does. A single node is left as it is."""
+    chosen = numa_nodes() if chosen is None else chosen
+    calls = _CALLS.get(platform.machine())
+    if len(chosen) < 2 or calls is None:
+        yield False
+        return
+    get, put = calls
+    mode, mask = ctypes.c_int(), _mask([])
+    if libc().syscall(get, ctypes.byref(mode), mask, _BITS, None, 0) != 0:
+        yield False
+        return
+    done = libc().syscall(put, _INTERLEAVE, _mask(chosen), _BITS + 1) == 0
+    try:
+        yield done
+    finally:
+        if done:
+            libc().syscall(put, mode.value, mask, _BITS + 1)
+
+
+def _mask(chosen: list[int]) -> ctypes.Array[ctypes.c_ulong]:
+    width = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (_BITS // width + 1))()
+    for node in chosen:
+        mask[node // width] |= 1 << node % width
+    return mask

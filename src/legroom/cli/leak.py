@@ -1,0 +1,153 @@
+"""`legroom leak`: run a command and name the lines that make its memory grow; its text, JSON and page."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from legroom.cli.text_layout import width
+from legroom.errors import UnreadableSource, UsageError
+from legroom.messages import say
+
+if TYPE_CHECKING:
+    from legroom.records.memory_growth import LeakReport
+
+_PRIVATE = 0o700
+
+
+@click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.argument("words", nargs=-1, metavar="[--] COMMAND...", type=click.UNPROCESSED)
+@click.option("--page", metavar="FILE", help="Write an HTML report with a chart over steps: FILE.html.")
+@click.option(
+    "--records", metavar="DIR", help="Keep the measurements of all processes in DIR, a new or empty directory."
+)
+@click.option(
+    "--read",
+    metavar="DIR",
+    help="Run no command: report on measurements kept with --records, of a job that has ended or still runs.",
+)
+@click.option("--quiet", is_flag=True, help="Do not print Legroom's messages on stderr; only the report.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout; the command's stdout goes to stderr."
+)
+def command(
+    words: tuple[str, ...], page: str | None, records: str | None, read: str | None, quiet: bool, as_json: bool
+) -> int:
+    """Run a command and name the lines of its Python code that make memory grow.
+
+    Prints at the end, for each line that makes memory grow: file and line, type
+    of the objects, bytes per training step, since which step, when memory will
+    be full, and the confidence. Exits with the command's status.
+    """
+    if bool(words) == (read is not None):
+        raise click.UsageError(say("give a command to run, or --read DIR"))
+    if page is not None:
+        from legroom.charts.drawing import check_path
+
+        check_path(page, (".html",))
+    if read is not None:
+        if not Path(read).is_dir():
+            raise UnreadableSource(
+                say("cannot read the records in {path}", path=read),
+                why=say("it is not a directory"),
+                fix=(say("pass the directory given to legroom leak --records"),),
+            )
+        show_report(read, (), page, as_json=as_json, to_stdout=True)
+        return 0
+
+    from legroom.probe.snapshot import snapshot
+    from legroom.rescue.command_line import with_leak
+    from legroom.rescue.job_attempt import RunOptions
+    from legroom.rescue.supervisor import supervise
+
+    def print_line(line: str) -> None:
+        if not quiet:
+            click.echo(f"legroom: {line}", err=True)
+
+    with records_directory(records) as directory:
+        sys.stdout.flush()
+        options = RunOptions(
+            command=words,
+            environment=with_leak(os.environ, directory),
+            stdout=2 if as_json else 1,
+            replaces_loader=False,
+            quiet=quiet,
+        )
+        supervised = supervise(options, snapshot(), print_line)
+        show_report(directory, words, page, as_json=as_json, status=supervised.ending.shell_status)
+    return supervised.ending.shell_status
+
+
+@contextmanager
+def records_directory(asked: str | None) -> Iterator[str]:
+    """A directory for the records of all processes: the one that was asked for, or one that is removed at the end."""
+    if asked is not None:
+        folder = Path(asked)
+        try:
+            folder.mkdir(mode=_PRIVATE, exist_ok=True)
+            used = any(folder.iterdir()) or not os.access(folder, os.W_OK)
+        except OSError as problem:
+            raise _unusable(asked, problem.strerror or str(problem)) from problem
+        if used:
+            raise _unusable(asked, say("it is not empty, or not writable"))
+        yield str(folder.absolute())
+        return
+    temporary = tempfile.mkdtemp(prefix="legroom-leak-")
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _unusable(path: str, why: str) -> UsageError:
+    return UsageError(say("cannot keep records in {path}", path=path), why=why, fix=(say("name a new directory"),))
+
+
+def show_report(
+    directory: str,
+    words: Sequence[str],
+    page: str | None,
+    *,
+    as_json: bool,
+    status: int | None = None,
+    to_stdout: bool = False,
+    echo: Callable[..., None] = click.echo,
+) -> None:
+    """Diagnose the records and print or write the report."""
+    report = read_report(directory, words)
+    if as_json:
+        from legroom.leak.leak_report import report_object
+
+        found = report_object(report)
+        echo(json.dumps(found if status is None else {**found, "exit": status}, ensure_ascii=False))
+    else:
+        from legroom.leak.leak_report import report_lines
+
+        for line in report_lines(report, width()):
+            echo(line, err=not to_stdout)
+    if page is not None:
+        from legroom.leak.leak_report import leak_page
+        from legroom.system.atomic_file import replace_file
+
+        try:
+            replace_file(page, leak_page(report))
+            echo("legroom: " + say("page written to {path}", path=page), err=True)
+        except OSError as problem:  # the directory is gone or the disk is full: keep the command's status
+            echo("legroom: " + say("cannot write {path}: {why}", path=page, why=problem.strerror or problem), err=True)
+
+
+def read_report(directory: str, words: Sequence[str]) -> LeakReport:
+    """The report of the records in a directory."""
+    from legroom.leak.diagnosis import diagnose
+    from legroom.leak.record_files import read_directory
+
+    return diagnose(read_directory(directory), words)

@@ -1,0 +1,266 @@
+"""`legroom nodes`: doctor, warm, list and drop on every node of a Ray cluster; their text and JSON output."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from legroom.cli.cache import print_json
+from legroom.cli.output_streams import for_drawing
+from legroom.cli.text_layout import paragraph
+from legroom.messages import cells, counted, left, listed, phrase, say, shown
+from legroom.records.cache_entry import NodeAnswer, NodeError, NodeLoad
+from legroom.units import format_duration, format_size
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+_ray = click.option(
+    "--ray", "address", metavar="ADDRESS", default="auto", show_default=True,
+    help="Address of the Ray cluster: host:port of its head, or auto for the one that runs on this machine.",
+)  # fmt: skip
+_node = click.option("--node", "nodes", multiple=True, metavar="NODE",
+                     help="Only this node, by IP address or Ray's id. Can be given several times.")  # fmt: skip
+
+
+@click.group("nodes", context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """Load, list and remove cached data, and diagnose memory limits, on every node of a Ray cluster.
+
+    Ray and Legroom must be installed on every node. Every subcommand has --json.
+    """
+
+
+@command.command()
+@_ray
+@_node
+@_json
+def doctor(address: str, nodes: tuple[str, ...], as_json: bool) -> int:
+    """Diagnose memory limits on every node, worst finding first.
+
+    Exits 1 if a finding is critical or a node failed.
+    """
+    from legroom.integrations.ray_nodes import connect, worst
+    from legroom.integrations.ray_nodes import doctor as ask
+
+    with connect(address):
+        found = ask(nodes or None)
+    if as_json:
+        print_json("nodes.doctor", {"nodes": [dataclasses.asdict(one) for one in found]})
+    else:
+        click.echo(doctor_text(found))
+    return 1 if any(worst(one) >= 2 for one in found) else 0
+
+
+@command.command()
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE…")
+@click.option("--keys", metavar="NAME,…", help="Load only these arrays or groups.")
+@click.option("--backing", type=click.Choice(["auto", "shm", "disk"]), default="auto", show_default=True,
+              help="Keep the copy in /dev/shm or on disk; auto: in /dev/shm if it fits.")  # fmt: skip
+@click.option(
+    "--revalidate",
+    is_flag=True,
+    help="Always ask the server whether an object has changed (default: at most once a minute).",
+)
+@_ray
+@_node
+@_json
+def warm(
+    sources: tuple[str, ...],
+    keys: str | None,
+    backing: str,
+    revalidate: bool,
+    address: str,
+    nodes: tuple[str, ...],
+    as_json: bool,
+) -> int:
+    """Load files or URLs into the cache of every node.
+
+    An object in remote storage is read only once in all: each node reads a part, and the nodes exchange the parts.
+    Exits 1 if a node failed.
+    """
+    from legroom.integrations.ray_nodes import connect
+    from legroom.integrations.ray_nodes import warm as load
+
+    names = [name.strip() for name in keys.split(",") if name.strip()] if keys else None
+    with connect(address), _bars() as told:
+        found = load(sources, nodes or None, keys=names, backing=backing, revalidate=revalidate, told=told)
+    if as_json:
+        print_json("nodes.warm", {"nodes": [dataclasses.asdict(one) for one in found]})
+    else:
+        click.echo(warm_text(found))
+    return 1 if any(one.error is not None for one in found) else 0
+
+
+@command.command("list")
+@click.argument("what", required=False, metavar="[SOURCE|KEY]")
+@_ray
+@_node
+@_json
+def list_(what: str | None, address: str, nodes: tuple[str, ...], as_json: bool) -> int:
+    """List the cache entries of every node."""
+    from legroom.integrations.ray_nodes import connect, entries
+
+    with connect(address):
+        found = entries(what, nodes or None)
+    if as_json:
+        print_json("nodes.list", {"nodes": [dataclasses.asdict(one) for one in found]})
+    else:
+        click.echo(list_text(found))
+    return 1 if any(one.error is not None for one in found) else 0
+
+
+@command.command()
+@click.argument("what", required=False, metavar="[SOURCE|KEY]")
+@click.option("--all", "everything", is_flag=True, help="Remove every entry that is not in use.")
+@click.option("--force", is_flag=True, help="Also remove entries in use; processes that mapped them keep their pages.")
+@_ray
+@_node
+@_json
+def drop(what: str | None, everything: bool, force: bool, address: str, nodes: tuple[str, ...], as_json: bool) -> int:
+    """Remove one entry on every node, or every entry with --all.
+
+    Exits 1 if an entry is in use or a node failed.
+    """
+    from legroom.integrations.ray_nodes import connect
+    from legroom.integrations.ray_nodes import drop as remove
+
+    if (what is None) == (not everything):
+        raise click.UsageError(say("pass a file, a key or --all"))
+    with connect(address):
+        found = remove(what, nodes or None, force=force)
+    if as_json:
+        print_json("nodes.drop", {"nodes": [dataclasses.asdict(one) for one in found]})
+    else:
+        click.echo(drop_text(found))
+    return 1 if any(one.error is not None or one.answer.get("kept") for one in found) else 0
+
+
+@contextmanager
+def _bars() -> Iterator[Any]:
+    """One progress bar for each node and source, where stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, console=Console(file=for_drawing(sys.stderr)), transient=True) as drawn:
+        tasks: dict[tuple[str, str], Any] = {}
+
+        def told(address: str, source: str, done: int, total: int) -> None:
+            if (address, source) not in tasks:
+                tasks[address, source] = drawn.add_task(address, total=total)
+            drawn.update(tasks[address, source], completed=done, total=total)
+
+        yield told
+
+
+def doctor_text(found: Sequence[NodeAnswer]) -> str:
+    """A line for each node, then its findings."""
+    lines = [_count(len(found)), ""]
+    width = max((cells(one.address) for one in found), default=0)
+    for one in found:
+        lines.append(f"{left(one.address, width)}  {_pools(one)}")
+        if one.error is not None:
+            lines += _error_lines(one.error)
+        for finding in one.answer.get("findings", ()):
+            if finding["severity"] != "info":
+                text = say("{severity}: {message} [{code}]", severity=finding["severity"],
+                           message=finding["message"], code=finding["code"])  # fmt: skip
+                lines.append(paragraph(text, "  ", "    "))
+    return "\n".join(lines)
+
+
+def _pools(one: NodeAnswer) -> str:
+    parts = [
+        say("{name} {free} free of {size}", name=pool["name"], free=format_size(pool["free"]),
+            size=format_size(pool["size"]))
+        for pool in one.answer.get("pools", ())
+        if pool["name"] in ("shm", "ram") and pool.get("free") is not None and pool.get("size") is not None
+    ]  # fmt: skip
+    return ", ".join(parts) or say("no answer")
+
+
+def warm_text(found: Sequence[NodeLoad]) -> str:
+    """A line for each node and source, and how often each source was read."""
+    lines: list[str] = []
+    width = max((cells(one.address) for one in found), default=0)
+    for source in dict.fromkeys(one.source for one in found):
+        own = [one for one in found if one.source == source]
+        lines.append(shown(source))
+        for one in sorted(own, key=lambda one: (one.state != "failed", one.address)):
+            lines.append(f"  {left(one.address, width)}  {_load_text(one)}")
+            if one.error is not None:
+                lines += _error_lines(one.error)
+        size = max((one.bytes for one in own), default=0)
+        read = sum(one.read for one in own)
+        if size and read:
+            lines.append(
+                say("  read from its source: {read} ({times:.2f} times its size)", read=format_size(read),
+                    times=read / size)
+            )  # fmt: skip
+    return "\n".join(lines)
+
+
+def _load_text(one: NodeLoad) -> str:
+    if one.state == "failed":
+        return say("failed")
+    if one.state == "attached":
+        return say("already in the cache")
+    return say(
+        "loaded in {time}: {read} read, {received} from other nodes",
+        time=format_duration(one.seconds), read=format_size(one.read), received=format_size(one.received),
+    )  # fmt: skip
+
+
+def list_text(found: Sequence[NodeAnswer]) -> str:
+    """The entries by source, with the nodes that have each; then the nodes' free space."""
+    holders: dict[tuple[str, str, int], list[str]] = {}
+    for one in found:
+        for entry in one.answer.get("entries", ()):
+            name = entry["sources"][0] if entry["sources"] else say("source unknown")
+            holders.setdefault((name, entry["key"], entry["bytes"]), []).append(one.address)
+    lines = [] if holders else [say("no node has an entry")]
+    for (name, key, size), addresses in sorted(holders.items()):
+        where = (
+            say("on all {count} nodes", count=len(found))
+            if len(addresses) == len(found)
+            else say(
+                "on {count} of {all} nodes: {names}", count=len(addresses), all=len(found), names=listed(addresses)
+            )
+        )
+        lines += [shown(name), paragraph(f"{key[:12]}  {format_size(size)}  {where}", "  ", "    ")]
+    for one in found:
+        if one.error is not None:
+            lines += [say("{name}: failed", name=one.address), *_error_lines(one.error)]
+    return "\n".join(lines)
+
+
+def drop_text(found: Sequence[NodeAnswer]) -> str:
+    """A line for each node."""
+    lines = []
+    for one in found:
+        if one.error is not None:
+            lines += [say("{name}: failed", name=one.address), *_error_lines(one.error)]
+            continue
+        lines.append(
+            say("{name}: removed {count}, freed {size}, in use {kept}", name=one.address,
+                count=len(one.answer["removed"]), size=format_size(one.answer["freed"]), kept=len(one.answer["kept"]))
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
+def _error_lines(error: NodeError) -> list[str]:
+    lines = [paragraph(f"{error.message} [{error.code}]", "    ", "      ")]
+    if error.why:
+        lines.append(paragraph(say("why: {why}", why=error.why), "    ", "      "))
+    return lines + [paragraph(say("do: {step}", step=step), "    ", "      ") for step in error.fix]
+
+
+def _count(nodes: int) -> str:
+    return counted(nodes, phrase("{count} node"), phrase("{count} nodes"))

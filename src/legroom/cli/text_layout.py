@@ -1,0 +1,119 @@
+"""Layout of text output: wrapping to the terminal's width, bars, and colours only on a terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable
+
+import click
+
+from legroom.messages import cells, cut, fill, say, step_indent, step_label
+from legroom.records import Finding, Pool, Severity
+from legroom.records.machine import heading
+from legroom.units import format_size
+
+_COLOURS = {"critical": "red", "warning": "yellow", "info": "cyan"}
+BAR = 20
+
+
+def coloured() -> bool:
+    """Colours only on a terminal, and never against NO_COLOR."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def width() -> int:
+    """The columns to write in: the terminal's, at most 100; 80 where there is none."""
+    return max(40, min(100, shutil.get_terminal_size((80, 24)).columns))
+
+
+def paint(text: str, severity: Severity | None = None, *, bold: bool = False) -> str:
+    """The text in its severity's colour, where colours are on."""
+    if not coloured():
+        return text
+    # Not False: click writes "bold off" for that, which the streams do not let through.
+    return click.style(text, fg=_COLOURS.get(severity or ""), bold=bold or None)
+
+
+def paragraph(text: str, first: str, rest: str) -> str:
+    """The text wrapped to the width; commands are never broken at a hyphen or inside a word."""
+    return fill(text, width(), first, rest)
+
+
+def labelled(label: str, text: str) -> str:
+    """A paragraph that hangs on its label: ``  why: …``."""
+    return paragraph(text, label, " " * cells(label))
+
+
+def steps(fix: Iterable[str]) -> list[str]:
+    """Fixes in order: a wrapped sentence, then its commands, each on a line of its own."""
+    lines, indent = [], step_indent()
+    for step in fix:
+        sentence, *commands = step.splitlines()
+        lines.append(paragraph(sentence, step_label(step), indent))
+        lines += [indent + command for command in commands]
+    return lines
+
+
+def shorten(line: str) -> str:
+    """One line, cut at the width with an ellipsis."""
+    return cut(line, width())
+
+
+def elide(text: str, longest: int = 56) -> str:
+    """Shorten long words in the middle: cgroup paths run to hundreds of characters.
+
+    Chinese has no spaces, so Chinese text does not count as a long word.
+    """
+    return re.sub(
+        rf"[^\s\u2e80-\uffef]{{{longest + 1},}}",
+        lambda word: f"{word[0][: longest // 3]}…{word[0][-longest * 2 // 3 :]}",
+        text,
+    )
+
+
+def bar(share: float) -> str:
+    """A share as a bar of twenty cells; at least one cell for anything above zero."""
+    share = min(1.0, max(0.0, share))
+    full = round(share * BAR)
+    if share > 0 and full == 0:
+        full = 1
+    blocks = "█░" if (sys.stdout.encoding or "").lower().startswith("utf") else "#."
+    return blocks[0] * full + blocks[1] * (BAR - full)
+
+
+def pool_line(pool: Pool, plain: bool) -> str:
+    """One memory pool on one line; for an unknown one the reason."""
+    label = f"  {pool.name:<7}"
+    share = pool.used_share
+    if pool.size is None:
+        return labelled(label, say("unknown: {reason}", reason=pool.reason or pool.source))
+    if pool.size == 0:
+        return label + say("none")
+    if pool.name == "fds":
+        return label + say("{size} open files per process", size=pool.size)
+    if share is None or pool.used is None or pool.free is None:
+        known = say("{size} in total", size=format_size(pool.size))
+        if pool.free is not None:
+            known = say("{free} of {size} free", free=format_size(pool.free), size=format_size(pool.size))
+        return labelled(label, say("{what}; {source}", what=known, source=pool.reason or pool.source))
+    severity: Severity | None = "critical" if share >= 0.95 else "warning" if share >= 0.8 else None
+    figures = say(
+        "{used:>8} of {size:>8} used, {free} free",
+        used=format_size(pool.used), size=format_size(pool.size), free=format_size(pool.free),
+    )  # fmt: skip
+    if plain:
+        return label + say("{share:.0%} used: ", share=share) + " ".join(figures.split())
+    return label + paint(bar(share), severity) + f" {share:>4.0%} {figures}"
+
+
+def finding_lines(finding: Finding) -> list[str]:
+    """A finding: its severity and code, what it is, why, and the fixes."""
+    return [
+        f"{paint(heading(finding.severity), finding.severity, bold=True)} {finding.code}",
+        paragraph(finding.message, "  ", "  "),
+        labelled(say("  why: "), elide(finding.why)),
+        *steps(finding.fix),
+    ]

@@ -1,0 +1,317 @@
+"""A data file read at offsets, and the errors for files that are missing, unreadable, truncated or damaged.
+
+A SourceFile owns one file descriptor. Reads take an offset and move no shared position, so threads can read from one
+SourceFile at the same time. A read returns all bytes requested or raises.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, Self
+
+from legroom.errors import DamagedSource, UnreadableSource
+from legroom.messages import say
+from legroom.units import format_size
+
+_MOST_AT_ONCE = 1 << 30  # macOS refuses reads of 2 GB and more
+
+
+class Arriving(Protocol):
+    """A file whose bytes are still arriving: a remote object that is being downloaded."""
+
+    def wait(self, offset: int, count: int) -> None:
+        """Return when these bytes are in the file."""
+        ...
+
+    def wait_some(self, offset: int, most: int) -> int:
+        """Return when some of these bytes are in the file: how many, one after the other."""
+        ...
+
+
+_arriving: dict[Path, Arriving] = {}
+
+
+@contextmanager
+def arriving(path: Path, by: Arriving) -> Iterator[None]:
+    """Let every read of this file wait for its bytes."""
+    _arriving[path] = by
+    try:
+        yield
+    finally:
+        del _arriving[path]
+
+
+def wait_for_bytes(path: Path, offset: int, count: int) -> None:
+    """Return when these bytes of a file are there. At once for any file that is not being downloaded."""
+    if _arriving and (by := _arriving.get(path)) is not None:
+        by.wait(offset, count)
+
+
+def wait_for_some(path: Path, offset: int, most: int) -> int:
+    """Return when some of these bytes are there, and how many. All of them for a file that is not being downloaded."""
+    if _arriving and (by := _arriving.get(path)) is not None:
+        return by.wait_some(offset, most)
+    return most
+
+
+class SourceFile:
+    """One regular file, open for reading. Reading one that is being downloaded waits for the bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._arriving = _arriving.get(path)
+        require_regular(path)
+        try:
+            self._file = path.open("rb", buffering=0)
+            try:
+                self.size = os.fstat(self._file.fileno()).st_size
+            except BaseException:
+                self._file.close()
+                raise
+        except OSError as problem:
+            raise unreadable(path, problem) from problem
+        self._lock = threading.Lock()
+
+    def fileno(self) -> int:
+        """The file descriptor."""
+        return self._file.fileno()
+
+    @property
+    def alias(self) -> str:
+        """A path, for libraries that open files by name, to the file that is open here even if it was replaced."""
+        self.wait_for_all()
+        return alias(self.fileno()) or os.fspath(self.path)
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether it is being downloaded."""
+        return self._arriving is not None
+
+    def wait_for_all(self) -> None:
+        """Return when the whole file is there."""
+        if self._arriving is not None:
+            self._arriving.wait(0, self.size)
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Read exactly ``count`` bytes from ``offset``."""
+        self.require(offset, count)
+        if self._arriving is not None:
+            self._arriving.wait(offset, count)
+        if hasattr(os, "pread") and count <= _MOST_AT_ONCE:
+            try:
+                data = os.pread(self._file.fileno(), count, offset)  # no buffer to clear and copy from
+            except OSError as problem:
+                raise unreadable(self.path, problem) from problem
+            if len(data) == count:
+                return data
+        buffer = bytearray(count)
+        self.read_into(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` from ``offset``."""
+        if self._arriving is not None:
+            self._arriving.wait(offset, min(len(view), max(0, self.size - offset)))
+        done = 0
+        while done < len(view):
+            try:
+                got = self._read_some(offset + done, view[done : done + _MOST_AT_ONCE])
+            except OSError as problem:
+                raise unreadable(self.path, problem) from problem
+            if got == 0:
+                raise truncated(self.path, offset + len(view), offset + done)
+            done += got
+
+    def _read_some(self, offset: int, view: memoryview) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [view], offset)
+        with self._lock:  # Windows: all threads share one position
+            self._file.seek(offset)
+            return self._file.readinto(view) or 0
+
+    @contextmanager
+    def as_stream(self) -> Iterator[BinaryIO]:
+        """The file as a stream from its start, for libraries that read it themselves. Closing it closes no file.
+
+        A read error is raised as UnreadableSource, whatever the library turns it into.
+        """
+        stream = _Stream(self)
+        try:
+            yield io.BufferedReader(stream)
+        except Exception:
+            if stream.problem is not None:
+                raise stream.problem from None
+            raise
+
+    def for_arrow(self, arrow: Any) -> Any:
+        """The file for pyarrow. One that is being downloaded is read through a stream that waits for its bytes."""
+        if self._arriving is not None:
+            return arrow.PythonFile(OwningStream(SourceFile(self.path)), "r")
+        # Given a name, pyarrow would look for a filesystem by its scheme.
+        return arrow.OSFile(self.alias, "rb")
+
+    def require(self, offset: int, count: int) -> None:
+        """Refuse a range outside the file, before memory is allocated for it."""
+        if offset < 0 or count < 0 or offset + count > self.size:
+            raise truncated(self.path, offset + count, self.size)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """The absolute path, which stays valid if the working directory changes.
+
+    ``..`` is resolved as the kernel does it: after a symbolic link it is the parent of the link's target.
+    """
+    text = os.fspath(path) if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+    head, dots, tail = text.rpartition("/../")
+    if dots:
+        text = os.path.join(os.path.realpath(head + "/.."), tail)
+    return Path(os.path.realpath(text) if text.endswith("/..") else text)
+
+
+def alias(descriptor: int) -> str | None:
+    """A path to the file behind a descriptor; None if the system has no such path."""
+    path = f"/proc/self/fd/{descriptor}"
+    return path if os.path.exists(path) else None
+
+
+class _Stream(io.RawIOBase):
+    """A position of its own in a SourceFile."""
+
+    def __init__(self, file: SourceFile) -> None:
+        super().__init__()
+        self._file, self._at = file, 0
+        self.problem: UnreadableSource | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size}[whence]
+        if start + offset < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # as a file does
+        self._at = start + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._file.size - self._at))
+        try:
+            self._file.read_into(self._at, view[:count])
+        except UnreadableSource as problem:
+            self.problem = problem
+            raise
+        self._at += count
+        return count
+
+
+class OwningStream(_Stream):
+    """A stream that closes its file when it is closed or forgotten."""
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def require_regular(path: Path) -> os.stat_result:
+    """The file's stat; UnreadableSource if it is not a regular file."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError) as problem:
+        raise unreadable(path, problem) from problem
+    if not stat.S_ISREG(found.st_mode):
+        kind = say("a directory") if stat.S_ISDIR(found.st_mode) else say("not a regular file")
+        raise UnreadableSource(
+            say("cannot read {path}", path=path),
+            why=say("it is {kind}", kind=kind),
+            fix=(say("pass a data file or the directory of a Zarr store"),),
+        )
+    return found
+
+
+def unreadable(path: Path, problem: Exception) -> UnreadableSource:
+    """The error for a path that cannot be opened or read."""
+    what = say("cannot read {path}", path=path)
+    if isinstance(problem, FileNotFoundError):
+        if target := _dangling(path):
+            return UnreadableSource(
+                what,
+                why=say("it is a link to {target}, which does not exist", target=target),
+                fix=(say("restore the file the link points to, or point the link elsewhere"),),
+            )
+        return UnreadableSource(
+            what, why=say("no such file"), fix=(say("check the path:\nls {folder}", folder=path.parent),)
+        )
+    if isinstance(problem, PermissionError):
+        return UnreadableSource(
+            what,
+            why=say("this user has no read permission"),
+            fix=(say("check its permissions:\nls -l {path}", path=path), say("ask its owner for read permission")),
+        )
+    reason = getattr(problem, "strerror", None) or str(problem)
+    return UnreadableSource(what, why=reason, fix=(say("check the path and its filesystem:\nls -l {path}", path=path),))
+
+
+def _dangling(path: Path) -> str | None:
+    """The target of the first broken link in ``path``, or None if no link is broken."""
+    for step in (path, *path.parents):
+        try:
+            target = os.readlink(step)
+        except (OSError, ValueError):
+            continue
+        if not step.exists():
+            return os.path.normpath(step.parent / target)
+    return None
+
+
+def truncated(path: Path, needed: int, size: int) -> DamagedSource:
+    """The error for a file that ends before its data."""
+    return DamagedSource(
+        say("{path} is truncated", path=path),
+        why=say(
+            "its data end at byte {needed}, but the file ends at byte {size} ({missing} missing)",
+            needed=needed,
+            size=size,
+            missing=format_size(max(0, needed - size)),
+        ),
+        fix=(say("copy or download the file again and compare its size with the original's"),),
+    )
+
+
+def damaged(path: Path, why: str) -> DamagedSource:
+    """The error for a file that violates its format."""
+    return DamagedSource(
+        say("{path} is damaged", path=path), why=why, fix=(say("copy or download the file again, or recreate it"),)
+    )
+
+
+def wrong_checksum(path: Path, name: str, has: int, needed: int) -> DamagedSource:
+    """The error for bytes that do not match the CRC-32 stored in the file."""
+    return damaged(
+        path,
+        say(
+            "the checksum of {name!r} is {has:08x}, but the archive stores {needed:08x}",
+            name=name, has=has, needed=needed,
+        ),
+    )  # fmt: skip

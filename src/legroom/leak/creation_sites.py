@@ -1,0 +1,193 @@
+"""Which line made what is still alive: tracemalloc, switched on for a few steps at a time.
+
+A window counts the live blocks of each line in the middle and at the end. A line whose blocks stay alive has more of
+them at the end; what is freed in every step has as many as before. tracemalloc of the script itself is left alone: no
+window is opened while it traces, and one that it starts ends ours.
+"""
+
+from __future__ import annotations
+
+import _tracemalloc
+import ctypes
+import functools
+import gc
+import sys
+import tracemalloc
+from dataclasses import dataclass, field
+from typing import Any
+
+from legroom.leak.object_size import is_tensor, pool_of
+from legroom.leak.user_code import Line, nearest_user_line
+
+_FRAMES = 12
+_MOST_SITES = 24
+_BEFORE_OBJECT = (
+    32,
+    16,
+    24,
+)  # bytes between an allocation and its object: garbage collection, __dict__, weak references
+_OURS = __file__.rpartition("/")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSite:
+    """What one line made in a window that is alive at its end, and how much of it came after the middle."""
+
+    line: Line
+    blocks: int
+    size: int
+    later_blocks: int
+    later_size: int
+
+
+@dataclass
+class Tracing:
+    """Windows of tracemalloc beside a script that may use it too."""
+
+    open: bool = False
+    scripts_own: bool = False  # the script has started tracemalloc
+    aborted: bool = False  # the script started or stopped it in our window
+    _middle: dict[Any, tuple[int, int]] = field(default_factory=dict)
+    _originals: dict[str, Any] = field(default_factory=dict)
+
+    def install(self) -> None:
+        """Notice when the script starts and stops tracemalloc itself."""
+        self.scripts_own = tracemalloc.is_tracing()
+        self._originals = {name: getattr(tracemalloc, name) for name in ("start", "stop", "is_tracing")}
+
+        def start(nframe: int = 1) -> None:
+            self._leave()
+            self.scripts_own = True
+            self._originals["start"](nframe)
+
+        def stop() -> None:
+            self._leave()
+            self.scripts_own = False
+            self._originals["stop"]()
+
+        def is_tracing() -> bool:
+            return False if self.open else bool(self._originals["is_tracing"]())
+
+        for function in (start, stop, is_tracing):
+            setattr(tracemalloc, function.__name__, function)
+
+    def remove(self) -> None:
+        """End a window, and give the script its functions back."""
+        self._leave()
+        for name, original in self._originals.items():
+            setattr(tracemalloc, name, original)
+        self._originals.clear()
+
+    def begin(self) -> bool:
+        """Open a window, unless the script uses tracemalloc."""
+        if self.scripts_own or _tracemalloc.is_tracing():
+            return False
+        _tracemalloc.start(_FRAMES)
+        self.open, self.aborted, self._middle = True, False, {}
+        return True
+
+    def middle(self) -> None:
+        """Count what is alive now."""
+        if self.open:
+            self._middle = _live()
+
+    def end(self) -> list[WindowSite]:
+        """Sites that have more alive than in the middle, the largest first; call `close` after it."""
+        if not self.open:
+            return []
+        sites: dict[Line, list[int]] = {}
+        for traceback, (size, count) in _live().items():
+            frames = [(frame.filename, frame.lineno) for frame in reversed(traceback)]
+            if any(file.startswith(_OURS) for file, _ in frames):
+                continue  # made by the recording itself
+            line = nearest_user_line(frames)
+            if line is None:
+                continue
+            before_size, before_count = self._middle.get(traceback, (0, 0))
+            numbers = sites.setdefault(line, [0, 0, 0, 0])
+            for at, value in enumerate((count, size, count - before_count, size - before_size)):
+                numbers[at] += value
+        found = [WindowSite(line, *numbers) for line, numbers in sites.items() if numbers[2] > 0 and numbers[3] > 0]
+        return sorted(found, key=lambda site: -site.later_size)[:_MOST_SITES]
+
+    def close(self) -> None:
+        """Stop tracing."""
+        if self.open:
+            self.open = False
+            self._middle = {}
+            _tracemalloc.stop()
+
+    def _leave(self) -> None:
+        if self.open:
+            self.aborted = True
+            self.close()
+
+
+def creation_line(thing: Any) -> Line | None:
+    """Which line made an object, while tracemalloc traces; of a pair or list the first part that is known."""
+    if not _tracemalloc.is_tracing():
+        return None
+    parts = thing if isinstance(thing, (tuple, list)) and len(thing) <= 8 else (thing,)
+    for part in (*sorted(parts, key=lambda part: not is_tensor(part)), thing):
+        found = _traceback_of(part)
+        if found is not None:
+            return nearest_user_line(found)
+    return None
+
+
+def _traceback_of(thing: object) -> Any:
+    """Frames of the allocation, innermost first. tracemalloc of Python 3.11 does not find objects with a __dict__."""
+    found = _tracemalloc._get_object_traceback(thing)
+    look_up = _address_look_up()
+    if found is None and look_up is not None:
+        for before in _BEFORE_OBJECT:
+            found = look_up(0, id(thing) - before)
+            if found is not None:
+                break
+    return found
+
+
+@functools.cache
+def _address_look_up() -> Any:
+    """CPython's function from an address to its traceback; None where it is not exported."""
+    try:
+        function = ctypes.pythonapi._PyTraceMalloc_GetTraceback
+    except AttributeError:
+        return None
+    function.argtypes, function.restype = (ctypes.c_uint, ctypes.c_size_t), ctypes.py_object
+    return function
+
+
+def live_tensors() -> dict[Line, tuple[int, dict[str, int]]]:
+    """Tensors that were made in this window and are alive, by line: how many, and bytes by pool.
+
+    Reads every object that Python's garbage collector knows: only for growth that nothing else explains.
+    """
+    found: dict[Line, tuple[int, dict[str, int]]] = {}
+    if "torch" not in sys.modules:
+        return found
+    seen: set[int] = set()
+    for thing in gc.get_objects():
+        if not is_tensor(thing):
+            continue
+        line = creation_line(thing)
+        if line is None:
+            continue
+        try:
+            storage = thing.untyped_storage()
+            address, size, pool = storage.data_ptr(), int(storage.nbytes()), pool_of(thing)
+        except Exception:  # a tensor without storage
+            continue
+        count, pools = found.setdefault(line, (0, {}))
+        if address not in seen:
+            seen.add(address)
+            pools[pool] = pools.get(pool, 0) + size
+        found[line] = count + 1, pools
+    return found
+
+
+def _live() -> dict[Any, tuple[int, int]]:
+    snapshot = tracemalloc.Snapshot(
+        _tracemalloc._get_traces(), _tracemalloc.get_traceback_limit()
+    )  # tracemalloc.take_snapshot would ask the script's view of is_tracing
+    return {one.traceback: (one.size, one.count) for one in snapshot.statistics("traceback")}

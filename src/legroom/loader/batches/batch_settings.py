@@ -1,0 +1,317 @@
+"""Checks the arguments of ``data.batches``, selects the columns, and chooses the path that batches take.
+
+The path and its reason are ``Batches.path`` and ``Batches.why``.
+
+    cpu               gathered in this process's memory                       no device
+    cuda-resident     arrays in GPU memory, gathered there                    resident=True
+    cuda-copy-engine  fetched by the GPU's copy engines, row by row           entries in shared memory, large rows
+    cuda-kernel       gathered by a kernel that takes few of the GPU's cores  entries in shared memory, small rows
+    cuda-registered   gathered by torch's index_select on the GPU             where the driver is too old for both
+    cuda-pinned       gathered into page-locked buffers, then copied          entries on disk, or registering failed
+    cuda-copy         gathered into ordinary memory, then copied              where page-locking failed too
+
+Entries on disk are not registered: that would read all of them into RAM and lock them there. The copy engines and the
+kernel are compared in the first batches of a shuffled loop (cuda_path_choice.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from legroom.cache.cached_data import Ragged
+from legroom.errors import UnsupportedData, UsageError
+from legroom.formats.base_reader import Selection
+from legroom.loader.batches.cpu_gather import Batch, Column, Gatherer, HostGatherer, torch_holds
+from legroom.loader.rank_sampler import UNEVEN, Uneven
+from legroom.messages import joined, listed, phrase, say
+from legroom.records import Entry
+from legroom.system.argument_checks import check_choice, check_integer
+from legroom.system.imports import require
+
+if TYPE_CHECKING:
+    from legroom.cache.cached_data import CachedData
+    from legroom.loader.batches.cuda_runtime import Driver
+    from legroom.loader.batches.open_data import Data
+
+
+FORMATS = ("torch", "numpy")
+# Paths that ``path=`` may force; the others follow from the arguments or are the last resort.
+CUDA_PATHS = ("cuda-copy-engine", "cuda-kernel", "cuda-registered", "cuda-pinned")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSettings:
+    """The arguments of ``data.batches``, as given."""
+
+    batch_size: int
+    shuffle: bool = False
+    seed: int = 0
+    epoch: int | None = None
+    device: Any = None
+    format: str = "torch"
+    keys: str | Iterable[str] | None = None
+    drop_last: bool = False
+    rank: int | None = None
+    world_size: int | None = None
+    uneven: Uneven = "pad"
+    transform: Callable[[dict[str, Any]], Any] | None = None
+    resident: bool = False
+    path: str | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether batches stay in RAM."""
+        return self.device is None or str(self.device) == "cpu"
+
+    def check(self) -> None:
+        """Raise UsageError for arguments that are invalid for any data."""
+        check_integer("batch_size", self.batch_size, 1)
+        check_integer("seed", self.seed, 0)
+        if self.epoch is not None:
+            check_integer("epoch", self.epoch, 0)
+        check_choice("format", self.format, FORMATS)
+        check_choice("uneven", self.uneven, UNEVEN)
+        if self.transform is not None and not callable(self.transform):
+            raise UsageError(
+                say("transform must be callable (got {value!r})", value=self.transform),
+                why=say("transform receives a batch: a dict of columns"),
+                fix=(say("transform=lambda batch: {**batch, 'images': batch['images'] / 255}"),),
+            )
+        if self.resident and self.on_host:
+            raise UsageError(
+                say("resident=True needs a device"),
+                why=say("it keeps the arrays in GPU memory; they are in RAM already"),
+                fix=("device='cuda', resident=True", say("or remove resident=True")),
+            )
+        if self.path is not None:
+            check_choice("path", self.path, CUDA_PATHS)
+            if self.on_host or self.resident:
+                raise UsageError(
+                    say("path={path!r} cannot be used here", path=self.path),
+                    why=say("resident=True gathers in GPU memory") if self.resident else say("batches stay in RAM"),
+                    fix=(say("remove path"),) if self.resident else ("device='cuda'", say("or remove path")),
+                )
+        if self.format == "torch":
+            _require_torch()
+        elif not self.on_host:
+            raise UsageError(
+                say("format={format!r} cannot be used with device={device}", format=self.format, device=self.device),
+                why=say("numpy arrays are in RAM, not in GPU memory"),
+                fix=("format='torch'", say("or remove device")),
+            )
+
+
+_TENSORS = phrase("batches of tensors")
+_WITHOUT_TORCH = (phrase("format='numpy' returns arrays and needs no torch"),)
+
+
+def _require_torch() -> None:
+    if sys.modules.get("torch") is None:
+        require("torch", "torch", _TENSORS, instead=_WITHOUT_TORCH)
+
+
+def columns_of(data: CachedData, keys: str | Iterable[str] | None) -> dict[str, Column]:
+    """The columns of a batch: all of them, or those that ``keys`` selects by name or group."""
+    asked = Selection(keys).keys
+    found: dict[str, Column] = {}
+    refused: dict[str, str] = {}
+    for name in _names(data, asked):
+        try:
+            found[name] = _column(data, name)
+        except UnsupportedData as problem:
+            if asked is not None:
+                raise
+            refused[name] = problem.why
+    if refused:
+        raise UnsupportedData(
+            say("these columns cannot be part of a batch: {names}", names=listed(refused)),
+            why=joined(say("{name}: {why}", name=name, why=why) for name, why in refused.items()),
+            fix=(_select_these(found),),
+        )
+    _require_same_length(found)
+    return found
+
+
+def _names(data: CachedData, asked: tuple[str, ...] | None) -> list[str]:
+    named = list(data)
+    if asked is not None:
+        every = [*data, *(column for columns in data.columns.values() for column in columns)]
+        below = {key: [name for name in every if name.startswith(key.strip("/") + "/")] for key in asked}
+        named = [name for key in asked for name in ([key] if key in data else below[key] or [key])]
+    # A table is replaced by its columns.
+    return [column for name in named for column in data.columns.get(name, (name,))]
+
+
+def _column(data: CachedData, name: str) -> Column:
+    value = data[name]
+    if isinstance(value, Ragged) or (isinstance(value, np.ndarray) and value.ndim > 0):
+        return value
+    raise UnsupportedData(
+        say("{name} has no rows", name=name),
+        why=say("it is a scalar"),
+        fix=(say("select the columns of the batch: keys=('images', 'labels')"),),
+    )
+
+
+def _require_same_length(columns: Mapping[str, Column]) -> None:
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) == 1:
+        return
+    common = max(lengths.values(), key=list(lengths.values()).count, default=0)
+    raise UsageError(
+        say("the columns have different numbers of rows"),
+        why=listed(say("{name} has {rows}", name=name, rows=rows) for name, rows in lengths.items())
+        or say("there are no columns"),
+        fix=(_select_these([name for name, rows in lengths.items() if rows == common]),),
+    )
+
+
+def _select_these(names: Iterable[str]) -> str:
+    return say("select the columns: keys=[{names}]", names=", ".join(map(repr, names)))
+
+
+NDArray = np.ndarray[Any, Any]
+_KEPT_GATHERERS = 2  # per Data: one to train and one to evaluate
+
+
+def gatherer_for(data: Data, columns: Mapping[str, Column], settings: BatchSettings) -> Gatherer:
+    """The gatherer of these columns for these settings."""
+    tensor = None
+    if settings.format == "torch":
+        import torch
+
+        tensor = torch.from_numpy
+    if settings.on_host:
+        key = (tuple(columns), settings.batch_size, settings.format)
+        found = data.gatherers.pop(key, None) or HostGatherer(columns, settings.batch_size, tensor)
+        data.gatherers[key] = found
+        while len(data.gatherers) > _KEPT_GATHERERS:
+            data.gatherers.pop(next(iter(data.gatherers)))
+        return found
+    movable = {name: column for name, column in columns.items() if _is_tensor(column)}
+    if not movable:
+        raise UnsupportedData(
+            say(
+                "none of these columns can be copied to {device}: {names}",
+                device=settings.device,
+                names=listed(columns),
+            ),
+            why=say("rows of different lengths, text and dates stay in RAM"),
+            fix=(say("remove device"), say("or select a numeric column: keys=(…)")),
+        )
+    on_device = _on_device(data, movable, settings)
+    rest = {name: column for name, column in columns.items() if name not in movable}
+    return (
+        SplitGatherer(on_device, HostGatherer(rest, settings.batch_size, tensor), list(columns)) if rest else on_device
+    )
+
+
+class SplitGatherer:
+    """Batches of two parts: columns on the device, and the rest in RAM."""
+
+    def __init__(self, first: Gatherer, rest: Gatherer, names: list[str]) -> None:
+        self._first, self._rest, self._names = first, rest, names
+
+    @property
+    def path(self) -> str:
+        """The path on the device, which may change (cuda_pinned.py)."""
+        return self._first.path
+
+    @property
+    def why(self) -> str:
+        return self._first.why
+
+    def gather(self, rows: NDArray) -> Batch:
+        parts = {**self._first.gather(rows), **self._rest.gather(rows)}
+        return {name: parts[name] for name in self._names}
+
+    def begin(self, rows: NDArray) -> None:
+        """Pass the hint to both."""
+        self._first.begin(rows)
+        self._rest.begin(rows)
+
+    def close(self) -> None:
+        """Close both."""
+        self._first.close()
+        self._rest.close()
+
+
+def _is_tensor(column: Column) -> bool:
+    return isinstance(column, np.ndarray) and torch_holds(column.dtype)
+
+
+def _on_device(data: Data, columns: Mapping[str, Any], settings: BatchSettings) -> Gatherer:
+    found = {name: data.where(name) for name in columns}
+    files = {name: (extent.path, extent.offset) for name, extent in found.items() if extent is not None}
+    return open_gatherer(columns, data.info, settings, files=files)
+
+
+def open_gatherer(
+    columns: Mapping[str, NDArray],
+    entry: Entry,
+    settings: BatchSettings,
+    *,
+    files: Mapping[str, tuple[Path, int]],
+    driver: Driver | None = None,
+) -> Gatherer:
+    """The gatherer on a CUDA device; ``files`` has the file and the offset of each column.
+
+    ``driver`` is the device's unless a test passes its own.
+    """
+    # Here, so that batches in RAM do not load the CUDA modules.
+    from legroom.gpu.cuda_driver_api import CudaRefused
+    from legroom.loader.batches.cuda_gather_base import row_layout
+    from legroom.loader.batches.cuda_path_choice import open_registered
+    from legroom.loader.batches.cuda_pinned import PinnedGatherer
+    from legroom.loader.batches.cuda_registered import register_columns
+    from legroom.loader.batches.cuda_resident import open_resident
+    from legroom.loader.batches.cuda_runtime import open_driver
+
+    driver = driver or open_driver(settings.device)
+    rows = {name: row_layout(name, column) for name, column in columns.items()}
+    if settings.resident:
+        return open_resident(driver, columns, rows, entry)
+    if settings.path == "cuda-pinned":
+        return PinnedGatherer(driver, columns, rows, say("path={path!r} was given", path=settings.path))
+    why = _why_not_registered(entry, columns, files) or driver.why_no_registering()
+    if why is None:
+        try:
+            registered = register_columns(driver, columns, files)
+        except CudaRefused as refusal:
+            why = say("CUDA did not register the shared copy: {refusal}", refusal=refusal)
+        else:
+            try:
+                return open_registered(driver, rows, registered, settings)
+            except CudaRefused as refusal:
+                registered.release()
+                why = str(refusal)
+            except BaseException:
+                registered.release()
+                raise
+    if settings.path is not None:
+        raise UsageError(
+            say("path={path!r} cannot be used", path=settings.path),
+            why=why,
+            fix=(say("remove path: the fastest path that works is chosen"),),
+        )
+    return PinnedGatherer(driver, columns, rows, why)
+
+
+def _why_not_registered(
+    entry: Entry, columns: Mapping[str, NDArray], files: Mapping[str, tuple[Path, int]]
+) -> str | None:
+    """Why registering is not attempted, or None."""
+    if entry.backing == "disk":
+        return say("the entry is on disk; registering it would lock all of it in RAM")
+    if entry.backing != "shm":
+        return say("the data are not in the shared cache ({backing})", backing=entry.backing)
+    for name, column in columns.items():
+        if column.nbytes and (name not in files or not column.flags.c_contiguous):
+            return say("{name} is not a contiguous array in a file of the cache", name=name)
+    return None

@@ -1,0 +1,293 @@
+"""Gathers rows of columns into batches on the CPU, with several threads where that is faster, into reused buffers.
+
+Rows are copied as bytes, because numpy first copies a whole column whose numbers are not aligned. ``mode="clip"``
+saves numpy a check of every row number and an intermediate buffer (20 GB/s against 7); row numbers are checked once,
+before they come here.
+"""
+
+from __future__ import annotations
+
+import _thread
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from itertools import pairwise
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+
+from legroom.cache.cached_data import Ragged
+from legroom.messages import say
+from legroom.system.process_control import room_for_threads, usable_cpus
+
+NDArray = np.ndarray[Any, Any]
+Column = NDArray | Ragged
+Batch = dict[str, Any]
+
+
+class Gatherer(Protocol):
+    """Makes batches of some columns; opened once, used for every epoch, closed once.
+
+    ``gather`` and ``begin`` are called by one thread at a time, the consumer's. A CUDA gatherer finds the consumer's
+    device and stream current, and its result must be ordered on that stream. Prefetching, on streams or threads of its
+    own, starts in ``begin``.
+    """
+
+    @property
+    def path(self) -> str:
+        """cpu, cuda-registered, cuda-pinned, cuda-copy or cuda-resident."""
+        ...
+
+    @property
+    def why(self) -> str:
+        """One line: why this path."""
+        ...
+
+    def gather(self, rows: NDArray) -> Batch:
+        """The batch of these rows: int64, in [0, n), not empty. The caller owns the batch."""
+        ...
+
+    def begin(self, rows: NDArray) -> None:
+        """A hint: the rows of the next ``gather``, which then passes the same array object."""
+        ...
+
+    def close(self) -> None:
+        """Release resources; returned batches stay valid. A second call does nothing."""
+        ...
+
+
+class HostGatherer:
+    """Batches in RAM, as arrays or as tensors; safe to use from several threads."""
+
+    path = "cpu"
+
+    def __init__(self, columns: Mapping[str, Column], batch_size: int, tensor: Callable[[NDArray], Any] | None) -> None:
+        self._takers = {name: _taker(column, batch_size, tensor) for name, column in columns.items()}
+
+    @property
+    def why(self) -> str:
+        return say("no device was given")
+
+    def gather(self, rows: NDArray) -> Batch:
+        return {name: take(rows, False) for name, take in self._takers.items()}
+
+    def gather_on_one_core(self, rows: NDArray) -> Batch:
+        """The same with one thread, because the consumer works at the same time, perhaps on all other cores."""
+        return {name: take(rows, True) for name, take in self._takers.items()}
+
+    def begin(self, rows: NDArray) -> None:
+        """Nothing: batch_iterator.py decides whether a thread pays."""
+
+    def close(self) -> None:
+        """Nothing: buffers are freed with the last batch."""
+
+
+def _taker(column: Column, batch_size: int, tensor: Callable[[NDArray], Any] | None) -> Callable[[NDArray, bool], Any]:
+    kind = column.values.dtype if isinstance(column, Ragged) else column.dtype
+    wrap = tensor if tensor is not None and torch_holds(kind) else _unchanged
+    if isinstance(column, Ragged):
+        return partial(_rows, column, wrap)
+    take = _ArrayTaker(column, min(batch_size, len(column)))
+    return lambda rows, one_core: wrap(take(rows, one_core))
+
+
+class _ArrayTaker:
+    """The rows of one array, as bytes."""
+
+    def __init__(self, column: NDArray, most: int) -> None:
+        self._shape, self._dtype = column.shape[1:], column.dtype
+        self._row = prod(self._shape) * column.itemsize
+        self._bytes = column.reshape(len(column), prod(self._shape)).view(np.uint8) if self._row else None
+        self._copier = None if self._bytes is None else RowCopier(self._bytes)
+        self._buffers = BufferPool(most * self._row)
+
+    def __call__(self, rows: NDArray, one_core: bool) -> NDArray:
+        shape = (len(rows), *self._shape)
+        if self._copier is None:
+            return np.empty(shape, self._dtype)
+        out = self._buffers.take(len(rows) * self._row)
+        self._copier.copy(rows, out.reshape(len(rows), self._row), one_core=one_core)
+        return out.view(self._dtype).reshape(shape)
+
+
+def _rows(column: Ragged, wrap: Callable[[NDArray], Any], rows: NDArray, one_core: bool) -> list[Any]:
+    """Rows of different lengths: a list of arrays (copies: the originals are shared), or of strings."""
+    if column.text:
+        return [column[row] for row in rows.tolist()]
+    return [wrap(column[row].copy()) for row in rows.tolist()]
+
+
+def _unchanged(array: NDArray) -> NDArray:
+    return array
+
+
+def torch_holds(dtype: np.dtype[Any]) -> bool:
+    """Whether torch has tensors of that dtype; it has none for strings and dates."""
+    import torch
+
+    try:
+        torch.from_numpy(np.empty(0, dtype))
+    except TypeError:
+        return False
+    return True
+
+
+_LEAST_SHARED_COPY = 1 << 20  # bytes: below, starting a thread takes longer than the copy
+_MOST_THREADS = 8
+_TRIALS = 3  # per number of threads; the first may include page faults
+_clock = time.perf_counter
+
+
+class RowCopier:
+    """Copies rows of one array, with the number of threads that has been fastest so far.
+
+    One core does not use a machine's whole memory bandwidth: with two, batches of 12 MB are a sixth faster (AMD EPYC),
+    and batches of 1.5 MB a quarter slower, because a thread has to be started and waited for. So each number of threads
+    is tried a few times, and the fastest stays for all copies of about that size in this process. A thread lives for
+    one copy, as in batch_iterator.py and for the same reason.
+    """
+
+    def __init__(self, source: NDArray) -> None:
+        self._source = source
+
+    def copy(self, rows: NDArray, out: NDArray, *, one_core: bool = False) -> None:
+        """Copy the rows into ``out``; with ``one_core`` in this thread only."""
+        if one_core or len(rows) < 2 or out.nbytes < _LEAST_SHARED_COPY:
+            np.take(self._source, rows, axis=0, out=out, mode="clip")
+            return
+        row = out.nbytes // len(rows)
+        trials = _trials(out.nbytes.bit_length(), row.bit_length())
+        threads = trials.next()
+        if threads > 1 and not room_for_threads(threads - 1):
+            threads = 1  # a thread could end before it begins, and would be waited for
+        start = _clock()
+        _copy_rows(self._source, rows, out, threads)
+        if trials.open:
+            trials.record(threads, (_clock() - start) / out.nbytes)
+
+
+class _Trials:
+    """How long copies of one size took with each number of threads."""
+
+    def __init__(self, choices: list[int]) -> None:
+        self._least = dict.fromkeys(choices, float("inf"))
+        self._left = dict.fromkeys(choices, _TRIALS if len(choices) > 1 else 0)
+        self.open = len(choices) > 1
+        self._best = choices[0]
+
+    def next(self) -> int:
+        """How many threads to use now: each number in turn until all trials are done."""
+        return max(self._left, key=self._left.__getitem__) if self.open else self._best
+
+    def record(self, threads: int, seconds: float) -> None:
+        """Record seconds per byte."""
+        self._left[threads] -= 1
+        self._least[threads] = min(self._least[threads], seconds)
+        self._best = min(self._least, key=self._least.__getitem__)
+        self.open = any(left > 0 for left in self._left.values())
+
+
+@cache
+def _trials(_size: int, _row: int) -> _Trials:
+    """Shared by all copies whose size and row size are between the same powers of two."""
+    return _Trials(_choices(usable_cpus()))
+
+
+def _choices(cpus: int) -> list[int]:
+    """1, 2, 4 … threads, no more than there are CPUs."""
+    return [threads for threads in (1, 2, 4, _MOST_THREADS) if threads <= max(1, cpus)]
+
+
+def _copy_rows(source: NDArray, rows: NDArray, out: NDArray, threads: int) -> None:
+    borders = [len(rows) * part // threads for part in range(threads + 1)]
+    parts = [slice(first, last) for first, last in pairwise(borders) if first < last]
+    others = [_Part(source, rows[part], out[part]) for part in parts[1:]]
+    try:
+        np.take(source, rows[parts[0]], axis=0, out=out[parts[0]], mode="clip")
+    finally:
+        # Also after an exception: the memory must not be reused while other threads write to it.
+        for other in others:
+            other.wait()
+
+
+class _Part:
+    """The part of one thread, which has been started."""
+
+    def __init__(self, source: NDArray, rows: NDArray, out: NDArray) -> None:
+        self._source, self._rows, self._out = source, rows, out
+        self._problem: BaseException | None = None
+        self._done = _thread.allocate_lock()
+        self._done.acquire()
+        try:
+            _thread.start_new_thread(self._copy, ())
+        except RuntimeError:  # no thread can be started: copy in this one
+            self._copy()
+
+    def _copy(self) -> None:
+        try:
+            np.take(self._source, self._rows, axis=0, out=self._out, mode="clip")
+        except BaseException as problem:
+            self._problem = problem  # raised in the thread that waits
+        finally:
+            self._done.release()
+
+    def wait(self) -> None:
+        with self._done:
+            if self._problem is not None:
+                raise self._problem
+
+
+_PAGE = 4096
+_KEPT = 4  # free blocks: one being consumed, one ready, one being filled, one to spare
+
+
+class BufferPool:
+    """Page-aligned buffers of one size, reused once no batch uses them.
+
+    A batch's array refers to a block through a lease: the array, and any view or tensor of it, keeps the lease alive.
+    When the last of them is deleted, the block is returned. A consumer that keeps its batches gets new memory. Blocks
+    are private memory, so a forked child that drops its batches returns its own copy.
+
+    The block that came back last is reused first: it is most likely still in the CPU cache. Writing to a destination
+    off a page boundary is three times as slow (8 against 22 GB/s), so blocks begin on one.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        # Bounded: batches that a consumer drops all at once are returned to the system. Appending and popping are
+        # atomic, so a lease may end in any thread, between any two lines.
+        self._free: deque[_Block] = deque(maxlen=_KEPT)
+
+    def take(self, nbytes: int) -> NDArray:
+        """The first ``nbytes`` bytes of a free block, as uint8; the caller owns it until the array is deleted."""
+        try:
+            block = self._free.pop()
+        except IndexError:
+            block = _Block(np.empty(self.nbytes + _PAGE, np.uint8))
+        return np.asarray(_Lease(block, nbytes, self._free))
+
+
+class _Block:
+    """Memory, and the address of its first page: read once, because numpy takes a microsecond for it."""
+
+    __slots__ = ("_memory", "start")
+
+    def __init__(self, memory: NDArray) -> None:
+        self._memory = memory
+        address = memory.ctypes.data
+        self.start = address + -address % _PAGE
+
+
+class _Lease:
+    """The owner of the memory of a batch's array."""
+
+    __slots__ = ("__array_interface__", "_block", "_free")
+
+    def __init__(self, block: _Block, nbytes: int, free: deque[_Block]) -> None:
+        self._block, self._free = block, free
+        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (block.start, False)}
+
+    def __del__(self) -> None:
+        self._free.append(self._block)

@@ -1,0 +1,323 @@
+"""What the CUDA gatherers share: a side stream that prefetches one batch, row layout, resources kept per process.
+
+Ownership: the memory of a batch comes from torch's allocator on the side stream. When a batch is handed over, the
+consumer's stream waits until it is complete, and the allocator records that the consumer's stream uses the memory. So
+a batch that is dropped while the GPU still works on it is not overwritten. Its memory is free when the GPU is done,
+which may be many steps after the CPU; ``STEPS_AHEAD`` limits how far the CPU runs ahead, and so the memory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+
+from legroom.errors import UnsupportedData, UsageError
+from legroom.loader.batches.cuda_runtime import Driver, cannot_use_cuda
+from legroom.messages import say
+
+if TYPE_CHECKING:
+    import torch
+
+
+NDArray = np.ndarray[Any, Any]
+STEPS_AHEAD = 2
+_MOST_ORDER = 1 << 27  # bytes of an order that is kept in GPU memory
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedBatch:
+    """A batch that is complete on the side stream after the event ``done``."""
+
+    tensors: Mapping[str, torch.Tensor]
+    done: Any
+
+
+class SideStream:
+    """One side stream of a device."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.stream = driver.stream()
+        self._handed: deque[Any] = deque()
+
+    def limit_run_ahead(self) -> None:
+        """Wait until the consumer's stream is at most ``STEPS_AHEAD`` batches behind."""
+        while len(self._handed) > STEPS_AHEAD:
+            self._handed.popleft().synchronize()
+
+    @contextmanager
+    def queueing(self) -> Iterator[None]:
+        """A context in which this thread's work goes to the side stream.
+
+        Outside of ``inference_mode``: a batch that was prefetched under it can still be trained on.
+        """
+        import torch
+
+        with torch.inference_mode(False), self.driver.on(self.stream):
+            yield
+
+    def queued(self, tensors: Mapping[str, torch.Tensor]) -> QueuedBatch:
+        """The batch that was just queued, with the event after it."""
+        return QueuedBatch(tensors, self.driver.mark(self.stream))
+
+    def hand_over(self, batch: QueuedBatch) -> dict[str, torch.Tensor]:
+        """The batch, usable on this thread's current stream; only that stream waits."""
+        consumer = self.driver.current()
+        consumer.wait_event(batch.done)
+        for tensor in batch.tensors.values():
+            self.driver.record_use(tensor, consumer)
+        self._handed.append(self.driver.mark(consumer, sleep=True))
+        return dict(batch.tensors)
+
+    def drain(self) -> None:
+        """Wait until everything queued on the side stream is done."""
+        self._handed.clear()
+        self.stream.synchronize()
+
+
+class EpochOrder:
+    """Row numbers in GPU memory. The order of an epoch is sent whole with its first batch; batches get views of it."""
+
+    def __init__(self, driver: Driver, *, several_streams: bool = False) -> None:
+        self._driver, self._several_streams = driver, several_streams
+        self._sent: tuple[NDArray, torch.Tensor] | None = None
+
+    def on_device(self, rows: NDArray) -> torch.Tensor:
+        """The row numbers, usable on the current stream."""
+        whole = rows.base
+        if not isinstance(whole, np.ndarray) or not _is_order(whole) or not _is_order(rows):
+            return self._driver.row_numbers(rows)
+        if self._sent is None or self._sent[0] is not whole:
+            sent = self._driver.row_numbers(whole.view(np.int64))
+            if self._several_streams:
+                self._driver.synchronize()  # also for the previous order, which is freed now
+            self._sent = whole, sent
+        first = (rows.ctypes.data - whole.ctypes.data) // 8
+        return self._sent[1][first : first + len(rows)]
+
+    def drop(self) -> None:
+        """Free the order in GPU memory."""
+        self._sent = None
+
+
+def _is_order(rows: NDArray) -> bool:
+    """Whether the array is row numbers that nothing can change, so that a copy in GPU memory stays right."""
+    flags = rows.flags
+    return (
+        (rows.ndim, rows.itemsize) == (1, 8)
+        and flags.c_contiguous
+        and not flags.writeable
+        and rows.nbytes <= _MOST_ORDER
+    )
+
+
+class CudaGatherer(ABC):
+    """Base of the CUDA gatherers with a side stream: prefetch of one batch, closing, refusal in a forked child."""
+
+    path: str
+    why: str
+
+    def __init__(self, driver: Driver, path: str, why: str) -> None:
+        self.path, self.why = path, why
+        self.side = SideStream(driver)
+        self._prefetched: tuple[NDArray, Callable[[], QueuedBatch]] | None = None
+        self._pid = os.getpid()
+        self._open = True
+
+    def gather(self, rows: NDArray) -> dict[str, torch.Tensor]:
+        """The batch of these rows, ordered on the current stream; prefetched where ``begin`` had these rows."""
+        require_usable(self._pid, self._open)
+        begun, self._prefetched = self._prefetched, None
+        ready = begun[1] if begun is not None and begun[0] is rows else self._start(rows)
+        return self.side.hand_over(ready())
+
+    def begin(self, rows: NDArray) -> None:
+        """Prefetch the next batch: the GPU gathers it while it computes on the current one."""
+        require_usable(self._pid, self._open)
+        self._prefetched = rows, self._start(rows)
+
+    def close(self) -> None:
+        """Wait for queued work and release everything; returned batches stay valid."""
+        if not self._open or self._pid != os.getpid():
+            return
+        self._open = False
+        self._prefetched = None
+        self._stop()
+        self.side.drain()
+        self._release()
+
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Streams may be gone at exit, and the kernel releases everything.
+        if not at_exit() and getattr(self, "_open", False):
+            self.close()
+
+    @abstractmethod
+    def _start(self, rows: NDArray) -> Callable[[], QueuedBatch]:
+        """Start a batch; the returned function waits for it, where necessary, and returns it."""
+
+    def _stop(self) -> None:
+        """Stop threads, before the stream is waited for."""
+        return
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Release memory; no work is queued any more."""
+
+
+def require_usable(pid: int, is_open: bool) -> None:
+    """Refuse to gather in a fork of the process ``pid`` that opened the gatherer, and after ``close``."""
+    if pid != os.getpid():
+        raise cannot_use_cuda(say("it was forked from process {pid}, which uses CUDA", pid=pid))
+    if not is_open:
+        raise UsageError(
+            say("the batches are closed"), why=say("close() was called"), fix=(say("call data.batches(…) again"),)
+        )
+
+
+_INTEGER_BYTES = (8, 4, 2, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """How the rows of one column are moved: as the widest integers that divide a row.
+
+    Rows of 8-byte integers cross PCIe at full speed; rows with an odd number of bytes are moved byte by byte, which is
+    slower.
+    """
+
+    count: int
+    shape: tuple[int, ...]  # of one row
+    nbytes: int  # of one row
+    dtype: torch.dtype
+
+    def width(self, address: int) -> int:
+        """Bytes of the widest integer that divides a row and the address of the first row."""
+        return next(width for width in _INTEGER_BYTES if self.nbytes % width == 0 and address % width == 0)
+
+    def words(self, array: NDArray) -> NDArray:
+        """The contiguous column as rows of integers; nothing is copied."""
+        width = self.width(array.ctypes.data)
+        kind = np.dtype(f"i{width}" if width > 1 else "u1")
+        return array.reshape(-1).view(kind).reshape(self.count, self.nbytes // width)
+
+    def restore(self, words: torch.Tensor) -> torch.Tensor:
+        """Gathered rows of integers in the column's dtype and shape; nothing is copied."""
+        return words.view(self.dtype).view(len(words), *self.shape)
+
+    def empty(self, count: int, device: torch.device) -> torch.Tensor:
+        """An empty tensor for ``count`` rows."""
+        import torch
+
+        return torch.empty((count, *self.shape), dtype=self.dtype, device=device)
+
+
+def row_layout(name: str, column: NDArray) -> RowLayout:
+    """The layout of a column's rows; UnsupportedData where torch has no such dtype."""
+    import torch
+
+    shape = column.shape[1:]
+    try:
+        dtype = torch.from_numpy(np.empty(0, column.dtype)).dtype
+    except (TypeError, ValueError) as problem:
+        raise UnsupportedData(
+            say("{name} cannot be copied to a CUDA device", name=name),
+            why=say("torch {version} has no dtype for {dtype}", version=torch.__version__, dtype=column.dtype),
+            fix=(say("select other columns: keys=(…)"), say("or use format='numpy'")),
+        ) from problem
+    return RowLayout(len(column), shape, prod(shape) * column.dtype.itemsize, dtype)
+
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Resource:
+    value: Any
+    drop: Callable[[Any], None]
+    pid: int = field(default_factory=os.getpid)
+    users: int = 0
+    arrays: set[int] = field(default_factory=set)
+    dropped: bool = False
+
+
+class ResourceUse(Generic[T]):
+    """One use of a resource; a second release does nothing."""
+
+    __slots__ = ("_on_release", "resource")
+
+    def __init__(self, resource: T, on_release: Callable[[], None]) -> None:
+        self.resource = resource
+        self._on_release: Callable[[], None] | None = on_release
+
+    def release(self) -> None:
+        on_release, self._on_release = self._on_release, None
+        if on_release is not None:
+            on_release()
+
+
+class ResourceCache:
+    """Resources made once per process for some arrays: registered files, copies in GPU memory.
+
+    Registering takes 46 ms per GB and copying longer, so a program that calls ``data.batches`` every epoch must pay
+    once. A resource lives while a gatherer uses it or an array that it was made for exists, and is released after both.
+    Nothing is released at exit, when nothing can wait for the GPU, nor in a forked child, whose parent owns it.
+    """
+
+    def __init__(self) -> None:
+        self._resources: dict[Hashable, _Resource] = {}
+        # Finalizers of arrays may run anywhere in this thread, also while it holds the lock.
+        self._lock = threading.RLock()
+
+    def use(self, key: Hashable, array: Any, make: Callable[[], T], drop: Callable[[T], None]) -> ResourceUse[T]:
+        """Use the resource of that key; it is made where it does not exist yet."""
+        with self._lock:
+            while True:
+                found = self._resources.get(key)
+                if found is None or found.pid != os.getpid():  # the parent process owns it
+                    found = self._resources[key] = _Resource(make(), drop)
+                found.users += 1
+                if not found.dropped:  # otherwise a finalizer ran since
+                    break
+            if id(array) not in found.arrays:
+                found.arrays.add(id(array))
+                weakref.finalize(array, self._array_deleted, key, found, id(array)).atexit = False
+            value: T = found.value
+        return ResourceUse(value, partial(self._released, key, found))
+
+    def __contains__(self, key: Hashable) -> bool:
+        resource = self._resources.get(key)
+        return resource is not None and resource.pid == os.getpid()
+
+    def __len__(self) -> int:
+        return len(self._resources)
+
+    def _released(self, key: Hashable, resource: _Resource) -> None:
+        with self._lock:
+            resource.users -= 1
+            self._drop_if_idle(key, resource)
+
+    def _array_deleted(self, key: Hashable, resource: _Resource, array: int) -> None:
+        with self._lock:
+            resource.arrays.discard(array)
+            self._drop_if_idle(key, resource)
+
+    def _drop_if_idle(self, key: Hashable, resource: _Resource) -> None:
+        if resource.users == 0 and not resource.arrays and not resource.dropped and resource.pid == os.getpid():
+            resource.dropped = True
+            del self._resources[key]
+            resource.drop(resource.value)
+
+
+RESOURCES = ResourceCache()

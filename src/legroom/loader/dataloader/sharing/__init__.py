@@ -1,0 +1,28 @@
+"""``legroom.DataLoader(..., share="name")``: one set of workers makes the batches of several trainers.
+
+    trainer           in a trainer: the iterator, and its state
+    group             in a trainer: finds the producer or starts one, and asks it for batches
+    own_batches       in a trainer: makes the batches that the group does not have, and all while it is alone
+    private_slots     in a trainer: maps slots privately, returns them when a batch is gone
+    producer          makes the batches, and serves its trainers
+    producer_process  the process of the producer
+    start_producer    starts that process, with the dataset as a pickle or by fork
+    window            which batches are kept for which trainers, and where the sequence continues
+    connection        messages and descriptors between a trainer and the producer
+    group_folder      the sockets, locks and logs of all groups of a user
+    group_settings    what must be equal in a group
+    content_digest    digests of samples, batches and functions that are equal in different processes
+    seeding           order and random numbers as functions of the group's seed, the epoch and the batch
+
+Who changes what: the window is in the producer's memory alone, changed under one lock. A trainer changes nothing that
+is shared: it sends what it needs and what it has released. So no process can leave a shared structure half changed.
+
+What happens when a process is killed, whatever it was doing:
+
+    a trainer      the kernel closes its connection; the producer forgets its position and what it held
+    the producer   every trainer sees the closed connection and makes its batches itself. The first that gets the lock
+                   starts another, which makes a window of its own; batches in use stay mapped
+    a worker       the producer starts new workers at the same batch. If workers die at that batch again and again,
+                   every trainer gets the error
+    all of them    the kernel frees sockets, locks and memory; the next trainer starts as the first did
+"""

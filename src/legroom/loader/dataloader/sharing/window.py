@@ -1,0 +1,267 @@
+"""Which batches a producer keeps, for which trainers, and which it makes next: decisions alone, without I/O.
+
+The producer makes one sequence of batches. The window is the part of it that is made and kept: from the first batch
+that a trainer still needs to ``head``, the next one to be made. A trainer asks for one position at a time:
+
+    GRANT   it is in the window; the trainer holds it until it releases it
+    WAIT    it will be made within about a second; it is granted then
+    MISS    it was dropped, or is far ahead or behind: the trainer makes it itself
+
+A batch leaves the window when no trainer in the window needs it. Its slot is written again only when no trainer holds
+it: until then the batch is kept aside, and does not count.
+
+A trainer is in the window from a GRANT or WAIT to a MISS. While it is in, nothing it needs is dropped. If the window is
+full and another trainer waits for a batch that cannot be made for lack of space, the time is charged to the trainers
+that need the oldest batch. A trainer that has cost the others more than its patience is out: it makes its batches
+itself, and is in again when it has caught up. Charges fade, so that trainers of nearly the same speed stay together.
+
+A trainer that asks for the first time, and is only a few seconds behind, moves the sequence back to its position. One
+that is new, and has run ahead while the producer started, waits as long: those who start together stay together. If no
+trainer is near the window, the sequence starts again where most of them are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from legroom.loader.dataloader.sharing.seeding import Position
+
+WAIT_S = 1.0  # the longest that a trainer waits for a batch that is not being made yet
+JOIN_S = 5.0  # what a trainer that asks for the first time may be behind, or ahead if it is new
+FADE = 0.05  # of a trainer's charges, in a second: the slowdown that is tolerated
+
+
+class Answer(Enum):
+    """What a trainer gets for a position."""
+
+    GRANT = "grant"
+    WAIT = "wait"
+    MISS = "miss"
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """What the producer knows of a trainer."""
+
+    patience: float  # seconds that it may hold the others up
+    continuous: bool = False  # the time counts from the last moment when it held none up
+    new: bool = False  # it has had no other producer
+    cursor: Position | None = None  # the batch it needs next
+    asking: bool = False  # it waits for that batch
+    inside: bool = False  # in the window: nothing it needs is dropped
+    fresh: bool = True  # it has not asked for anything yet
+    charged: float = 0.0
+    made_itself: int = 0
+    granted: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A batch that is made."""
+
+    position: Position
+    nbytes: int
+    content: Any
+    serial: int
+    holders: set[int] = field(default_factory=set)
+
+
+class Window:
+    """The batches that are made, and the trainers that want them."""
+
+    def __init__(self, start: Position, length: Callable[[int], int], drop: Callable[[Entry], None]) -> None:
+        self.head = start  # the next batch to be made
+        self.entries: dict[Position, Entry] = {}  # in the order of the sequence
+        self.aside: dict[int, Entry] = {}  # that no trainer needs, but some hold
+        self.members: dict[int, Member] = {}
+        self.most, self.most_bytes = 2, None  # type: int, int | None
+        self.interval: float | None = None  # seconds between two batches, when they are made without a pause
+        self.in_production = 0  # batches that the workers are making
+        self.begun = False  # a batch was made since the sequence started here
+        self._length, self._drop = length, drop  # batches of an epoch; frees the memory of an entry
+        self._serial = 0
+
+    # Trainers
+
+    def join(self, number: int, patience: float, continuous: bool = False, new: bool = False) -> None:
+        """A trainer has come."""
+        self.members[number] = Member(patience, continuous, new)
+
+    def leave(self, number: int) -> None:
+        """A trainer is gone, and holds nothing any more."""
+        self.members.pop(number, None)
+        for entry in [*self.entries.values(), *self.aside.values()]:
+            entry.holders.discard(number)
+        self.trim()
+
+    def want(self, number: int, position: Position) -> Answer:
+        """A trainer asks for a batch."""
+        member = self.members[number]
+        member.cursor, member.asking = position, True
+        return self.answer(number)
+
+    def move(self, number: int, position: Position) -> None:
+        """A trainer is at another position and asks for nothing: it has left an epoch."""
+        member = self.members[number]
+        member.cursor, member.asking = position, False
+        self.trim()
+
+    def answer(self, number: int) -> Answer:
+        """What a trainer that asks gets now; GRANT makes it a holder of ``entries[cursor]`` (see ``granted``)."""
+        member = self.members[number]
+        assert member.cursor is not None
+        if member.cursor in self.entries:
+            member.inside, member.fresh, member.new = True, False, False
+            return Answer.GRANT
+        if self._awaited(member.cursor, JOIN_S if member.new else WAIT_S):
+            member.inside, member.fresh = True, False
+            return Answer.WAIT
+        member.inside = member.asking = False
+        member.made_itself += 1
+        return Answer.MISS
+
+    def granted(self, number: int) -> Entry:
+        """The batch that a trainer gets by GRANT; it holds it from now on."""
+        member = self.members[number]
+        assert member.cursor is not None
+        entry = self.entries[member.cursor]
+        entry.holders.add(number)
+        member.cursor, member.asking = self._after(member.cursor), False
+        member.granted += 1
+        self.trim()
+        return entry
+
+    def release(self, number: int, serial: int) -> Entry | None:
+        """A trainer uses a batch no more."""
+        entry = self.aside.get(serial) or next((one for one in self.entries.values() if one.serial == serial), None)
+        if entry is not None:
+            entry.holders.discard(number)
+            self.trim()
+        return entry
+
+    # Batches
+
+    def room(self) -> bool:
+        """Whether another batch may be made."""
+        if not self.members:
+            return False
+        if len(self.entries) < 2:
+            return True
+        largest = max(entry.nbytes for entry in self.entries.values())
+        used = sum(entry.nbytes for entry in self.entries.values())
+        return len(self.entries) < self.most and (self.most_bytes is None or used + largest <= self.most_bytes)
+
+    def add(self, nbytes: int, content: Any) -> Entry:
+        """The batch at ``head`` is made."""
+        self._serial += 1
+        entry = self.entries[self.head] = Entry(self.head, nbytes, content, self._serial)
+        self.begun = True
+        self.head = self._after(self.head)
+        self.trim()
+        return entry
+
+    def restart(self, start: Position) -> None:
+        """Continue at another position. What was made is dropped when no trainer holds it."""
+        for entry in list(self.entries.values()):
+            self._remove(entry)
+        self.head, self.begun = start, False
+        for member in self.members.values():
+            member.inside = False
+
+    def trim(self) -> None:
+        """Drop what no trainer needs or holds."""
+        needed = [one.cursor for one in self.members.values() if one.inside and one.cursor is not None]
+        first = min(needed, default=None)
+        if first is not None:
+            for entry in list(self.entries.values()):
+                if entry.position >= first:
+                    break
+                self._remove(entry)
+        for serial, entry in list(self.aside.items()):
+            if not entry.holders:
+                del self.aside[serial]
+                self._drop(entry)
+
+    def _remove(self, entry: Entry) -> None:
+        del self.entries[entry.position]
+        if entry.holders:
+            self.aside[entry.serial] = entry
+        else:
+            self._drop(entry)
+
+    # Time
+
+    def charge(self, seconds: float) -> None:
+        """So much time has passed: charge it to the trainers for which others wait, and let go of the slowest."""
+        blocking = self._blocking()
+        for member in self.members.values():
+            if member in blocking:
+                member.charged += seconds
+                if member.charged > member.patience:
+                    member.inside, member.charged = False, 0.0
+            elif member.continuous:
+                member.charged = 0.0
+            else:
+                member.charged = max(0.0, member.charged - FADE * seconds)
+        if blocking:
+            self.trim()
+
+    def _blocking(self) -> list[Member]:
+        """The trainers that need the oldest batch, if the window is full and others wait for a new one."""
+        waiting = [one for one in self.members.values() if one.asking and one.inside and one.cursor not in self.entries]
+        if not waiting or not self.entries or self.room():
+            return []
+        first = next(iter(self.entries))
+        return [one for one in self.members.values() if one.inside and not one.asking and one.cursor == first]
+
+    def slow(self) -> list[int]:
+        """The trainers for which others wait at this moment, and those that are out."""
+        blocking = self._blocking()
+        return [number for number, one in self.members.items()
+                if one in blocking or (one.cursor is not None and not one.inside and not one.fresh)]  # fmt: skip
+
+    def better_start(self) -> Position | None:
+        """Where the sequence should start again, or None."""
+        placed = [one.cursor for one in self.members.values() if one.cursor is not None]
+        if not placed or not self.begun:  # a trainer that makes its own may be faster than workers that start
+            return None
+        first = next(iter(self.entries), self.head)
+        behind = [one for one in self.members.values() if one.fresh and one.cursor is not None and one.cursor < first]
+        near = [one.cursor for one in behind if one.cursor is not None and self._near(one.cursor, first)]
+        for one in behind:
+            one.fresh = False
+        if near:
+            return min(near)
+        if any(first <= cursor and (cursor <= self.head or self._awaited(cursor)) for cursor in placed):
+            return None
+        return max(placed, key=lambda at: (sum(self._near(at, one) for one in placed), at))
+
+    def _near(self, position: Position, first: Position) -> bool:
+        distance = self._distance(position, first)
+        if distance is None:
+            return False
+        if distance <= max(self.most, self.in_production):
+            return True
+        return self.interval is not None and distance * self.interval <= JOIN_S
+
+    def _awaited(self, position: Position, seconds: float = WAIT_S) -> bool:
+        """Whether a batch will be made within so many seconds, or is being made."""
+        if position < self.head or self.interval is None:
+            return False
+        distance = self._distance(self.head, position)
+        return distance is not None and (distance < self.in_production or distance * self.interval <= seconds)
+
+    def _distance(self, start: Position, end: Position) -> int | None:
+        """Batches from one position to another; None if that is far, or behind."""
+        if start > end or end[0] > start[0] + 1:
+            return None
+        if start[0] == end[0]:
+            return end[1] - start[1]
+        return self._length(start[0]) - start[1] + end[1]
+
+    def _after(self, position: Position) -> Position:
+        epoch, number = position
+        return (epoch, number + 1) if number + 1 < self._length(epoch) else (epoch + 1, 0)

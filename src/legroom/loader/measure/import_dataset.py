@@ -1,0 +1,140 @@
+"""Imports a dataset that is named ``module:object`` or ``file.py:object``, and finds out what kind it is.
+
+The import runs in a child process (dataset_child.py, trial.py), where it can do no harm.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import ismodule
+from pathlib import Path
+from typing import Any
+
+from legroom.errors import MissingKey, UsageError
+from legroom.messages import listed, phrase, say
+from legroom.system.imports import require
+
+_SHOWN = 10  # names of a module that are listed if the requested one is missing
+
+
+def split_name(spec: str) -> tuple[str, str]:
+    """Module or file, and the dotted name of the object in it."""
+    home, colon, name = spec.rpartition(":")
+    if not colon or not home or not all(part.isidentifier() for part in name.split(".")):
+        raise UsageError(
+            say("{spec!r} is not the name of a dataset", spec=spec),
+            why=say("a name is a module or a file, a colon, and an object in it"),
+            fix=(say("for example data.faces:train_set or train.py:make_dataset"),),
+        )
+    return home, name
+
+
+def import_object(spec: str) -> Any:
+    """Import the object; the module may run any code."""
+    home, name = split_name(spec)
+    found: Any = _module(home)
+    where = home
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise _no_object(where, part, found) from None
+        where += ("." if ":" in where else ":") + part
+    return found
+
+
+def _no_object(where: str, name: str, found: Any) -> MissingKey:
+    there = [one for one in dir(found) if not one.startswith("_") and not ismodule(getattr(found, one, None))]
+    near = difflib.get_close_matches(name, there, n=3, cutoff=0.5)
+    return MissingKey(
+        say("{where} has no {key!r}", where=where, key=name),
+        why=say("its names are: {shown}", shown=listed(there[:_SHOWN]) or say("none")),
+        fix=tuple(say("did you mean {near!r}?", near=one) for one in near)
+        or (say("pass module:object with an object of this module"),),
+    )
+
+
+def _no_module(home: str) -> MissingKey:
+    return MissingKey(
+        say("there is no module {home}", home=home),
+        why=say("the current directory is {cwd}", cwd=os.getcwd()),
+        fix=(say("change to the directory of the module, or pass its file: path/to/data.py:train_set"),),
+    )
+
+
+def _module(home: str) -> Any:
+    if not home.endswith(".py"):
+        try:
+            return importlib.import_module(home)
+        except ModuleNotFoundError as problem:
+            # Not a module that it imports.
+            if problem.name is None or not (home + ".").startswith(problem.name + "."):
+                raise
+            raise _no_module(home) from None
+    path = Path(home).resolve()
+    if not path.exists():
+        raise _no_module(home)
+    # Not __main__: so a script's guard keeps its training from starting. Spawned workers import it by name.
+    name = path.stem
+    described = importlib.util.spec_from_file_location(name, path)
+    if described is None or described.loader is None:
+        raise ImportError(say("cannot import {home}", home=home))
+    module = importlib.util.module_from_spec(described)
+    sys.path.insert(0, str(path.parent))
+    sys.modules[name] = module
+    described.loader.exec_module(module)
+    return module
+
+
+@dataclass(frozen=True, slots=True)
+class FoundDataset:
+    """A dataset and its collate function; None: torch's default_collate."""
+
+    dataset: Any
+    collate_fn: Callable[[Any], Any] | None
+
+
+def find_dataset(spec: str, collate: str | None) -> FoundDataset:
+    """The dataset of a name: the object, what it returns when called without arguments, or that of a DataLoader."""
+    thing = import_object(spec)
+    if isinstance(thing, type) or (callable(thing) and not _draws(thing)):
+        thing = thing()
+    chosen = import_object(collate) if collate else None
+    if isinstance(thing, require("torch.utils.data", "torch", phrase("measuring a dataset")).DataLoader):
+        return FoundDataset(thing.dataset, chosen or thing.collate_fn)
+    if not _draws(thing):
+        raise TypeError(
+            say("{spec} is a {kind}, which has neither __getitem__ nor __iter__", spec=spec, kind=type(thing).__name__)
+        )
+    return FoundDataset(thing, chosen)
+
+
+def _draws(thing: Any) -> bool:
+    return any(hasattr(type(thing), name) for name in ("__getitem__", "__getitems__", "__iter__"))
+
+
+def length(dataset: Any) -> int | None:
+    """Number of samples; None if the dataset does not define it."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+    except Exception:
+        if is_iterable(dataset):  # a DataLoader never calls it
+            return None
+        raise
+
+
+def is_iterable(dataset: Any) -> bool:
+    """Whether it can only be iterated over: torch's IterableDataset has a ``__getitem__`` too, which raises."""
+    from torch.utils.data import IterableDataset
+
+    if isinstance(dataset, IterableDataset):
+        return True
+    return not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__getitems__")

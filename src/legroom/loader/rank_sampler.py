@@ -1,0 +1,163 @@
+"""Which rows each rank gets, and in which order; the rank of this process and the world size.
+
+The permutation of an epoch and its division among ranks are pure functions, so that every rank, and a resumed run with
+another world size, computes the same.
+
+Rank and world size come from arguments, torch.distributed or the launcher's environment.
+torch is asked only where the program has imported torch.distributed itself. In a Slurm batch script SLURM_PROCID=0 and
+SLURM_NTASKS are set although one process runs; only SLURM_STEP_NUM_TASKS describes this process.
+Ranks that share their data (tensor or pipeline parallelism) must pass rank and world_size.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+
+from legroom.errors import UsageError
+from legroom.messages import say
+
+NDArray = np.ndarray[Any, Any]
+Uneven = Literal["pad", "drop", "all"]
+UNEVEN: tuple[Uneven, ...] = get_args(Uneven)
+
+
+class SampledBatch(NamedTuple):
+    """One rank's batch: a range of positions in the order (past its end it wraps around), and the position after."""
+
+    first: int
+    last: int
+    after: int  # the position once every rank has had its batch
+
+
+@dataclass(frozen=True, slots=True)
+class RankSampler:
+    """The batches that one rank gets of an order of ``rows`` rows.
+
+    In each step every rank gets one batch: rank r of W takes the r-th of the next W × batch_size positions. So after
+    any number of steps a prefix of the order has been given out. Its length is the whole progress, and another world
+    size or batch size can resume from it without skipping or repeating a row. The rest for the last step is split
+    evenly, by ``uneven``:
+
+        pad    every rank gets the same number, filled up with rows from the start (as torch's DistributedSampler)
+        drop   every rank gets the same number; fewer than W rows are left out
+        all    every row once; ranks may differ by one row, and so by one batch
+    """
+
+    rows: int
+    batch_size: int
+    drop_last: bool = False
+    rank: int = 0
+    world_size: int = 1
+    uneven: Uneven = "pad"
+
+    def step(self, position: int) -> SampledBatch | None:
+        """The batch after ``position`` rows have been given out; None: nothing is left for this rank."""
+        left = self.rows - position
+        if left >= self.batch_size * self.world_size:
+            first = position + self.rank * self.batch_size
+            return SampledBatch(first, first + self.batch_size, position + self.batch_size * self.world_size)
+        first, last = self._tail(left)
+        if first == last or (self.drop_last and last - first < self.batch_size):
+            return None
+        return SampledBatch(position + first, position + last, self.rows)
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch."""
+        full, left = divmod(self.rows, self.batch_size * self.world_size)
+        return full + (self.step(self.rows - left) is not None)
+
+    def _tail(self, left: int) -> tuple[int, int]:
+        """This rank's part of the last rows, which are fewer than a step takes."""
+        each, over = divmod(left, self.world_size)
+        if self.uneven == "all":
+            first = self.rank * each + min(self.rank, over)
+            return first, first + each + (self.rank < over)
+        if self.uneven == "pad" and over:
+            each += 1
+        return self.rank * each, (self.rank + 1) * each
+
+
+def permutation(rows: int, seed: int, epoch: int) -> NDArray:
+    """The row numbers 0 … rows-1 in the order of that epoch, as int64: a function of (rows, seed, epoch) alone.
+
+    Every row gets 64 bits of Philox under the key (seed, epoch), with the low bits replaced by its own number, and the
+    rows are sorted by that. numpy guarantees the raw stream of a bit generator, but not the result of ``permutation``
+    and ``shuffle``. No two keys are equal, so every sort gives the same result. (Two rows whose random bits agree stay
+    in ascending order: for a million rows, one pair in thirty epochs.)
+    """
+    keys = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(rows)
+    numbers = np.uint64((1 << max(0, rows - 1).bit_length()) - 1)
+    keys &= ~numbers
+    keys |= np.arange(rows, dtype=np.uint64)
+    keys.sort()
+    keys &= numbers
+    keys.flags.writeable = False  # copies of the order on a GPU stay right
+    return keys.view(np.int64)
+
+
+LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),  # torchrun, accelerate, DeepSpeed
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),  # MVAPICH
+    ("PMI_RANK", "PMI_SIZE"),  # MPICH, Intel MPI
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # srun
+)
+
+
+def rank_and_world(
+    rank: int | None, world_size: int | None, env: Mapping[str, str], group: tuple[int, int] | None = None
+) -> tuple[int, int]:
+    """Rank and world size: the arguments, else the process group's, else the launcher's, else 0 of 1."""
+    if rank is not None or world_size is not None:
+        if rank is None or world_size is None:
+            raise UsageError(
+                say("pass both rank and world_size (got rank={rank}, world_size={world})", rank=rank, world=world_size),
+                why=say("the rows of a rank depend on both"),
+                fix=(say("pass both"), say("or pass neither: torch.distributed or the launcher's environment is used")),
+            )
+        return _checked(rank, world_size, say("the arguments rank and world_size"))
+    if group is not None:
+        return _checked(*group, "torch.distributed")
+    for rank_name, world_name in LAUNCHERS:
+        if rank_name in env and world_name in env:
+            where = say("the environment variables {rank} and {world}", rank=rank_name, world=world_name)
+            return _checked(_number(env[rank_name], rank_name), _number(env[world_name], world_name), where)
+    return 0, 1
+
+
+def process_group() -> tuple[int, int] | None:
+    """Rank and world size of torch's default process group, if it is initialized."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def _number(text: str, name: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(
+            say("{name} must be an integer (got {text!r})", name=name, text=text),
+            why=say("rank and world_size are read from the launcher's environment"),
+            fix=(say("unset {name}", name=name), say("or pass rank and world_size")),
+        ) from None
+
+
+def _checked(rank: int, world_size: int, where: str) -> tuple[int, int]:
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise UsageError(
+            say(
+                "rank must be from 0 to world_size - 1 (got rank={rank}, world_size={world})",
+                rank=rank,
+                world=world_size,
+            ),
+            why=say("the values come from {where}", where=where),
+            fix=(say("pass a matching rank and world_size"),),
+        )
+    return rank, world_size

@@ -1,0 +1,408 @@
+"""One copy in GPU memory for every process: made by the first, handed on by any that has it, freed with the last.
+
+The memory is allocated with CUDA's virtual memory functions and exported as a file descriptor. Each process that has it
+listens on a Unix socket in the store's folder ``gpu`` and sends the descriptor to processes of the same user that ask.
+There is no daemon: the driver frees the memory when the last descriptor and the last map are gone, also after kill -9.
+
+One process makes a copy while the others wait for its lock. A socket whose process is gone refuses connections and is
+removed by the next process that asks. Forked children close what they inherit: they cannot use CUDA, and must not
+keep the memory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from legroom.cache import locks
+from legroom.gpu.cuda_driver_api import READ, READ_WRITE, CudaRefused
+from legroom.messages import say
+from legroom.system.process_control import start_daemon_thread
+from legroom.system.unix_sockets import (
+    FOLDER_FLAGS,
+    HIDDEN,
+    address,
+    listen,
+    open_private_folder,
+    require_same_user,
+    unlink,
+)  # fmt: skip
+
+FOLDER = "gpu"  # in a store
+SOCKET, LOCK = ".sock", ".lock"
+_VERSION = 1
+_PATIENCE_S = 2.0  # for a process that has a copy to answer: it may be stopped, or hold the interpreter lock
+_LOCK_S, _SLOWEST, _POLL_S = 10.0, 0.5e9, 0.005  # for a copy that another process makes; bytes per second
+_UNFINISHED_S = 60.0
+_MESSAGE = 64 << 10
+
+
+class Allocator(Protocol):
+    """What is needed of gpu.driver_api.DriverApi."""
+
+    def enter(self) -> None: ...
+    def uuid(self) -> str: ...
+    def why_no_shared_memory(self) -> str | None: ...
+    def granularity(self) -> int: ...
+    def create(self, size: int) -> int: ...
+    def export(self, handle: int) -> int: ...
+    def adopt(self, fd: int) -> int: ...
+    def map(self, handle: int, size: int, access: int) -> int: ...
+    def set_access(self, address: int, size: int, access: int) -> None: ...
+    def unmap(self, address: int, size: int) -> None: ...
+    def release(self, handle: int) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class SharedCopy:
+    """GPU memory that several processes map. ``close`` unmaps it here; queued work must be done before."""
+
+    key: str
+    address: int
+    size: int  # bytes that are mapped
+    made_here: bool
+    read_only: bool
+    fd: int
+    handle: int
+    api: Allocator
+    server: _Server
+    users: int = 1  # in this process
+    pid: int = field(default_factory=os.getpid)
+
+    def close(self) -> None:
+        """End one use; the last one unmaps the memory and stops handing it on."""
+        if self.fd < 0 or self.pid != os.getpid() or not self.server.withdraw(self):
+            return
+        fd, self.fd = self.fd, -1
+        os.close(fd)
+        self.api.enter()
+        self.api.unmap(self.address, self.size)
+        self.api.release(self.handle)
+
+
+def share(
+    api: Allocator, store: Path, name: str, nbytes: int, fill: Callable[[int], None], *, check_room: Callable[[], None]
+) -> SharedCopy:
+    """The copy called ``name`` on this device: from a process that has it, else made here.
+
+    ``fill`` writes ``nbytes`` to a device address and returns when they are there; ``check_room`` raises if the memory
+    does not suffice. CudaRefused says why memory cannot be shared here.
+    """
+    api.enter()
+    if (why_not := api.why_no_shared_memory()) is not None:
+        raise CudaRefused(why_not)
+    folder = _open_folder(store)
+    try:
+        key = hashlib.sha256(f"{api.uuid()} {name}".encode()).hexdigest()[:32]
+        size = -(-max(nbytes, 1) // (grain := api.granularity())) * grain
+        server = _server(store / FOLDER)
+        if (found := server.own(key, size) or _from_others(api, folder, key, size, server)) is not None:
+            return found
+        with _lock(folder, key, _LOCK_S + size / _SLOWEST):
+            if (found := server.own(key, size) or _from_others(api, folder, key, size, server)) is not None:
+                return found
+            check_room()
+            return _make(api, key, size, fill, server)
+    finally:
+        os.close(folder)
+
+
+def _make(api: Allocator, key: str, size: int, fill: Callable[[int], None], server: _Server) -> SharedCopy:
+    handle = api.create(size)
+    try:
+        address = api.map(handle, size, READ_WRITE)
+        try:
+            fill(address)
+            read_only = _protect(api, address, size)
+            fd = api.export(handle)
+        except BaseException:
+            api.unmap(address, size)
+            raise
+    except BaseException:
+        api.release(handle)
+        raise
+    os.set_inheritable(fd, False)
+    return server.offer(SharedCopy(key, address, size, True, read_only, fd, handle, api, server))
+
+
+def _protect(api: Allocator, address: int, size: int) -> bool:
+    try:
+        api.set_access(address, size, READ)
+    except CudaRefused:
+        return False
+    return True
+
+
+def _adopt(api: Allocator, key: str, size: int, fd: int, server: _Server) -> SharedCopy:
+    try:
+        handle = api.adopt(fd)
+        try:
+            try:
+                address, read_only = api.map(handle, size, READ), True
+            except CudaRefused:  # a driver that maps for reading and writing only
+                address, read_only = api.map(handle, size, READ_WRITE), False
+        except BaseException:
+            api.release(handle)
+            raise
+    except BaseException:
+        os.close(fd)
+        raise
+    return server.offer(SharedCopy(key, address, size, False, read_only, fd, handle, api, server))
+
+
+# Asking other processes
+
+
+def _from_others(api: Allocator, folder: int, key: str, size: int, server: _Server) -> SharedCopy | None:
+    for answer, fd in _ask_all(folder, {"want": key}, skip=server.name):
+        if fd is None:
+            continue
+        if answer.get("size") != size:  # another granularity: another driver version in another container
+            os.close(fd)
+            continue
+        try:
+            return _adopt(api, key, size, fd, server)
+        except CudaRefused:
+            continue  # a device that this process may not map: a copy of its own remains
+    return None
+
+
+def holders(store: Path) -> list[dict[str, Any]]:
+    """The processes that have copies in GPU memory: pid, command, and bytes by key."""
+    try:
+        folder = os.open(store / FOLDER, FOLDER_FLAGS)
+    except OSError:
+        return []
+    try:
+        return [answer for answer, _ in _ask_all(folder, {"list": True}) if "copies" in answer]
+    finally:
+        os.close(folder)
+
+
+def _ask_all(folder: int, question: dict[str, Any], skip: str = "") -> Iterator[tuple[dict[str, Any], int | None]]:
+    """The answers of all processes that listen; sockets of processes that are gone are removed."""
+    for name in sorted(os.listdir(folder)):
+        if not name.endswith((SOCKET, HIDDEN)) or name == skip:
+            continue
+        if name.endswith(HIDDEN):
+            _remove_unfinished(folder, name)
+            continue
+        try:
+            yield _ask(folder, name, question)
+        except ConnectionRefusedError:
+            unlink(folder, name)
+        except (OSError, ValueError):
+            continue  # stopped, closing, or not one of ours
+
+
+def _ask(folder: int, name: str, question: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as there:
+        there.settimeout(_PATIENCE_S)
+        there.connect(address(folder, name))
+        require_same_user(there)
+        there.send(json.dumps({"version": _VERSION, **question}).encode())
+        message, fds, flags, _ = socket.recv_fds(there, _MESSAGE, 1)
+    fd = fds[0] if fds else None
+    try:
+        if fd is not None:
+            os.set_inheritable(fd, False)
+        answer = json.loads(message)
+        if not isinstance(answer, dict) or flags & socket.MSG_CTRUNC:
+            raise ValueError("not an answer")
+    except BaseException:
+        if fd is not None:
+            os.close(fd)
+        raise
+    return answer, fd
+
+
+def _remove_unfinished(folder: int, name: str) -> None:
+    """Remove the socket of a process that was killed before it listened; others listen within milliseconds."""
+    try:
+        if time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_ctime > _UNFINISHED_S:
+            unlink(folder, name)
+    except OSError:
+        pass
+
+
+# Handing copies on
+
+
+class _Server:
+    """The socket and the thread with which this process hands its copies on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.name = f"{os.getpid()}-{secrets.token_hex(6)}{SOCKET}"
+        self._copies: dict[str, SharedCopy] = {}
+        self._lock = threading.Lock()
+        self._listening: socket.socket | None = None
+        self.pid = os.getpid()
+
+    def offer(self, copy: SharedCopy) -> SharedCopy:
+        """Hand this copy on from now on."""
+        with self._lock:
+            self._copies[copy.key] = copy
+            if self._listening is None:
+                self._listen()
+        return copy
+
+    def own(self, key: str, size: int) -> SharedCopy | None:
+        """The copy that this process has already, with one more user."""
+        with self._lock:
+            copy = self._copies.get(key)
+            if copy is None or copy.size != size:
+                return None
+            copy.users += 1
+            return copy
+
+    def withdraw(self, copy: SharedCopy) -> bool:
+        """End one use. After the last one it is not handed on any more; the socket goes with the last copy."""
+        with self._lock:
+            copy.users -= 1
+            if copy.users > 0:
+                return False
+            if self._copies.get(copy.key) is copy:
+                del self._copies[copy.key]
+            if not self._copies:
+                self._stop()
+            return True
+
+    def _listen(self) -> None:
+        folder = os.open(self.folder, FOLDER_FLAGS)
+        try:
+            listening = listen(folder, self.name)
+        finally:
+            os.close(folder)
+        self._listening = listening
+        if start_daemon_thread(partial(self._serve, listening), "legroom-gpu-copies") is None:
+            self._stop()  # the copies are used here and not handed on
+
+    def _serve(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                there, _ = listening.accept()
+            except OSError:
+                return  # closed
+            with there:
+                try:
+                    there.settimeout(_PATIENCE_S)
+                    require_same_user(there)
+                    self._answer(there, json.loads(there.recv(_MESSAGE)))
+                except (OSError, ValueError, TypeError):
+                    continue
+
+    def _answer(self, there: socket.socket, question: dict[str, Any]) -> None:
+        if question.get("version") != _VERSION:
+            return
+        with self._lock:
+            if "list" in question:
+                copies = {key: copy.size for key, copy in self._copies.items()}
+                there.send(json.dumps({"pid": self.pid, "copies": copies}).encode())
+                return
+            copy = self._copies.get(str(question.get("want")))
+            if copy is None or copy.fd < 0:
+                there.send(b"{}")
+            else:
+                socket.send_fds(there, [json.dumps({"size": copy.size}).encode()], [copy.fd])
+
+    def _stop(self) -> None:
+        listening, self._listening = self._listening, None
+        if listening is None:
+            return
+        try:
+            os.unlink(self.folder / self.name)
+        except OSError:
+            pass
+        try:
+            listening.shutdown(socket.SHUT_RDWR)  # ends accept in the thread
+        except OSError:
+            pass
+        listening.close()
+
+    def stop_at_exit(self) -> None:
+        """Remove the socket; the kernel frees the rest."""
+        if self.pid == os.getpid() and self._lock.acquire(timeout=1):
+            self._stop()
+
+    def forget_in_child(self) -> None:
+        """In a forked child: close what keeps the memory or the socket alive. CUDA cannot be used here."""
+        if self._listening is not None:
+            os.close(self._listening.detach())
+        for copy in self._copies.values():
+            fd, copy.fd = copy.fd, -1
+            if fd >= 0:
+                os.close(fd)
+        self._copies.clear()
+
+
+_servers: dict[Path, _Server] = {}
+_servers_lock = threading.Lock()
+_hooked = False
+
+
+def _server(folder: Path) -> _Server:
+    global _hooked
+    with _servers_lock:
+        if not _hooked:
+            os.register_at_fork(after_in_child=_forget_in_child)
+            atexit.register(_stop_at_exit)
+            _hooked = True
+        found = _servers.get(folder)
+        if found is None or found.pid != os.getpid():
+            found = _servers[folder] = _Server(folder)
+        return found
+
+
+def _forget_in_child() -> None:
+    global _servers_lock
+    _servers_lock = threading.Lock()  # another thread may have held it while this one forked
+    for server in _servers.values():
+        server.forget_in_child()
+    _servers.clear()
+
+
+def _stop_at_exit() -> None:
+    for server in _servers.values():
+        server.stop_at_exit()
+
+
+# The folder and its locks
+
+
+def _open_folder(store: Path) -> int:
+    path = store / FOLDER
+    try:
+        return open_private_folder(path)
+    except OSError as problem:
+        raise CudaRefused(say("{path}: {words}", path=path, words=problem.strerror)) from problem
+
+
+@contextmanager
+def _lock(folder: int, key: str, patience: float) -> Iterator[None]:
+    """One process at a time makes a copy. The lock file is removed with the lock."""
+    name = key + LOCK
+    end = time.monotonic() + patience
+    while (lock := locks.acquire(folder, name)) is None:
+        if time.monotonic() > end:
+            raise CudaRefused(
+                say("another process has been copying it for {seconds:.0f} s and does not finish", seconds=patience)
+            )
+        time.sleep(_POLL_S)
+    try:
+        yield
+    finally:
+        unlink(folder, name)
+        lock.release()

@@ -1,0 +1,359 @@
+"""The files of a stream: finding them, reading their schemas and row groups once, skipping row groups by a filter.
+
+A row group here is a Parquet row group or a record batch of an Arrow file. An Arrow stream cannot be entered in the
+middle, so it is one group. Rows are always filtered one by one as well: statistics only rule out whole groups.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from legroom.cache.download_area import temporary_file
+from legroom.cache.find_or_build import source_paths
+from legroom.errors import MissingKey, SourceChanged, UnknownFormat, UnreadableSource, UnsupportedData, UsageError
+from legroom.formats.arrow_reader import ArrowReader
+from legroom.formats.base_reader import missing_key
+from legroom.formats.data_file import SourceFile, unreadable
+from legroom.formats.detect import open_source
+from legroom.formats.table_reader import arrow_errors
+from legroom.loader.stream import arrow_ipc, parquet_row_groups
+from legroom.messages import listed, phrase, say
+from legroom.remote.object_stamp import ObjectStamp
+from legroom.remote.object_store import RemoteObject
+from legroom.remote.object_url import ObjectUrl, SourcePath, is_url, local_path
+from legroom.remote.remote_errors import object_changed
+from legroom.system.imports import require
+
+FileKind = Literal["parquet", "arrow", "arrow-stream"]
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """One file, as it was when the stream was created."""
+
+    path: SourcePath
+    kind: FileKind
+    size: int
+    changed: int  # its modification time
+    stamp: ObjectStamp | None = None  # of a remote object
+
+    def local(self, *, whole: bool = True) -> AbstractContextManager[Path]:
+        """The file on this machine. A remote object fills it while it is read, and it is removed afterwards."""
+        if self.stamp is None:
+            return nullcontext(Path(self.path))
+        return _local(self.path, self.stamp, whole)
+
+    def require_unchanged(self) -> None:
+        """Refuse a file that has changed since its rows were counted."""
+        if isinstance(self.path, ObjectUrl):
+            if RemoteObject(self.path).stat() != self.stamp:
+                raise object_changed(self.path)
+            return
+        found = os.stat(self.path)
+        if (found.st_size, found.st_mtime_ns) != (self.size, self.changed):
+            raise SourceChanged(
+                say("{path} changed since the stream was made", path=self.path),
+                why=say("{now} bytes now, {then} before", now=found.st_size, then=self.size),
+                fix=(say("create the stream again when its files no longer change"),),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Rows that are read together."""
+
+    file: int  # which file of the catalog
+    index: int  # which group of that file
+    rows: int
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """All files and groups of a stream, in order."""
+
+    files: tuple[DataFile, ...]
+    groups: tuple[RowGroup, ...]
+    schema: Any  # of the columns asked for, in the order asked for
+    condition: RowFilter | None
+    digest: str = ""  # the same for the same files and columns in any directory
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self.schema.names)
+
+    @property
+    def read_columns(self) -> tuple[str, ...]:
+        """The columns asked for and those that the filter needs."""
+        needed = () if self.condition is None else self.condition.columns
+        return tuple(dict.fromkeys((*self.columns, *needed)))
+
+    @property
+    def rows(self) -> int:
+        return sum(group.rows for group in self.groups)
+
+    def pruned(self) -> Catalog:
+        """The catalog without the row groups in which no row can pass the filter."""
+        if self.condition is None:
+            return self
+        kept: list[RowGroup] = []
+        for number, file in enumerate(self.files):
+            own = [group for group in self.groups if group.file == number]
+            if file.kind == "parquet":
+                with file.local(whole=False) as path:
+                    worth = groups_worth_reading(path, self.condition.expression, {group.index for group in own})
+                own = [group for group in own if group.index in worth]
+            kept += own
+        return replace(self, groups=tuple(kept))
+
+
+def read_catalog(paths: Sequence[SourcePath], columns: str | Iterable[str] | None, filters: Any) -> Catalog:
+    """Read the metadata of all files; their schemas must agree on the columns that are needed."""
+    files: list[DataFile] = []
+    groups: list[RowGroup] = []
+    catalog: Catalog | None = None
+    for number, path in enumerate(paths):
+        stamp = RemoteObject(path).stat() if isinstance(path, ObjectUrl) else None
+        with nullcontext(Path(path)) if stamp is None else _local(path, stamp, False) as local:
+            file = replace(_identify(local), path=path, stamp=stamp)
+            facts = parquet_row_groups.read_schema if file.kind == "parquet" else arrow_ipc.read_schema
+            schema, counts = facts(local)
+        if catalog is None:
+            names = _chosen(schema, columns, path)
+            catalog = Catalog((), (), _schema_of(schema, names), read_filter(filters, schema, path))
+            needed = _schema_of(schema, catalog.read_columns)
+        _require_same(needed, paths[0], schema, path)
+        files.append(file)
+        groups += [RowGroup(number, index, rows) for index, rows in enumerate(counts) if rows]
+    assert catalog is not None  # there is at least one path
+    found = replace(catalog, files=tuple(files), groups=tuple(groups)).pruned()
+    return replace(found, digest=_digest(found))
+
+
+def _local(path: SourcePath, stamp: ObjectStamp, whole: bool) -> AbstractContextManager[Path]:
+    assert isinstance(path, ObjectUrl)
+    return temporary_file(path, stamp, whole=whole)
+
+
+def _digest(catalog: Catalog) -> str:
+    files = [(file.path.name, file.size) for file in catalog.files]
+    groups = [(group.file, group.index, group.rows) for group in catalog.groups]
+    kinds = [(field.name, str(field.type)) for field in catalog.schema]
+    return hashlib.md5(repr((files, groups, kinds)).encode(), usedforsecurity=False).hexdigest()
+
+
+def _identify(path: Path) -> DataFile:
+    with SourceFile(path) as source:
+        head = source.read_at(0, min(6, source.size))
+    kind: FileKind
+    if head.startswith(b"PAR1"):
+        kind = "parquet"
+    elif head == b"ARROW1":
+        kind = "arrow"
+    else:
+        with open_source(path) as reader:  # raises the error for an unknown or damaged file
+            if not isinstance(reader, ArrowReader):
+                raise UnknownFormat(
+                    say("{path} is neither Parquet nor Arrow", path=path),
+                    why=say("only Parquet and Arrow files can be streamed"),
+                    fix=(say("open it as arrays: legroom.open({path!r}).batches(…)", path=str(path)),),
+                )
+        kind = "arrow-stream"
+    found = os.stat(path)
+    return DataFile(path, kind, found.st_size, found.st_mtime_ns)
+
+
+def _chosen(schema: Any, columns: str | Iterable[str] | None, path: SourcePath) -> tuple[str, ...]:
+    names = list(schema.names)
+    if columns is None:
+        taken = tuple(names)
+    else:
+        taken = (columns,) if isinstance(columns, str) else tuple(columns)
+    if not taken or len(set(taken)) != len(taken):
+        raise UsageError(
+            say("columns must name at least one column, and none twice (got {columns!r})", columns=columns),
+            fix=(say("omit columns to read all of them"),),
+        )
+    for name in taken:
+        if name not in names:
+            raise column_error(name, names, path)
+        if names.count(name) > 1:
+            raise UnsupportedData(
+                say("{path} has two columns named {name!r}", path=path, name=name),
+                why=say("a batch maps each name to one column"),
+                fix=(say("rename one of them"), say("or select other columns: columns=[…]")),
+            )
+    return taken
+
+
+def _schema_of(schema: Any, names: Iterable[str]) -> Any:
+    from pyarrow import schema as make
+
+    # Metadata and nullability differ between writers of the same data.
+    return make([schema.field(name).remove_metadata().with_nullable(True) for name in names])
+
+
+def _require_same(needed: Any, origin: SourcePath, schema: Any, path: SourcePath) -> None:
+    for field in needed:
+        if field.name not in schema.names:
+            raise column_error(field.name, schema.names, path)
+        here = schema.field(field.name).type
+        if here != field.type:
+            raise UnsupportedData(
+                say("the files have different schemas: column {name!r}", name=field.name),
+                why=say(
+                    "it is {here} in {path} and {there} in {origin}",
+                    here=here, path=path, there=field.type, origin=origin,
+                ),
+                fix=(say("write the files with one schema"), say("or omit the column: columns=[…]")),
+            )  # fmt: skip
+
+
+Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+_ENDINGS = (".parquet", ".pq", ".arrow", ".feather", ".ipc")
+_MAGIC = "*?["
+
+
+def expand(paths: Paths) -> list[SourcePath]:
+    """The files, each once: patterns and directories sorted by name, lists in the order given."""
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    if not given:
+        raise UsageError(
+            say("no files to stream"),
+            why=say("the list of paths is empty"),
+            fix=(say("pass a file, a directory, a pattern such as 'train-*.parquet', or a list of them"),),
+        )
+    found: dict[SourcePath, None] = {}
+    for one in given:
+        text = os.fspath(one)
+        local = local_path(text) if is_url(text) else text
+        for path in source_paths(text) if local is None else _files(local):
+            found[path] = None
+    return list(found)
+
+
+def _files(text: str) -> list[Path]:
+    path = Path(text)
+    # An existing file is taken literally, even when its name has brackets in it.
+    if path.is_dir():
+        return _inside(path)
+    if path.exists() or not any(mark in text for mark in _MAGIC):
+        if not path.exists():
+            raise unreadable(path, FileNotFoundError())
+        return [path]
+    matched = sorted(Path(name) for name in glob.glob(text, recursive=True))
+    files = [match for match in matched if match.is_file()]
+    if not files:
+        raise UnreadableSource(
+            say("no file matches {pattern!r}", pattern=text),
+            why=say("searched from {here}", here=os.getcwd()),
+            fix=(say("check the pattern:\nls -d PATTERN"), say("** matches directories of any depth")),
+        )
+    return files
+
+
+def _inside(folder: Path) -> list[Path]:
+    """The data files of a directory and those below it; names that begin with . or _ are metadata of other programs."""
+    found = []
+    for base, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
+        found += [Path(base) / name for name in names if not name.startswith((".", "_"))]
+    files = sorted(path for path in found if path.suffix.lower() in _ENDINGS)
+    if not files:
+        raise UnreadableSource(
+            say("{folder} has no Parquet or Arrow files", folder=folder),
+            why=say("{count} files found, none ending in {endings}", count=len(found), endings=listed(_ENDINGS)),
+            fix=(say("pass the files or a pattern: then the content decides, not the name"),),
+        )
+    return files
+
+
+@dataclass(frozen=True)
+class RowFilter:
+    """A condition on rows, and the columns it needs."""
+
+    expression: Any
+    columns: tuple[str, ...]
+
+    def rows(self, batch: Any) -> Any:
+        """The rows of a record batch that pass, as one record batch."""
+        arrow = require("pyarrow", "parquet", phrase("Arrow data"))
+        kept = arrow.Table.from_batches([batch]).filter(self.expression).combine_chunks().to_batches()
+        return kept[0] if kept else batch.slice(0, 0)
+
+    def __str__(self) -> str:
+        return str(self.expression)
+
+
+def read_filter(filters: Any, schema: Any, where: SourcePath) -> RowFilter | None:
+    """The filter, checked against the schema; None without filters."""
+    if filters is None:
+        return None
+    expression = _expression(filters, schema, where)
+    nothing = schema.empty_table()
+    try:
+        nothing.filter(expression)
+    except Exception as problem:
+        raise _refused(filters, str(problem).splitlines()[0], schema) from problem
+    return RowFilter(expression, tuple(name for name in schema.names if _needs(expression, nothing, name)))
+
+
+def column_error(name: str, names: Iterable[str], where: SourcePath) -> MissingKey:
+    """The error for a missing column, with the nearest name."""
+    found = missing_key(name, names, where)
+    return MissingKey(found.what, why=found.why, fix=(*found.fix[:-1], say("omit columns to read all of them")))
+
+
+def _expression(filters: Any, schema: Any, where: SourcePath) -> Any:
+    compute = require("pyarrow.compute", "parquet", phrase("Arrow data"))
+    if isinstance(filters, compute.Expression):
+        return filters
+    try:
+        terms = [term for group in filters for term in (group if isinstance(group, list) else [group])]
+        named = [name for name, _, _ in terms]
+    except (TypeError, ValueError) as problem:
+        raise _refused(filters, str(problem), schema) from problem
+    for name in named:
+        if name not in schema.names:
+            raise column_error(name, schema.names, where)
+    try:
+        return require("pyarrow.parquet", "parquet", "Parquet").filters_to_expression(filters)
+    except Exception as problem:
+        raise _refused(filters, str(problem).splitlines()[0], schema) from problem
+
+
+def _needs(expression: Any, nothing: Any, name: str) -> bool:
+    """Whether the expression needs that column; Arrow has no way to list an expression's fields."""
+    try:
+        nothing.drop_columns([name]).filter(expression)
+    except Exception:
+        return True
+    return False
+
+
+def _refused(filters: Any, why: str, schema: Any) -> UsageError:
+    return UsageError(
+        say("filters={filters!r} cannot be used", filters=filters),
+        why=say("{why}; the columns are {names}", why=why, names=listed(schema.names[:20])),
+        fix=(
+            say('write them as [("label", "==", 3), ("split", "in", ["train"])]; a list of such lists means "or"'),
+            say('or as an Arrow expression: pyarrow.compute.field("label") == 3'),
+        ),
+    )
+
+
+def groups_worth_reading(path: Path, expression: Any, groups: set[int]) -> set[int]:
+    """The row groups of a Parquet file that may hold a row that passes, by their statistics."""
+    dataset = require("pyarrow.dataset", "parquet", "Parquet")
+    arrow = require("pyarrow", "parquet", "Parquet")
+    with arrow_errors(path, say("the statistics of its row groups")), SourceFile(path) as file:
+        fragment = dataset.ParquetFileFormat().make_fragment(file.for_arrow(arrow))
+        kept = fragment.subset(expression, schema=fragment.physical_schema).row_groups
+        return {group.id for group in kept} & groups

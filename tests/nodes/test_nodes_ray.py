@@ -1,0 +1,132 @@
+"""Four Ray nodes in namespaces of their own: each byte is read once, a node that dies fails alone, and resumes."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import ray_rig
+
+from object_server import Objects, object_server
+
+pytestmark = [
+    pytest.mark.nodes,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(ray_rig.why_not() is not None, reason=str(ray_rig.why_not())),
+]
+
+ROWS = np.random.default_rng(0).integers(0, 1 << 30, 24_000_000, dtype=np.int32)  # 96 MB
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[ray_rig.Cluster]:
+    with ray_rig.cluster(4, rate="800mbit") as found:
+        yield found
+
+
+@pytest.fixture
+def server(nodes: ray_rig.Cluster) -> Iterator[Objects]:
+    file = io.BytesIO()
+    np.save(file, ROWS)
+    with object_server(host=nodes.host, x__npy=file.getvalue()) as found:
+        yield found
+    _nodes(nodes, "drop", "--all", "--force")
+
+
+def _nodes(cluster: ray_rig.Cluster, *arguments: str) -> dict[str, Any]:
+    command = [
+        sys.executable,
+        "-m",
+        "legroom",
+        "nodes",
+        arguments[0],
+        "--ray",
+        cluster.address,
+        "--json",
+        *arguments[1:],
+    ]
+    done = cluster.on_head(command, timeout=400)
+    assert done.stdout.startswith("{"), done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def _content(cluster: ray_rig.Cluster, node: ray_rig.Node, url: str) -> str:
+    """The hash of the array that a program on the node gets, and whether it asked the server."""
+    program = "import legroom, sys, hashlib; d = legroom.open(sys.argv[1]); print(hashlib.sha256(d['array'].tobytes()).hexdigest())"
+    done = subprocess.run(node.run([sys.executable, "-c", program, url]), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_each_byte_is_read_once_and_all_nodes_have_it(nodes: ray_rig.Cluster, server: Objects) -> None:
+    import hashlib
+
+    found = _nodes(nodes, "warm", server.url("x.npy"))["nodes"]
+    assert [one["state"] for one in found] == ["loaded"] * 4, found
+    size = len(server.data["x.npy"])
+    assert server.sent == size and sum(one["read"] for one in found) == size
+    assert all(one["read"] + one["received"] == size for one in found) and len({one["digest"] for one in found}) == 1
+    right = hashlib.sha256(ROWS.tobytes()).hexdigest()
+    assert {_content(nodes, node, server.url("x.npy")) for node in nodes.nodes} == {right}
+    assert server.sent == size  # programs attach
+    again = _nodes(nodes, "warm", server.url("x.npy"))["nodes"]
+    assert [one["state"] for one in again] == ["attached"] * 4 and server.sent == size
+    listed = _nodes(nodes, "list")["nodes"]
+    assert all(len(one["answer"]["entries"]) == 1 for one in listed)
+    answers = _nodes(nodes, "doctor")["nodes"]
+    assert len(answers) == 4 and all(one["error"] is None for one in answers)
+
+
+def test_a_node_that_dies_fails_alone_and_resumes(nodes: ray_rig.Cluster, server: Objects) -> None:
+    size = len(server.data["x.npy"])
+    victim = nodes.nodes[3]
+    server.before = lambda method, _: time.sleep(0.4) if method == "GET" else None
+    results: list[dict[str, Any]] = []
+    loading = threading.Thread(target=lambda: results.append(_nodes(nodes, "warm", server.url("x.npy"))))
+    loading.start()
+    while server.sent < size * 0.4 and loading.is_alive():
+        time.sleep(0.02)
+    victim.kill()
+    loading.join()
+    by_address = {one["address"]: one for one in results[0]["nodes"]}
+    assert by_address[victim.address]["state"] == "failed"
+    assert by_address[victim.address]["error"]["code"] in ("node-died", "node-failed")
+    others = [one for address, one in by_address.items() if address != victim.address]
+    assert [one["state"] for one in others] == ["loaded"] * 3, others
+    assert server.sent <= size * 1.45  # at worst the dead node's share and what was on its way
+    nodes.wait(3)  # Ray takes a while to notice
+    nodes.start(victim)
+    nodes.wait(4)
+    before, server.before = server.sent, None
+    back = {one["address"]: one for one in _nodes(nodes, "warm", server.url("x.npy"))["nodes"]}
+    mended = back[victim.address]
+    assert mended["state"] == "loaded" and mended["kept"] > 0, back
+    assert server.sent == before and mended["read"] == 0  # the others have the entry: they pass on what is missing
+    assert mended["received"] <= size - mended["kept"] + 8 * 2**20  # groups of eight pieces
+    assert all(back[one["address"]]["state"] == "attached" for one in others)
+
+
+def test_a_late_node_is_warmed_by_the_others(nodes: ray_rig.Cluster, server: Objects) -> None:
+    early, late = nodes.nodes[:2], nodes.nodes[2:]
+    chosen = [word for node in early for word in ("--node", node.address)]
+    _nodes(nodes, "warm", server.url("x.npy"), *chosen)
+    sent = server.sent
+    found = {one["address"]: one for one in _nodes(nodes, "warm", server.url("x.npy"))["nodes"]}
+    assert [found[node.address]["state"] for node in early] == ["attached"] * 2
+    assert all(found[node.address]["received"] == len(server.data["x.npy"]) for node in late), found
+    assert server.sent == sent
+
+
+def test_a_missing_object_is_reported_by_every_node(nodes: ray_rig.Cluster, server: Objects) -> None:
+    found = _nodes(nodes, "warm", server.url("gone.npy", "me:sesame@"))
+    assert {one["error"]["code"] for one in found["nodes"]} == {"no-such-object"}
+    assert "sesame" not in json.dumps(found)

@@ -1,0 +1,284 @@
+"""Groups of real trainers: every trainer gets every batch once, in order, whatever happens to the others."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import share_data
+from share_data import Noise, Trainers, reference, workers_of
+
+from legroom.errors import BudgetTooSmall, ShareMismatch
+from legroom.loader.dataloader.sharing.group_folder import groups
+
+torch = pytest.importorskip("torch")
+import legroom  # noqa: E402  its DataLoader needs torch
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="slots need memfd"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork", "ignore:This DataLoader will create"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A store of its own; afterwards no producer, worker or file of a group is left."""
+    monkeypatch.setenv("LEGROOM_SHM", str(tmp_path))
+    with share_data.another_trainer("tests"):
+        yield tmp_path
+    trainers = Trainers(tmp_path)
+    left = trainers.producers()
+    until = time.monotonic() + 10
+    while left and time.monotonic() < until:
+        time.sleep(0.05)
+        left = trainers.producers()
+    assert not left
+    shared = tmp_path / f"legroom-{os.geteuid()}" / "share"
+    assert not [path for path in shared.glob("*") if path.suffix != ".log"]
+
+
+@pytest.fixture
+def make(folder: Path) -> Iterator[Any]:
+    made: list[Trainers] = []
+
+    def trainers(dataset: Any, **given: Any) -> Trainers:
+        made.append(Trainers(folder, dataset=dataset, **given))
+        return made[-1]
+
+    yield trainers
+    for one in made:
+        one.end()
+
+
+def test_trainers_share_one_producer_and_leave_as_they_like(make: Any) -> None:
+    group = make(Noise(80, seconds=0.002))
+    expected = reference(group.loader(), 3)
+    group.start(3, pause=0.005)
+    group.start(2)
+    group.start(3, leave_at=7)
+    group.await_producer()
+    group.wait_for(lambda: len(group.lines(0)) > 25)
+    group.start(1)  # it joins late, at its own epoch 0
+    (status,) = groups()
+    assert status["name"] == "tests" and [status["producer"]] == group.producers()
+    assert max(one["shared"] for one in status["trainers"]) > 5
+    group.join()
+    assert group.lines(0) == [*expected, "end"]
+    assert group.lines(1) == [*expected[:40], "end"]
+    left_early = [one for one in expected if int(one.split()[1]) < 7]
+    assert group.lines(2) == [*left_early, "end"]
+    assert group.lines(3) == [*expected[:20], "end"]
+
+
+def test_batches_can_be_written_and_kept_while_slots_are_reused(make: Any) -> None:
+    group = make(Noise(1000, floats=2_000))
+    expected = reference(group.loader(), 2)
+    group.start(2, pause=0.001)
+    group.await_producer()
+    kept, loader, shared = [], group.loader(), 0
+    for number, batch in enumerate(loader):
+        assert share_data.line(0, number, batch) == expected[number]
+        slots = loader._sharing._group.slots
+        shared = max(shared, 0 if slots is None else len(slots._used))
+        if number % 25 == 3:
+            kept.append((number, batch))  # more than may stay in slots
+        else:
+            batch["image"].fill_(-1.0)  # must not reach another trainer, or the next batch in this slot
+            batch["noise"][:] = -1.0
+    assert number == 249 and shared >= 2
+    kept.append((249, next(iter(loader))))
+    last = share_data.line(0, 0, kept[-1][1])
+    del batch, slots, loader  # what is kept stays as it is when the loader is gone
+    group.join()
+    assert group.lines(0) == [*expected, "end"] and share_data.line(0, 0, kept.pop()[1]) == last
+    for number, batch in kept:
+        assert share_data.line(0, number, batch) == expected[number]
+
+
+def test_kills_of_producers_workers_and_trainers_and_a_stopped_trainer(make: Any) -> None:
+    group = make(Noise(160, seconds=0.001))
+    expected = reference(group.loader(), 4)
+    for _ in range(4):
+        group.start(4, pause=0.01)
+    group.await_producer()
+    group.wait_for(lambda: len(groups()[0]["trainers"]) == 4)
+    os.kill(group.processes[0].pid, signal.SIGSTOP)
+    stopped = len(group.lines(0))
+    group.processes[1].kill()
+    (producer,) = group.producers()
+    os.kill(workers_of(producer)[0], signal.SIGKILL)
+    here = len(group.lines(2))
+    group.wait_for(lambda: len(group.lines(2)) > here + 20)
+    for pid in group.producers():
+        os.kill(pid, signal.SIGKILL)
+    began, here = time.monotonic(), len(group.lines(2))
+    group.wait_for(lambda: len(group.lines(2)) > here + 2)
+    waited = time.monotonic() - began
+    group.wait_for(lambda: len(group.lines(2)) > here + 40)
+    assert len(group.lines(0)) <= stopped + 1
+    os.kill(group.processes[0].pid, signal.SIGCONT)
+    group.join()
+    for number in (0, 2, 3):
+        assert group.lines(number) == [*expected, "end"]
+    assert group.lines(1) == expected[: len(group.lines(1))]
+    assert waited < 20  # far more than it takes: this is no measurement
+
+
+def test_errors_of_the_dataset_reach_every_trainer_and_the_next_batch_follows(make: Any) -> None:
+    group = make(share_data.Failing(40), shuffle=False)
+    loader, failed, got = group.loader(), [], []
+    other = group.start(1)
+    group.await_producer()
+    iterator = iter(loader)
+    while True:
+        try:
+            got.append(next(iterator))
+        except StopIteration:
+            break
+        except KeyError as problem:
+            failed.append(str(problem))
+    assert len(got) == 9 and len(failed) == 1 and "no label for 13" in failed[0]
+    del iterator, loader, got
+    other.join(60)
+    assert group.lines(0)[3].startswith("error KeyError") and "no label for 13" in group.lines(0)[3]
+
+
+def test_a_worker_that_dies_once_is_replaced(make: Any, folder: Path) -> None:
+    group = make(share_data.Deadly(2000, once=str(folder / "died")), num_workers=1)
+    expected = reference(group.loader(), 1)
+    group.start(1)
+    group.await_producer()
+    group.join()
+    assert group.lines(0) == [*expected, "end"] and (folder / "died").exists()
+
+
+def test_a_worker_that_dies_again_and_again_is_an_error_for_every_trainer(make: Any) -> None:
+    group = make(share_data.Deadly(2000), shuffle=False, num_workers=1)
+    group.start(1)
+    group.start(1)
+    group.await_producer()
+    group.join()
+    for number in (0, 1):
+        *got, last = group.lines(number)
+        assert len(got) == 3 and last.startswith("error WorkerDied: DataLoader worker") and "SIGKILL" in last
+
+
+def test_another_trainer_with_other_arguments_is_refused(make: Any) -> None:
+    group = make(Noise(400, seconds=0.001))
+    group.start(2)
+    group.await_producer()
+    for given, argument in [({"batch_size": 5}, "batch_size"), ({"dataset": Noise(400, scale=3)}, "samples")]:
+        with pytest.raises(ShareMismatch, match=argument):
+            next(iter(group.loader(**given)))
+    for process in group.processes:
+        process.kill()
+
+
+def test_a_state_resumes_in_the_middle_of_an_epoch_in_a_group_or_alone(make: Any) -> None:
+    group = make(Noise(120))
+    expected = reference(group.loader(), 2)
+    group.start(2, pause=0.01)
+    group.await_producer()
+    loader = group.loader()
+    for number, batch in enumerate(loader):
+        assert share_data.line(0, number, batch) == expected[number]
+        if number == 11:
+            break
+    state = loader.state_dict()
+    del batch, loader
+
+    def rest(share: str) -> None:
+        resumed = group.loader(share=share)
+        resumed.load_state_dict(state)
+        assert resumed.state_dict()["yielded"] == 12
+        found = [share_data.line(0, number, batch) for number, batch in enumerate(resumed, 12)]
+        found += [share_data.line(1, number, batch) for number, batch in enumerate(resumed)]
+        assert found == expected[12:]
+        assert not resumed.state_dict()["begun"] and resumed.state_dict()["epoch"] == 2
+
+    rest("tests")
+    rest("another")  # the state brings the group's seed
+    group.join()
+    assert group.lines(0) == [*expected, "end"]
+
+
+def test_a_window_that_does_not_fit_is_refused_with_figures(make: Any) -> None:
+    group = make(Noise(400, floats=100_000), memory_budget="4MB")
+    loader = group.loader()
+    with pytest.raises(BudgetTooSmall, match=r"window of 2 batches[\s\S]*memory_budget=4"):
+        for _ in range(100):
+            for _batch in loader:
+                pass
+    del loader
+
+
+def test_a_producer_that_dies_between_two_epochs_is_no_error(make: Any) -> None:
+    group = make(Noise(40))
+    loader = group.loader()
+    expected = reference(loader, 3)
+    found: list[str] = []
+    until = time.monotonic() + 60
+    while not (loader._sharing._group and loader._sharing._group.welcome):
+        assert time.monotonic() < until
+        loader._sharing.position = (0, 0)
+        found = [share_data.line(0, number, batch) for number, batch in enumerate(loader)]
+    (producer,) = group.producers()
+    os.kill(producer, signal.SIGKILL)
+    ended = select.poll()
+    ended.register(loader._sharing._group.connection.fileno(), 0)
+    assert ended.poll(60_000)  # while nothing was asked for: the next epoch finds out
+    for epoch in (1, 2):
+        found += [share_data.line(epoch, number, batch) for number, batch in enumerate(loader)]
+    assert found == expected
+
+
+SCRIPT = """
+import sys, torch, legroom
+class Rows(torch.utils.data.Dataset):
+    def __init__(self): self.scale = lambda x: x * 2
+    def __len__(self): return 400
+    def __getitem__(self, index): return torch.tensor(float(self.scale(index)))
+loader = legroom.DataLoader(Rows(), 4, num_workers=1, share="tests")
+seen, shared = [], 0
+for batch in loader:
+    seen += batch.tolist()
+    shared += loader._sharing._group.welcome
+assert seen == [2.0 * index for index in range(400)] and shared, shared
+print("ok")
+"""
+
+
+def test_a_dataset_that_cannot_be_pickled_is_handed_over_by_fork(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.stdout == "ok\n", done.stderr
+
+
+def test_without_slots_every_trainer_makes_the_same_batches(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEGROOM_DISABLE", "1")
+    group = make(Noise(24))
+    loader = group.loader()
+    expected = reference(loader, 2)
+    found = [share_data.line(epoch, number, batch) for epoch in (0, 1) for number, batch in enumerate(loader)]
+    assert found == expected and not group.producers() and legroom.DataLoader is type(loader)
+
+
+@pytest.mark.parametrize(("kills", "between"), [(40, 0.2), pytest.param(300, 0.35, marks=pytest.mark.soak)])
+@pytest.mark.timeout(900)
+def test_random_kills_change_no_batch_of_any_trainer(make: Any, kills: int, between: float) -> None:
+    seed = int(os.environ.get("LEGROOM_SOAK_SEED", time.time_ns() % 1_000_000))
+    print("seed", seed)
+    group = make(Noise(80))
+    done = share_data.random_kills(group, kills, seed, between)
+    print(done, sum(len(group.lines(number)) for number in range(len(group.names))), "batches")
+    assert sum(done.values()) >= kills

@@ -1,0 +1,213 @@
+"""The guard of a trial run: what it reads, when it stops the command, and how it ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from legroom.loader.measure import guarded_child, memory_guard
+from legroom.loader.measure.memory_guard import MemoryMeter
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is watched on Linux")
+MB = 1 << 20
+
+
+class Counters:
+    """The files of a cgroup with a limit of 100 MB."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.write("usage", 10 * MB), self.write("peak", 10 * MB), self.write("kills", "oom_kill_disable 0\noom_kill 0")
+        self.write("stat", "total_inactive_file 0\ntotal_active_file 0")
+
+    def write(self, name: str, value: object) -> None:
+        (self.folder / name).write_text(f"{value}\n")
+
+    @property
+    def where(self) -> dict[str, Any]:
+        paths = {name: str(self.folder / name) for name in ("usage", "stat")}
+        own = {**paths, "limit": 100 * MB, "path": str(self.folder)}
+        return {
+            "own": own, "shared": False, "limited": [own], "peak": str(self.folder / "peak"), "kills": str(self.folder / "kills"),
+            "reclaimable": ["total_inactive_file", "total_active_file"], "reserve": 2 * MB, "shm": "/dev/shm",
+            "shm_reserve": 65536,
+        }  # fmt: skip
+
+
+@pytest.fixture
+def counters(tmp_path: Path) -> Any:
+    yield Counters(tmp_path)
+    memory_guard.close_files()
+
+
+def test_it_stops_before_memory_runs_out(counters: Counters) -> None:
+    meter = MemoryMeter(counters.where)
+    counters.write("usage", 97 * MB)
+    assert meter.read() is None and meter.ram == 87 * MB
+    counters.write("usage", 99 * MB)
+    assert meter.read() == "ram"
+    counters.write("stat", f"total_inactive_file {5 * MB}\ntotal_active_file 0")  # the kernel can take that back
+    meter = MemoryMeter(counters.where)
+    assert meter.read() is None
+
+
+def test_an_oom_kill_that_it_did_not_see_coming_stops_the_rest(counters: Counters) -> None:
+    meter = MemoryMeter(counters.where)
+    counters.write("kills", "oom_kill_disable 0\noom_kill 1")
+    time.sleep(2 * memory_guard.STAT_S)
+    assert meter.read() == "ram"
+
+
+def test_the_kernels_peak_is_recorded_with_its_time(counters: Counters) -> None:
+    """So the peak of each part of a trial run is known, not only that of the whole."""
+    meter = MemoryMeter(counters.where)
+    counters.write("peak", 60 * MB)
+    time.sleep(2 * memory_guard.STAT_S)
+    meter.read()
+    counters.write("peak", 80 * MB)
+    meter.finish()
+    assert [peak for _, peak in meter.history] == [50 * MB, 70 * MB] and meter.ram == 70 * MB
+
+
+def test_it_opens_no_file_while_the_command_runs(counters: Counters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a full cgroup an open file can be the allocation for which the OOM killer takes the guard."""
+    meter = MemoryMeter(counters.where)
+    counters.write("usage", 20 * MB)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("opened a file")
+
+    monkeypatch.setattr(os, "open", refused)
+    monkeypatch.setattr("builtins.open", refused)
+    time.sleep(2 * memory_guard.STAT_S)
+    assert meter.read() is None and meter.ram == 10 * MB
+
+
+def test_memory_that_others_in_the_cgroup_free_does_not_hide_what_the_command_takes(counters: Counters) -> None:
+    """Their memory is in the same counter: a need that is too low says yes to what is OOM-killed."""
+    meter = MemoryMeter({**counters.where, "shared": True})
+    program = f"taken = bytearray(b'x') * {40 * MB}; print('on', flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-S", "-c", program], **pipes) as child:  # type: ignore[call-overload]
+        child.stdout.readline()
+        meter.pid = child.pid
+        counters.write("usage", 1 * MB), counters.write("peak", 90 * MB)
+        time.sleep(2 * memory_guard.TREE_S)
+        assert meter.read() is None
+        seen = meter.ram
+        counters.write("usage", 90 * MB)  # scarce: a sum over processes would open files
+        child.stdin.write(b"\n")
+    time.sleep(2 * memory_guard.TREE_S)
+    assert meter.read() is None
+    meter.finish()
+    assert 40 * MB < seen < 60 * MB and meter.ram == seen + seen // memory_guard.UNSEEN
+
+
+def test_it_knows_whether_others_run_in_the_cgroup(tmp_path: Path) -> None:
+    host, below = guarded_child.Host(), tmp_path / "below"
+    below.mkdir()
+    assert guarded_child._others_in_cgroup(host, str(tmp_path))  # unreadable
+    (tmp_path / "cgroup.procs").write_text(f"{os.getpid()}\n{os.getppid()}\n")
+    assert not guarded_child._others_in_cgroup(host, str(tmp_path))
+    (below / "cgroup.procs").write_text("999999999\n")
+    assert guarded_child._others_in_cgroup(host, str(tmp_path))
+
+
+def test_it_waits_until_a_killed_command_has_returned_its_memory(
+    counters: Counters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter = MemoryMeter(counters.where)
+    counters.write("usage", 99 * MB)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            counters.write("usage", 20 * MB)
+
+    monkeypatch.setattr(memory_guard.time, "sleep", sleep)
+    meter.wait_released()
+    assert len(slept) == 3
+
+
+def test_the_command_is_the_first_that_the_oom_killer_takes(tmp_path: Path) -> None:
+    """From its first instruction: an interpreter that still imports its modules is no smaller than ``check``."""
+    command = ["/bin/cat", "/proc/self/oom_score_adj"]
+    pid = memory_guard._start({"output": str(tmp_path / "output"), "command": command, "environment": {}})
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert (tmp_path / "output").read_text().strip() == "1000"
+
+
+def test_a_group_is_ended_without_reading_proc_but_for_what_ignores_sigterm() -> None:
+    """multiprocessing's resource tracker ignores it: it has semaphores to unlink."""
+    ignores = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
+    )
+    program = (
+        "import subprocess, sys, time\n"
+        f"tracker = subprocess.Popen([sys.executable, '-S', '-c', {ignores!r}], stdout=subprocess.PIPE)\n"
+        "tracker.stdout.readline(); worker = subprocess.Popen(['sleep', '60'])\n"
+        "print(tracker.pid, worker.pid, flush=True); time.sleep(60)\n"
+    )
+    line = [sys.executable, "-S", "-c", program]
+    child = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert child.stdout is not None
+    with child.stdout:
+        tracker, worker = map(int, child.stdout.readline().split())
+    try:
+        memory_guard.kill_without_memory(child.pid)
+        assert child.wait(20) == -signal.SIGKILL
+        deadline = time.monotonic() + 20
+        while worker in memory_guard._in_group(child.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert set(memory_guard._in_group(child.pid)) == {tracker}
+    finally:
+        os.kill(tracker, signal.SIGKILL)
+
+
+def test_a_resource_tracker_that_has_just_been_forked_is_known() -> None:
+    """Until it runs its own program it looks like the process that forked it; its signals are blocked already."""
+    program = "import signal, time; signal.pthread_sigmask(signal.SIG_BLOCK, {2, 15}); print('on', flush=True); time.sleep(60)"
+    for blocks in (True, False):
+        line = [sys.executable, "-S", "-c", program if blocks else program.replace("{2, 15}", "{2}")]
+        child = subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True)
+        assert child.stdout is not None
+        with child.stdout:
+            child.stdout.readline()
+        try:
+            assert memory_guard._in_group(child.pid) == {child.pid: blocks}
+        finally:
+            child.kill()
+            child.wait()
+
+
+def test_a_fork_that_is_not_the_guard_closes_its_files(counters: Counters) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    MemoryMeter(counters.where)
+    assert len(os.listdir("/proc/self/fd")) > before
+    memory_guard.close_files()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_it_waits_until_torch_has_unlinked_the_files_of_ended_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, earlier = tmp_path / "torch_999999999_1_2", tmp_path / "torch_999999999_0_0"
+    left.touch(), earlier.touch(), (tmp_path / f"torch_{os.getpid()}_1_0").touch()  # the last one is in use
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            left.unlink()
+
+    monkeypatch.setattr(memory_guard.time, "sleep", sleep)
+    memory_guard._wait_unlinked(str(tmp_path), {earlier.name})
+    assert len(slept) == 3

@@ -1,0 +1,564 @@
+"""``legroom.open`` of objects on a server: bytes, identity, keys, resume, faults, errors, credentials."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+
+import legroom
+from legroom import errors
+from legroom.cache import drop_and_gc, list_and_verify, remote_versions
+from legroom.cache.download import PIECE
+from legroom.remote import object_store
+from object_server import Objects, faulty_proxy, object_server
+
+Encode = Callable[[Any], bytes]
+ROWS = np.arange(2_000_000, dtype=np.float32).reshape(-1, 8)  # 8 MB: eight pieces
+
+
+def _work(shm: Path) -> list[str]:
+    return [
+        name
+        for root in (shm, shm.parent.parent / "disk" / shm.name)
+        for name in os.listdir(root / "work")
+        if name != "used"
+    ]
+
+
+def _written(shm: Path, pieces: int) -> None:
+    """Wait until a download has written so many pieces."""
+    deadline = time.monotonic() + 60
+    while sum(path.stat().st_size // 16 for path in shm.glob("work/download-*/pieces")) < pieces:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_open_gives_the_bytes_and_leaves_no_download(shm: Path, npy: Encode) -> None:
+    with object_server(x__npy=npy(ROWS)) as server:
+        with legroom.open(server.url("x.npy")) as data:
+            assert np.array_equal(data["array"], ROWS) and data.info.sources == (server.url("x.npy"),)
+            key = data.info.key
+        assert server.sent == len(server.data["x.npy"])
+        asked = len(server.requests)
+        with legroom.open(server.url("x.npy")) as again:
+            assert again.info.key == key
+        assert len(server.requests) == asked  # known for a while without asking
+        legroom.open(server.url("x.npy"), revalidate=True).close()
+        assert server.requests[asked:] == [("HEAD", "")]
+    assert _work(shm) == []
+
+
+def test_the_same_bytes_on_disk_and_remote_are_one_entry(shm: Path, npy: Encode, tmp_path: Path) -> None:
+    (tmp_path / "x.npy").write_bytes(npy(ROWS))
+    with (
+        object_server(x__npy=npy(ROWS)) as server,
+        legroom.open(server.url("x.npy")) as remote,
+        legroom.open(tmp_path / "x.npy") as local,
+    ):
+        assert local.info.key == remote.info.key
+
+
+def test_a_replaced_object_is_noticed(shm: Path, npy: Encode) -> None:
+    with object_server(x__npy=npy(ROWS)) as server:
+        legroom.open(server.url("x.npy")).close()
+        server.data["x.npy"] = npy(ROWS + 1)
+        with legroom.open(server.url("x.npy")) as stale:
+            assert stale["array"][0, 0] == 0  # within LEGROOM_REMOTE_FRESH
+        with legroom.open(server.url("x.npy"), revalidate=True) as fresh:
+            assert fresh["array"][0, 0] == 1
+        with legroom.open(server.url("x.npy")) as now:
+            assert now["array"][0, 0] == 1
+
+
+def test_no_fresh_time_asks_each_time(shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEGROOM_REMOTE_FRESH", "0")
+    with object_server(x__npy=npy(ROWS)) as server:
+        legroom.open(server.url("x.npy")).close()
+        server.data["x.npy"] = npy(ROWS + 1)
+        with legroom.open(server.url("x.npy")) as fresh:
+            assert fresh["array"][0, 0] == 1
+
+
+@pytest.mark.parametrize("missing", ["etags", "ranges", "lengths"])
+def test_servers_that_offer_less(shm: Path, npy: Encode, missing: str) -> None:
+    """No version: hashed each time. No ranges or no length: one request."""
+    with object_server(x__npy=npy(ROWS[:1000])) as server:
+        setattr(server, missing, False)
+        for _ in range(2):
+            with legroom.open(server.url("x.npy"), revalidate=True) as data:
+                assert np.array_equal(data["array"], ROWS[:1000])
+        reads = [span for method, span in server.requests if method == "GET"]
+        assert all(span == "" for span in reads)
+        if missing != "lengths":  # fsspec asks by GET for a length that HEAD does not give
+            assert len(reads) == (2 if missing == "etags" else 1)
+    assert _work(shm) == []
+
+
+def test_shards_are_joined_in_order(shm: Path, npy: Encode) -> None:
+    with object_server(a__npy=npy(ROWS[:100]), b__npy=npy(ROWS[100:300])) as server:
+        with legroom.open([server.url("a.npy"), server.url("b.npy")]) as data:
+            assert np.array_equal(data["array"], ROWS[:300])
+        with legroom.open([server.url("b.npy"), server.url("a.npy")]) as data:
+            assert np.array_equal(data["array"][200:], ROWS[:100])
+
+
+def test_memory_protocol_and_patterns(shm: Path, npy: Encode) -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    for number in range(3):
+        memory.pipe_file(f"/shards/{number}.npy", npy(ROWS[number * 10 : number * 10 + 10]))
+    try:
+        with legroom.open("memory://shards/*.npy") as data:
+            assert np.array_equal(data["array"], ROWS[:30])
+        with pytest.raises(errors.NoSuchObject, match="nothing matches"):
+            legroom.open("memory://shards/*.h5")
+        with pytest.raises(errors.UnsupportedData, match="directory of objects"):
+            legroom.open("memory://shards")
+    finally:
+        memory.rm("/shards", recursive=True)
+
+
+# Only what keys= needs.
+
+
+def _hdf5() -> bytes:
+    file = io.BytesIO()
+    with h5py.File(file, "w") as h5:
+        h5["small"] = ROWS[:100]
+        h5["large"] = np.arange(6 << 20, dtype=np.uint8)
+        h5.create_dataset("packed", data=ROWS[:5000], chunks=(500, 8), compression="gzip")
+    return file.getvalue()
+
+
+def _safetensors() -> bytes:
+    from safetensors.numpy import save
+
+    return save({"small": ROWS[:100], "large": np.arange(6 << 20, dtype=np.uint8), "packed": ROWS[:5000]})
+
+
+def _parquet() -> bytes:
+    file = io.BytesIO()
+    rng = np.random.default_rng(0)
+    table = pa.table(
+        {
+            "small": np.arange(400_000, dtype=np.int8),
+            "large": rng.standard_normal((400_000, 2)).view("V16").ravel().view(np.complex128).real,
+        }
+    )
+    table = table.append_column("more", pa.array(rng.integers(0, 1 << 60, 400_000))).append_column(
+        "rest", pa.array(rng.integers(0, 1 << 60, 400_000))
+    )
+    pq.write_table(table, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", ["x.h5", "x.safetensors"])
+@pytest.mark.parametrize("key", ["small", "packed"])
+def test_keys_read_only_what_they_need(shm: Path, name: str, key: str) -> None:
+    content = _hdf5() if name == "x.h5" else _safetensors()
+    want = ROWS[:100] if key == "small" else ROWS[:5000]
+    with object_server() as server:
+        server.data[name] = content
+        with legroom.open(server.url(name), keys=key) as data:
+            entry = data.info
+            assert np.array_equal(data[key], want) and entry.hash == "version"
+            assert data.info.versions == (f"etag {server.etag(name).strip(chr(34))} {len(content)}",)
+        assert server.sent < len(content) * 0.75
+        with legroom.open(server.url(name), keys=key) as again:  # attached, though nothing was hashed
+            assert again.info.key == entry.key
+        sent = server.sent
+        with legroom.open(server.url(name)) as whole:
+            entry = whole.info
+            assert entry.hash == "md5" and np.array_equal(whole[key], want)
+        assert server.sent - sent == len(content)
+        with legroom.open(server.url(name), keys=key) as served:  # by the whole entry
+            assert served.info.key == entry.key
+    assert _work(shm) == []
+
+
+def test_keys_of_parquet(shm: Path) -> None:
+    content = _parquet()
+    want = pq.read_table(io.BytesIO(content), columns=["small"])["small"].to_numpy()
+    with object_server() as server:
+        server.data["x.parquet"] = content
+        with legroom.open(server.url("x.parquet"), keys="small") as data:
+            assert np.array_equal(data["small"], want) and data.info.hash == "version"
+        assert server.sent < len(content) * 0.75
+
+
+def test_an_hdf5_file_that_refers_to_others_is_refused(shm: Path, tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "other.h5", "w") as h5:
+        h5["x"] = ROWS[:10]
+    with h5py.File(tmp_path / "links.h5", "w") as h5:
+        h5["x"] = h5py.ExternalLink(str(tmp_path / "other.h5"), "x")
+    with object_server() as server:
+        server.data["links.h5"] = (tmp_path / "links.h5").read_bytes()
+        for keys in (None, "x"):
+            with pytest.raises(errors.SourceError, match=r"refers to other files|other\.h5"):
+                legroom.open(server.url("links.h5"), keys=keys)
+
+
+# Broken connections, kills, resume.
+
+
+def test_cut_connections_are_resumed(shm: Path, npy: Encode) -> None:
+    with object_server(x__npy=npy(ROWS)) as server, faulty_proxy(server.port) as faults:
+        faults.cut_after = lambda number: 200_000 if 1 <= number < 12 else None
+        with legroom.open(f"http://127.0.0.1:{faults.port}/x.npy") as data:
+            assert np.array_equal(data["array"], ROWS)
+        assert faults.connections > 12
+
+
+def test_a_server_that_always_cuts_is_an_error_and_what_arrived_is_kept(
+    shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "ATTEMPTS", 2)
+    with object_server(x__npy=npy(ROWS)) as server, faulty_proxy(server.port) as faults:
+        url = f"http://127.0.0.1:{faults.port}/x.npy"
+
+        def refuse(method: str, offset: int) -> None:
+            if method == "GET" and offset >= 4 * PIECE:
+                _written(shm, 4)
+                raise ConnectionResetError
+
+        server.before = refuse
+        with pytest.raises((errors.ShortRead, errors.RemoteUnreachable)) as caught:
+            legroom.open(url)
+        assert caught.value.code in ("short-read", "remote-unreachable")
+        [kept] = {name.removesuffix(".lock") for name in _work(shm)}
+        assert kept.startswith("download-")
+        server.before, sent = None, server.sent
+        with legroom.open(url) as data:
+            assert np.array_equal(data["array"], ROWS)
+        assert server.sent - sent == len(server.data["x.npy"]) - 4 * PIECE  # the rest alone
+    assert _work(shm) == []
+
+
+def test_damage_is_found_by_the_stated_md5(shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on S3: the ETag of an object that was uploaded in one part is its MD5."""
+    import hashlib
+
+    from legroom.remote import object_stamp
+
+    monkeypatch.setattr(object_stamp, "_etag_md5", lambda _, etag: (etag or "").strip('"') or None)
+    monkeypatch.setattr(Objects, "etag", lambda self, name: '"' + hashlib.md5(self.data[name]).hexdigest() + '"')
+    with object_server(x__npy=npy(ROWS)) as server, faulty_proxy(server.port) as faults:
+        url = f"http://127.0.0.1:{faults.port}/x.npy"
+        damaged = []
+
+        def once(number: int, data: bytes) -> bytes:
+            if len(data) < 10_000 or len(damaged) >= most:
+                return data
+            damaged.append(number)
+            return data[:5000] + os.urandom(64) + data[5064:]
+
+        faults.damage, most = once, 1
+        with legroom.open(url) as data:  # downloaded again, and right
+            assert np.array_equal(data["array"], ROWS) and len(damaged) == 1
+        drop_and_gc.drop()
+        damaged.clear()
+        most = 1000
+        with pytest.raises(errors.TransferDamaged, match="arrived damaged"):
+            legroom.open(url)
+    assert _work(shm) == [] and list_and_verify.entries() == ()
+
+
+def test_an_etag_that_only_looks_like_an_md5_is_accepted(
+    shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from legroom.remote import object_stamp
+
+    monkeypatch.setattr(object_stamp, "_etag_md5", lambda _, etag: "0" * 32)
+    with object_server(x__npy=npy(ROWS[:100])) as server, legroom.open(server.url("x.npy")) as data:
+        assert np.array_equal(data["array"], ROWS[:100])
+
+
+def test_an_object_replaced_while_it_is_read(shm: Path, npy: Encode) -> None:
+    with object_server(x__npy=npy(ROWS)) as server:
+        count = 0
+
+        def replace(method: str, offset: int) -> None:
+            nonlocal count
+            if method == "GET" and offset >= 4 * PIECE and count < most:
+                count += 1
+                server.data["x.npy"] = npy(ROWS + count)
+
+        server.before, most = replace, 1
+        with legroom.open(server.url("x.npy")) as data:  # once more, with the new version
+            assert np.array_equal(data["array"], ROWS + 1)
+        most = 1000
+        remote_versions._here.clear()
+        server.data["x.npy"] = npy(ROWS - 1)
+        with pytest.raises(errors.SourceChanged, match="changed while it was being read"):
+            legroom.open(server.url("x.npy"), revalidate=True)
+    assert _work(shm) == []
+
+
+def _load(url: str, started: Any = None) -> None:
+    with legroom.open(url) as data:
+        assert np.array_equal(data["array"], ROWS)
+
+
+def test_kill_in_the_middle_and_resume(shm: Path, npy: Encode) -> None:
+    with object_server(x__npy=npy(ROWS)) as server:
+        server.before = lambda method, offset: time.sleep(60) if method == "GET" and offset >= 5 * PIECE else None
+        child = multiprocessing.get_context("spawn").Process(target=_load, args=(server.url("x.npy"),))
+        child.start()
+        deadline = time.monotonic() + 60
+        while server.sent < 5 * PIECE and time.monotonic() < deadline:
+            time.sleep(0.02)
+        _written(shm, 5)
+        os.kill(child.pid or 0, signal.SIGKILL)
+        child.join()
+        server.before, sent = None, server.sent
+        _load(server.url("x.npy"))
+        assert server.sent - sent <= len(server.data["x.npy"]) - 5 * PIECE
+    assert _work(shm) == []
+
+
+def test_a_damaged_piece_of_an_earlier_attempt_is_fetched_again(
+    shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "ATTEMPTS", 1)
+    with object_server(x__npy=npy(ROWS)) as server:
+
+        def refuse(method: str, offset: int) -> None:
+            if method == "GET" and offset >= 4 * PIECE:
+                _written(shm, 4)
+                raise ConnectionResetError
+
+        server.before = refuse
+        with pytest.raises(errors.RemoteError):
+            legroom.open(server.url("x.npy"))
+        [data] = [*shm.glob("work/download-*/data")]
+        with data.open("r+b") as file:
+            file.seek(PIECE + 17)
+            file.write(b"damage")
+        server.before = None
+        _load(server.url("x.npy"))
+
+
+def test_two_processes_download_once(shm: Path, npy: Encode) -> None:
+    with object_server(x__npy=npy(ROWS)) as server:
+        server.before = lambda method, offset: time.sleep(0.2) if method == "GET" else None
+        spawn = multiprocessing.get_context("spawn")
+        children = [spawn.Process(target=_load, args=(server.url("x.npy"),)) for _ in range(2)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join()
+        assert [child.exitcode for child in children] == [0, 0]
+        assert server.sent == len(server.data["x.npy"])
+
+
+def test_gc_removes_abandoned_downloads_and_keeps_young_ones(shm: Path, npy: Encode) -> None:
+    legroom_dir = shm / "work" / ("download-" + "a" * 32)
+    with object_server(x__npy=npy(ROWS[:10])) as server:
+        legroom.open(server.url("x.npy")).close()
+    legroom_dir.mkdir()
+    (legroom_dir / "data").write_bytes(b"x" * 5000)
+    assert drop_and_gc.gc(dry_run=True).strays == 0 and drop_and_gc.gc().strays == 0 and legroom_dir.exists()
+    for path in (legroom_dir / "data", legroom_dir):
+        os.utime(path, (time.time() - 90_000,) * 2)
+    assert drop_and_gc.gc(dry_run=True).strays == 1 and legroom_dir.exists()
+    assert drop_and_gc.gc().strays == 1 and not legroom_dir.exists()
+
+
+# Errors.
+
+
+def test_errors_have_codes_and_no_credentials(shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "ATTEMPTS", 2)
+    monkeypatch.setenv("LEGROOM_REMOTE_TIMEOUT", "0.5")
+    with object_server(x__npy=npy(ROWS)) as server:
+        query = "?X-Amz-Signature=sesame&token=sesame"
+        with pytest.raises(errors.NoSuchObject) as gone:
+            legroom.open(server.url("gone.npy", "me:sesame@") + query)
+        server.need = "nobody has this"
+        with pytest.raises(errors.AccessDenied) as denied:
+            legroom.open(server.url("x.npy", "me:sesame@") + query)
+        server.need = None
+        server.before = lambda method, _: time.sleep(3) if method == "GET" else None
+        monkeypatch.setattr(object_store, "_TIMEOUTS", 1)
+        with pytest.raises(errors.RemoteTimeout) as slow:
+            legroom.open(server.url("x.npy") + query)
+        port = server.port
+    with pytest.raises(errors.RemoteUnreachable) as off:
+        legroom.open(f"http://me:sesame@127.0.0.1:{port}/x.npy{query}")
+    codes = [caught.value.code for caught in (gone, denied, slow, off)]
+    assert codes == ["no-such-object", "access-denied", "remote-timeout", "remote-unreachable"]
+    for caught in (gone, denied, slow, off):
+        problem: BaseException | None = caught.value
+        while problem is not None:  # also in what it was raised from
+            assert "sesame" not in str(problem) + repr(problem)
+            problem = problem.__cause__ or problem.__context__
+
+
+def test_unknown_protocols_and_missing_packages(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(errors.UsageError, match="unknown protocol 'nowhere'"):
+        legroom.open("nowhere://x/y.npy")
+    with pytest.raises(errors.UsageError, match="chained"):
+        legroom.open("simplecache::http://host/y.npy")
+
+    def no_s3(*_: Any, **__: Any) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", no_s3)
+    with pytest.raises(errors.MissingPackage) as caught:
+        legroom.open("s3://bucket/y.npy")
+    assert caught.value.fix == ("pip install 'legroom[remote]'",)
+
+
+def test_a_damaged_object_is_named_by_its_url(shm: Path) -> None:
+    with object_server(x__npy=b"\x93NUMPY\x01\x00" + b"?" * 300, y__bin=b"nothing known" * 10) as server:
+        with pytest.raises(errors.DamagedSource) as caught:
+            legroom.open(server.url("x.npy"))
+        with pytest.raises(errors.UnknownFormat) as unknown:
+            legroom.open(server.url("y.bin"))
+    for text in (str(caught.value), str(unknown.value)):
+        assert "127.0.0.1" in text and "download-" not in text
+    assert _work(shm) == []
+
+
+def test_credentials_are_nowhere(
+    shm: Path, npy: Encode, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not in files of the stores, their names, logs, entries or pickles of what is shown."""
+    from legroom.cli.main import run as main
+
+    caplog.set_level(logging.DEBUG, "legroom")
+    with object_server(x__npy=npy(ROWS[:100])) as server:
+        url = server.url("x.npy", "me:sesame@") + "?X-Amz-Signature=sesame&apikey=sesame"
+        with legroom.open(url) as data:
+            assert "sesame" not in repr(data) + str(data.info)
+        with legroom.open(url, keys="array") as part:
+            assert "sesame" not in str(part.info)
+        for command in (["load"], ["info"], ["list"], ["verify"], ["load", "--json"], ["drop"], ["info"]):
+            main(["cache", *command, url])
+    said = capsys.readouterr()
+    assert "sesame" not in said.out + said.err + caplog.text and "127.0.0.1" in said.out
+    for root in (shm.parent, shm.parent.parent / "disk"):
+        for path in root.rglob("*"):
+            assert "sesame" not in path.name
+            assert not path.is_file() or b"sesame" not in path.read_bytes()
+
+
+def test_data_opened_with_credentials_travels_to_workers(shm: Path, npy: Encode) -> None:
+    with object_server(x__npy=npy(ROWS[:100])) as server:
+        server.need = "Authorization"
+        with legroom.open(server.url("x.npy", "me:pw@")) as data:
+            again = pickle.loads(pickle.dumps(data))
+            drop_and_gc.drop(force=True)
+            with again, pickle.loads(pickle.dumps(again)) as rebuilt:  # from the server, with the credentials
+                assert np.array_equal(rebuilt["array"], ROWS[:100])
+
+
+# The rest of the surface.
+
+
+def test_commands(shm: Path, npy: Encode, capsys: pytest.CaptureFixture[str]) -> None:
+    from legroom.cli.main import run as main
+
+    with object_server(x__npy=npy(ROWS[:100])) as server:
+        url = server.url("x.npy")
+        assert main(["cache", "load", url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["entries"][0]["versions"][0].startswith("etag ")
+        assert main(["cache", "info", url]) == 0
+        assert "identified by its ETag" in capsys.readouterr().out
+        assert main(["cache", "verify", url]) == 0
+        server.data["x.npy"] = npy(ROWS[:101])
+        assert main(["cache", "verify", url]) == 1
+        assert main(["cache", "load", url, "--revalidate"]) == 0
+        assert main(["cache", "gc", "--stale"]) == 0
+        assert main(["cache", "list", "--json"]) == 0
+        listed = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert len(listed["entries"]) == 1  # the old version is gone
+    assert main(["cache", "info", url]) == 0  # the server too: what was built from that URL
+    assert main(["cache", "drop", url]) == 0
+
+
+def test_without_the_cache(shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEGROOM_DISABLE", "1")
+    with object_server(x__npy=npy(ROWS)) as server, legroom.open(server.url("x.npy")) as data:
+        assert np.array_equal(data["array"], ROWS)
+    monkeypatch.delenv("LEGROOM_DISABLE")
+    with pytest.raises(errors.UnsupportedData, match="remote storage"):
+        legroom.open(server.url("x.npy"), backing="inplace")
+
+
+def test_a_full_store_keeps_nothing_broken(shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch) -> None:
+    from legroom.cache import capacity
+
+    free = [capacity.Bound(1 << 20, lambda: "one megabyte")]
+    monkeypatch.setattr(capacity, "bounds", lambda *_, **__: free)
+    with object_server(x__npy=npy(ROWS)) as server:
+        with pytest.raises(errors.NoRoom, match="download"):
+            legroom.open(server.url("x.npy"))
+        assert server.sent == 0
+
+
+def test_stream(shm: Path, tmp_path: Path) -> None:
+    contents = {}
+    for number in range(2):
+        file = io.BytesIO()
+        table = pa.table({"x": np.arange(1000) + number * 1000, "y": np.arange(1000)})
+        (
+            pq.write_table(table, file, row_group_size=100)
+            if number == 0
+            else pa.feather.write_feather(table, file, compression="uncompressed")
+        )
+        contents[number] = file.getvalue()
+    with object_server() as server:
+        server.data = {"a.parquet": contents[0], "b.arrow": contents[1]}
+        stream = legroom.stream([server.url("a.parquet"), server.url("b.arrow")], batch_size=64, format="numpy")
+        assert np.array_equal(np.concatenate([batch["x"] for batch in stream]), np.arange(2000))
+        chosen = legroom.stream(server.url("a.parquet"), batch_size=64, format="numpy", filters=[("x", ">=", 900)])
+        assert sum(len(batch["x"]) for batch in chosen) == 100
+        server.data["a.parquet"] = contents[1]
+        with pytest.raises(errors.SourceChanged):
+            list(stream)
+    assert _work(shm) == []
+
+
+def test_weights(shm: Path) -> None:
+    pytest.importorskip("torch")
+    with object_server() as server:
+        content = _safetensors()
+        server.data = {"model/model.safetensors": content, "one.safetensors": content}
+        with legroom.weights(server.url("one.safetensors"), keys="small") as tensors:
+            assert np.array_equal(tensors["small"].numpy(), ROWS[:100])
+        with legroom.weights(server.url("model")) as tensors:
+            assert np.array_equal(tensors["packed"].numpy(), ROWS[:5000])
+        index = {
+            "weight_map": {
+                "small": "model-1.safetensors",
+                "packed": "model-1.safetensors",
+                "large": "model-1.safetensors",
+            }
+        }
+        server.data = {
+            "model/model.safetensors.index.json": json.dumps(index).encode(),
+            "model/model-1.safetensors": content,
+        }
+        with legroom.weights(server.url("model"), keys="packed") as tensors:
+            assert np.array_equal(tensors["packed"].numpy(), ROWS[:5000])
+        server.data = {}
+        with pytest.raises(errors.UnreadableSource, match="no weights"):
+            legroom.weights(server.url("model"))
