@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python3 bench/gpu_shared.py [--gb 20] [--processes 1,2,4,6]
 
-Each process opens the same entry with resident=True, attaches, and gathers random batches, alone and from its own copy
-(torch's index_select on a tensor of the same bytes). The result goes to $OUT/gpu_shared.json where OUT is set, else to
-bench/results/.
+All processes make their contexts first. Then one after the other opens the same entry with resident=True, which is
+timed, and gathers random batches, from the shared copy and from its own copy (torch's index_select on a tensor of the
+same bytes). The result goes to $OUT/gpu_shared.json where OUT is set, else to bench/results/.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,78 +26,114 @@ import numpy as np
 import torch
 
 import legroom
-from measure import Row, as_json, gpu_machine, places, save, show
+from measure import Row, as_json, gpu_machine, places, save, settle, show
 
 ROW = 3 * 224 * 224
+SHARDS = 16  # files are hashed side by side
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Processes that share one copy in GPU memory.")
     parser.add_argument("--gb", type=float, default=20)
     parser.add_argument("--processes", default="1,2,4,6")
-    parser.add_argument("--child", default="")
+    parser.add_argument("--child", nargs="+", default=())
     asked = parser.parse_args()
     if asked.child:
-        child(Path(asked.child))
+        child(asked.child)
         return
     where = gpu_machine()
-    rows: list[Row] = []
-    with places() as (_, disk):
-        source = disk / "rows.npy"
-        count = int(asked.gb * 1e9) // ROW
-        made = np.lib.format.open_memmap(source, mode="w+", dtype=np.uint8, shape=(count, ROW))
-        block = np.random.default_rng(1).integers(0, 255, (1024, ROW), np.uint8)
-        for first in range(0, count, 1024):
-            made[first : first + 1024] = block[: count - first]
-        del made
-        with legroom.open(source, backing="shm") as data:
+    numbers = [int(number) for number in asked.processes.split(",")]
+    with places() as (memory, disk):
+        start = time.perf_counter()
+        size = int(asked.gb * 1e9) // ROW // SHARDS * SHARDS * ROW
+        room = shutil.disk_usage(memory).free > 2.2 * size
+        paths = write_shards(memory if room else disk, size)
+        print(f"written after {time.perf_counter() - start:.1f} s", flush=True)
+        with legroom.open(paths, backing="shm") as data:
             data.ready()
-            torch.ones(1, device="cuda")
-            found = [together(source, int(number)) for number in asked.processes.split(",")]
-    size = count * ROW
+            print(f"in the cache after {time.perf_counter() - start:.1f} s", flush=True)
+            with processes(paths, max(numbers)) as started:
+                found = together(started, numbers)
+        print(f"measured after {time.perf_counter() - start:.1f} s", flush=True)
+    rows: list[Row] = []
     for one in found:
         number = one["processes"]
-        extra = one["gpu_bytes"] - number * one["context_bytes"]
         rows += [
-            Row(f"{number} processes: GPU memory without contexts : one copy", extra / size, "×", 1.02),
-            Row(f"{number} processes: attach", 1e3 * max(one["attach_s"][1:], default=0), "ms", 5.0, note="slowest"),
+            Row(f"{number} processes: GPU memory without contexts : one copy", one["gpu_bytes"] / size, "×", 1.02),
             Row(f"{number} processes: gather : from own memory", min(one["gather_ratio"]), "×", 0.95, at_least=True),
         ]  # fmt: skip
+        if number > 1:
+            rows.append(Row(f"{number} processes: attach", 1e3 * max(one["attach_s"][1:]), "ms", 5.0, note="slowest"))
     path = save("gpu_shared", {"machine": where, "bytes": size, "ratios": as_json(rows), "runs": found})
     print(show(rows))
     print(path)
 
 
-def together(source: Path, number: int) -> dict[str, Any]:
-    """So many processes, one after the other, and what they report."""
+def write_shards(folder: Path, size: int) -> list[Path]:
+    """Files of random rows. A block of them is written again and again: what the rows are changes no figure."""
+    rows = size // ROW // SHARDS
+    block = np.random.default_rng(1).integers(0, 255, (min(rows, 256), ROW), np.uint8)
+
+    def write(number: int) -> Path:
+        path = folder / f"rows-{number:02}.npy"
+        with path.open("wb") as file:
+            np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (rows, ROW)})
+            file.write(np.full((1, ROW), number, np.uint8).data)  # no two files are the same
+            for first in range(1, rows, len(block)):
+                file.write(block[: rows - first].data)
+        return path
+
+    with ThreadPoolExecutor(SHARDS) as pool:
+        paths = list(pool.map(write, range(SHARDS)))
+    settle(*paths)
+    return paths
+
+
+@contextmanager
+def processes(paths: list[Path], number: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that have a context and wait to be told to attach."""
+    command = [sys.executable, __file__, "--child", *map(os.fspath, paths)]
+    started = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(number)
+    ]
+    try:
+        for process in started:
+            _line(process)
+        yield started
+    finally:
+        for process in started:
+            process.communicate("")
+
+
+def together(started: list[subprocess.Popen[str]], numbers: list[int]) -> list[dict[str, Any]]:
+    """What the first process reports, the first two, and so on: each attaches while those before it have the copy."""
     before = _used()
-    started: list[subprocess.Popen[str]] = []
     answers: list[dict[str, Any]] = []
-    for _ in range(number):
-        command = [sys.executable, __file__, "--child", os.fspath(source)]
-        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-        answers.append(json.loads(started[-1].stdout.readline()))  # type: ignore[union-attr]
-    used = _used() - before
+    found = []
     for process in started:
-        process.communicate("")
-    return {
-        "processes": number,
-        "gpu_bytes": used,
-        "context_bytes": answers[0]["context_bytes"],
-        "attach_s": [answer["attach_s"] for answer in answers],
-        "why": [answer["why"] for answer in answers],
-        "gather_ratio": [answer["gather_ratio"] for answer in answers],
-    }
+        assert process.stdin is not None
+        process.stdin.write("attach\n")
+        process.stdin.flush()
+        answers.append(json.loads(_line(process)))
+        print(answers[-1], flush=True)
+        if len(answers) in numbers:
+            names = ("attach_s", "why", "gather_ratio")
+            listed = {name: [answer[name] for answer in answers] for name in names}
+            found.append({"processes": len(answers), "gpu_bytes": _used() - before, **listed})
+    return found
 
 
-def child(source: Path) -> None:
-    """Attach, gather, report, wait."""
-    before = _used()
-    torch.ones(1, device="cuda").add_(1)
-    torch.index_select(torch.ones(8, 8, device="cuda"), 0, torch.arange(4, device="cuda"))
+def child(paths: list[str]) -> None:
+    """Make a context, wait, attach, gather, report, wait."""
+    torch.index_select(torch.ones(8, 8, dtype=torch.int64, device="cuda"), 0, torch.arange(4, device="cuda"))
+    torch.randint(0, 8, (8,), device="cuda").clone()
     torch.cuda.synchronize()
-    context = _used() - before
-    data = legroom.open(source, backing="shm")
+    torch.cuda.empty_cache()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    start = time.perf_counter()
+    data = legroom.open(paths, backing="shm")
+    opened = time.perf_counter() - start
     start = time.perf_counter()
     batches = data.batches(1024, shuffle=True, device="cuda", resident=True)
     attach = time.perf_counter() - start
@@ -112,23 +152,24 @@ def child(source: Path) -> None:
             torch.cuda.synchronize()
             best = min(best, time.perf_counter() - begun)
         rates[name] = best
-    del own, out
+    del own, out, rows, chosen
     torch.cuda.empty_cache()
-    report = {
-        "context_bytes": context,
-        "attach_s": attach,
-        "why": batches.why,
-        "gather_ratio": rates["own"] / rates["shared"],
-    }
+    report = {"open_s": opened, "attach_s": attach, "why": batches.why, "gather_ratio": rates["own"] / rates["shared"]}
     print(json.dumps(report), flush=True)
     sys.stdin.read()
 
 
-def _used() -> int:
-    import subprocess as run
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    found = process.stdout.readline()
+    if not found:
+        raise SystemExit(f"a process ended with {process.wait()}")
+    return found
 
-    words = run.check_output(["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], text=True)
-    return int(words.split()[0]) << 20
+
+def _used() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ from legroom.cache.attach import Attached, attach, entry_record, lock_name
 from legroom.cache.cached_data import CachedData, DataContents, ragged_of
 from legroom.cache.file_io import Prefault
 from legroom.cache.identity import Source, shard_names
-from legroom.cache.manifest import FORMAT, Damaged, Manifest, Options, OtherFormat, key_of
+from legroom.cache.manifest import FORMAT, Array, Damaged, Manifest, Options, OtherFormat, key_of
 from legroom.cache.store_directories import (
     Store,
     StoreCandidate,
@@ -56,6 +55,7 @@ class OpenRequest:
     hash: str = "md5"
     evict: bool = True
     revalidate: bool = False  # ask the servers of remote objects, however recently that was done
+    prefault: bool = True  # map the pages in the background: not where the files are read
 
     def wants(self, store: Store) -> bool:
         return self.backing in ("auto", store.backing)
@@ -222,8 +222,8 @@ def _data(kind: type[D], attached: Attached, request: OpenRequest) -> D:
         arrays=attached.arrays,
         tables=attached.tables,
         ragged=ragged_of(manifest.arrays),
-        extent=partial(_extent, manifest, attached.root),
-        prefault=Prefault(attached.maps, in_memory=memory) if attached.maps else None,
+        extent=_Extents(manifest, attached.root),
+        prefault=Prefault(attached.maps, in_memory=memory) if attached.maps and request.prefault else None,
         keep=attached.lease,
         findings=attached.findings,
     )
@@ -232,11 +232,22 @@ def _data(kind: type[D], attached: Attached, request: OpenRequest) -> D:
     return kind(contents, request.keys, again)
 
 
-def _extent(manifest: Manifest, root: Path, name: str) -> Extent | None:
-    for array in manifest.arrays:
-        if array.name == name:
-            return Extent(root / manifest.key / array.file, len(array.header), array.nbytes)
-    return None
+class _Extents:
+    """Where the arrays of an entry lie in its files."""
+
+    __slots__ = ("_arrays", "_manifest", "_root")
+
+    def __init__(self, manifest: Manifest, root: Path) -> None:
+        self._manifest, self._root = manifest, root
+        self._arrays: dict[str, Array] | None = None  # made at the first call: most opens ask for none
+
+    def __call__(self, name: str) -> Extent | None:
+        if self._arrays is None:
+            self._arrays = {array.name: array for array in self._manifest.arrays}
+        array = self._arrays.get(name)
+        if array is None:
+            return None
+        return Extent(self._root / self._manifest.key / array.file, len(array.header), array.nbytes)
 
 
 def _reopen(kind: type[D], request: OpenRequest, root: str | None, backing: Any, key: str | None) -> D:

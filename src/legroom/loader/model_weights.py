@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,10 +25,10 @@ import numpy as np
 from legroom.cache.cached_data import CachedData
 from legroom.cache.find_or_build import OpenRequest, open_as, source_paths
 from legroom.errors import NoRoom, RemoteError, UnreadableSource, UsageError
-from legroom.formats.base_reader import Selection
+from legroom.formats.base_reader import Extent, Selection
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader.batches.cuda_runtime import Driver, open_driver
-from legroom.loader.batches.cuda_upload import upload
+from legroom.loader.batches.cuda_upload import Upload, upload
 from legroom.loader.shared_gpu_memory import SharedCopy, share
 from legroom.messages import listed, say
 from legroom.remote.object_url import ObjectUrl, SourcePath, is_url
@@ -55,8 +56,11 @@ class Weights(Mapping[str, "torch.Tensor"]):
     ``close``, which a ``with`` block calls at its end.
     """
 
-    def __init__(self, tensors: dict[str, torch.Tensor], why: str, on_close: Callable[[], None]) -> None:
+    def __init__(
+        self, tensors: dict[str, torch.Tensor], why: str, seconds: Mapping[str, float], on_close: Callable[[], None]
+    ) -> None:
         self.why = why  # where the tensors are, and why not shared where that was asked for
+        self.seconds = dict(seconds)  # what took how long; "upload …" are sums over its threads
         self._tensors, self._on_close = tensors, on_close
         self._pid = os.getpid()
 
@@ -120,11 +124,12 @@ def weights(
             fix=("dtype=torch.bfloat16",),
         )
     text = os.fspath(path)
-    opened = _Opened(source_paths(text)[0] if is_url(text) else Path(text), keys)
+    on_host = device is None or str(device) == "cpu"
+    driver = None if on_host else open_driver(device)
+    opened = _Opened(source_paths(text)[0] if is_url(text) else Path(text), keys, map_pages=on_host)
     try:
-        if device is None or str(device) == "cpu":
+        if driver is None:
             return _on_host(opened, dtype)
-        driver = open_driver(device)
         if not shared:
             return _on_device(driver, opened, dtype, say("in GPU memory of this process"))
         try:
@@ -142,6 +147,14 @@ class _HostTensor:
 
     array: NDArray
     dtype: torch.dtype
+    where: Callable[[], Extent | None]  # the file that has the same bytes
+
+    def upload(self, there: torch.Tensor) -> Upload:
+        """The copy of this tensor to one on a GPU."""
+        if not self.array.flags.c_contiguous:
+            return Upload(np.ascontiguousarray(self.array), there)
+        file = self.where()
+        return Upload(self.array, there, file if file is not None and file.checksum is None else None)
 
     def tensor(self) -> torch.Tensor:
         import torch
@@ -154,12 +167,14 @@ class _HostTensor:
 
 
 class _Opened:
-    """The files of a model, attached in the cache."""
+    """The files of a model, attached in the cache. ``map_pages`` in the background: not for files that are read."""
 
-    def __init__(self, path: SourcePath, keys: str | Iterable[str] | None) -> None:
+    def __init__(self, path: SourcePath, keys: str | Iterable[str] | None, *, map_pages: bool) -> None:
         import torch
 
+        start = time.perf_counter()
         self._stack = ExitStack()
+        self.seconds: dict[str, float] = {}
         self.data: list[CachedData] = []
         self.tensors: dict[str, _HostTensor] = {}
         wanted = Selection(keys)
@@ -170,7 +185,7 @@ class _Opened:
                     taken = tuple(name for name in names if wanted.takes(name))
                     if not taken:
                         continue
-                request = OpenRequest(source_paths(file), taken, "auto", "md5", True)
+                request = OpenRequest(source_paths(file), taken, prefault=map_pages)
                 data = self._stack.enter_context(open_as(CachedData, request))
                 self.data.append(data)
                 self._require_complete(path, file, names if taken is None else None, data.info.arrays)
@@ -182,12 +197,13 @@ class _Opened:
                     )
                     array = data[name]
                     exact = getattr(torch, str(kind)) if kind else torch.from_numpy(np.empty(0, array.dtype)).dtype
-                    self.tensors[name] = _HostTensor(array, exact)
+                    self.tensors[name] = _HostTensor(array, exact, partial(data.where, name))
             if wanted.keys is not None:
                 wanted.check(self.tensors, self.tensors, path)
         except BaseException:
             self.close()
             raise
+        self.took("open", start)
 
     def _require_complete(
         self, path: SourcePath, file: SourcePath, names: list[str] | None, found: Collection[str]
@@ -210,6 +226,12 @@ class _Opened:
                 why=say("{file} and an earlier file have {names}", file=file, names=listed(twice[:5])),
                 fix=(say("pass one file, or add {index}", index=INDEXES[0]),),
             )
+
+    def took(self, what: str, start: float) -> float:
+        """Note the time since ``start``; returns the time now."""
+        now = time.perf_counter()
+        self.seconds[what] = now - start
+        return now
 
     def close(self) -> None:
         """Release the files; arrays that are still referenced stay valid."""
@@ -283,7 +305,8 @@ def _shards(index: SourcePath) -> list[tuple[str, list[str] | None]]:
 
 def _on_host(opened: _Opened, dtype: torch.dtype | None) -> Weights:
     tensors = {name: _converted(one.tensor(), dtype) for name, one in opened.tensors.items()}
-    return Weights(tensors, say("in RAM, shared by all processes that use these files"), opened.close)
+    why = say("in RAM, shared by all processes that use these files")
+    return Weights(tensors, why, opened.seconds, opened.close)
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -294,22 +317,28 @@ def _on_device(driver: Driver, opened: _Opened, dtype: torch.dtype | None, why: 
     """Tensors in memory of their own each: a model may free, save and write them one by one."""
     import torch
 
+    start = time.perf_counter()
     tensors: dict[str, torch.Tensor] = {}
-    try:
+    total = sum(one.array.nbytes for one in opened.tensors.values())
+
+    def allocated() -> Iterator[Upload]:
+        """Each tensor when its turn comes: allocating all of them would take as long as half of the copy."""
         for name, one in opened.tensors.items():
-            tensors[name] = torch.empty(one.array.shape, dtype=one.dtype, device=driver.device)
-    except RuntimeError as problem:
-        tensors.clear()
-        total = sum(one.array.nbytes for one in opened.tensors.values())
-        raise NoRoom(
-            say("the weights do not fit in the memory of {device}", device=driver.device),
-            why=say("{size} to copy; {problem}", size=format_size(total), problem=str(problem).partition("\n")[0]),
-            fix=(say("load them as a smaller type, or fewer: keys=(…)"),),
-        ) from problem
-    upload(driver, ((_bytes(one), tensors[name]) for name, one in opened.tensors.items()))
-    found = {name: _converted(tensor, dtype) for name, tensor in tensors.items()}
+            try:
+                tensors[name] = torch.empty(one.array.shape, dtype=one.dtype, device=driver.device)
+            except RuntimeError as problem:
+                raise _no_room(driver, total, str(problem).partition("\n")[0]) from problem
+            yield one.upload(tensors[name])
+
+    upload_seconds = upload(driver, allocated(), total)
+    start = opened.took("copy", start)
+    opened.seconds |= {f"upload {what}": taken for what, taken in upload_seconds.phases.items()}
+    found: dict[str, torch.Tensor] = {}
+    for name in opened.tensors:
+        found[name] = _converted(tensors.pop(name), dtype)  # frees the tensor it was converted from
     opened.close()
-    return Weights(found, why, _nothing)
+    opened.took("finish", start)
+    return Weights(found, why, opened.seconds, _nothing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +351,7 @@ class _Slot:
 
 
 def _shared_on_device(driver: Driver, opened: _Opened, dtype: torch.dtype | None) -> Weights:
+    start = time.perf_counter()
     entries = [data.info for data in opened.data]
     if any(entry.key is None or entry.store is None for entry in entries):
         raise CudaRefused(say("the weights are not in the shared cache"))
@@ -334,10 +364,12 @@ def _shared_on_device(driver: Driver, opened: _Opened, dtype: torch.dtype | None
         driver.api(), Path(str(entries[0].store)), f"weights {name}", total,
         partial(_fill, driver, opened.tensors, slots), check_room=partial(_check_room, driver, total),
     )  # fmt: skip
+    start = opened.took("share", start)
     tensors = {name: _view(driver, shared.address, slot) for name, slot in slots.items()}
     opened.close()
+    opened.took("finish", start)
     why = say("copied to the GPU here for all processes") if shared.made_here else say("shared with other processes")
-    return Weights(tensors, why, partial(_release, driver, shared))
+    return Weights(tensors, why, opened.seconds, partial(_release, driver, shared))
 
 
 def _layout(tensors: Mapping[str, _HostTensor], dtype: torch.dtype | None) -> tuple[dict[str, _Slot], int]:
@@ -362,31 +394,32 @@ def _view(driver: Driver, address: int, slot: _Slot) -> torch.Tensor:
 def _fill(driver: Driver, tensors: Mapping[str, _HostTensor], slots: Mapping[str, _Slot], address: int) -> None:
     import torch
 
-    same = {name for name, slot in slots.items() if slot.dtype == tensors[name].dtype}
-    upload(driver, ((_bytes(tensors[name]), _view(driver, address, slots[name])) for name in slots if name in same))
+    same = [name for name, slot in slots.items() if slot.dtype == tensors[name].dtype]
+    upload(
+        driver,
+        (tensors[name].upload(_view(driver, address, slots[name])) for name in same),
+        sum(tensors[name].array.nbytes for name in same),
+    )
     for name, slot in slots.items():
-        if name not in same:
+        if slot.dtype != tensors[name].dtype:
             staged = torch.empty(slot.shape, dtype=tensors[name].dtype, device=driver.device)
-            upload(driver, [(_bytes(tensors[name]), staged)])
+            upload(driver, [tensors[name].upload(staged)], staged.nbytes)
             _view(driver, address, slot).copy_(staged)
     driver.synchronize()
-
-
-def _bytes(one: _HostTensor) -> NDArray:
-    return one.array if one.array.flags.c_contiguous else np.ascontiguousarray(one.array)
 
 
 def _check_room(driver: Driver, size: int) -> None:
     free, total = driver.memory()
     if size > free:
-        raise NoRoom(
-            say("the weights do not fit in the memory of {device}", device=driver.device),
-            why=say(
-                "{size} to copy; {free} of {total} free",
-                size=format_size(size), free=format_size(free), total=format_size(total),
-            ),
-            fix=(say("load them as a smaller type, or fewer: keys=(…)"),),
-        )  # fmt: skip
+        raise _no_room(driver, size, say("{free} of {total} free", free=format_size(free), total=format_size(total)))
+
+
+def _no_room(driver: Driver, size: int, why: str) -> NoRoom:
+    return NoRoom(
+        say("the weights do not fit in the memory of {device}", device=driver.device),
+        why=say("{size} to copy; {problem}", size=format_size(size), problem=why),
+        fix=(say("load them as a smaller type, or fewer: keys=(…)"),),
+    )
 
 
 def _release(driver: Driver, shared: SharedCopy) -> None:

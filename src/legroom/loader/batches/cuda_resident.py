@@ -21,7 +21,7 @@ from legroom.errors import NoRoom
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader.batches.cuda_gather_base import RESOURCES, EpochOrder, ResourceUse, RowLayout, require_usable
 from legroom.loader.batches.cuda_runtime import Driver
-from legroom.loader.batches.cuda_upload import upload
+from legroom.loader.batches.cuda_upload import Upload, upload
 from legroom.loader.shared_gpu_memory import SharedCopy, share
 from legroom.messages import say
 from legroom.records import Entry
@@ -143,7 +143,7 @@ def _copy(driver: Driver, column: NDArray, kind: RowLayout, rest: int, entry: En
     width = words.itemsize
 
     def fill(address: int) -> None:
-        upload(driver, [(contiguous, driver.at(address, words.size, width))])
+        upload(driver, [Upload(contiguous, driver.at(address, words.size, width))], contiguous.nbytes)
 
     try:
         if entry.key is None or entry.store is None:
@@ -162,7 +162,7 @@ def _copy(driver: Driver, column: NDArray, kind: RowLayout, rest: int, entry: En
     _check_room(driver, rest)
     try:
         own = driver.empty(words.size, width)
-        upload(driver, [(contiguous, own)])
+        upload(driver, [Upload(contiguous, own)], contiguous.nbytes)
     except RuntimeError as problem:  # another process took memory meanwhile
         raise NoRoom(
             say("the arrays do not fit in the memory of {device}", device=driver.device),

@@ -1,19 +1,27 @@
 """Copies arrays to GPU memory through page-locked chunks that several threads fill.
 
 A copy from ordinary memory goes through one staging buffer of the driver at 4 to 6 GB/s. Threads that fill chunks of
-their own reach most of what PCIe transfers. The chunks are unlocked and freed at the end.
+their own reach most of what PCIe transfers. Locking pages takes about as long as copying them, so the chunks are small
+and lie in huge pages. Bytes that lie in a file are read from it: mapping their pages first would take as long as
+copying them. The chunks are unlocked and freed at the end.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from legroom.cache.file_io import HUGE_PAGE, read_at
+from legroom.formats.base_reader import Extent
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.system.process_control import room_for_threads, usable_cpus
 
@@ -23,43 +31,102 @@ if TYPE_CHECKING:
     from legroom.loader.batches.cuda_runtime import Driver
 
 NDArray = np.ndarray[Any, Any]
-CHUNK = 16 << 20
+CHUNK = 4 << 20
 _MOST_THREADS = 14
 _CHUNKS = 2  # per thread: one is filled while the other is copied
+_READ_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
 
 
-def upload(driver: Driver, pairs: Iterable[tuple[NDArray, torch.Tensor]]) -> None:
-    """Copy contiguous arrays to contiguous tensors of as many bytes; returns when all bytes are on the GPU."""
-    import torch
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A contiguous array, the contiguous tensor of as many bytes that it is copied to, and the file that has them."""
 
-    arrays = [
-        (here.reshape(-1).view(np.uint8), there.view(-1).view(torch.uint8)) for here, there in pairs if here.nbytes
-    ]
-    total = sum(here.nbytes for here, _ in arrays)
-    pieces = _Pieces(arrays)
+    here: NDArray
+    there: torch.Tensor
+    file: Extent | None = None
+
+
+@dataclass(slots=True)
+class UploadSeconds:
+    """Where the threads of an upload spent their time, in seconds summed over them."""
+
+    threads: int = 1
+    phases: dict[str, float] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time of a block."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count so much time."""
+        with self._lock:
+            self.phases[name] = self.phases.get(name, 0.0) + seconds
+
+
+def upload(driver: Driver, uploads: Iterable[Upload], total: int) -> UploadSeconds:
+    """Copy ``total`` bytes in all; returns when all of them are on the GPU.
+
+    ``uploads`` is iterated by the threads, one at a time, so that it may allocate each tensor when its turn comes.
+    """
     threads = max(1, min(_MOST_THREADS, usable_cpus(), total // CHUNK))
     while threads > 1 and not room_for_threads(threads):
         threads -= 1
+    seconds = UploadSeconds(threads)
+    pieces = _Pieces(driver, uploads, seconds)
     if threads == 1:
-        _copy(driver, pieces, min(CHUNK, total))
-        return
+        _copy(driver, pieces, min(CHUNK, total), seconds)
+        return seconds
     with ThreadPoolExecutor(threads, thread_name_prefix="legroom-upload") as pool:
-        for done in [pool.submit(_copy, driver, pieces, CHUNK) for _ in range(threads)]:
+        for done in [pool.submit(_copy, driver, pieces, CHUNK, seconds) for _ in range(threads)]:
             done.result()
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """At most a chunk of an upload, and the event after which its tensor may be written to."""
+
+    here: NDArray
+    there: torch.Tensor
+    file: Extent | None
+    offset: int  # in the array
+    usable: Any
 
 
 class _Pieces:
     """Hands out pieces of at most a chunk to whichever thread is ready."""
 
-    def __init__(self, arrays: list[tuple[NDArray, torch.Tensor]]) -> None:
-        self._pieces = (
-            (here[start : start + CHUNK], there[start : start + CHUNK])
-            for here, there in arrays
-            for start in range(0, len(here), CHUNK)
-        )
+    def __init__(self, driver: Driver, uploads: Iterable[Upload], seconds: UploadSeconds) -> None:
+        self._driver, self._uploads, self._seconds = driver, uploads, seconds
+        self._consumer = driver.current()
+        self._pieces = self._cut()
         self._lock = threading.Lock()
 
-    def __iter__(self) -> Iterator[tuple[NDArray, torch.Tensor]]:
+    def _cut(self) -> Iterator[_Piece]:
+        import torch
+
+        uploads = iter(self._uploads)
+        while True:
+            # Tensors belong to the caller's stream. Work that is queued there may still use their memory.
+            with self._driver.on(self._consumer), self._seconds.phase("allocate"):
+                one = next(uploads, None)
+            if one is None:
+                return
+            if not one.here.nbytes:
+                continue
+            usable = self._driver.mark(self._consumer)
+            here, there = one.here.reshape(-1).view(np.uint8), one.there.view(-1).view(torch.uint8)
+            for start in range(0, len(here), CHUNK):
+                end = start + CHUNK
+                yield _Piece(here[start:end], there[start:end], one.file, start, usable)
+
+    def __iter__(self) -> Iterator[_Piece]:
         while True:
             with self._lock:
                 piece = next(self._pieces, None)
@@ -67,30 +134,49 @@ class _Pieces:
                 return
             yield piece
 
+    def stop(self) -> None:
+        """Hand out no more."""
+        with self._lock:
+            self._pieces = iter(())
 
-def _copy(driver: Driver, pieces: _Pieces, size: int) -> None:
+
+def _copy(driver: Driver, pieces: _Pieces, size: int, seconds: UploadSeconds) -> None:
     stream = driver.stream()
-    chunks = [_Chunk(driver, size) for _ in range(_CHUNKS)]
+    with seconds.phase("lock pages"):
+        chunks = _Chunks(driver, size)
     try:
+        read, wait = 0.0, 0.0
         with driver.on(stream):
-            for turn, (here, there) in enumerate(pieces):
-                chunk = chunks[turn % _CHUNKS]
-                chunk.copy(here, there)
-                chunk.copied = driver.mark(stream)
+            for turn, piece in enumerate(pieces):
+                begun = time.perf_counter()
+                chunks.wait(turn % _CHUNKS)
+                free = time.perf_counter()
+                chunks.fill(turn % _CHUNKS, piece)
+                read += time.perf_counter() - free
+                wait += free - begun
+                stream.wait_event(piece.usable)
+                chunks.send(turn % _CHUNKS, piece, stream)
+        seconds.add("read", read)
+        seconds.add("wait for the copy", wait)
+    except BaseException:
+        pieces.stop()
+        raise
     finally:
-        stream.synchronize()
-        for chunk in chunks:
-            chunk.close()
+        with seconds.phase("wait for the copy"):
+            stream.synchronize()
+        with seconds.phase("unlock pages"):
+            chunks.close()
 
 
-class _Chunk:
-    """Page-locked memory, or ordinary memory where CUDA refuses to lock it."""
+class _Chunks:
+    """Page-locked memory of one thread, or ordinary memory where CUDA refuses to lock it."""
 
     def __init__(self, driver: Driver, size: int) -> None:
         import torch
 
-        self._driver, self.copied = driver, None
-        self._memory = np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
+        self._driver, self._size = driver, max(size, 1)
+        self._copied: list[Any] = [None] * _CHUNKS
+        self._memory = _huge_pages(_CHUNKS * self._size)
         self._tensor = torch.from_numpy(self._memory)
         try:
             driver.register(self._memory.ctypes.data, self._memory.nbytes)
@@ -98,15 +184,62 @@ class _Chunk:
         except CudaRefused:
             self._locked = False
 
-    def copy(self, here: NDArray, there: torch.Tensor) -> None:
-        """Queue a copy on the current stream, once the chunk's last copy is done."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        np.copyto(self._memory[: len(here)], here)
-        there.copy_(self._tensor[: len(here)], non_blocking=self._locked)
+    def wait(self, number: int) -> None:
+        """Wait until a chunk's last copy is done."""
+        if self._copied[number] is not None:
+            self._copied[number].synchronize()
+
+    def fill(self, number: int, piece: _Piece) -> None:
+        """Put the bytes of a piece into a chunk."""
+        into = self._memory[number * self._size :][: len(piece.here)]
+        if piece.file is None or not _read(piece.file, piece.offset, into):
+            np.copyto(into, piece.here)
+
+    def send(self, number: int, piece: _Piece, stream: Any) -> None:
+        """Queue the copy of a chunk on the current stream."""
+        here = self._tensor[number * self._size :][: len(piece.here)]
+        piece.there.copy_(here, non_blocking=self._locked)
+        self._copied[number] = self._driver.mark(stream)
 
     def close(self) -> None:
         """Unlock the memory; its copies must be done."""
         if self._locked:
             self._locked = False
             self._driver.unregister(self._memory.ctypes.data)
+
+
+def _huge_pages(size: int) -> NDArray:
+    """Memory of this process alone, touched. Locking it then takes few steps, and a forked child gets none of it."""
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+    mapped = mmap.mmap(-1, size + HUGE_PAGE, **private)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            try:
+                mapped.madvise(getattr(mmap, advice))
+            except OSError:
+                pass  # a kernel without it
+    memory = np.frombuffer(mapped, np.uint8)
+    skip = -memory.ctypes.data % HUGE_PAGE
+    memory = memory[skip : skip + size]
+    memory[:: mmap.PAGESIZE] = 0
+    return memory
+
+
+def _read(file: Extent, offset: int, into: NDArray) -> bool:
+    """Read bytes of an array from its file. False where that fails: the file was removed, and only its map is left."""
+    try:
+        fd = os.open(file.path, _READ_FLAGS)
+    except OSError:
+        return False
+    try:
+        view, start = memoryview(into), file.offset + offset
+        while len(view):
+            got = read_at(fd, view, start)
+            if not got:
+                return False
+            view, start = view[got:], start + got
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
