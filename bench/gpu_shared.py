@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,7 @@ def child(paths: list[str]) -> None:
     torch.randint(0, 8, (8,), device="cuda").clone()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+    import_batches()
     print("ready", flush=True)
     sys.stdin.readline()
     start = time.perf_counter()
@@ -157,6 +159,12 @@ def child(paths: list[str]) -> None:
     report = {"open_s": opened, "attach_s": attach, "why": batches.why, "gather_ratio": rates["own"] / rates["shared"]}
     print(json.dumps(report), flush=True)
     sys.stdin.read()
+
+
+def import_batches() -> None:
+    """Import what is imported at the first use: the data are attached once, the modules are not part of that."""
+    for name in ("batch_iterator", "batch_settings", "cuda_path_choice", "cuda_pinned", "cuda_resident"):
+        import_module(f"legroom.loader.batches.{name}")
 
 
 def _line(process: subprocess.Popen[str]) -> str:

@@ -1,10 +1,11 @@
 """Training on a GPU with each way to load, against the same training on a batch that is already there.
 
-    PYTHONPATH=src python3 bench/gpu_train.py [--rounds 3] [--only cnn,tokens-8k,…]
+    PYTHONPATH=src python3 bench/gpu_train.py [--rounds 4] [--only cnn-150k,tokens-8k,…] [--seconds 220]
 
-A model is trained on batches of one dataset. "no loading" trains on one batch in GPU memory and is the limit. All
-contenders take turns, and a figure is the best of the rounds. The table has steps a second as a share of the limit.
-The result goes to $OUT/gpu_train.json where OUT is set, else to bench/results/.
+A model is trained on batches of one dataset. "no loading" trains on one batch in GPU memory and is the limit. The paths
+take turns, and a figure is the best of the rounds. The DataLoaders come last, one round each, while there is time. The
+table has steps a second as a share of the limit. The result goes to $OUT/gpu_train.json where OUT is set, else to
+bench/results/.
 """
 
 from __future__ import annotations
@@ -100,68 +101,73 @@ def tasks() -> list[Task]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Training with each way to load, against training without loading.")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--only", default="")
-    parser.add_argument("--no-loaders", action="store_true", help="leave out the DataLoaders, which take long")
+    parser.add_argument("--seconds", type=float, default=220, help="start no measurement of a DataLoader after this")
     asked = parser.parse_args()
     where = gpu_machine()
-    rows: list[Row] = []
     found: dict[str, Any] = {}
-    with places() as (_, disk):
-        for task in tasks():
-            if asked.only and task.name not in asked.only.split(","):
-                continue
-            start = time.perf_counter()
-            found[task.name] = measure(task, disk, asked.rounds, loaders=not asked.no_loaders)
-            rows += table(task, found[task.name])
-            print(f"{task.name}: {time.perf_counter() - start:.1f} s", flush=True)
-            path = save("gpu_train", {"machine": where, "ratios": as_json(rows), "tasks": found})
+    begun = time.perf_counter()
+    chosen = [task for task in tasks() if not asked.only or task.name in asked.only.split(",")]
+    with places() as (memory, _):
+        for part in (measure_paths, measure_loaders):
+            for task in chosen:
+                if part is measure_loaders and time.perf_counter() - begun > asked.seconds:
+                    break
+                start = time.perf_counter()
+                part(task, source(task, memory), asked.rounds, found.setdefault(task.name, {}))
+                print(f"{task.name}: {time.perf_counter() - start:.1f} s", found[task.name], flush=True)
+                rows = [row for one in chosen if one.name in found for row in table(one, found[one.name])]
+                path = save("gpu_train", {"machine": where, "ratios": as_json(rows), "tasks": found})
     print(show(rows))
     print(path)
 
 
-def measure(task: Task, disk: Path, rounds: int, *, loaders: bool) -> dict[str, Any]:
-    """Steps a second of each contender, and the path that was chosen."""
-    source = disk / f"{task.name}.npz"
-    values = np.random.default_rng(1).integers(0, 255, (task.rows, *task.row), np.uint8).astype(task.dtype)
-    labels = np.random.default_rng(2).integers(0, 10, task.rows)
-    np.savez(source, inputs=values, labels=labels)
-    del values
+def source(task: Task, folder: Path) -> Path:
+    """The file of the task's rows. Their values repeat after some thousand rows, which changes no figure."""
+    path = folder / f"{task.rows}x{'x'.join(map(str, task.row))}-{np.dtype(task.dtype)}.npz"
+    if not path.exists():
+        some = np.random.default_rng(1).integers(0, 255, (1000, *task.row), np.uint8).astype(task.dtype)
+        labels = np.random.default_rng(2).integers(0, 10, task.rows)
+        np.savez(path, inputs=np.concatenate([some] * (task.rows // len(some))), labels=labels)
+    return path
+
+
+def measure_paths(task: Task, path: Path, rounds: int, found: dict[str, Any]) -> None:
+    """Steps a second of each path, and the one that was chosen."""
     step = trainer(task)
-    with legroom.open(source, backing="shm") as data:
+    with legroom.open(path, backing="shm") as data:
         data.ready()
         options: dict[str, Any] = {"shuffle": True, "device": "cuda"}
         chosen = data.batches(task.batch, **options)
         kept = next(iter(chosen))
         speed(task, step, _epochs(chosen), 200)  # the paths are compared
-        notes = {"chosen": chosen.path, "why": chosen.why, "launch_share": launch_share(task, step, kept)}
-        print(task.name, notes, flush=True)
+        found |= {"chosen": chosen.path, "why": chosen.why, "launch_share": launch_share(task, step, kept)}
         contenders: dict[str, Callable[[], Iterator[Any]]] = {"no loading": lambda: _endless(kept)}
-        for path in PATHS:
-            batches = data.batches(task.batch, **options, path=path)
-            contenders[path] = lambda batches=batches: _epochs(batches)
+        for name in PATHS:
+            batches = data.batches(task.batch, **options, path=name)
+            contenders[name] = lambda batches=batches: _epochs(batches)
         resident = data.batches(task.batch, **options, resident=True)
         contenders["cuda-resident"] = lambda: _epochs(resident)
-        if loaders:
-            for name, kind in (
-                ("legroom.DataLoader", legroom.DataLoader),
-                ("torch DataLoader", torch.utils.data.DataLoader),
-            ):
-                loader = kind(
-                    data.dataset("inputs", "labels"), task.batch, shuffle=True, num_workers=8, pin_memory=True,
-                    persistent_workers=True, drop_last=True,
-                )  # fmt: skip
-                contenders[name] = lambda loader=loader: _moved(loader)
         speeds = alternate(
             {name: lambda make=make: speed(task, step, make()) for name, make in contenders.items()}, rounds
         )
-    source.unlink()
-    limit = max(speeds["no loading"])
-    return {
-        **notes,
-        "steps_per_second": {name: max(values) for name, values in speeds.items()},
-        "share": {name: max(values) / limit for name, values in speeds.items()},
-    }
+    found["steps_per_second"] = {name: max(values) for name, values in speeds.items()}
+    found["all_steps_per_second"] = speeds
+
+
+def measure_loaders(task: Task, path: Path, rounds: int, found: dict[str, Any]) -> None:
+    """Steps a second of the DataLoaders."""
+    step = trainer(task)
+    kinds = (("legroom.DataLoader", legroom.DataLoader), ("torch DataLoader", torch.utils.data.DataLoader))
+    with legroom.open(path, backing="shm") as data:
+        for name, kind in kinds:
+            loader = kind(
+                data.dataset("inputs", "labels"), task.batch, shuffle=True, num_workers=8, pin_memory=True,
+                persistent_workers=True, drop_last=True,
+            )  # fmt: skip
+            found["steps_per_second"][name] = speed(task, step, _moved(loader), min(40, task.steps))
+            del loader
 
 
 def trainer(task: Task) -> Callable[[Any, Any], None]:
@@ -226,11 +232,16 @@ def _moved(loader: Any) -> Iterator[Any]:
 def table(task: Task, found: dict[str, Any]) -> list[Row]:
     """The shares of one task; only the chosen path has a target, and only where today's path leaves room for one."""
     lines = []
-    for name, share in found["share"].items():
+    speeds = found["steps_per_second"]
+    limit = speeds["no loading"]
+    for name, rate in speeds.items():
         chosen = name == found["chosen"]
-        target = task.target if chosen and found["share"][TODAY] <= 0.92 else None
-        note = f"{found['steps_per_second'][name]:.1f} steps/s{', chosen' if chosen else ''}"
-        lines.append(Row(f"{task.name}: {name} : no loading", share, "×", target, at_least=True, note=note))
+        target = task.target if chosen and speeds[TODAY] <= 0.92 * limit else None
+        note = f"{rate:.1f} steps/s{', chosen' if chosen else ''}"
+        lines.append(Row(f"{task.name}: {name} : no loading", rate / limit, "×", target, at_least=True, note=note))
+    best = max(PATHS, key=speeds.__getitem__)
+    share = speeds[found["chosen"]] / speeds[best]
+    lines.append(Row(f"{task.name}: chosen path : best path", share, "×", 0.97, at_least=True, note=best))
     return lines
 
 

@@ -34,11 +34,12 @@ def main() -> None:
         attach(asked.attach)
         return
     where = gpu_machine()
-    with places() as (_, disk):
+    with places() as (memory, disk):
         count = max(1, int(asked.gb * 1e9) // (4096 * 4096 * 2))
-        tensors = {f"layer.{n}.weight": torch.randn(4096, 4096).bfloat16() for n in range(count)}
+        one = torch.randn(4096, 4096).bfloat16()
+        tensors = {f"layer.{n}.weight": one + n for n in range(count)}
         size = sum(tensor.nbytes for tensor in tensors.values())
-        checkpoint = disk / "model.pt"
+        checkpoint = memory / "model.pt"
         torch.save(tensors, checkpoint)
         path, contenders = checkpoint, {"torch.load(mmap=True).to('cuda')": lambda: _torch_load(checkpoint)}
         if find_spec("safetensors"):
