@@ -14,7 +14,7 @@ from legroom.errors import LegroomError
 from legroom.messages import say
 from legroom.monitor.process_selection import ProcessSelection
 from legroom.monitor.worker_copies import WorkerCopies
-from legroom.probe.filesystem import disk_pool, disks
+from legroom.probe.filesystems_and_cgroups import disk_pool, disks
 from legroom.probe.gpu_devices import gpu_pools, gpus
 from legroom.probe.host import Host
 from legroom.probe.memory import (

@@ -3,10 +3,9 @@
 Every function takes a Host: this machine, another root such as ``/host``, or a recording.
 
 - available: bytes of a memory pool that can be taken now (``legroom.available()``)
-- cgroup_paths: find the cgroups of a process, v1 and v2
 - copy_on_write: what forked workers have copied of the memory they inherited
 - runtime_environment: container, Kubernetes, Slurm or WSL; root, capabilities and sudo
-- filesystem: mounts; disks of the dataset store and of the working directory; network filesystems
+- filesystems_and_cgroups: mounts; disks of the store and of the working directory; the cgroups of a process, v1 and v2
 - gpu_devices: NVIDIA GPUs with their memory and processes
 - host: files and system calls of the machine that is read
 - running_job: one running training job, its processes and what they hold together

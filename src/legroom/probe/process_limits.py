@@ -18,7 +18,7 @@ import os
 from collections.abc import Mapping
 
 from legroom.messages import joined, say
-from legroom.probe.cgroup_paths import Version, cgroup
+from legroom.probe.filesystems_and_cgroups import Version, cgroup
 from legroom.probe.host import UNLIMITED, Host
 from legroom.records import Cpu, Limits, Pool, Process, Temporary
 from legroom.units import format_size

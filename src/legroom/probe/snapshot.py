@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from legroom.probe.filesystem import disk_pool, disks
+from legroom.probe.filesystems_and_cgroups import disk_pool, disks
 from legroom.probe.gpu_devices import gpu_pools, gpus
 from legroom.probe.host import Host
 from legroom.probe.memory import memory, pressure, ram_pool, read_swap_counters, swap, swap_pool

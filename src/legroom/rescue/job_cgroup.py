@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from legroom.messages import phrase, say
-from legroom.probe.cgroup_paths import Version, cgroup
+from legroom.probe.filesystems_and_cgroups import Version, cgroup
 from legroom.probe.host import Host
 
 _CLOSE_WITHIN = 5.0  # seconds for processes that were killed to be gone

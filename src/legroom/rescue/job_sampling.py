@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from legroom.messages import say
 from legroom.monitor.alarms import AlarmTracker
 from legroom.monitor.worker_copies import WorkerCopies
-from legroom.probe.cgroup_paths import Version
+from legroom.probe.filesystems_and_cgroups import Version
 from legroom.probe.host import Host
 from legroom.probe.memory import SwapCounters, level_at, memory, parse_pressure, pressure, read_swap_counters
 from legroom.probe.process import process_at
