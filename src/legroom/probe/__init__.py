@@ -16,6 +16,5 @@ Every function takes a Host: this machine, another root such as ``/host``, or a 
 - shm: /dev/shm: size, files and leftovers, what holds them, whether logout deletes them
 - shm_segments: which process maps or opens which shared-memory segment
 - snapshot: everything above at one moment (``legroom.snapshot()``)
-- training_flags: batch size, workers and other settings on a training command line
 - windows_gpu: GPU memory that Windows moved to RAM
 """
