@@ -17,7 +17,7 @@ import rigs
 
 from legroom.probe.host import Host
 from legroom.probe.memory import memory, ram_pool, read_swap_counters, swap, swap_pool
-from legroom.probe.process_limits import cpu
+from legroom.probe.process_and_limits import cpu
 
 MB = 1 << 20
 

@@ -147,7 +147,7 @@ def _sampler(pid: int | None, match: str | None, interval: float, root: str, *, 
     from legroom.monitor.process_selection import matching_processes, process_tree, user_processes
     from legroom.monitor.sampler import Sampler, cache_entries
     from legroom.probe.host import Host
-    from legroom.probe.process import ProcessTable
+    from legroom.probe.process_and_limits import ProcessTable
 
     host = Host.at(root)
     table = ProcessTable(host)

@@ -28,7 +28,7 @@ from legroom.probe.memory import (
     swap_pool,
 )
 from legroom.probe.nvml import NvmlSession
-from legroom.probe.process import ProcessTable, open_files, parse_limits, pss_of, status_of
+from legroom.probe.process_and_limits import ProcessTable, open_files, parse_limits, pss_of, status_of
 from legroom.probe.shm import shm_space
 from legroom.probe.shm_segments import SHM, shm_mount
 from legroom.records import Annotations, EntryRow, Gpus, GroupRow, Memory, Pool, Pressure, Process, ProcessRow, Sample

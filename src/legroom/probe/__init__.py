@@ -9,10 +9,9 @@ Every function takes a Host: this machine, another root such as ``/host``, or a 
 - gpu_devices: NVIDIA GPUs with their memory and processes
 - host: files and system calls of the machine that is read
 - running_job: one running training job, its processes and what they hold together
-- process_limits: descriptors, pinned memory, CPUs and quota, length of socket paths under TMPDIR
 - memory: RAM under every cgroup limit, swap and its traffic, memory pressure (PSI)
 - nvml: calls of NVML, with a reason for each failure
-- process: processes, their memory, command lines and descendants
+- process_and_limits: processes, their memory and command lines; limits: descriptors, CPU quota, pinned memory, TMPDIR
 - shm: /dev/shm: size, files and leftovers, what holds them, whether logout deletes them
 - shm_segments: which process maps or opens which shared-memory segment
 - snapshot: everything above at one moment (``legroom.snapshot()``)

@@ -24,11 +24,10 @@ from legroom.monitor.worker_copies import WorkerCopies
 from legroom.probe.filesystems_and_cgroups import Version
 from legroom.probe.host import Host
 from legroom.probe.memory import SwapCounters, level_at, memory, parse_pressure, pressure, read_swap_counters
-from legroom.probe.process import process_at
+from legroom.probe.process_and_limits import process_at
 from legroom.records import Alarm, CgroupLevel, MemoryEvents, Pool, ProcessRow, Sample
 from legroom.records.failure import Level, Reading
-from legroom.rescue.job_cgroup import JobCgroup
-from legroom.rescue.oom_victims import OomVictims
+from legroom.rescue.cgroup_and_oom_victims import JobCgroup, OomVictims
 from legroom.system.process_control import start_daemon_thread, why_no_thread
 
 # Seconds between samples of /dev/shm, by the run's age: a loader fills it in the first seconds or not at all.
@@ -188,7 +187,7 @@ class JobSampler:
 
     def _descriptors(self, pids: list[int]) -> Level | None:
         """Descriptors of the process nearest its limit."""
-        from legroom.probe.process import parse_limits
+        from legroom.probe.process_and_limits import parse_limits
 
         found = {}
         for pid in pids[:_MOST_PROCESSES]:
