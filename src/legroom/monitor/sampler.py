@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from legroom.errors import LegroomError
 from legroom.messages import say
 from legroom.monitor.process_selection import ProcessSelection
-from legroom.monitor.worker_copies import WorkerCopies
+from legroom.probe.copy_on_write import WorkerCopies
 from legroom.probe.filesystems_and_cgroups import disk_pool, disks
 from legroom.probe.gpu_devices import gpu_pools, gpus
 from legroom.probe.host import Host

@@ -3,7 +3,7 @@
 Every function takes a Host: this machine, another root such as ``/host``, or a recording.
 
 - available: bytes of a memory pool that can be taken now (``legroom.available()``)
-- copy_on_write: what forked workers have copied of the memory they inherited
+- copy_on_write: what forked workers have copied of the memory they inherited, at once or now and then
 - runtime_environment: container, Kubernetes, Slurm or WSL; root, capabilities and sudo
 - filesystems_and_cgroups: mounts; disks of the store and of the working directory; the cgroups of a process, v1 and v2
 - gpu_devices: NVIDIA GPUs with their memory and processes

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from legroom.messages import say
 from legroom.monitor.alarms import AlarmTracker
-from legroom.monitor.worker_copies import WorkerCopies
+from legroom.probe.copy_on_write import WorkerCopies
 from legroom.probe.filesystems_and_cgroups import Version
 from legroom.probe.host import Host
 from legroom.probe.memory import SwapCounters, level_at, memory, parse_pressure, pressure, read_swap_counters
@@ -365,11 +365,8 @@ class JobAlarms:
     _alarms: AlarmTracker = field(default_factory=AlarmTracker)
     _born: dict[int, float | None] = field(default_factory=dict)
     _swap: SwapCounters | None = None
-    _copies: WorkerCopies = field(init=False)
+    _copies: WorkerCopies | None = None  # once there are processes that may be forked workers
     _copied: dict[int, tuple[int | None, float | None]] = field(default_factory=dict)  # by pid, as last read
-
-    def __post_init__(self) -> None:
-        self._copies = WorkerCopies(self.sampler.host)
 
     def update(self, reading: Reading) -> tuple[Alarm, ...]:
         """Alarms that begin or turn critical with this reading; ``since`` counts from the job's start."""
@@ -420,7 +417,9 @@ class JobAlarms:
             )
             rows.append(row)
         self._born = {row.pid: row.born for row in rows}
-        read = self._copies.update(rows, reading.when)
+        if self._copies is None and len(rows) > 1:
+            self._copies = WorkerCopies(self.sampler.host)
+        read = self._copies.update(rows, reading.when) if self._copies is not None else {}
         self._copied |= {pid: (row.copied, row.copied_at) for pid, row in read.items()}
         self._copied = {pid: known for pid, known in self._copied.items() if pid in self._born}
         unread = (None, None)
