@@ -15,7 +15,7 @@ import pytest
 
 from legroom.probe.gpu_devices import gpu_pools, gpus, gpus_on_bus
 from legroom.probe.host import Host
-from legroom.probe.process_limits import limits, pinned_pool
+from legroom.probe.process_and_limits import limits, pinned_pool
 from legroom.probe.runtime_environment import in_initial_namespace
 from legroom.records import Gpu
 

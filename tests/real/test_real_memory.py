@@ -17,7 +17,7 @@ import rigs
 
 from legroom.probe.host import Host
 from legroom.probe.memory import memory, ram_pool, read_swap_counters, swap, swap_pool
-from legroom.probe.process_limits import cpu
+from legroom.probe.process_and_limits import cpu
 
 MB = 1 << 20
 
@@ -27,7 +27,7 @@ HOLD = "import sys; held = bytearray(int(sys.argv[1])); held[::4096] = b'x' * le
 # What a process sees of its own group.
 LOOK = """
 import json
-from legroom.probe.cgroup_paths import cgroup
+from legroom.probe.filesystems_and_cgroups import cgroup
 from legroom.probe.host import Host
 from legroom.probe.memory import memory, ram_pool
 group, ram = cgroup(Host(), "memory"), memory(Host())

@@ -21,7 +21,7 @@ import dataclasses, json, mmap, os, signal, subprocess, sys, time
 from legroom.probe.shm_segments import has_writer
 from legroom.probe.host import Host
 from legroom.probe.running_job import job
-from legroom.probe.process import processes, tree
+from legroom.probe.process_and_limits import processes, tree
 from legroom.probe.shm import shm
 
 def look(host=Host()):

@@ -339,7 +339,9 @@ def entry_record(
         created=manifest.built_at,
         last_used=last_used,
         built_by=manifest.built_by,
-        versions=tuple(stamp for path, stamp in zip(manifest.paths, manifest.stamps, strict=True) if is_url(path)),
+        versions=tuple(
+            stamp for path, stamp in zip(manifest.paths, manifest.stamps, strict=True) if "://" in path and is_url(path)
+        ),
     )
 
 

@@ -24,7 +24,7 @@ from legroom.cache.store_directories import BUILDING, LOCK, Store, in_memory, re
 from legroom.errors import NoRoom
 from legroom.formats.decode_arrays import Allowed, DecodingMemory
 from legroom.messages import joined, say
-from legroom.probe.cgroup_paths import cgroup
+from legroom.probe.filesystems_and_cgroups import cgroup
 from legroom.probe.host import Host
 from legroom.probe.memory import memory
 from legroom.probe.runtime_environment import environment

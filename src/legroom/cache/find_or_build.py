@@ -127,7 +127,7 @@ def source_paths(path: Where | Iterable[Where]) -> tuple[SourcePath, ...]:
         text = os.fsdecode(one)
         if "\0" in text:
             raise UsageError(say("a path cannot contain a null character"), fix=(say("check the path"),))
-        if is_url(text):
+        if "://" in text and is_url(text):
             local = local_path(text)
             if local is None:
                 found.extend(_objects(text))

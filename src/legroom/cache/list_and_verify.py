@@ -48,7 +48,7 @@ from legroom.errors import (
 from legroom.formats.detect import open_source
 from legroom.messages import joined, listed, say, shown
 from legroom.probe.host import Host
-from legroom.probe.process import process_at
+from legroom.probe.process_and_limits import process_at
 from legroom.records import Entry, EntryUser, Finding, StoreRoom, Verification
 from legroom.remote.object_stamp import ObjectStamp
 from legroom.remote.object_url import ObjectUrl, SourcePath, is_url, object_url, without_credentials

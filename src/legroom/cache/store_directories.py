@@ -135,7 +135,7 @@ def candidates(env: Mapping[str, str]) -> Iterator[StoreCandidate]:
     memory = env.get("LEGROOM_SHM")
     yield StoreCandidate(Path(memory or "/dev/shm").absolute(), "shm", bool(memory))
     with import_lock:
-        from legroom.probe.filesystem import store_candidates
+        from legroom.probe.filesystems_and_cgroups import store_candidates
 
     for place in store_candidates(Host(env=env)):
         if os.path.isabs(place.path):
@@ -400,7 +400,7 @@ def _check_local(candidate: StoreCandidate) -> None:
 def _network(parent: str, _device: int) -> str | None:
     """The type of the network file system that the directory is on, None for a local one."""
     with import_lock:
-        from legroom.probe.filesystem import filesystem_of, is_network
+        from legroom.probe.filesystems_and_cgroups import filesystem_of, is_network
 
     mount = filesystem_of(Host(), parent)
     return mount.kind if mount is not None and is_network(mount.kind) else None
@@ -414,7 +414,7 @@ def filesystem_type(store: Store) -> str | None:
 @cache
 def _kind(root: str, _device: int) -> str | None:
     with import_lock:
-        from legroom.probe.filesystem import filesystem_of
+        from legroom.probe.filesystems_and_cgroups import filesystem_of
 
     mount = filesystem_of(Host(), root)
     return None if mount is None else mount.kind

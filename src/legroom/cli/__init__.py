@@ -4,8 +4,9 @@ main          entry point, list of commands, errors and exit statuses
 cache, check, demo, doctor, explain, help, leak, nodes, plan, report, run, tune, watch
               one command each, with its text and JSON output
 options       argument types and options that several commands share
-memory_need_output  how `plan` and `check` print memory needs
+memory_need_output
+              how `plan` and `check` print memory needs
 text_layout   wrapping, bars and colours
-language      --lang and the language of click's own messages
-output_streams  standard streams that survive closed pipes and full disks
+language_and_streams
+              --lang and the language of click's own messages; standard streams that survive closed pipes and full disks
 """

@@ -12,8 +12,17 @@ from importlib import import_module
 
 import click
 
-from legroom.cli import output_streams
-from legroom.cli.language import apply_language, escape_unencodable, fall_back_to_english, language_option, translate
+from legroom.cli.language_and_streams import (
+    NotWritten,
+    apply_language,
+    discard,
+    escape_unencodable,
+    fall_back_to_english,
+    guard_streams,
+    language_option,
+    not_written,
+    translate,
+)
 from legroom.errors import EXIT_USAGE, LegroomError
 from legroom.messages import phrase, say
 from legroom.version import VERSION
@@ -92,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     global is_program
     is_program = True
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    output_streams.guard_streams()
+    guard_streams()
     sys.exit(run(arguments))
 
 
@@ -107,7 +116,7 @@ def run(arguments: list[str]) -> int:
         status = _run_command(arguments, as_json=as_json)
         sys.stdout.flush()
         return status
-    except output_streams.NotWritten as lost:
+    except NotWritten as lost:
         return _output_failed(lost.problem)
 
 
@@ -144,9 +153,9 @@ def _print_error(error: LegroomError, *, as_json: bool, command: str) -> None:
 
 def _output_failed(problem: OSError) -> int:
     """The exit status where standard output failed."""
-    output_streams.discard(sys.stdout)
+    discard(sys.stdout)
     if isinstance(problem, BrokenPipeError):
         return 0  # the reader closed the pipe, as `head` does
-    refused = output_streams.not_written(problem)
+    refused = not_written(problem)
     click.echo(f"legroom: {refused}", err=True)
     return refused.exit_status

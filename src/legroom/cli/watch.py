@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from legroom.cli.language_and_streams import write_line
 from legroom.cli.options import DURATION
-from legroom.cli.output_streams import write_line
 from legroom.errors import MissingPackage
 from legroom.messages import say
 from legroom.system.process_control import handling_signals
@@ -147,7 +147,7 @@ def _sampler(pid: int | None, match: str | None, interval: float, root: str, *, 
     from legroom.monitor.process_selection import matching_processes, process_tree, user_processes
     from legroom.monitor.sampler import Sampler, cache_entries
     from legroom.probe.host import Host
-    from legroom.probe.process import ProcessTable
+    from legroom.probe.process_and_limits import ProcessTable
 
     host = Host.at(root)
     table = ProcessTable(host)

@@ -23,7 +23,7 @@ from legroom.errors import DemoFailed
 from legroom.messages import say
 from legroom.probe.host import Host
 from legroom.probe.memory import memory, ram_pool
-from legroom.probe.process_limits import cpu
+from legroom.probe.process_and_limits import cpu
 from legroom.probe.shm import shm_space
 from legroom.rescue.checkpoints import newest_complete
 from legroom.rescue.job_attempt import remove_leftover_shm, shm_names

@@ -233,7 +233,7 @@ class Recorder:
         self._due = now + gap
 
     def _head(self) -> None:
-        from legroom.probe.process import plain
+        from legroom.probe.process_and_limits import plain
 
         self._headed = True
         words = sys.orig_argv if sys.argv and sys.argv[0] != "-c" else sys.orig_argv[:3]

@@ -33,7 +33,7 @@ from legroom.loader.measure.guarded_child import RESERVE
 from legroom.loader.process_memory import bare_process, idle_worker, private_bytes
 from legroom.loader.process_memory import start_method as default_start_method
 from legroom.messages import say
-from legroom.probe.filesystem import disk_at
+from legroom.probe.filesystems_and_cgroups import disk_at
 from legroom.probe.host import Host
 from legroom.probe.snapshot import snapshot
 from legroom.records import Finding, LoaderTrial, Machine, Measured, Need, Plan, Pool, Term

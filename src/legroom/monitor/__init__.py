@@ -3,7 +3,6 @@
 watch_in_script    `legroom.watch`: watch this process from inside a script
 process_selection  which processes are watched: a tree, a match, a user's, this one
 sampler            take one sample: pools, processes, cache entries, within a share of the time
-worker_copies      how much forked workers have copied of their parent's memory, read now and then
 annotations        marks, components and steps that a script reports, and the files that carry them
 watch_loop         take samples at the interval, evaluate alarms, pass moments to the outputs
 history_and_trend  samples and free space over time; leak or warm-up, time until a pool is full, which processes grow

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.probe.host import Host
-from legroom.probe.process import started_at
+from legroom.probe.process_and_limits import started_at
 from legroom.records import Annotations, GrowthRow, Mark
 from legroom.system.argument_checks import check_integer
 from legroom.system.atomic_file import replace_file

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from legroom.errors import NothingMatches, UsageError
 from legroom.messages import say
 from legroom.probe.host import Host
-from legroom.probe.process import matching, our_pid, tree
+from legroom.probe.process_and_limits import matching, our_pid, tree
 from legroom.records import Process
 
 _Processes = Mapping[int, Process]

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from legroom.errors import LegroomError
 from legroom.messages import say
 from legroom.monitor.process_selection import ProcessSelection
-from legroom.monitor.worker_copies import WorkerCopies
-from legroom.probe.filesystem import disk_pool, disks
+from legroom.probe.copy_on_write import WorkerCopies
+from legroom.probe.filesystems_and_cgroups import disk_pool, disks
 from legroom.probe.gpu_devices import gpu_pools, gpus
 from legroom.probe.host import Host
 from legroom.probe.memory import (
@@ -28,7 +28,7 @@ from legroom.probe.memory import (
     swap_pool,
 )
 from legroom.probe.nvml import NvmlSession
-from legroom.probe.process import ProcessTable, open_files, parse_limits, pss_of, status_of
+from legroom.probe.process_and_limits import ProcessTable, open_files, parse_limits, pss_of, status_of
 from legroom.probe.shm import shm_space
 from legroom.probe.shm_segments import SHM, shm_mount
 from legroom.records import Annotations, EntryRow, Gpus, GroupRow, Memory, Pool, Pressure, Process, ProcessRow, Sample

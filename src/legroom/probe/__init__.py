@@ -3,20 +3,17 @@
 Every function takes a Host: this machine, another root such as ``/host``, or a recording.
 
 - available: bytes of a memory pool that can be taken now (``legroom.available()``)
-- cgroup_paths: find the cgroups of a process, v1 and v2
-- copy_on_write: what forked workers have copied of the memory they inherited
+- copy_on_write: what forked workers have copied of the memory they inherited, at once or now and then
 - runtime_environment: container, Kubernetes, Slurm or WSL; root, capabilities and sudo
-- filesystem: mounts; disks of the dataset store and of the working directory; network filesystems
+- filesystems_and_cgroups: mounts; disks of the store and of the working directory; the cgroups of a process, v1 and v2
 - gpu_devices: NVIDIA GPUs with their memory and processes
 - host: files and system calls of the machine that is read
 - running_job: one running training job, its processes and what they hold together
-- process_limits: descriptors, pinned memory, CPUs and quota, length of socket paths under TMPDIR
 - memory: RAM under every cgroup limit, swap and its traffic, memory pressure (PSI)
 - nvml: calls of NVML, with a reason for each failure
-- process: processes, their memory, command lines and descendants
+- process_and_limits: processes, their memory and command lines; limits: descriptors, CPU quota, pinned memory, TMPDIR
 - shm: /dev/shm: size, files and leftovers, what holds them, whether logout deletes them
 - shm_segments: which process maps or opens which shared-memory segment
 - snapshot: everything above at one moment (``legroom.snapshot()``)
-- training_flags: batch size, workers and other settings on a training command line
 - windows_gpu: GPU memory that Windows moved to RAM
 """

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from legroom.errors import UsageError
 from legroom.messages import say
-from legroom.probe.cgroup_paths import Group, cgroup
+from legroom.probe.filesystems_and_cgroups import Group, cgroup
 from legroom.probe.host import UNLIMITED, Host
 from legroom.probe.memory import memory_in, ram_bounds, ram_pool
 from legroom.probe.shm import shm_space

@@ -12,19 +12,24 @@ A worker also copies pages by writing: malloc and Python reuse memory that the p
 much depends on the parent, and no limit in bytes tells it from reading. The contents do: a reference count that was
 raised and lowered again leaves the page as it was, or differs in counts alone. So a sample of the pages that were
 copied since the last reading is compared in both processes (/proc/<pid>/mem).
+
+`WorkerCopies` reads now and then, within a share of the time, while a job is watched. What workers copied by writing is
+not counted there. Workers of one parent read the same dataset, so at most two of each parent are read.
 """
 
 from __future__ import annotations
 
 import errno
 import mmap
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 from legroom.messages import say
 from legroom.probe.host import Host
+from legroom.records import ProcessRow
 
 PAGE = mmap.PAGESIZE
 _ENTRY = 8  # bytes of a pagemap entry; the last one holds the flags (Documentation/admin-guide/mm/pagemap.rst)
@@ -304,3 +309,52 @@ def _pieces(areas: Iterable[range]) -> Iterator[tuple[int, int]]:
             last = min(end, (first // _BLOCK + 1) * _BLOCK)
             yield first, last
             first = last
+
+
+_MOST_OF_A_PARENT = 2
+_LEAST_GAP = 5.0  # seconds between two readings of a worker
+
+
+@dataclass
+class WorkerCopies:
+    """Keeps the first reading of each worker, and adds what it has copied since then to its row."""
+
+    host: Host
+    share: float = 0.003  # of one core, for all readings
+    _readers: dict[int, CopyReader] = field(default_factory=dict)  # by parent
+    _chosen: dict[int, int] = field(default_factory=dict)  # workers that are read, and their parents
+    _due: float = 0.0
+
+    def update(self, rows: Iterable[ProcessRow], clock: float) -> dict[int, ProcessRow]:
+        """The rows of workers that were read now, by pid."""
+        by_pid = {row.pid: row for row in rows}
+        for pid in [pid for pid, parent in self._chosen.items() if by_pid.get(pid) is None or parent not in by_pid]:
+            reader = self._readers.get(self._chosen.pop(pid))
+            if reader is not None:
+                reader.forget(pid)
+        self._readers = {parent: reader for parent, reader in self._readers.items() if parent in by_pid}
+        if clock < self._due or self.host.platform != "linux":
+            return {}
+        self._choose(by_pid)
+        began = time.thread_time()
+        found = {}
+        for parent in set(self._chosen.values()):
+            reader = self._readers.setdefault(parent, CopyReader(self.host, parent, compare=True))
+            for one in reader.read([pid for pid, its in self._chosen.items() if its == parent], clock):
+                if one.only_read is not None:
+                    found[one.pid] = replace(by_pid[one.pid], copied=one.only_read, copied_at=clock)
+        self._due = clock + max(_LEAST_GAP, (time.thread_time() - began) / self.share)
+        return found
+
+    def _choose(self, rows: dict[int, ProcessRow]) -> None:
+        """Add workers: processes that were forked from a watched one, which have its command line."""
+        counts: dict[int, int] = {}
+        for parent in self._chosen.values():
+            counts[parent] = counts.get(parent, 0) + 1
+        for pid, row in rows.items():
+            above = rows.get(row.parent)
+            if above is None or pid in self._chosen or row.command != above.command:
+                continue
+            if counts.get(above.pid, 0) < _MOST_OF_A_PARENT:
+                self._chosen[pid] = above.pid
+                counts[above.pid] = counts.get(above.pid, 0) + 1

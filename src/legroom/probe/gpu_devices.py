@@ -20,7 +20,7 @@ from typing import Any
 from legroom.messages import joined, say
 from legroom.probe.host import Host
 from legroom.probe.nvml import NOT_FOUND, NOT_SUPPORTED, NvmlError, call, memory_info, running, text
-from legroom.probe.process import plain, process_at
+from legroom.probe.process_and_limits import plain, process_at
 from legroom.probe.runtime_environment import in_initial_namespace
 from legroom.probe.windows_gpu import CounterSource, Spill, spill
 from legroom.records import Gpu, GpuProcess, Gpus, Pool

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 
 from legroom.messages import joined, say
-from legroom.probe.cgroup_paths import UNIFIED, Group, Version, cgroup
+from legroom.probe.filesystems_and_cgroups import UNIFIED, Group, Version, cgroup
 from legroom.probe.host import Host
 from legroom.records import CgroupLevel, Memory, MemoryEvents, Pool, Pressure, Swap
 

@@ -14,14 +14,12 @@ from typing import NamedTuple
 from legroom.messages import say
 from legroom.probe.copy_on_write import CopyReader
 from legroom.probe.host import Host
-from legroom.probe.process import arguments, holdings, matching, our_pid, processes, started_at, tree
+from legroom.probe.process_and_limits import arguments, holdings, matching, our_pid, processes, started_at, tree
 from legroom.probe.shm import makers_alive, on_its_way
 from legroom.probe.shm_segments import Segments, files_below
-from legroom.probe.training_flags import Flag, flags
 from legroom.records import Job, Process
+from legroom.records.loader_settings import Flag, training_flags
 from legroom.units import format_size
-
-__all__ = ["flags", "job", "jobs"]
 
 
 def job(host: Host, pid: int) -> Job:
@@ -88,7 +86,7 @@ def _flags(host: Host, members: Sequence[Process]) -> dict[str, Flag]:
     """The flags nearest to the root: a shell has none, a launcher only ranks, its children the rest."""
     found: dict[str, Flag] = {}
     for process in members:
-        found = flags(arguments(host, process.pid)) | found
+        found = training_flags(arguments(host, process.pid)) | found
         if found.keys() - {"ranks"}:
             break  # further down are helpers with flags of their own, such as a compiler's -j
     return found

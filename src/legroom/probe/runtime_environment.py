@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from legroom.messages import joined, listed, say
-from legroom.probe.filesystem import Mount, mounted_at, mounts
+from legroom.probe.filesystems_and_cgroups import Mount, mounted_at, mounts
 from legroom.probe.host import Host
 from legroom.records import RuntimeEnvironment, RuntimeKind
 

@@ -12,9 +12,9 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from legroom.messages import say
-from legroom.probe.filesystem import Mount
+from legroom.probe.filesystems_and_cgroups import Mount
 from legroom.probe.host import Host
-from legroom.probe.process import plain, processes, started_at
+from legroom.probe.process_and_limits import plain, processes, started_at
 from legroom.probe.shm_segments import (
     SHM,
     FileFacts,

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from legroom.probe.filesystem import Mount, mounted_at, mounts
+from legroom.probe.filesystems_and_cgroups import Mount, mounted_at, mounts
 from legroom.probe.host import Host
 
 SHM = "/dev/shm"

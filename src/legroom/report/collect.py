@@ -25,7 +25,7 @@ from legroom.errors import DamagedSource, LegroomError, UnreadableSource
 from legroom.messages import language, say
 from legroom.monitor.watch_log import SCHEMA as WATCH
 from legroom.probe.host import DiskSpace, Host
-from legroom.probe.process_limits import TAIL, temporary
+from legroom.probe.process_and_limits import SOCKET_TAIL, temporary
 from legroom.probe.runtime_environment import SUDO_GROUPS, in_initial_namespace
 from legroom.probe.snapshot import snapshot
 from legroom.records import Entry, Machine
@@ -253,9 +253,9 @@ class RecordingHost(Host):
     def _temporary(self) -> dict[str, str]:
         """The variable that names the directory for temporary files, with another path of the same length."""
         found = temporary(self)
-        if found is None or found.socket - TAIL < 2:
+        if found is None or found.socket - SOCKET_TAIL < 2:
             return {}
-        return {found.source: _path_of(found.socket - TAIL)}
+        return {found.source: _path_of(found.socket - SOCKET_TAIL)}
 
 
 def _path_of(length: int) -> str:

@@ -1,6 +1,6 @@
 """Find settings on a job's command line, rewrite them, add the resume flag; inject Legroom into its Python.
 
-Knows the usual flag names (probe.training_flags) and those given with --flag, in every spelling: ``--x 4``, ``--x=4``,
+Knows the usual flag names (records.loader_settings) and those of --flag, in every spelling: ``--x 4``, ``--x=4``,
 ``-b4``, ``data.batch_size=4``. Under torchrun and accelerate only the script's own words are read.
 
 Injection (`--loader legroom`, `--gpu-limit`, `legroom leak`) puts inject/sitecustomize.py on PYTHONPATH. It misses
@@ -18,9 +18,8 @@ from pathlib import Path
 
 from legroom.errors import UsageError
 from legroom.messages import listed, say
-from legroom.probe.training_flags import Flag, flags
 from legroom.records import LoaderSettings
-from legroom.records.loader_settings import ALIASES
+from legroom.records.loader_settings import ALIASES, Flag, training_flags
 
 # What a retry may lower. `--flag` also takes the short names batch, workers and prefetch.
 SETTINGS = ("batch_size", "accumulation", "num_workers", "prefetch_factor", "pin_memory", "low_memory")
@@ -66,7 +65,7 @@ def parse_named(text: str) -> NamedFlag:
 
 def find_flags(command: Sequence[str], named: Sequence[NamedFlag] = ()) -> dict[str, Flag]:
     """Each setting's flag on the command line; ``at`` is -1 for a named flag that is not there."""
-    all_flags = {ALIASES.get(name, name): flag for name, flag in flags(command).items()}
+    all_flags = {ALIASES.get(name, name): flag for name, flag in training_flags(command).items()}
     found = {name: flag for name, flag in all_flags.items() if name in (*SETTINGS, "ranks", "persistent_workers")}
     for one in named:
         found[one.setting] = _find_named(command, one)
@@ -119,7 +118,7 @@ def _second_batch(command: Sequence[str], batch: Flag | None) -> bool:
     rest = list(command)
     joined = "=" in rest[batch.at]
     del rest[batch.at : batch.at + (1 if joined else 2)]
-    other = flags(rest).get("batch")
+    other = training_flags(rest).get("batch")
     return other is not None and _WHOLE.search(other.spelling) is not None
 
 

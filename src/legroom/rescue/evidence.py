@@ -19,7 +19,7 @@ from pathlib import Path
 from legroom.messages import say
 from legroom.probe.host import Host
 from legroom.records.failure import Evidence, Level, LogFacts, OomCount
-from legroom.rescue.job_cgroup import JobCgroup
+from legroom.rescue.cgroup_and_oom_victims import JobCgroup
 from legroom.rescue.job_sampling import DiskLevels, JobSampler, recent_rate, seconds_unread, thinned, worst_stall
 from legroom.rescue.log_reader import OOM_KILL, killed_in
 from legroom.system.process_control import ExitStatus

@@ -20,15 +20,14 @@ from dataclasses import dataclass, field, replace
 
 from legroom.messages import say
 from legroom.monitor.alarms import AlarmTracker
-from legroom.monitor.worker_copies import WorkerCopies
-from legroom.probe.cgroup_paths import Version
+from legroom.probe.copy_on_write import WorkerCopies
+from legroom.probe.filesystems_and_cgroups import Version
 from legroom.probe.host import Host
 from legroom.probe.memory import SwapCounters, level_at, memory, parse_pressure, pressure, read_swap_counters
-from legroom.probe.process import process_at
+from legroom.probe.process_and_limits import process_at
 from legroom.records import Alarm, CgroupLevel, MemoryEvents, Pool, ProcessRow, Sample
 from legroom.records.failure import Level, Reading
-from legroom.rescue.job_cgroup import JobCgroup
-from legroom.rescue.oom_victims import OomVictims
+from legroom.rescue.cgroup_and_oom_victims import JobCgroup, OomVictims
 from legroom.system.process_control import start_daemon_thread, why_no_thread
 
 # Seconds between samples of /dev/shm, by the run's age: a loader fills it in the first seconds or not at all.
@@ -188,7 +187,7 @@ class JobSampler:
 
     def _descriptors(self, pids: list[int]) -> Level | None:
         """Descriptors of the process nearest its limit."""
-        from legroom.probe.process import parse_limits
+        from legroom.probe.process_and_limits import parse_limits
 
         found = {}
         for pid in pids[:_MOST_PROCESSES]:
@@ -366,11 +365,8 @@ class JobAlarms:
     _alarms: AlarmTracker = field(default_factory=AlarmTracker)
     _born: dict[int, float | None] = field(default_factory=dict)
     _swap: SwapCounters | None = None
-    _copies: WorkerCopies = field(init=False)
+    _copies: WorkerCopies | None = None  # once there are processes that may be forked workers
     _copied: dict[int, tuple[int | None, float | None]] = field(default_factory=dict)  # by pid, as last read
-
-    def __post_init__(self) -> None:
-        self._copies = WorkerCopies(self.sampler.host)
 
     def update(self, reading: Reading) -> tuple[Alarm, ...]:
         """Alarms that begin or turn critical with this reading; ``since`` counts from the job's start."""
@@ -421,7 +417,9 @@ class JobAlarms:
             )
             rows.append(row)
         self._born = {row.pid: row.born for row in rows}
-        read = self._copies.update(rows, reading.when)
+        if self._copies is None and len(rows) > 1:
+            self._copies = WorkerCopies(self.sampler.host)
+        read = self._copies.update(rows, reading.when) if self._copies is not None else {}
         self._copied |= {pid: (row.copied, row.copied_at) for pid, row in read.items()}
         self._copied = {pid: known for pid, known in self._copied.items() if pid in self._born}
         unread = (None, None)

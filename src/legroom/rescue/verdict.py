@@ -13,7 +13,7 @@ from typing import Any
 
 from legroom.advice import remedies
 from legroom.messages import phrase, say
-from legroom.probe.process_limits import NAMES, TAIL, longest_socket
+from legroom.probe.process_and_limits import SOCKET_TAIL, TMPDIR_VARIABLES, longest_socket
 from legroom.records import Machine, RuntimeEnvironment
 from legroom.records.failure import Cause, Evidence, Level, Likely, Role, RuleResult, Verdict
 from legroom.rescue import verdict_from_exit, verdict_from_log
@@ -203,7 +203,7 @@ def fixes(
     if cause == "disk-full":
         return remedies.free_disk(".")
     if cause == "tmpdir-too-long":
-        return remedies.shorten_temporary(NAMES[0], longest_socket(runtime.platform) - TAIL)
+        return remedies.shorten_temporary(TMPDIR_VARIABLES[0], longest_socket(runtime.platform) - SOCKET_TAIL)
     if cause == "worker-killed":
         who = say("find out what killed it: a time limit, another user, an OOM daemon (journalctl, dmesg)")
         return (who, say("check:\nlegroom doctor"))

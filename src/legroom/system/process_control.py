@@ -1,6 +1,6 @@
 """This process and its children: LEGROOM_DISABLE, CPUs and threads, how a child ended, calls of the C library.
 
-legroom.rescue diagnoses why a job ended; here an exit status is only named. legroom.probe.process_limits reads the
+legroom.rescue diagnoses why a job ended; here an exit status is only named. legroom.probe.process_and_limits reads the
 cgroup's CPU quota, which slows threads down.
 """
 

@@ -168,7 +168,7 @@ sys.exit(os.waitstatus_to_exitcode(status) != 0)
         ("legroom.cache.build", "open", "", "a.h5"),
         ("legroom.formats.hdf5_reader", "open", "", "a.h5"),
         ("h5py", "open", "", "a.h5"),  # the child waits for its parent's load, and need not import it
-        ("legroom.probe.filesystem", "open", "", "a.h5"),
+        ("legroom.probe.filesystems_and_cgroups", "open", "", "a.h5"),
         # Without the cache the child imports as its parent does: no h5py here, whose import no fork waits for.
         ("legroom.cache.uncached", "open", "1", "a.npy"),
         ("legroom.formats.npy_reader", "open", "1", "a.npy"),

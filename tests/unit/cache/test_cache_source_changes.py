@@ -527,7 +527,7 @@ def on_a_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def _kind(folder: Path) -> str | None:
-    from legroom.probe.filesystem import filesystem_of
+    from legroom.probe.filesystems_and_cgroups import filesystem_of
     from legroom.probe.host import Host
 
     mount = filesystem_of(Host(), str(folder))

@@ -25,7 +25,7 @@ from legroom.demo.demo_stages import best_rates, machine_line, peak, steps_for
 from legroom.errors import MissingPackage, NoRoom, UsageError
 from legroom.messages import cells
 from legroom.probe.host import Host
-from legroom.probe.process_limits import TAIL, longest_socket
+from legroom.probe.process_and_limits import SOCKET_TAIL, longest_socket
 from legroom.records import Pool
 
 MB, GB = 1 << 20, 1 << 30
@@ -293,7 +293,7 @@ def test_children_write_to_the_directory_of_the_demo_by_a_short_path(tmp_path: P
     made = demo_setup.make_directory(Host(env={"LEGROOM_DIR": str(parent)}))
     variables = demo_setup.environment(made.path)
     # Sockets of a DataLoader's workers are made there, and a longer path than this cannot be bound.
-    assert len(variables["TMPDIR"]) <= longest_socket(sys.platform) - TAIL
+    assert len(variables["TMPDIR"]) <= longest_socket(sys.platform) - SOCKET_TAIL
     code = "import tempfile, legroom; print(tempfile.mkdtemp(), legroom.__file__)"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], env=variables, cwd=made.path, capture_output=True, text=True

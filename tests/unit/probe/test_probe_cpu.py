@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.probe.host import Host
-from legroom.probe.process_limits import cpu
+from legroom.probe.process_and_limits import cpu
 
 EXPECTED: dict[str, tuple[int | None, float | None]] = {
     "bare-v2": (16, None),

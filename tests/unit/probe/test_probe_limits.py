@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from legroom.probe.host import Host
-from legroom.probe.process_limits import fds_pool, limits, pinned_pool
+from legroom.probe.process_and_limits import fds_pool, limits, pinned_pool
 from legroom.records import Limits, Pool, Process
 
 TREES = Path(__file__).parents[2] / "trees"

@@ -7,7 +7,7 @@ from fake_host import TREES
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.probe.filesystem import mounted_at, mounts, parse_mountinfo
+from legroom.probe.filesystems_and_cgroups import mounted_at, mounts, parse_mountinfo
 from legroom.probe.host import Host
 
 

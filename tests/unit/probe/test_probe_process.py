@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from legroom.errors import NoSuchProcess, NothingMatches, UsageError
 from legroom.probe.host import Host
-from legroom.probe.process import (
+from legroom.probe.process_and_limits import (
     arguments,
     command_text,
     holdings,

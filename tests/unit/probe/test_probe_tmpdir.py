@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from legroom.probe import process_limits as probe
+from legroom.probe import process_and_limits as probe
 from legroom.probe.host import Host
-from legroom.probe.process_limits import TAIL, longest_socket, temporary
+from legroom.probe.process_and_limits import SOCKET_TAIL, longest_socket, temporary
 
 
 def _folder(length: int) -> str:
@@ -27,13 +27,13 @@ def _host(tmp_path: Path, env: dict[str, str], **more: object) -> Host:
 @pytest.mark.parametrize(("length", "fits"), [(4, True), (75, True), (76, False), (200, False)])
 def test_a_socket_fits_up_to_75_bytes(tmp_path: Path, length: int, fits: bool) -> None:
     found = temporary(_host(tmp_path, {"TMPDIR": _folder(length)}))
-    assert found is not None and (found.socket, found.longest) == (length + TAIL, 107)
+    assert found is not None and (found.socket, found.longest) == (length + SOCKET_TAIL, 107)
     assert (found.socket <= found.longest) is fits
 
 
 def test_bytes_count_and_not_characters(tmp_path: Path) -> None:
     found = temporary(_host(tmp_path, {"TMPDIR": "/" + "文" * 25}))
-    assert found is not None and found.socket == 76 + TAIL
+    assert found is not None and found.socket == 76 + SOCKET_TAIL
 
 
 def test_names_in_pythons_order_and_only_what_is_there(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import rigs
 from legroom.advice.findings import findings
 from legroom.cli.main import run
 from legroom.errors import DamagedSource, UnreadableSource, UsageError
-from legroom.probe import process_limits
+from legroom.probe import process_and_limits
 from legroom.probe.host import Host
 from legroom.probe.snapshot import snapshot
 from legroom.report.bundle import CONTENTS, Attachments, RedactedPart, checked_path, pack, redacted, write
@@ -78,7 +78,7 @@ def test_no_process_is_recorded_and_commands_lose_their_values() -> None:
 def test_only_the_length_of_the_path_for_temporary_files_is_recorded(
     length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_limits, "_moves_away", lambda: False)
+    monkeypatch.setattr(process_and_limits, "_moves_away", lambda: False)
     root, folder = tmp_path / "root", "/vogsphere" + "/jeltz" * (length // 6)
     folder = folder[: length - 1].rstrip("/").ljust(length, "z")
     (root / folder[1:]).mkdir(parents=True)
@@ -89,7 +89,7 @@ def test_only_the_length_of_the_path_for_temporary_files_is_recorded(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(one.text, encoding="utf-8", newline="")
     there = Host.at(tmp_path / "out" / MACHINE)
-    before, after = process_limits.temporary(host), process_limits.temporary(there)
+    before, after = process_and_limits.temporary(host), process_and_limits.temporary(there)
     assert before is not None and after is not None
     assert (after.source, after.socket, after.longest) == (before.source, before.socket, before.longest)
     found = {finding.code for finding in findings(snapshot(there))}

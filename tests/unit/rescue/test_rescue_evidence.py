@@ -11,6 +11,7 @@ import pytest
 
 from legroom.probe.host import Host
 from legroom.records.failure import Level, Reading
+from legroom.rescue.cgroup_and_oom_victims import JobCgroup, make_job_cgroup
 from legroom.rescue.evidence import EvidenceCollector, KernelLog
 from legroom.rescue.job_attempt import (
     StallDetector,
@@ -21,7 +22,6 @@ from legroom.rescue.job_attempt import (
     remove_leftover_shm,
     shm_names,
 )
-from legroom.rescue.job_cgroup import JobCgroup, make_job_cgroup
 from legroom.rescue.job_sampling import JobSampler, recent_rate, seconds_unread, thinned, worst_stall
 from legroom.rescue.log_reader import facts_of
 from legroom.rescue.verdict import classify

@@ -7,7 +7,7 @@ from pathlib import Path
 from legroom.probe.host import Host
 from legroom.records import Alarm, LoaderSettings
 from legroom.records.failure import Attempt, Level, Reading, SupervisedRun
-from legroom.rescue.job_cgroup import JobCgroup
+from legroom.rescue.cgroup_and_oom_victims import JobCgroup
 from legroom.rescue.job_sampling import JobAlarms, JobSampler
 from legroom.rescue.run_report import run_object, run_page
 from legroom.system.process_control import ExitStatus

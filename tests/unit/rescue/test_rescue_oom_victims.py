@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from legroom.probe.host import Host
-from legroom.rescue.job_cgroup import JobCgroup
+from legroom.rescue.cgroup_and_oom_victims import JobCgroup, OomVictims
 from legroom.rescue.log_reader import killed_in
-from legroom.rescue.oom_victims import OomVictims
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
 

@@ -17,7 +17,7 @@ from typing import Any
 from legroom.errors import BadArgument, LoaderError, Unpicklable
 from legroom.loader.dataloader.collate import SlotCollate
 from legroom.messages import say
-from legroom.probe.process_limits import TAIL, longest_socket
+from legroom.probe.process_and_limits import SOCKET_TAIL, longest_socket
 
 _log = logging.getLogger("legroom")
 _SOCKET_NAME = len("/listener-12345678")
@@ -136,4 +136,4 @@ def use_short_tmpdir(*, required: bool) -> None:
 
 
 def _short_enough(folder: str) -> bool:
-    return len(os.fsencode(folder)) + TAIL <= longest_socket(sys.platform)
+    return len(os.fsencode(folder)) + SOCKET_TAIL <= longest_socket(sys.platform)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.probe.training_flags import Flag, flags
+from legroom.records.loader_settings import Flag, training_flags
 
 
 def values(command: str) -> dict[str, str]:
-    return {name: flag.value for name, flag in flags(shlex.split(command)).items()}
+    return {name: flag.value for name, flag in training_flags(shlex.split(command)).items()}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def values(command: str) -> dict[str, str]:
 )
 def test_spellings(words: str, name: str, spelling: str, value: str) -> None:
     command = ["python", "train.py", "--data", "x.h5", *words.split(), "--seed", "1"]
-    assert flags(command) == {name: Flag(spelling, value, 4)}
+    assert training_flags(command) == {name: Flag(spelling, value, 4)}
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_spellings(words: str, name: str, spelling: str, value: str) -> None:
      "--batch_norm 1", "preprocessing_num_workers=4", "data.workers many", "SEED 4", "--network 3"],
 )  # fmt: skip
 def test_what_is_none(words: str) -> None:
-    assert flags(["python", "train.py", *words.split()]) == {}
+    assert training_flags(["python", "train.py", *words.split()]) == {}
 
 
 def test_of_one_spelling_given_twice_the_last_counts() -> None:
@@ -116,11 +116,14 @@ def test_launchers(command: str, expected: dict[str, str]) -> None:
 
 
 def test_a_process_that_renamed_itself_is_one_word() -> None:
-    assert {k: v.value for k, v in flags(["python train.py --batch 4 -j8"]).items()} == {"batch": "4", "workers": "8"}
+    assert {k: v.value for k, v in training_flags(["python train.py --batch 4 -j8"]).items()} == {
+        "batch": "4",
+        "workers": "8",
+    }
 
 
 def test_an_empty_command_line_has_none() -> None:
-    assert flags([]) == {}
+    assert training_flags([]) == {}
 
 
 WORDS = st.one_of(
@@ -137,7 +140,7 @@ WORDS = st.one_of(
 @given(st.lists(WORDS, max_size=12))
 def test_every_flag_can_be_found_again_in_the_words(words: list[str]) -> None:
     given_words = words[0].split() if len(words) == 1 and " " in words[0] else words
-    for name, flag in flags(words).items():
+    for name, flag in training_flags(words).items():
         here, following = given_words[flag.at], given_words[flag.at + 1 : flag.at + 2]
         assert flag.spelling in here
         if name == "pin_memory":

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import pytest
 
 from legroom.advice.copied_memory import copy_rate, finding_of_readings
-from legroom.monitor.worker_copies import WorkerCopies
 from legroom.probe import copy_on_write, running_job
+from legroom.probe.copy_on_write import WorkerCopies
 from legroom.probe.host import Host
-from legroom.probe.process import process_at
+from legroom.probe.process_and_limits import process_at
 from legroom.records import Job, ProcessRow
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads this machine's /proc")

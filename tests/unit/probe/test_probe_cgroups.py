@@ -9,7 +9,7 @@ from fake_host import NAMES, TREES, FakeHost, mount, tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.probe.cgroup_paths import UNIFIED, Group, cgroup
+from legroom.probe.filesystems_and_cgroups import UNIFIED, Group, cgroup
 from legroom.probe.host import Host
 
 TOP = "/sys/fs/cgroup"
