@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -62,11 +63,27 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(reason)
 
 
+_OWN_LIMITS = {"real", "gpu", "nodes", "soak", "release"}  # folders whose tests choose /dev/shm or a disk themselves
+
+
+@pytest.fixture(scope="session")
+def _stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the stores of tests are that name none: never those of the person who runs them."""
+    folder = tmp_path_factory.mktemp("stores")
+    for name in ("shm", "disk"):
+        (folder / name).mkdir(mode=0o700)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 @pytest.fixture(autouse=True)
-def _own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test depends on the switches of the person who runs it, nor on the language."""
+def _own_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _stores: Path) -> Iterator[None]:
+    """No test depends on the switches of the person who runs it, on their cached data, nor on the language."""
     for name in [name for name in os.environ if name.startswith("LEGROOM_")]:
         monkeypatch.delenv(name)
+    if request.path.relative_to(Path(__file__).parent).parts[0] not in _OWN_LIMITS:
+        monkeypatch.setenv("LEGROOM_SHM", str(_stores / "shm"))
+        monkeypatch.setenv("LEGROOM_DIR", str(_stores / "disk"))
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
     monkeypatch.delenv("LANGUAGE", raising=False)

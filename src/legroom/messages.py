@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 ENGLISH = "en"
 LANGUAGES = (ENGLISH, "zh")
@@ -106,6 +108,13 @@ def joined(sentences: Iterable[str]) -> str:
     return say("; ").join(sentences)
 
 
+def _holding_forks_back() -> AbstractContextManager[object]:
+    """The import_lock of legroom.system.imports, which imports this module; nothing where that is not imported."""
+    lock: AbstractContextManager[object] | None
+    lock = getattr(sys.modules.get("legroom.system.imports"), "import_lock", None)
+    return nullcontext() if lock is None else lock
+
+
 def speak(language: str) -> None:
     """Switch to this language, one of LANGUAGES."""
     global _look_up, _language
@@ -115,7 +124,8 @@ def speak(language: str) -> None:
     if language == ENGLISH:
         _look_up = phrase
         return
-    from gettext import translation  # not needed for English
+    with _holding_forks_back():
+        from gettext import translation  # not needed for English
 
     folder = os.path.join(os.path.dirname(__file__), "locale")
     _look_up = translation("legroom", folder, [language], fallback=True).gettext
@@ -175,7 +185,8 @@ def cells(text: str) -> int:
 
 
 def _cells(letter: str) -> int:
-    from unicodedata import combining, east_asian_width  # not needed for ASCII
+    with _holding_forks_back():
+        from unicodedata import combining, east_asian_width  # not needed for ASCII
 
     if combining(letter):
         return 0
@@ -208,7 +219,8 @@ def cut(line: str, columns: int) -> str:
 def fill(text: str, columns: int, first: str, rest: str) -> str:
     """The text wrapped; commands are never broken at a hyphen or inside a word, Chinese between any two characters."""
     if len(text) == cells(text) and len(first) == cells(first):
-        import textwrap  # only the command line wraps
+        with _holding_forks_back():
+            import textwrap  # only the command line wraps
 
         return textwrap.fill(
             text,

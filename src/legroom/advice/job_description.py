@@ -17,6 +17,7 @@ from legroom.errors import UnsupportedData
 from legroom.messages import say
 from legroom.records import LoaderKind, LoaderSettings, PlannedLoader, Workload
 from legroom.system.argument_checks import check_choice, check_integer
+from legroom.system.imports import import_lock
 from legroom.units import format_size
 
 # Additional copies of the parameters in training: gradients and optimizer state.
@@ -193,8 +194,9 @@ class DataRows:
 
 def data_rows(path: str | os.PathLike[str], keys: str | Iterable[str] | None = None) -> DataRows:
     """The arrays and columns that a DataLoader would batch from that file."""
-    from legroom.formats.base_reader import ArraySpec
-    from legroom.formats.detect import open_source
+    with import_lock:
+        from legroom.formats.base_reader import ArraySpec
+        from legroom.formats.detect import open_source
 
     with open_source(path, keys) as reader:
         description = reader.describe()

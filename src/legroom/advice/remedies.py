@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from legroom.messages import phrase, say
 from legroom.records import RuntimeEnvironment
+from legroom.system.imports import import_lock
 from legroom.units import exact_size, format_size
 
 # Data in /dev/shm above a quarter of RAM leaves too little for the processes that use it.
@@ -363,6 +364,7 @@ def remove_leftovers(names: tuple[str, ...], total: int) -> tuple[str, ...]:
 
 
 def _quoted(name: str) -> str:
-    import shlex
+    with import_lock:
+        import shlex
 
     return shlex.quote(name)

@@ -110,7 +110,8 @@ def _no_memory(request: OpenRequest, said: str) -> NoRoom:
 def _address_space() -> int | None:
     """The limit of this process's address space in bytes, None if unlimited."""
     try:
-        import resource
+        with import_lock:
+            import resource
     except ImportError:  # Windows
         return None
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]

@@ -15,6 +15,7 @@ from legroom.cache.source_digests import replace_record
 from legroom.cache.store_directories import existing_stores, read_small_file, store_lock
 from legroom.remote.object_stamp import ObjectStamp, stamp_from_json
 from legroom.remote.object_url import ObjectUrl
+from legroom.system.imports import import_lock
 
 _FORMAT = 1
 _MOST = 1 << 16
@@ -23,7 +24,8 @@ _here: dict[str, tuple[float, ObjectStamp]] = {}  # in this process: by identity
 
 def version_of(url: ObjectUrl, *, ask: bool = False) -> ObjectStamp:
     """The object's version now, or, unless ``ask``, as it was within the last seconds."""
-    from legroom.remote.object_store import RemoteObject, fresh_seconds
+    with import_lock:
+        from legroom.remote.object_store import RemoteObject, fresh_seconds
 
     if not ask:
         known = _remembered(url, fresh_seconds())

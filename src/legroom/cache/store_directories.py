@@ -158,6 +158,8 @@ def existing_stores(env: Mapping[str, str] | None = None) -> Iterator[Store]:
         except OSError as problem:
             if is_resource_shortage(problem):
                 raise
+            if _not_yet_made(candidate, problem):
+                seen.add(candidate.backing)
             continue
         seen.add(candidate.backing)
         with store:
@@ -169,10 +171,11 @@ def open_stores(env: Mapping[str, str] | None = None, *, make: bool = False) -> 
     """Open all stores together. With ``make``, create the missing ones."""
     opened: list[Store] = []
     findings: list[Finding] = []
+    settled: set[Backing] = set()
     try:
         for candidate in candidates(os.environ if env is None else env):
-            if all(store.backing != candidate.backing for store in opened):
-                _open_one(candidate, make, opened, findings)
+            if candidate.backing not in settled and _open_one(candidate, make, opened, findings):
+                settled.add(candidate.backing)
         yield Stores(tuple(opened), tuple(findings))
     except OSError as problem:
         # The builder creates a vanished store again.
@@ -184,13 +187,26 @@ def open_stores(env: Mapping[str, str] | None = None, *, make: bool = False) -> 
             store.close()
 
 
-def _open_one(candidate: StoreCandidate, make: bool, opened: list[Store], findings: list[Finding]) -> None:
+def _not_yet_made(candidate: StoreCandidate, problem: OSError) -> bool:
+    """Whether a load would make its store here: what lies in other places is not used, before as after that load."""
+    if not (candidate.named and isinstance(problem, FileNotFoundError)):
+        return False
+    folder = candidate.parent
+    while candidate.may_create and not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def _open_one(candidate: StoreCandidate, make: bool, opened: list[Store], findings: list[Finding]) -> bool:
+    """Open that store, or note why not; whether the search for a store of its kind ends here."""
     try:
         opened.append(open_store(candidate, make=make))
-    except FileNotFoundError:
-        if make:  # else it does not exist yet, which is normal
-            why = say("{path} does not exist", path=candidate.parent)
-            findings.append(_passed_over(candidate, UnusableStore(why)))
+        return True
+    except FileNotFoundError as problem:
+        if not make:  # it does not exist yet, which is normal
+            return _not_yet_made(candidate, problem)
+        why = say("{path} does not exist", path=candidate.parent)
+        findings.append(_passed_over(candidate, UnusableStore(why)))
     except UnusableStore as unfit:
         findings.append(_passed_over(candidate, unfit))
     except OSError as problem:
@@ -199,6 +215,7 @@ def _open_one(candidate: StoreCandidate, make: bool, opened: list[Store], findin
         why = say("{path}: {problem}", path=candidate.root, problem=problem.strerror or problem)
         # The store exists but its content is unknown: it must not be taken for empty.
         findings.append(_passed_over(candidate, UnusableStore(why), there=not make))
+    return False
 
 
 def is_resource_shortage(problem: OSError) -> bool:

@@ -13,6 +13,8 @@ from types import ModuleType
 
 import numpy as np
 
+from legroom.system.imports import import_lock
+
 _HEAP = 4 << 20
 MOST_EXPANSION = 1032  # deflate codes at most 258 bytes in two bits
 
@@ -26,7 +28,8 @@ def zlib_module() -> ModuleType:
     try:
         from isal import isal_zlib
     except ImportError:
-        import zlib
+        with import_lock:
+            import zlib
 
         return zlib
     module: ModuleType = isal_zlib

@@ -32,7 +32,7 @@ from legroom.formats.base_reader import (
 from legroom.formats.data_file import alias, damaged, unreadable
 from legroom.formats.decode_arrays import PIECE, Array, Progress, native_dtype
 from legroom.messages import say
-from legroom.system.imports import require
+from legroom.system.imports import import_lock, require
 
 NAME = "array"  # for a store that is a single array without a name
 _SLAB = 4 * PIECE  # enough for zarr to decode several chunks at once
@@ -180,7 +180,8 @@ def _wait_for_zarr() -> None:
     An unreadable chunk or an interrupt ends the call, but zarr's thread continues with the other chunks. The memory it
     writes to may be unmapped by then.
     """
-    import asyncio  # zarr has imported it
+    with import_lock:
+        import asyncio  # zarr has imported it
 
     from zarr.core.sync import sync
 

@@ -15,6 +15,7 @@ from legroom.gpu.cuda_device import import_torch
 from legroom.gpu.training_step import Loss, check_model, count_samples, default_loss, split_batch, step_errors
 from legroom.messages import say
 from legroom.records.gpu_usage import Advice, Estimate, Saving
+from legroom.system.imports import import_lock
 
 # The trace does not see workspace inside operations. Checked on a GPU by tests/gpu/test_gpu_memory.py.
 _ERROR_TRACED = 0.10
@@ -36,7 +37,8 @@ def estimate(model: Any, sample: Any, optimizer: Any = None, *, loss: Loss | Non
         loss: ``loss(output)`` returns the loss; None takes ``output.loss``, or the mean of the outputs.
     """
     import_torch()
-    from legroom.gpu.fake_tensor_trace import NotTraceable, run_small_steps, trace_step
+    with import_lock:
+        from legroom.gpu.fake_tensor_trace import NotTraceable, run_small_steps, trace_step
 
     check_model(model, optimizer)
     loss = loss or default_loss
@@ -81,7 +83,8 @@ def advise(model: Any, sample: Any, optimizer: Any = None, *, loss: Loss | None 
         loss: ``loss(output)`` returns the loss; None takes ``output.loss``, or the mean of the outputs.
     """
     torch = import_torch()
-    from legroom.gpu.fake_tensor_trace import NotTraceable, trace_step
+    with import_lock:
+        from legroom.gpu.fake_tensor_trace import NotTraceable, trace_step
 
     check_model(model, optimizer)
     loss_of = loss or default_loss

@@ -20,6 +20,7 @@ from legroom.cache.manifest import npy_header
 from legroom.errors import ClusterUnreachable, LegroomError
 from legroom.messages import say
 from legroom.remote.object_url import object_url, redacted
+from legroom.system.imports import import_lock
 from legroom.system.process_control import start_daemon_thread, why_no_thread
 from legroom.version import VERSION
 
@@ -161,10 +162,11 @@ def answer_here(what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _doctor() -> dict[str, Any]:
-    from legroom.advice.doctor_settings import safe_settings
-    from legroom.advice.findings import findings
-    from legroom.probe.host import Host
-    from legroom.probe.snapshot import snapshot
+    with import_lock:
+        from legroom.advice.doctor_settings import safe_settings
+        from legroom.advice.findings import findings
+        from legroom.probe.host import Host
+        from legroom.probe.snapshot import snapshot
 
     machine = snapshot(Host())
     return {
@@ -176,7 +178,8 @@ def _doctor() -> dict[str, Any]:
 
 
 def _entries(what: str | None = None) -> dict[str, Any]:
-    from legroom.cache.list_and_verify import listing
+    with import_lock:
+        from legroom.cache.list_and_verify import listing
 
     found, rooms, passed_over = listing(what)
     return {
@@ -187,8 +190,9 @@ def _entries(what: str | None = None) -> dict[str, Any]:
 
 
 def _drop(what: str | None = None, force: bool = False) -> dict[str, Any]:
-    from legroom.cache.drop_and_gc import drop
-    from legroom.errors import NotLoaded
+    with import_lock:
+        from legroom.cache.drop_and_gc import drop
+        from legroom.errors import NotLoaded
 
     try:
         gone = drop(what, force=force)

@@ -26,6 +26,7 @@ from legroom.leak.shm_files import ShmFiles
 from legroom.leak.torch_steps import TorchSteps, worker_dataset
 from legroom.messages import say
 from legroom.system import training_steps
+from legroom.system.imports import import_lock
 from legroom.system.process_control import start_daemon_thread, why_no_thread
 
 _RANKS = {"script": 3, "optimizer": 2, "loader": 1, "worker": 1}  # which source counts where there are several
@@ -233,7 +234,8 @@ class Recorder:
         self._due = now + gap
 
     def _head(self) -> None:
-        from legroom.probe.process_and_limits import plain
+        with import_lock:
+            from legroom.probe.process_and_limits import plain
 
         self._headed = True
         words = sys.orig_argv if sys.argv and sys.argv[0] != "-c" else sys.orig_argv[:3]
@@ -253,7 +255,8 @@ class Recorder:
 
     def _free_memory(self, now: float) -> dict[str, int]:
         if now - self._free_at >= _FREE_EVERY:
-            from legroom.probe.memory import free_memory
+            with import_lock:
+                from legroom.probe.memory import free_memory
 
             self._free_at = now
             free, _ = free_memory()
@@ -467,7 +470,8 @@ class Recorder:
 
     def _publish(self, now: float) -> None:
         """Tell a `legroom watch` what grows in this process."""
-        from legroom.leak.leak_report import publish
+        with import_lock:
+            from legroom.leak.leak_report import publish
 
         began = time.monotonic()
         try:

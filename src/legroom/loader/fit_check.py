@@ -38,6 +38,7 @@ from legroom.probe.host import Host
 from legroom.probe.snapshot import snapshot
 from legroom.records import Finding, LoaderTrial, Machine, Measured, Need, Plan, Pool, Term
 from legroom.system.argument_checks import check_integer
+from legroom.system.imports import import_lock
 from legroom.system.process_control import malloc_trim
 from legroom.units import format_size, parse_size
 
@@ -224,7 +225,8 @@ def _one_batch_fits(batch: Batch, machine: Machine) -> bool:
 
 
 def _tried_before(dataset: Any, timeout: float) -> tuple[Measured | None, LoaderTrial] | None:
-    from legroom.loader.measure.guarded_trial import tried_before
+    with import_lock:
+        from legroom.loader.measure.guarded_trial import tried_before
 
     return tried_before(dataset, timeout) if isinstance(dataset, str) else None
 
@@ -240,7 +242,8 @@ def _tried(
     leaving: bool,
 ) -> LoaderTrial | None:
     """A trial run of the dataset, or of tensors of the given sizes; None if torch is not installed."""
-    from legroom.loader.measure.guarded_trial import try_named, try_object, why_not
+    with import_lock:
+        from legroom.loader.measure.guarded_trial import try_named, try_object, why_not
 
     if why_not() is not None:
         return None
@@ -361,8 +364,9 @@ def _measure(
     here: bool,
 ) -> tuple[Measured, bool]:
     """The measured dataset, and whether a trial run is possible."""
-    from legroom.loader.measure.dataset_child import measure_dataset, measure_object
-    from legroom.loader.measure.dataset_cost import measure
+    with import_lock:
+        from legroom.loader.measure.dataset_child import measure_dataset, measure_object
+        from legroom.loader.measure.dataset_cost import measure
 
     method = demand.multiprocessing_context
     if isinstance(dataset, str):

@@ -19,6 +19,7 @@ from legroom.advice.memory_need import SPARE
 from legroom.probe.host import Host
 from legroom.probe.memory import free_memory
 from legroom.probe.shm import shm_space
+from legroom.system.imports import import_lock
 
 _NOT_PRIVATE = ("/dev/shm/", "/memfd:", "/SYSV", "/dev/zero")
 _POLL_S = 0.02
@@ -137,7 +138,8 @@ def bare_process(timeout: float = 120.0) -> BareProcess:
 
 def report_bare_process() -> None:
     """In the child: import torch and print what this process, and a worker that it forks, have allocated."""
-    from legroom.system.process_control import prefer_oom_kill
+    with import_lock:
+        from legroom.system.process_control import prefer_oom_kill
 
     prefer_oom_kill()
     import torch.utils.data  # noqa: F401  the import is what is measured

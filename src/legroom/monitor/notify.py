@@ -19,6 +19,7 @@ from legroom.messages import say
 from legroom.monitor.watch_log import alarm_object
 from legroom.records import Alarm, Moment
 from legroom.records.machine import heading
+from legroom.system.imports import import_lock
 from legroom.system.process_control import ExitStatus, start_daemon_thread, why_no_thread
 
 SCHEMA = "legroom.alarm/1"
@@ -123,8 +124,9 @@ def webhook_sender(url: str) -> Send:
         )
 
     def send(alarm: Alarm, state: State) -> None:
-        import urllib.error
-        import urllib.request  # imports many network modules
+        with import_lock:
+            import urllib.error
+            import urllib.request  # imports many network modules
 
         body = json.dumps(_alarm_message(alarm, state)).encode()
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="POST")

@@ -32,6 +32,7 @@ from legroom.probe.process_and_limits import ProcessTable, open_files, parse_lim
 from legroom.probe.shm import shm_space
 from legroom.probe.shm_segments import SHM, shm_mount
 from legroom.records import Annotations, EntryRow, Gpus, GroupRow, Memory, Pool, Pressure, Process, ProcessRow, Sample
+from legroom.system.imports import import_lock
 
 LONGEST_COMMAND = 160  # characters kept of a command line
 _DETAIL_SHARE = 0.004  # of the time, for PSS and descriptors of all processes together
@@ -209,7 +210,8 @@ class Sampler:
 
 def cache_entries() -> tuple[EntryRow, ...] | None:
     """Every entry of the shared cache; None where it cannot be read."""
-    from legroom.cache.list_and_verify import entries  # imports numpy
+    with import_lock:
+        from legroom.cache.list_and_verify import entries  # imports numpy
 
     try:
         found = entries()

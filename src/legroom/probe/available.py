@@ -19,6 +19,7 @@ from legroom.probe.memory import memory_in, ram_bounds, ram_pool
 from legroom.probe.shm import shm_space
 from legroom.probe.shm_segments import SHM
 from legroom.records import Available
+from legroom.system.imports import import_lock
 from legroom.units import format_size
 
 _REMEMBERED = 10.0  # seconds for which the place of a cgroup is not looked up again
@@ -57,7 +58,8 @@ def available_on(host: Host, pool: str) -> Available:
 def _ram(host: Host) -> Available:
     memory = memory_in(host, _group(host)) if host.platform == "linux" else None
     if memory is None:
-        from legroom.probe.memory import memory as read
+        with import_lock:
+            from legroom.probe.memory import memory as read
 
         memory = read(host)
     whole = ram_pool(memory)
@@ -102,7 +104,8 @@ def _shm(host: Host) -> Available:
 
 
 def _gpu(host: Host, pool: str) -> Available:
-    from legroom.probe.gpu_devices import gpus  # imports NVML's bindings
+    with import_lock:
+        from legroom.probe.gpu_devices import gpus  # imports NVML's bindings
 
     found = gpus(host)
     for gpu in found.cards:

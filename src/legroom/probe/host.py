@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from legroom.errors import NoSuchRoot
 from legroom.messages import say
+from legroom.system.imports import import_lock
 
 UNLIMITED = -1  # an unlimited rlimit
 
@@ -150,7 +151,8 @@ class Host:
             )
         try:
             if sys.platform == "win32":
-                import shutil
+                with import_lock:
+                    import shutil
 
                 usage = shutil.disk_usage(self.path(path))
                 return DiskSpace(usage.total, usage.free, usage.used)
@@ -178,7 +180,8 @@ class Host:
             pair = self.recording.get("rlimits", {}).get(name)
             return (int(pair[0]), int(pair[1])) if pair else None
         try:
-            import resource
+            with import_lock:
+                import resource
         except ImportError:  # Windows
             return None
         soft, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
@@ -207,7 +210,8 @@ class Host:
         if self.recording is not None:
             return frozenset(self.recording.get("groups", ()))
         try:
-            import grp
+            with import_lock:
+                import grp
         except ImportError:  # Windows
             return frozenset()
         names = set()

@@ -28,6 +28,7 @@ from legroom.probe.filesystems_and_cgroups import Version, cgroup
 from legroom.probe.host import UNLIMITED, Host
 from legroom.probe.shm_segments import Segments
 from legroom.records import Cpu, Limits, Pool, Process, Temporary
+from legroom.system.imports import import_lock
 from legroom.units import format_size
 
 # Control characters of a terminal are replaced; line ends and tabs become spaces.
@@ -492,6 +493,7 @@ def _environment(host: Host, pid: str) -> Mapping[str, str]:
 
 def _moves_away() -> bool:
     """Whether this Python itself avoids a directory that is too long, as 3.14 and some older ones do."""
-    from multiprocessing import util
+    with import_lock:
+        from multiprocessing import util
 
     return hasattr(util, "_get_base_temp_dir")

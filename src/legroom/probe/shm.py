@@ -26,6 +26,7 @@ from legroom.probe.shm_segments import (
     shm_mount,
 )
 from legroom.records import Leftover, Pool, Process, Shm
+from legroom.system.imports import import_lock
 
 
 def shm(host: Host, all_processes: Sequence[Process] | None = None) -> Shm:
@@ -357,7 +358,8 @@ def _user_name(host: Host, uid: int) -> str | None:
     if not host.live:
         return None
     try:
-        import pwd
+        with import_lock:
+            import pwd
 
         return pwd.getpwuid(uid).pw_name  # a user of a directory service is in no file
     except (ImportError, KeyError):

@@ -22,6 +22,7 @@ from typing import Any
 
 from legroom.probe.filesystems_and_cgroups import Mount, mounted_at, mounts
 from legroom.probe.host import Host
+from legroom.system.imports import import_lock
 
 SHM = "/dev/shm"
 _DELETED = " (deleted)"
@@ -293,8 +294,9 @@ def has_writer(host: Host, path: str) -> bool | None:
     """
     if sys.platform != "linux" or not host.live:
         return None
-    import fcntl
-    import signal
+    with import_lock:
+        import fcntl
+        import signal
 
     try:
         opened = os.open(host.path(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)

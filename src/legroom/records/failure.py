@@ -179,6 +179,7 @@ class Attempt:
     peaks: Mapping[str, Level] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     alarms: tuple[Alarm, ...] = ()  # ``since`` counts from the start, like ``Reading.when``
+    had_workers: bool = False  # a DataLoader worker was seen; one that lived for less than a sample may be missed
 
     @property
     def finished(self) -> bool:

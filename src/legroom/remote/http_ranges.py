@@ -23,6 +23,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from legroom.remote.object_stamp import ObjectStamp
 from legroom.remote.object_url import ObjectUrl
 from legroom.remote.remote_errors import object_changed, timeout
+from legroom.system.imports import import_lock
 
 if TYPE_CHECKING:
     import ssl  # imported at the first request: this module is also imported where only local files are opened
@@ -247,7 +248,8 @@ def _headers(parts: SplitResult, given: Mapping[str, str], stamp: ObjectStamp, s
 
 
 def _through_proxy(parts: SplitResult) -> bool:
-    from urllib.request import getproxies_environment, proxy_bypass
+    with import_lock:
+        from urllib.request import getproxies_environment, proxy_bypass
 
     proxies = getproxies_environment()
     named = proxies.get(parts.scheme) or proxies.get("all")

@@ -7,6 +7,7 @@ server is noticed at the next byte. http_ranges.py makes the request, signed by 
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -141,8 +142,6 @@ async def _http(fs: Any, path: str, url: ObjectUrl, stamp: ObjectStamp, start: i
 
 
 async def _blocks(url: ObjectUrl, read: Callable[[int], Any], to: Sink) -> None:
-    import asyncio  # fsspec has imported it
-
     while block := await asyncio.wait_for(read(_BLOCK), timeout()):
         _put(url, to, memoryview(block))
 

@@ -266,6 +266,7 @@ class OomVictims:
     root: int | None = None  # the job's first process, which leads its process group
     job_pids: set[int] = field(default_factory=set)  # every process of the job so far
     other_pids: set[int] = field(default_factory=set)  # and of the rest of the cgroup
+    torch_workers: bool = False  # a worker of a DataLoader was seen, by torch's name for it
     _known: dict[int, _SeenProcess] = field(default_factory=dict)
     _rises: list[_CounterRise] = field(default_factory=list)
     _first: int | None = None
@@ -420,6 +421,7 @@ class OomVictims:
             if seen.name != _TORCH_WORKER and not forked:
                 continue
             seen.role = "worker"
+            self.torch_workers = self.torch_workers or seen.name == _TORCH_WORKER
             if above is not None and _FORKSERVER in above.command:
                 above = ours.get(above.parent)
             if above is not None:

@@ -153,6 +153,7 @@ class RunningAttempt:
             readings=tuple(sampler.history),
             peaks=dict(sampler.peaks),
             alarms=tuple(alarms.raised),
+            had_workers=sampler.victims.torch_workers,
         )
 
     def begin_line(self) -> None:

@@ -358,7 +358,7 @@ def killed_in(lines: Iterable[str]) -> dict[int, int | None]:
 _SHOWN = 200  # characters shown of a log line
 WINDOW = 400  # lines from the end in which a message without an exception counts
 _WENT_ON = 10  # steps reported after a message: the program survived it
-_BEFORE_A_DEATH = 3  # the same, if a later line reports another kind of exit
+_BEFORE_A_DEATH = 3  # the same, if a later line reports another kind of exit; fewer may be of other ranks or a buffer
 _DEATHS = frozenset({"killed", "child-killed", "crash", "bus", "worker-bus", "ended-by", "oom-kill", "oom-daemon"})
 # What a program writes about a shortage that it handles itself.
 _HANDLED = re.compile(
@@ -389,6 +389,7 @@ class Signs:
     ignores_messages: bool  # ended by a signal that no failed allocation causes
     origin: Sign | None = None  # the exception before the consequence, if a consequence ended it
     handled: Sign | None = None  # a shortage right above the decisive exception, a possible cause of it
+    later_death: Sign | None = None  # reported after the decisive exception and a step or two: either may be the end
 
     @classmethod
     def of(cls, evidence: Evidence) -> Signs:
@@ -400,17 +401,22 @@ class Signs:
         last = log.last_error
         if last is None or _is_consequence(last) or (ending is not None and ending.signal is not None):
             return cls._of_consequence(log)
-        if _died_later(log, last) or (not evidence.live and last.code not in SHORTAGES and _survived(log, last)):
-            return cls._of_consequence(log)  # it was printed and the program continued
+        # An exception exits with a small status. After 128 + a signal, one step shows that the program survived it.
+        steps = 1 if ending is not None and _signal_of_shell(ending.status) else _BEFORE_A_DEATH
+        if _died_later(log, last, steps) or (
+            not evidence.live and last.code not in SHORTAGES and _survived(log, last, steps)
+        ):
+            return cls._of_consequence(log, steps)  # it was printed and the program continued
         reach = log.chain_from or last.number
         counting = tuple(sign for sign in log.signs if sign.number <= reach)
-        return cls(counting, last, ignores_messages=False, handled=_right_above(log, reach))
+        later = _death_after(log, last, _DEATHS, 1) if last.code in SHORTAGES and not evidence.live else None
+        return cls(counting, last, ignores_messages=False, handled=_right_above(log, reach), later_death=later)
 
     @classmethod
-    def _of_consequence(cls, log: LogFacts) -> Signs:
-        own = [error for error in log.errors if not _is_consequence(error) and not _survived(log, error)]
+    def _of_consequence(cls, log: LogFacts, steps: int = _BEFORE_A_DEATH) -> Signs:
+        own = [error for error in log.errors if not _is_consequence(error) and not _survived(log, error, steps)]
         reach = max([WINDOW, *(error.number + WINDOW for error in own)])
-        counting = tuple(sign for sign in log.signs if sign.number <= reach and not _survived(log, sign))
+        counting = tuple(sign for sign in log.signs if sign.number <= reach and not _survived(log, sign, steps))
         return cls(counting, None, ignores_messages=False, origin=own[-1] if own else None)
 
     def first(self, *codes: str) -> Sign | None:
@@ -432,24 +438,34 @@ def _is_consequence(error: Sign) -> bool:
     return bool(CONSEQUENCE.search(error.line) or _TIMEOUT.search(error.line))
 
 
-def _survived(log: LogFacts, sign: Sign) -> bool:
+def _signal_of_shell(status: int | None) -> bool:
+    """Whether that exit status is a shell's for a process that a signal ended which no failed allocation causes."""
+    return status is not None and status - 128 in _SIGNALS_WITHOUT_MESSAGES
+
+
+def _survived(log: LogFacts, sign: Sign, steps: int = _BEFORE_A_DEATH) -> bool:
     """Whether the program continued after that line."""
-    return _died_later(log, sign) or sum(number < sign.number for number in log.progress) >= _WENT_ON
+    return _died_later(log, sign, steps) or sum(number < sign.number for number in log.progress) >= _WENT_ON
 
 
-def _died_later(log: LogFacts, sign: Sign) -> bool:
+def _died_later(log: LogFacts, sign: Sign, steps: int = _BEFORE_A_DEATH) -> bool:
     """Whether the program continued and a later line reports another kind of exit.
 
-    A few steps between them suffice, or that the line itself says that the shortage was handled.
+    So many steps between them suffice, or that the line itself says that the shortage was handled.
     """
     if sign.code in _DEATHS:
         return False
     handled = sign.code in SHORTAGES and _HANDLED.search(sign.line) is not None
-    deaths = _DEATHS | {"terminated"} if handled else _DEATHS
-    death = next((one.number for one in reversed(log.signs) if one.code in deaths), None)
-    if death is None or death >= sign.number:
-        return False
-    return handled or sum(death < number < sign.number for number in log.progress) >= _BEFORE_A_DEATH
+    deaths = _DEATHS | {"terminated"} if handled or steps < _BEFORE_A_DEATH else _DEATHS
+    return _death_after(log, sign, deaths, 0 if handled else steps) is not None
+
+
+def _death_after(log: LogFacts, sign: Sign, deaths: frozenset[str], steps: int) -> Sign | None:
+    """The last line that reports another kind of exit, if so many steps or more are between it and that line."""
+    death = next((one for one in reversed(log.signs) if one.code in deaths), None)
+    if death is None or death.number >= sign.number:
+        return None
+    return death if sum(death.number < number < sign.number for number in log.progress) >= steps else None
 
 
 def _right_above(log: LogFacts, reach: int) -> Sign | None:

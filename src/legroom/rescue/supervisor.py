@@ -259,7 +259,7 @@ class Supervisor:
             say(
                 "finished on attempt {number} with {settings}; {failures} took {lost}",
                 number=len(attempts),
-                settings=_settings(self.lowered, attempts[0]),
+                settings=_settings(self.lowered, attempts),
                 failures=counted(failed, phrase("{count} failed attempt"), phrase("{count} failed attempts")),
                 lost=lost,
             )
@@ -275,7 +275,7 @@ class Supervisor:
                 "failed {count} times in {spent}, last with {settings}",
                 count=len(attempts),
                 spent=spent,
-                settings=_settings(self.lowered, attempts[0]),
+                settings=_settings(self.lowered, attempts),
             )
         )
 
@@ -300,13 +300,23 @@ def _after_change(verdict: Verdict | None, change: str | None) -> Verdict | None
     return replace(verdict, summary=why)
 
 
-def _settings(lowered: LoaderSettings, first: Attempt) -> str:
-    """The changed settings, each with its old value: ``num_workers 1 (was 4)``."""
+def _settings(lowered: LoaderSettings, attempts: Sequence[Attempt]) -> str:
+    """The changed settings, each with its old value: ``num_workers 1 (was 4)``.
+
+    What the script did not take over, or may not have, is marked: a flag can be ignored, and so can the environment.
+    """
+    first, last = attempts[0].settings, attempts[-1].settings
     shown = []
     for name, value in lowered.given().items():
-        before = getattr(first.settings, name)
+        before = getattr(first, name)
         text = f"{_PRINTED.get(name, name)} {_shown(value)}"
-        shown.append(text if before is None else say("{setting} (was {before})", setting=text, before=_shown(before)))
+        if name == "num_workers" and value == 0 and attempts[-1].had_workers:
+            text = say("{setting} (ignored by the job: it had DataLoader workers)", setting=text)
+        elif name in _IN_ENVIRONMENT and getattr(last, name) is None:
+            text = say("{setting} (only in {variable}, which the script may not read)", setting=text, variable=VARIABLE)
+        elif before is not None:
+            text = say("{setting} (was {before})", setting=text, before=_shown(before))
+        shown.append(text)
     return listed(shown) or say("the settings as given")
 
 

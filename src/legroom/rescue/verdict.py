@@ -15,12 +15,13 @@ from legroom.advice import remedies
 from legroom.messages import phrase, say
 from legroom.probe.process_and_limits import SOCKET_TAIL, TMPDIR_VARIABLES, longest_socket
 from legroom.records import Machine, RuntimeEnvironment
-from legroom.records.failure import Cause, Evidence, Level, Likely, Role, RuleResult, Verdict
+from legroom.records.failure import Cause, Evidence, Level, Likely, Role, RuleResult, Sign, Verdict, unknown
 from legroom.rescue import verdict_from_exit, verdict_from_log
-from legroom.rescue.log_reader import Signs
+from legroom.rescue.log_reader import Signs, quoted_line
 from legroom.units import format_size
 
 LOG_ALONE = 0.85
+_OTHER_ENDS: frozenset[Cause] = frozenset({"unknown", "not-memory", "killed", "worker-killed", "ram-oom-kill"})
 _LEAST_SHM = 512 << 20
 _RULES: tuple[Callable[[Evidence, Signs], RuleResult | None], ...] = (
     verdict_from_exit.oom_behind_success,
@@ -115,6 +116,8 @@ def classify(evidence: Evidence) -> Verdict:
     """The verdict on that evidence; `with_fixes` adds the fixes for this machine."""
     signs = Signs.of(evidence)
     result = next(found for rule in _RULES if (found := rule(evidence, signs)) is not None)
+    if signs.later_death is not None and result.cause not in _OTHER_ENDS:
+        result = _either(result, signs.later_death)
     confidence = result.confidence if evidence.live else min(LOG_ALONE, result.confidence)
     lines, victim = result.lines, None
     if result.cause != "ram-oom-kill":
@@ -132,6 +135,13 @@ def classify(evidence: Evidence) -> Verdict:
         victim=victim,
         refused=_refused(evidence) if result.cause == "ram-allocation" else None,
     )
+
+
+def _either(result: RuleResult, death: Sign) -> RuleResult:
+    """A pool ran out, a step or two followed, then another kind of exit: the log does not show which ended it."""
+    other: Cause = "not-memory" if death.code in ("crash", "bus", "worker-bus") else "ram-oom-kill"
+    summary = say("memory ran out and the program may have handled it; then it exited for another reason.")
+    return unknown((*result.lines, quoted_line(death)), result.cause, other, "killed", summary=summary)
 
 
 def _refused(evidence: Evidence) -> Role | None:

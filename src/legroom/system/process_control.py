@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 from legroom.messages import say
+from legroom.system.imports import import_lock
 
 try:
     import resource
@@ -164,7 +165,8 @@ class ExitStatus:
 @cache
 def libc() -> Any:
     """The C library, with the argument types of the calls that take addresses or sizes."""
-    import ctypes  # takes milliseconds
+    with import_lock:
+        import ctypes  # takes milliseconds
 
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
@@ -178,7 +180,8 @@ def libc() -> Any:
 
 def last_error() -> OSError:
     """The error of this thread's last failed call."""
-    import ctypes
+    with import_lock:
+        import ctypes
 
     number = ctypes.get_errno()
     return OSError(number, os.strerror(number))

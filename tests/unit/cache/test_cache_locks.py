@@ -146,7 +146,11 @@ begun = threading.Event()
 if sys.argv[1] != "legroom.loader.batches.open_data":
     legroom.open  # the function alone; the rest is imported at first use
 sys.meta_path.insert(0, Slow())
-uses = {"open": lambda: legroom.open(sys.argv[2]), "fits": lambda: file_io._fits(1)}
+uses = {
+    "open": lambda: legroom.open(sys.argv[2]),
+    "fits": lambda: file_io._fits(1),
+    "available": lambda: legroom.available("gpu0"),
+}
 use = uses[sys.argv[3]]
 thread = threading.Thread(target=use)
 thread.start()
@@ -174,6 +178,7 @@ sys.exit(os.waitstatus_to_exitcode(status) != 0)
         ("legroom.formats.npy_reader", "open", "1", "a.npy"),
         ("legroom.loader.batches.open_data", "open", "", "a.npy"),  # the public name itself
         ("legroom.cache.capacity", "fits", "", "a.npy"),  # in the thread that fills the pages of a disk entry
+        ("legroom.probe.gpu_devices", "available", "", "a.npy"),
     ],
 )
 def test_a_fork_during_the_first_import_of_what_builds_leaves_the_child_able_to(

@@ -26,10 +26,24 @@ def test_a_store_is_made_for_its_owner_alone(shm: Path, disk: Path) -> None:
 
 def test_nothing_is_made_by_looking(shm: Path, disk: Path) -> None:
     with open_stores() as places:
-        # A store of this user's in the usual places is found too.
-        assert not [store for store in places.found if store.root in (shm, disk)]
-    assert not [store for store in store_module.existing_stores() if store.root in (shm, disk)]
+        assert places.found == ()
+    assert not list(store_module.existing_stores())
     assert not shm.exists() and not disk.exists()
+
+
+def test_a_named_directory_is_used_alone_before_its_first_load_as_after_it(
+    shm: Path, disk: Path, npy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store of this user's in another place is not listed, attached or cleaned up."""
+    legroom.open(npy(), backing="disk")
+    usual = StoreCandidate(disk.parent, "disk", named=False)
+    (tmp_path / "file").touch()
+    for name, others in (("new", []), ("new/deeper", []), ("file/not", [usual.root])):
+        named = StoreCandidate(tmp_path / name, "disk", named=True, may_create=True)
+        monkeypatch.setattr(store_module, "candidates", lambda _env, named=named: iter((named, usual)))
+        with open_stores() as places:
+            assert [store.root for store in places.found] == others
+        assert [store.root for store in store_module.existing_stores()] == others
 
 
 def _symlink(root: Path) -> None:

@@ -226,6 +226,26 @@ def test_settings_reach_a_script_without_flags_through_the_environment(tmp_path:
     done = _run("--retries", "3", "--", sys.executable, _script(tmp_path, text), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.decode().splitlines()[-1] == "{'num_workers': 0, 'prefetch_factor': 1, 'low_memory': True}"
+    told = " ".join(done.stderr.decode().split())
+    assert "num_workers 0 (only in LEGROOM_SETTINGS, which the script may not read)" in told
+
+
+@pytest.mark.load_sensitive(reason="a worker that lives for three seconds is sampled as often as the machine allows")
+def test_a_setting_that_the_job_was_seen_to_ignore_is_reported_so(tmp_path: Path) -> None:
+    """The script takes the flag and starts a worker all the same, under torch's name; it ends when that was sampled."""
+    text = """
+import argparse, ctypes, os, time
+p = argparse.ArgumentParser(); p.add_argument("--num_workers", type=int); p.parse_args()
+if os.fork() == 0:
+    ctypes.CDLL(None).prctl(15, b"pt_data_worker", 0, 0, 0)
+    time.sleep(3)
+    os._exit(0)
+os.wait()
+raise MemoryError
+"""
+    done = _run("--retries", "1", "--", sys.executable, _script(tmp_path, text), "--num_workers", "2", folder=tmp_path)
+    told = " ".join(done.stderr.decode().split())
+    assert "num_workers 0 (ignored by the job: it had DataLoader workers)" in told, told
 
 
 @pytest.mark.load_sensitive(reason="a job that lives for a second is sampled as often as the machine allows")

@@ -120,6 +120,8 @@ STEPS = "".join(f"step {number} loss 0.5\n" for number in range(30))
     [
         (OOM, "gpu-oom"),
         (OOM + STEPS + "Killed\n", "unknown"),
+        (OOM + "step 1 loss 0.5\nstep 2 loss 0.5\nKilled\n", "unknown"),  # of this rank or of another one
+        (OOM + "step 1 loss 0.5\nSegmentation fault (core dumped)\n", "unknown"),
         (OOM + STEPS + "Segmentation fault (core dumped)\n", "not-memory"),
         (OOM + STEPS + "slurmstepd: error: *** JOB 8 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***\n", "killed"),
         (OOM + STEPS + _TRACE + "KeyError: 'label'\n", "not-memory"),

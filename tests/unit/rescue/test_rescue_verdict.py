@@ -35,6 +35,26 @@ def test_sigkill_is_judged_by_the_counter() -> None:
     assert [one.cause for one in classify(Evidence(ending=KILLED)).likely] == ["ram-oom-kill", "killed"]
 
 
+@pytest.mark.parametrize(
+    ("text", "status", "cause"),
+    [
+        (CUDA + "step 1 loss 0.5\nstep 2 loss 0.5\nrun.sh: line 3: 7 Killed   python\n", 137, "killed"),
+        (CUDA + "step 1 loss 0.5\nrun.sh: line 3: 7 Terminated   python\n", 143, "killed"),
+        (CUDA + "step 1 loss 0.5\nrun.sh: line 3: 7 Segmentation fault   python\n", 139, "not-memory"),
+        (CUDA + "step 1 loss 0.5\n", 1, "gpu-oom"),  # written out at the end
+        (CUDA, 137, "gpu-oom"),
+    ],
+)
+def test_a_signal_that_a_shell_reports_ends_what_the_program_had_handled(text: str, status: int, cause: str) -> None:
+    """An exception does not exit with 128 + a signal: that status was measured, and the text is of before."""
+    assert _verdict(ending=ExitStatus(status), oom=NONE, text=text)[0] == cause
+
+
+def test_a_log_with_a_shortage_a_step_and_another_end_names_both() -> None:
+    verdict = classify(Evidence(log=facts_of((CUDA + "step 1 loss 0.5\nKilled\n").encode())))
+    assert (verdict.cause, [one.cause for one in verdict.likely]) == ("unknown", ["gpu-oom", "ram-oom-kill", "killed"])
+
+
 def test_a_shared_counter_counts_for_the_job_when_the_job_lost_a_process() -> None:
     lost = OomCount(1, False, "shared", 0.5, ours=1, victims=(Victim(7, "python train.py", 900 * MB),))
     assert _verdict(ending=KILLED, oom=lost) == ("ram-oom-kill", 0.9)

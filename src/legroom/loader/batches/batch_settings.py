@@ -32,7 +32,7 @@ from legroom.loader.rank_sampler import UNEVEN, Uneven
 from legroom.messages import joined, listed, phrase, say
 from legroom.records import Entry
 from legroom.system.argument_checks import check_choice, check_integer
-from legroom.system.imports import require
+from legroom.system.imports import import_lock, require
 
 if TYPE_CHECKING:
     from legroom.cache.cached_data import CachedData
@@ -265,13 +265,14 @@ def open_gatherer(
     ``driver`` is the device's unless a test passes its own.
     """
     # Here, so that batches in RAM do not load the CUDA modules.
-    from legroom.gpu.cuda_driver_api import CudaRefused
-    from legroom.loader.batches.cuda_gather_base import row_layout
-    from legroom.loader.batches.cuda_path_choice import open_registered
-    from legroom.loader.batches.cuda_pinned import PinnedGatherer
-    from legroom.loader.batches.cuda_registered import register_columns
-    from legroom.loader.batches.cuda_resident import open_resident
-    from legroom.loader.batches.cuda_runtime import open_driver
+    with import_lock:
+        from legroom.gpu.cuda_driver_api import CudaRefused
+        from legroom.loader.batches.cuda_gather_base import row_layout
+        from legroom.loader.batches.cuda_path_choice import open_registered
+        from legroom.loader.batches.cuda_pinned import PinnedGatherer
+        from legroom.loader.batches.cuda_registered import register_columns
+        from legroom.loader.batches.cuda_resident import open_resident
+        from legroom.loader.batches.cuda_runtime import open_driver
 
     driver = driver or open_driver(settings.device)
     rows = {name: row_layout(name, column) for name, column in columns.items()}

@@ -15,7 +15,7 @@ import numpy as np
 from legroom.errors import UsageError
 from legroom.gpu.cuda_driver_api import CudaRefused, DriverApi
 from legroom.messages import phrase, say
-from legroom.system.imports import require
+from legroom.system.imports import import_lock, require
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,8 @@ class Driver:
 
     def gather_kernel(self) -> GatherKernel:
         """The gather kernel of few blocks; CudaRefused where it cannot be compiled."""
-        from legroom.loader.batches.cuda_kernel import GatherKernel
+        with import_lock:
+            from legroom.loader.batches.cuda_kernel import GatherKernel
 
         if self._torch.version.hip is not None:
             raise CudaRefused(say("torch is built for ROCm"))

@@ -44,6 +44,7 @@ from legroom.loader.process_memory import (
 from legroom.messages import counted, phrase, say
 from legroom.probe.host import Host
 from legroom.probe.runtime_environment import environment
+from legroom.system.imports import import_lock
 from legroom.system.process_control import libc, malloc_trim
 from legroom.units import format_size
 
@@ -74,7 +75,8 @@ class Admission:
     def __init__(
         self, workers: int, init_fn: Init | None, known: Each | None, *, iterable: bool, in_order: bool = True
     ) -> None:
-        from multiprocessing.sharedctypes import RawArray  # loads a library of the platform
+        with import_lock:
+            from multiprocessing.sharedctypes import RawArray  # loads a library of the platform
 
         self.workers = workers
         self._init_fn = EndWithProgram(init_fn)

@@ -32,6 +32,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 from legroom.loader.dataloader.receive import SentBatch, use_descriptors
+from legroom.system.imports import import_lock
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -89,7 +90,8 @@ class _Context:
 @cache
 def _queue_class() -> type[Any]:
     """Made when it is needed: multiprocessing.queues cannot be imported on every platform."""
-    from multiprocessing.queues import Queue
+    with import_lock:
+        from multiprocessing.queues import Queue
 
     names = {"__module__": __name__, "__qualname__": "DirectQueue", "__doc__": _DirectQueue.__doc__}
     return type("DirectQueue", (_DirectQueue, Queue), names)
@@ -207,7 +209,8 @@ class Descriptors:
     """
 
     def __init__(self) -> None:
-        from multiprocessing.connection import Connection
+        with import_lock:
+            from multiprocessing.connection import Connection
 
         receiver, sender = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._receiver: Connection | None = Connection(receiver.detach())

@@ -23,6 +23,7 @@ from legroom.loader.measure.import_dataset import is_iterable, length
 from legroom.loader.process_memory import free_bytes, private_bytes, start_method
 from legroom.messages import say
 from legroom.records import CompleteLoaderSettings, LoaderKind, Transport
+from legroom.system.imports import import_lock
 from legroom.system.process_control import ExitStatus
 
 _LIMIT_S = 60.0  # until a run in a child counts as failed
@@ -255,7 +256,8 @@ def _passed(kind: Any, members: list[Any], collate_fn: Callable[[Any], Any], wor
 def loader_class(kind: LoaderKind) -> Any:
     """The class of loader that this kind names."""
     if kind == "legroom":
-        from legroom.loader.dataloader import dataloader
+        with import_lock:
+            from legroom.loader.dataloader import dataloader
 
         return dataloader.DataLoader
     from torch.utils.data import DataLoader

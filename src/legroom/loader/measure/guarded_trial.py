@@ -24,6 +24,7 @@ from legroom.loader.measure.guarded_child import (
 )
 from legroom.messages import say
 from legroom.records import CopiedAttribute, LoaderTrial, Measured
+from legroom.system.imports import import_lock
 from legroom.system.process_control import ExitStatus
 from legroom.units import format_duration
 
@@ -32,7 +33,8 @@ _STEADY, _STEADY_BYTES = 0.01, 2 << 20  # growth in half of the batches that cou
 
 def why_not() -> str | None:
     """Why no trial can be run, or None."""
-    from importlib.util import find_spec
+    with import_lock:
+        from importlib.util import find_spec
 
     return None if find_spec("torch") is not None else say("torch is not installed")
 
@@ -61,7 +63,8 @@ def try_named(
 
 def try_object(dataset: Any, collate_fn: Any, *, timeout: float, **settings: Any) -> LoaderTrial:
     """Run the loop over a dataset object, in a fork of this process."""
-    from legroom.loader.measure.trial import run
+    with import_lock:
+        from legroom.loader.measure.trial import run
 
     folder = Path(tempfile.mkdtemp(prefix="legroom-"))
 

@@ -20,6 +20,7 @@ from legroom.loader.stream.parquet_row_groups import ParquetSource
 from legroom.loader.stream.shuffle import RowChunk, StreamPosition
 from legroom.loader.stream.stream_files import Catalog, RowGroup
 from legroom.loader.stream.stream_memory import DecodeSteps, MemoryDivision
+from legroom.system.imports import import_lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ def epoch_order(groups: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
     """The groups in the order in which the epoch reads them."""
     if not shuffle:
         return list(range(groups))
-    from legroom.loader.rank_sampler import permutation
+    with import_lock:
+        from legroom.loader.rank_sampler import permutation
 
     order: list[int] = permutation(groups, seed, epoch).tolist()
     return order

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from legroom.errors import BudgetTooSmall
+from legroom.system.imports import import_lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,8 @@ def window_order(*key: int) -> Callable[[int, int], Any]:
         import numpy as np
         import pyarrow
 
-        from legroom.loader.rank_sampler import permutation
+        with import_lock:
+            from legroom.loader.rank_sampler import permutation
 
         seed, epoch = np.random.SeedSequence((*key, window)).generate_state(2, np.uint64).tolist()
         return pyarrow.array(permutation(rows, seed, epoch))
