@@ -17,7 +17,8 @@ from legroom.units import format_size
 CODE = "workers-copy-dataset"
 _STEPS = 3  # readings in a row that must show growth
 _STEP = 1 << 19  # bytes that count as growth between two readings
-_ATTRIBUTE_SHARE, _ATTRIBUTE_BYTES = 0.02, 4 << 20  # of an attribute, copied in a trial run
+_ATTRIBUTE_BYTES = 4 << 20  # that reading an attribute can copy, for it to matter
+_SEEN_BYTES, _SEEN_SHARE = 1 << 17, 0.5  # copied in a trial run, at least: in bytes, and of what its samples hold
 
 Point = tuple[float, int]  # clock, bytes copied
 
@@ -37,8 +38,13 @@ def copy_rate(points: Sequence[Point], *, least: int = 0) -> float | None:
 
 
 def copied_attributes(found: Sequence[CopiedAttribute]) -> tuple[CopiedAttribute, ...]:
-    """Those of which a trial run shows that workers copy them, largest first."""
-    shown = [one for one in found if one.copied >= max(_ATTRIBUTE_BYTES, _ATTRIBUTE_SHARE * one.bytes)]
+    """Those of which a trial run shows that workers copy them, largest first.
+
+    What a worker has copied is compared with what it has read by then: a busy machine reads little in a trial.
+    """
+    shown = [
+        one for one in found if one.bytes >= _ATTRIBUTE_BYTES and one.copied >= max(_SEEN_BYTES, _SEEN_SHARE * one.read)
+    ]
     return tuple(sorted(shown, key=lambda one: -one.copied))
 
 

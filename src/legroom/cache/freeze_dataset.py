@@ -15,7 +15,7 @@ from legroom.cache.freeze import freeze
 from legroom.cache.frozen_objects import FrozenMapping, FrozenSequence
 from legroom.errors import UnsupportedData, UsageError
 from legroom.messages import say
-from legroom.probe.copy_on_write import PAGE, BitSets, share_of
+from legroom.probe.copy_on_write import PAGE, CopiedMemory, share_of
 from legroom.units import format_size
 
 _SAMPLE = 256  # items of a container whose size is measured
@@ -23,6 +23,8 @@ _DEEPEST = 6  # containers in each other that are measured, datasets in each oth
 _MOST_PARTS = 20_000  # objects measured for one attribute
 _LEAST = 1 << 20
 _ADDRESSES = 2000  # items whose pages are looked up
+_INLINE = (str, bytes, tuple, int)  # whose contents follow the reference count
+_GC_HEAD = 16  # bytes before an object that the garbage collector knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +113,11 @@ def large_attributes(dataset: Any, *, at_least: int = _LEAST) -> list[LargeAttri
     return sorted(found, key=lambda one: -one.bytes)
 
 
-def copied_parts(dataset: Any, pages: BitSets, only_read: float = 1.0) -> list[dict[str, Any]]:
-    """Of each large attribute, how much lies on these pages, as fields of a CopiedAttribute. Reading it copies too.
+def copied_parts(dataset: Any, memory: CopiedMemory, samples: int) -> list[dict[str, Any]]:
+    """Of each large attribute, how much a worker copied, as fields of a CopiedAttribute. Looking it up copies too.
 
-    ``only_read``: the share of the pages that were not written to. The size is what reading can copy: of an array or a
-    long text the page with its reference count.
+    ``samples``: how many it has read at least. Pages that were written to do not count. The size is what reading can
+    copy: of a long text the page with its reference count.
     """
     if isinstance(dataset, (list, tuple, dict)):
         found = [LargeAttribute("dataset", dataset, python_bytes(dataset), lambda _: None)]
@@ -123,11 +125,24 @@ def copied_parts(dataset: Any, pages: BitSets, only_read: float = 1.0) -> list[d
         found = large_attributes(dataset)
     parts: dict[int, dict[str, Any]] = {}  # one list under two names is one
     for one in found:
-        share = (share_of(_addresses(one.value), pages) or 0.0) * only_read
         size = python_bytes(one.value, most_of_each=PAGE)
-        fields = {"name": one.name, "type": type(one.value).__name__, "bytes": size, "copied": int(share * size)}
+        fields = {
+            "name": one.name, "type": type(one.value).__name__, "bytes": size,
+            "copied": int(_read_share(_addresses(one.value), memory) * size),
+            "read": int(min(1.0, samples / max(1, len(one.value))) * size),
+        }  # fmt: skip
         parts.setdefault(id(one.value), fields)
     return list(parts.values())
+
+
+def _read_share(addresses: list[int], memory: CopiedMemory) -> float:
+    """The share of these addresses on pages that were copied and only read, as far as pages were compared."""
+    copied = share_of(addresses, memory.pages) or 0.0
+    if memory.reason is not None:  # contents could not be compared
+        return copied
+    if not (compared := share_of(addresses, memory.compared)):
+        return 0.0
+    return copied * (share_of(addresses, memory.alike) or 0.0) / compared
 
 
 def _addresses(value: Any) -> list[int]:
@@ -197,6 +212,8 @@ class _Measure:
         self._seen.add(id(value))
         self._left -= 1
         size = min(self._most, sys.getsizeof(value, 0))
+        if self._most < sys.maxsize and not isinstance(value, _INLINE):
+            size = min(size, type(value).__basicsize__ + _GC_HEAD)  # the rest lies elsewhere, as an array's data do
         parts: Sequence[Any] = ()
         count = 0
         if isinstance(value, Mapping):

@@ -255,7 +255,7 @@ def _tried(
         "loader_kind": demand.loader_kind, "batch_size": batch.samples, "num_workers": demand.num_workers,
         "prefetch_factor": demand.prefetch_factor, "persistent_workers": demand.persistent_workers,
         "multiprocessing_context": demand.multiprocessing_context, "seconds": min(_TRIAL_S, timeout / 4),
-        "batch_seconds": sum(_seconds(measured, batch)), "pause_seconds": timeout / 3,
+        "batch_seconds": sum(_seconds(measured, batch)), "pause_seconds": timeout / 3, "longer_seconds": timeout / 8,
     }  # fmt: skip
     if dataset is not None and not isinstance(dataset, str):
         return try_object(dataset, collate, timeout=timeout, **settings)

@@ -141,6 +141,8 @@ class CopiedMemory:
     until: float  # clock of this reading
     pages: BitSets = field(default_factory=dict, repr=False)  # the copied ones
     only_read: int | None = None  # bytes of the copied ones that were not written to; None: not compared, or unreadable
+    compared: BitSets = field(default_factory=dict, repr=False)  # of the copied ones, the sample that was compared
+    alike: BitSets = field(default_factory=dict, repr=False)  # of the compared ones, those that were only read
     reason: str | None = None  # why something is unknown
 
     @property
@@ -153,9 +155,11 @@ class _Worker:
     """What is known of one worker from its earlier readings."""
 
     since: float
-    shared: BitSets  # at the first reading
+    shared: BitSets  # at the first reading, or at the fork
     copied: BitSets = field(default_factory=dict)
     only_read: int | None = 0
+    compared: dict[int, int] = field(default_factory=dict)
+    alike: dict[int, int] = field(default_factory=dict)
     reason: str | None = None
 
 
@@ -163,12 +167,16 @@ class _Worker:
 class CopyReader:
     """Reads workers of one parent several times; what they copied counts from the first reading of each.
 
-    ``compare``: also read contents of copied pages, to tell reading from writing.
+    ``compare``: also read contents of copied pages, to tell reading from writing; of at most ``pages`` each time.
+    ``since_fork``: what they copied before the first reading counts too. Memory that both have allocated since the fork
+    at one address is then among it, so ``alike`` must decide.
     """
 
     host: Host
     parent: int
     compare: bool = False
+    pages: int = _COMPARED
+    since_fork: bool = False
     _workers: dict[int, _Worker] = field(default_factory=dict)  # by pid
 
     def read(self, workers: Iterable[int], clock: float) -> tuple[CopiedMemory, ...]:
@@ -186,7 +194,8 @@ class CopyReader:
         now = anonymous_pages(self.host, pid, areas)
         if now.reason is not None:
             return self._unknown(pid, clock, now.reason)
-        known = self._workers.setdefault(pid, _Worker(clock, now.shared))
+        inherited = _union(now.shared, now.own) if self.since_fork else now.shared
+        known = self._workers.setdefault(pid, _Worker(clock, inherited))
         own = _both(known.shared, now.own)
         # Of the parent only these parts are read: a worker that copies nothing has few of them.
         parts = [range(block * _BLOCK * PAGE, (block + 1) * _BLOCK * PAGE) for block in sorted(own)]
@@ -199,7 +208,7 @@ class CopyReader:
             known.copied = _union(copied, known.copied)
         return CopiedMemory(
             pid, self.parent, page_count(copied) * PAGE, now.shared_bytes, known.since, clock, copied,
-            known.only_read if self.compare else None, known.reason,
+            known.only_read if self.compare else None, known.compared, known.alike, known.reason,
         )  # fmt: skip
 
     def _compare(self, pid: int, known: _Worker, new: BitSets) -> None:
@@ -207,16 +216,18 @@ class CopyReader:
         count = page_count(new)
         if not count or known.only_read is None:
             return
-        chosen = list(islice(_addresses(new), count // (2 * _COMPARED), None, max(1, count // _COMPARED)))
+        chosen = list(islice(_addresses(new), count // (2 * self.pages), None, max(1, count // self.pages)))
         try:
             with _memory(self.host, self.parent) as parents, _memory(self.host, pid) as workers:
-                alike = sum(was_only_read(_page(parents, one), _page(workers, one)) for one in chosen)
+                same = [one for one in chosen if was_only_read(_page(parents, one), _page(workers, one))]
         except (OSError, ValueError, OverflowError):
             known.only_read = None
             known.reason = say("the memory of process {pid} cannot be read by this user", pid=pid)
             return
-        if alike >= _MOSTLY * len(chosen):  # a few among many that were written to are the same by chance
-            known.only_read += count * PAGE * alike // len(chosen)
+        known.compared = _union(known.compared, _bits(chosen))
+        known.alike = _union(known.alike, _bits(same))
+        if len(same) >= _MOSTLY * len(chosen):  # a few among many that were written to are the same by chance
+            known.only_read += count * PAGE * len(same) // len(chosen)
 
     def _unknown(self, pid: int, clock: float, reason: str) -> CopiedMemory:
         known = self._workers.get(pid)
@@ -271,6 +282,14 @@ def _addresses(pages: BitSets) -> Iterator[int]:
         while place >= 0:
             yield (block * _BLOCK + place) * PAGE
             place = digits.find("1", place + 1)
+
+
+def _bits(addresses: Iterable[int]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for address in addresses:
+        block, page = divmod(address // PAGE, _BLOCK)
+        found[block] = found.get(block, 0) | 1 << (_BLOCK - 1 - page)
+    return found
 
 
 def _unread(pid: int, reason: str) -> AnonymousPages:

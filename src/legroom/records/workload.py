@@ -85,6 +85,7 @@ class CopiedAttribute:
     type: str
     bytes: int  # as Python objects, estimated from a sample
     copied: int  # by one worker in the trial run
+    read: int  # of ``bytes``, what the samples hold that this worker read in it, if each holds one item
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,15 +33,22 @@ def test_bursts_starts_and_ends_have_none(copied: list[int]) -> None:
 
 
 def test_an_attribute_counts_when_a_part_of_it_was_copied() -> None:
-    whole = CopiedAttribute("samples", "list", 500 * MB, 100 * MB)
-    touched = CopiedAttribute("names", "dict", 500 * MB, 5 * MB)
-    small = CopiedAttribute("classes", "list", 2 * MB, 2 * MB)
-    larger = CopiedAttribute("boxes", "list", 600 * MB, 300 * MB)
+    whole = CopiedAttribute("samples", "list", 500 * MB, 100 * MB, 150 * MB)
+    touched = CopiedAttribute("names", "dict", 500 * MB, 5 * MB, 150 * MB)
+    small = CopiedAttribute("classes", "list", 2 * MB, 2 * MB, 2 * MB)
+    larger = CopiedAttribute("boxes", "list", 600 * MB, 300 * MB, 20 * MB)
     assert copied_attributes([whole, touched, small, larger]) == (larger, whole)
 
 
+def test_little_that_was_read_is_compared_with_little_that_was_copied() -> None:
+    """A busy machine reads a few hundred samples in a trial run, whatever the dataset's size."""
+    read = CopiedAttribute("samples", "list", 20_000 * MB, MB, MB // 2)
+    unread = CopiedAttribute("names", "list", 20_000 * MB, MB // 16, MB // 32)
+    assert copied_attributes([read, unread]) == (read,)
+
+
 def test_the_findings_name_the_cure() -> None:
-    found = finding_of_dataset([CopiedAttribute("dataset.samples", "list", 500 * MB, 100 * MB)], 8)
+    found = finding_of_dataset([CopiedAttribute("dataset.samples", "list", 500 * MB, 100 * MB, 90 * MB)], 8)
     assert found.code == "workers-copy-dataset" and found.severity == "warning"
     assert "dataset.samples (list, 500 MB)" in found.message and "8 workers copy up to 3.91 GB" in found.why
     assert any("legroom.freeze_dataset(dataset)" in line for line in found.fix)

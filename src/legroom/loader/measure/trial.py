@@ -29,7 +29,8 @@ from typing import Any
 _STILL_S, _POLL_S = 0.1, 0.01  # without CPU time until a worker counts as waiting; between two checks
 _COLLECTED = 10  # batches of each worker within which a full garbage collection comes, if young ones continue
 _PEAK_READ_S = 0.05  # by then the guard has read the kernel's peak
-_COPIED = 4 << 20  # bytes of its parent that a worker copies at its start, and more
+_COMPARED = 2048  # pages that a worker copied, compared at each reading
+_JUDGED = 256  # samples that show whether reading them copies; twice as many pages
 _MORE_EPOCHS, _MORE_S = 16, 2.0  # after two short epochs: memory rises for the first dozens of batches
 _TAIL = 5  # lines of a traceback that show where it came from
 _FILES = ("too many open files", "ancdata")
@@ -154,6 +155,7 @@ def _loop(
     seconds: float,
     batch_seconds: float,
     pause_seconds: float,
+    longer_seconds: float,
 ) -> None:
     options: dict[str, Any] = {}
     if num_workers:
@@ -184,9 +186,11 @@ def _loop(
         for epoch, share in enumerate((0.6, 0.4)):
             done, until = 0, 0.0
             enough = least * (2 - epoch)  # twice in the first epoch: its second half shows whether memory grows
+            wanted = 0  # batches, if time allows
             source = iter(loader)
             if epoch == 0 and num_workers:
-                copies = _Copies(dataset)
+                copies = _Copies(dataset, num_workers, batch_size)
+                wanted = copies.batches_wanted
             for batch in source:  # noqa: B007  kept alive
                 done += 1
                 if done == 1:  # without the start of the workers
@@ -197,11 +201,13 @@ def _loop(
                     if num_workers:
                         full = pauses.wait(source if loader_kind == "torch" else None)
                     note(step="batch", epoch=epoch, batches=done, fds=_open_files(), full=full, shm=shm.now())
-                if done >= enough and time.monotonic() > until:
+                    if copies is not None and epoch == 0:
+                        copies.read(done)
+                if done >= enough and time.monotonic() > until + (longer_seconds if done < wanted else 0.0):
                     whole = False
                     break
             if copies is not None and epoch == 0:
-                copies.read()
+                copies.read(done)
             del source  # its workers end before those of the next epoch start
             note(step="epoch", epoch=epoch, batches=done, fds=_open_files())
         if whole:
@@ -251,27 +257,34 @@ def _with_full_collections(loader: Any, workers: int, persistent: bool, seconds:
 class _Copies:
     """What a forked worker copies of the dataset in the first epoch, by attribute."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, workers: int, batch_size: int) -> None:
         from legroom.probe.copy_on_write import CopyReader
         from legroom.probe.host import Host
 
-        self._dataset, self._reader = dataset, CopyReader(Host(), os.getpid(), compare=True)
+        self._dataset, self._number, self._batch_size = dataset, workers, batch_size
+        self._reader = CopyReader(Host(), os.getpid(), compare=True, pages=_COMPARED, since_fork=True)
         self._workers = [int(pid) for pid in _children()][:1]  # one: they all read the same dataset
-        self._copied = self._reader.read(self._workers, time.monotonic())
+        self._copied, self._samples = self._reader.read(self._workers, time.monotonic()), 0
 
-    def read(self) -> None:
-        """Read it, while the worker exists."""
-        self._copied = self._reader.read(self._workers, time.monotonic())
+    @property
+    def batches_wanted(self) -> int:
+        """After so many the worker has read enough."""
+        return -(-_JUDGED // self._batch_size) * self._number
+
+    def read(self, batches: int) -> None:
+        """Read it after so many batches, if the worker still exists: it ends with the epoch."""
+        copied = self._reader.read(self._workers, time.monotonic())
+        if any(one.copied is not None for one in copied):
+            self._copied = copied
+            self._samples = batches // self._number * self._batch_size
 
     def note(self, note: Note) -> None:
         """Write it, after the loop: looking up attributes writes to every object, and takes memory of its own."""
         for one in self._copied:
-            if one.copied is None or one.copied < _COPIED:
-                continue
-            from legroom.cache.freeze_dataset import copied_parts
+            if one.copied:
+                from legroom.cache.freeze_dataset import copied_parts
 
-            only_read = 1.0 if one.only_read is None else min(1.0, one.only_read / one.copied)
-            note(step="copied", attributes=copied_parts(self._dataset, one.pages, only_read))
+                note(step="copied", attributes=copied_parts(self._dataset, one, self._samples))
 
 
 def _shuffled(dataset: Any) -> bool:
