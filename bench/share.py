@@ -98,8 +98,9 @@ class CpuTime:
 
 
 def train(
-    make: Callable[[], Any], warm: int, shared: bool, ready: Any, until: Any, counts: Any, cpu: CpuTime, number: int
-) -> None:
+    make: Callable[[], Any], warm: int, shared: bool, ready: Any, until: Any, counts: Any, cpu: CpuTime, number: int,
+    use: Callable[[Any], Any],
+) -> None:  # fmt: skip
     """One trainer: its batches within the common seconds."""
     cpu.add(os.getpid())
     torch.set_num_threads(1)
@@ -108,7 +109,7 @@ def train(
     began = time.monotonic()
     got = 0
     while got < warm and time.monotonic() < began + WARM_S:
-        next(iterator)
+        use(next(iterator))
         group = loader._sharing._group if shared else None
         got += group is None or group.alone or (group.welcome and not group.missed)
     ready.wait()
@@ -116,7 +117,7 @@ def train(
         time.sleep(0.001)
     start, count = time.monotonic(), 0
     while time.monotonic() < until.value:
-        next(iterator)
+        use(next(iterator))
         count += 1
     counts[2 * number : 2 * number + 2] = [count / (time.monotonic() - start), count]
     ready.wait()
@@ -124,14 +125,15 @@ def train(
 
 
 def together(
-    makers: list[Callable[[], Any]], seconds: float, cpu: CpuTime, costs: list[float], *, shared: bool = False
-) -> float:
-    """Batches a second of all trainers; ``costs`` gets the CPU seconds for one."""
+    makers: list[Callable[[], Any]], seconds: float, cpu: CpuTime, costs: list[float], *, shared: bool = False,
+    workers: int = WORKERS, use: Callable[[Any], Any] = lambda batch: batch,
+) -> float:  # fmt: skip
+    """Batches a second of all trainers; ``costs`` gets the CPU seconds for one. ``use``: what is done with a batch."""
     context = multiprocessing.get_context("fork")
     ready, until = context.Barrier(len(makers) + 1, timeout=START_S), context.Value("d", 0.0)
     counts = context.Array("d", 2 * len(makers))
     trainers = [
-        context.Process(target=train, args=(make, 2 * WORKERS + 4, shared, ready, until, counts, cpu, number))
+        context.Process(target=train, args=(make, 2 * workers + 4, shared, ready, until, counts, cpu, number, use))
         for number, make in enumerate(makers)
     ]
     for one in trainers:
@@ -152,20 +154,23 @@ def together(
     return float(sum(counts[::2]))
 
 
-def tensorsocket(dataset: Any, trainers: int, seconds: float, cpu: CpuTime, costs: list[float]) -> float:
+def tensorsocket(
+    dataset: Any, trainers: int, seconds: float, cpu: CpuTime, costs: list[float], *, workers: int = WORKERS,
+    batch: int = BATCH, use: Callable[[Any], Any] = lambda batch: batch,
+) -> float:  # fmt: skip
     """The same with TensorSocket's producer and consumers."""
     context = multiprocessing.get_context("fork")
-    producer = context.Process(target=_tensor_producer, args=(dataset,))
+    producer = context.Process(target=_tensor_producer, args=(dataset, workers, batch))
     producer.start()
     cpu.add(producer.pid or 0)
 
     def consumer() -> Any:
         from tensorsocket import TensorConsumer
 
-        return TensorConsumer(batch_size=BATCH)
+        return TensorConsumer(batch_size=batch)
 
     try:
-        return together([consumer] * trainers, seconds, cpu, costs)
+        return together([consumer] * trainers, seconds, cpu, costs, workers=workers, use=use)
     finally:
         for pid in Path(f"/proc/{producer.pid}/task/{producer.pid}/children").read_text().split():
             os.kill(int(pid), signal.SIGKILL)  # its workers
@@ -173,10 +178,10 @@ def tensorsocket(dataset: Any, trainers: int, seconds: float, cpu: CpuTime, cost
         producer.join()
 
 
-def _tensor_producer(dataset: Any) -> None:
+def _tensor_producer(dataset: Any, workers: int, batch: int) -> None:
     from tensorsocket import TensorProducer
 
-    producer = TensorProducer(torch.utils.data.DataLoader(dataset, BATCH, num_workers=WORKERS))
+    producer = TensorProducer(torch.utils.data.DataLoader(dataset, batch, num_workers=workers))
     while True:  # an epoch after the other
         for _ in producer:
             pass

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy.random  # noqa: F401 - torch seeds it in every worker: a fork has it, and need not read it again
 
 from legroom.advice.memory_need import Each
-from legroom.errors import Unpicklable
+from legroom.errors import Unpicklable, UsageError
 from legroom.loader.dataloader import resume
 from legroom.loader.dataloader.admission import Admission, admission_for
 from legroom.loader.dataloader.collate import SlotCollate, arena_unavailable, parse_budget, wrap_collate
@@ -61,6 +61,9 @@ class Loader:
         on_slow: What happens to a trainer of the group that holds the others up: ``"own"`` (it makes the batches it
             missed itself) or ``"wait"`` (the others wait for it, at most ``timeout`` seconds).
 
+        device: With ``share``, a CUDA device on which batches are returned. They are copied from the host once for all
+            trainers of the group on that GPU, where its memory can be shared.
+
     Attributes:
         transport: How batches are sent: ``arena``, ``torch``, ``shared`` by the workers of a group, or ``none`` without
             workers.
@@ -72,6 +75,7 @@ class Loader:
     memory_budget: int | str
     share: str | None
     on_slow: str
+    device: Any
     _torch: type[Any]  # torch's class
     _starting = False  # torch is making an iterator for this class
     _sharing: Sharing | None = None
@@ -95,6 +99,7 @@ class Loader:
         memory_budget: int | str = "auto",
         share: str | None = None,
         on_slow: str = "own",
+        device: Any = None,
         **options: Any,
     ) -> None:
         parse_budget(memory_budget)
@@ -119,7 +124,13 @@ class Loader:
         vars(self)["memory_budget"] = memory_budget
         self._select_transport()
         # Under their names: libraries that rebuild a loader, as Lightning does for its ranks, take the arguments there.
-        self.share, self.on_slow = share, on_slow
+        self.share, self.on_slow, self.device = share, on_slow, device
+        if device is not None and share is None:
+            raise UsageError(
+                say("device={device!r} needs share", device=str(device)),
+                why=say("one trainer alone copies a batch to the GPU with batch.to(device)"),
+                fix=(say("pass share='name', or move the batches yourself: pin_memory=True and non_blocking=True"),),
+            )
         self._sharing = None if share is None else Sharing(self, share, on_slow)
         if share is not None and isinstance(vars(self)["collate_fn"], SlotCollate):
             vars(self)["collate_fn"].share = share, on_slow
@@ -415,8 +426,9 @@ _DOC = """torch's DataLoader, with batches sent from the workers outside /dev/sh
 
 Every argument has torch's meaning. ``memory_budget`` (bytes, ``"256MB"`` or ``"auto"``) limits the batches on their way
 from the workers of one epoch. ``share`` names a group of trainers with one set of workers; ``on_slow`` (``"own"`` or
-``"wait"``) is for one that holds the others up. ``transport`` is how batches are sent (``arena``, ``torch``, ``shared``
-or ``none``), ``why`` is the reason. ``state_dict`` and ``load_state_dict`` resume in the middle of an epoch.
+``"wait"``) is for one that holds the others up; ``device`` returns its batches on a GPU. ``transport``
+is how batches are sent (``arena``, ``torch``, ``shared`` or ``none``), ``why`` is the reason.
+``state_dict`` and ``load_state_dict`` resume in the middle of an epoch.
 """
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -160,31 +161,37 @@ def _clear_error() -> None:
 
 def pin_batch(batch: Any) -> Any:
     """The batch with everything pinned that torch would pin; tensors in a registered slot already are."""
+    # A tensor, or a user's type with this method.
+    return map_batch(batch, lambda one: one.pin_memory() if hasattr(one, "pin_memory") else None)
+
+
+def map_batch(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """A batch of the same structure; what ``change`` returns takes the place of a part, unless that is None."""
     import copy
     from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
 
-    if hasattr(batch, "pin_memory"):  # a tensor, or a user's type with this method
-        return batch.pin_memory()
+    if (changed := change(batch)) is not None:
+        return changed
     if isinstance(batch, (str, bytes)):
         return batch
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(pin_batch, batch))
+        return type(batch)(*(map_batch(one, change) for one in batch))
     try:
         if isinstance(batch, MutableMapping):
             same: Any = copy.copy(batch)
-            same.update({key: pin_batch(value) for key, value in batch.items()})
+            same.update({key: map_batch(value, change) for key, value in batch.items()})
             return same
         if isinstance(batch, MutableSequence):
             same = copy.copy(batch)
             for index, value in enumerate(batch):
-                same[index] = pin_batch(value)
+                same[index] = map_batch(value, change)
             return same
         if isinstance(batch, Mapping):
-            return type(batch)({key: pin_batch(value) for key, value in batch.items()})  # type: ignore[call-arg]
+            return type(batch)({key: map_batch(value, change) for key, value in batch.items()})  # type: ignore[call-arg]
         if isinstance(batch, Sequence):
-            return type(batch)([pin_batch(value) for value in batch])  # type: ignore[call-arg]
+            return type(batch)([map_batch(value, change) for value in batch])  # type: ignore[call-arg]
     except TypeError:  # a container that cannot be constructed from its items
         if isinstance(batch, Mapping):
-            return {key: pin_batch(value) for key, value in batch.items()}
-        return [pin_batch(value) for value in batch]
+            return {key: map_batch(value, change) for key, value in batch.items()}
+        return [map_batch(value, change) for value in batch]
     return batch

@@ -4,10 +4,12 @@
     group             in a trainer: finds the producer or starts one, and asks it for batches
     own_batches       in a trainer: makes the batches that the group does not have, and all while it is alone
     private_slots     in a trainer: maps slots privately, returns them when a batch is gone
+    gpu_batches       in a trainer: brings batches to its GPU
     producer          makes the batches, and serves its trainers
     producer_process  the process of the producer
     start_producer    starts that process, with the dataset as a pickle or by fork
     window            which batches are kept for which trainers, and where the sequence continues
+    gpu_ring          which trainer copies a batch to a GPU, and which read that copy
     connection        messages and descriptors between a trainer and the producer
     group_folder      the sockets, locks and logs of all groups of a user
     group_settings    what must be equal in a group

@@ -25,6 +25,8 @@ from legroom.cache.locks import Lock
 from legroom.errors import ShareMismatch, Unpicklable
 from legroom.loader.dataloader.collate import arena_unavailable
 from legroom.loader.dataloader.sharing.connection import INLINE, Closed, Connection
+from legroom.loader.dataloader.sharing.gpu_batches import Answer, GpuBatches
+from legroom.loader.dataloader.sharing.gpu_ring import Claim, RingMemory
 from legroom.loader.dataloader.sharing.group_folder import GroupFiles, group_folder
 from legroom.loader.dataloader.sharing.group_settings import check_same, group_key
 from legroom.loader.dataloader.sharing.private_slots import PrivateSlots
@@ -37,6 +39,7 @@ from legroom.system.imports import lazy_import
 _log = logging.getLogger("legroom")
 _SILENCE_S = 0.8  # of a producer for which a trainer waits, before it makes the batch itself
 _RETRY_S, _LONGEST_RETRY_S = 0.25, 10.0  # between two attempts to find or start a producer
+_CLAIM_S = 0.25  # for a batch to be in the memory of the GPU, before a trainer copies it for itself
 _START_S = 60.0  # for a producer to say welcome: it imports torch and the dataset's modules
 _WELCOME_S, _START_POLL_S = 0.3, 0.01  # to wait for it, of a producer that runs, and of one that is starting
 
@@ -46,13 +49,15 @@ class Group:
 
     def __init__(
         self, recipe: Recipe, settings: Callable[[Any], dict[str, str]], *, patience: float, continuous: bool,
-        state: weakref.WeakMethod[Callable[[], Any]] | None = None,
+        state: weakref.WeakMethod[Callable[[], Any]] | None = None, gpu: GpuBatches | None = None,
     ) -> None:  # fmt: skip
         self.pid = os.getpid()
         self.name = recipe.name
         self._hello = patience, continuous, _command()
         self._silence = max(_SILENCE_S, patience) if continuous else _SILENCE_S
         self._recipe = recipe
+        self.gpu = gpu  # where this trainer wants its batches
+        self._early: list[tuple[Any, ...]] = []  # messages that came while another was awaited
         self._state = state  # finds that of an IterableDataset at the position that is asked for
         self.unavailable = arena_unavailable()  # why this trainer makes all its batches itself
         self.connection: Connection | None = None
@@ -189,7 +194,10 @@ class Group:
 
     def _lost(self) -> None:
         """The producer is gone, or left. The connection is closed when no batch of it is held any more."""
+        if self.gpu is not None:
+            self.gpu.close()  # its ring is that of the producer
         self.connection = self.slots = None
+        self._early = []
         if self._started_it and not self.welcome:
             self._failed_starts += 1
         self.welcome, self._asked, self.missed, self._started_it = False, None, False, False
@@ -285,6 +293,8 @@ class Group:
         self._new = False
         self._failed_starts, self._silent = 0, False
         self._end_alone()
+        if self.gpu is not None and self.gpu.why_own is None:
+            self.connection.send("gpu", self.gpu.uuid)
         return True
 
     def _check_group(self, settings: Mapping[str, str]) -> None:
@@ -302,7 +312,8 @@ class Group:
     def _await(self, position: Position) -> tuple[Any, ...] | None:
         heard, patience = time.monotonic(), 0.0 if self._silent else self._silence
         while True:
-            answer = self._read(max(0.0, heard + patience - time.monotonic()))
+            left = max(0.0, heard + patience - time.monotonic())
+            answer = self._early.pop(0) if self._early else self._read(left)
             if answer is None:
                 if time.monotonic() >= heard + patience:
                     self.missed, self._silent, self._inside = True, True, False
@@ -342,11 +353,40 @@ class Group:
                 body = os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
         return "batch", position, serial, slot_id, body
 
+    def claim(self, serial: int, nbytes: int) -> Answer | None:
+        """How a batch that was taken comes to the GPU; None: this trainer copies it from the host for itself."""
+        if self.connection is None or self.slots is None:
+            return None
+        try:
+            if not self.connection.send("claim", serial, nbytes):
+                return None
+            until = time.monotonic() + _CLAIM_S
+            while (left := until - time.monotonic()) > 0:
+                answer = self._read(left)
+                if answer is None:
+                    continue
+                if answer[0] != "gpu":
+                    self._early.append(answer)
+                elif answer[1] != serial:
+                    self._refuse(answer)
+                elif Claim(answer[2]) is Claim.OWN:
+                    return None
+                elif Claim(answer[2]) is not Claim.BUSY:
+                    return Answer(Claim(answer[2]), answer[3], RingMemory(*answer[4]), self.slots.tell)
+            self.slots.tell("read", serial)  # one that copies it is stopped: do without
+        except Closed:
+            self._lost()
+        return None
+
     def _refuse(self, answer: tuple[Any, ...]) -> None:
         """An answer that came too late."""
         if self.slots is None:
             return
-        if answer[0] == "batch":
+        if answer[0] == "gpu":
+            late = {Claim.COPY: "no-copy", Claim.READY: "read"}.get(Claim(answer[2]))
+            if late is not None:
+                self.slots.tell(late, answer[1])
+        elif answer[0] == "batch":
             self.slots.give_back(answer[2])
         elif answer[0] == "error" and len(answer) > 4:
             self.slots.give_back(answer[4])

@@ -14,14 +14,23 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from legroom.loader.dataloader.memory_slots import Slot, window
+from legroom.loader.dataloader.memory_slots import HEADER, Slot, window
 from legroom.loader.dataloader.receive import MAX_HELD, copied
 from legroom.loader.dataloader.send import Span
 from legroom.loader.dataloader.sharing.connection import Closed, Connection
 
 _all: weakref.WeakSet[PrivateSlots] = weakref.WeakSet()
+
+
+class Opened(NamedTuple):
+    """A batch, the state of its dataset after it, and where its bytes lie; none if it was copied out."""
+
+    batch: Any
+    state: Any
+    address: int
+    nbytes: int
 
 
 class PrivateSlots:
@@ -48,32 +57,34 @@ class PrivateSlots:
             self._slots.pop(slot_id, None)
             self._used.discard(slot_id)
 
-    def open(self, serial: int, slot_id: int | None, body: bytes, *, copy: bool = False) -> tuple[Any, Any]:
-        """The batch, on its slot or copied out of it, and the state of its dataset after it."""
+    def open(self, serial: int, slot_id: int | None, body: bytes, *, copy: bool = False) -> Opened:
+        """The batch, on its slot or copied out of it."""
         spans, skeleton, state = pickle.loads(body)
         if slot_id is None:
             batch = pickle.loads(skeleton)
             self.give_back(serial)
-            return batch, state
+            return Opened(batch, state, 0, 0)
         slot = self._slots[slot_id]
         if slot_id in self._used:
             slot.discard_private_pages(_end(spans))
         self._used.add(slot_id)
         exporter = slot.exporter()
+        address, nbytes = slot.address + HEADER, _end(spans)
         if copy or len(self._leases) >= MAX_HELD:
-            buffers = copied(exporter, spans, None)
+            buffers, nbytes = copied(exporter, spans, None), 0
             self.give_back(serial)
         else:
             buffers = [window(exporter, *span) for span in spans]
             exporter.lease = _Lease(self, serial)
             self._leases.add(exporter.lease)
-        return pickle.loads(skeleton, buffers=buffers), state
+        return Opened(pickle.loads(skeleton, buffers=buffers), state, address, nbytes)
 
     def give_back(self, serial: int) -> None:
         """Tell the producer that nothing uses the batch any more."""
-        self._tell("release", serial)
+        self.tell("release", serial)
 
-    def _tell(self, kind: str, serial: int) -> None:
+    def tell(self, kind: str, serial: int) -> None:
+        """Send a message about a batch, now or with the next one."""
         self._unsent.append((kind, serial))
         self.flush()
 
@@ -93,7 +104,7 @@ class PrivateSlots:
     def retire_held(self) -> None:
         """A child is about to be forked, and keeps what is held now: these slots are not written again."""
         for lease in list(self._leases):
-            self._tell("keep", lease.serial)
+            self.tell("keep", lease.serial)
 
 
 class _Lease:

@@ -17,7 +17,10 @@ from legroom.errors import ShareUnsupported, UsageError, WorkerDied
 from legroom.loader.dataloader import resume
 from legroom.loader.dataloader.collate import SlotCollate
 from legroom.loader.dataloader.pin_memory import pin_batch
+from legroom.loader.dataloader.sharing import gpu_batches
+from legroom.loader.dataloader.sharing.gpu_batches import GpuBatches, OnHost
 from legroom.loader.dataloader.sharing.group import Group
+from legroom.loader.dataloader.sharing.group_folder import group_folder
 from legroom.loader.dataloader.sharing.group_settings import settings_of
 from legroom.loader.dataloader.sharing.own_batches import OwnBatches, OwnStream, StreamState, stream_state
 from legroom.loader.dataloader.sharing.seeding import Orders, Position, counts_epochs, name_seed, samplers
@@ -53,6 +56,7 @@ class Sharing:
         self._own: OwnBatches | OwnStream | None = None
         self._state: StreamState | None = None  # of a stream, at the position that was loaded
         self._group: Group | None = None
+        self._gpu: GpuBatches | None = None  # with ``device``
         self._current: weakref.ref[SharedEpoch] | None = None
         self._latest: weakref.ref[SharedEpoch] | None = None  # also when it takes no batches from the group any more
 
@@ -63,6 +67,7 @@ class Sharing:
             **vars(self),
             "_state": state,
             "_group": None,
+            "_gpu": None,
             "_current": None,
             "_latest": None,
             "_orders": None,
@@ -113,9 +118,14 @@ class Sharing:
             self._orders = Orders(index_sampler(loader), loader.batch_sampler is not None, self.seed, loader.generator)
             if self._settings is None:
                 _check_order(loader, self._orders)
+        self._gpu = None
+        if loader.device is not None:
+            self._gpu = GpuBatches(gpu_batches.gpu_of(loader.device), group_folder().parent)
+            loader.why = self._gpu.why
         self._group = group = Group(
             _recipe(self, loader), lambda fresh: self._find_settings(loader, fresh), patience=self.patience,
             continuous=self.continuous, state=weakref.WeakMethod(self._stream_state) if self._stream else None,
+            gpu=self._gpu,
         )  # fmt: skip
         if self._orders is not None:
             held = weakref.ref(group)
@@ -211,6 +221,8 @@ class Sharing:
             own.stop()
         if group is not None:
             group.close()
+        if self._gpu is not None:
+            self._gpu.close()
 
 
 class SharedEpoch:
@@ -225,7 +237,9 @@ class SharedEpoch:
         if orders is not None:
             sampler = index_sampler(loader)
             self._count = len(sampler) if _of_torch(sampler) else len(orders.of(self._position[0]))
-        self._pin = bool(loader.pin_memory) and _pins()
+        self._gpu = sharing._gpu
+        self._pin = bool(loader.pin_memory) and _pins() and self._gpu is None
+        self._where: OnHost | None = None  # the batch that was received
         self._loader = weakref.ref(loader)
         self.done = False
         self._pid = os.getpid()
@@ -247,6 +261,7 @@ class SharedEpoch:
         if self._complete:
             self._end()
             raise StopIteration
+        self._where = None
         answer = self._group.take(position) if self._sharing.is_current(self) else None
         try:
             # Without slots, an iterator of before was deleted meanwhile, and found that the producer has ended.
@@ -265,7 +280,16 @@ class SharedEpoch:
                 self._advance(position)
             raise
         self._advance(position)
+        if self._gpu is not None:
+            return self._on_gpu(self._gpu, batch)
         return pin_batch(batch) if self._pin and not pinned else batch
+
+    def _on_gpu(self, gpu: GpuBatches, batch: Any) -> Any:
+        why_own = gpu.why_own
+        moved = gpu.moved(batch, self._where, self._group.claim)
+        if gpu.why_own != why_own and (loader := self._loader()) is not None:
+            loader.why = gpu.why
+        return moved
 
     def _made_here(self, position: Position) -> Any:
         current = self._sharing.is_current(self)
@@ -280,10 +304,11 @@ class SharedEpoch:
         self._own.rejoined()
         if answer[0] == "batch":
             _, _, serial, slot_id, body = answer
-            batch, state = slots.open(serial, slot_id, body, copy=self._pin)
+            opened = slots.open(serial, slot_id, body, copy=self._pin)
             if isinstance(self._own, OwnStream):
-                self._own.progress.add_state(state)
-            return batch
+                self._own.progress.add_state(opened.state)
+            self._where = OnHost(serial, opened.address, opened.nbytes) if opened.nbytes else None
+            return opened.batch
         if answer[0] == "end":
             slots.give_back(answer[2])
             raise StopIteration
@@ -367,7 +392,8 @@ def _ordinary_loader(loader: Any) -> Callable[..., Any]:
     arguments = {
         "num_workers": loader.num_workers, "prefetch_factor": loader.prefetch_factor, "collate_fn": _collate(loader),
         "timeout": loader.timeout, "worker_init_fn": loader.worker_init_fn, "memory_budget": loader.memory_budget,
-        "multiprocessing_context": loader.multiprocessing_context, "pin_memory": loader.pin_memory,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "pin_memory": loader.pin_memory or loader.device is not None,
     }  # fmt: skip
 
     def start(dataset: Any, **given: Any) -> Any:
