@@ -9,6 +9,7 @@ An object without a version, or on a server that cannot send parts, comes in one
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 import threading
@@ -50,6 +51,7 @@ class Download:
         ask: Callable[[int], None] = lambda _: None,
         threads: int = CONNECTIONS,
         supplied: bool = False,
+        in_memory: bool = False,
     ) -> None:
         """Begin or resume it in an existing folder of its own.
 
@@ -61,9 +63,10 @@ class Download:
             ask: Called before bytes are written; raises if they no longer fit.
             threads: How many requests run at the same time.
             supplied: Ask the server for nothing: every piece comes by ``put``.
+            in_memory: The folder is in a file system in memory, where reading a mapped file cannot fail.
         """
         self.url, self.stamp, self.path = url, stamp, folder / DATA
-        self._ask, self._whole, self._supplied = ask, whole, supplied
+        self._ask, self._whole, self._supplied, self._in_memory = ask, whole, supplied, in_memory
         self.waiting: Callable[[], None] = lambda: None  # called now and then by every thread that waits
         self._changed = threading.Condition()
         self._problem: BaseException | None = None
@@ -172,6 +175,15 @@ class Download:
         while number < last and self._state[number] == _HERE:
             number += 1
         return min(most, number * PIECE - offset)
+
+    def mapped(self) -> memoryview | None:
+        """The file in memory, if it is in a file system in memory and the address space has room for it."""
+        if not self._in_memory or not self.size:
+            return None
+        try:
+            return memoryview(mmap.mmap(self._file, self.size, prot=mmap.PROT_READ))
+        except (OSError, ValueError):
+            return None
 
     def want(self, offset: int, count: int) -> None:
         """Fetch these bytes in the background, after those that are waited for."""

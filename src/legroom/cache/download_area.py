@@ -139,7 +139,10 @@ def fetched(
                 assert isinstance(file.stamp, ObjectStamp)
                 supply = _supplies.pop(url.identity, None)  # once: another attempt fetches by itself
                 download = stack.enter_context(
-                    Download(url, file.stamp, folder, whole=whole, ask=reservation.ask, supplied=supply is not None)
+                    Download(
+                        url, file.stamp, folder, whole=whole, ask=reservation.ask, supplied=supply is not None,
+                        in_memory=store.backing == "shm",
+                    )  # fmt: skip
                 )
                 downloads.append(download)
                 if supply is not None:
