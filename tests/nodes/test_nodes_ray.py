@@ -134,5 +134,5 @@ def test_a_program_of_another_cluster_is_refused(nodes: ray_rig.Cluster) -> None
     """One with another token reaches neither the nodes nor the actors that take pieces."""
     command = [sys.executable, "-m", "legroom", "nodes", "list", "--ray", nodes.address, "--json"]
     done = nodes.on_head(command, token="0" * 64)
-    assert done.returncode == 1 and json.loads(done.stdout)["error"]["code"] == "cluster-unreachable", done
+    assert done.returncode == 1 and "no Ray cluster at" in done.stderr, done
     assert nodes.token not in done.stdout + done.stderr and "0" * 64 not in done.stdout + done.stderr

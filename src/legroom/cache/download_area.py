@@ -140,7 +140,12 @@ def fetched(
                 supply = _supplies.pop(url.identity, None)  # once: another attempt fetches by itself
                 download = stack.enter_context(
                     Download(
-                        url, file.stamp, folder, whole=whole, ask=reservation.ask, supplied=supply is not None,
+                        url,
+                        file.stamp,
+                        folder,
+                        whole=whole,
+                        ask=reservation.ask,
+                        supplied=supply is not None,
                         in_memory=store.backing == "shm",
                     )  # fmt: skip
                 )
