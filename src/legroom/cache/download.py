@@ -324,10 +324,10 @@ class Download:
                 if self._state[number] == _HERE:
                     continue
                 asked = self._asked.get(number)
-                if self._state[number] == _RUNNING and asked is not None:
-                    if self._came - asked >= _OVERTAKEN * self._most:
-                        self._asked[number] = self._came
-                        return number, number + 1
+                overtaken = asked is not None and self._came - asked >= _OVERTAKEN * self._most
+                if self._state[number] == _RUNNING and overtaken:
+                    self._asked[number] = self._came
+                    return number, number + 1
                 break  # the reader waits for this one
         return None
 

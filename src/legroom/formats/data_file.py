@@ -35,7 +35,7 @@ class Arriving(Protocol):
         ...
 
     def mapped(self) -> memoryview | None:
-        """The file's bytes in memory, if it is in a file system in memory. Only those that were waited for are there."""
+        """The bytes of a file in a file system in memory, without a copy. Only those that were waited for are there."""
         ...
 
 
