@@ -5,7 +5,8 @@
 The server is a process of its own that answers S3's HEAD and GET. The limited link is a veth pair between two network
 namespaces with ``tc tbf`` (root). The latency is the server's: each answer begins 30 ms late, the first of a connection
 60 ms, and sending takes no longer than it takes. A proxy that delays would need as much of the cores as a load. What
-the server can deliver is measured beside it, by curl. The contenders take turns, and the best round counts.
+the server can deliver is measured beside it, by curl. The contenders take turns, and the best round counts. A load of
+each kind before the first round compiles the modules, as an installer does; importing them counts.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from measure import RESULTS, Row, alternate, as_json, best, in_words, machine, s
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 HOST, CLIENT = "10.78.0.254", "10.78.0.1"
+COMPILED = tempfile.TemporaryDirectory(prefix="legroom-bench-compiled-")
 
 
 def serve(megabytes: int, host: str, ready: Any, latency: float = 0.0) -> None:
@@ -92,7 +94,9 @@ def run(how: str, endpoint: str, prefix: list[str]) -> float:
             "AWS_ENDPOINT_URL": endpoint, "AWS_ENDPOINT_URL_S3": endpoint,
             "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1",
             "LEGROOM_SHM": f"{folder}/shm", "LEGROOM_DIR": f"{folder}/disk",
+            "PYTHONPYCACHEPREFIX": COMPILED.name,
         }  # fmt: skip
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [*prefix, sys.executable, "-c", RUN, how, "s3://data/x.npy", folder]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         if done.returncode:
@@ -141,6 +145,7 @@ def limited_link(megabytes: int, rounds: int, rate: str) -> tuple[list[Row], dic
         port, size = here.recv()
         prefix = ["ip", "netns", "exec", net]
         url = f"http://{HOST}:{port}"
+        run("legroom", url, prefix)
         figures = alternate(
             {"raw": lambda: raw(f"{url}/data/x.npy", prefix), "legroom": lambda: run("legroom", url, prefix)}, rounds
         )
@@ -166,6 +171,8 @@ def with_latency(megabytes: int, rounds: int, seconds: float) -> tuple[list[Row]
     url = f"http://127.0.0.1:{port}"
     contenders = {how: partial(run, how, url, []) for how in ("legroom", "s3fs", "s3fs alone")}
     try:
+        for how in contenders:
+            run(how, url, [])
         figures = alternate({**contenders, "server": lambda: curl(f"{url}/data/x.npy", size, 16)}, rounds)
     finally:
         here.send("end")

@@ -1,11 +1,14 @@
 """Ray nodes on one machine that see nothing of each other but a network: namespaces, a bridge, a /dev/shm each.
 
-Everything is removed at the end, also after a failure: processes by their ids, then namespaces, then the bridge.
+Everything is removed at the end, also after a failure: processes by their ids, then namespaces, then the bridge. What a
+run left that was killed is removed by the next. Only programs with the cluster's token can use its Ray.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -18,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PORT = 6399
+_PREFIX = "lgr"  # of every network namespace, link and log of this rig
 
 
 def why_not() -> str | None:
@@ -81,6 +85,7 @@ class Cluster:
     nodes: list[Node] = field(default_factory=list)
     rate: str | None = None
     shm: str = "2g"
+    token: str = field(default_factory=lambda: secrets.token_hex(32))
 
     @property
     def head(self) -> Node:
@@ -104,7 +109,7 @@ class Cluster:
         )
         environment = {
             **os.environ, "PYTHONPATH": str(ROOT / "src"), "RAY_DISABLE_MEMORY_MONITOR": "1", "RAY_memory_monitor_refresh_ms": "0",
-            "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120", "RAY_gcs_server_request_timeout_seconds": "120", "RAY_gcs_rpc_server_reconnect_timeout_s": "120", "RAY_enable_metrics_collection": "0", "PYTHONUNBUFFERED": "1",
+            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120", "RAY_gcs_server_request_timeout_seconds": "120", "RAY_gcs_rpc_server_reconnect_timeout_s": "120", "RAY_enable_metrics_collection": "0", "PYTHONUNBUFFERED": "1",
         }  # fmt: skip
         for name in ("LEGROOM_SHM", "LEGROOM_DIR"):
             environment.pop(name, None)
@@ -124,8 +129,14 @@ class Cluster:
         """Run a Python program on the head."""
         return self.on_head([sys.executable, "-c", program, *arguments], timeout=timeout)
 
-    def on_head(self, command: Sequence[str], timeout: float = 240) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "RAY_ADDRESS": self.address}
+    def on_head(
+        self, command: Sequence[str], timeout: float = 240, token: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program on the head, with the cluster's token or another."""
+        environment = {
+            **os.environ, "PYTHONPATH": str(ROOT / "src"), "RAY_ADDRESS": self.address,
+            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token or self.token,
+        }  # fmt: skip
         return subprocess.run(
             self.head.run(command), capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT
         )
@@ -147,8 +158,9 @@ class Cluster:
 @contextmanager
 def cluster(count: int = 4, rate: str | None = None) -> Iterator[Cluster]:
     """Ray nodes, connected by a bridge; ``rate`` limits each node's link in both directions (tc's notation)."""
-    name = f"lgr{os.getpid() % 10000}"
-    found = Cluster(name, f"{name}b", "10.77.0.254", rate=rate)
+    name = f"{_PREFIX}{os.getpid()}"
+    found = Cluster(name, f"{name}b", f"{_subnet()}.254", rate=rate)
+    _remove_left()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is below is removed then, too
     try:
         _ip("link", "add", found.bridge, "type", "bridge")
@@ -173,8 +185,28 @@ def cluster(count: int = 4, rate: str | None = None) -> Iterator[Cluster]:
             _ip("link", "del", found.bridge)
 
 
+def _subnet() -> str:
+    """Addresses that no other run uses at the same time."""
+    return f"10.{77 + os.getpid() // 250 % 100}.{os.getpid() % 250}"
+
+
+def _remove_left() -> None:
+    """Remove the namespaces and bridges of runs that were killed."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    for net, pid in re.findall(rf"^({_PREFIX}(\d+)-\d+)\b", listed, re.MULTILINE):
+        if not os.path.exists(f"/proc/{pid}"):
+            for process in _inside(net):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", net], capture_output=True)
+    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout
+    for bridge, pid in re.findall(rf" ({_PREFIX}(\d+)b)\b", links):
+        if not os.path.exists(f"/proc/{pid}"):
+            subprocess.run(["ip", "link", "del", bridge], capture_output=True)
+
+
 def _node(found: Cluster, number: int) -> Node:
-    node = Node(number, f"{found.name}-{number}", f"10.77.0.{number + 1}")
+    node = Node(number, f"{found.name}-{number}", f"{_subnet()}.{number + 1}")
     outside, inside = f"{found.name}v{number}", "eth0"
     _ip("netns", "add", node.net)
     _ip("link", "add", outside, "type", "veth", "peer", "name", inside, "netns", node.net)

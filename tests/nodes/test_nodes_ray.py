@@ -6,9 +6,9 @@ import io
 import json
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -90,14 +90,12 @@ def test_a_node_that_dies_fails_alone_and_resumes(nodes: ray_rig.Cluster, server
     size = len(server.data["x.npy"])
     victim = nodes.nodes[3]
     server.before = lambda method, _: time.sleep(0.4) if method == "GET" else None
-    results: list[dict[str, Any]] = []
-    loading = threading.Thread(target=lambda: results.append(_nodes(nodes, "warm", server.url("x.npy"))))
-    loading.start()
-    while server.sent < size * 0.4 and loading.is_alive():
-        time.sleep(0.02)
-    victim.kill()
-    loading.join()
-    by_address = {one["address"]: one for one in results[0]["nodes"]}
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(_nodes, nodes, "warm", server.url("x.npy"))
+        while server.sent < size * 0.4 and not loading.done():
+            time.sleep(0.02)
+        victim.kill()
+        by_address = {one["address"]: one for one in loading.result()["nodes"]}
     assert by_address[victim.address]["state"] == "failed"
     assert by_address[victim.address]["error"]["code"] in ("node-died", "node-failed")
     others = [one for address, one in by_address.items() if address != victim.address]
@@ -130,3 +128,11 @@ def test_a_missing_object_is_reported_by_every_node(nodes: ray_rig.Cluster, serv
     found = _nodes(nodes, "warm", server.url("gone.npy", "me:sesame@"))
     assert {one["error"]["code"] for one in found["nodes"]} == {"no-such-object"}
     assert "sesame" not in json.dumps(found)
+
+
+def test_a_program_of_another_cluster_is_refused(nodes: ray_rig.Cluster) -> None:
+    """One with another token reaches neither the nodes nor the actors that take pieces."""
+    command = [sys.executable, "-m", "legroom", "nodes", "list", "--ray", nodes.address, "--json"]
+    done = nodes.on_head(command, token="0" * 64)
+    assert done.returncode == 1 and "no Ray cluster at" in done.stderr, done
+    assert nodes.token not in done.stdout + done.stderr and "0" * 64 not in done.stdout + done.stderr

@@ -2,13 +2,16 @@
 
 The file ``data`` has the object's size from the start. ``pieces`` is a journal: for each piece of 1 MiB that was
 written, its number and CRC-32. A download that was killed finds the journal, compares each piece with its checksum, and
-asks only for the rest. A reader that needs some bytes waits for them, and they are asked for before all others.
+asks only for the rest. A reader that needs some bytes waits for them, and they are asked for before all others. On a
+full link one connection may stand still for a second while the others go on: a piece that a reader waits for is then
+asked for again, over another connection. What comes first is written, once.
 
 An object without a version, or on a server that cannot send parts, comes in one request, and nothing of it is kept.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 import threading
@@ -30,8 +33,11 @@ from legroom.system.process_control import lower_thread_priority, start_daemon_t
 
 PIECE = 1 << 20
 _LARGEST = 8  # pieces in one request
+_REQUEST = 0.25  # seconds that one request should take: readers want the bytes in order
+_LATENCIES = 8  # or this many times as long as the server takes to answer
+_OVERTAKEN = 2  # pieces for each connection that came after one: it stands still
 _RECORD = struct.Struct("<QII")  # number, CRC-32 of the piece, CRC-32 of these two
-_MISSING, _RUNNING, _CLAIMED, _HERE = range(4)  # claimed: in the journal, not compared yet
+_MISSING, _RUNNING, _CLAIMED, _WRITING, _HERE = range(5)  # claimed: in the journal, not compared yet
 _PATIENCE = 5.0  # seconds that closing waits for requests that are still running
 DATA, JOURNAL = "data", "pieces"
 _local = threading.local()  # .buffer: of one piece, small enough to stay in the core's cache until it is written
@@ -50,6 +56,7 @@ class Download:
         ask: Callable[[int], None] = lambda _: None,
         threads: int = CONNECTIONS,
         supplied: bool = False,
+        in_memory: bool = False,
     ) -> None:
         """Begin or resume it in an existing folder of its own.
 
@@ -61,16 +68,22 @@ class Download:
             ask: Called before bytes are written; raises if they no longer fit.
             threads: How many requests run at the same time.
             supplied: Ask the server for nothing: every piece comes by ``put``.
+            in_memory: The folder is in a file system in memory, where reading a mapped file cannot fail.
         """
         self.url, self.stamp, self.path = url, stamp, folder / DATA
-        self._ask, self._whole, self._supplied = ask, whole, supplied
+        self._ask, self._whole, self._supplied, self._in_memory = ask, whole, supplied, in_memory
         self.waiting: Callable[[], None] = lambda: None  # called now and then by every thread that waits
         self._changed = threading.Condition()
         self._problem: BaseException | None = None
         self._stopped = False
         self._threads: list[threading.Thread] = []
-        self._wanted: deque[tuple[int, int]] = deque()  # ranges of pieces that are waited for
+        self._wanted: deque[tuple[int, int]] = deque()  # ranges of pieces that are waited for, not asked for yet
+        self._awaited: list[tuple[int, int]] = []  # by readers, now
         self._next = self._requests = 0  # of the whole object
+        self._came = 0  # pieces that came over the network
+        self._asked: dict[int, int] = {}  # by running piece: how many had come when it was asked for
+        self._begun = 0.0  # when the first request was made
+        self._answers: float | None = None  # the shortest time until an answer began
         self.received = 0  # bytes that came over the network
         self.size = stamp.size if stamp.by_ranges else None
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -152,12 +165,16 @@ class Download:
             if self._stopped and self._problem is None:
                 raise ValueError("the download was closed")
             self._wanted.append((first, last))
+            self._awaited.append((first, last))
             self._changed.notify_all()
-            while self._problem is None and not self._stopped:
-                if all(state == _HERE for state in self._state[first:last]):
-                    return
-                self._changed.wait(0.1)
-                self.waiting()
+            try:
+                while self._problem is None and not self._stopped:
+                    if all(state == _HERE for state in self._state[first:last]):
+                        return
+                    self._changed.wait(0.1)
+                    self.waiting()
+            finally:
+                self._awaited.remove((first, last))
         if self._problem is not None:
             raise _again(self._problem)
         raise ValueError("the download was closed")
@@ -172,6 +189,15 @@ class Download:
         while number < last and self._state[number] == _HERE:
             number += 1
         return min(most, number * PIECE - offset)
+
+    def mapped(self) -> memoryview | None:
+        """The file in memory, if it is in a file system in memory and the address space has room for it."""
+        if not self._in_memory or not self.size:
+            return None
+        try:
+            return memoryview(mmap.mmap(self._file, self.size, prot=mmap.PROT_READ))
+        except (OSError, ValueError):
+            return None
 
     def want(self, offset: int, count: int) -> None:
         """Fetch these bytes in the background, after those that are waited for."""
@@ -227,6 +253,9 @@ class Download:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+            remote = self._remote
+        if remote is not None:
+            remote.interrupt()
         deadline = time.monotonic() + _PATIENCE
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -262,7 +291,7 @@ class Download:
                     self._fetch(first, last)
         except BaseException as problem:
             with self._changed:
-                if self._problem is None:
+                if self._problem is None and not self._stopped:
                     self._problem = problem
                 self._stopped = True
                 self._changed.notify_all()
@@ -280,10 +309,26 @@ class Download:
                         if found[1] < last:
                             self._wanted.appendleft((found[1], last))
                         return found
+                if (found := self._overtaken()) is not None:
+                    return found
                 if self._whole and (found := self._run_of(self._next, len(self._state))) is not None:
                     self._next = found[1]
                     return found
                 self._changed.wait(1.0)
+        return None
+
+    def _overtaken(self) -> tuple[int, int] | None:
+        """A piece that a reader waits for and whose connection stands still: it is asked for once more."""
+        for first, last in self._awaited:
+            for number in range(first, last):
+                if self._state[number] == _HERE:
+                    continue
+                asked = self._asked.get(number)
+                overtaken = asked is not None and self._came - asked >= _OVERTAKEN * self._most
+                if self._state[number] == _RUNNING and overtaken:
+                    self._asked[number] = self._came
+                    return number, number + 1
+                break  # the reader waits for this one
         return None
 
     def _run_of(self, first: int, last: int) -> tuple[int, int] | None:
@@ -297,6 +342,7 @@ class Download:
             self._requests += 1
             while end < last and self._state[end] == state and end - number < together:
                 self._state[end] = _RUNNING
+                self._asked[end] = self._came
                 end += 1
             return number, end
         return None
@@ -304,16 +350,39 @@ class Download:
     @property
     def _together(self) -> int:
         """Pieces in one request. The first and the last requests are small: the hash reads in order, and can begin
-        early and end soon after the last byte, while all connections are in use."""
+        early and end soon after the last byte, while all connections are in use. On a slow link all are small."""
         begun = self._requests // self._most + 1
         left = (len(self._state) - self._next) // (2 * self._most)
-        return max(1, min(_LARGEST, begun, left))
+        seconds = self._most * (time.monotonic() - self._begun) / max(1, self._came)  # of a piece, on one connection
+        allowed = int(max(_REQUEST, _LATENCIES * (self._answers or 0.0)) / max(seconds, 1e-6)) if self._came else begun
+        return max(1, min(_LARGEST, begun, left, allowed))
 
     def _fetch(self, first: int, last: int) -> None:
         assert self.size is not None
         start, end = first * PIECE, min(self.size, last * PIECE)
         self._ask(end - start)
+        self._begun = self._begun or time.monotonic()
         self._object().read(self.stamp, start, end, _PieceSink(self, first))
+
+    def _begin(self, number: int) -> None:
+        """A request that is running has come to this piece."""
+        if number in self._asked:
+            self._asked[number] = self._came
+
+    def _answered(self, seconds: float) -> None:
+        """An answer began that long after its request."""
+        self._answers = min(seconds, self._answers or seconds)
+
+    def _keep(self, number: int, data: memoryview) -> None:
+        """Write a piece that has come, unless another request was faster."""
+        with self._changed:
+            self._came += 1
+            if self._state[number] != _RUNNING:
+                return
+            self._state[number] = _WRITING
+            self._asked.pop(number, None)
+        self._write(number, data)
+        self._done(number, number + 1, len(data))
 
     def _compare(self, first: int, last: int) -> None:
         """Compare pieces of an earlier attempt with their checksums. Those that differ are fetched."""
@@ -411,6 +480,7 @@ class _PieceSink:
         if not hasattr(_local, "buffer"):
             _local.buffer = memoryview(bytearray(PIECE))
         self._buffer: memoryview = _local.buffer  # fsspec's thread may be the one that fills it
+        self._asked: float | None = time.monotonic()
         self._begin()
 
     def _begin(self) -> None:
@@ -421,13 +491,16 @@ class _PieceSink:
         return self._piece[self._filled :]
 
     def advance(self, count: int) -> None:
+        if self._asked is not None:
+            self._download._answered(time.monotonic() - self._asked)
+            self._asked = None
         self._filled += count
         self._download._count(count)
         if self._filled == len(self._piece):
-            self._download._write(self._number, self._piece)
-            self._download._done(self._number, self._number + 1, self._filled)
+            self._download._keep(self._number, self._piece)
             self._number += 1
             self._begin()
+            self._download._begin(self._number)
 
 
 def _records(journal: int) -> Iterator[tuple[int, int]]:

@@ -138,9 +138,11 @@ def fetched(
                 folder = _folder(store, name)
                 assert isinstance(file.stamp, ObjectStamp)
                 supply = _supplies.pop(url.identity, None)  # once: another attempt fetches by itself
-                download = stack.enter_context(
-                    Download(url, file.stamp, folder, whole=whole, ask=reservation.ask, supplied=supply is not None)
+                in_memory, taken = store.backing == "shm", supply is not None
+                download = Download(
+                    url, file.stamp, folder, whole=whole, ask=reservation.ask, supplied=taken, in_memory=in_memory
                 )
+                stack.enter_context(download)
                 downloads.append(download)
                 if supply is not None:
                     supplies[download.path] = supply

@@ -29,7 +29,7 @@ from legroom.errors import (
     UsageError,
 )
 from legroom.formats.base_reader import BaseReader, Description, Lookup
-from legroom.formats.data_file import require_regular, unreadable, wait_for_some
+from legroom.formats.data_file import arriving_bytes, require_regular, unreadable, wait_for_some
 from legroom.messages import say
 from legroom.remote.object_stamp import ObjectStamp
 from legroom.remote.object_url import BOUND, ObjectUrl, SourcePath
@@ -43,6 +43,7 @@ _CHUNKS = {"md5": 256 << 10, "xxh3": 256 << 10, "blake3": 8 << 20}
 
 # Threads that receive take turns with the hash: each turn waits for the interpreter's lock.
 _ARRIVING = 2 << 20
+_MAPPED = 8 << 20  # of an arriving file that needs no copy
 _SAMPLES = 16
 _TICK_NS = 20_000_000  # the coarsest file system clock: 10 ms at 100 Hz, with a margin
 _MOST_LINKS = 40  # the kernel's own limit
@@ -406,19 +407,11 @@ def hash_file(file: StampedFile, algorithm: str, progress: Callable[[int], None]
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
             _same(fd, file)
-            chunk = _CHUNKS[algorithm] if file.local is None else max(_CHUNKS[algorithm], _ARRIVING)
-            buffer = memoryview(bytearray(min(chunk, max(1, file.size))))
-            offset = 0
-            while offset < file.size or not file.size:
-                there = wait_for_some(path, offset, min(len(buffer), file.size - offset))
-                got = read_at(fd, buffer[:there], offset)
-                if got == 0:
-                    break
+            for block in _blocks(fd, file, _CHUNKS[algorithm]):
                 for hasher in hashers.values():
-                    hasher.update(buffer[:got])
-                offset += got
+                    hasher.update(block)
                 if progress is not None:
-                    progress(got)
+                    progress(len(block))
             _same(fd, file)
         finally:
             os.close(fd)
@@ -429,6 +422,26 @@ def hash_file(file: StampedFile, algorithm: str, progress: Callable[[int], None]
     digests = {name: hasher.hexdigest() for name, hasher in hashers.items()}
     _require_expected(file, digests)
     return digests[algorithm]
+
+
+def _blocks(fd: int, file: StampedFile, chunk: int) -> Iterator[memoryview]:
+    """The file's bytes in order. Those of a remote object as they arrive, in place if they arrive in memory."""
+    path, offset = file.readable, 0
+    if (mapped := arriving_bytes(path)) is not None:
+        while offset < file.size:
+            there = wait_for_some(path, offset, min(_MAPPED, file.size - offset))
+            yield mapped[offset : offset + there]
+            offset += there
+        return
+    chunk = chunk if file.local is None else max(chunk, _ARRIVING)
+    buffer = memoryview(bytearray(min(chunk, max(1, file.size))))
+    while offset < file.size or not file.size:
+        there = wait_for_some(path, offset, min(len(buffer), file.size - offset))
+        got = read_at(fd, buffer[:there], offset)
+        if got == 0:
+            return
+        yield buffer[:got]
+        offset += got
 
 
 def _expected(file: StampedFile) -> Mapping[str, str]:

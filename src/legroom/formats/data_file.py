@@ -34,6 +34,10 @@ class Arriving(Protocol):
         """Return when some of these bytes are in the file: how many, one after the other."""
         ...
 
+    def mapped(self) -> memoryview | None:
+        """The bytes of a file in a file system in memory, without a copy. Only those that were waited for are there."""
+        ...
+
 
 _arriving: dict[Path, Arriving] = {}
 
@@ -59,6 +63,12 @@ def wait_for_some(path: Path, offset: int, most: int) -> int:
     if _arriving and (by := _arriving.get(path)) is not None:
         return by.wait_some(offset, most)
     return most
+
+
+def arriving_bytes(path: Path) -> memoryview | None:
+    """The bytes of a file that is being downloaded, without a copy, where that can be. Wait for each before its use."""
+    by = _arriving.get(path) if _arriving else None
+    return by.mapped() if by is not None else None
 
 
 class SourceFile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import hmac
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,11 +29,15 @@ GROUP = 8  # pieces that are read, hashed and passed on together
 
 
 class NodeLoader:
-    """Loads one object on one node: an actor of Ray, with threads."""
+    """Loads one object on one node: an actor of Ray, with threads.
 
-    def __init__(self, url: str, keys: tuple[str, ...] | None, backing: str, revalidate: bool) -> None:
-        self._url = object_url(url)
-        self._request = OpenRequest((self._url,), keys, backing, revalidate=revalidate)
+    The nodes of one load have a key in common. A group of pieces without a signature by it is refused: one of another
+    load or another cluster, and one that arrived damaged.
+    """
+
+    def __init__(self, url: str, backing: str, revalidate: bool, key: bytes) -> None:
+        self._url, self._key = object_url(url), key
+        self._request = OpenRequest((self._url,), None, backing, revalidate=revalidate)
         self._download: Download | None = None
         self._ready = threading.Event()
         self._ended = threading.Event()
@@ -96,26 +101,26 @@ class NodeLoader:
         self._own = header, data
         return {"stamp": entry.versions[0], "size": len(header) + len(data)}
 
-    def read(self, first: int, last: int) -> tuple[bytes, str]:
+    def read(self, first: int, last: int) -> tuple[bytes, bytes]:
         """Read a group of pieces: from the entry that is here, else from the storage service, and keep it.
 
-        Returns it with its hash.
+        Returns it with its signature.
         """
         if self._own is not None:
             header, array = self._own
             start, end = first * PIECE - len(header), last * PIECE - len(header)
             data = (header if first == 0 else b"") + bytes(array[max(0, start) : end])
-            return data, hashlib.sha256(data).hexdigest()
+            return data, signature(self._key, first, data)
         assert self._download is not None
         data = self._download.read(first, last)
         self._put(first, memoryview(data))
-        return data, hashlib.sha256(data).hexdigest()
+        return data, signature(self._key, first, data)
 
-    def receive(self, first: int, data: bytes, digest: str) -> int:
-        """Take a group that another node of this cluster has read. Refuses one whose hash differs."""
+    def receive(self, first: int, data: bytes, signed: bytes) -> int:
+        """Take a group that another node of this load has read."""
         assert self._download is not None
-        if hashlib.sha256(data).hexdigest() != digest:
-            raise ValueError("a group of pieces arrived damaged")
+        if not hmac.compare_digest(signature(self._key, first, data), signed):
+            raise ValueError("a group of pieces is damaged, or of another load or cluster")
         self._put(first, memoryview(data))
         self._received += len(data)
         return len(data)
@@ -135,6 +140,11 @@ class NodeLoader:
         self._ended.wait()
         read = self._download.received if self._download is not None else 0
         return {**self._result, "read": read, "received": self._received, "kept": self._kept}
+
+
+def signature(key: bytes, first: int, data: bytes) -> bytes:
+    """What vouches for a group of pieces among the nodes of one load: its bytes and where they belong."""
+    return hmac.digest(key, first.to_bytes(8, "little") + hashlib.sha256(data).digest(), "sha256")
 
 
 def load_here(path: str, keys: tuple[str, ...] | None, backing: str, revalidate: bool) -> dict[str, Any]:

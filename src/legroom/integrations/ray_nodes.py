@@ -1,9 +1,9 @@
 """Load, list, remove and diagnose on every node of a Ray cluster.
 
 Each byte of a remote object is read from the storage service by one node. Nodes read disjoint groups of pieces, and
-Ray's object store passes them on. A node that receives a group compares its hash and writes it into the same download
-that it would otherwise fetch by itself, so the entry is built, hashed and published by the same code. How many groups
-are on their way at once is bounded.
+Ray's object store passes them on. A node that receives a group verifies it and writes it into the same download that it
+would otherwise fetch by itself, so the entry is built, hashed and published by the same code. How many groups are on
+their way at once is bounded.
 
 A node that dies fails alone: its groups that were not delivered are read by another. The next call loads only what is
 missing, from nodes that have the entry where that contains the object's bytes. Legroom must be installed on every node,
@@ -13,10 +13,12 @@ in the same version.
 from __future__ import annotations
 
 import os
+import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,16 +137,20 @@ def ask(
 
 @contextmanager
 def connect(address: str) -> Iterator[None]:
-    """Connect this process to a cluster, and disconnect at the end."""
+    """Connect this process to a cluster, and disconnect at the end.
+
+    Ray prints a line to stdout when a node dies, whatever its settings. It goes to stderr: stdout is the command's.
+    """
     ray = _ray()
-    try:
-        ray.init(address=address, logging_level="ERROR", log_to_driver=False, configure_logging=False)
-    except Exception as problem:
-        raise _unreachable(address, problem) from None
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with redirect_stdout(sys.stderr):
+        try:
+            ray.init(address=address, logging_level="ERROR", log_to_driver=False, configure_logging=False)
+        except Exception as problem:
+            raise _unreachable(address, problem) from None
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 def _ray() -> Any:
@@ -212,10 +218,10 @@ def _warm_together(
 ) -> list[NodeLoad]:
     """Load one object on all nodes, each byte of it read by one of them."""
     begun = time.monotonic()
-    actor = ray.remote(NodeLoader)
+    actor, key = ray.remote(NodeLoader), secrets.token_bytes(32)
     for node in members:
         made = _on(ray, actor, node, max_concurrency=_CALLS, max_restarts=0)
-        node.actor = made.remote(url.url, None, backing, revalidate)
+        node.actor = made.remote(url.url, backing, revalidate, key)
     starts = {node.actor.begin.remote(): node for node in members}
     for ref, node in starts.items():
         try:
@@ -269,7 +275,7 @@ def _holders(ray: Any, members: Sequence[_Node], waiting: Sequence[_Node]) -> li
 def _exchange(ray: Any, url: ObjectUrl, nodes: Sequence[_Node], told: Told | None) -> None:
     """Let the nodes read the missing groups, each group one node, and pass them on to those that lack them."""
     todo = deque(sorted({first for node in nodes for first in node.missing}))
-    reads: dict[Any, tuple[_Node, int, Any]] = {}  # by the ref of the digest: reader, group, ref of the bytes
+    reads: dict[Any, tuple[_Node, int, Any]] = {}  # by the ref of the signature: reader, group, ref of the bytes
     receives: dict[Any, tuple[_Node, int, _Node]] = {}  # receiver, group, reader
     open_groups: dict[int, int] = {}  # receivers that still lack it
     failures: dict[int, int] = {}
@@ -293,15 +299,15 @@ def _exchange(ray: Any, url: ObjectUrl, nodes: Sequence[_Node], told: Told | Non
             reader = choice[turn % len(choice)]
             turn += 1
             last = min(first + GROUP, -(-reader.size // PIECE))
-            data, digest = reader.actor.read.options(num_returns=2).remote(first, last)
+            data, signed = reader.actor.read.options(num_returns=2).remote(first, last)
             reader.busy += 1
-            reads[digest] = reader, first, data
+            reads[signed] = reader, first, data
         done, _ = ray.wait([*reads, *receives], num_returns=1, timeout=1.0)
         for ref in done:
             if ref in reads:
                 reader, first, data = reads.pop(ref)
                 try:
-                    digest = ray.get(ref)
+                    signed = ray.get(ref)
                 except Exception as problem:
                     reader.busy -= 1
                     _failed(ray, reader, problem)
@@ -315,7 +321,7 @@ def _exchange(ray: Any, url: ObjectUrl, nodes: Sequence[_Node], told: Told | Non
                 others = [node for node in nodes if node.alive and first in node.missing and node is not reader]
                 open_groups[first] = len(others)
                 for node in others:
-                    receives[node.actor.receive.remote(first, data, digest)] = node, first, reader
+                    receives[node.actor.receive.remote(first, data, signed)] = node, first, reader
                 if not others:
                     reader.busy -= 1
                 continue

@@ -17,6 +17,7 @@ import struct
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -63,6 +64,8 @@ class Connections:
         """``authorities``: the file with the certificates to trust, where it is not the system's."""
         self._authorities = authorities
         self._free: dict[tuple[str, str], list[_Connection]] = {}
+        self._busy: set[_Connection] = set()
+        self._interrupted = False
         self._lock = threading.Lock()
         self._context: ssl.SSLContext | None = None
 
@@ -92,26 +95,46 @@ class Connections:
                 connection = connection or _Connection(parts, self._tls(parts))
             except (ssl.SSLError, FileNotFoundError):  # other certificates: the library knows them
                 raise NotDirect from None
+            self._use(connection)
             try:
                 begun = connection.ask(parts, _headers(parts, headers, stamp, start, end))
             except (ConnectionError, http.client.HTTPException):
-                connection.close()
-                if used:  # the server closed it meanwhile: ask again over a new one
+                self._end(connection)
+                if used and not self._interrupted:  # the server closed it meanwhile: ask again over a new one
                     continue
                 raise
             except BaseException:
-                connection.close()
+                self._end(connection)
                 raise
             break
         try:
             kept = begun.receive(url, stamp, start, end, to)
         except BaseException:
-            connection.close()
+            self._end(connection)
             raise
-        if kept:
-            with self._lock:
-                self._free[key].append(connection)
-        else:
+        if not kept:
+            self._end(connection)
+            return
+        with self._lock:
+            self._busy.discard(connection)
+            self._free[key].append(connection)
+
+    def interrupt(self) -> None:
+        """End the requests that are running: their threads wait for nothing any more."""
+        with self._lock:
+            self._interrupted = True
+            for one in self._busy:
+                one.interrupt()
+
+    def _use(self, connection: _Connection) -> None:
+        with self._lock:
+            self._busy.add(connection)
+            if self._interrupted:
+                connection.interrupt()
+
+    def _end(self, connection: _Connection) -> None:
+        with self._lock:  # an interrupt must not meet a descriptor that is another file's by now
+            self._busy.discard(connection)
             connection.close()
 
     def close(self) -> None:
@@ -192,6 +215,10 @@ class _Connection:
             return self._socket.recv_into(view, len(view), self._whole)
         except BlockingIOError:
             raise TimeoutError("timed out") from None
+
+    def interrupt(self) -> None:
+        with suppress(OSError):  # it may have ended by itself
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()

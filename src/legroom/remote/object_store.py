@@ -38,6 +38,7 @@ class RemoteObject:
         self._fs, self._path = _filesystem(url)
         self._ranges = RangeReader(self._fs, self._path, url)
         self.slept: Callable[[float], None] = time.sleep
+        self._interrupted = False
 
     def stat(self) -> ObjectStamp:
         """Ask the server for its current version and size."""
@@ -69,6 +70,11 @@ class RemoteObject:
         except _CallerFailed:
             assert counted.problem is not None
             raise counted.problem from None
+
+    def interrupt(self) -> None:
+        """Let every request that waits for its server fail now."""
+        self._interrupted = True
+        self._ranges.interrupt()
 
     def close(self) -> None:
         """Close its connections."""
@@ -106,7 +112,7 @@ class RemoteObject:
                 failed = timeouts = 0
             failed += 1
             timeouts += isinstance(problem, RemoteTimeout)
-            if not is_transient(problem) or failed >= ATTEMPTS or timeouts >= _TIMEOUTS:
+            if self._interrupted or not is_transient(problem) or failed >= ATTEMPTS or timeouts >= _TIMEOUTS:
                 raise problem
             pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (failed - 1))
             self.slept(pause * random.uniform(0.5, 1.0))

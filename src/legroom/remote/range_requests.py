@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +23,8 @@ from legroom.system.imports import require
 
 _BLOCK = 256 << 10
 _SLOWEST = 100_000  # bytes a second: a call without progress in between is given this long
-_SIGNED_FOR = 900  # seconds: each request is signed anew, and clocks may differ
+_SIGNED_FOR = 900  # seconds: clocks may differ
+_SIGNED_AGAIN = 60  # seconds after which credentials of now are used
 
 
 class RangeReader:
@@ -32,6 +34,7 @@ class RangeReader:
         self._fs, self._path, self._url = fs, path, url
         self._connections = Connections(os.environ.get("AWS_CA_BUNDLE") or None if url.protocol in S3 else None)
         self._direct = self._can_be_direct()
+        self._signature: tuple[str | None, float, str] | None = None  # version, when, address
 
     def read(self, stamp: ObjectStamp, start: int, end: int, to: Sink) -> None:
         """Read the bytes from ``start`` to ``end``. Raises what the libraries raise."""
@@ -50,6 +53,10 @@ class RangeReader:
             asyn.sync(fs.loop, _http, fs, path, url, stamp, start, end, to)
         else:
             _put(url, to, memoryview(_call(fs, path, start, end)))
+
+    def interrupt(self) -> None:
+        """End the requests that are running, where they are direct."""
+        self._connections.interrupt()
 
     def close(self) -> None:
         """Close connections that are not in use."""
@@ -73,13 +80,17 @@ class RangeReader:
         return False
 
     def _signed(self, stamp: ObjectStamp) -> tuple[str, dict[str, str]]:
-        """The address for one request, signed with the credentials of now, and its headers."""
+        """The address for one request, signed with credentials of the last minute, and its headers."""
         fs = self._fs
         if self._url.protocol in HTTP:
             return str(fs.encode_url(self._path)), dict(getattr(fs, "kwargs", {}).get("headers", {}))
-        own = fs.split_path(self._path)[2]
-        version = {"VersionId": stamp.version} if stamp.version and not own else {}
-        return str(fs.sign(self._path, expiration=_SIGNED_FOR, **version)), {}
+        known = self._signature
+        if known is None or known[0] != stamp.version or time.monotonic() - known[1] > _SIGNED_AGAIN:
+            own = fs.split_path(self._path)[2]
+            version = {"VersionId": stamp.version} if stamp.version and not own else {}
+            address = str(fs.sign(self._path, expiration=_SIGNED_FOR, **version))
+            self._signature = known = stamp.version, time.monotonic(), address
+        return known[2], {}
 
 
 def _put(url: ObjectUrl, to: Sink, block: memoryview) -> None:

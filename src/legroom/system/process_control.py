@@ -83,7 +83,7 @@ def lower_thread_priority() -> None:
     if sys.platform == "linux":
         try:
             thread = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + 5))
+            os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + 10))
         except OSError:
             pass  # forbidden by a sandbox: only a little slower
 

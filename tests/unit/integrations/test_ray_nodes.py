@@ -14,10 +14,12 @@ from legroom.cache.download import PIECE
 from legroom.cli.main import run
 from legroom.cli.nodes import doctor_text, drop_text, list_text, warm_text
 from legroom.integrations import ray_nodes
+from legroom.integrations.ray_node import signature
 from legroom.records.cache_entry import NodeAnswer, NodeError, NodeLoad
 from object_server import object_server
 
 ROWS = np.arange(3_000_000, dtype=np.float32)
+KEY = b"of this load"
 
 
 @pytest.fixture
@@ -35,30 +37,37 @@ def test_a_node_builds_the_entry_from_what_it_read_and_what_it_received(content:
     import hashlib
 
     with object_server(x__npy=content) as server:
-        node = ray_nodes.NodeLoader(server.url("x.npy"), None, "auto", False)
+        node = ray_nodes.NodeLoader(server.url("x.npy"), "auto", False, KEY)
         begun = node.begin()
         assert begun["state"] == "waits" and begun["size"] == len(content)
         assert begun["missing"] == list(range(-(-len(content) // PIECE)))
-        own, digest = node.read(0, 8)
-        assert own == content[: 8 * PIECE] and digest == hashlib.sha256(own).hexdigest()
+        own, signed = node.read(0, 8)
+        assert own == content[: 8 * PIECE] and signed == signature(KEY, 0, own)
         rest = content[8 * PIECE :]
-        with pytest.raises(ValueError, match="damaged"):
-            node.receive(8, rest[:-1] + b"?", hashlib.sha256(rest).hexdigest())
-        node.receive(8, rest, hashlib.sha256(rest).hexdigest())
+        right = signature(KEY, 8, rest)
+        wrong = {
+            "damaged": (8, rest[:-1] + b"?", right),
+            "of another load or cluster": (8, rest, signature(b"of another one", 8, rest)),
+            "in another place": (0, own, signature(KEY, 8, own)),
+        }
+        for group in wrong.values():
+            with pytest.raises(ValueError, match="damaged, or of another load"):
+                node.receive(*group)
+        node.receive(8, rest, right)
         ended = node.end()
         assert server.sent == 8 * PIECE == ended["read"] and ended["received"] == len(rest)
         assert ended["digest"] == "md5 " + hashlib.md5(content).hexdigest()
-        again = ray_nodes.NodeLoader(server.url("x.npy"), None, "auto", False).begin()
+        again = ray_nodes.NodeLoader(server.url("x.npy"), "auto", False, KEY).begin()
         assert again["state"] == "ended" and again["key"] == ended["key"]
 
 
 def test_a_node_that_has_the_entry_passes_on_the_objects_bytes(content: bytes) -> None:
     with object_server(x__npy=content) as server:
-        first = ray_nodes.NodeLoader(server.url("x.npy"), None, "auto", False)
+        first = ray_nodes.NodeLoader(server.url("x.npy"), "auto", False, KEY)
         first.begin()
         first.read(0, 8), first.read(8, 12)
         assert first.end()["read"] == len(content)
-        holder = ray_nodes.NodeLoader(server.url("x.npy"), None, "auto", False)
+        holder = ray_nodes.NodeLoader(server.url("x.npy"), "auto", False, KEY)
         assert holder.begin()["state"] == "ended"
         sent = server.sent
         offer = holder.offer()
@@ -72,7 +81,7 @@ def test_an_entry_that_is_not_the_objects_bytes_is_not_passed_on(content: bytes)
         content[:8] + (len(content[:128]) - 10 + 64).to_bytes(2, "little") + content[10:127] + b" " * 64 + content[127:]
     )
     with object_server(x__npy=old) as server:
-        node = ray_nodes.NodeLoader(server.url("x.npy"), None, "auto", False)
+        node = ray_nodes.NodeLoader(server.url("x.npy"), "auto", False, KEY)
         node.begin()
         node.read(0, 8), node.read(8, 12)
         assert "error" not in node.end()
@@ -81,12 +90,12 @@ def test_an_entry_that_is_not_the_objects_bytes_is_not_passed_on(content: bytes)
 
 def test_a_load_that_is_abandoned_keeps_what_it_has(content: bytes) -> None:
     with object_server(x__npy=content) as server:
-        node = ray_nodes.NodeLoader(server.url("x.npy"), None, "auto", False)
+        node = ray_nodes.NodeLoader(server.url("x.npy"), "auto", False, KEY)
         node.begin()
         node.read(0, 8)
         node.abandon("source-changed", "the reason")
         assert node.end()["error"]["message"] == "the reason"
-        again = ray_nodes.NodeLoader(server.url("x.npy"), None, "auto", False)
+        again = ray_nodes.NodeLoader(server.url("x.npy"), "auto", False, KEY)
         assert again.begin()["missing"] == list(range(8, -(-len(content) // PIECE)))
         again.read(8, -(-len(content) // PIECE))
         assert again.end()["kept"] == 8 * PIECE
