@@ -103,18 +103,25 @@ def load(
 def list_(what: str | None, as_json: bool) -> None:
     """List entries, the processes that use them, and free space.
 
-    Also lists groups of training runs that share one set of DataLoader workers.
+    Also lists copies in GPU memory that processes share, and groups of training runs that share one set of DataLoader
+    workers.
     """
+    from legroom.cache.gpu_copies import gpu_copies
     from legroom.cache.list_and_verify import listing
     from legroom.loader.dataloader.sharing.group_folder import group_rows, groups
-    from legroom.monitor.watch_text import group_lines
+    from legroom.monitor.watch_text import gpu_copy_line, group_lines
 
     found, rooms, passed_over = listing(what, with_users=True)
     if as_json:
         sharing = groups() if what is None else []
-        print_json("cache.list", {**listing_object(found, rooms, passed_over), "groups": sharing})
+        copies = [dataclasses.asdict(copy) for copy in gpu_copies()] if what is None else []
+        whole = listing_object(found, rooms, passed_over)
+        print_json("cache.list", {**whole, "groups": sharing, "gpu_copies": copies})
     else:
         click.echo(listing_text(found, rooms, passed_over, what))
+        copies_text = [paragraph(gpu_copy_line(copy), "", "  ") for copy in gpu_copies()] if what is None else []
+        if copies_text:
+            click.echo("\n".join(["", *copies_text]))
         for group in group_rows() if what is None else ():
             head, *rest = group_lines(group)
             click.echo("\n".join(["", paragraph(head, "", "  "), *(paragraph(one, "", "    ") for one in rest)]))

@@ -13,10 +13,11 @@ from legroom.advice.doctor_settings import safe_settings
 from legroom.advice.findings import findings
 from legroom.advice.fit_on_machine import bind
 from legroom.cli.text_layout import finding_lines, labelled, paragraph, pool_line, shorten
+from legroom.errors import LegroomError
 from legroom.messages import counted, listed, phrase, right, say
 from legroom.probe.host import Host
 from legroom.probe.snapshot import snapshot
-from legroom.records import Finding, Job, Machine, Process, SafeSettings
+from legroom.records import Finding, GpuCopyRow, Job, Machine, Process, SafeSettings
 from legroom.units import format_size, size_or_unknown
 
 _MOST_HOLDERS = 5
@@ -44,10 +45,11 @@ def command(as_json: bool, plain: bool, job: int | None, match: str | None, root
     machine = snapshot(host, pid=str(found[0].pid) if found else "self")
     found = [bind(machine, one) for one in found]
     said, settings = (*_copied(host, found), *findings(machine)), safe_settings(machine)
+    copies = _gpu_copies(host, machine)
     if as_json:
-        click.echo(json.dumps(as_object(machine, said, settings, found), ensure_ascii=False))
+        click.echo(json.dumps(as_object(machine, said, settings, found, copies), ensure_ascii=False))
     else:
-        click.echo(as_text(machine, said, settings, found, plain))
+        click.echo(as_text(machine, said, settings, found, plain, copies))
     return 1 if any(finding.severity == "critical" for finding in said) else 0
 
 
@@ -59,6 +61,18 @@ def _jobs(host: Host, pid: int | None, pattern: str | None) -> list[Job]:
 
     found = [job(host, pid)] if pid is not None else jobs(host, pattern or "")
     return sorted(found, key=lambda one: -(one.held.get("ram") or 0))
+
+
+def _gpu_copies(host: Host, machine: Machine) -> tuple[GpuCopyRow, ...]:
+    """Copies in GPU memory that processes share: of a live machine with a GPU only."""
+    if not host.live or not machine.gpus.cards:
+        return ()
+    from legroom.cache.gpu_copies import gpu_copies
+
+    try:
+        return gpu_copies()
+    except (LegroomError, OSError):
+        return ()
 
 
 def _copied(host: Host, jobs: Sequence[Job]) -> tuple[Finding, ...]:
@@ -73,7 +87,11 @@ def _copied(host: Host, jobs: Sequence[Job]) -> tuple[Finding, ...]:
 
 
 def as_object(
-    machine: Machine, said: tuple[Finding, ...], settings: tuple[SafeSettings, ...], jobs: Sequence[Job]
+    machine: Machine,
+    said: tuple[Finding, ...],
+    settings: tuple[SafeSettings, ...],
+    jobs: Sequence[Job],
+    gpu_copies: Sequence[GpuCopyRow] = (),
 ) -> dict[str, Any]:
     """The report for JSON."""
     report: dict[str, Any] = {
@@ -82,6 +100,7 @@ def as_object(
         "pools": [dataclasses.asdict(pool) for pool in machine.pools],
         "shm": dataclasses.asdict(machine.shm),
         "holders": [_holder_object(process) for process in _holders(machine)],
+        "gpu_copies": [dataclasses.asdict(copy) for copy in gpu_copies],
         "settings": [row.as_object() for row in settings],
         "findings": [dataclasses.asdict(finding) for finding in said],
     }
@@ -92,7 +111,12 @@ def as_object(
 
 
 def as_text(
-    machine: Machine, said: tuple[Finding, ...], settings: tuple[SafeSettings, ...], jobs: Sequence[Job], plain: bool
+    machine: Machine,
+    said: tuple[Finding, ...],
+    settings: tuple[SafeSettings, ...],
+    jobs: Sequence[Job],
+    plain: bool,
+    gpu_copies: Sequence[GpuCopyRow] = (),
 ) -> str:
     """The report as text."""
     runtime = machine.runtime
@@ -104,6 +128,7 @@ def as_text(
         *(pool_line(pool, plain) for pool in machine.pools),
         "",
         *_holder_lines(machine),
+        *_gpu_copy_lines(gpu_copies),
         *_jobs_lines(jobs),
         *_settings_lines(settings),
         "",
@@ -146,6 +171,15 @@ def _holder_lines(machine: Machine) -> list[str]:
     if len(holders) > _MOST_HOLDERS:
         lines.append("  " + say("and {count} more", count=len(holders) - _MOST_HOLDERS))
     return [*lines, ""]
+
+
+def _gpu_copy_lines(copies: Sequence[GpuCopyRow]) -> list[str]:
+    if not copies:
+        return []
+    from legroom.monitor.watch_text import gpu_copy_line
+
+    head = say("Copies in GPU memory that processes share (each counts once)")
+    return [head, *(paragraph(gpu_copy_line(copy), "  ", "    ") for copy in copies), ""]
 
 
 def _settings_lines(settings: tuple[SafeSettings, ...]) -> list[str]:

@@ -175,6 +175,7 @@ class _Opened:
         start = time.perf_counter()
         self._stack = ExitStack()
         self.seconds: dict[str, float] = {}
+        self.title = str(path)
         self.data: list[CachedData] = []
         self.tensors: dict[str, _HostTensor] = {}
         wanted = Selection(keys)
@@ -363,6 +364,7 @@ def _shared_on_device(driver: Driver, opened: _Opened, dtype: torch.dtype | None
     shared = share(
         driver.api(), Path(str(entries[0].store)), f"weights {name}", total,
         partial(_fill, driver, opened.tensors, slots), check_room=partial(_check_room, driver, total),
+        title=opened.title,
     )  # fmt: skip
     start = opened.took("share", start)
     tensors = {name: _view(driver, shared.address, slot) for name, slot in slots.items()}

@@ -26,27 +26,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from legroom.cache import locks
+from legroom.cache import gpu_copies, locks
+from legroom.cache.gpu_copies import FOLDER, MESSAGE, SOCKET, VERSION, ask_all, holders
 from legroom.gpu.cuda_driver_api import READ, READ_WRITE, CudaRefused
 from legroom.messages import say
 from legroom.system.process_control import start_daemon_thread
-from legroom.system.unix_sockets import (
-    FOLDER_FLAGS,
-    HIDDEN,
-    address,
-    listen,
-    open_private_folder,
-    require_same_user,
-    unlink,
-)  # fmt: skip
+from legroom.system.unix_sockets import FOLDER_FLAGS, listen, open_private_folder, require_same_user, unlink
 
-FOLDER = "gpu"  # in a store
-SOCKET, LOCK = ".sock", ".lock"
-_VERSION = 1
-_PATIENCE_S = 2.0  # for a process that has a copy to answer: it may be stopped, or hold the interpreter lock
+__all__ = ["FOLDER", "Allocator", "SharedCopy", "holders", "share"]
+
+LOCK = ".lock"
 _LOCK_S, _SLOWEST, _POLL_S = 10.0, 0.5e9, 0.005  # for a copy that another process makes; bytes per second
-_UNFINISHED_S = 60.0
-_MESSAGE = 64 << 10
+_MOST_LISTED = 100  # copies in an answer
+_MOST_NAME = 200
 
 
 class Allocator(Protocol):
@@ -79,6 +71,7 @@ class SharedCopy:
     api: Allocator
     server: _Server
     users: int = 1  # in this process
+    about: dict[str, str] = field(default_factory=dict)  # what it is, for lists of copies
     pid: int = field(default_factory=os.getpid)
 
     def close(self) -> None:
@@ -93,33 +86,44 @@ class SharedCopy:
 
 
 def share(
-    api: Allocator, store: Path, name: str, nbytes: int, fill: Callable[[int], None], *, check_room: Callable[[], None]
+    api: Allocator,
+    store: Path,
+    name: str,
+    nbytes: int,
+    fill: Callable[[int], None],
+    *,
+    check_room: Callable[[], None],
+    title: str = "",
 ) -> SharedCopy:
     """The copy called ``name`` on this device: from a process that has it, else made here.
 
     ``fill`` writes ``nbytes`` to a device address and returns when they are there; ``check_room`` raises if the memory
-    does not suffice. CudaRefused says why memory cannot be shared here.
+    does not suffice. ``title`` names the copy in lists. CudaRefused says why memory cannot be shared here.
     """
     api.enter()
     if (why_not := api.why_no_shared_memory()) is not None:
         raise CudaRefused(why_not)
     folder = _open_folder(store)
     try:
-        key = hashlib.sha256(f"{api.uuid()} {name}".encode()).hexdigest()[:32]
+        gpu = api.uuid()
+        key = hashlib.sha256(f"{gpu} {name}".encode()).hexdigest()[:32]
+        about = {"gpu": gpu, "name": (title or name)[-_MOST_NAME:]}
         size = -(-max(nbytes, 1) // (grain := api.granularity())) * grain
         server = _server(store / FOLDER)
-        if (found := server.own(key, size) or _from_others(api, folder, key, size, server)) is not None:
+        if (found := server.own(key, size) or _from_others(api, folder, key, size, server, about)) is not None:
             return found
         with _lock(folder, key, _LOCK_S + size / _SLOWEST):
-            if (found := server.own(key, size) or _from_others(api, folder, key, size, server)) is not None:
+            if (found := server.own(key, size) or _from_others(api, folder, key, size, server, about)) is not None:
                 return found
             check_room()
-            return _make(api, key, size, fill, server)
+            return _make(api, key, size, fill, server, about)
     finally:
         os.close(folder)
 
 
-def _make(api: Allocator, key: str, size: int, fill: Callable[[int], None], server: _Server) -> SharedCopy:
+def _make(
+    api: Allocator, key: str, size: int, fill: Callable[[int], None], server: _Server, about: dict[str, str]
+) -> SharedCopy:
     handle = api.create(size)
     try:
         address = api.map(handle, size, READ_WRITE)
@@ -134,7 +138,7 @@ def _make(api: Allocator, key: str, size: int, fill: Callable[[int], None], serv
         api.release(handle)
         raise
     os.set_inheritable(fd, False)
-    return server.offer(SharedCopy(key, address, size, True, read_only, fd, handle, api, server))
+    return server.offer(SharedCopy(key, address, size, True, read_only, fd, handle, api, server, about=about))
 
 
 def _protect(api: Allocator, address: int, size: int) -> bool:
@@ -145,7 +149,7 @@ def _protect(api: Allocator, address: int, size: int) -> bool:
     return True
 
 
-def _adopt(api: Allocator, key: str, size: int, fd: int, server: _Server) -> SharedCopy:
+def _adopt(api: Allocator, key: str, size: int, fd: int, server: _Server, about: dict[str, str]) -> SharedCopy:
     try:
         handle = api.adopt(fd)
         try:
@@ -159,82 +163,26 @@ def _adopt(api: Allocator, key: str, size: int, fd: int, server: _Server) -> Sha
     except BaseException:
         os.close(fd)
         raise
-    return server.offer(SharedCopy(key, address, size, False, read_only, fd, handle, api, server))
+    return server.offer(SharedCopy(key, address, size, False, read_only, fd, handle, api, server, about=about))
 
 
 # Asking other processes
 
 
-def _from_others(api: Allocator, folder: int, key: str, size: int, server: _Server) -> SharedCopy | None:
-    for answer, fd in _ask_all(folder, {"want": key}, skip=server.name):
+def _from_others(
+    api: Allocator, folder: int, key: str, size: int, server: _Server, about: dict[str, str]
+) -> SharedCopy | None:
+    for answer, fd in ask_all(folder, {"want": key}, server.name, gpu_copies.PATIENCE_S):
         if fd is None:
             continue
         if answer.get("size") != size:  # another granularity: another driver version in another container
             os.close(fd)
             continue
         try:
-            return _adopt(api, key, size, fd, server)
+            return _adopt(api, key, size, fd, server, about)
         except CudaRefused:
             continue  # a device that this process may not map: a copy of its own remains
     return None
-
-
-def holders(store: Path) -> list[dict[str, Any]]:
-    """The processes that have copies in GPU memory: pid, command, and bytes by key."""
-    try:
-        folder = os.open(store / FOLDER, FOLDER_FLAGS)
-    except OSError:
-        return []
-    try:
-        return [answer for answer, _ in _ask_all(folder, {"list": True}) if "copies" in answer]
-    finally:
-        os.close(folder)
-
-
-def _ask_all(folder: int, question: dict[str, Any], skip: str = "") -> Iterator[tuple[dict[str, Any], int | None]]:
-    """The answers of all processes that listen; sockets of processes that are gone are removed."""
-    for name in sorted(os.listdir(folder)):
-        if not name.endswith((SOCKET, HIDDEN)) or name == skip:
-            continue
-        if name.endswith(HIDDEN):
-            _remove_unfinished(folder, name)
-            continue
-        try:
-            yield _ask(folder, name, question)
-        except ConnectionRefusedError:
-            unlink(folder, name)
-        except (OSError, ValueError):
-            continue  # stopped, closing, or not one of ours
-
-
-def _ask(folder: int, name: str, question: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as there:
-        there.settimeout(_PATIENCE_S)
-        there.connect(address(folder, name))
-        require_same_user(there)
-        there.send(json.dumps({"version": _VERSION, **question}).encode())
-        message, fds, flags, _ = socket.recv_fds(there, _MESSAGE, 1)
-    fd = fds[0] if fds else None
-    try:
-        if fd is not None:
-            os.set_inheritable(fd, False)
-        answer = json.loads(message)
-        if not isinstance(answer, dict) or flags & socket.MSG_CTRUNC:
-            raise ValueError("not an answer")
-    except BaseException:
-        if fd is not None:
-            os.close(fd)
-        raise
-    return answer, fd
-
-
-def _remove_unfinished(folder: int, name: str) -> None:
-    """Remove the socket of a process that was killed before it listened; others listen within milliseconds."""
-    try:
-        if time.time() - os.stat(name, dir_fd=folder, follow_symlinks=False).st_ctime > _UNFINISHED_S:
-            unlink(folder, name)
-    except OSError:
-        pass
 
 
 # Handing copies on
@@ -298,19 +246,20 @@ class _Server:
                 return  # closed
             with there:
                 try:
-                    there.settimeout(_PATIENCE_S)
+                    there.settimeout(gpu_copies.PATIENCE_S)
                     require_same_user(there)
-                    self._answer(there, json.loads(there.recv(_MESSAGE)))
+                    self._answer(there, json.loads(there.recv(MESSAGE)))
                 except (OSError, ValueError, TypeError):
                     continue
 
     def _answer(self, there: socket.socket, question: dict[str, Any]) -> None:
-        if question.get("version") != _VERSION:
+        if question.get("version") != VERSION:
             return
         with self._lock:
             if "list" in question:
-                copies = {key: copy.size for key, copy in self._copies.items()}
-                there.send(json.dumps({"pid": self.pid, "copies": copies}).encode())
+                some = list(self._copies.items())[:_MOST_LISTED]
+                copies, about = {key: copy.size for key, copy in some}, {key: copy.about for key, copy in some}
+                there.send(json.dumps({"pid": self.pid, "copies": copies, "about": about}).encode())
                 return
             copy = self._copies.get(str(question.get("want")))
             if copy is None or copy.fd < 0:

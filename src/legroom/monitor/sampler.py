@@ -31,7 +31,19 @@ from legroom.probe.nvml import NvmlSession
 from legroom.probe.process_and_limits import ProcessTable, open_files, parse_limits, pss_of, status_of
 from legroom.probe.shm import shm_space
 from legroom.probe.shm_segments import SHM, shm_mount
-from legroom.records import Annotations, EntryRow, Gpus, GroupRow, Memory, Pool, Pressure, Process, ProcessRow, Sample
+from legroom.records import (
+    Annotations,
+    EntryRow,
+    GpuCopyRow,
+    Gpus,
+    GroupRow,
+    Memory,
+    Pool,
+    Pressure,
+    Process,
+    ProcessRow,
+    Sample,
+)
 from legroom.system.imports import import_lock
 
 LONGEST_COMMAND = 160  # characters kept of a command line
@@ -55,6 +67,7 @@ class Sampler:
         annotations: Callable[[float, list[int]], Annotations] | None = None,
         entries: Callable[[], tuple[EntryRow, ...] | None] | None = None,
         groups: Callable[[], tuple[GroupRow, ...] | None] | None = None,
+        gpu_copies: Callable[[], tuple[GpuCopyRow, ...] | None] | None = None,
         table: ProcessTable | None = None,
     ) -> None:
         self.host = host or Host()
@@ -77,6 +90,9 @@ class Sampler:
         self._read_groups = groups
         self._groups: tuple[GroupRow, ...] | None = None
         self._groups_limit = RateLimit(_GROUPS_SHARE)
+        self._read_gpu_copies = gpu_copies
+        self._gpu_copies: tuple[GpuCopyRow, ...] | None = None
+        self._gpu_copies_limit = RateLimit(_GROUPS_SHARE)
 
     def take(self) -> Sample | None:
         """Take a sample; None once every watched process has ended and no other can match.
@@ -119,6 +135,7 @@ class Sampler:
             said=self._annotations(clock, pids) if self._annotations else Annotations(),
             entries=self._cache_entries(clock),
             groups=self._share_groups(clock),
+            gpu_copies=self._shared_gpu_copies(clock),
             gpu_at=readings.gpu_at,
             cost=time.thread_time() - began,
             notes=tuple(notes),
@@ -206,6 +223,16 @@ class Sampler:
                 self._groups = None
             self._groups_limit.spent(clock, time.perf_counter() - began)
         return self._groups
+
+    def _shared_gpu_copies(self, clock: float) -> tuple[GpuCopyRow, ...] | None:
+        if self._read_gpu_copies is not None and self._gpu_copies_limit.due(clock):
+            began = time.perf_counter()
+            try:
+                self._gpu_copies = self._read_gpu_copies()
+            except (LegroomError, OSError):
+                self._gpu_copies = None
+            self._gpu_copies_limit.spent(clock, time.perf_counter() - began)
+        return self._gpu_copies
 
 
 def cache_entries() -> tuple[EntryRow, ...] | None:

@@ -10,11 +10,11 @@ from itertools import accumulate
 
 from rich.text import Text
 
-from legroom.messages import cells, counted, cut, left, phrase, right, say
+from legroom.messages import cells, counted, cut, left, listed, phrase, right, say
 from legroom.monitor.process_timeline import ProcessFrame, largest_pids, taken
 from legroom.monitor.timeline import column_shares
 from legroom.monitor.watch_text import printable, trainer_state
-from legroom.records import Alarm, EntryRow, GroupRow, GrowthRow, Pool, PoolPoint, ProcessRow, Sample
+from legroom.records import Alarm, EntryRow, GpuCopyRow, GroupRow, GrowthRow, Pool, PoolPoint, ProcessRow, Sample
 from legroom.records.machine import heading, scope_name
 from legroom.units import format_duration, format_size, size_or_unknown
 
@@ -132,6 +132,7 @@ def fact_lines(sample: Sample, width: int) -> list[Text]:
         (say("memory"), components),
         (say("cache"), _cache_summary(sample.entries)),
         *((say("share"), _group_summary(group)) for group in sample.groups or ()),
+        *((say("copies"), _gpu_copy_summary(copy)) for copy in sample.gpu_copies or ()),
     ]
     found = []
     for name, words in lines:
@@ -327,6 +328,12 @@ def _cache_summary(entries: Sequence[EntryRow] | None) -> list[str]:
         size,
         say("{used} in use (press c to list)", used=used),
     ]
+
+
+def _gpu_copy_summary(copy: GpuCopyRow) -> list[str]:
+    users = counted(len(copy.users), phrase("{count} process"), phrase("{count} processes"))
+    pids = listed(map(str, copy.users))
+    return [printable(copy.name), format_size(copy.bytes), say("one copy for {users} ({pids})", users=users, pids=pids)]
 
 
 def _group_summary(group: GroupRow) -> list[str]:

@@ -19,6 +19,7 @@ from legroom.records import (
     Alarm,
     Annotations,
     EntryRow,
+    GpuCopyRow,
     GroupRow,
     GrowthRow,
     Mark,
@@ -159,6 +160,9 @@ def moment_object(moment: Moment) -> dict[str, Any]:
         "groups": None
         if sample.groups is None
         else [{**_flat(group), "trainers": [_flat(one) for one in group.trainers]} for group in sample.groups],
+        "gpu_copies": None
+        if sample.gpu_copies is None
+        else [{**_flat(copy), "users": list(copy.users)} for copy in sample.gpu_copies],
         "notes": list(sample.notes),
         "alarms": [alarm_object(alarm) for alarm in moment.alarms],
     }
@@ -196,6 +200,7 @@ def parse_sample(data: object) -> Sample:
             ),
             "entries": None if entries is None else tuple(_build(EntryRow, one) for one in _array(data, "entries")),
             "groups": None if data.get("groups") is None else tuple(map(_group, _array(data, "groups"))),
+            "gpu_copies": None if data.get("gpu_copies") is None else tuple(map(_gpu_copy, _array(data, "gpu_copies"))),
             "notes": tuple(str(note) for note in _array(data, "notes", [])),
         },
     )
@@ -205,6 +210,15 @@ def _group(data: object) -> GroupRow:
     if not isinstance(data, dict):
         raise InvalidRecord("GroupRow must be an object")
     return _build(GroupRow, {**data, "trainers": tuple(_build(TrainerRow, one) for one in _array(data, "trainers"))})
+
+
+def _gpu_copy(data: object) -> GpuCopyRow:
+    if not isinstance(data, dict):
+        raise InvalidRecord("GpuCopyRow must be an object")
+    users = _array(data, "users")
+    if not all(isinstance(pid, int) for pid in users):
+        raise InvalidRecord("GpuCopyRow.users must be integers")
+    return _build(GpuCopyRow, {**data, "users": tuple(users)})
 
 
 def _flat(record: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from legroom.messages import cells, counted, cut, fill, listed, phrase, say
 from legroom.monitor.history_and_trend import History
-from legroom.records import GroupRow, Moment, Pool, ProcessRow, Sample, TrainerRow
+from legroom.records import GpuCopyRow, GroupRow, Moment, Pool, ProcessRow, Sample, TrainerRow
 from legroom.records.machine import heading
 from legroom.units import format_duration, format_size
 
@@ -60,6 +60,7 @@ class TextOutput:
         self._listed: float | None = None  # the clock of the last list of processes
         self._groups: list[str] = []
         self._groups_listed: float | None = None
+        self._gpu_copies: tuple[GpuCopyRow, ...] = ()
 
     def show(self, moment: Moment) -> None:
         if self._first is None:
@@ -80,6 +81,7 @@ class TextOutput:
             self._write(say("ended after {time}: {code}", time=lasted, code=alarm.code), stamp)
         self._list_largest(moment)
         self._list_groups(moment.sample)
+        self._list_gpu_copies(moment.sample)
 
     def close(self) -> None:
         first, last = self._first, self._last
@@ -126,6 +128,18 @@ class TextOutput:
             for line in group_lines(group):
                 self._write("    " + line)
 
+    def _list_gpu_copies(self, sample: Sample) -> None:
+        """The copies in GPU memory that processes share, when they or their users change."""
+        if (sample.gpu_copies or ()) == self._gpu_copies:
+            return
+        for gone in {copy.key: copy for copy in self._gpu_copies if copy not in (sample.gpu_copies or ())}.values():
+            if all(gone.key != copy.key for copy in sample.gpu_copies or ()):
+                self._write("    " + printable(say("released in GPU memory: {name}", name=gone.name)))
+        for copy in sample.gpu_copies or ():
+            if copy not in self._gpu_copies:
+                self._write("    " + gpu_copy_line(copy))
+        self._gpu_copies = sample.gpu_copies or ()
+
     def _line(self, sample: Sample, taken: int) -> str:
         columns = self._columns()
         return sample_line(sample, None if columns is None else columns - taken)
@@ -138,6 +152,17 @@ class TextOutput:
             self._write_line(first + text)
         else:
             self._write_line(fill(text, columns, first, " " * cells(first) or "  "))
+
+
+def gpu_copy_line(copy: GpuCopyRow) -> str:
+    """A copy in GPU memory: its size, what it is, and the processes that use it."""
+    told = say(
+        "GPU-{gpu}: {size} of {name}, one copy for {users} ({pids})",
+        gpu=copy.gpu[:8], size=format_size(copy.bytes), name=copy.name,
+        users=counted(len(copy.users), phrase("{count} process"), phrase("{count} processes")),
+        pids=listed(map(str, copy.users)),
+    )  # fmt: skip
+    return printable(told)
 
 
 def group_lines(group: GroupRow) -> list[str]:

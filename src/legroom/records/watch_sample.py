@@ -78,6 +78,17 @@ class GroupRow:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuCopyRow:
+    """A copy of data or weights in GPU memory that processes share; it takes its bytes once."""
+
+    gpu: str  # UUID of the GPU
+    key: str
+    name: str  # the source, and the array of it
+    bytes: int
+    users: tuple[int, ...]  # pids of the processes that have it mapped
+
+
+@dataclass(frozen=True, slots=True)
 class Mark:
     """A label set by the script at this time: ``epoch 3``."""
 
@@ -126,6 +137,7 @@ class Sample:
     said: Annotations = Annotations()
     entries: tuple[EntryRow, ...] | None = None  # None: not read
     groups: tuple[GroupRow, ...] | None = None  # None: not read
+    gpu_copies: tuple[GpuCopyRow, ...] | None = None  # None: not read
     gpu_at: float | None = None  # sample time at which the GPUs were read; None: never
     cost: float | None = None  # CPU seconds used to take it
     notes: tuple[str, ...] = ()

@@ -22,6 +22,9 @@ class FakeEvent:
     def synchronize(self) -> None:
         self.log.append(("wait for", self.stream.name))
 
+    def record(self, stream: FakeStream) -> None:
+        self.log.append(("mark", stream.name))
+
 
 class FakeStream:
     cuda_stream = 7

@@ -13,7 +13,7 @@ from monitor_samples import GB, MB, moments, pool, row, sample
 
 from legroom.errors import DamagedSource, UnreadableSource, UsageError
 from legroom.monitor.watch_log import InvalidRecord, WatchLog, json_line, moment_object, parse_sample, read_samples
-from legroom.records import Annotations, EntryRow, GroupRow, Mark, Moment, Pressure, Sample, TrainerRow
+from legroom.records import Annotations, EntryRow, GpuCopyRow, GroupRow, Mark, Moment, Pressure, Sample, TrainerRow
 
 
 def _full(clock: float = 5.0) -> Sample:
@@ -30,6 +30,7 @@ def _full(clock: float = 5.0) -> Sample:
             GroupRow("aug", 90, 2, 3, 8, MB, None, (TrainerRow(7, "train.py", "slow", 1, 4, 9, 30, 2),)),
             GroupRow("one", None, 0, 0, 0, 0, None, (TrainerRow(8, "train.py", "alone", None, None, None, 0, 0),)),
         ),
+        gpu_copies=(GpuCopyRow("3f2a", "ab", "/data/x.h5: images", GB, (7, 8)),),
         swap_in=None,
         notes=("a note",),
         cost=0.001,
@@ -53,7 +54,8 @@ def test_any_json_is_a_sample_or_refused(data: object) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("when", "noon"), ("pools", None), ("pools", [3]), ("processes", [{"pid": "x"}]), ("events", []), ("clock", True),
-     ("said", {"components": {"a": "b"}}), ("said", {"marks": [{"when": 1}]}), ("interval", None)],
+     ("said", {"components": {"a": "b"}}), ("said", {"marks": [{"when": 1}]}), ("interval", None),
+     ("gpu_copies", [3]), ("gpu_copies", [{"gpu": "a", "key": "b", "name": "c", "bytes": 1, "users": ["x"]}])],
 )  # fmt: skip
 def test_a_sample_with_one_thing_wrong_is_refused(field: str, value: object) -> None:
     data = moment_object(Moment(_full()))

@@ -150,7 +150,7 @@ def _copy(driver: Driver, column: NDArray, kind: RowLayout, rest: int, entry: En
             raise CudaRefused(say("the data are not in the shared cache ({backing})", backing=entry.backing))
         shared = share(
             driver.api(), Path(entry.store), f"{entry.key} {name} {kind.nbytes}x{kind.count}", column.nbytes, fill,
-            check_room=partial(_check_room, driver, rest),
+            check_room=partial(_check_room, driver, rest), title=_title(entry, name),
         )  # fmt: skip
         try:
             return ResidentColumn(driver.at(shared.address, words.size, width).view(words.shape), shared, None)
@@ -170,6 +170,10 @@ def _copy(driver: Driver, column: NDArray, kind: RowLayout, rest: int, entry: En
             fix=(say("remove resident=True"),),
         ) from problem
     return ResidentColumn(own.view(words.shape), None, why)
+
+
+def _title(entry: Entry, name: str) -> str:
+    return f"{entry.sources[0]}: {name}" if entry.sources else name
 
 
 def _check_room(driver: Driver, rest: int) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
     from legroom.loader.batches.cuda_runtime import Driver
 
 NDArray = np.ndarray[Any, Any]
-CHUNK = 4 << 20
-_MOST_THREADS = 14
+CHUNK = 8 << 20  # smaller ones cost more in Python than in PCIe; larger ones leave the CPU's cache
+_MOST_THREADS = 8
 _CHUNKS = 2  # per thread: one is filled while the other is copied
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
 
@@ -72,19 +74,33 @@ class UploadSeconds:
 def upload(driver: Driver, uploads: Iterable[Upload], total: int) -> UploadSeconds:
     """Copy ``total`` bytes in all; returns when all of them are on the GPU.
 
-    ``uploads`` is iterated by the threads, one at a time, so that it may allocate each tensor when its turn comes.
+    ``uploads`` is iterated while the threads copy, so it may allocate each tensor when its turn comes.
     """
     threads = max(1, min(_MOST_THREADS, usable_cpus(), total // CHUNK))
     while threads > 1 and not room_for_threads(threads):
         threads -= 1
     seconds = UploadSeconds(threads)
-    pieces = _Pieces(driver, uploads, seconds)
+    pieces = _pieces(driver, uploads, seconds)
     if threads == 1:
         _copy(driver, pieces, min(CHUNK, total), seconds)
         return seconds
+    waiting: SimpleQueue[_Piece | None] = SimpleQueue()
+    failed = threading.Event()
     with ThreadPoolExecutor(threads, thread_name_prefix="legroom-upload") as pool:
-        for done in [pool.submit(_copy, driver, pieces, CHUNK, seconds) for _ in range(threads)]:
-            done.result()
+        copying = [pool.submit(_copy_waiting, driver, waiting, failed, seconds) for _ in range(threads)]
+        try:
+            for piece in pieces:
+                if failed.is_set():
+                    break
+                waiting.put(piece)
+        except BaseException:
+            failed.set()
+            raise
+        finally:
+            for _ in range(threads):
+                waiting.put(None)
+    for done in copying:
+        done.result()
     return seconds
 
 
@@ -99,68 +115,62 @@ class _Piece:
     usable: Any
 
 
-class _Pieces:
-    """Hands out pieces of at most a chunk to whichever thread is ready."""
+def _pieces(driver: Driver, uploads: Iterable[Upload], seconds: UploadSeconds) -> Iterator[_Piece]:
+    import torch
 
-    def __init__(self, driver: Driver, uploads: Iterable[Upload], seconds: UploadSeconds) -> None:
-        self._driver, self._uploads, self._seconds = driver, uploads, seconds
-        self._consumer = driver.current()
-        self._pieces = self._cut()
-        self._lock = threading.Lock()
+    consumer = driver.current()
+    waiting = iter(uploads)
+    while True:
+        with seconds.phase("allocate"):
+            one = next(waiting, None)
+        if one is None:
+            return
+        if not one.here.nbytes:
+            continue
+        usable = driver.mark(consumer)  # work that is queued there may still use the tensor's memory
+        here, there = one.here.reshape(-1).view(np.uint8), one.there.view(-1).view(torch.uint8)
+        for start in range(0, len(here), CHUNK):
+            end = start + CHUNK
+            yield _Piece(here[start:end], there[start:end], one.file, start, usable)
 
-    def _cut(self) -> Iterator[_Piece]:
-        import torch
 
-        uploads = iter(self._uploads)
-        while True:
-            # Tensors belong to the caller's stream. Work that is queued there may still use their memory.
-            with self._driver.on(self._consumer), self._seconds.phase("allocate"):
-                one = next(uploads, None)
-            if one is None:
-                return
-            if not one.here.nbytes:
-                continue
-            usable = self._driver.mark(self._consumer)
-            here, there = one.here.reshape(-1).view(np.uint8), one.there.view(-1).view(torch.uint8)
-            for start in range(0, len(here), CHUNK):
-                end = start + CHUNK
-                yield _Piece(here[start:end], there[start:end], one.file, start, usable)
-
-    def __iter__(self) -> Iterator[_Piece]:
-        while True:
-            with self._lock:
-                piece = next(self._pieces, None)
-            if piece is None:
-                return
+def _copy_waiting(
+    driver: Driver, waiting: SimpleQueue[_Piece | None], failed: threading.Event, seconds: UploadSeconds
+) -> None:
+    def pieces() -> Iterator[_Piece]:
+        while (piece := waiting.get()) is not None and not failed.is_set():
             yield piece
 
-    def stop(self) -> None:
-        """Hand out no more."""
-        with self._lock:
-            self._pieces = iter(())
+    try:
+        _copy(driver, pieces(), CHUNK, seconds)
+    except BaseException:
+        failed.set()
+        raise
 
 
-def _copy(driver: Driver, pieces: _Pieces, size: int, seconds: UploadSeconds) -> None:
+def _copy(driver: Driver, pieces: Iterable[_Piece], size: int, seconds: UploadSeconds) -> None:
+    """Copy pieces in this thread.
+
+    Each call that gives up the interpreter's lock and takes it again costs more than the call where several threads do
+    it, so there are few per piece: the file stays open for the next piece, and events are used again.
+    """
     stream = driver.stream()
     with seconds.phase("lock pages"):
         chunks = _Chunks(driver, size)
     try:
         read, wait = 0.0, 0.0
-        with driver.on(stream):
+        with driver.on(stream), _OpenFile() as file:
             for turn, piece in enumerate(pieces):
                 begun = time.perf_counter()
                 chunks.wait(turn % _CHUNKS)
                 free = time.perf_counter()
-                chunks.fill(turn % _CHUNKS, piece)
+                chunks.fill(turn % _CHUNKS, piece, file)
                 read += time.perf_counter() - free
                 wait += free - begun
                 stream.wait_event(piece.usable)
                 chunks.send(turn % _CHUNKS, piece, stream)
         seconds.add("read", read)
         seconds.add("wait for the copy", wait)
-    except BaseException:
-        pieces.stop()
-        raise
     finally:
         with seconds.phase("wait for the copy"):
             stream.synchronize()
@@ -174,10 +184,11 @@ class _Chunks:
     def __init__(self, driver: Driver, size: int) -> None:
         import torch
 
-        self._driver, self._size = driver, max(size, 1)
+        self._driver, size = driver, max(size, 1)
         self._copied: list[Any] = [None] * _CHUNKS
-        self._memory = _huge_pages(_CHUNKS * self._size)
-        self._tensor = torch.from_numpy(self._memory)
+        self._memory = _huge_pages(_CHUNKS * size)
+        self._arrays = [self._memory[number * size : (number + 1) * size] for number in range(_CHUNKS)]
+        self._tensors = [torch.from_numpy(array) for array in self._arrays]
         try:
             driver.register(self._memory.ctypes.data, self._memory.nbytes)
             self._locked = True
@@ -189,17 +200,19 @@ class _Chunks:
         if self._copied[number] is not None:
             self._copied[number].synchronize()
 
-    def fill(self, number: int, piece: _Piece) -> None:
+    def fill(self, number: int, piece: _Piece, file: _OpenFile) -> None:
         """Put the bytes of a piece into a chunk."""
-        into = self._memory[number * self._size :][: len(piece.here)]
-        if piece.file is None or not _read(piece.file, piece.offset, into):
+        into = self._arrays[number][: len(piece.here)]
+        if piece.file is None or not file.read(piece.file, piece.offset, into):
             np.copyto(into, piece.here)
 
     def send(self, number: int, piece: _Piece, stream: Any) -> None:
         """Queue the copy of a chunk on the current stream."""
-        here = self._tensor[number * self._size :][: len(piece.here)]
-        piece.there.copy_(here, non_blocking=self._locked)
-        self._copied[number] = self._driver.mark(stream)
+        piece.there.copy_(self._tensors[number][: len(piece.here)], non_blocking=self._locked)
+        if self._copied[number] is None:
+            self._copied[number] = self._driver.mark(stream)
+        else:
+            self._copied[number].record(stream)
 
     def close(self) -> None:
         """Unlock the memory; its copies must be done."""
@@ -225,21 +238,38 @@ def _huge_pages(size: int) -> NDArray:
     return memory
 
 
-def _read(file: Extent, offset: int, into: NDArray) -> bool:
-    """Read bytes of an array from its file. False where that fails: the file was removed, and only its map is left."""
-    try:
-        fd = os.open(file.path, _READ_FLAGS)
-    except OSError:
-        return False
-    try:
-        view, start = memoryview(into), file.offset + offset
-        while len(view):
-            got = read_at(fd, view, start)
-            if not got:
-                return False
-            view, start = view[got:], start + got
+class _OpenFile:
+    """The file that was read last: the next piece is often in the same."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._fd = -1
+
+    def read(self, file: Extent, offset: int, into: NDArray) -> bool:
+        """Read bytes of an array. False where that fails: the file was removed, and only its map is left."""
+        try:
+            if self._path != file.path:
+                self._close()
+                self._fd = os.open(file.path, _READ_FLAGS)
+                self._path = file.path
+            view, start = memoryview(into), file.offset + offset
+            while len(view):
+                got = read_at(self._fd, view, start)
+                if not got:
+                    return False
+                view, start = view[got:], start + got
+        except OSError:
+            return False
         return True
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
+
+    def _close(self) -> None:
+        self._path = None
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def __enter__(self) -> _OpenFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()

@@ -113,6 +113,16 @@ export function entries(list) {
     make("td", {textContent: one.in_use === null ? "unknown" : one.in_use ? "yes" : "no"}))));
 }
 
+// Copies in GPU memory, with the processes that use them.
+export function gpuCopies(list) {
+  byId("gpu-copies").hidden = !(list && list.length);
+  byId("gpu-copy-rows").replaceChildren(...(list ?? []).map((one) => make("tr", {},
+    make("td", {className: "command", textContent: one.name}),
+    make("td", {className: "number", textContent: size(one.bytes)}),
+    make("td", {textContent: `GPU-${one.gpu.slice(0, 8)}`}),
+    make("td", {textContent: one.users.join(", ")}))));
+}
+
 // Groups that share batches: the producer with its window, then its trainers.
 export function groups(list) {
   byId("groups").hidden = !(list && list.length);

@@ -35,6 +35,7 @@ function show() {
   perProcess.show(now, span);
   parts.entries(now.entries);
   parts.groups(now.groups ?? null);
+  parts.gpuCopies(now.gpu_copies ?? null);
   parts.cost(now);
 }
 
