@@ -20,6 +20,11 @@ pytest_plugins = ["load_sensitive"]
 # Tests import helpers by their file names, from every folder here.
 sys.path += sorted({str(path.parent) for path in Path(__file__).parent.rglob("*.py")} - set(sys.path))
 
+# Hundreds of processes import torch, and few are about the way they end: those tests use the fixture ordinary_exit.
+QUICK_EXIT = str(Path(__file__).parent / "quick_exit")
+if QUICK_EXIT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [QUICK_EXIT, os.environ.get("PYTHONPATH")]))
+
 try:
     from hypothesis import settings
 except ImportError:  # `make gpu` needs pytest alone
@@ -77,10 +82,10 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def quick_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Python processes that a test starts end without a last garbage collection (quick_exit/sitecustomize.py)."""
-    entries = [str(Path(__file__).parent / "quick_exit"), os.environ.get("PYTHONPATH")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, entries)))
+def ordinary_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python processes that a test starts end as everywhere, with a last garbage collection."""
+    others = [entry for entry in os.environ["PYTHONPATH"].split(os.pathsep) if entry != QUICK_EXIT]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(others))
 
 
 @pytest.fixture
