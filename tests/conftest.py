@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import rigs
 from file_order import position
+from forked_measurements import use_forks
 
 from legroom import messages
 
@@ -94,15 +95,4 @@ def child_in_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Some tests do without: they show that a new process does the same.
     """
-    from legroom.loader.measure import dataset_child, guarded_trial, trial
-    from legroom.loader.measure.guarded_child import GuardedRun, fork_guarded
-
-    mains = {child.__name__: child.main for child in (dataset_child, trial)}
-
-    def in_fork(line: list[str], folder: Path, timeout: float) -> GuardedRun:
-        assert line[1] == "-m"
-        return fork_guarded(lambda: mains[line[2]](*line[3:]), folder, timeout)
-
-    if sys.platform == "linux":
-        for module in (dataset_child, guarded_trial):
-            monkeypatch.setattr(module, "run_guarded", in_fork)
+    use_forks(monkeypatch.setattr)
