@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import rigs
 from file_order import position
+from forked_measurements import use_forks
 
 from legroom import messages
 
@@ -20,6 +21,11 @@ pytest_plugins = ["load_sensitive"]
 
 # Tests import helpers by their file names, from every folder here.
 sys.path += sorted({str(path.parent) for path in Path(__file__).parent.rglob("*.py")} - set(sys.path))
+
+# Hundreds of processes import torch, and few are about the way they end: those tests use the fixture ordinary_exit.
+QUICK_EXIT = str(Path(__file__).parent / "quick_exit")
+if QUICK_EXIT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [QUICK_EXIT, os.environ.get("PYTHONPATH")]))
 
 try:
     from hypothesis import settings
@@ -94,10 +100,10 @@ def _own_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def quick_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Python processes that a test starts end without a last garbage collection (quick_exit/sitecustomize.py)."""
-    entries = [str(Path(__file__).parent / "quick_exit"), os.environ.get("PYTHONPATH")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, entries)))
+def ordinary_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python processes that a test starts end as everywhere, with a last garbage collection."""
+    others = [entry for entry in os.environ["PYTHONPATH"].split(os.pathsep) if entry != QUICK_EXIT]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(others))
 
 
 @pytest.fixture
@@ -106,15 +112,4 @@ def child_in_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Some tests do without: they show that a new process does the same.
     """
-    from legroom.loader.measure import dataset_child, guarded_trial, trial
-    from legroom.loader.measure.guarded_child import GuardedRun, fork_guarded
-
-    mains = {child.__name__: child.main for child in (dataset_child, trial)}
-
-    def in_fork(line: list[str], folder: Path, timeout: float) -> GuardedRun:
-        assert line[1] == "-m"
-        return fork_guarded(lambda: mains[line[2]](*line[3:]), folder, timeout)
-
-    if sys.platform == "linux":
-        for module in (dataset_child, guarded_trial):
-            monkeypatch.setattr(module, "run_guarded", in_fork)
+    use_forks(monkeypatch.setattr)

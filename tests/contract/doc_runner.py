@@ -162,14 +162,17 @@ def _end(code: object) -> None:
 
 def main() -> None:
     """Do what is asked for, a line at a time."""
+    gc.disable()  # importing makes objects that stay
     for module in sys.argv[1:]:
         importlib.import_module(module)
     gc.freeze()  # so that a collection in a fork does not copy all of torch's pages
+    gc.enable()
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         verb, *rest = json.loads(line)
         answers.write(json.dumps({"run": _in_fork, "start": _start, "wait": _wait}[verb](*rest)) + "\n")
         answers.flush()
+    _end(0)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def test_ci_is_set_for_the_tests(before: str | None, told: str, tmp_path: Path) 
     make.chmod(0o755)
     environment = {name: value for name, value in os.environ.items() if name != "CI"}
     environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | ({} if before is None else {"CI": before})
-    done = subprocess.run([RUN], env=environment, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([RUN], env=environment, capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout == f"{told} test\n"
 
 

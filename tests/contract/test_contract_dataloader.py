@@ -198,6 +198,7 @@ def test_timeout() -> None:
             list(kind(samples.Sleeps(), 1, num_workers=1, timeout=1))
 
 
+@pytest.mark.usefixtures("ordinary_exit")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS])
 def test_a_dead_worker_is_a_runtime_error_as_torchs_is(number: int) -> None:
     # In a process of its own: torch raises it from a signal handler, wherever the program happens to be. (Its own loader
@@ -210,7 +211,7 @@ if __name__ == "__main__":
     except RuntimeError as problem:
         print("DataLoader worker" in str(problem))
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=HERE, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], cwd=HERE, capture_output=True, text=True, timeout=240)
     assert done.stdout.strip() == "True", done.stderr
 
 

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,7 +25,9 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the blocks are for Linux")
 CUDA = torch.cuda.is_available()
 PATIENCE = 240
+COMMAND = Path(__file__).with_name("doc_command.py")
 _DRAWN: set[str] = set()  # commands with --dataset that pages have run
+_STARTED: set[str] = set()  # verbs of `legroom` that a shell has started
 _READ: set[str] = set()  # commands that only read the machine and a page's files, as they were given to the shell
 TAG = f"page-{os.getpid()}"  # by which the training that pages speak of is known among all that run here
 
@@ -94,7 +97,7 @@ def test_python(page: str, page_folder: tuple[Path, dict[str, str]], runner: Run
 
 
 @pytest.mark.parametrize("page", [one for one in _pages_with("sh", "console") if "examples/" not in one])
-def test_commands(page: str, page_folder: tuple[Path, dict[str, str]]) -> None:
+def test_commands(page: str, page_folder: tuple[Path, dict[str, str]], runner: Runner) -> None:
     folder, environment = page_folder
     training, drawn = None, False
     try:
@@ -124,7 +127,10 @@ def test_commands(page: str, page_folder: tuple[Path, dict[str, str]]) -> None:
                     if text in _READ:
                         continue
                     _READ.add(text)
-                status, output = _run(text, folder, environment, until_it_speaks=doc_shell.goes_on(line))
+                if needs_no_shell(text):
+                    status, output = runner.run(COMMAND, folder, environment, *shlex.split(text)[1:])
+                else:
+                    status, output = _run(text, folder, environment, until_it_speaks=doc_shell.goes_on(line))
                 assert status in doc_shell.may_end_with(line), f"{block}: {text}\nended with {status}\n{output}"
     finally:
         if training is not None:
@@ -160,6 +166,15 @@ def _of_the_original(page: str) -> frozenset[str]:
 def _meaning(script: str) -> str:
     """A script without its comments and line numbers."""
     return ast.dump(ast.parse(script))
+
+
+def needs_no_shell(text: str) -> bool:
+    """Whether a line may run in a fork: one command that starts no program, if its verb was started by a shell before."""
+    verb = re.match(r"legroom (cache|check|doctor|explain|plan|report|tune)\b[^|&;<>*$`]*$", text)
+    if verb is None or verb[1] in _STARTED:
+        return verb is not None
+    _STARTED.add(verb[1])
+    return False
 
 
 def _somebody_trains(folder: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:

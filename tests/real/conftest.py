@@ -1,4 +1,4 @@
-"""Which real tests must have the machine to themselves, and what their processes do without.
+"""Which real tests must have the machine to themselves.
 
 Whatever needs a swap file is marked ``alone``: every process of the machine swaps to it while it is on. Tests that are
 alone for a reason of their own carry the marker and say why.
@@ -14,8 +14,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any("swap" in marker.args for marker in item.iter_markers("real")):
             item.add_marker(pytest.mark.alone)
-
-
-@pytest.fixture(autouse=True)
-def _quick_exit(quick_exit: None) -> None:
-    """Hundreds of processes import torch here, and none is about the way it ends."""

@@ -53,7 +53,7 @@ def environment(shm: Path, disk: Path) -> dict[str, str]:
 
 
 def opened(command: list[str], env: dict[str, str]) -> dict[str, object]:
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
     result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return result

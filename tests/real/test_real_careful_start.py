@@ -87,7 +87,7 @@ def test_a_guard_that_gets_no_core_leaves_the_trial_run_to_the_oom_killer() -> N
             assert _until(group.oom_kills, 120)
         finally:
             os.kill(guard, signal.SIGCONT)
-        said = json.loads(check.communicate(timeout=120)[0])
+        said = json.loads(check.communicate(timeout=240)[0])
         assert other.poll() is None
     assert check.returncode == 1 and said["verdict"] == "too-big", said
 

@@ -131,7 +131,7 @@ def test_ctrl_c_leaves_no_process_and_no_memory() -> None:
     workers = json.loads(child.stdout.readline())["workers"]
     assert workers
     os.killpg(child.pid, signal.SIGINT)  # as the terminal does: to all of them
-    child.wait(timeout=60)
+    child.wait(timeout=240)
     child.stdout.close()
     deadline = time.monotonic() + 60
     while any(_alive(pid) for pid in workers) and time.monotonic() < deadline:

@@ -73,7 +73,7 @@ def test_a_fast_oom_kill_shows_the_memory_that_was_used(tmp_path: Path) -> None:
     code = "import time; time.sleep(0.3); held = bytearray(b'x') * (400 << 20)"
     run = [sys.executable, "-m", "legroom", "run", "--json", "--quiet", "--", sys.executable, "-c", code]
     with rigs.memory_cgroup(120 << 20) as group:
-        done = subprocess.run(group.command(run), capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        done = subprocess.run(group.command(run), capture_output=True, text=True, timeout=240, cwd=tmp_path)
     (attempt,) = json.loads(done.stdout)["attempts"]
     assert attempt["verdict"] == "ram-oom-kill"
     (line,) = (line for line in attempt["evidence"] if "RAM peak of its cgroup" in line)

@@ -28,7 +28,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNIN
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("audio") / "clips.h5"
     command = [sys.executable, str(HERE / "make_data.py"), "--out", str(path)]
-    subprocess.run(command, check=True, timeout=120, env={**os.environ, **ENVIRONMENT})
+    subprocess.run(command, check=True, timeout=240, env={**os.environ, **ENVIRONMENT})
     return path
 
 

@@ -96,7 +96,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
     for name in ("SLURM_PROCID", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         environment.pop(name, None)
     made = [sys.executable, str(HERE / "make_data.py"), "--out", str(folder / "data"), "--rows", str(ROWS)]
-    subprocess.run(made, check=True, timeout=120, capture_output=True)
+    subprocess.run(made, check=True, timeout=240, capture_output=True)
     # Rows that can be told apart, in several groups: what make_data.py draws may occur twice.
     table = pq.read_table(folder / "data" / "train.parquet")
     named = [f"{number} {prompt}" for number, prompt in enumerate(table["prompt"].to_pylist())]
@@ -284,7 +284,7 @@ def test_what_zero_cannot_do_is_refused_before_torch_is_imported(
         "import train_low_mem; train_low_mem.main(sys.argv[1:])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "train", *flags], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", code, "train", *flags], cwd=tmp_path, capture_output=True, text=True, timeout=240,
         env={**trainings.environment, "PYTHONPATH": str(HERE), **environment},
     )  # fmt: skip
     assert done.returncode == 2 and said in done.stderr, done.stderr

@@ -25,7 +25,7 @@ def test_the_bundle_shows_what_the_machine_would(tmp_path: Path) -> None:
         rigs.small_shm(["sh", "-c", script]),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         cwd=tmp_path,
         env={
             "PATH": "/usr/bin:/bin:/usr/sbin:/sbin",

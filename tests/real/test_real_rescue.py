@@ -40,7 +40,7 @@ def _dies(command: list[str]) -> None:
     """By itself it does not finish: it dies, or, when a worker dies while it holds a lock, waits for ever."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
-        assert process.wait(timeout=60) != 0
+        assert process.wait(timeout=240) != 0
     except subprocess.TimeoutExpired:
         pass  # that it finished nothing is seen by what it left
     finally:
@@ -198,7 +198,7 @@ def test_the_batch_is_lowered_first_where_the_process_that_trains_was_killed(tmp
     command = [sys.executable, "-m", "legroom", "run", "--retries", "2", "--fresh", "--json", "--", *words]
     with rigs.memory_cgroup(256 * MB) as group:
         done = subprocess.run(
-            group.command(command), capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False
+            group.command(command), capture_output=True, text=True, timeout=240, cwd=tmp_path, check=False
         )
     first, second = json.loads(done.stdout.splitlines()[-1])["attempts"]
     assert first["verdict"] == "ram-oom-kill" and first["victim"]["role"] == "main", first

@@ -68,7 +68,7 @@ def inside(script: str, *words: str, size: str = "64m", wrap: Any = list) -> Any
     with tempfile.TemporaryDirectory(prefix="lr-") as folder:  # killed loaders leave their sockets behind
         os.chmod(folder, 0o1777)
         env = {**os.environ, "TMPDIR": folder}
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
 

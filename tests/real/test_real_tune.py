@@ -90,7 +90,7 @@ def test_a_dataset_that_is_oom_killed_is_recognised(tmp_path: Path) -> None:
     )
     with rigs.memory_cgroup(GB) as group:
         done = subprocess.run(
-            group.command([sys.executable, "-c", request, str(tmp_path)]), capture_output=True, text=True, timeout=120
+            group.command([sys.executable, "-c", request, str(tmp_path)]), capture_output=True, text=True, timeout=240
         )
     assert (
         done.returncode == 1
@@ -112,7 +112,7 @@ def test_measuring_does_not_itself_burst_a_small_shm(tmp_path: Path) -> None:
         "print(torchs.num_workers, torchs.measured.transport, ours.measured.transport is not None)\n"
     )
     done = subprocess.run(
-        rigs.small_shm([sys.executable, "-W", "ignore", "-c", script]), capture_output=True, text=True, timeout=120
+        rigs.small_shm([sys.executable, "-W", "ignore", "-c", script]), capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["0", "None", "True"]

@@ -214,7 +214,7 @@ def test_a_name_pointed_at_this_machine_reads_nothing(fresh: Page, served: WebVi
 
 
 def _run(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*LEGROOM, "watch", *options], capture_output=True, text=True, timeout=120)
+    return subprocess.run([*LEGROOM, "watch", *options], capture_output=True, text=True, timeout=240)
 
 
 def test_a_port_in_use_and_a_bad_address() -> None:

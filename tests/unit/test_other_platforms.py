@@ -49,7 +49,7 @@ sys.exit(legroom.cli.main.run(["doctor", "--json"]))
 
 def _pretend(platform: str, code: str) -> subprocess.CompletedProcess[str]:
     script = PRETEND.replace("PLATFORM", repr(platform)) + code
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32"])

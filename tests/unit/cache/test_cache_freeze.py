@@ -269,7 +269,7 @@ def in_processes(count: int, work: Callable[[int], Any]) -> list[Any]:
     children = [context.Process(target=run, args=(number,)) for number in range(count)]
     for child in children:
         child.start()
-    found = dict(results.get(timeout=60) for _ in children)
+    found = dict(results.get(timeout=240) for _ in children)
     for child in children:
         child.join(30)
         assert child.exitcode == 0

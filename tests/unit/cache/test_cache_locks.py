@@ -189,5 +189,5 @@ def test_a_fork_during_the_first_import_of_what_builds_leaves_the_child_able_to(
     np.save(tmp_path / "a.npy", [1, 2, 3])
     env = {**os.environ, "LEGROOM_DISABLE": disabled}
     command = [sys.executable, "-W", "ignore", "-c", IMPORTED_SLOWLY, module, str(tmp_path / name), use]
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr

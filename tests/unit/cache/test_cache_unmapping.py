@@ -33,5 +33,5 @@ def test_maps_that_go_while_they_are_filled(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="legroom-test-", dir=memory) as shm:
         env = {**os.environ, "LEGROOM_SHM": shm, "LEGROOM_DIR": str(tmp_path)}
         command = [sys.executable, "-c", CHURN, str(source)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ def _shell(verb: str, streams: str, tmp_path: Path) -> subprocess.CompletedProce
         ["bash", "-o", "pipefail", "-c", line],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         env=os.environ | places,
         stdin=subprocess.DEVNULL,
         cwd=tmp_path,
@@ -70,6 +70,6 @@ def test_a_command_that_prints_nothing_needs_no_output(tmp_path: Path) -> None:
 def test_a_file_opened_later_does_not_get_the_number_of_a_closed_stream(tmp_path: Path) -> None:
     program = "from legroom.cli import language_and_streams; language_and_streams.guard_streams(); f = open('x', 'w'); assert f.fileno() > 2, f"
     ended = subprocess.run(
-        ["bash", "-c", f'{sys.executable} -c "{program}" <&- >&-'], cwd=tmp_path, timeout=60, check=False
+        ["bash", "-c", f'{sys.executable} -c "{program}" <&- >&-'], cwd=tmp_path, timeout=240, check=False
     )
     assert ended.returncode == 0

@@ -177,7 +177,7 @@ def test_what_running_processes_share_was_measured_too(tmp_path: Path, capsys: p
         both = _json(capsys, "--gpus", "1", "--match", mark, "--data", str(data), "--shared")
     finally:
         for child in children:
-            child.communicate(timeout=60)
+            child.communicate(timeout=240)
         shared.unlink(missing_ok=True)
     (term,) = (one for one in alone["terms"] if "shared datasets" in one["what"])
     assert (term["bytes"], term["source"]) == (MB, "measured on running jobs: 2")

@@ -34,7 +34,7 @@ if a.num_workers > a.lives_at: raise MemoryError
 def _run(*words: str, folder: Path, stdin: str | None = None, **more: str) -> subprocess.CompletedProcess[bytes]:
     environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), **more}
     return subprocess.run(
-        [sys.executable, "-m", "legroom", "run", *words], capture_output=True, timeout=120, cwd=folder,
+        [sys.executable, "-m", "legroom", "run", *words], capture_output=True, timeout=240, cwd=folder,
         env=environment, check=False, input=None if stdin is None else stdin.encode(),
     )  # fmt: skip
 
@@ -314,7 +314,7 @@ def _started(*words: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     finally:
         if started.poll() is None:
             started.terminate()
-            started.communicate(timeout=60)
+            started.communicate(timeout=240)
 
 
 SLOW = """
@@ -335,7 +335,7 @@ def test_signals_pass_through_and_sigterm_gives_time(tmp_path: Path) -> None:
         started.send_signal(signal.SIGUSR1)
         assert started.stdout.readline() == "got SIGUSR1\n"
         started.send_signal(signal.SIGTERM)
-        out, err = started.communicate(timeout=60)
+        out, err = started.communicate(timeout=240)
     assert out == "got SIGTERM\n" and started.returncode == 5
     assert "received a signal to stop" in err  # and was not started again
 
@@ -346,7 +346,7 @@ def test_after_the_grace_the_whole_group_is_killed(tmp_path: Path) -> None:
         assert started.stdout is not None
         assert [started.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         started.send_signal(signal.SIGTERM)
-        started.communicate(timeout=60)
+        started.communicate(timeout=240)
     assert started.returncode == 137
     pid = int((tmp_path / "child").read_text())
     deadline = time.monotonic() + 60
@@ -407,7 +407,7 @@ def test_ctrl_c_is_reported_as_such(stdin: str, tmp_path: Path) -> None:
         shown += os.read(ours, 4096)
     os.close(theirs)
     os.write(ours, b"\x03")
-    out = started.communicate(timeout=60)[0]
+    out = started.communicate(timeout=240)[0]
     os.close(ours)
     report = json.loads(out)
     (attempt,) = report["attempts"]
@@ -425,7 +425,7 @@ def test_a_sigint_from_elsewhere_is_not_called_ctrl_c(tmp_path: Path) -> None:
 def test_a_reader_that_goes_away_ends_it_like_any_pipe(tmp_path: Path) -> None:
     command = f"{sys.executable} -m legroom run --quiet -- yes | head -n 2; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path,
+        ["bash", "-c", command], capture_output=True, text=True, timeout=240, check=True, cwd=tmp_path,
         env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
     )  # fmt: skip
     assert done.stdout == "y\ny\n141\n"

@@ -21,10 +21,7 @@ HERE = Path(__file__).parents[3] / "examples" / "many_experiments"
 ROW = re.compile(r"^ +(\d+) +(\d+) +([\d.]+) +(\d+) +(\S+ \S+) +(\S+ \S+) +(\d+)%$", re.M)
 TOGETHER = re.compile(r"^together (\S+ \S+) of RAM, with (one copy|2 copies)", re.M)
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc"),
-    pytest.mark.usefixtures("quick_exit"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 
 
 def command(*flags: object) -> list[str]:

@@ -172,6 +172,6 @@ def test_an_environment_without_space_for_records_does_not_disturb_the_script(tm
     done = subprocess.run(
         [sys.executable, "-c", "import legroom.leak.in_process as i; r = i.record_process('/nonexistent/x'); r.start();"
          "import legroom\nfor n in range(50): legroom.step()\nr.stop(); print('fine')"],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.stdout == "fine\n" and done.stderr == ""

@@ -70,7 +70,7 @@ def _run(program: str, folder: Path) -> dict[str, Any]:
     script.write_text(GROW + program)
     done = subprocess.run(
         [sys.executable, str(script), str(folder)],
-        env={**os.environ, "XDG_RUNTIME_DIR": str(folder)}, capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "XDG_RUNTIME_DIR": str(folder)}, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

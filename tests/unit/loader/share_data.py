@@ -20,7 +20,7 @@ import legroom
 from legroom.loader.dataloader.sharing.content_digest import digest
 from legroom.loader.dataloader.sharing.group_folder import GroupFiles, group_folder, groups
 from legroom.loader.dataloader.sharing.group_settings import group_key
-from legroom.loader.dataloader.sharing.own_batches import OwnBatches
+from legroom.loader.dataloader.sharing.own_batches import DEATHS, OwnBatches
 from legroom.loader.dataloader.sharing.seeding import Orders
 
 
@@ -221,14 +221,14 @@ class Trainers:
         self.wait_for(lambda: any(status["batches"] for status in groups()))
         (self.folder / "producer runs").touch()
 
-    def wait_for(self, condition: Any, seconds: float = 60.0) -> None:
+    def wait_for(self, condition: Any, seconds: float = 240.0) -> None:
         """Wait until a condition holds."""
         until = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < until, [len(self.lines(number)) for number in range(len(self.names))]
             time.sleep(0.02)
 
-    def join(self, seconds: float = 90.0) -> None:
+    def join(self, seconds: float = 240.0) -> None:
         """Wait until all trainers have ended."""
         until = time.monotonic() + seconds
         for process in self.processes:
@@ -286,18 +286,22 @@ def random_kills(trainers: Trainers, kills: int, seed: int, between: float, memb
         trainers.start(10_000, pause=0.004)
     (trainers.folder / "producer runs").touch()
     stopped: list[Any] = []
+    made, since = 0, 0  # batches by producers, as last written; workers killed since then
     until = time.monotonic() + 20 * kills * between
     while sum(done.values()) < kills or (min(done.values()) == 0 and time.monotonic() < until):
         time.sleep(chance.random() * 2 * between)
         alive = [one for one in trainers.processes[1:] if one.is_alive() and one not in stopped]
         producers, kind = trainers.producers(), chance.choice(list(done))
         workers = [worker for pid in producers for worker in workers_of(pid)]
+        if (now := sum(status["batches"] for status in groups())) != made:
+            made, since = now, 0
         try:
             # Most die at work: one that is starting has made nothing that could be lost.
             if kind == "producer" and producers and (workers or chance.random() < 0.05):
                 os.kill(chance.choice(producers), signal.SIGKILL)
-            elif kind == "worker" and workers:
+            elif kind == "worker" and workers and since < DEATHS - 1:  # on a busy machine they may die at one batch
                 os.kill(chance.choice(workers), signal.SIGKILL)
+                since += 1
             elif kind == "trainer" and len(alive) > 1:
                 chance.choice(alive).kill()
                 trainers.start(10_000, pause=0.004)
@@ -310,13 +314,20 @@ def random_kills(trainers: Trainers, kills: int, seed: int, between: float, memb
             continue
         done[kind] += 1
         if len(stopped) > 1:
-            os.kill(stopped.pop(0).pid, signal.SIGCONT)
+            _continue(stopped.pop(0))
     for one in stopped:
-        os.kill(one.pid, signal.SIGCONT)
+        _continue(one)
     (trainers.folder / "stop").touch()
     trainers.join()
     check_lines(trainers)
     return done
+
+
+def _continue(trainer: Any) -> None:
+    try:
+        os.kill(trainer.pid, signal.SIGCONT)
+    except ProcessLookupError:  # it has ended: its last line says why
+        pass
 
 
 def check_lines(trainers: Trainers) -> None:

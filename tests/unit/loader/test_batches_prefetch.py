@@ -134,14 +134,16 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
+@pytest.mark.usefixtures("ordinary_exit")
 @pytest.mark.parametrize(
     ("act", "status"), [("pass", 0), ("raise SystemExit(3)", 3), ("next(loop)\n    kept = loop, data", 0)]
 )
 def test_the_interpreter_ends(act: str, status: int) -> None:
-    done = subprocess.run([sys.executable, "-c", LOOP.replace("ACT", act)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", LOOP.replace("ACT", act)], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (status, "")
 
 
+@pytest.mark.usefixtures("ordinary_exit")
 def test_control_c_ends_it() -> None:
     # A shell may have started these tests in the background, where Ctrl-C is ignored.
     act = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n    "
@@ -152,5 +154,5 @@ def test_control_c_ends_it() -> None:
         assert process.stdout is not None and process.stdout.readline() == "going\n"
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        _, words = process.communicate(timeout=120)
+        _, words = process.communicate(timeout=240)
     assert "KeyboardInterrupt" in words and process.returncode == -signal.SIGINT

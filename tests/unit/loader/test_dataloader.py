@@ -634,9 +634,10 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.usefixtures("ordinary_exit")
 def test_batches_alive_at_exit_print_nothing() -> None:
     folder = Path(samples.__file__).parent
-    done = subprocess.run([sys.executable, "-c", _KEPT], cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", _KEPT], cwd=folder, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
 
 

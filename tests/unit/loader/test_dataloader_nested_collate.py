@@ -183,7 +183,7 @@ def test_a_change_of_user_loses_no_batch(when: str, method: str, tmp_path: Path)
         pytest.skip("that user may not be allowed to start this Python")
     (tmp_path / "program.py").write_text(PROGRAM)
     line = [sys.executable, str(tmp_path / "program.py"), when, method]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=240)
     assert "all came" in done.stdout, done.stderr[-2000:]
 
 

@@ -42,7 +42,7 @@ def test_small_messages_need_no_thread(queue: Any) -> None:
         queue.put((number, [number, number + 1]))
     queue.put(None)
     assert not feeding_threads()
-    assert [queue.get(timeout=60) for _ in range(51)] == [
+    assert [queue.get(timeout=240) for _ in range(51)] == [
         *((number, [number, number + 1]) for number in range(50)),
         None,
     ]
@@ -65,7 +65,7 @@ def test_large_messages_between_small_ones(queue: Any) -> None:
     ]
     for message in messages:
         queue.put(message)
-    assert [queue.get(timeout=60) for _ in messages] == messages
+    assert [queue.get(timeout=240) for _ in messages] == messages
 
 
 class Counted:
@@ -82,14 +82,14 @@ class Counted:
 def test_a_message_with_side_effects_is_pickled_once(queue: Any, make: Any) -> None:
     Counted.times = 0
     queue.put(make(Counted()))
-    assert "arrived" in str(queue.get(timeout=60))
+    assert "arrived" in str(queue.get(timeout=240))
     assert Counted.times == 1
 
 
 def test_a_batch_in_a_slot_is_written_at_once(queue: Any) -> None:
     queue.put((7, SentBatch(0, -1, 0, [], pickle.dumps({"rows": 3}), False, None, None)))
     assert not feeding_threads()
-    assert queue.get(timeout=60) == (7, {"rows": 3})
+    assert queue.get(timeout=240) == (7, {"rows": 3})
 
 
 def test_several_threads(queue: Any) -> None:
@@ -123,8 +123,8 @@ def test_between_processes(method: str) -> None:
     for number in range(20):
         requests.put((number, [number]))
     requests.put(None)
-    assert [answers.get(timeout=60) for _ in range(20)] == [(number, [2 * number]) for number in range(20)]
-    assert answers.get(timeout=60) == ("done", "DirectQueue", True)
+    assert [answers.get(timeout=240) for _ in range(20)] == [(number, [2 * number]) for number in range(20)]
+    assert answers.get(timeout=240) == ("done", "DirectQueue", True)
     worker.join(60)
     assert worker.exitcode == 0
 
@@ -236,5 +236,5 @@ print("ended", flush=True)
 def test_a_worker_killed_while_it_reads_the_event_blocks_no_loader(line: int) -> None:
     pytest.importorskip("torch")
     program = [sys.executable, "-c", KILLED_IN_IS_SET, str(line)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=240)
     assert done.stdout.split() == ["killed", "ended"], done.stderr

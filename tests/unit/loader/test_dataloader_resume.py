@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -148,12 +149,13 @@ def test_a_sampler_that_draws_from_torchs_generator_beside_the_loaders_own(worke
 
 
 class Uneven(samples.Rows):
-    """The rows of every third batch take long, wherever they are drawn."""
+    """The rows of every third batch take long, wherever they are drawn; the first one waits for the event."""
+
+    first: Any = None
 
     def __getitem__(self, i: int) -> Any:
-        import time
-
         time.sleep(0.05 if (i // 2) % 3 == 0 else 0)
+        assert i or self.first is None or self.first.wait(240)
         return torch.tensor(i)
 
 
@@ -168,17 +170,18 @@ def test_out_of_order_nothing_is_lost_or_repeated(stop: int) -> None:
 
 
 def test_out_of_order_stopped_again_and_again() -> None:
-    loader, found, scattered = out_of_order(3), [], False
+    loader, found = out_of_order(3), []
+    loader.dataset.first = first = torch.multiprocessing.get_context("fork").Event()
     for _ in range(4):
         iterator = iter(loader)
         found += numbers(itertools.islice(iterator, 2))
         state = loader.state_dict()
-        scattered = scattered or bool(state["beyond"])
+        assert state["beyond"] or first.is_set()  # else this has shown nothing
         assert state["yielded"] == len(found)
+        first.set()
         del iterator
         loader = out_of_order(3)
         loader.load_state_dict(state)
-    assert scattered  # else this has shown nothing
     assert sorted(found + numbers(loader)) == sorted(numbers(out_of_order(0)))
 
 

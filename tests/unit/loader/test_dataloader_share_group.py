@@ -259,7 +259,7 @@ print("ok")
 def test_a_dataset_that_cannot_be_pickled_is_handed_over_by_fork(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=120,
+        timeout=240,
     )  # fmt: skip
     assert done.stdout == "ok\n", done.stderr
 

@@ -262,7 +262,7 @@ def test_sockets_that_answer_nonsense_are_passed_over(tmp_path: Path) -> None:
 def test_random_kills(tmp_path: Path) -> None:
     """Makers and holders are killed at random times; every process that answers has every byte right."""
     command = [sys.executable, os.fspath(CHILD), os.fspath(tmp_path), "a,b", str(SIZE), "0.01", "120"]
-    answers = [words.split() for words in subprocess.check_output(command, text=True, timeout=120).splitlines()]
+    answers = [words.split() for words in subprocess.check_output(command, text=True, timeout=240).splitlines()]
     assert {words[0] for words in answers} == {"made", "got"} and len(answers) > 40, answers
     assert all(words[2] == "right" for words in answers)
     for name in ("a", "b"):

@@ -201,7 +201,7 @@ try:
 except legroom.LegroomError as problem:
     print(problem)
 """
-    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=240)
     assert "pip install 'legroom[parquet]'" in done.stdout, done.stdout + done.stderr
 
 

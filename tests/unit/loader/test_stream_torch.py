@@ -67,5 +67,5 @@ assert isinstance(data.dataset(), IterableDataset)
 rows = [x for b in DataLoader(data.dataset(), batch_size=None, num_workers=2) for x in b.column("id").to_pylist()]
 assert sorted(rows) == list(range(12)), rows
 """
-    done = subprocess.run([sys.executable, "-c", script, str(paths[0])], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script, str(paths[0])], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -128,7 +128,7 @@ def test_a_forked_child_leaves_the_watch_alone(tmp_path: Path) -> None:
         "if pid == 0: os._exit(0)\n"
         "assert os.waitpid(pid, 0)[1] == 0\n"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
 

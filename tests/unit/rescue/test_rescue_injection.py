@@ -18,7 +18,7 @@ def _run(folder: Path, options: list[str], script: str, **more: str) -> subproce
     return subprocess.run(
         [sys.executable, "-m", "legroom", "run", *options, "--", sys.executable, "train.py"], cwd=folder,
         env={**os.environ, "XDG_STATE_HOME": str(folder / "state"), **more},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
 
 
