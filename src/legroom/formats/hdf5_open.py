@@ -98,7 +98,7 @@ def open_hdf5(path: Path, *, on_demand: bool = False) -> Any:
 
 
 def _require_maps() -> None:
-    """Raise MemoryError where this process can map no more memory: HDF5 crashes if it gets none while it opens a file."""
+    """Raise MemoryError where this process can map no more memory: HDF5 crashes if it gets none."""
     held: list[mmap.mmap] = []
     try:
         for size in _MAPS_TO_OPEN:
