@@ -40,7 +40,7 @@ def _dies(command: list[str]) -> None:
     """By itself it does not finish: it dies, or, when a worker dies while it holds a lock, waits for ever."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
-        assert process.wait(timeout=240) != 0
+        assert process.wait(timeout=60) != 0
     except subprocess.TimeoutExpired:
         pass  # that it finished nothing is seen by what it left
     finally:

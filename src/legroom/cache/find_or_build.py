@@ -92,9 +92,18 @@ def _resource_errors(request: OpenRequest) -> Iterator[None]:
         raise _no_memory(request, str(problem)) from problem
 
 
+_NEARLY = 0.98  # of the maps that the kernel allows: a load needs some at once
+
+
 def _no_memory(request: OpenRequest, said: str) -> NoRoom:
     why = say("this process cannot allocate more memory or start more threads")
-    limit = _address_space()
+    limit, (used, most) = _address_space(), _memory_maps()
+    if used >= _NEARLY * most:
+        return NoRoom(
+            say("not enough memory to load {path}", path=request.paths[0]),
+            why=say("this process has {used} memory maps; the kernel allows {most}", used=used, most=most),
+            fix=(say("raise the limit of memory maps, as root:\nsysctl -w vm.max_map_count=1048576"),),
+        )
     if limit is not None:
         why = say("{why}; its address space is limited to {limit} (ulimit -v)", why=why, limit=format_size(limit))
     return NoRoom(
@@ -116,6 +125,21 @@ def _address_space() -> int | None:
         return None
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _memory_maps() -> tuple[int, int]:
+    """The memory maps of this process, and how many the kernel allows; (0, 1) where that cannot be read."""
+    try:
+        most = int(Path("/proc/sys/vm/max_map_count").read_text())
+        used, fd = 0, os.open("/proc/self/maps", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while part := os.read(fd, 1 << 16):  # tens of thousands of lines, and there is no memory
+                used += part.count(b"\n")
+        finally:
+            os.close(fd)
+    except (OSError, ValueError):
+        return 0, 1
+    return used, most
 
 
 def source_paths(path: Where | Iterable[Where]) -> tuple[SourcePath, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import io
+import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _WRITING, _SWMR = 0x1, 0x4
 # Errors of system calls that do not mean that the file is damaged.
 _NO_DAMAGE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EINTR, errno.EIO}
+_MAPS_TO_OPEN = (4 << 20,) * 2 + (mmap.PAGESIZE,) * 6  # more than opening a file was seen to take
 _LOCKED = {errno.EAGAIN, errno.EACCES, errno.EDEADLK}
 
 
@@ -74,6 +76,7 @@ def open_hdf5(path: Path, *, on_demand: bool = False) -> Any:
     if arrives:
         return _open_stream(path)
     _refuse_own_writer(path)
+    _require_maps()
     # The default first: within one process, HDF5 requires the same locking for every open of a file. The others
     # are for a process that opened it in another way; False is also for filesystems without locks.
     for locking in (None, "best-effort", True, False):
@@ -92,6 +95,19 @@ def open_hdf5(path: Path, *, on_demand: bool = False) -> Any:
         except (ValueError, RuntimeError, KeyError, TypeError, UnicodeError) as problem:
             raise _cannot_open(path, problem) from problem
     raise _cannot_open(path, last)
+
+
+def _require_maps() -> None:
+    """Raise MemoryError where this process can map no more memory: HDF5 crashes if it gets none."""
+    held: list[mmap.mmap] = []
+    try:
+        for size in _MAPS_TO_OPEN:
+            held.append(mmap.mmap(-1, size))
+    except OSError as problem:
+        raise MemoryError(problem.strerror) from problem
+    finally:
+        for one in held:
+            one.close()
 
 
 def _open_stream(path: Path) -> Any:

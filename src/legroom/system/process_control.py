@@ -6,6 +6,7 @@ cgroup's CPU quota, which slows threads down.
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 _PER_THREAD = 72 << 20  # bytes of address space: a malloc arena and a stack
+_MAPS_PER_THREAD = 16  # a stack, a malloc arena and their guards, and what Python allocates first
 _PR_SET_PDEATHSIG = 1
 MAP_FAILED = 2 * sys.maxsize + 1  # (void *) -1
 
@@ -42,10 +44,32 @@ def usable_cpus() -> int:
 
 
 def room_for_threads(count: int) -> bool:
-    """Whether ``ulimit -v`` leaves address space for that many more threads.
+    """Whether ``ulimit -v`` and ``vm.max_map_count`` leave address space for that many more threads.
 
     CPython waits forever for a thread that runs out of memory before it has begun.
     """
+    return _address_space_left(count) and _maps_left(count * _MAPS_PER_THREAD)
+
+
+def _maps_left(count: int) -> bool:
+    """Whether this process may have that many more memory maps. Counting those that it has takes longer."""
+    if sys.platform != "linux":
+        return True
+    held: list[mmap.mmap] = []
+    try:
+        for number in range(count):
+            # Neighbours of different rights do not become one map.
+            rights = mmap.PROT_READ | (mmap.PROT_WRITE if number % 2 else 0)
+            held.append(mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, rights))
+    except (OSError, MemoryError):
+        return False
+    finally:
+        for one in held:
+            one.close()
+    return True
+
+
+def _address_space_left(count: int) -> bool:
     if resource is None:
         return True
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -73,6 +97,8 @@ def start_daemon_thread(target: Callable[[], None], name: str) -> threading.Thre
 
 def why_no_thread(count: int = 1) -> str:
     """Why that many threads cannot be started now."""
+    if not _maps_left(count * _MAPS_PER_THREAD):
+        return say("the limit on memory maps is reached (vm.max_map_count)")
     if not room_for_threads(count):
         return say("ulimit -v leaves no address space for another thread")
     return say("the limit on processes and threads is reached (ulimit -u, pids.max)")

@@ -234,3 +234,61 @@ def test_limits_of_the_process_are_errors_in_words(shm: Path, tmp_path: Path, ki
         assert end.startswith("ended") and end.endswith(" 0"), (ended.stdout, ended.stderr[-2000:])
         codes = ("fine", "no-room", "store-error", "entry-unreadable", "unreadable-source")
         assert outcome.split()[0] in codes, (outcome, end)
+
+
+MAPPED = """
+import json, mmap, os, sys
+import h5py, numpy, legroom
+from legroom.cache import build, uncached
+from legroom.formats import hdf5_reader, npy_reader
+for path, left, disabled in json.loads(sys.argv[1]):
+    if os.fork():
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 0, (path, left, disabled)
+        continue
+    os.environ["LEGROOM_DISABLE"] = disabled
+    held = []
+    try:
+        while True:
+            held.append(mmap.mmap(-1, mmap.PAGESIZE))  # shared, so that no two of them become one
+    except OSError:
+        pass
+    del held[len(held) - left:]
+    try:
+        legroom.open(path)
+        said = ["fine", ""]
+    except legroom.LegroomError as problem:
+        del held[:]
+        said = [problem.code, " ".join(problem.fix)]
+    print(json.dumps(said), flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or int(Path("/proc/sys/vm/max_map_count").read_text()) > 200_000,
+    reason="it takes too long to reach this machine's vm.max_map_count",
+)
+def test_the_limit_of_memory_maps_is_an_error_in_words(shm: Path, tmp_path: Path) -> None:
+    """An entry that is there and one that is not; with no map left to take, and with a few."""
+    import h5py
+
+    array = np.arange(100_000)
+    for name in ("new", "there"):
+        np.save(tmp_path / f"{name}.npy", array if name == "new" else array + 1)
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            file.create_dataset("x", data=array, chunks=(1000,), compression="gzip", shuffle=name == "new")
+    keys = []
+    for path in (tmp_path / "there.npy", tmp_path / "there.h5"):
+        with legroom.open(path) as data:
+            keys.append(data.info.key)
+    names = ("new.npy", "new.h5", "there.npy", "there.h5")
+    tried = [(str(tmp_path / name), left, "") for name in names for left in (0, 8)]
+    tried += [(str(tmp_path / "new.h5"), 0, "1")]
+    ended = subprocess.run([sys.executable, "-c", MAPPED, json.dumps(tried)], capture_output=True, text=True,
+                           timeout=200, check=False)  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    outcomes = [json.loads(line) for line in ended.stdout.splitlines()]
+    for (path, left, _), (code, fix) in zip(tried, outcomes, strict=True):
+        assert code in ("fine", "no-room", "store-error", "entry-unreadable", "unreadable-source"), (path, left, code)
+        assert code == "fine" or left or "max_map_count" in fix, (path, fix)
+    assert all((shm / key / "manifest.json").exists() for key in keys)  # no proof of damage

@@ -620,12 +620,14 @@ def test_a_child_forked_while_the_loader_starts_can_use_it() -> None:
 
 # The end of the program.
 
-_KEPT = """
+# Something keeps __main__, as dill does, so it is cleared after the modules that it imported.
+_KEEPING = """
 import ctypes, sys
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules["__main__"]))
+"""
+_KEPT = """
 import legroom, loader_samples as samples
 if __name__ == "__main__":
-    # As with dill: something keeps __main__, so it is cleared after the modules that it imported.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(sys.modules["__main__"]))
     loader = legroom.DataLoader(samples.Rows("tensor"), 4, num_workers=2)
     for batch in loader:
         pass
@@ -635,9 +637,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.usefixtures("ordinary_exit")
-def test_batches_alive_at_exit_print_nothing() -> None:
-    folder = Path(samples.__file__).parent
-    done = subprocess.run([sys.executable, "-c", _KEPT], cwd=folder, capture_output=True, text=True, timeout=240)
+@pytest.mark.parametrize("before", [_KEEPING, "import dill"], ids=["kept", "dill"])
+def test_batches_alive_at_exit_print_nothing(before: str) -> None:
+    folder, program = Path(samples.__file__).parent, before + _KEPT
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -56,3 +56,32 @@ def test_a_child_ends_with_its_parent() -> None:
         assert started.stdout is not None and started.stdout.readline() == "ready\n"
         started.kill()
         assert started.stdout.read() == ""  # the child had it open too: its end is the end of the child
+
+
+NO_MAPS = """
+import mmap, sys
+from legroom.system.process_control import room_for_threads, start_daemon_thread, why_no_thread
+assert room_for_threads(4) and start_daemon_thread(lambda: None, "before") is not None
+held = []
+try:
+    while True:
+        held.append(mmap.mmap(-1, mmap.PAGESIZE))
+except OSError:
+    pass
+for left in (0, 8):
+    del held[len(held) - left:]
+    assert not room_for_threads(1) and start_daemon_thread(lambda: None, "after") is None
+    assert "max_map_count" in why_no_thread(), why_no_thread()
+del held[:]
+assert room_for_threads(4)
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or int(Path("/proc/sys/vm/max_map_count").read_text()) > 200_000,
+    reason="it takes too long to reach this machine's vm.max_map_count",
+)
+def test_no_thread_is_started_where_a_process_may_have_no_more_maps() -> None:
+    """With 8 left a thread starts and finds no memory: CPython waits for it forever."""
+    ended = subprocess.run([sys.executable, "-c", NO_MAPS], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
