@@ -6,6 +6,7 @@ It is drawn from the object that ``legroom demo --json`` prints.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from legroom.charts.drawing import (
@@ -17,6 +18,7 @@ from legroom.charts.drawing import (
     Text,
     box,
     round_ticks,
+    text_width,
     time_ticks,
     x_axis,
     y_axis,
@@ -28,6 +30,8 @@ _WIDTH, _HEIGHT = 1000, 590
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 590, 128, 480
 _BARS, _NAMES, _LONGEST = 640, 120, 140  # the right column: where it begins, its labels, its longest bar
 _SHADES = ("shade1", "shade2", "shade3", "shade4")
+_LABEL = 14  # pixels that a label of 11 needs
+_Edge = Sequence[tuple[float, float]]
 _Bar = tuple[str, float, str, bool]  # name, value, its text, whether it is Legroom's
 
 
@@ -56,10 +60,11 @@ def _memory_over_time(result: Mapping[str, Any]) -> list[Shape]:
     x, y = Scale(first, last, _LEFT, _RIGHT), Scale(0, top, _BOTTOM, _TOP)
     shapes += y_axis(y, round_ticks(top, format_size, base=2), _LEFT, _RIGHT)
     names = [training["name"] for training in result["trainings"]]
+    unlabelled = set(names)  # one that is too thin in the first stage gets its label in the second
     for act, title in stages.items():
         mine = [sample for sample in samples if sample["act"] == act]
         if mine:
-            shapes += _stacked(mine, names, x, y, labelled=act == "separate")
+            shapes += _stacked(mine, names, x, y, unlabelled)
             middle = (x(mine[0]["when"]) + x(mine[-1]["when"])) / 2
             shapes.append(Text(middle, _BOTTOM + 58, title, 12, anchor="middle", bold=True))
     for mark in result["marks"]:
@@ -71,22 +76,47 @@ def _memory_over_time(result: Mapping[str, Any]) -> list[Shape]:
 
 
 def _stacked(
-    samples: Sequence[Mapping[str, Any]], names: Sequence[str], x: Scale, y: Scale, *, labelled: bool
+    samples: Sequence[Mapping[str, Any]], names: Sequence[str], x: Scale, y: Scale, unlabelled: set[str]
 ) -> list[Shape]:
-    """One area for each training run, on top of the one before."""
+    """One area for each training run, on top of the one before; those of ``unlabelled`` get a label if it fits."""
     shapes: list[Shape] = []
     floor = [0] * len(samples)
-    at = len(samples) // 2
     for name, colour in zip(names, _SHADES, strict=False):
         roof = [low + sample["held"].get(name, 0) for low, sample in zip(floor, samples, strict=True)]
         up = [(x(sample["when"]), y(size)) for sample, size in zip(samples, roof, strict=True)]
         down = [(x(sample["when"]), y(size)) for sample, size in zip(samples, floor, strict=True)]
         shapes.append(Polygon((*up, *reversed(down)), colour, tip=name))
-        if labelled and down[at][1] - up[at][1] > 14:
+        if name in unlabelled and (place := _label_place(up, down, text_width(name, 11))):
+            unlabelled.discard(name)
             ink = "white" if colour in _SHADES[:2] else "black"
-            shapes.append(Text(up[at][0], (up[at][1] + down[at][1]) / 2 + 4, name, 11, ink, "middle"))
+            shapes.append(Text(place[0], place[1] + 4, name, 11, ink, "middle"))
         floor = roof
     return shapes
+
+
+def _label_place(up: _Edge, down: _Edge, width: float) -> tuple[float, float] | None:
+    """Where a label lies inside a layer over its whole width, as near to the layer's middle as possible; or None."""
+    middle, found = (up[0][0] + up[-1][0]) / 2, []
+    for x, _ in up:
+        left, right = x - width / 2, x + width / 2
+        if left < up[0][0] or right > up[-1][0]:
+            continue
+        above = max(y for at, y in up if left <= at <= right)
+        below = min(y for at, y in down if left <= at <= right)
+        ends = ((_at(up, end), _at(down, end)) for end in (left, right))
+        for high, low in ends:
+            above, below = max(above, high), min(below, low)
+        if below - above >= _LABEL:
+            found.append((abs(x - middle), x, (above + below) / 2))
+    return min(found)[1:] if found else None
+
+
+def _at(edge: _Edge, x: float) -> float:
+    """The height of an edge at x, between its points."""
+    for (x0, y0), (x1, y1) in pairwise(edge):
+        if x0 <= x <= x1:
+            return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return edge[-1][1]
 
 
 def _bar_groups(result: Mapping[str, Any]) -> list[Shape]:
@@ -124,7 +154,9 @@ def _groups(result: Mapping[str, Any]) -> list[tuple[str, list[_Bar]]]:
             ("Legroom", opening["later"], format_duration(opening["later"]), True),
         ]))  # fmt: skip
     if loaders["rates"] is not None:
-        rates = [(names[key], rate, f"{rate:.0f}", key != "torch") for key, rate in loaders["rates"].items()]
+        rates = [
+            (names[key], rate, f"{rate:.0f}", key != "torch") for key in names if (rate := loaders["rates"].get(key))
+        ]
         groups.append((say("Batches per second"), rates))
     if loaders["trials"] and result["shm_size"] is not None:
         title = say("Crashes with {size} of /dev/shm", size=format_size(result["shm_size"]))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from legroom.charts.demo_chart import demo_chart
-from legroom.charts.drawing import Circle, Polygon, Text, svg
+from legroom.charts.drawing import Circle, Polygon, Text, svg, text_width
 from legroom.cli.demo import Lines, bar_lines, chart_path, ratio, stamped, table_lines, table_rows
 from legroom.cli.main import run
 from legroom.demo import demo_setup
@@ -114,6 +114,23 @@ def test_the_best_round_of_each_loader_counts() -> None:
 
 
 # The table, the chart and the screen.
+
+
+def test_a_label_lies_inside_its_layer_or_is_left_out() -> None:
+    rising = [
+        {"when": 10 + at, "act": "separate", "held": {"one": at * 60 * MB, "two": at * 9 * MB, "three": at * 70 * MB, "four": 6 * MB}}
+        for at in range(12)
+    ]  # fmt: skip
+    shapes = demo_chart(_result(weights=rising), "").shapes
+    layers = {one.tip: one.points for one in shapes if isinstance(one, Polygon) and one.tip in NAMES}
+    labels = [one for one in shapes if isinstance(one, Text) and one.text in NAMES]
+    assert {label.text for label in labels} == {"one", "two", "three"}
+    for label in labels:
+        points, half = layers[label.text], text_width(label.text, label.size) / 2
+        edges = points[: len(points) // 2], points[len(points) // 2 :][::-1]
+        for x in (label.x - half, label.x, label.x + half):
+            top, bottom = (np.interp(x, *zip(*edge, strict=True)) for edge in edges)
+            assert top <= label.y - 11 and label.y + 3 <= bottom, label
 
 
 def test_the_table_fits_80_columns_and_has_every_figure() -> None:
