@@ -6,6 +6,7 @@ Tests pass a fake module in place of torch.
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 from legroom.errors import NoCuda, UsageError
@@ -134,6 +135,11 @@ class CudaDevice:
             if block.get("state") == "inactive"
         ]
         return max(blocks, default=0)
+
+    def shared_maps(self) -> list[tuple[int, int]]:
+        """Address and size of copies that this process shares with others: outside torch's allocator."""
+        api = sys.modules.get("legroom.gpu.cuda_driver_api")  # not imported: nothing is shared
+        return [] if api is None else list(api.shared_maps(self.index))
 
     def pinned(self) -> int | None:
         """Bytes of host memory in torch's pinned allocator; None: this torch does not count them."""

@@ -29,6 +29,14 @@ _ANY_ORDER = 3
 _OVERLAP_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 
 
+_maps: dict[tuple[int, int], int] = {}  # bytes by device and address: what ``map`` mapped in this process
+
+
+def shared_maps(index: int) -> list[tuple[int, int]]:
+    """Address and size of the memory of a device that this process maps beside torch's allocator."""
+    return [(address, size) for (device, address), size in list(_maps.items()) if device == index]
+
+
 class CudaRefused(Exception):
     """A CUDA call failed; the message is CUDA's where it has one."""
 
@@ -201,6 +209,7 @@ class DriverApi:
         except CudaRefused:
             self._call("cuMemAddressFree", address, c_size_t(size))
             raise
+        _maps[self.index, address.value] = size
         return address.value
 
     def set_access(self, address: int, size: int, access: int) -> None:
@@ -210,6 +219,7 @@ class DriverApi:
 
     def unmap(self, address: int, size: int) -> None:
         """Undo ``map``. No queued work may use the memory any more."""
+        _maps.pop((self.index, address), None)
         self._call("cuMemUnmap", c_uint64(address), c_size_t(size))
         self._call("cuMemAddressFree", c_uint64(address), c_size_t(size))
 

@@ -56,9 +56,10 @@ def account_device(device: CudaDevice, model: Any = None, optimizer: Any = None)
     allocated, reserved = device.allocated(), device.reserved()
     free, size = device.memory()
     used = size - free
+    shared = sum(length for _, length in device.shared_maps())
     nvml = device.nvml()
-    overhead, others = _outside_allocator(device, nvml, used - reserved, reasons)
-    unknown = used - reserved - (overhead.bytes or 0) - (others or 0)
+    overhead, others = _outside_allocator(device, nvml, used - reserved - shared, reasons)
+    unknown = used - reserved - shared - (overhead.bytes or 0) - (others or 0)
     pinned, spilled = device.pinned(), None if nvml is None else nvml.spilled
     if pinned is None:
         reasons["pinned"] = say("torch has not pinned memory yet, or is too old to count it")
@@ -84,6 +85,7 @@ def account_device(device: CudaDevice, model: Any = None, optimizer: Any = None)
         spilled=spilled,
         pinned=pinned,
         reasons=reasons,
+        shared=shared,
     )
 
 
@@ -98,7 +100,9 @@ def _outside_allocator(
     own = _own_bytes(nvml)
     listed = None if nvml is None else nvml.processes
     if own is not None and listed is not None and all(process.used is not None for process in listed):
-        return overhead, sum(process.used or 0 for process in listed if process.pid != os.getpid())
+        held = sum(process.used or 0 for process in listed if process.pid != os.getpid())
+        # NVML counts a copy that processes share in each of them.
+        return overhead, min(held, max(0, rest - (overhead.bytes or 0))) if device.shared_maps() else held
     if overhead.how == "measured":
         return overhead, max(0, rest - (overhead.bytes or 0))
     reasons["others"] = say("NVML does not separate this process from others: {source}", source=overhead.source)
@@ -136,10 +140,13 @@ def _parameters_and_states(torch: Any, model: Any, optimizer: Any) -> tuple[list
 def _storage_bytes(device: CudaDevice, tensors: Iterable[Any], counted: set[int]) -> int:
     """Bytes of these tensors on the device, each storage once."""
     total = 0
+    shared = device.shared_maps()
     for one in tensors:
         if one.device.type != "cuda" or (one.device.index or 0) != device.index or one.layout != device.torch.strided:
             continue
         storage = one.untyped_storage()
+        if any(start <= storage.data_ptr() < start + length for start, length in shared):
+            continue  # in a copy that processes share, which is counted as such
         if storage.data_ptr() not in counted:
             counted.add(storage.data_ptr())
             total += allocator_size(storage.nbytes())
@@ -170,15 +177,19 @@ def measure_overhead(device: CudaDevice, used_before: int | None = None, *, test
     reserved = device.reserved()
     own = _own_bytes(nvml)
     if own is not None and own >= reserved:
-        return Overhead(own - reserved, "measured", say("NVML's figure for this process, less what torch reserves"))
+        return Overhead(
+            _without_shared(device, own - reserved),
+            "measured",
+            say("NVML's figure for this process, less what torch reserves"),
+        )
     own = _own_bytes_by_growth(device, nvml) if test_block and nvml is not None else None
     if own is not None and own >= reserved:
         source = say(
             "NVML's figure for the process that grew with this one (NVML lists host pids), less what torch reserves"
         )
-        return Overhead(own - reserved, "measured", source)
+        return Overhead(_without_shared(device, own - reserved), "measured", source)
     if used_before is not None and nvml is not None and nvml.used is not None:
-        grown = nvml.used - used_before - reserved
+        grown = _without_shared(device, nvml.used - used_before - reserved)
         if _LEAST_CONTEXT <= grown <= _MOST_CONTEXT:
             source = say(
                 "growth of GPU memory in use while this process created its context; other processes may have changed "
@@ -186,7 +197,7 @@ def measure_overhead(device: CudaDevice, used_before: int | None = None, *, test
             )
             return Overhead(grown, "bounded", source)
     free, size = device.memory()
-    rest = size - free - reserved
+    rest = _without_shared(device, size - free - reserved)
     if rest <= _MOST_CONTEXT:
         return Overhead(max(0, rest), "bounded", say("all GPU memory that is neither free nor reserved by torch"))
     source = say(
@@ -194,6 +205,12 @@ def measure_overhead(device: CudaDevice, used_before: int | None = None, *, test
         assumed=format_size(_ASSUMED_CONTEXT),
     )
     return Overhead(_ASSUMED_CONTEXT, "assumed", source)
+
+
+def _without_shared(device: CudaDevice, size: int) -> int:
+    """Without the copies that this process shares, if they are in it: not every driver counts them for a process."""
+    rest = size - sum(length for _, length in device.shared_maps())
+    return rest if rest >= _LEAST_CONTEXT else size
 
 
 def _own_bytes(nvml: Gpu | None) -> int | None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -55,7 +56,7 @@ def limit_device(device: CudaDevice, amount: Amount | None, share: float | Fract
     used_before = used_before_context(device)
     device.warm_up()
     _, size = device.memory()
-    asked = limit_bytes(amount, share, size)
+    asked = _asked(device, amount, share, size)
     overhead = measure_overhead(device, used_before)
     margin = min(_LATER_KERNELS, asked // _LATER_KERNELS_SHARE)
     allowed = asked - (overhead.bytes or 0) - margin
@@ -69,16 +70,31 @@ def limit_device(device: CudaDevice, amount: Amount | None, share: float | Fract
             fix=(say("set a limit above {least}", least=format_size((overhead.bytes or 0) + 2 * _LATER_KERNELS)),
                  say("or run fewer jobs on this GPU")),
         )  # fmt: skip
-    return _apply(device, asked, size, overhead, margin, allowed)
+    return _apply(device, partial(_asked, device, amount, share, size), size, overhead, margin, allowed)
 
 
-def _apply(device: CudaDevice, asked: int, size: int, overhead: Overhead, margin: int, allowed: int) -> Limit:
+def _asked(device: CudaDevice, amount: Amount | None, share: float | Fraction | None, size: int) -> int:
+    """Bytes. A fraction is one of what copies that processes share leave: they count once, for no process."""
+    parsed = _parse(amount, share)
+    if isinstance(parsed, int):
+        return limit_bytes(amount, share, size)
+    return int((size - _shared(device)) * parsed)
+
+
+def _shared(device: CudaDevice) -> int:
+    return sum(length for _, length in device.shared_maps())
+
+
+def _apply(
+    device: CudaDevice, asking: Callable[[], int], size: int, overhead: Overhead, margin: int, allowed: int
+) -> Limit:
+    asked, shared = asking(), _shared(device)
     if device.reserved() > allowed:
         device.empty_cache()
     fraction = device.limit_allocator(allowed)
     free, _ = device.memory()
     reserved = device.reserved()
-    others = max(0, size - free - reserved - (overhead.bytes or 0))
+    others = max(0, size - free - reserved - shared - (overhead.bytes or 0))
     made = Limit(
         device=device.name,
         asked=asked,
@@ -92,19 +108,20 @@ def _apply(device: CudaDevice, asked: int, size: int, overhead: Overhead, margin
         others=others,
         bounded=_bounded(device),
         not_bounded=_not_bounded(margin),
-        notes=tuple(_notes(asked, size, reserved, allowed, others, overhead)),
-        again=lambda: _recheck(device, made),
+        notes=tuple(_notes(asked, size, reserved, allowed, others, overhead, shared)),
+        shared=shared,
+        again=lambda: _recheck(device, made, asking),
     )
     return made
 
 
-def _recheck(device: CudaDevice, old: Limit) -> Limit:
+def _recheck(device: CudaDevice, old: Limit, asking: Callable[[], int]) -> Limit:
     overhead = measure_overhead(device)
     if overhead.how != "measured" and old.overhead.how != "assumed":
         overhead = old.overhead  # the first figure was the better one
     # Part of the room for later kernels is in use by now; a quarter of it stays.
-    allowed = min(old.allowed, old.asked - (overhead.bytes or 0) - old.margin // 4)
-    return _apply(device, old.asked, old.size, overhead, old.margin, max(1, allowed))
+    allowed = min(old.allowed, asking() - (overhead.bytes or 0) - old.margin // 4)
+    return _apply(device, asking, old.size, overhead, old.margin, max(1, allowed))
 
 
 def _bounded(device: CudaDevice) -> tuple[str, ...]:
@@ -126,14 +143,16 @@ def _not_bounded(margin: int) -> tuple[str, ...]:
     )
 
 
-def _notes(asked: int, size: int, reserved: int, allowed: int, others: int, overhead: Overhead) -> list[str]:
+def _notes(
+    asked: int, size: int, reserved: int, allowed: int, others: int, overhead: Overhead, shared: int
+) -> list[str]:
     notes = []
-    if others > size - asked:
+    if others > size - asked - shared:
         notes.append(
             say(
                 "other processes use {others} of {size}: only {left} of the {asked} limit is available",
                 others=format_size(others), size=format_size(size),
-                left=format_size(max(0, size - others)), asked=format_size(asked),
+                left=format_size(max(0, size - others - shared)), asked=format_size(asked),
             )
         )  # fmt: skip
     if reserved > allowed:

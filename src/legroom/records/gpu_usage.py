@@ -35,6 +35,7 @@ class Limit:
     bounded: tuple[str, ...]
     not_bounded: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    shared: int = 0  # bytes of copies that processes share: no part of any process's limit
     again: Callable[[], Limit] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -81,6 +82,7 @@ class Account:
     spilled: int | None  # Windows: spilled to the host's RAM
     pinned: int | None  # host memory of torch's pinned allocator
     reasons: Mapping[str, str] = field(default_factory=dict)  # by field: why it is None, or what it leaves out
+    shared: int = 0  # copies that this process shares with others (resident=True, shared=True), counted once
 
     @property
     def fragmentation(self) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +63,28 @@ def test_account_without_nvml_gives_reasons() -> None:
     assert found.overhead.bytes is None and found.others is None
     assert found.unknown == 30 * GB + cuda.context
     assert "overhead" in found.reasons and "others" in found.reasons
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_copy_that_processes_share_counts_once(counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drivers may count it in NVML's figure of each process that maps it, or of none."""
+    cuda = FakeCuda(context=520 * MB, others=25 * GB)  # 20 GB of them are the copy
+    device = FakeDevice(cuda)
+    device.warm_up()
+    monkeypatch.setattr(device, "shared_maps", lambda: [(1 << 40, 20 * GB)])
+    device.torch.is_tensor = lambda one: isinstance(one, FakeTensor)
+    if counted:
+        found = device.nvml()
+        assert found is not None and found.processes is not None
+        more = [replace(one, used=(one.used or 0) + 20 * GB) for one in found.processes if one.pid == os.getpid()]
+        rest = [one for one in found.processes if one.pid != os.getpid()]
+        monkeypatch.setattr(device, "nvml", lambda: replace(found, processes=(*more, *rest)))
+    model = SimpleNamespace(parameters=lambda recurse: [FakeTensor(GB, (1 << 40) + 7 * MB)], buffers=lambda recurse: [])
+    account = account_device(device, model, SimpleNamespace(param_groups=[], state={}))
+    assert account.shared == 20 * GB and account.weights == 0
+    assert account.overhead.bytes == 520 * MB and account.others == 5 * GB and account.unknown == 0
+    parts = (account.shared, account.overhead.bytes or 0, account.others or 0)
+    assert sum(parts) == account.used
 
 
 # The CUDA context.

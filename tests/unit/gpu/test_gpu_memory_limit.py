@@ -202,3 +202,16 @@ def test_local_device() -> None:
     assert local_device({"LOCAL_RANK": "9"}, 4, 1) == 1
     assert local_device({"LOCAL_RANK": "x"}, 4, 0) == local_device({}, 4, 0) == 0
     assert os.environ.get(VARIABLE) is None
+
+
+def test_a_share_is_one_of_what_shared_copies_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(others=20 * GB)  # the copy
+    device = FakeDevice(cuda)
+    alone = memory_limit.limit_device(device, None, 1 / 4)
+    assert alone.asked == 20 * GB and alone.shared == 0
+    monkeypatch.setattr(device, "shared_maps", lambda: [(1 << 40, 20 * GB)])
+    one_of_four = memory_limit.limit_device(device, None, 1 / 4)
+    assert one_of_four.asked == 15 * GB and one_of_four.shared == 20 * GB and one_of_four.others == 0
+    assert one_of_four.overhead.bytes == cuda.context and not one_of_four.notes
+    assert alone.recheck().asked == 15 * GB and alone.recheck().allowed < alone.allowed
+    assert memory_limit.limit_device(device, 15 * GB).allowed == one_of_four.allowed  # bytes stay bytes

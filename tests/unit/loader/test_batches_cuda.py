@@ -21,7 +21,7 @@ from cuda_fake import FakeDriver
 
 from legroom.errors import NoRoom, UnsupportedData, UsageError
 from legroom.gpu.cuda_driver_api import CudaRefused
-from legroom.loader.batches import cuda_path_choice, cuda_pinned, cuda_runtime
+from legroom.loader.batches import cuda_path_choice, cuda_runtime, gather_threads
 from legroom.loader.batches.batch_settings import BatchSettings, open_gatherer
 from legroom.loader.batches.cuda_gather_base import RESOURCES, STEPS_AHEAD, ResourceCache, row_layout
 from legroom.loader.batches.cuda_runtime import Driver, open_driver
@@ -181,11 +181,44 @@ def test_the_first_batches_of_a_shuffled_loop_choose_the_path(stored: Stored, mo
             trial.begin(orders[number + 1])
     assert set(paths) == {"cuda-copy-engine", "cuda-kernel"} and len(set(paths[130:])) == 1
     assert "ms per batch" in trial.why
-    again = stored.open(driver, shuffle=True)  # remembered
-    assert again.path == trial.path and again.why == trial.why
     trial.close()
-    again.close()
     assert len(driver.registered) == 3
+
+
+def play(
+    stored: Stored, driver: FakeDriver, costs: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, list[str]]:
+    """A loop of 200 batches whose steps take so long with each path; the gatherer, and the paths that were used."""
+    now = 0.0
+    monkeypatch.setattr(cuda_path_choice, "time", SimpleNamespace(perf_counter=lambda: now))
+    gatherer = stored.open(driver, shuffle=True)
+    paths = []
+    for rows in np.random.default_rng(2).integers(0, len(stored.columns["labels"]), (200, 5)):
+        now += costs[gatherer.path]
+        paths.append(gatherer.path)
+        same(gatherer.gather(rows), stored.columns, rows)
+    return gatherer, paths
+
+
+def test_a_choice_is_used_again_while_steps_take_as_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_path_choice, "_chosen", {})
+    images = np.random.default_rng(3).integers(0, 255, (40, 16384), np.uint8)
+    stored = Stored(tmp_path, images=images, labels=np.arange(40))
+    driver = FakeDriver()
+    three = {"cuda-copy-engine": 2.0, "cuda-kernel": 2.2, "cuda-pinned": 1.5}
+    first, paths = play(stored, driver, three, monkeypatch)
+    assert set(paths) == set(three) and set(paths[150:]) == {"cuda-pinned"} and first.ahead > 1
+    assert "1500.00 ms per batch, with cuda-copy-engine 2000.00 ms" in first.why
+    again, paths = play(stored, driver, {"cuda-pinned": 1.6}, monkeypatch)
+    assert set(paths) == {"cuda-pinned"} and again.why == first.why
+    other = {"cuda-copy-engine": 0.5, "cuda-kernel": 0.4, "cuda-pinned": 0.9}  # a shorter step
+    faster, paths = play(stored, driver, other, monkeypatch)
+    assert paths[0] == "cuda-pinned" and set(paths[165:]) == {"cuda-kernel"}
+    for gatherer in (first, again, faster):
+        gatherer.close()
+    del stored, first, again, faster, gatherer
+    gc.collect()
+    assert not driver.registered
 
 
 @pytest.mark.parametrize("stop", [0, 1, 20])
@@ -212,8 +245,8 @@ def test_a_loop_that_is_left_during_the_trial_releases_both_paths(
     ],
 )
 def test_the_path_with_the_shorter_steps_is_chosen(seconds: dict[str, list[float]], path: str) -> None:
-    chosen, why = cuda_path_choice.choose(seconds)
-    assert chosen == path and "ms per batch" in why
+    chosen = cuda_path_choice.choose(seconds)
+    assert chosen.path == path and "ms per batch" in chosen.why and chosen.seconds == min(seconds[path])
 
 
 def test_an_old_driver_gathers_with_index_select(stored: Stored) -> None:
@@ -244,7 +277,7 @@ def test_resident(stored: Stored) -> None:
 
 
 def test_resident_data_in_the_cache_are_shared_with_other_processes(stored: Stored, tmp_path: Path) -> None:
-    entry = SimpleNamespace(backing="shm", key="k1", store=os.fspath(tmp_path))
+    entry = SimpleNamespace(backing="shm", key="k1", store=os.fspath(tmp_path), sources=("train.h5",))
     driver = FakeDriver()
     first = stored.open(driver, entry, resident=True)
     assert "copied here for all processes" in first.why
@@ -445,13 +478,13 @@ def test_the_cpu_does_not_run_far_ahead(stored: Stored) -> None:
 def test_a_buffer_is_filled_again_after_its_copy(stored: Stored) -> None:
     driver = FakeDriver()
     gatherer = stored.open(driver, DISK)
-    assert driver.pinned_sizes == [4096, 4096]
+    assert driver.pinned_sizes == [4096, 4096, 4096]
     driver.log.clear()
-    for _ in range(3):
+    for _ in range(4):
         gatherer.gather(ROWS)
-    # Two buffers in turn: the third batch waits for the first one's copy before anything is written.
+    # Three buffers in turn: the fourth batch waits for the first one's copy before anything is written.
     first = driver.log.index(("wait for", "side"))
-    assert driver.log[:first].count(("mark", "side")) == 2
+    assert driver.log[:first].count(("mark", "side")) == 3
     gatherer.gather(np.arange(50))
     assert driver.pinned_sizes[-1] == 16384  # 50 × (105 + 64 + 8) bytes, and a power of two
     gatherer.close()
@@ -471,7 +504,7 @@ def test_no_more_page_locked_memory_in_the_middle(stored: Stored) -> None:
 
 def test_an_error_in_the_thread_is_raised_by_gather(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     gatherer = stored.open(FakeDriver(), DISK)
-    monkeypatch.setattr(cuda_pinned, "take_rows", lambda *_: 1 / 0)
+    monkeypatch.setattr(gather_threads, "take_rows", lambda *_: 1 / 0)
     gatherer.begin(ROWS)
     with pytest.raises(ZeroDivisionError):
         gatherer.gather(ROWS)

@@ -352,7 +352,7 @@ def test_columns_that_a_device_cannot_hold_stay_in_memory(tmp_path: Path, monkey
     told: list[object] = []
 
     class Device:
-        path, why = "cuda-copy", "a test"
+        path, why, ahead = "cuda-copy", "a test", 1
 
         def gather(self, rows: np.ndarray[Any, Any]) -> dict[str, Any]:
             told.append(rows)

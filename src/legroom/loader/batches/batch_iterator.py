@@ -146,33 +146,35 @@ class _Loop:
     ) -> None:
         self._sampler, self._order, self._gatherer = sampler, order, gatherer
         self._transform, self._progress = transform, progress
-        self._step = sampler.step(progress.position.position)
-        self._rows = self._rows_of(self._step)
+        step = sampler.step(progress.position.position)
+        # The batch that is returned next, and those that are prefetched behind it.
+        self._upcoming = deque([] if step is None else [(step, self._rows_of(step))])
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._step is None or self._rows is None:
+        if not self._upcoming:
             self._progress.done = True
             raise StopIteration
-        batch: Any = self._gatherer.gather(self._rows)
-        following = self._sampler.step(self._step.after)
-        rows = self._rows_of(following)
-        if rows is not None:
-            self._gatherer.begin(rows)
+        step, rows = self._upcoming[0]
+        batch: Any = self._gatherer.gather(rows)
+        while len(self._upcoming) <= self._gatherer.ahead:
+            following = self._sampler.step(self._upcoming[-1][0].after)
+            if following is None:
+                break
+            self._upcoming.append((following, self._rows_of(following)))
+            self._gatherer.begin(self._upcoming[-1][1])
         if self._transform is not None:
             # In the consumer's thread, so that its random numbers come in the same order in every run.
             batch = self._transform(batch)
-        self._progress.position = EpochPosition(self._progress.position.epoch, self._step.after)
-        self._step, self._rows = following, rows
+        self._progress.position = EpochPosition(self._progress.position.epoch, step.after)
+        self._upcoming.popleft()
         if training_steps.listeners:
             training_steps.batch_taken()
         return batch
 
-    def _rows_of(self, step: SampledBatch | None) -> NDArray | None:
-        if step is None:
-            return None
+    def _rows_of(self, step: SampledBatch) -> NDArray:
         if self._order is not None and step.last <= len(self._order):
             return self._order[step.first : step.last]
         positions = np.arange(step.first, step.last, dtype=np.int64) % self._sampler.rows
@@ -310,7 +312,7 @@ class Prefetcher:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """``background``: how to gather while the consumer works."""
-        self._of, self.path = gatherer, gatherer.path
+        self._of, self.path, self.ahead = gatherer, gatherer.path, 1
         self._gather, self._background, self._clock = gatherer.gather, background or gatherer.gather, clock
         self._gathering: deque[float] = deque(maxlen=_REMEMBERED)
         self._consuming: deque[float] = deque(maxlen=_REMEMBERED)

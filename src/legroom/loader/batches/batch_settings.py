@@ -227,6 +227,10 @@ class SplitGatherer:
     def why(self) -> str:
         return self._first.why
 
+    @property
+    def ahead(self) -> int:
+        return self._first.ahead
+
     def gather(self, rows: NDArray) -> Batch:
         parts = {**self._first.gather(rows), **self._rest.gather(rows)}
         return {name: parts[name] for name in self._names}

@@ -45,12 +45,17 @@ class Gatherer(Protocol):
         """One line: why this path."""
         ...
 
+    @property
+    def ahead(self) -> int:
+        """How many batches may be begun before the one that is gathered next."""
+        ...
+
     def gather(self, rows: NDArray) -> Batch:
         """The batch of these rows: int64, in [0, n), not empty. The caller owns the batch."""
         ...
 
     def begin(self, rows: NDArray) -> None:
-        """A hint: the rows of the next ``gather``, which then passes the same array object."""
+        """A hint: the rows of a ``gather`` to come, which then passes the same array object; in order."""
         ...
 
     def close(self) -> None:
@@ -62,6 +67,7 @@ class HostGatherer:
     """Batches in RAM, as arrays or as tensors; safe to use from several threads."""
 
     path = "cpu"
+    ahead = 1
 
     def __init__(self, columns: Mapping[str, Column], batch_size: int, tensor: Callable[[NDArray], Any] | None) -> None:
         self._takers = {name: _taker(column, batch_size, tensor) for name, column in columns.items()}

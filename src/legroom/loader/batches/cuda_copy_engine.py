@@ -9,16 +9,16 @@ thread queues them while the training step runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from legroom.loader.batches.cuda_gather_base import CudaGatherer, QueuedBatch, RowLayout
-from legroom.loader.batches.cuda_pinned import StagingBuffer, column_offsets, take_rows
+from legroom.loader.batches.cuda_pinned import StagingBuffer, column_offsets
 from legroom.loader.batches.cuda_registered import RegisteredColumns
 from legroom.loader.batches.cuda_runtime import Driver
-from legroom.system.process_control import room_for_threads
+from legroom.loader.batches.gather_threads import RowThreads, TaskThread
 
 if TYPE_CHECKING:
     import torch
@@ -41,14 +41,12 @@ class CopyEngineGatherer(CudaGatherer):
         self._staged = {name: kind for name, kind in rows.items() if shuffled and 0 < kind.nbytes < LEAST_ROW}
         self._buffers = [StagingBuffer(driver) for _ in range(_BUFFERS)] if self._staged else []
         self._turn = 0
-        self._submitter = ThreadPoolExecutor(1, thread_name_prefix="legroom-copy") if room_for_threads(1) else None
+        self.ahead = _BUFFERS - 1 if self._staged else 1
+        self._submitter = TaskThread("legroom-copy")
+        self._threads = RowThreads() if self._staged else None
 
     def _start(self, rows: NDArray) -> Callable[[], QueuedBatch]:
-        if self._submitter is None:  # ulimit -v leaves no room for a thread
-            queued = self._queue(rows)
-            return lambda: queued
-        batch: Future[QueuedBatch] = self._submitter.submit(self._queue, rows)
-        return batch.result
+        return self._submitter.start(partial(self._queue, rows)).result
 
     def _queue(self, rows: NDArray) -> QueuedBatch:
         driver = self.side.driver
@@ -75,6 +73,7 @@ class CopyEngineGatherer(CudaGatherer):
         self, rows: NDArray, parts: Mapping[str, torch.Tensor], copies: list[tuple[NDArray, NDArray, NDArray]]
     ) -> StagingBuffer:
         """Gather small rows into page-locked memory and add one copy per column."""
+        assert self._threads is not None
         starts, total = column_offsets(self._staged, len(rows))
         self._turn = (self._turn + 1) % len(self._buffers)
         buffer = self._buffers[self._turn]
@@ -82,7 +81,7 @@ class CopyEngineGatherer(CudaGatherer):
         filled = memory.numpy()
         for name, kind in self._staged.items():
             size = len(rows) * kind.nbytes
-            take_rows(self._registered.columns[name], rows, filled[starts[name] : starts[name] + size])
+            self._threads.copy(self._registered.array(name), rows, filled[starts[name] : starts[name] + size])
             copies.append(
                 (
                     np.array([parts[name].data_ptr()], np.uint64),
@@ -93,12 +92,9 @@ class CopyEngineGatherer(CudaGatherer):
         return buffer
 
     def _stop(self) -> None:
-        if self._submitter is None:
-            return
-        try:
-            self._submitter.shutdown(cancel_futures=True)
-        except RuntimeError:
-            pass  # in the pool's own thread: its last job held the last reference to the gatherer
+        self._submitter.stop()
+        if self._threads is not None:
+            self._threads.stop()
 
     def _release(self) -> None:
         self._buffers.clear()

@@ -128,32 +128,43 @@ class CudaGatherer(ABC):
 
     path: str
     why: str
+    ahead = 1  # batches that may be begun before the one that is gathered next
 
     def __init__(self, driver: Driver, path: str, why: str) -> None:
         self.path, self.why = path, why
         self.side = SideStream(driver)
-        self._prefetched: tuple[NDArray, Callable[[], QueuedBatch]] | None = None
+        self._begun: deque[tuple[NDArray, Callable[[], QueuedBatch]]] = deque()
         self._pid = os.getpid()
         self._open = True
 
     def gather(self, rows: NDArray) -> dict[str, torch.Tensor]:
         """The batch of these rows, ordered on the current stream; prefetched where ``begin`` had these rows."""
         require_usable(self._pid, self._open)
-        begun, self._prefetched = self._prefetched, None
-        ready = begun[1] if begun is not None and begun[0] is rows else self._start(rows)
+        ready = self._prefetched(rows) or self._start(rows)
         return self.side.hand_over(ready())
 
     def begin(self, rows: NDArray) -> None:
-        """Prefetch the next batch: the GPU gathers it while it computes on the current one."""
+        """Prefetch a batch: it is gathered while the GPU computes on the current one."""
         require_usable(self._pid, self._open)
-        self._prefetched = rows, self._start(rows)
+        while len(self._begun) >= self.ahead:  # of a loop that was left
+            self._begun.popleft()
+        self._begun.append((rows, self._start(rows)))
+
+    def _prefetched(self, rows: NDArray) -> Callable[[], QueuedBatch] | None:
+        """The batch of these rows, if it was begun. Those begun before it are of a loop that was left."""
+        if any(begun is rows for begun, _ in self._begun):
+            while True:
+                begun, ready = self._begun.popleft()
+                if begun is rows:
+                    return ready
+        return None
 
     def close(self) -> None:
         """Wait for queued work and release everything; returned batches stay valid."""
         if not self._open or self._pid != os.getpid():
             return
         self._open = False
-        self._prefetched = None
+        self._begun.clear()
         self._stop()
         self.side.drain()
         self._release()

@@ -1,36 +1,55 @@
-"""Chooses between the paths for registered memory: copy engines, a kernel of few blocks, or torch's index_select.
+"""Chooses between the paths for registered memory: copy engines, a kernel of few blocks, CPU threads, index_select.
 
 The copy engines leave the GPU's cores to the training step, but each row costs the CPU two microseconds. A kernel costs
-the CPU less and the GPU more. Which is cheaper depends on the rows and on the training step, so shuffled loops try both
-in their first batches and keep the one with which the steps took less time. The rows are the same on every path.
+the CPU less and the GPU more. Threads that gather into page-locked memory cost the GPU one copy and the CPU several
+cores. Which is cheapest depends on the rows and on the training step, so shuffled loops try them in their first batches
+and keep the one with which the steps took least time. The rows are the same on every path.
+
+A later loop over the same rows starts with the path that was chosen. If its steps take as long as those of the loop
+that chose it, the path stays. Otherwise it is another step, and the paths are tried again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader.batches.batch_settings import BatchSettings
+from legroom.loader.batches.cuda_copy_engine import LEAST_ROW, CopyEngineGatherer
 from legroom.loader.batches.cuda_copy_engine import PATH as ENGINE_PATH
-from legroom.loader.batches.cuda_copy_engine import CopyEngineGatherer
 from legroom.loader.batches.cuda_gather_base import CudaGatherer, RowLayout
+from legroom.loader.batches.cuda_pinned import PinnedGatherer
 from legroom.loader.batches.cuda_registered import KERNEL_PATH, SELECT_PATH, RegisteredColumns, RegisteredGatherer
 from legroom.loader.batches.cuda_runtime import Driver
-from legroom.messages import say
+from legroom.messages import listed, say
 
 if TYPE_CHECKING:
     import torch
 
 NDArray = np.ndarray[Any, Any]
-PHASE = 16  # batches before the trial changes to the other path
-_SETTLING = 6  # of these, not counted: the GPU still works on batches of the other path
-_PHASES = 8
+PHASE = 16  # batches before the trial changes to the next path
+_SETTLING = 6  # of these, not counted: the GPU still works on batches of the path before
+_PHASES = 8  # at least
 _AS_GOOD = 1.01  # the copy engines are kept where they cost at most this much
-_chosen: dict[tuple[Any, ...], tuple[str, str]] = {}  # path and why, by device, batch size and row sizes
+_SAME_STEP = 1.25  # a loop whose steps take this much more or less trains something else
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A path, why it was chosen, and the seconds per batch with it."""
+
+    path: str
+    why: str
+    seconds: float
+
+
+_chosen: dict[tuple[Any, ...], Choice] = {}  # by device, batch size and row sizes
 
 
 def open_registered(
@@ -48,6 +67,16 @@ def open_registered(
     def select(why: str) -> CudaGatherer:
         return RegisteredGatherer(driver, rows, registered, why)
 
+    def kernel_or_select(why: str) -> CudaGatherer:
+        try:
+            return kernel(why)
+        except CudaRefused:
+            return select(why)
+
+    def threads(why: str) -> CudaGatherer:
+        columns = {name: registered.array(name) for name in rows}
+        return PinnedGatherer(driver, columns, rows, why, registered.release)
+
     openers = {ENGINE_PATH: engine, KERNEL_PATH: kernel, SELECT_PATH: select}
     why_not = driver.why_no_copy_engines()
     if settings.path is not None:
@@ -59,32 +88,47 @@ def open_registered(
     if not shuffled:
         return engine(say("consecutive rows are one copy for the GPU's copy engines"))
     key = (str(driver.device), settings.batch_size, *sorted(kind.nbytes for kind in rows.values()))
-    if key in _chosen:
-        path, why = _chosen[key]
-        return openers[path](why)
-    try:
-        by_cores = kernel("")
-    except CudaRefused:
-        by_cores = select("")
-    registered.users += 1
-    try:
-        return PathTrial(engine(""), by_cores, lambda *found: _chosen.__setitem__(key, found))
-    except BaseException:
-        by_cores.close()
-        raise
+    tried: list[Opener] = [engine, kernel_or_select]
+    if any(kind.nbytes >= LEAST_ROW for kind in rows.values()):  # for smaller rows the first path does the same
+        tried.append(threads)
+    return PathTrial(tried, registered, partial(_chosen.__setitem__, key), _chosen.get(key))
+
+
+Opener = Callable[[str], CudaGatherer]
 
 
 class PathTrial:
-    """Two gatherers of the same rows: they take turns in the first batches, and the better one stays."""
+    """Gatherers of the same rows: they take turns in the first batches, and the best one stays."""
 
-    def __init__(self, engine: CudaGatherer, by_cores: CudaGatherer, on_choice: Callable[[str, str], None]) -> None:
-        self._engine, self._by_cores, self._on_choice = engine, by_cores, on_choice
-        self._seconds: dict[str, list[float]] = {engine.path: [], by_cores.path: []}
+    def __init__(
+        self,
+        openers: Sequence[Opener],
+        registered: RegisteredColumns,
+        on_choice: Callable[[Choice], None],
+        before: Choice | None = None,
+    ) -> None:
+        self._registered, self._on_choice, self._before = registered, on_choice, before
+        self._phases = -(-_PHASES // len(openers)) * len(openers)
+        self._gatherers: list[CudaGatherer] = []
+        self._seconds: dict[str, list[float]] = {}
         self._handed = 0  # batches, until the choice
         self._since = 0.0
-        self._begun: tuple[NDArray, CudaGatherer] | None = None
+        self._begun: list[tuple[NDArray, CudaGatherer]] = []
         self._kept: CudaGatherer | None = None
-        self._why = say("the paths are being compared in the first {count} batches", count=PHASE * _PHASES)
+        self._why = say("the paths are being compared in the first {count} batches", count=PHASE * self._phases)
+        try:
+            for open_one in openers:
+                registered.users += 1
+                try:
+                    self._gatherers.append(open_one(""))
+                except BaseException:
+                    registered.users -= 1
+                    raise
+        except BaseException:
+            for gatherer in self._gatherers:
+                gatherer.close()
+            raise
+        registered.release()  # the gatherers have a use each, and the last of them ends it
 
     @property
     def path(self) -> str:
@@ -95,61 +139,83 @@ class PathTrial:
     def why(self) -> str:
         return self._why
 
+    @property
+    def ahead(self) -> int:
+        """One while paths are compared: a batch begun on one path would be counted for the next."""
+        return 1 if self._kept is None else self._kept.ahead
+
     def gather(self, rows: NDArray) -> dict[str, torch.Tensor]:
         """The batch of these rows; until the choice, the time since the batch before is counted."""
-        begun, self._begun = self._begun, None
-        gatherer = begun[1] if begun is not None and begun[0] is rows else self._current()
+        begun = next((gatherer for asked, gatherer in self._begun if asked is rows), None)
+        self._begun = [one for one in self._begun if one[0] is not rows][-2:]
+        gatherer = begun or self._current()
         batch = gatherer.gather(rows)
         if self._kept is None:
             self._count(gatherer)
         return batch
 
     def begin(self, rows: NDArray) -> None:
-        """Prefetch the next batch."""
+        """Prefetch a batch."""
         gatherer = self._current()
-        self._begun = rows, gatherer
+        self._begun.append((rows, gatherer))
         gatherer.begin(rows)
 
     def close(self) -> None:
-        """Close both gatherers."""
-        self._begun = None
-        self._engine.close()
-        self._by_cores.close()
+        """Close all gatherers."""
+        self._begun.clear()
+        for gatherer in self._gatherers:
+            gatherer.close()
 
     def _current(self) -> CudaGatherer:
         if self._kept is not None:
             return self._kept
-        return self._by_cores if self._handed // PHASE % 2 else self._engine
+        if self._before is not None:
+            for gatherer in self._gatherers:
+                if gatherer.path == self._before.path:
+                    return gatherer
+            self._before = None  # it cannot be used any more
+        return self._gatherers[self._handed // PHASE % len(self._gatherers)]
 
     def _count(self, gatherer: CudaGatherer) -> None:
         now = time.perf_counter()
         place = self._handed % PHASE
+        self._handed += 1
         if place == _SETTLING:
             self._since = now
-        elif place == PHASE - 1:
-            self._seconds[gatherer.path].append((now - self._since) / (PHASE - 1 - _SETTLING))
-        self._handed += 1
-        if self._handed == PHASE * _PHASES:
-            path, self._why = choose(self._seconds)
-            kept, other = (
-                (self._engine, self._by_cores) if path == self._engine.path else (self._by_cores, self._engine)
-            )
-            self._kept = kept
-            other.close()
-            self._on_choice(path, self._why)
+        if place < PHASE - 1:
+            return
+        seconds = (now - self._since) / (PHASE - 1 - _SETTLING)
+        if self._before is not None:
+            before, self._before, self._handed = self._before, None, 0
+            if 1 / _SAME_STEP <= seconds / before.seconds <= _SAME_STEP:
+                self._keep(before)
+            return
+        self._seconds.setdefault(gatherer.path, []).append(seconds)
+        if self._handed == PHASE * self._phases:
+            self._keep(choose(self._seconds))
+
+    def _keep(self, choice: Choice) -> None:
+        self._why = choice.why
+        self._kept = next(gatherer for gatherer in self._gatherers if gatherer.path == choice.path)
+        for gatherer in self._gatherers:
+            if gatherer is not self._kept and all(begun is not gatherer for _, begun in self._begun):
+                gatherer.close()
+        self._on_choice(choice)
 
 
-def choose(seconds: Mapping[str, list[float]]) -> tuple[str, str]:
-    """The path with the shorter steps, and why; the copy engines where the difference is small.
+def choose(seconds: Mapping[str, list[float]]) -> Choice:
+    """The path with the shortest steps, and why; the copy engines where the difference is small.
 
     ``seconds`` has the mean time per batch of each phase, by path.
     """
     # The best phase of each: others were lengthened by warming up, by an evaluation or by a checkpoint.
     steps = {path: min(taken) for path, taken in seconds.items()}
-    other = next(path for path in steps if path != ENGINE_PATH)
-    path = ENGINE_PATH if steps[ENGINE_PATH] <= _AS_GOOD * steps[other] else other
-    rest = other if path == ENGINE_PATH else ENGINE_PATH
-    return path, say(
-        "compared in this loop: {step:.2f} ms per batch, with {rest} {slower:.2f} ms",
-        step=1e3 * steps[path], rest=rest, slower=1e3 * steps[rest],
-    )  # fmt: skip
+    best = min(steps, key=steps.__getitem__)
+    path = next(path for path in steps if steps[path] <= _AS_GOOD * steps[best])  # in the order that they are tried
+    rest = [
+        say("with {path} {time:.2f} ms", path=other, time=1e3 * taken)
+        for other, taken in steps.items()
+        if other != path
+    ]
+    why = say("compared in this loop: {step:.2f} ms per batch, {rest}", step=1e3 * steps[path], rest=listed(rest))
+    return Choice(path, why, steps[path])

@@ -1,15 +1,15 @@
 """Paths cuda-pinned and cuda-copy: the CPU gathers a batch into a buffer that is then copied to the GPU.
 
-One thread prepares one batch after the other while the training step runs. It splits large batches among helper
-threads, because one core fills a buffer at a tenth of the speed at which the GPU reads it. A buffer is reused only
-after its copy is done. torch rounds page-locked allocations up to powers of two, so all columns share one buffer of
-such a size. Where page-locking fails, ordinary memory is used and each copy is waited for.
+One thread prepares one batch after the other while the training step runs, up to two ahead. It splits large batches
+among helper threads, because one core fills a buffer at a tenth of the speed at which the GPU reads it. A buffer is
+reused only after its copy is done. torch rounds page-locked allocations up to powers of two, so all columns share one
+buffer of such a size. Where page-locking fails, ordinary memory is used and each copy is waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,17 +17,16 @@ import numpy as np
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader.batches.cuda_gather_base import CudaGatherer, QueuedBatch, RowLayout
 from legroom.loader.batches.cuda_runtime import Driver
+from legroom.loader.batches.gather_threads import RowThreads, TaskThread
 from legroom.messages import say
-from legroom.system.process_control import room_for_threads, usable_cpus
 
 if TYPE_CHECKING:
     import torch
 
 NDArray = np.ndarray[Any, Any]
-_BUFFERS = 2
+PATH = "cuda-pinned"
+_BUFFERS = 3
 _ALIGNMENT = 64
-_MOST_HELPERS = 8
-_PIECE = 1 << 20  # bytes per helper thread
 
 
 class StagingBuffer:
@@ -53,16 +52,22 @@ class StagingBuffer:
 class PinnedGatherer(CudaGatherer):
     """Gathers on the CPU; ``path`` changes from cuda-pinned to cuda-copy when page-locking fails."""
 
-    def __init__(self, driver: Driver, columns: Mapping[str, NDArray], rows: Mapping[str, RowLayout], why: str) -> None:
-        super().__init__(driver, "cuda-pinned", why)
-        self._columns, self._rows = dict(columns), dict(rows)
+    ahead = _BUFFERS - 1  # the batch that is used was copied from the other one
+
+    def __init__(
+        self,
+        driver: Driver,
+        columns: Mapping[str, NDArray],
+        rows: Mapping[str, RowLayout],
+        why: str,
+        release: Callable[[], None] | None = None,
+    ) -> None:
+        """``release`` is called at the end, when nothing reads ``columns`` any more."""
+        super().__init__(driver, PATH, why)
+        self._columns, self._rows, self._on_release = dict(columns), dict(rows), release
         self._buffers = [StagingBuffer(driver) for _ in range(_BUFFERS)]
         self._turn = 0
-        self._maker: ThreadPoolExecutor | None = None  # both None where ulimit -v leaves no room for threads
-        self._helpers: ThreadPoolExecutor | None = None
-        if room_for_threads(1 + _helpers()):
-            self._maker = ThreadPoolExecutor(1, thread_name_prefix="legroom-batch")
-            self._helpers = ThreadPoolExecutor(_helpers(), thread_name_prefix="legroom-gather")
+        self._maker, self._threads = TaskThread("legroom-batch"), RowThreads()
         try:
             for buffer in self._buffers:
                 buffer.take(1, pinned=True)
@@ -75,11 +80,7 @@ class PinnedGatherer(CudaGatherer):
         self._buffers = [StagingBuffer(self.side.driver)]
 
     def _start(self, rows: NDArray) -> Callable[[], QueuedBatch]:
-        if self._maker is None:
-            made = self._make(rows)
-            return lambda: made
-        batch: Future[QueuedBatch] = self._maker.submit(self._make, rows)
-        return batch.result
+        return self._maker.start(partial(self._make, rows)).result
 
     def _make(self, rows: NDArray) -> QueuedBatch:
         starts, total = column_offsets(self._rows, len(rows))
@@ -87,9 +88,12 @@ class PinnedGatherer(CudaGatherer):
         with self.side.queueing():  # from the start: page-locked memory also belongs to this thread's device
             memory, buffer = self._memory(total)
             filled = memory.numpy()
-            self._fill(rows, {name: filled[start:] for name, start in starts.items()})
+            for name, kind in self._rows.items():
+                if kind.nbytes:
+                    into = filled[starts[name] : starts[name] + len(rows) * kind.nbytes]
+                    self._threads.copy(self._columns[name], rows, into)
             self.side.limit_run_ahead()
-            pinned = self.path == "cuda-pinned"
+            pinned = self.path == PATH
             for name, kind in self._rows.items():
                 parts[name] = kind.empty(len(rows), self.side.driver.device)
                 size = len(rows) * kind.nbytes
@@ -104,50 +108,22 @@ class PinnedGatherer(CudaGatherer):
         self._turn = (self._turn + 1) % len(self._buffers)
         buffer = self._buffers[self._turn]
         try:
-            return buffer.take(total, pinned=self.path == "cuda-pinned"), buffer
+            return buffer.take(total, pinned=self.path == PATH), buffer
         except CudaRefused as refusal:
             self.side.stream.synchronize()  # the other buffer is dropped too, and its copy may be queued
             self._copy_instead(refusal)
             self._turn = 0
             return self._buffers[0].take(total, pinned=False), self._buffers[0]
 
-    def _fill(self, rows: NDArray, into: Mapping[str, NDArray]) -> None:
-        pieces = [
-            (column, rows[start:end], into[name][start * kind.nbytes : end * kind.nbytes])
-            for name, column in self._columns.items()
-            for kind in (self._rows[name],)
-            if kind.nbytes
-            for start, end in _ranges(len(rows), kind.nbytes)
-        ]
-        if self._helpers is None or len(pieces) <= 1 + len(self._columns):
-            for piece in pieces:
-                take_rows(*piece)
-            return
-        for done in wait([self._helpers.submit(take_rows, *piece) for piece in pieces]).done:
-            done.result()
-
     def _stop(self) -> None:
-        for pool in (self._maker, self._helpers):
-            if pool is None:
-                continue
-            try:
-                pool.shutdown(cancel_futures=True)
-            except RuntimeError:
-                pass  # in the pool's own thread: its last job held the last reference to the gatherer
+        self._maker.stop()
+        self._threads.stop()
 
     def _release(self) -> None:
         self._buffers.clear()
         self._columns.clear()
-
-
-def take_rows(column: NDArray, rows: NDArray, into: NDArray) -> None:
-    """Copy some rows of a column as bytes; numpy releases the GIL meanwhile."""
-    count = len(rows)
-    if not column.flags.c_contiguous:  # numpy would make a contiguous copy of all of it
-        into.reshape(count, -1)[:] = np.ascontiguousarray(column[rows]).reshape(count, -1).view(np.uint8)
-        return
-    whole = column.reshape(len(column), -1).view(np.uint8)
-    np.take(whole, rows, axis=0, out=into.reshape(count, -1), mode="clip")
+        if self._on_release is not None:
+            self._on_release()
 
 
 def column_offsets(rows: Mapping[str, RowLayout], count: int) -> tuple[dict[str, int], int]:
@@ -160,18 +136,7 @@ def column_offsets(rows: Mapping[str, RowLayout], count: int) -> tuple[dict[str,
     return starts, max(total, 1)
 
 
-def _ranges(count: int, row: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of about ``_PIECE`` bytes."""
-    step = max(1, _PIECE // row)
-    for start in range(0, count, step):
-        yield start, min(start + step, count)
-
-
 def _ordinary(nbytes: int) -> torch.Tensor:
     import torch
 
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-
-def _helpers() -> int:
-    return min(_MOST_HELPERS, usable_cpus())

@@ -12,6 +12,7 @@ unregister stay mapped, because the GPU may still read them.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import stat
@@ -54,6 +55,15 @@ class RegisteredColumns:
     addresses: dict[str, int]
     uses: list[ResourceUse[RegisteredFile]]
     users: int = 1  # gatherers that will call release
+
+    def array(self, name: str) -> NDArray:
+        """A column as it is in the registered file, without what this process wrote into its own array."""
+        column = self.columns[name]
+        start = self.addresses.get(name)
+        if start is None:
+            return column
+        memory = (ctypes.c_char * column.nbytes).from_address(start)
+        return np.frombuffer(memory, np.uint8).view(column.dtype).reshape(column.shape)
 
     def release(self) -> None:
         """Release the registered files after the last user; its queued work must not read them any more."""

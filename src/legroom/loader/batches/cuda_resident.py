@@ -39,6 +39,7 @@ class ResidentGatherer:
     """Gathers from arrays in GPU memory, kept as rows of integers; a use is None where a row has no bytes."""
 
     path = "cuda-resident"
+    ahead = 1
 
     def __init__(
         self,
