@@ -202,6 +202,8 @@ class Encoder:
         for _ in range(_DEEPEST + 1):
             inside: list[Sequence[Any]] = []
             for parts in fields:
+                if _is_number_sum(parts):
+                    continue
                 kinds = set(map(type, parts))
                 if kinds <= _LEAVES:
                     continue
@@ -229,13 +231,22 @@ def _fields_of(dicts: Sequence[dict[Any, Any]]) -> list[Sequence[Any]]:
 
 
 def _are_numbers(lists: Sequence[Sequence[Any]]) -> bool:
-    """Whether all items of these lists are numbers, by adding them up: a third of the time of asking for types.
+    """Whether all items of these lists are numbers."""
+    try:
+        return type(sum(map(sum, lists, repeat(0.0)), 0.0)) is float
+    except Exception:  # not a number, or an integer too large to be added to a float
+        return False
 
-    numpy scalars add up with a bytearray, and the sum is numpy's.
+
+def _is_number_sum(items: Sequence[Any]) -> bool:
+    """Whether all these items are numbers, by adding them up: a third of the time of asking for types.
+
+    From 0.0 on, sums of floats and of integers are one loop in C. numpy scalars add up with a bytearray, and the sum is
+    numpy's.
     """
     try:
-        return type(sum(map(sum, lists))) in (int, float)
-    except Exception:  # not a number, or an integer too large to be added to a float
+        return type(sum(items, 0.0)) is float
+    except Exception:  # see above
         return False
 
 

@@ -29,7 +29,7 @@ from legroom.system.process_control import room_for_threads, usable_cpus
 TYPES: dict[type, int] = {list: LIST, tuple: TUPLE, dict: DICT}
 _FEW, _MANY = 64, 1024  # in a container of few items, one with many is a view of its own
 _PIECE = 1 << 20  # bytes that are hashed and written together
-_CHUNK = 256  # items encoded together
+_CHUNK = 64  # items encoded together, while they are in the CPU's cache
 _WAITING = 4  # pieces between the encoder and the writer
 _HEADER = 128  # bytes of the .npy header of a flat array, whatever its length
 
