@@ -1,4 +1,4 @@
-"""Load one object on four Ray nodes: how often the source is read, how long it takes against one node, and a node's death.
+"""Load one object on four Ray nodes: how often the source is read, the time against one node alone, a node that dies.
 
     python bench/nodes.py [--mb 400] [--rounds 3] [--results FOLDER]      after: make test-nodes, or pip install ray
 

@@ -85,6 +85,7 @@ class Cluster:
     nodes: list[Node] = field(default_factory=list)
     rate: str | None = None
     shm: str = "2g"
+    cpus: int = 1  # of each node, as Ray counts them
     token: str = field(default_factory=lambda: secrets.token_hex(32))
 
     @property
@@ -98,7 +99,7 @@ class Cluster:
     def start(self, node: Node) -> None:
         """Start Ray on a node, with file systems of its own."""
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats",
-               f"--node-ip-address={node.address}", "--num-cpus=1", f"--object-store-memory={400 << 20}"]  # fmt: skip
+               f"--node-ip-address={node.address}", f"--num-cpus={self.cpus}", f"--object-store-memory={400 << 20}"]  # fmt: skip
         ray += (
             ["--head", f"--port={PORT}", "--include-dashboard=false"]
             if node is self.head
@@ -156,10 +157,10 @@ class Cluster:
 
 
 @contextmanager
-def cluster(count: int = 4, rate: str | None = None) -> Iterator[Cluster]:
+def cluster(count: int = 4, rate: str | None = None, cpus: int = 1) -> Iterator[Cluster]:
     """Ray nodes, connected by a bridge; ``rate`` limits each node's link in both directions (tc's notation)."""
     name = f"{_PREFIX}{os.getpid()}"
-    found = Cluster(name, f"{name}b", f"{_subnet()}.254", rate=rate)
+    found = Cluster(name, f"{name}b", f"{_subnet()}.254", rate=rate, cpus=cpus)
     _remove_left()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is below is removed then, too
     try:
