@@ -65,8 +65,8 @@ def load(
 ) -> None:
     """Load files into the cache.
 
-    FILES are paths, or URLs such as s3://bucket/key and https://host/path (they need the extra "remote"). A download
-    that was interrupted continues where it was.
+    FILES are paths, or URLs such as s3://bucket/key and https://host/path. URLs need pip install legroom[remote]. An
+    interrupted download continues where it stopped.
     """
     from legroom.loader.batches.open_data import open as open_data
 

@@ -33,7 +33,7 @@ _NONE = "-"
 @click.option("--quick", is_flag=True, help="Use less data and fewer rounds: faster, with less precise figures.")
 @click.option("--out", metavar="FILE", help="File for the chart, ending in .png or .svg (default: ./legroom-demo.png).")
 @click.option("--keep", is_flag=True, help="Keep the directory with data, logs and checkpoints.")
-@click.option("--no-torch", is_flag=True, help="Run as if torch were not installed.")
+@click.option("--no-torch", is_flag=True, help="Train with numpy and leave out the DataLoaders.")
 @click.option("--plain", is_flag=True, help="Print plain lines even on a terminal.")
 @click.option("--no-color", is_flag=True, help="Use no colors.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout; progress goes to stderr.")

@@ -94,7 +94,7 @@ _OPTIONS = (
     click.option("--val-batch", **_COUNT_OF, help="Validation batch size, if different (with --val-workers)."),
     click.option("--ranks", **_COUNT_OF, default=1, help="Ranks (processes) per job on this machine."),
     click.option("--per-process", **_SIZE_OF,
-                 help="/dev/shm that each process uses besides the DataLoader's (and besides --nccl).  [default: 0]"),
+                 help="/dev/shm that each process uses, without the batches of the DataLoader.  [default: 0]"),
     click.option("--process-ram", **_SIZE_OF, help="RAM of each rank besides batches and parameters.  [default: 0]"),
     click.option("--params", type=COUNT, default=0, metavar="N",
                  help="Number of model parameters held in host RAM (CPU training, offload), for example 125M."),

@@ -25,7 +25,7 @@ from legroom.units import format_size, size_or_unknown
     type=int,
     multiple=True,
     metavar="PID…",
-    help="Measure the memory of running jobs: one process id or several, separated by spaces.",
+    help="Measure running jobs, one process id for each, separated by spaces; their mean counts.",
 )
 @click.argument("pids", nargs=-1, type=int, metavar="")
 @click.option("--match", metavar="REGEX", help="Measure running jobs whose command line matches.")
@@ -42,7 +42,7 @@ from legroom.units import format_size, size_or_unknown
     "--emit",
     type=click.Choice(KINDS),
     help="Print only a configuration snippet that sets the recommended size of /dev/shm. kubernetes-warm: a DaemonSet "
-    "that loads the data on every node.",
+    "that loads --data on every node.",
 )
 @click.option(
     "--root", default="/", metavar="DIR", help="Read /proc and /sys under DIR instead of /, for example /host."

@@ -33,8 +33,8 @@ from legroom.messages import listed, say
     "flags",
     multiple=True,
     metavar="SETTING=FLAG",
-    help="Which flag of the script sets batch, accumulation, workers, prefetch, pin_memory or low_memory: batch=--bs "
-    "(with --retries).",
+    help="Which flag of the script sets batch, accumulation, workers, prefetch, pin_memory or low_memory: batch=--bs, "
+    "or with its default accumulation=--acc=16 (with --retries). Can be given several times.",
 )
 @click.option(
     "--checkpoint",
@@ -72,7 +72,7 @@ from legroom.messages import listed, say
     "--loader",
     type=click.Choice(["torch", "legroom"]),
     help="legroom: replace torch's DataLoader in the script by Legroom's. torch: never replace it. Default: torch's; "
-    "if /dev/shm was full and --retries is given, the last restart uses Legroom's.",
+    "with --retries, Legroom's is the last step after a full /dev/shm.",
 )
 @click.option(
     "--gpu-limit",

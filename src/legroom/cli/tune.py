@@ -25,7 +25,7 @@ from legroom.units import format_size, size_or_unknown
     "--effective-batch",
     type=int,
     metavar="N",
-    help="Samples per optimizer step over all ranks (set --ranks); batch and accumulation are chosen to keep it.",
+    help="Samples per optimizer step over all ranks (set --ranks). Smaller batches get more accumulation.",
 )
 @click.option(
     "--step-seconds",
@@ -34,7 +34,12 @@ from legroom.units import format_size, size_or_unknown
     help="Time of forward, backward and optimizer step for one batch, without waiting for data: 0.018, 18ms.",
 )
 @click.option(
-    "--ranks", type=int, default=1, show_default=True, metavar="N", help="Number of ranks of the job (world size)."
+    "--ranks",
+    type=int,
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Ranks of the job (world size), for --effective-batch.",
 )
 @click.option("--collate", metavar="MODULE:FUNCTION", help="collate_fn; default: the DataLoader's own.")
 @click.option("--loader", type=click.Choice(["legroom", "torch"]), default="legroom", show_default=True,
@@ -54,7 +59,7 @@ from legroom.units import format_size, size_or_unknown
     "by_hand",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Keep a setting fixed: batch, workers, prefetch, accumulation or another one. Can be given several times.",
+    help="Keep a setting fixed: batch, accumulation, workers, prefetch, pin_memory. Can be given several times.",
 )
 @click.option("--last", is_flag=True, help="Print the last result for this dataset without measuring.")
 @click.option(
