@@ -15,8 +15,10 @@ SPREAD := -n 4 --dist loadfile --no-loadscope-reorder
 # Some images set it. Without bytecode each process compiles what it imports, and pytest rewrites every test file again.
 export PYTHONDONTWRITEBYTECODE :=
 
-# pip compiles on one core and compiles everything; transformers' models and others' tests are compiled when imported.
-COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/transformers/models/|/tests?/' $(VENV)/lib || true
+# pip compiles on one core and compiles everything. What few or no tests import is compiled when it is imported.
+SELDOM := transformers/models|tests?|torch/_inductor|torch/testing|moto/(iam|stepfunctions|ec2)|sympy/physics|pygments/lexers
+SELDOM := $(SELDOM)|fontTools|mypyc?|networkx|pip|pytorch_lightning|setuptools
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/($(SELDOM))/' $(VENV)/lib || true
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check lint style types rewritten unit coverage chromium podman test-pythons test-nodes test-torch test-torch-suite bench gpu docs messages evidence soak clean
@@ -24,9 +26,15 @@ COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/transformers/models/|/tests?
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+# pip works on one core. So two of them install the pinned versions, each every other line, into different folders; what
+# pyproject.toml asks for is then there. The last pip checks that, and installs what they could not.
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	for half in 0 1; do \
+	    awk -v half=$$half '/^#/ {exit} NR % 2 == half' constraints.txt > $(VENV)/pinned-$$half.txt; \
+	    $(PIP) --no-deps -r $(VENV)/pinned-$$half.txt & done; wait
+	$(PIP) -c constraints.txt -e '.[dev]'
 	$(COMPILE)
 	touch $@
 

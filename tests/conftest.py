@@ -17,7 +17,7 @@ from forked_measurements import use_forks
 
 from legroom import messages
 
-pytest_plugins = ["load_sensitive"]
+pytest_plugins = ["hang_limit", "load_sensitive"]
 
 # Tests import helpers by their file names, from every folder here.
 sys.path += sorted({str(path.parent) for path in Path(__file__).parent.rglob("*.py")} - set(sys.path))

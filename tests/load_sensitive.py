@@ -12,6 +12,8 @@ from _pytest.runner import runtestprotocol
 MARK = "load_sensitive"
 RETRIED = "retried"  # the user property of a test's reports that carries the reason and the first failure
 
+TIMED_OUT = "from pytest-timeout"
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"{MARK}(reason): depends on the machine's load for this reason; retried once")
@@ -32,7 +34,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = runtestprotocol(item, log=False, nextitem=nextitem)
     failed = next((report for report in reports if report.failed), None)
-    if failed is not None:
+    if failed is not None and TIMED_OUT not in failed.longreprtext:  # a test that hangs is not tried again
         item.user_properties.append((RETRIED, f"{mark.kwargs['reason']}; first failure: {_last_line(failed)}"))
         item._initrequest()  # type: ignore[attr-defined]  # fixtures are set up again
         reports = runtestprotocol(item, log=False, nextitem=nextitem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -61,11 +62,11 @@ def test_helpers_have_names_of_their_own() -> None:
 
 
 def run(folder: Path, text: str, *flags: str) -> str:
-    """What pytest prints about these tests, with the plugin for retries alone."""
+    """What pytest prints about these tests, with the plugins for retries and for hangs alone."""
     (folder / "test_it.py").write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "load_sensitive", "-p", "no:cacheprovider", *flags],
+        [sys.executable, "-m", "pytest", "-p", "hang_limit", "-p", "load_sensitive", "-p", "no:cacheprovider", *flags],
         cwd=folder, env={**os.environ, "PYTHONPATH": str(TESTS)}, capture_output=True, text=True,
     )  # fmt: skip
     return done.stdout + done.stderr
@@ -112,3 +113,27 @@ def test_unmarked():
 def test_a_mark_without_a_reason_is_refused(tmp_path: Path) -> None:
     said = run(tmp_path, "import pytest\n@pytest.mark.load_sensitive\ndef test_it():\n    pass\n")
     assert 'test_it.py::test_it: load_sensitive needs reason="..."' in said
+
+
+def test_a_test_that_hangs_is_reported_with_its_stack_and_the_others_run(tmp_path: Path) -> None:
+    text = """
+import signal, time, pytest
+
+@pytest.mark.timeout(1)
+@pytest.mark.load_sensitive(reason="a hang is not tried again")
+def test_interrupted():
+    time.sleep(600)
+
+@pytest.mark.timeout(1)
+def test_not_interrupted():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    time.sleep(600)
+
+def test_after_them():
+    pass
+"""
+    said = run(tmp_path, text, "-n", "1", "-o", "hang_grace=1", "-o", "timeout_method=signal")
+    assert "2 failed, 1 passed" in said, said
+    assert "Timeout (>1.0s) from pytest-timeout" in said and "crashed while running" in said
+    assert re.search(r'test_it\.py", line 12 in test_not_interrupted', said), said  # its stack
+    assert "retried" not in said
