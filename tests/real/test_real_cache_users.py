@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import rigs
 
 AS_USER = """
 import os, sys
@@ -143,3 +144,57 @@ def test_a_program_that_really_runs_as_nobody_has_its_store(shared: Path) -> Non
     assert again == told
     found, codes = _in_namespace("mapped", shared)  # its own user, mapped: still its store
     assert f"{shared}/legroom-65534" in found and codes == "[]"
+
+
+EACH = """
+import sys, numpy, legroom
+from legroom.cache import drop_and_gc, list_and_verify
+known, new = sys.argv[1:]
+asked = {
+    "list": list_and_verify.listing, "info": lambda: list_and_verify.info(known), "verify": list_and_verify.verify,
+    "known": lambda: legroom.open(known)["array"].sum(), "new": lambda: legroom.open(new)["array"].sum(),
+    "gc": drop_and_gc.gc, "drop": lambda: drop_and_gc.drop(known),
+}
+for name, ask in asked.items():
+    try:
+        print(name, ask() if name in ("known", "new") else "fine", flush=True)
+    except legroom.LegroomError as problem:
+        print(name, problem.code, flush=True)
+print("backing", legroom.open(new).info.backing)
+"""
+
+
+@pytest.mark.real("mount", "user")
+@pytest.mark.parametrize("how", ["read-only mount", "read-only folders", "immutable"])
+def test_a_store_that_cannot_be_written_is_an_answer_in_words(shared: Path, how: str) -> None:
+    """An entry that is there and a file that is not: the first is read or loaded again, the second is on the disk."""
+    np.save(shared / "b.npy", np.arange(100))
+    env = {**os.environ, "LEGROOM_SHM": str(shared), "LEGROOM_DIR": str(shared / "disk")}
+    uid = 12345 if how == "read-only folders" else 0
+    (shared / "b.npy").chmod(0o644)
+    as_user(uid, OPEN, shared, shared / "a.npy")
+    store = shared / f"legroom-{uid}"
+    folders = [store, *(path for path in store.rglob("*") if path.is_dir())]
+    command = [sys.executable, "-c", EACH, str(shared / "a.npy"), str(shared / "b.npy")]
+    try:
+        if how == "immutable":
+            made = subprocess.run(["chattr", "+i", *map(str, folders)], capture_output=True, text=True, check=False)
+            if made.returncode:
+                pytest.skip(f"no immutable directories here: {made.stderr.strip()}")
+        elif how == "read-only folders":
+            for folder in folders:
+                folder.chmod(0o500)
+            command = rigs.as_user(uid, command)
+        else:
+            line = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+            command = ["unshare", "--mount", "sh", "-c", line, str(store), *command]
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
+    finally:
+        if how == "immutable":
+            subprocess.run(["chattr", "-i", *map(str, folders)], check=False, capture_output=True)
+        for folder in folders:
+            folder.chmod(0o700)
+    assert ended.returncode == 0, ended.stderr
+    said = dict(line.split(maxsplit=1) for line in ended.stdout.splitlines())
+    assert said["known"] == "499500" and said["new"] == "4950" and said["backing"] == "disk", ended
+    assert set(said) == {"list", "info", "verify", "known", "new", "gc", "drop", "backing"}

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ except ImportError:  # Windows
 
 _PER_THREAD = 72 << 20  # bytes of address space: a malloc arena and a stack
 _MAPS_PER_THREAD = 16  # a stack, a malloc arena and their guards, and what Python allocates first
+_MAPS_STAND_S = 1.0
+_maps_seen: dict[str, float] = {}  # how many more maps there could be, and until when that stands
 _PR_SET_PDEATHSIG = 1
 MAP_FAILED = 2 * sys.maxsize + 1  # (void *) -1
 
@@ -52,8 +55,11 @@ def room_for_threads(count: int) -> bool:
 
 
 def _maps_left(count: int) -> bool:
-    """Whether this process may have that many more memory maps. Counting those that it has takes longer."""
-    if sys.platform != "linux":
+    """Whether this process may have that many more memory maps. Counting those that it has takes longer.
+
+    A yes stands for a moment: loops ask before every batch, and a hundred maps take as long as a thread's start.
+    """
+    if sys.platform != "linux" or (count <= _maps_seen.get("count", 0) and time.monotonic() < _maps_seen["until"]):
         return True
     held: list[mmap.mmap] = []
     try:
@@ -66,6 +72,7 @@ def _maps_left(count: int) -> bool:
     finally:
         for one in held:
             one.close()
+    _maps_seen.update(count=count, until=time.monotonic() + _MAPS_STAND_S)
     return True
 
 

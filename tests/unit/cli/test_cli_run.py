@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from legroom.units import format_duration
+
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and process groups are POSIX's")
 
 # Dies of a refused allocation until its workers are few enough; says what it was started with.
@@ -88,7 +90,7 @@ def test_a_command_that_is_not_there_or_not_runnable(tmp_path: Path) -> None:
 
 def test_starts_again_with_less_and_remembers_what_worked(tmp_path: Path) -> None:
     command = ["--retries", "3", "--", sys.executable, _script(tmp_path), "--num_workers", "4", "--batch=8"]
-    done = _run(*command, folder=tmp_path)
+    done = _run("--report", "story", *command, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.decode().splitlines()
     assert [line for line in lines if line.startswith("workers")] == [
@@ -102,7 +104,9 @@ def test_starts_again_with_less_and_remembers_what_worked(tmp_path: Path) -> Non
     assert told.count("  why: ") and told.count("ram-allocation, 95% sure") == 2
     assert told.count("ram-allocation, 95% sure again") == 1
     (closing,) = (line for line in told.splitlines() if "finished on attempt" in line)
-    assert "finished on attempt 3 with num_workers 0 (was 4); 2 failed attempts took " in closing
+    lost = sum(one["seconds"] for one in json.loads((tmp_path / "story.json").read_text())["attempts"][:2])
+    said = f"finished on attempt 3 with num_workers 0 (was 4); 2 failed attempts took {format_duration(lost)}"
+    assert closing.endswith(said) and lost > 0
     again = _run(*command, folder=tmp_path)
     assert again.stdout.decode().splitlines()[0].startswith("workers 0") and b"worked last" in again.stderr
     fresh = _run("--fresh", *command, folder=tmp_path)
@@ -291,11 +295,15 @@ def test_a_limit_without_a_gpu_is_reported_to_have_no_effect(tmp_path: Path) -> 
 
 
 def test_an_alarm_of_a_running_job_is_reported_once_and_kept(tmp_path: Path) -> None:
-    code = "import time; held = [open('/dev/null') for _ in range(85)]; time.sleep(5)"
+    code = (
+        "import sys, time; held = [open('/dev/null') for _ in range(85)]\n"
+        "sys.stderr.write('\\r 45% |####'); sys.stderr.flush(); time.sleep(5)"
+    )
     words = ["sh", "-c", 'ulimit -n 100; exec "$0" -c "$1"', sys.executable, code]
     done = _run("--report", "story", "--", *words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(b"legroom: warning fds-nearly-out: fds is ") == 1
+    assert b"45% |####\nlegroom: warning fds-nearly-out" in done.stderr  # on a line of its own
     report = json.loads((tmp_path / "story.json").read_text())
     kept = [alarm for alarm in report["attempts"][0]["alarms"] if alarm["code"] == "fds-nearly-out"]
     assert len(kept) == 1 and 0 <= kept[0]["since"] < 60 and kept[0]["level"] == "warning"

@@ -6,14 +6,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from legroom.probe.host import Host
 from legroom.records.failure import Level, Reading
+from legroom.rescue import job_attempt
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, make_job_cgroup
 from legroom.rescue.evidence import EvidenceCollector, KernelLog
 from legroom.rescue.job_attempt import (
+    RunningAttempt,
+    RunOptions,
     StallDetector,
     cpu_seconds,
     hangs_on_shm,
@@ -163,6 +167,20 @@ def test_only_a_job_whose_own_bytes_fill_dev_shm_now_and_whose_loader_waits_hang
     assert not hangs_on_shm(Level(0, 64 * MB), 0, facts_of(b"step 1\n"), loader=True, refused=96 * MB)
     long_ago = facts_of(b"unable to allocate shared memory(shm)\n" + b"step\n" * 500)
     assert not hangs_on_shm(level, 48 * MB, long_ago, loader=True)
+
+
+def test_the_level_of_dev_shm_counts_that_it_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was full once, whoever filled it; what the job was refused would fit now."""
+    attempt = RunningAttempt(RunOptions(("true",)), None, None, Host(), print)  # type: ignore[arg-type]
+    attempt._output.tail.feed(b"RuntimeError: unable to allocate shared memory(shm) for file </torch_1>: No space\n")
+    monkeypatch.setattr(job_attempt, "held_shm", lambda host, pids: 0)
+    monkeypatch.setattr(job_attempt, "refused_shm", lambda host, pids: 32 * MB)
+    child = SimpleNamespace(pids=lambda host: [1])
+    peaks, victims = {"shm": Level(64 * MB, 64 * MB)}, SimpleNamespace(loader=True)
+    for used, hangs in ((0, False), (60 * MB, True)):
+        now = Level(used, 64 * MB)
+        sampler = SimpleNamespace(shm=lambda now=now: now, peaks=peaks, victims=victims)
+        assert attempt._hangs(child, sampler) is hangs  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm is Linux's")

@@ -48,6 +48,13 @@ TEXTS = {
     "slurmstepd: error: Detected 1 oom_kill event in StepId=812.batch.": "oom-kill",
     "Memory cgroup out of memory: Killed process 12902 (python) total-vm:22010212kB": "oom-kill",
     "Out of memory: Kill process 12902 (python) score 123 or sacrifice child": "oom-kill",
+    "Completed <exit>; TERM_MEMLIMIT": "oom-kill",
+    "Exited: TERM_SWAP": "oom-kill",
+    "=>> PBS: job killed: mem 17000000kb exceeded limit": "oom-kill",
+    "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.": "oom-daemon",
+    "hipErrorOutOfMemory": "gpu-likely",
+    "RuntimeError: unable to write to file </torch_123_456>": "shm",
+    "OSError: [WinError 1455] The paging file is too small": "ram",
     "earlyoom[812]: sending SIGTERM to process 4711 uid 1000 \"python\": badness 912": "oom-daemon",
 }  # fmt: skip
 NOTHING = [
