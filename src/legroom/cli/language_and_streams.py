@@ -112,13 +112,8 @@ def escape_unencodable() -> None:
 
 def fall_back_to_english(*, as_json: bool) -> None:
     """Keep the chosen language where standard output can encode it; JSON can escape anything."""
-    if messages.language() == messages.ENGLISH:
-        return
-    if not as_json and not _encodable(say("none")):
+    if messages.language() != messages.ENGLISH and not as_json and not _encodable(say("none")):
         messages.speak(messages.ENGLISH)
-        return
-
-    translate_click()
 
 
 def _encodable(text: str) -> bool:

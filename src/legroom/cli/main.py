@@ -6,6 +6,7 @@ written.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -22,6 +23,7 @@ from legroom.cli.language_and_streams import (
     language_option,
     not_written,
     translate,
+    translate_click,
 )
 from legroom.errors import EXIT_USAGE, LegroomError
 from legroom.messages import phrase, say
@@ -54,8 +56,33 @@ _HELP = "help"  # a command that the list of commands leaves out
 is_program = False  # whether this process runs the command line and nothing else
 
 
+class _Formatter(click.HelpFormatter):
+    """As click's, which imports shutil and with it three compressors to ask for the terminal's width."""
+
+    def __init__(self, indent_increment: int = 2, width: int | None = None, max_width: int | None = None) -> None:
+        if width is None and getattr(click.formatting, "FORCED_WIDTH", None) is None:
+            width = max(min(_columns(), max_width or 80) - 2, 50)
+        super().__init__(indent_increment, width, max_width)
+
+
+def _columns() -> int:
+    given = os.environ.get("COLUMNS", "")
+    if given.isdecimal() and int(given):
+        return int(given)
+    try:
+        return os.get_terminal_size(sys.__stdout__.fileno()).columns or 80  # type: ignore[union-attr]
+    except (AttributeError, OSError, ValueError):  # no terminal
+        return 80
+
+
+class _Context(click.Context):
+    formatter_class = _Formatter
+
+
 class Commands(click.Group):
     """A group whose commands are imported when they are called."""
+
+    context_class = _Context
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*COMMANDS, _HELP]
@@ -86,8 +113,23 @@ class Commands(click.Group):
             formatter.write_dl([(name, say(about)) for name, about in COMMANDS.items()])
 
 
+def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        click.echo(f"legroom, version {VERSION}", color=ctx.color)
+        ctx.exit()
+
+
+# Not click.version_option: it translates its help at import, and for that searches the disk for catalogues.
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(VERSION, "--version", "-V", prog_name="legroom")
+@click.option(
+    "--version",
+    "-V",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version and exit.",
+)
 @language_option
 def cli() -> None:
     """Memory tools for PyTorch training: share datasets, predict what runs out, diagnose crashes.
@@ -110,6 +152,7 @@ def run(arguments: list[str]) -> int:
     as_json = "--json" in arguments
     escape_unencodable()
     fall_back_to_english(as_json=as_json)
+    translate_click()  # in English too: gettext would search the disk for catalogues that click does not have
     apply_language(cli, arguments, "legroom", as_json=as_json)
     translate(cli)
     try:
