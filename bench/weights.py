@@ -1,6 +1,6 @@
-"""Weights to a GPU: legroom.weights against safetensors, torch.load and, where installed, fastsafetensors.
+"""Weights to a GPU: legroom.weights against safetensors and torch.load.
 
-    PYTHONPATH=src python3 bench/weights.py [--gb 8] [--rounds 3]
+    PYTHONPATH=src python3 bench/weights.py [--gb 16] [--rounds 3] [--no-checkpoint]
 
 Files and cache are warm. Contenders take turns, and a figure is the best of the rounds. The result goes to
 $OUT/weights.json where OUT is set, else to bench/results/.
@@ -15,10 +15,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 import legroom
 from measure import Row, alternate, as_json, gpu_machine, places, save, settle, show
@@ -26,8 +26,9 @@ from measure import Row, alternate, as_json, gpu_machine, places, save, settle, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Weights to a GPU, side by side.")
-    parser.add_argument("--gb", type=float, default=8)
+    parser.add_argument("--gb", type=float, default=16)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-checkpoint", action="store_true", help="leave out torch.load")
     parser.add_argument("--attach", default="")
     asked = parser.parse_args()
     if asked.attach:
@@ -39,15 +40,13 @@ def main() -> None:
         one = torch.randn(4096, 4096).bfloat16()
         tensors = {f"layer.{n}.weight": one + n for n in range(count)}
         size = sum(tensor.nbytes for tensor in tensors.values())
-        checkpoint = memory / "model.pt"
-        torch.save(tensors, checkpoint)
-        path, contenders = checkpoint, {"torch.load(mmap=True).to('cuda')": lambda: _torch_load(checkpoint)}
-        if find_spec("safetensors"):
-            from safetensors.torch import load_file, save_file
-
-            path = disk / "model.safetensors"
-            save_file(tensors, path)
-            contenders["safetensors load_file"] = lambda: load_file(path, device="cuda")
+        path = disk / "model.safetensors"
+        save_file(tensors, path)
+        contenders: dict[str, Callable[[], object]] = {"safetensors load_file": lambda: load_file(path, device="cuda")}
+        if not asked.no_checkpoint:
+            checkpoint = memory / "model.pt"
+            torch.save(tensors, checkpoint)
+            contenders["torch.load(mmap=True).to('cuda')"] = lambda: _torch_load(checkpoint)
         del tensors
         settle(path)
         legroom.weights(path)

@@ -50,3 +50,16 @@ def test_experiments_share_data_and_gpu(stores: dict[str, str], tmp_path: Path) 
     assert "running 1 x 2" in told
     assert len(re.findall(r"\d+%$", told, re.M)) == 2
     assert "with one copy of" in told
+
+
+def test_two_lora_fine_tunes_share_one_base(stores: dict[str, str], tmp_path: Path) -> None:
+    said = run("lora_shared_base/two_finetunes.py", "--steps", 20, cwd=tmp_path, environment=stores)
+    print(said)
+    size = float(re.search(r"base (\d+) MB", said)[1])  # type: ignore[index]
+    apart = float(re.search(r"apart: (\d+) MB", said)[1])  # type: ignore[index]
+    together = [float(found) for found in re.findall(r"together: (\d+) MB", said)]
+    assert apart >= size and len(together) == 2 and max(together) < size / 4, said
+    assert "copied to the GPU here" in said and "shared with other processes" in said
+    assert "one copy for 2 processes" in " ".join(said.split()), said
+    for first, last in re.findall(r"loss (\S+) -> (\S+)", said):
+        assert float(last) < float(first)
