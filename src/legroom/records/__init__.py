@@ -64,6 +64,7 @@ from legroom.records.watch_sample import (
     Moment,
     PoolPoint,
     ProcessRow,
+    ProcessSteps,
     Sample,
     TrainerRow,
 )
@@ -131,6 +132,7 @@ __all__ = [
     "Problem",
     "Process",
     "ProcessRow",
+    "ProcessSteps",
     "Reaped",
     "RuntimeEnvironment",
     "RuntimeKind",
