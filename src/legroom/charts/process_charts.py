@@ -36,8 +36,12 @@ def stacked_chart(
     whole: Sequence[float | None] = (),
     whole_name: str = "",
     start: float | None = None,
+    steps: bool = False,
 ) -> Drawing:
-    """The layers from the bottom up; ``whole`` is a line above them, such as what a pool has in use."""
+    """The layers from the bottom up; ``whole`` is a line above them, such as what a pool has in use.
+
+    ``steps``: the times are numbers of training steps.
+    """
     if len(times) < 2 or not layers:
         return Drawing(width, 60, title, (Text(20, 34, say("no samples")),))
     sums = [sum(layer.values[at] or 0 for layer in layers) for at in range(len(times))]
@@ -46,7 +50,11 @@ def stacked_chart(
     y = Scale(0, top, _TOP + _PANEL, _TOP)
     ticks = [(value, format_size(int(value)) if value else "0") for value, _ in round_ticks(top, str, 5, base=2)]
     shapes: list[Shape] = [Text(12, 22, title, 13, bold=True), *y_axis(y, ticks, _LEFT, width - _RIGHT)]
-    shapes += x_axis(x, time_ticks(x.first, x.last), _TOP + _PANEL, say("time since the start"))
+    if steps:
+        ticks = [one for one in round_ticks(x.last, str) if one[0] >= x.first]
+        shapes += x_axis(x, ticks, _TOP + _PANEL, say("steps"))
+    else:
+        shapes += x_axis(x, time_ticks(x.first, x.last), _TOP + _PANEL, say("time since the start"))
     below = [0.0] * len(times)
     named: list[tuple[str, str]] = []
     for number, layer in enumerate(layers):

@@ -48,6 +48,7 @@ _MOST_MEASURED = 24  # holders whose items are measured in one sample
 _FEWEST_ITEMS = 4  # of a container that is recorded
 _FREE_EVERY = 5.0  # seconds between readings of free memory
 _PUBLISH_EVERY = 10.0  # seconds between two reports to `legroom watch`, at least
+_STEPS_EVERY = 1.0  # seconds between two counts of steps for it
 _FEWEST_SAMPLES = 12  # before the first of them
 _COPIED_EVERY = 0.5  # seconds between readings of copied pages, at least
 _LARGEST_PARENT = 64 << 30  # bytes; reading the pages of a larger one would delay the fork by more than 0.3 s
@@ -128,11 +129,17 @@ class Recorder:
         self._copied_due = 0.0
         self._copied_readings = 0
         self._publish_at = self._began + _PUBLISH_EVERY
+        self._steps_at, self._published_steps = self._began + _STEPS_EVERY, 0
         self._role_known = False
         self._forked = False
         self._writer = RecordWriter(self.directory, os.getpid(), process_start())
         self._headed = False
         self._no_thread: str | None = None  # why there is none
+
+    @property
+    def window_open(self) -> bool:
+        """Whether tracemalloc is on for a window."""
+        return self._window_from is not None
 
     def skip(self, seconds: float) -> None:
         """Do not count a pause as time that samples may take a share of."""
@@ -465,8 +472,20 @@ class Recorder:
             now = time.monotonic()
             if self._source is None and now - self._began > _NO_STEPS and now >= self._due:
                 self._sample_safely()
+            if now >= self._steps_at and self.steps != self._published_steps:
+                self._publish_steps(now)
             if now >= self._publish_at and self._samples >= _FEWEST_SAMPLES:
                 self._publish(now)
+
+    def _publish_steps(self, now: float) -> None:
+        """Tell a `legroom watch` how many steps this process has made."""
+        from legroom.leak.leak_report import publish_steps
+
+        self._steps_at, self._published_steps = now + _STEPS_EVERY, self.steps
+        try:
+            publish_steps(self.steps)
+        except Exception:  # the report at the end is what counts
+            self._steps_at = float("inf")
 
     def _publish(self, now: float) -> None:
         """Tell a `legroom watch` what grows in this process."""

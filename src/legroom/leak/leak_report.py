@@ -16,7 +16,7 @@ from legroom.charts.process_charts import GrowthLine, growth_chart
 from legroom.leak.diagnosis import diagnose_process
 from legroom.leak.record_files import read_file
 from legroom.messages import counted, cut, fill, joined, left, listed, phrase, right, say
-from legroom.monitor.annotations import annotation_directory, write_growing
+from legroom.monitor.annotations import annotation_directory, write_growing, write_steps
 from legroom.probe.host import Host
 from legroom.records.memory_growth import GrowingSite, LeakReport, PoolGrowth, ProcessGrowth, SourceLine
 from legroom.units import format_duration, format_size
@@ -309,3 +309,10 @@ def publish(records: Path) -> None:
         for site in found.sites[:_MOST_PUBLISHED]
     ]
     write_growing(directory, os.getpid(), sites)
+
+
+def publish_steps(steps: int) -> None:
+    """Write how many steps this process has made to the directory that `legroom watch` reads."""
+    directory = annotation_directory(Host(), create=True)
+    if directory is not None:
+        write_steps(directory, os.getpid(), steps)

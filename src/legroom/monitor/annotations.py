@@ -16,19 +16,20 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from legroom.probe.host import Host
 from legroom.probe.process_and_limits import started_at
-from legroom.records import Annotations, GrowthRow, Mark
+from legroom.records import Annotations, GrowthRow, Mark, ProcessSteps
 from legroom.system.argument_checks import check_integer
 from legroom.system.atomic_file import replace_file
 
 SCHEMA = "legroom.said/1"
 GROWING_SCHEMA = "legroom.growing/1"
+STEPS_SCHEMA = "legroom.steps/1"
 _MOST_MARKS = 256  # between two samples
 _MARKS_KEPT = 32  # in the file
 _LONGEST_FILE = 1 << 16  # bytes
@@ -155,6 +156,11 @@ def write_growing(directory: Path, pid: int, sites: Sequence[Mapping[str, Any]])
     replace_file(directory / f"{pid}.growing.json", json.dumps({"schema": GROWING_SCHEMA, "sites": list(sites)}))
 
 
+def write_steps(directory: Path, pid: int, steps: int) -> None:
+    """Tell a `legroom watch` how many steps this process has made; OSError where it cannot be written."""
+    replace_file(directory / f"{pid}.steps.json", json.dumps({"schema": STEPS_SCHEMA, "steps": steps}))
+
+
 @dataclass
 class AnnotationReader:
     """Reads the annotation files of watched processes and combines them."""
@@ -166,7 +172,8 @@ class AnnotationReader:
     def read(self, clock: float, pids: Collection[int]) -> Annotations:
         """Components added up; steps and phase of the process with the most steps; marks of all."""
         directory = annotation_directory(self.host)
-        found = [] if directory is None else [one for pid in pids if (one := self._read(directory, pid))]
+        by_pid = {} if directory is None else {pid: one for pid in pids if (one := self._read(directory, pid))}
+        found = list(by_pid.values())
         components: dict[str, int] = {}
         for one in found:
             for name, size in one.components.items():
@@ -177,7 +184,17 @@ class AnnotationReader:
         self._newest_mark = max([self._newest_mark or 0.0, *(mark.when for mark in marks)])
         rate = self._step_rate.at(clock, furthest.steps)
         growing = () if directory is None else tuple(row for pid in pids for row in self._growing(directory, pid))
-        return Annotations(components, furthest.phase, new, furthest.steps, rate, growing)
+        steps = () if directory is None else tuple(self._steps(directory, pids, by_pid))
+        return Annotations(components, furthest.phase, new, furthest.steps, rate, growing, steps)
+
+    def _steps(self, directory: Path, pids: Collection[int], said: Mapping[int, Annotations]) -> Iterator[ProcessSteps]:
+        for pid in pids:
+            steps = said[pid].steps if pid in said else None
+            if steps is None:  # else it counts them itself, with legroom.watch
+                data = self._load(directory / f"{pid}.steps.json", pid)
+                steps = data.get("steps") if isinstance(data, dict) and data.get("schema") == STEPS_SCHEMA else None
+            if isinstance(steps, int):
+                yield ProcessSteps(pid, steps)
 
     def _growing(self, directory: Path, pid: int) -> list[GrowthRow]:
         """The lines of code that make that process grow, where it runs under `legroom leak`."""

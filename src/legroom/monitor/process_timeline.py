@@ -6,7 +6,7 @@ so that the processes add up. Before PSS was read it is its anonymous memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from legroom.monitor.history_and_trend import ThinningBuffer
@@ -24,6 +24,7 @@ class ProcessPoint(NamedTuple):
     file: int | None
     shmem: int | None
     swap: int | None
+    steps: int | None = None  # training steps so far
 
 
 class ProcessFrame(NamedTuple):
@@ -47,12 +48,13 @@ class ProcessTimeline:
         """Add the next sample."""
         largest = sorted(sample.processes, key=taken, reverse=True)
         pool = sample.pool("ram")
+        steps = {one.pid: one.steps for one in sample.said.process_steps}
         self._frames.add(
             ProcessFrame(
                 sample.when,
                 None if pool is None else pool.used,
                 None if pool is None else pool.size,
-                tuple(_point(row) for row in largest[:_MOST]),
+                tuple(_point(row, steps.get(row.pid)) for row in largest[:_MOST]),
                 sum(taken(row) for row in largest[_MOST:]),
             )
         )
@@ -87,5 +89,29 @@ def taken(row: ProcessRow) -> int:
     return (own or 0) + (row.swap or 0)
 
 
-def _point(row: ProcessRow) -> ProcessPoint:
-    return ProcessPoint(row.pid, taken(row), row.rss_anon, row.rss_file, row.rss_shmem, row.swap)
+def over_steps(series: Iterable[tuple[float, ProcessPoint | None]]) -> list[tuple[float, ProcessPoint]]:
+    """One process by its steps instead of by time; empty where it has made none that are known.
+
+    A step may take longer than the time between two samples. Such samples lie evenly between the steps around them.
+    Where steps are counted anew, only what follows is shown.
+    """
+    known = [(when, point, point.steps) for when, point in series if point is not None and point.steps is not None]
+    known = known[max((at for at in range(1, len(known)) if known[at][2] < known[at - 1][2]), default=0) :]
+    if not known or known[-1][2] == known[0][2]:
+        return []
+    found: list[tuple[float, ProcessPoint]] = []
+    at = 0
+    while at < len(known):
+        end = at + 1
+        while end < len(known) and known[end][2] == known[at][2]:
+            end += 1
+        following = known[end][2] if end < len(known) else known[at][2]
+        for place in range(at, end):
+            share = (place - at) / (end - at)
+            found.append((known[at][2] + share * (following - known[at][2]), known[place][1]))
+        at = end
+    return found
+
+
+def _point(row: ProcessRow, steps: int | None) -> ProcessPoint:
+    return ProcessPoint(row.pid, taken(row), row.rss_anon, row.rss_file, row.rss_shmem, row.swap, steps)

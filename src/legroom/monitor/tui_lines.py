@@ -11,7 +11,7 @@ from itertools import accumulate
 from rich.text import Text
 
 from legroom.messages import cells, counted, cut, left, listed, phrase, right, say
-from legroom.monitor.process_timeline import ProcessFrame, largest_pids, taken
+from legroom.monitor.process_timeline import ProcessFrame, ProcessPoint, largest_pids, over_steps, taken
 from legroom.monitor.timeline import column_shares
 from legroom.monitor.watch_text import printable, trainer_state
 from legroom.records import Alarm, EntryRow, GpuCopyRow, GroupRow, GrowthRow, Pool, PoolPoint, ProcessRow, Sample
@@ -225,7 +225,7 @@ def process_history_lines(sample: Sample, frames: Sequence[ProcessFrame], sort: 
 
 
 def opened_lines(sample: Sample, frames: Sequence[ProcessFrame], pid: int, width: int) -> list[Text]:
-    """One process: its kinds of memory with their course over time, and the lines of code that make it grow."""
+    """One process: its kinds of memory over its steps or over time, and the lines of code that make it grow."""
     row = next((one for one in sample.processes if one.pid == pid), None)
     if row is None:
         return [Text(say("pid {pid} has ended", pid=pid), style="dim")]
@@ -236,18 +236,21 @@ def opened_lines(sample: Sample, frames: Sequence[ProcessFrame], pid: int, width
         (say("shared memory"), row.rss_shmem, 4),
         (say("swap"), row.swap, 5),
     )
-    series = [next((point for point in frame.points if point.pid == pid), None) for frame in frames]
-    top = max((point[at] or 0 for point in series if point for _, _, at in kinds), default=0) or 1
+    over_time = [(one.when, next((point for point in one.points if point.pid == pid), None)) for one in frames]
+    by_step = over_steps(over_time)
+    series: list[tuple[float, ProcessPoint | None]] = [*by_step] or over_time
+    top = max((point[at] or 0 for _, point in series if point for _, _, at in kinds), default=0) or 1
     room = max(10, width - 28)
     for name, now, at in kinds:
-        points = [
-            PoolPoint(frame.when, None if point is None else point[at], top)
-            for frame, point in zip(frames, series, strict=True)
-        ]
+        points = [PoolPoint(place, None if point is None else point[at], top) for place, point in series]
         line = Text(f"{left(name, 15)}{right(_size_or(now), 10)}  ", no_wrap=True)
         line.append(history_line(column_shares(points, room)), style="cyan")
         lines.append(line)
-    lines.append(Text(say("all four with the same scale, up to {size}", size=format_size(top)), style="dim"))
+    scale = say("all four with the same scale, up to {size}", size=format_size(top))
+    if by_step:
+        first, last = round(by_step[0][0]), round(by_step[-1][0])
+        scale = say("{scale}; from step {first} to step {last}", scale=scale, first=first, last=last)
+    lines.append(Text(cut(scale, width), style="dim"))
     growing = [one for one in sample.said.growing if one.pid == pid]
     for one in growing:
         text = say("{where}: {what}, {rate} (sure: {certainty})", where=one.where, what=one.what, rate=growth_rate(one),

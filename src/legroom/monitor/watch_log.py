@@ -28,6 +28,7 @@ from legroom.records import (
     Pool,
     Pressure,
     ProcessRow,
+    ProcessSteps,
     Sample,
     TrainerRow,
 )
@@ -155,6 +156,7 @@ def moment_object(moment: Moment) -> dict[str, Any]:
             "components": dict(sample.said.components),
             "marks": [_flat(mark) for mark in sample.said.marks],
             "growing": [_flat(row) for row in sample.said.growing],
+            "process_steps": [_flat(row) for row in sample.said.process_steps],
         },
         "entries": None if sample.entries is None else [_flat(entry) for entry in sample.entries],
         "groups": None
@@ -196,6 +198,7 @@ def parse_sample(data: object) -> Sample:
                     "components": _components(_object(said, "components", {})),
                     "marks": tuple(_build(Mark, one) for one in _array(said, "marks", [])),
                     "growing": tuple(_build(GrowthRow, one) for one in _array(said, "growing", [])),
+                    "process_steps": tuple(_build(ProcessSteps, one) for one in _array(said, "process_steps", [])),
                 },
             ),
             "entries": None if entries is None else tuple(_build(EntryRow, one) for one in _array(data, "entries")),

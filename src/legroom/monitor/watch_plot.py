@@ -11,7 +11,7 @@ from legroom.charts.html_page import element, figure, page, table
 from legroom.charts.memory_pool_chart import amount, pool_chart
 from legroom.charts.process_charts import Layer, stacked_chart
 from legroom.messages import cut, say
-from legroom.monitor.process_timeline import largest_pids
+from legroom.monitor.process_timeline import ProcessPoint, largest_pids, over_steps
 from legroom.monitor.timeline import Timeline
 from legroom.monitor.tui_lines import growth_rate
 from legroom.records import Moment, PoolPoint
@@ -83,8 +83,9 @@ def processes_chart(timeline: Timeline) -> Drawing:
 
 
 def kinds_chart(timeline: Timeline, pid: int) -> Drawing:
-    """The kinds of memory of one process over time."""
-    series = list(timeline.processes.of(pid))
+    """The kinds of memory of one process over its steps, or over time where its steps are not known."""
+    by_step = over_steps(timeline.processes.of(pid))
+    series: list[tuple[float, ProcessPoint | None]] = [*by_step] or list(timeline.processes.of(pid))
     kinds = (say("anonymous (RssAnon)"), say("shared memory (RssShmem)"), say("files (RssFile)"), say("swap (VmSwap)"))
     columns = [
         [None if point is None else (point.anonymous, point.shmem, point.file, point.swap)[at] for _, point in series]
@@ -92,7 +93,8 @@ def kinds_chart(timeline: Timeline, pid: int) -> Drawing:
     ]
     layers = [Layer(name, values) for name, values in zip(kinds, columns, strict=True) if any(values)]
     title = say("pid {pid}: {command}", pid=pid, command=cut(timeline.processes.commands.get(pid, ""), 90))
-    return stacked_chart(title, [when for when, _ in series], layers, start=timeline.began)
+    start = None if by_step else timeline.began
+    return stacked_chart(title, [when for when, _ in series], layers, start=start, steps=bool(by_step))
 
 
 def _growing_table(timeline: Timeline) -> str:

@@ -65,6 +65,7 @@ from legroom.records.watch_sample import (
     Moment,
     PoolPoint,
     ProcessRow,
+    ProcessSteps,
     Sample,
     TrainerRow,
 )
@@ -133,6 +134,7 @@ __all__ = [
     "Problem",
     "Process",
     "ProcessRow",
+    "ProcessSteps",
     "Reaped",
     "RuntimeEnvironment",
     "RuntimeKind",

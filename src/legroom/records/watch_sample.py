@@ -109,6 +109,14 @@ class GrowthRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessSteps:
+    """Training steps of one process so far, as it reports them itself or `legroom leak` counts them in it."""
+
+    pid: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class Annotations:
     """What a training script reports: bytes by component, its phase, its steps."""
 
@@ -118,6 +126,7 @@ class Annotations:
     steps: int | None = None  # in total; None: not reported
     steps_per_second: float | None = None  # None: not reported, or only one sample so far
     growing: tuple[GrowthRow, ...] = ()
+    process_steps: tuple[ProcessSteps, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

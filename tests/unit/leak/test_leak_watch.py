@@ -53,12 +53,19 @@ recorder = in_process.Recorder(str(folder), share=100.0)  # samples are not fewe
 recorder.start()
 grow()
 publish(next(folder.glob("*.jsonl")))
+deadline, steps = time.monotonic() + 60, ()
+while not (steps and steps[0].steps > 160) and time.monotonic() < deadline:  # its thread writes them once a second
+    legroom.step()
+    time.sleep(0.05)
+    steps = AnnotationReader(Host()).read(1.0, [os.getpid()]).process_steps
 recorder.stop()
 rows = AnnotationReader(Host()).read(1.0, [os.getpid()]).growing
 said = folder / "legroom-said" / f"{os.getpid()}.growing.json"
 said.write_text('{"schema": "legroom.growing/1", "sites": [1]}')
 damaged = AnnotationReader(Host()).read(1.0, [os.getpid()]).growing
-print(json.dumps({"pid": os.getpid(), "rows": [dataclasses.asdict(row) for row in rows], "damaged": damaged}))
+rows = [dataclasses.asdict(row) for row in rows]
+steps = [dataclasses.asdict(row) for row in steps]
+print(json.dumps({"pid": os.getpid(), "rows": rows, "damaged": damaged, "steps": steps}))
 """
 
 few_samples = pytest.mark.load_sensitive(reason="steps of a few ms: a pause of the process leaves too few samples")
@@ -100,3 +107,5 @@ def test_a_watch_is_told_which_lines_grow(tmp_path: Path) -> None:
     (row,) = found["rows"]
     assert row["pid"] == found["pid"] and "kept" in row["what"] and row["rate"] > 40_000 and row["per"] == "step"
     assert found["damaged"] == []
+    (steps,) = found["steps"]
+    assert steps["pid"] == found["pid"] and steps["steps"] > 160

@@ -8,11 +8,12 @@ from tests.unit.monitor.monitor_samples import sample as base_sample
 
 from legroom.charts.drawing import svg
 from legroom.monitor import tui_lines
-from legroom.monitor.process_timeline import ProcessFrame, ProcessPoint, ProcessTimeline, largest_pids
+from legroom.monitor.process_timeline import ProcessFrame, ProcessPoint, ProcessTimeline, largest_pids, over_steps
 from legroom.monitor.timeline import Timeline
 from legroom.monitor.tui import ScreenState, TerminalView
+from legroom.monitor.watch_log import moment_object, parse_sample
 from legroom.monitor.watch_plot import kinds_chart, processes_chart, watch_page
-from legroom.records import Annotations, GrowthRow, Moment, ProcessRow, Sample
+from legroom.records import Annotations, GrowthRow, Moment, ProcessRow, ProcessSteps, Sample
 
 MB = 1 << 20
 
@@ -96,3 +97,37 @@ def test_the_screen_opens_one_process_after_the_other() -> None:
     state.close()
     assert "over time" in state.lines(80)["table"][9].plain
     assert tui_lines.opened_lines(_sample(1), [], 99, 80)[0].plain == "pid 99 has ended"
+
+
+def _stepping(number: int) -> Moment:
+    """A sample every second, a step every two."""
+    said = Annotations(process_steps=(ProcessSteps(1, 10 + number // 2),))
+    return Moment(replace(_sample(number), said=said))
+
+
+def test_one_process_is_shown_over_its_steps_where_they_are_known() -> None:
+    timeline, view = Timeline(), TerminalView()
+    for number in range(50):
+        timeline.add(_stepping(number))
+        view.show(_stepping(number))
+    places = [place for place, _ in over_steps(timeline.processes.of(1))]
+    assert places[:4] == [10, 10.5, 11, 11.5] and places[-1] == 34 and len(places) == 50
+    assert over_steps(timeline.processes.of(2)) == []
+    by_step, by_time = svg(kinds_chart(timeline, 1)), svg(kinds_chart(timeline, 2))
+    assert ">steps<" in by_step and "time since" not in by_step and "time since" in by_time
+    state = ScreenState(view)
+    for _ in range(3):
+        state.open_next()
+    assert state.opened == 1 and any("from step 10 to step 34" in line.plain for line in state.lines(80)["table"])
+
+
+def test_steps_that_are_counted_anew_begin_anew() -> None:
+    point = ProcessPoint(1, MB, MB, 0, 0, 0)
+    series = [(float(at), point._replace(steps=steps)) for at, steps in enumerate((5, 6, 7, 0, 1, 8))]
+    places = [place for place, _ in over_steps(series)]
+    assert places == [0, 1, 8]
+
+
+def test_steps_are_in_the_log() -> None:
+    moment = _stepping(4)
+    assert parse_sample(moment_object(moment)).said.process_steps == (ProcessSteps(1, 12),)

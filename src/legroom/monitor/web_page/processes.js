@@ -11,20 +11,35 @@ let frames = [], opened = null;
 
 // The same as in process_timeline.py: PSS as last read and swap; anonymous memory before PSS was read.
 const taken = (row) => (row.pss ?? row.rss_anon ?? row.rss ?? 0) + (row.swap ?? 0);
-const point = (row) => [row.pid, taken(row), row.rss_anon, row.rss_file, row.rss_shmem, row.swap];
+const point = (row, steps) => [row.pid, taken(row), row.rss_anon, row.rss_file, row.rss_shmem, row.swap, steps.get(row.pid) ?? null];
 
 export function begin(story) { frames = story ?? []; }
 
 export function add(moment) {
   const used = moment.pools.find((pool) => pool.name === "ram")?.used ?? null;
-  frames.push([moment.when, used, moment.processes.map(point)]);
+  const steps = new Map((moment.said.process_steps ?? []).map((one) => [one.pid, one.steps]));
+  frames.push([moment.when, used, moment.processes.map((row) => point(row, steps))]);
   if (frames.length > MOST_FRAMES) frames = frames.filter((_, at) => at >= MOST_FRAMES / 2 || at % 2 === 0);
 }
 
 export function open(pid) { opened = pid; }
 export const isOpen = (pid) => opened === pid;
 
-function stacked(svg, legend, label, times, layers, whole) {
+// The samples of one process by its steps, as over_steps in process_timeline.py does it; null where they are not known.
+function overSteps(points) {
+  const all = points.map((one, at) => [at, one?.[6] ?? null]).filter((one) => one[1] !== null);
+  const known = all.slice(Math.max(0, all.findLastIndex((one, at) => at && one[1] < all[at - 1][1])));
+  if (!known.length || known[known.length - 1][1] === known[0][1]) return null;
+  const found = [];
+  for (let at = 0, end; at < known.length; at = end) {
+    for (end = at + 1; end < known.length && known[end][1] === known[at][1];) end++;
+    const from = known[at][1], to = end < known.length ? known[end][1] : from;
+    for (let place = at; place < end; place++) found.push([known[place][0], from + (to - from) * (place - at) / (end - at)]);
+  }
+  return found;
+}
+
+function stacked(svg, legend, label, times, layers, whole, ends) {
   const width = Math.max(200, svg.clientWidth || 600), first = times[0], last = times[times.length - 1];
   const sums = times.map((_, at) => layers.reduce((sum, layer) => sum + (layer.values[at] ?? 0), 0));
   const top = Math.max(1, ...sums, ...whole.map((value) => value ?? 0)) * 1.05;
@@ -48,6 +63,11 @@ function stacked(svg, legend, label, times, layers, whole) {
   });
   const line = times.map((when, at) => (whole[at] === null || whole[at] === undefined ? null : `${x(when).toFixed(1)},${y(whole[at]).toFixed(1)}`));
   if (line.some((one) => one)) parts.push(shape("polyline", {class: "whole", points: line.filter((one) => one).join(" ")}));
+  ends.forEach((text, at) => {
+    const end = shape("text", {x: at ? width - RIGHT : LEFT, y: HEIGHT - 4, "text-anchor": at ? "end" : "start"});
+    end.textContent = text;
+    parts.push(end);
+  });
   svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
   svg.setAttribute("aria-label", label);
   svg.replaceChildren(...parts);
@@ -73,16 +93,22 @@ export function show(now, span) {
   const rest = seen.map((frame) => frame[2].reduce((sum, one) => sum + (largest.includes(one[0]) ? 0 : one[1]), 0));
   if (rest.some((value) => value)) layers.push({name: "other watched processes", values: rest});
   stacked(byId("process-chart"), byId("process-legend"), `memory of ${peaks.size} processes over time`, times, layers,
-    seen.map((frame) => frame[1]));
+    seen.map((frame) => frame[1]), clockTimes(times));
   showOpened(now, times, byPid, commands);
 }
+
+const clockTimes = (times) => [times[0], times[times.length - 1]].map((when) => new Date(when * 1000).toLocaleTimeString());
 
 function showOpened(now, times, byPid, commands) {
   byId("opened").hidden = opened === null;
   if (opened === null) return;
   byId("opened-title").textContent = `pid ${opened} ${commands.get(opened) ?? "(ended)"}`;
-  const layers = KINDS.map(([name, at]) => ({name, values: byPid.map((found) => found.get(opened)?.[at] ?? null)}));
-  stacked(byId("kinds-chart"), byId("kinds-legend"), `kinds of memory of pid ${opened} over time`, times, layers, []);
+  const points = byPid.map((found) => found.get(opened)), steps = overSteps(points);
+  const places = steps ? steps.map((one) => one[1]) : times, shown = steps ? steps.map((one) => points[one[0]]) : points;
+  const layers = KINDS.map(([name, at]) => ({name, values: shown.map((one) => one?.[at] ?? null)}));
+  const ends = steps ? [`step ${Math.round(places[0])}`, `step ${Math.round(places[places.length - 1])}`] : clockTimes(times);
+  stacked(byId("kinds-chart"), byId("kinds-legend"), `kinds of memory of pid ${opened} over ${steps ? "its steps" : "time"}`,
+    places, layers, [], ends);
   const growing = (now.said.growing ?? []).filter((one) => one.pid === opened);
   byId("growing").replaceChildren(...growing.map((one) => {
     const item = document.createElement("li"), where = document.createElement("strong");
