@@ -107,7 +107,7 @@ podman: | chromium ## containers for the tests of `legroom run`; installed where
 
 # Starting four nodes of Ray takes 20 to 50 s on two cores, and its wheel has 76 MB, so `make test` does without.
 $(VENV)/.ray: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[ray]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[ray]' 'ray[train,tune]'
 	touch $@
 
 # As root: namespaces with a network, a /dev/shm and a link limit each. Everything is removed, also after a failure.

@@ -86,6 +86,7 @@ class Cluster:
     rate: str | None = None
     shm: str = "2g"
     cpus: int = 1  # of each node, as Ray counts them
+    compiled: str = ""  # a folder for compiled modules: each of the many processes would compile them
     token: str = field(default_factory=lambda: secrets.token_hex(32))
 
     @property
@@ -109,10 +110,11 @@ class Cluster:
             f"mount -t tmpfs -o size={self.shm},mode=1777 tmpfs {place}" for place in ("/dev/shm", "/tmp", "/var/tmp")
         )
         environment = {
-            **os.environ, "PYTHONPATH": str(ROOT / "src"), "RAY_DISABLE_MEMORY_MONITOR": "1", "RAY_memory_monitor_refresh_ms": "0",
-            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120", "RAY_gcs_server_request_timeout_seconds": "120", "RAY_gcs_rpc_server_reconnect_timeout_s": "120", "RAY_enable_metrics_collection": "0", "PYTHONUNBUFFERED": "1",
+            **os.environ, "RAY_DISABLE_MEMORY_MONITOR": "1", "RAY_memory_monitor_refresh_ms": "0",
+            "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120", "RAY_gcs_server_request_timeout_seconds": "120", "RAY_gcs_rpc_server_reconnect_timeout_s": "120", "RAY_enable_metrics_collection": "0", "PYTHONUNBUFFERED": "1",
         }  # fmt: skip
-        for name in ("LEGROOM_SHM", "LEGROOM_DIR"):
+        environment |= self._environment()
+        for name in ("LEGROOM_SHM", "LEGROOM_DIR", "PYTHONDONTWRITEBYTECODE"):
             environment.pop(name, None)
         if node.holder is None:
             node.holder = subprocess.Popen(
@@ -126,6 +128,12 @@ class Cluster:
                 start_new_session=True, cwd="/",
             )  # fmt: skip
 
+    def _environment(self) -> dict[str, str]:
+        return {
+            "PYTHONPATH": str(ROOT / "src"), "PYTHONPYCACHEPREFIX": self.compiled,
+            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token,
+        }  # fmt: skip
+
     def driver(self, program: str, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
         """Run a Python program on the head."""
         return self.on_head([sys.executable, "-c", program, *arguments], timeout=timeout)
@@ -134,10 +142,9 @@ class Cluster:
         self, command: Sequence[str], timeout: float = 240, token: str | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a program on the head, with the cluster's token or another."""
-        environment = {
-            **os.environ, "PYTHONPATH": str(ROOT / "src"), "RAY_ADDRESS": self.address,
-            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token or self.token,
-        }  # fmt: skip
+        environment = {**os.environ, **self._environment(), "RAY_ADDRESS": self.address}
+        environment["RAY_AUTH_TOKEN"] = token or self.token
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         return subprocess.run(
             self.head.run(command), capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT
         )
@@ -161,6 +168,7 @@ def cluster(count: int = 4, rate: str | None = None, cpus: int = 1) -> Iterator[
     """Ray nodes, connected by a bridge; ``rate`` limits each node's link in both directions (tc's notation)."""
     name = f"{_PREFIX}{os.getpid()}"
     found = Cluster(name, f"{name}b", f"{_subnet()}.254", rate=rate, cpus=cpus)
+    found.compiled = f"/run/{name}-compiled"  # not in /tmp: each node has its own
     _remove_left()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is below is removed then, too
     try:
@@ -184,6 +192,7 @@ def cluster(count: int = 4, rate: str | None = None, cpus: int = 1) -> Iterator[
                 os.unlink(f"/tmp/{name}-{node.number}.log")
         with suppress(subprocess.CalledProcessError):
             _ip("link", "del", found.bridge)
+        shutil.rmtree(found.compiled, ignore_errors=True)
 
 
 def _subnet() -> str:

@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -136,3 +138,40 @@ def test_a_program_of_another_cluster_is_refused(nodes: ray_rig.Cluster) -> None
     done = nodes.on_head(command, token="0" * 64)
     assert done.returncode == 1 and "no Ray cluster at" in done.stderr, done
     assert nodes.token not in done.stdout + done.stderr and "0" * 64 not in done.stdout + done.stderr
+
+
+SECRET = """
+import dataclasses, json, os
+from legroom.integrations.ray_nodes import connect, drop, entries, warm
+url = os.environ["PLANTED"]
+with connect(os.environ["RAY_ADDRESS"]):
+    found = [*warm(url), *entries(), *warm(url.replace("x.npy", "gone.npy"))]
+print(json.dumps([dataclasses.asdict(one) for one in found]))
+"""
+
+
+def test_a_password_in_a_url_is_nowhere_on_the_nodes(
+    nodes: ray_rig.Cluster, server: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in process titles while they load, in stores, in Ray's logs, in results or in errors."""
+    monkeypatch.setenv("PLANTED", server.url("x.npy", "me:sesame@"))
+    titles: set[str] = set()
+
+    def look(method: str, _: int) -> None:
+        for node in nodes.nodes:
+            for pid in ray_rig._inside(node.net):
+                for name in ("cmdline", "comm"):
+                    with suppress(OSError):
+                        titles.add(Path(f"/proc/{pid}/{name}").read_text(errors="replace"))
+
+    server.before = look
+    done = nodes.driver(SECRET, timeout=400)
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout.splitlines()[-1])
+    assert [one["state"] for one in answers] == ["loaded"] * 4 + ["ok"] * 4 + ["failed"] * 4, answers
+    assert any("NodeLoader" in title for title in titles) and "sesame" not in "".join(titles)
+    assert "sesame" not in done.stdout + done.stderr
+    for node in nodes.nodes:
+        places = ["/dev/shm", "/tmp", "/var/tmp"]  # each node's own: the stores and Ray's logs
+        found = subprocess.run(node.run(["grep", "-rlaF", "sesame", *places]), capture_output=True, text=True)
+        assert found.returncode == 1 and not found.stdout, found

@@ -99,3 +99,27 @@ def test_two_containers_with_stores_of_their_own_load_each(folder: Path) -> None
         _in_container(f"{LEGROOM} cache load x.npy --backing shm --json > $NAME.json", folder, shm="64m", NAME=name)
     [first], [second] = (_read(folder / f"{name}.json")["entries"] for name in ("first", "second"))
     assert (first["built"], second["built"]) == (True, True) and first["key"] == second["key"]
+
+
+@pytest.fixture
+def pod_memory() -> Iterator[Path]:
+    """A tmpfs of 512 MB that outlives containers, as an emptyDir in memory does."""
+    place = tempfile.mkdtemp(prefix="legroom-pod-", dir="/var/tmp")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512m,mode=1777", "tmpfs", place], check=True)
+    yield Path(place)
+    subprocess.run(["umount", "--lazy", place], check=True)
+    os.rmdir(place)
+
+
+def test_pages_of_a_container_before_a_restart_are_named(folder: Path, pod_memory: Path) -> None:
+    """What an earlier container of the pod left in memory is not in this one's cgroup, and fills the pod's limit."""
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    options = ["--volume", f"{pod_memory}:/dev/shm"]
+    write = "dd if=/dev/zero of=/dev/shm/left bs=1M count=300 2> dd.txt"
+    ask = f"{LEGROOM} doctor --json > $NAME.json || [ $? = 1 ]"
+    _in_container(f"{write}; {ask}", folder, shm="64m", options=options, NAME="first", **pod)
+    _in_container(ask, folder, shm="64m", options=options, NAME="restarted", **pod)
+    code = "tmpfs-charged-from-earlier-container"
+    assert code not in {one["code"] for one in _read(folder / "first.json")["findings"]}  # its own pages
+    [found] = [one for one in _read(folder / "restarted.json")["findings"] if one["code"] == code]
+    assert "300 MB" in found["message"] and any("legroom cache gc" in step for step in found["fix"])

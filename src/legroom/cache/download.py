@@ -225,22 +225,19 @@ class Download:
         self._write(number, data)
         self._done(number, number + 1, len(data))
 
-    def read(self, first: int, last: int) -> bytes:
-        """The bytes of some pieces: from the file those that are there, the others from the server. Keeps nothing."""
+    def read(self, first: int, last: int, into: memoryview) -> None:
+        """Fill ``into`` with some pieces: from the file if they are there, else from the server. Keeps nothing."""
         assert self.size is not None
-        start = first * PIECE
-        data = bytearray(min(self.size, last * PIECE) - start)
-        at = first
+        start, at = first * PIECE, first
         while at < last:
             here = self._state[at] == _HERE
             end = next((n for n in range(at, last) if (self._state[n] == _HERE) != here), last)
-            view = memoryview(data)[at * PIECE - start : min(self.size, end * PIECE) - start]
+            view = into[at * PIECE - start : min(self.size, end * PIECE) - start]
             if here:
                 read_at(self._file, view, at * PIECE)
             else:
                 self._object().read(self.stamp, at * PIECE, at * PIECE + len(view), BufferSink(view, self._count))
             at = end
-        return bytes(data)
 
     def fail(self, problem: BaseException) -> None:
         """Let every reader that waits fail with this."""

@@ -33,6 +33,7 @@ from legroom.remote.object_url import ObjectUrl, redacted, without_credentials
 from legroom.system.imports import require
 
 _ON_THE_WAY = 128 << 20  # bytes in the object store for each node that reads
+_READS = 4  # groups that a node reads at the same time: the first are passed on while it reads the next
 _CALLS = 24  # methods of a node that may run at the same time
 Told = Callable[[str, str, int, int], None]  # (address, source, done, total)
 Where = str | os.PathLike[str]
@@ -51,6 +52,7 @@ class _Node:
     done: int = 0
     alive: bool = True
     result: dict[str, Any] = field(default_factory=dict)
+    reading: int = 0  # groups
     busy: int = 0  # groups that it reads, or that it has read and that are on their way
 
 
@@ -285,7 +287,7 @@ def _exchange(ray: Any, url: ObjectUrl, nodes: Sequence[_Node], told: Told | Non
         alive = [node for node in nodes if node.alive]
         if not any(node.missing for node in alive):
             break
-        while todo and (free := [node for node in alive if node.busy < most]):
+        while todo and (free := [node for node in alive if node.busy < most and node.reading < _READS]):
             first = todo.popleft()
             lacking = [node for node in alive if first in node.missing]
             if not lacking:
@@ -300,12 +302,13 @@ def _exchange(ray: Any, url: ObjectUrl, nodes: Sequence[_Node], told: Told | Non
             turn += 1
             last = min(first + GROUP, -(-reader.size // PIECE))
             data, signed = reader.actor.read.options(num_returns=2).remote(first, last)
-            reader.busy += 1
+            reader.busy, reader.reading = reader.busy + 1, reader.reading + 1
             reads[signed] = reader, first, data
         done, _ = ray.wait([*reads, *receives], num_returns=1, timeout=1.0)
         for ref in done:
             if ref in reads:
                 reader, first, data = reads.pop(ref)
+                reader.reading -= 1
                 try:
                     signed = ray.get(ref)
                 except Exception as problem:

@@ -42,18 +42,18 @@ def test_a_node_builds_the_entry_from_what_it_read_and_what_it_received(content:
         assert begun["state"] == "waits" and begun["size"] == len(content)
         assert begun["missing"] == list(range(-(-len(content) // PIECE)))
         own, signed = node.read(0, 8)
-        assert own == content[: 8 * PIECE] and signed == signature(KEY, 0, own)
+        assert own.tobytes() == content[: 8 * PIECE] and signed == signature(KEY, 0, own.data)
         rest = content[8 * PIECE :]
         right = signature(KEY, 8, rest)
         wrong = {
             "damaged": (8, rest[:-1] + b"?", right),
             "of another load or cluster": (8, rest, signature(b"of another one", 8, rest)),
-            "in another place": (0, own, signature(KEY, 8, own)),
+            "in another place": (0, own.tobytes(), signature(KEY, 8, own.data)),
         }
-        for group in wrong.values():
+        for first, data, signed in wrong.values():
             with pytest.raises(ValueError, match="damaged, or of another load"):
-                node.receive(*group)
-        node.receive(8, rest, right)
+                node.receive(first, np.frombuffer(data, np.uint8), signed)
+        node.receive(8, np.frombuffer(rest, np.uint8), right)
         ended = node.end()
         assert server.sent == 8 * PIECE == ended["read"] and ended["received"] == len(rest)
         assert ended["digest"] == "md5 " + hashlib.md5(content).hexdigest()
@@ -72,7 +72,8 @@ def test_a_node_that_has_the_entry_passes_on_the_objects_bytes(content: bytes) -
         sent = server.sent
         offer = holder.offer()
         assert offer is not None and offer["size"] == len(content) and offer["stamp"].startswith("etag ")
-        assert holder.read(0, 8)[0] + holder.read(8, 12)[0] == content and server.sent == sent
+        parts = [holder.read(0, 8)[0].tobytes(), holder.read(8, 12)[0].tobytes()]
+        assert b"".join(parts) == content and server.sent == sent
 
 
 def test_an_entry_that_is_not_the_objects_bytes_is_not_passed_on(content: bytes) -> None:
