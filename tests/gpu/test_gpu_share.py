@@ -19,6 +19,9 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
+import share_data  # noqa: E402  needs torch
+import share_trainer  # noqa: E402
+
 from legroom.loader.dataloader.sharing.group_folder import groups  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -52,9 +55,7 @@ class Group:
         return path.read_text().splitlines() if path.exists() else []
 
     def reference(self, epochs: int) -> list[str]:
-        number = self.start(epochs, how="host")
-        assert self.started[number].wait(120) == 0
-        return self.lines(number)
+        return share_data.reference(share_trainer.loader(), epochs)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         until = time.monotonic() + 90
@@ -70,7 +71,7 @@ class Group:
 
     def ended(self, number: int) -> list[str]:
         """The lines of a trainer that has ended by itself, without the last one."""
-        assert self.started[number].wait(120) == 0
+        assert self.started[number].wait(300) == 0
         *lines, last = self.lines(number)
         assert last.startswith("end "), last
         return lines
@@ -107,8 +108,8 @@ def copied() -> int:
 
 
 def test_batches_are_right_private_and_copied_once(group: Group) -> None:
-    expected = group.reference(6)
-    trainers = [group.start(6, 0.01) for _ in range(3)]
+    expected = group.reference(5)
+    trainers = [group.start(5, 0.01) for _ in range(3)]
     group.go(trainers)
     group.wait_for(lambda: copied() > 60)
     (gpu,) = status()["gpus"]
@@ -120,14 +121,14 @@ def test_batches_are_right_private_and_copied_once(group: Group) -> None:
 
 
 def test_kills_of_a_trainer_that_copies_and_of_the_producer(group: Group) -> None:
-    expected = group.reference(8)
-    trainers = [group.start(8, 0.01) for _ in range(4)]
+    expected = group.reference(6)
+    trainers = [group.start(6, 0.01) for _ in range(4)]
     group.go(trainers)
-    group.wait_for(lambda: copied() > 15)
+    group.wait_for(lambda: copied() > 10)
     for number in trainers[:2]:
         here = copied()
         group.started[number].send_signal(signal.SIGKILL)
-        group.wait_for(lambda here=here: copied() > here + 10)
+        group.wait_for(lambda here=here: copied() > here + 5)
     os.kill(status()["producer"], signal.SIGKILL)
     here = len(group.lines(trainers[2]))
     group.wait_for(lambda: len(group.lines(trainers[2])) > here + 5)
@@ -138,8 +139,8 @@ def test_kills_of_a_trainer_that_copies_and_of_the_producer(group: Group) -> Non
 
 
 def test_pinned_batches_of_a_group(group: Group) -> None:
-    expected = group.reference(3)
-    trainers = [group.start(3, 0.01, "pin") for _ in range(2)]
+    expected = group.reference(2)
+    trainers = [group.start(2, 0.01, "pin") for _ in range(2)]
     group.go(trainers)
     for number in trainers:
         assert group.ended(number) == expected

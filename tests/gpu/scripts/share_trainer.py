@@ -1,6 +1,6 @@
 """A trainer of a group with its batches on the GPU, for test_gpu_share.py.
 
-share_trainer.py FILE EPOCHS PAUSE cuda|pin|host    writes a line for each batch, then "end" and how the batches came
+share_trainer.py FILE EPOCHS PAUSE cuda|pin    writes a line for each batch, then "end" and how the batches came
 
 After the first batch it waits for a file "go" beside FILE: the producer takes seconds to start.
 """
@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,19 +23,19 @@ import legroom
 from legroom.loader.dataloader.pin_memory import map_batch
 
 
+def loader(**given: Any) -> Any:
+    data = share_data.Noise(120, seconds=0.002, floats=50_000)
+    return legroom.DataLoader(data, 4, shuffle=True, num_workers=2, share="gpu-test", **given)
+
+
 def main() -> None:
     path, epochs, pause, how = sys.argv[1:5]
     warnings.filterwarnings("ignore")
-    data = share_data.Noise(120, seconds=0.002, floats=50_000)
-    given = {"cuda": {"device": "cuda"}, "pin": {"pin_memory": True}, "host": {}}[how]
-    loader = legroom.DataLoader(data, 4, shuffle=True, num_workers=2, share="gpu-test", **given)  # type: ignore[arg-type]
+    batches = loader(**{"cuda": {"device": "cuda"}, "pin": {"pin_memory": True}}[how])
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    if how == "host":  # the reference
-        os.write(fd, ("\n".join(share_data.reference(loader, int(epochs))) + "\n").encode())
-        return
     for epoch in range(int(epochs)):
         kept = None
-        for number, batch in enumerate(loader):
+        for number, batch in enumerate(batches):
             image = batch["image"]
             assert image.is_cuda if how == "cuda" else image.is_pinned()
             host = map_batch(batch, lambda one: one.cpu().clone() if isinstance(one, torch.Tensor) else None)
@@ -48,7 +49,7 @@ def main() -> None:
             while not os.path.exists(os.path.join(os.path.dirname(path), "go")):
                 time.sleep(0.01)
             time.sleep(float(pause))
-    os.write(fd, f"end {loader.why}\n".encode())
+    os.write(fd, f"end {batches.why}\n".encode())
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import multiprocessing
 import os
 import random
@@ -205,8 +207,12 @@ class Trainers:
         return process
 
     def _train(self, given: dict[str, Any], epochs: int, path: str, *how: Any) -> None:
+        before = usage()
         try:
             train(self.loader(**given), epochs, path, *how)
+            gc.collect()
+            after = usage()
+            Path(path).with_suffix(".left").write_text(json.dumps({key: after[key] - before[key] for key in before}))
         except Exception as problem:
             with open(path, "a") as file:
                 file.write(f"error {type(problem).__name__}: {problem}\n".replace("\n", " ").strip() + "\n")
@@ -273,6 +279,40 @@ def workers_of(pid: int) -> list[int]:
         return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
+
+
+def usage() -> dict[str, int]:
+    """What this process has open and mapped, and its own memory."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:
+            continue
+    status = Path("/proc/self/status").read_text().split()
+    return {
+        "descriptors": len(links),
+        "sockets": sum(one.startswith("socket:") for one in links),
+        "locks": sum(one.endswith((".lock", ".alone")) for one in links),
+        "slots": Path("/proc/self/maps").read_text().count("legroom-batch"),
+        "megabytes": int(status[status.index("RssAnon:") + 1]) >> 10,
+    }
+
+
+def left_behind(trainers: Trainers) -> list[dict[str, int]]:
+    """How much more each trainer that ended by itself had then than before it had a loader."""
+    return [json.loads(path.read_text()) for path in sorted(trainers.folder.glob("*.left"))]
+
+
+def slots_of(pid: int, folder: str) -> list[str]:
+    """The slots that a process has open, if it belongs to a test with this folder."""
+    try:
+        if folder not in Path(f"/proc/{pid}/environ").read_text(errors="replace"):
+            return []
+        names = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
+    except OSError:
+        return []
+    return [f"{pid}: {name}" for name in names if "legroom-" in name and name.startswith("/memfd:")]
 
 
 def random_kills(trainers: Trainers, kills: int, seed: int, between: float, members: int = 4) -> dict[str, int]:

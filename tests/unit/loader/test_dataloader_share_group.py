@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from share_data import Noise, Trainers, reference, workers_of
 
 from legroom.errors import BudgetTooSmall, ShareMismatch
 from legroom.loader.dataloader.sharing.group_folder import groups
+from legroom.loader.dataloader.sharing.private_slots import PrivateSlots
 
 torch = pytest.importorskip("torch")
 import legroom  # noqa: E402  its DataLoader needs torch
@@ -101,6 +103,36 @@ def test_batches_can_be_written_and_kept_while_slots_are_reused(make: Any) -> No
     assert group.lines(0) == [*expected, "end"] and share_data.line(0, 0, kept.pop()[1]) == last
     for number, batch in kept:
         assert share_data.line(0, number, batch) == expected[number]
+
+
+def test_a_slot_is_reused_a_hundred_times_while_batches_are_written_and_kept(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: Counter[int] = Counter()
+    plain = PrivateSlots.open
+
+    def count(self: PrivateSlots, serial: int, slot_id: int | None, body: bytes, **given: Any) -> Any:
+        opened[slot_id or 0] += 1
+        return plain(self, serial, slot_id, body, **given)
+
+    monkeypatch.setattr(PrivateSlots, "open", count)
+    group = make(Noise(10_000, floats=400), num_workers=1)
+    expected = reference(group.loader(), 1)
+    group.start(1)
+    group.await_producer()
+    loader, kept = group.loader(), []
+    for number, batch in enumerate(loader):
+        assert share_data.line(0, number, batch) == expected[number]
+        if number % 40 == 0:
+            kept = [*kept[-5:], (number, batch)]  # more than may stay in slots
+        else:
+            batch["image"].fill_(-1.0)  # must not reach another trainer, or the next batch in this slot
+    assert max(opened.values()) > 100, opened
+    for number, batch in kept:
+        assert share_data.line(0, number, batch) == expected[number]
+    del batch, loader
+    group.join()
+    assert group.lines(0) == [*expected, "end"]
 
 
 def test_kills_of_producers_workers_and_trainers_and_a_stopped_trainer(make: Any) -> None:
@@ -282,3 +314,10 @@ def test_random_kills_change_no_batch_of_any_trainer(make: Any, kills: int, betw
     done = share_data.random_kills(group, kills, seed, between)
     print(done, sum(len(group.lines(number)) for number in range(len(group.names))), "batches")
     assert sum(done.values()) >= kills
+    left = share_data.left_behind(group)
+    print("left in trainers that ended by themselves:", left)
+    assert left and all(one["sockets"] == one["slots"] == one["locks"] == 0 for one in left), left
+    assert all(one["descriptors"] <= 4 and one["megabytes"] < 48 for one in left), left
+    group.wait_for(lambda: not group.producers())
+    held = [name for pid, _ in share_data.commands() for name in share_data.slots_of(pid, str(group.folder))]
+    assert not held, held

@@ -115,9 +115,7 @@ class GpuBatches:
         self.release_read()
         base = None
         if where is not None and self.uuid and self.why_own is None:
-            found = list[Any]()
-            map_batch(batch, lambda one: found.append(one) is None if _in_slot(one, where) else None)
-            base = self._in_ring(where, ask) if found else None
+            base = self._in_ring(where, ask) if _any_in_slot(batch, where) else None
         made: dict[int, Any] = {}
 
         def move(one: Any) -> Any:
@@ -195,6 +193,18 @@ class GpuBatches:
             ring.close()
 
 
+def _any_in_slot(batch: Any, where: OnHost) -> bool:
+    found = False
+
+    def look(one: Any) -> Any:
+        nonlocal found
+        found = found or _in_slot(one, where)
+        return one if found else None  # nothing further is needed
+
+    map_batch(batch, look)
+    return found
+
+
 def _in_slot(one: Any, where: OnHost) -> bool:
     """Whether it is a tensor with its bytes in the slot, in a layout that can be copied byte by byte."""
     import torch
@@ -254,8 +264,8 @@ class CudaGpu:
 
         self.name, self._device = str(device), device
         self._torch: Any = torch
-        self._stream = torch.cuda.Stream(device)
-        self._staging: torch.Tensor | None = None
+        self._stream: Any = self._torch.cuda.Stream(device)
+        self._staging: Any = None
         self._why: str | None = None
         if torch.version.hip is not None:
             self._why = say("torch is built for ROCm")
@@ -267,22 +277,22 @@ class CudaGpu:
 
     def why_no_ring(self) -> str | None:
         """Why GPU memory cannot be shared, or None."""
-        return self._why or self.api.why_no_shared_memory()  # type: ignore[no-any-return, attr-defined]
+        return self._why or self.api.why_no_shared_memory()
 
     def upload(self, source: np.ndarray[Any, Any], address: int) -> None:
         """Copy bytes from the host to a GPU address; they are there when this returns.
 
         Through pinned memory of this process: the slot's private map must not be registered with CUDA.
         """
-        torch = self._torch
+        use = self._torch
         try:
             if self._staging is None or self._staging.numel() < source.nbytes:
-                self._staging = torch.empty(source.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+                self._staging = use.empty(source.nbytes, dtype=use.uint8, device="cpu", pin_memory=True)
             staged = self._staging[: source.nbytes]
-            staged.copy_(torch.from_numpy(source))
-            with torch.cuda.stream(self._stream):
+            staged.copy_(use.from_numpy(source))
+            with use.cuda.stream(self._stream):
                 self._at(address, source.nbytes).copy_(staged, non_blocking=True)
-                event = torch.cuda.Event()
+                event = use.cuda.Event()
                 event.record(self._stream)
             event.synchronize()
         except RuntimeError as problem:
@@ -290,10 +300,10 @@ class CudaGpu:
 
     def private(self, like: torch.Tensor, address: int) -> torch.Tensor:
         """Queue a copy of a tensor like this one, which is at a GPU address, into memory of this process."""
-        torch = self._torch
-        current = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(self._stream):
-            made: torch.Tensor = torch.empty_like(like, device=self._device)
+        use = self._torch
+        current = use.cuda.current_stream(self._device)
+        with use.cuda.stream(self._stream):
+            made: torch.Tensor = use.empty_like(like, device=self._device)
             there = self._at(address, extent(like)).view(like.dtype).as_strided(like.size(), like.stride())
             made.copy_(there, non_blocking=True)
         current.wait_stream(self._stream)

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from legroom.errors import WorkerDied
+from legroom.advice.memory_need import SPARE
+from legroom.errors import BudgetTooSmall, WorkerDied
 from legroom.loader.dataloader import resume
 from legroom.loader.dataloader.epoch import Progress, WorkerState
+from legroom.loader.dataloader.pin_memory import map_batch
 from legroom.loader.dataloader.sharing.seeding import (
     Orders,
     Position,
@@ -22,9 +24,14 @@ from legroom.loader.dataloader.sharing.seeding import (
     generators_restored,
     like_a_worker,
 )  # fmt: skip
+from legroom.loader.process_memory import free_memory_now
+from legroom.messages import say
+from legroom.units import format_size
 
 _WAIT_S = 5.0  # before workers are started
 _WAIT_BATCHES = 4
+_MEMORY_WAIT_S = 1.0  # for other trainers to free theirs
+_CHECKED = 1 << 20  # bytes of a batch, from which on free memory is checked before the next one
 DEATHS = 3  # of workers at one batch, before it is an error: fewer may be an accident
 StartLoader = Callable[..., Any]  # makes an ordinary loader, with the arguments that say what it loads
 
@@ -91,6 +98,20 @@ class _Workers:
         self._inner = self._next = None
 
 
+def tensor_bytes(batch: Any) -> int:
+    """Bytes of the tensors and arrays of a batch."""
+    total = 0
+
+    def count(one: Any) -> Any:
+        nonlocal total
+        size = getattr(one, "nbytes", None)
+        total += size if isinstance(size, int) else 0
+        return one if isinstance(size, int) else None
+
+    map_batch(batch, count)
+    return total
+
+
 class OwnBatches(_Workers):
     """Batches of a map-style dataset."""
 
@@ -107,6 +128,7 @@ class OwnBatches(_Workers):
         self._persistent = persistent
         self._loader: Any = None
         self._rest: RestOfEpoch | None = None
+        self._bytes = 0  # of the last batch that was made here
         self._since: float | None = None  # when the first of these batches was made
         self._count = 0
 
@@ -142,8 +164,34 @@ class OwnBatches(_Workers):
     def make_here(self, position: Position) -> Any:
         """The batch, made in this process."""
         self._used_here = True
+        self._check_memory()
         with generators_restored(), like_a_worker():
-            return self._collate(self._dataset.__getitems__(self._orders.items(position)))
+            batch = self._collate(self._dataset.__getitems__(self._orders.items(position)))
+        self._bytes = tensor_bytes(batch)
+        return batch
+
+    def _check_memory(self) -> None:
+        """Raise if another batch does not fit: a cgroup kills without an error.
+
+        Its samples and the batch exist at once, and another trainer may be about to make one too.
+        """
+        until = time.monotonic() + _MEMORY_WAIT_S
+        while True:
+            memory = free_memory_now() if self._bytes >= _CHECKED else None
+            if memory is None or memory.free >= 4 * self._bytes + SPARE:
+                return
+            if time.monotonic() > until:
+                break
+            time.sleep(0.02)
+        raise BudgetTooSmall(
+            say("not enough free memory to make a batch in the training process"),
+            why=say(
+                "its samples and the batch take {need}, and as much must stay free for another trainer. "
+                "{free} are free ({source})",
+                need=format_size(2 * self._bytes), free=format_size(memory.free), source=memory.source,
+            ),
+            fix=(say("raise the memory limit"), say("use fewer trainers or a smaller batch")),
+        )  # fmt: skip
 
     def start(self, position: Position) -> None:
         """Start workers at a position, or let those that persist begin there."""

@@ -300,10 +300,9 @@ class Producer:
                 self.window.most = max(_WINDOW, under_way)
                 return
             bound = tightest(bounds)
-            most = max(0, bound.free) // _OF_FREE // nbytes + (1 if bound.free > 2 * nbytes else 0)
-            what, need = bound.what(), _LEAST_WINDOW
-            fix = say("set memory_budget={least!r} to make fewer batches ahead",
-                      least=exact_size((recipe.num_workers + _LEAST_WINDOW) * nbytes))  # fmt: skip
+            free = max(0, bound.free) // nbytes  # beside this batch, which is made
+            most = max(1 + free // _OF_FREE, min(1 + free, _LEAST_WINDOW))
+            what, need, fix = bound.what(), _LEAST_WINDOW, say("raise the memory limit")
         self.window.most = max(_LEAST_WINDOW, min(most, max(_WINDOW, under_way)))
         if most < _LEAST_WINDOW and not (budget is None and self.window.entries):
             raise BudgetTooSmall(

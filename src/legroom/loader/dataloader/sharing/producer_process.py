@@ -10,16 +10,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from legroom.errors import ProducerFailed
+from legroom.advice.memory_need import SPARE
+from legroom.errors import BudgetTooSmall, LegroomError, ProducerFailed
 from legroom.loader.dataloader import receive
 from legroom.loader.dataloader.sharing.connection import Closed, Connection
 from legroom.loader.dataloader.sharing.group_folder import LOCK, LOG, SOCKET, GroupFiles
 from legroom.loader.dataloader.sharing.producer import Producer, portable
 from legroom.loader.dataloader.sharing.seeding import Position
 from legroom.loader.dataloader.sharing.start_producer import Recipe, unpickled
+from legroom.loader.process_memory import FreeMemory, free_memory_now, private_bytes
 from legroom.messages import say
 from legroom.system.process_control import start_daemon_thread
 from legroom.system.unix_sockets import require_same_user
+from legroom.units import format_size
+
+_SPARE = 2 * SPARE  # bytes of free memory, below which the process does not continue to start
 
 
 def main(given: dict[str, Any]) -> None:
@@ -52,13 +57,30 @@ def main(given: dict[str, Any]) -> None:
 
 
 def _end_if_abandoned(connection: Connection, files: GroupFiles, serving: threading.Event) -> None:
-    """End the process if the only trainer that knows it is gone before it serves others."""
+    """End the process if the only trainer that knows it is gone before it serves others, or if memory runs out."""
     poll = select.poll()
     poll.register(connection.fileno(), 0)  # only for its end
-    while not serving.wait(0.02):
-        if poll.poll(100):
+    while not serving.wait(0.01):
+        if poll.poll(10):
             files.remove(SOCKET, LOG, LOCK)  # the socket is of a producer that was killed
             os._exit(0)
+        memory = free_memory_now()
+        if memory is not None and memory.free < _SPARE:  # a cgroup kills without an error
+            _give_up(_no_memory(memory), connection, files)
+            os._exit(1)
+
+
+def _no_memory(memory: FreeMemory) -> BudgetTooSmall:
+    return BudgetTooSmall(
+        say("not enough free memory for the process that makes the batches"),
+        why=say(
+            "it had allocated {own} while it imported torch and the dataset's modules. {spare} must stay free for "
+            "workers; {free} are free ({source})",
+            own=format_size(private_bytes() or 0), spare=format_size(_SPARE), free=format_size(memory.free),
+            source=memory.source,
+        ),
+        fix=(say("raise the memory limit"), say("use fewer trainers or a smaller batch")),
+    )  # fmt: skip
 
 
 def serve_forked(recipe: Recipe, folder: str, key: str, start: Position, fd: int, lock: int) -> None:
@@ -84,7 +106,7 @@ def serve(recipe: Recipe, files: GroupFiles, start: Any, connection: Connection,
         raise
 
 
-def _give_up(error: ProducerFailed, connection: Connection, files: GroupFiles) -> None:
+def _give_up(error: LegroomError, connection: Connection, files: GroupFiles) -> None:
     """Send the error to the trainer that started this process, and leave no file of the group but its log."""
     try:
         connection.send("error", None, portable(error), True)
