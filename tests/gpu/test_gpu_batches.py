@@ -458,7 +458,7 @@ def test_page_locked_memory_is_given_back(stores: Path, source: Path) -> None:
             pass
         staged = batches._gatherer
         assert isinstance(staged, cuda_pinned.PinnedGatherer)
-        assert all(buffer._bytes.is_pinned() for buffer in staged._buffers)
+        assert all(buffer._bytes.is_pinned() for maker in staged._makers for buffer in maker.buffers)
         staged.close()
         with pytest.raises(UsageError, match="closed"):
             next(iter(batches))

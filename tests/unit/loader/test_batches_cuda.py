@@ -21,7 +21,7 @@ from cuda_fake import FakeDriver
 
 from legroom.errors import NoRoom, UnsupportedData, UsageError
 from legroom.gpu.cuda_driver_api import CudaRefused
-from legroom.loader.batches import cuda_path_choice, cuda_runtime, gather_threads
+from legroom.loader.batches import cuda_path_choice, cuda_pinned, cuda_runtime, gather_threads
 from legroom.loader.batches.batch_settings import BatchSettings, open_gatherer
 from legroom.loader.batches.cuda_gather_base import RESOURCES, STEPS_AHEAD, ResourceCache, row_layout
 from legroom.loader.batches.cuda_runtime import Driver, open_driver
@@ -179,7 +179,7 @@ def test_the_first_batches_of_a_shuffled_loop_choose_the_path(stored: Stored, mo
         same(trial.gather(rows), stored.columns, rows)
         if number + 1 < len(orders) and number % 3:  # a loop may be left before the next batch is begun
             trial.begin(orders[number + 1])
-    assert set(paths) == {"cuda-copy-engine", "cuda-kernel"} and len(set(paths[130:])) == 1
+    assert set(paths) == {"cuda-copy-engine", "cuda-kernel", "cuda-pinned"} and len(set(paths[180:])) == 1
     assert "ms per batch" in trial.why
     trial.close()
     assert len(driver.registered) == 3
@@ -188,12 +188,12 @@ def test_the_first_batches_of_a_shuffled_loop_choose_the_path(stored: Stored, mo
 def play(
     stored: Stored, driver: FakeDriver, costs: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, list[str]]:
-    """A loop of 200 batches whose steps take so long with each path; the gatherer, and the paths that were used."""
+    """A loop of 240 batches whose steps take so long with each path; the gatherer, and the paths that were used."""
     now = 0.0
     monkeypatch.setattr(cuda_path_choice, "time", SimpleNamespace(perf_counter=lambda: now))
     gatherer = stored.open(driver, shuffle=True)
     paths = []
-    for rows in np.random.default_rng(2).integers(0, len(stored.columns["labels"]), (200, 5)):
+    for rows in np.random.default_rng(2).integers(0, len(stored.columns["labels"]), (240, 5)):
         now += costs[gatherer.path]
         paths.append(gatherer.path)
         same(gatherer.gather(rows), stored.columns, rows)
@@ -207,13 +207,13 @@ def test_a_choice_is_used_again_while_steps_take_as_long(tmp_path: Path, monkeyp
     driver = FakeDriver()
     three = {"cuda-copy-engine": 2.0, "cuda-kernel": 2.2, "cuda-pinned": 1.5}
     first, paths = play(stored, driver, three, monkeypatch)
-    assert set(paths) == set(three) and set(paths[150:]) == {"cuda-pinned"} and first.ahead > 1
+    assert set(paths) == set(three) and set(paths[180:]) == {"cuda-pinned"} and first.ahead > 1
     assert "1500.00 ms per batch, with cuda-copy-engine 2000.00 ms" in first.why
     again, paths = play(stored, driver, {"cuda-pinned": 1.6}, monkeypatch)
     assert set(paths) == {"cuda-pinned"} and again.why == first.why
     other = {"cuda-copy-engine": 0.5, "cuda-kernel": 0.4, "cuda-pinned": 0.9}  # a shorter step
     faster, paths = play(stored, driver, other, monkeypatch)
-    assert paths[0] == "cuda-pinned" and set(paths[165:]) == {"cuda-kernel"}
+    assert paths[0] == "cuda-pinned" and set(paths[200:]) == {"cuda-kernel"}
     for gatherer in (first, again, faster):
         gatherer.close()
     del stored, first, again, faster, gatherer
@@ -490,6 +490,31 @@ def test_a_buffer_is_filled_again_after_its_copy(stored: Stored) -> None:
     gatherer.close()
 
 
+@pytest.mark.parametrize("cpus", [2, 16])
+def test_batches_are_made_side_by_side_where_there_are_cpus(
+    stored: Stored, cpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_pinned, "usable_cpus", lambda: cpus)
+    driver = FakeDriver()
+    gatherer = stored.open(driver, DISK)
+    assert gatherer.ahead == (6 if cpus == 16 else 2) and len(driver.pinned_sizes) == (6 if cpus == 16 else 3)
+    orders = list(np.random.default_rng(4).integers(0, 50, (40, 5)))
+    for number, rows in enumerate(orders):
+        if number % 10 == 0:  # a loop begins, and the one before was left
+            for following in orders[number : number + gatherer.ahead]:
+                gatherer.begin(following)
+        same(gatherer.gather(rows), stored.columns, rows)
+        if number + gatherer.ahead < len(orders):
+            gatherer.begin(orders[number + gatherer.ahead])
+    gatherer.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("legroom-batch")]
+
+
+def test_large_batches_are_made_one_by_one() -> None:
+    assert cuda_pinned._makers(300 << 20) == 1
+    assert cuda_pinned._makers(0) >= 1
+
+
 def test_no_more_page_locked_memory_in_the_middle(stored: Stored) -> None:
     driver = FakeDriver("pinned 16384")
     gatherer = stored.open(driver, DISK)
@@ -504,7 +529,8 @@ def test_no_more_page_locked_memory_in_the_middle(stored: Stored) -> None:
 
 def test_an_error_in_the_thread_is_raised_by_gather(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     gatherer = stored.open(FakeDriver(), DISK)
-    monkeypatch.setattr(gather_threads, "take_rows", lambda *_: 1 / 0)
+    for module in (gather_threads, cuda_pinned):
+        monkeypatch.setattr(module, "take_rows", lambda *_: 1 / 0)
     gatherer.begin(ROWS)
     with pytest.raises(ZeroDivisionError):
         gatherer.gather(ROWS)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
 
 from cuda_fake import FakeDriver  # noqa: E402
+
+from fake_libcuda import FakeLibrary  # noqa: E402
+from legroom.gpu.cuda_driver_api import DriverApi  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -239,3 +244,91 @@ def test_the_error_of_the_thread_that_failed_is_raised_when_the_others_end_first
     (tmp_path / "model.pt").write_bytes(data)
     with pytest.raises(legroom.LegroomError, match="damaged"):
         legroom.weights(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize(
+    ("library", "words"),
+    [
+        (FakeLibrary("cuMemCreate"), "the driver has no virtual memory management"),  # an old driver
+        (FakeLibrary(attributes={102: 1, 103: 0}), "cannot export GPU memory as a file descriptor"),  # WSL
+        (FakeLibrary(failing={"cuMemCreate": 801}), "cuMemCreate: operation not supported"),  # some MIG profiles
+    ],
+)
+def test_devices_that_cannot_share_keep_a_copy_each(
+    tmp_path: Path, library: FakeLibrary, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(driver, "api", lambda: DriverApi(0, library))
+    monkeypatch.setattr(model_weights, "open_driver", lambda device: driver)
+    expected = state()
+    found = legroom.weights(written(tmp_path, "file", expected), "cuda", shared=True)
+    assert found.why.startswith("this process's own copy: ") and words in found.why
+    same(found, expected)
+
+
+def test_a_store_that_others_may_use_is_not_shared_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_weights, "open_driver", lambda device: FakeDriver())
+    expected = state()
+    path = written(tmp_path, "file", expected)
+    legroom.weights(path)
+    (store,) = (tmp_path / "legroom_shm").glob("legroom-*")
+    (store / "gpu").mkdir()
+    (store / "gpu").chmod(0o755)
+    found = legroom.weights(path, "cuda", shared=True)
+    assert "own copy" in found.why and "others may use it" in found.why
+    same(found, expected)
+
+
+def test_files_that_were_removed_meanwhile_are_read_from_their_maps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_weights, "open_driver", lambda device: FakeDriver())
+    monkeypatch.setattr("legroom.loader.batches.cuda_upload.CHUNK", 100)
+    expected = state()
+    path = written(tmp_path, "file", expected)
+    legroom.weights(path)
+
+    class Opened(model_weights._Opened):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            for file in (tmp_path / "legroom_shm").glob("legroom-*/*/*.npy"):
+                file.unlink()
+
+    monkeypatch.setattr(model_weights, "_Opened", Opened)
+    same(legroom.weights(path, "cuda"), expected)
+
+
+CHILD = """
+import sys, torch, legroom
+found = legroom.weights(sys.argv[1])
+print(sum(int(tensor.view(torch.uint8).sum()) for tensor in found.values()), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PSS is Linux's")
+def test_four_processes_have_one_copy_in_ram(tmp_path: Path) -> None:
+    torch.save({f"layer.{n}": torch.randn(1024, 1024) for n in range(8)}, tmp_path / "model.pt")
+    size = 8 << 22
+    command = [sys.executable, "-c", CHILD, os.fspath(tmp_path / "model.pt")]
+    started = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    try:
+        sums = {process.stdout.readline() for process in started if process.stdout is not None}
+        assert len(sums) == 1 and sums != {""}
+        total = sum(_store_pss(process.pid, tmp_path) for process in started)
+    finally:
+        for process in started:
+            process.communicate("")
+    assert 0.98 * size <= total <= 1.02 * size, total / size
+
+
+def _store_pss(pid: int, folder: Path) -> int:
+    """PSS of the mapped files below a folder."""
+    total, inside = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            inside = line.endswith(".npy") and os.fspath(folder) in line
+        elif inside and words[0] == "Pss:":
+            total += int(words[1]) * 1024
+    return total

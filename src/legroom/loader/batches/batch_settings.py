@@ -283,7 +283,8 @@ def open_gatherer(
     if settings.resident:
         return open_resident(driver, columns, rows, entry)
     if settings.path == "cuda-pinned":
-        return PinnedGatherer(driver, columns, rows, say("path={path!r} was given", path=settings.path))
+        given = say("path={path!r} was given", path=settings.path)
+        return PinnedGatherer(driver, columns, rows, given, batch_size=settings.batch_size)
     why = _why_not_registered(entry, columns, files) or driver.why_no_registering()
     if why is None:
         try:
@@ -305,7 +306,7 @@ def open_gatherer(
             why=why,
             fix=(say("remove path: the fastest path that works is chosen"),),
         )
-    return PinnedGatherer(driver, columns, rows, why)
+    return PinnedGatherer(driver, columns, rows, why, batch_size=settings.batch_size)
 
 
 def _why_not_registered(

@@ -21,8 +21,8 @@ import numpy as np
 
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader.batches.batch_settings import BatchSettings
-from legroom.loader.batches.cuda_copy_engine import LEAST_ROW, CopyEngineGatherer
 from legroom.loader.batches.cuda_copy_engine import PATH as ENGINE_PATH
+from legroom.loader.batches.cuda_copy_engine import CopyEngineGatherer
 from legroom.loader.batches.cuda_gather_base import CudaGatherer, RowLayout
 from legroom.loader.batches.cuda_pinned import PinnedGatherer
 from legroom.loader.batches.cuda_registered import KERNEL_PATH, SELECT_PATH, RegisteredColumns, RegisteredGatherer
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     import torch
 
 NDArray = np.ndarray[Any, Any]
-PHASE = 16  # batches before the trial changes to the next path
-_SETTLING = 6  # of these, not counted: the GPU still works on batches of the path before
+PHASE = 20  # batches before the trial changes to the next path
+_SETTLING = 10  # of these, not counted: the first ones were begun on the path before
 _PHASES = 8  # at least
 _AS_GOOD = 1.01  # the copy engines are kept where they cost at most this much
 _SAME_STEP = 1.25  # a loop whose steps take this much more or less trains something else
@@ -75,7 +75,7 @@ def open_registered(
 
     def threads(why: str) -> CudaGatherer:
         columns = {name: registered.array(name) for name in rows}
-        return PinnedGatherer(driver, columns, rows, why, registered.release)
+        return PinnedGatherer(driver, columns, rows, why, batch_size=settings.batch_size, release=registered.release)
 
     openers = {ENGINE_PATH: engine, KERNEL_PATH: kernel, SELECT_PATH: select}
     why_not = driver.why_no_copy_engines()
@@ -88,10 +88,9 @@ def open_registered(
     if not shuffled:
         return engine(say("consecutive rows are one copy for the GPU's copy engines"))
     key = (str(driver.device), settings.batch_size, *sorted(kind.nbytes for kind in rows.values()))
-    tried: list[Opener] = [engine, kernel_or_select]
-    if any(kind.nbytes >= LEAST_ROW for kind in rows.values()):  # for smaller rows the first path does the same
-        tried.append(threads)
-    return PathTrial(tried, registered, partial(_chosen.__setitem__, key), _chosen.get(key))
+    return PathTrial(
+        (engine, kernel_or_select, threads), registered, partial(_chosen.__setitem__, key), _chosen.get(key)
+    )
 
 
 Opener = Callable[[str], CudaGatherer]
@@ -141,13 +140,13 @@ class PathTrial:
 
     @property
     def ahead(self) -> int:
-        """One while paths are compared: a batch begun on one path would be counted for the next."""
-        return 1 if self._kept is None else self._kept.ahead
+        """That of the path of the next batch."""
+        return self._current().ahead
 
     def gather(self, rows: NDArray) -> dict[str, torch.Tensor]:
         """The batch of these rows; until the choice, the time since the batch before is counted."""
         begun = next((gatherer for asked, gatherer in self._begun if asked is rows), None)
-        self._begun = [one for one in self._begun if one[0] is not rows][-2:]
+        self._begun = [one for one in self._begun if one[0] is not rows][-_SETTLING:]
         gatherer = begun or self._current()
         batch = gatherer.gather(rows)
         if self._kept is None:

@@ -1,9 +1,11 @@
 """Paths cuda-pinned and cuda-copy: the CPU gathers a batch into a buffer that is then copied to the GPU.
 
-One thread prepares one batch after the other while the training step runs, up to two ahead. It splits large batches
-among helper threads, because one core fills a buffer at a tenth of the speed at which the GPU reads it. A buffer is
-reused only after its copy is done. torch rounds page-locked allocations up to powers of two, so all columns share one
-buffer of such a size. Where page-locking fails, ordinary memory is used and each copy is waited for.
+One core fills a buffer at a tenth of the speed at which the GPU reads it. So several threads make a batch each, some
+batches ahead of the training step: they wait for nothing within a batch, and take the interpreter's lock a few times
+for it. Where batches are too large for that, or CPUs are few, one thread makes one batch after the other and splits it
+among helpers. A buffer is reused only after its copy is done. torch rounds page-locked allocations up to powers of two,
+so all columns share one buffer of such a size. Where page-locking fails, ordinary memory is used and each copy is
+waited for.
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ import numpy as np
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader.batches.cuda_gather_base import CudaGatherer, QueuedBatch, RowLayout
 from legroom.loader.batches.cuda_runtime import Driver
-from legroom.loader.batches.gather_threads import RowThreads, TaskThread
+from legroom.loader.batches.gather_threads import RowThreads, TaskThread, take_rows
 from legroom.messages import say
+from legroom.system.process_control import usable_cpus
 
 if TYPE_CHECKING:
     import torch
 
 NDArray = np.ndarray[Any, Any]
 PATH = "cuda-pinned"
-_BUFFERS = 3
+_BUFFERS = 3  # of a maker that is alone
+_MOST_MAKERS = 6
+_MOST_BUFFERED = 512 << 20  # bytes of page-locked memory for makers that work side by side
 _ALIGNMENT = 64
 
 
@@ -43,16 +48,28 @@ class StagingBuffer:
             self.copied.synchronize()
             self.copied = None
         if self._bytes is None or len(self._bytes) < nbytes:
-            size = 1 << max(12, (nbytes - 1).bit_length())
+            size = _rounded(nbytes)
             self._bytes = None  # released first: torch caches page-locked memory
             self._bytes = self._driver.pinned(size) if pinned else _ordinary(size)
         return self._bytes
 
 
+class _Maker:
+    """A thread that makes batches, with buffers of its own."""
+
+    def __init__(self, driver: Driver, buffers: int) -> None:
+        self.thread = TaskThread("legroom-batch")
+        self.buffers = [StagingBuffer(driver) for _ in range(buffers)]
+        self._turn = 0
+
+    def next_buffer(self) -> StagingBuffer:
+        """The buffer that was used longest ago."""
+        self._turn = (self._turn + 1) % len(self.buffers)
+        return self.buffers[self._turn]
+
+
 class PinnedGatherer(CudaGatherer):
     """Gathers on the CPU; ``path`` changes from cuda-pinned to cuda-copy when page-locking fails."""
-
-    ahead = _BUFFERS - 1  # the batch that is used was copied from the other one
 
     def __init__(
         self,
@@ -60,40 +77,48 @@ class PinnedGatherer(CudaGatherer):
         columns: Mapping[str, NDArray],
         rows: Mapping[str, RowLayout],
         why: str,
+        *,
+        batch_size: int,
         release: Callable[[], None] | None = None,
     ) -> None:
         """``release`` is called at the end, when nothing reads ``columns`` any more."""
         super().__init__(driver, PATH, why)
         self._columns, self._rows, self._on_release = dict(columns), dict(rows), release
-        self._buffers = [StagingBuffer(driver) for _ in range(_BUFFERS)]
+        count = _makers(column_offsets(rows, batch_size)[1])
+        self._makers = [_Maker(driver, 1 if count > 1 else _BUFFERS) for _ in range(count)]
         self._turn = 0
-        self._maker, self._threads = TaskThread("legroom-batch"), RowThreads()
+        self.ahead = count if count > 1 else _BUFFERS - 1
+        # Where there are several makers, each copies its batch alone: nothing is waited for within a batch.
+        self._threads = RowThreads() if count == 1 else None
         try:
-            for buffer in self._buffers:
-                buffer.take(1, pinned=True)
+            for maker in self._makers:
+                for buffer in maker.buffers:
+                    buffer.take(1, pinned=True)
         except CudaRefused as refusal:
             self._copy_instead(refusal)
 
     def _copy_instead(self, refusal: CudaRefused) -> None:
-        self.path = "cuda-copy"
-        self.why = say("{why}; memory cannot be page-locked: {refusal}", why=self.why, refusal=refusal)
-        self._buffers = [StagingBuffer(self.side.driver)]
+        if self.path == PATH:  # several makers may come here
+            self.path = "cuda-copy"
+            self.why = say("{why}; memory cannot be page-locked: {refusal}", why=self.why, refusal=refusal)
 
     def _start(self, rows: NDArray) -> Callable[[], QueuedBatch]:
-        return self._maker.start(partial(self._make, rows)).result
+        self._turn = (self._turn + 1) % len(self._makers)
+        maker = self._makers[self._turn]
+        return maker.thread.start(partial(self._make, maker, rows)).result
 
-    def _make(self, rows: NDArray) -> QueuedBatch:
+    def _make(self, maker: _Maker, rows: NDArray) -> QueuedBatch:
         starts, total = column_offsets(self._rows, len(rows))
         parts: dict[str, torch.Tensor] = {}
         with self.side.queueing():  # from the start: page-locked memory also belongs to this thread's device
-            memory, buffer = self._memory(total)
+            buffer = maker.next_buffer()
+            memory, pinned = self._memory(buffer, total)
             filled = memory.numpy()
+            copy = take_rows if self._threads is None else self._threads.copy
             for name, kind in self._rows.items():
-                if kind.nbytes:
-                    into = filled[starts[name] : starts[name] + len(rows) * kind.nbytes]
-                    self._threads.copy(self._columns[name], rows, into)
+                if kind.nbytes and len(rows):
+                    copy(self._columns[name], rows, filled[starts[name] : starts[name] + len(rows) * kind.nbytes])
             self.side.limit_run_ahead()
-            pinned = self.path == PATH
             for name, kind in self._rows.items():
                 parts[name] = kind.empty(len(rows), self.side.driver.device)
                 size = len(rows) * kind.nbytes
@@ -104,26 +129,35 @@ class PinnedGatherer(CudaGatherer):
         buffer.copied = batch.done
         return batch
 
-    def _memory(self, total: int) -> tuple[torch.Tensor, StagingBuffer]:
-        self._turn = (self._turn + 1) % len(self._buffers)
-        buffer = self._buffers[self._turn]
-        try:
-            return buffer.take(total, pinned=self.path == PATH), buffer
-        except CudaRefused as refusal:
-            self.side.stream.synchronize()  # the other buffer is dropped too, and its copy may be queued
-            self._copy_instead(refusal)
-            self._turn = 0
-            return self._buffers[0].take(total, pinned=False), self._buffers[0]
+    def _memory(self, buffer: StagingBuffer, total: int) -> tuple[torch.Tensor, bool]:
+        """Memory of so many bytes, and whether it is page-locked."""
+        if self.path == PATH:
+            try:
+                return buffer.take(total, pinned=True), True
+            except CudaRefused as refusal:
+                self._copy_instead(refusal)
+        return buffer.take(total, pinned=False), False
 
     def _stop(self) -> None:
-        self._maker.stop()
-        self._threads.stop()
+        for maker in self._makers:
+            maker.thread.stop()
+        if self._threads is not None:
+            self._threads.stop()
 
     def _release(self) -> None:
-        self._buffers.clear()
+        self._makers.clear()
         self._columns.clear()
         if self._on_release is not None:
             self._on_release()
+
+
+def _makers(nbytes: int) -> int:
+    """How many batches of so many bytes are made side by side."""
+    return max(1, min(_MOST_MAKERS, usable_cpus() // 2, _MOST_BUFFERED // _rounded(nbytes)))
+
+
+def _rounded(nbytes: int) -> int:
+    return 1 << max(12, (nbytes - 1).bit_length())
 
 
 def column_offsets(rows: Mapping[str, RowLayout], count: int) -> tuple[dict[str, int], int]:
