@@ -136,6 +136,29 @@ def test_one_that_comes_with_other_arguments_is_refused_and_the_first_continues(
     assert len(list(iterator)) == 9
 
 
+def test_two_distributed_jobs_share_rank_by_rank(make: Any) -> None:
+    data = Noise(480, seconds=0.001)
+    group = make(data, shuffle=None)
+
+    def sampler(rank: int) -> Any:
+        return torch.utils.data.DistributedSampler(data, num_replicas=2, rank=rank, seed=3)
+
+    expected = [reference(group.loader(sampler=sampler(rank)), 1) for rank in (0, 1)]
+    assert len(expected[0]) == 60 and not set(expected[0]) & set(expected[1])
+    for rank in (0, 1, 0, 1):
+        group.start(1, pause=0.03, sampler=sampler(rank))
+    group.wait_for(lambda: sum(status["batches"] > 0 for status in groups()) == 2)
+    (group.folder / "producer runs").touch()
+
+    def shared() -> list[int]:
+        return [sum(one["shared"] > 3 for one in status["trainers"]) for status in groups() if status["producer"]]
+
+    group.wait_for(lambda: shared() == [2, 2])  # a group of two for each rank
+    group.join()
+    for number in range(4):
+        assert group.lines(number) == [*expected[number % 2], "end"]
+
+
 def stream_reference(loader: Any, epochs: int) -> list[str]:
     return [one for epoch in range(epochs) for one in lines(loader, epoch)]
 
