@@ -63,7 +63,9 @@ def test_trials_with_the_same_name_share_one_set_of_workers() -> None:
         env = {
             **os.environ,
             "LEGROOM_SHM": f"{place}/store",
-            "RAY_AIR_NEW_OUTPUT": "0",
+            "HOME": place,
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_raylet_start_wait_time_s": "300",
             "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
         }
         done = subprocess.run(
