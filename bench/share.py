@@ -1,6 +1,7 @@
 """Trainers that share one set of workers (share="name"), against separate loaders, one alone, and TensorSocket.
 
-Covers: 5 ms of CPU work a sample, and none; samples a second of all trainers together. Does not cover: GPUs.
+Covers: 5 ms of CPU work a sample, and none; samples a second of all trainers together; how long a trainer waits for a
+batch when the producer is killed. Does not cover: GPUs (gpu_shared_batches.py).
 
 Every trainer is a process. It takes batches until the first ones of its workers have arrived and all others are ready,
 then counts for a few seconds. The contenders take turns; the best round of each counts. As root, the CPU time of all
@@ -37,12 +38,14 @@ import torch
 from torch.utils.data import Dataset
 
 import legroom
+from legroom.loader.dataloader.sharing.group_folder import groups
 
 TRAINERS, WORKERS, BATCH = 4, 2, 16
 Costs = dict[str, list[float]]  # CPU seconds for a batch, by contender
 WORK_S = 0.005
 SMALL = "no work, small samples"
 FLOATS = {"work": 3 * 64 * 64, "no work": 3 * 224 * 224, SMALL: 3 * 64 * 64}  # of a sample
+TAKEOVER, KILLS = "takeover", 5
 WARM_S, START_S = 60.0, 120.0  # for a group, and for all trainers, to be ready
 
 
@@ -207,11 +210,69 @@ def contenders(dataset: Any, seconds: float, cpu: CpuTime, costs: Costs) -> dict
     }
 
 
+def train_through_kills(make: Callable[[], Any], ready: Any, stop: Any, longest: Any, number: int) -> None:
+    """One trainer: the longest time that it waits for a batch, from the moment when all have batches of the group."""
+    torch.set_num_threads(1)
+    loader = make()
+    iterator = iter(loader)
+    began, got = time.monotonic(), 0
+    while got < 2 * WORKERS + 4 and time.monotonic() < began + WARM_S:
+        next(iterator)
+        group = loader._sharing._group
+        got += group.welcome and not group.missed
+    ready.wait()
+    while not stop.value:
+        start = time.monotonic()
+        next(iterator)
+        longest[number] = max(longest[number], time.monotonic() - start)
+    os._exit(0)
+
+
+def takeovers(kills: int) -> list[float]:
+    """The longest wait of each trainer while producers are killed, one after the other."""
+    context = multiprocessing.get_context("fork")
+    name, dataset = f"bench-{os.getpid()}-takeover", Samples(FLOATS["work"], WORK_S)
+    ready, stop = context.Barrier(TRAINERS + 1, timeout=START_S), context.Value("i", 0)
+    longest = context.Array("d", TRAINERS)
+
+    def make() -> Any:
+        return legroom.DataLoader(dataset, BATCH, num_workers=WORKERS, share=name)
+
+    trainers = [
+        context.Process(target=train_through_kills, args=(make, ready, stop, longest, number))
+        for number in range(TRAINERS)
+    ]
+    for one in trainers:
+        one.start()
+    try:
+        ready.wait()
+        for _ in range(kills):
+            before = _producer(name)
+            time.sleep(1.0)  # trainers use its batches
+            os.kill(before, signal.SIGKILL)
+            until = time.monotonic() + START_S
+            while _producer(name) in (0, before) and time.monotonic() < until:
+                time.sleep(0.05)
+        time.sleep(2.0)
+        stop.value = 1
+    finally:
+        for one in trainers:
+            one.join(20)
+            one.kill()
+            one.join()
+    return list(longest)
+
+
+def _producer(name: str) -> int:
+    """The producer of a group that has made batches; 0 if there is none."""
+    return next((one["producer"] for one in groups() if one["name"] == name and one["batches"]), 0) or 0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=20.0, help="that are counted in each round")
-    parser.add_argument("--only", choices=list(FLOATS), help="one of the datasets; the others' results are kept")
+    parser.add_argument("--only", choices=[*FLOATS, TAKEOVER], help="one of the datasets; the others' results are kept")
     parser.add_argument("--results", type=Path, default=RESULTS)
     chosen = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -226,7 +287,13 @@ def main() -> None:
             raw = {"seconds": figures, "cpu_seconds": costs}
             parts[name] = {"machine": where, "rounds": chosen.rounds, "rows": as_json(rows), "raw": raw}
             print(show(rows), flush=True)
-    ordered = {name: parts[name] for name in FLOATS if name in parts}
+    if chosen.only in (None, TAKEOVER):
+        waits = takeovers(KILLS)
+        words = f"{KILLS} producers killed, {TRAINERS} trainers: " + ", ".join(f"{one:.2f} s" for one in waits)
+        rows = [Row("takeover: longest wait for a batch", max(waits), "s", 1.0, note=words)]
+        parts[TAKEOVER] = {"machine": where, "rounds": 1, "rows": as_json(rows), "raw": {"seconds": waits}}
+        print(show(rows), flush=True)
+    ordered = {name: parts[name] for name in (*FLOATS, TAKEOVER) if name in parts}
     print(f"kept in {save('share', {'machine': where, 'parts': ordered}, chosen.results)}")
 
 

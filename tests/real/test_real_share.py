@@ -147,7 +147,7 @@ except OSError as problem:
 
 @pytest.mark.real("user")
 def test_another_user_can_neither_join_nor_read_nor_block_a_group_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the socket's permissions and the folder's descriptor have leaked: both ends ask the kernel who it is."""
+    """Also where the permissions of folder and socket are wrong: both ends ask the kernel who the other is."""
     import share_data
 
     with tempfile.TemporaryDirectory(prefix="legroom-test-") as place:
@@ -169,6 +169,7 @@ def test_another_user_can_neither_join_nor_read_nor_block_a_group_that_runs(monk
             (name,) = (path.name for path in folder.glob("*.sock"))
             leaked = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             os.chmod(folder / name, 0o666)
+            os.chmod(folder, 0o711)
             for message in (("hello", 1.0, False, "a stranger", True), ("status",)):
                 done = subprocess.run(
                     [sys.executable, "-c", JOIN, str(leaked), name], input=pickle.dumps(message), pass_fds=[leaked],
@@ -176,6 +177,7 @@ def test_another_user_can_neither_join_nor_read_nor_block_a_group_that_runs(monk
                 )  # fmt: skip
                 assert done.stdout.split()[0] in (b"0", b"ConnectionResetError", b"BrokenPipeError"), done.stdout
             os.close(leaked)
+            os.chmod(folder, 0o700)
             (status,) = [one for one in groups() if one["producer"]]
             assert {one["pid"] for one in status["trainers"]} <= {one.pid for one in group.processes}
             group.join()

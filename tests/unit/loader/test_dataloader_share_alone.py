@@ -136,6 +136,32 @@ def test_one_that_comes_with_other_arguments_is_refused_and_the_first_continues(
     assert len(list(iterator)) == 9
 
 
+def test_two_distributed_jobs_share_rank_by_rank(make: Any) -> None:
+    data = Noise(480)
+    group = make(data, shuffle=None)
+
+    def sampler(rank: int) -> Any:
+        return torch.utils.data.DistributedSampler(data, num_replicas=2, rank=rank, seed=3)
+
+    for rank in (0, 1, 0, 1):
+        group.start(10_000, pause=0.03, sampler=sampler(rank))
+    group.wait_for(lambda: sum(status["batches"] > 0 for status in groups()) == 2)
+    (group.folder / "producer runs").touch()
+
+    def shared() -> list[int]:
+        return [sum(one["shared"] > 3 for one in status["trainers"]) for status in groups() if status["producer"]]
+
+    group.wait_for(lambda: shared() == [2, 2])  # a group of two for each rank
+    (group.folder / "stop").touch()
+    group.join()
+    found = [group.lines(number)[:-1] for number in range(4)]
+    epochs = 1 + max(int(lines[-1].split()[0]) for lines in found)
+    expected = [reference(group.loader(sampler=sampler(rank)), epochs) for rank in (0, 1)]
+    assert not set(expected[0]) & set(expected[1])
+    for number, lines in enumerate(found):
+        assert len(lines) > 3 and lines == expected[number % 2][: len(lines)]
+
+
 def stream_reference(loader: Any, epochs: int) -> list[str]:
     return [one for epoch in range(epochs) for one in lines(loader, epoch)]
 

@@ -216,7 +216,7 @@ def _alone_status(files: GroupFiles) -> dict[str, Any] | None:
     trainer = {"pid": about["pid"], "command": about["command"], "position": None, "state": "alone", "shared": 0,
                "made_itself": 0}  # fmt: skip
     return {"name": about["name"], "producer": None, "workers": [], "position": None, "batches": 0, "most_batches": 0,
-            "bytes": 0, "error": None, "trainers": [trainer]}  # fmt: skip
+            "bytes": 0, "gpus": [], "error": None, "trainers": [trainer]}  # fmt: skip
 
 
 def _folders() -> Iterator[Path]:
