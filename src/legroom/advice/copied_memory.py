@@ -48,12 +48,41 @@ def copied_attributes(found: Sequence[CopiedAttribute]) -> tuple[CopiedAttribute
     return tuple(sorted(shown, key=lambda one: -one.copied))
 
 
-def finding_of_readings(parent: int, workers: int, points: Mapping[int, Sequence[Point]]) -> Finding | None:
-    """The finding for a running job from a few readings of its workers; None if none of these copies all the time."""
+def finding_of_readings(
+    parent: int, workers: int, points: Mapping[int, Sequence[Point]], unread: str | None = None
+) -> Finding | None:
+    """The finding for a running job from a few readings of its workers; None if none of these copies all the time.
+
+    ``unread``: why it is not known whether they copied by reading.
+    """
     rates = {pid: rate for pid, row in points.items() if (rate := copy_rate(row)) is not None}
     if not rates:
         return None
-    return finding_of_job(parent, list(rates.values()), workers, max(points[pid][-1][1] for pid in rates))
+    copied = max(points[pid][-1][1] for pid in rates)
+    if unread is not None:
+        return _perhaps_copied(parent, list(rates.values()), workers, copied, unread)
+    return finding_of_job(parent, list(rates.values()), workers, copied)
+
+
+def _perhaps_copied(parent: int, rates: Sequence[float], workers: int, copied: int, unread: str) -> Finding:
+    rate = sum(rates) / len(rates)
+    return Finding(
+        CODE,
+        "info",
+        say(
+            "{workers} of process {pid} copy memory that they share with it, perhaps the dataset: {rate}/min each",
+            workers=_workers(workers), pid=parent, rate=format_size(int(rate * 60)),
+        ),
+        say(
+            "Each has copied {copied} since it was first read. Reading Python objects does that, and so does writing "
+            "to memory that was free at the fork. Only the contents of the pages tell which, and {why}.",
+            copied=format_size(copied), why=unread,
+        ),
+        (
+            say("be sure: the same as root:\nsudo legroom doctor --job {pid}", pid=parent),
+            say("find the attribute:\nlegroom check --dataset MODULE:OBJECT --batch N --workers M"),
+        ),
+    )  # fmt: skip
 
 
 def finding_of_job(parent: int, rates: Sequence[float], workers: int, copied: int) -> Finding:

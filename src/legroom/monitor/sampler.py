@@ -121,6 +121,8 @@ class Sampler:
         notes = []
         if self.host.platform != "linux":
             notes.append(say("processes cannot be read on {platform}", platform=self.host.platform))
+        if self._copies.unread is not None:
+            notes.append(say("whether workers copy the dataset is unknown: {why}", why=self._copies.unread))
         return Sample(
             when=self.host.now,
             clock=clock,

@@ -188,7 +188,7 @@ def stacked_lines(frames: Sequence[ProcessFrame], width: int) -> list[Text]:
             layer = bisect_right(edges, level)
             line.append(*((" ", "") if layer == len(edges) else (_layer_mark(layer, pids), _LAYER_STYLES[layer])))
         lines.append(line)
-    text = say("digits: the largest processes below; +: the other ones; ░: the rest of RAM in use")
+    text = say("digits: the processes below; +: the other ones; ░: the rest of RAM in use")
     return [*lines, Text(cut(text, width), style="dim")]
 
 
@@ -244,7 +244,10 @@ def opened_lines(sample: Sample, frames: Sequence[ProcessFrame], pid: int, width
     for name, now, at in kinds:
         points = [PoolPoint(place, None if point is None else point[at], top) for place, point in series]
         line = Text(f"{left(name, 15)}{right(_size_or(now), 10)}  ", no_wrap=True)
-        line.append(history_line(column_shares(points, room)), style="cyan")
+        shares = column_shares(points, room)
+        # Several steps may lie between two samples: then the columns between them are no gap.
+        drawn = list(accumulate(shares, lambda before, now: before if now is None else now)) if by_step else shares
+        line.append(history_line(drawn), style="cyan")
         lines.append(line)
     scale = say("all four with the same scale, up to {size}", size=format_size(top))
     if by_step:

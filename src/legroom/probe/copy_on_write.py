@@ -332,6 +332,7 @@ def _pieces(areas: Iterable[range]) -> Iterator[tuple[int, int]]:
 
 _MOST_OF_A_PARENT = 2
 _LEAST_GAP = 5.0  # seconds between two readings of a worker
+_MUCH = 32 << 20  # bytes that a worker has copied
 
 
 @dataclass
@@ -343,6 +344,7 @@ class WorkerCopies:
     _readers: dict[int, CopyReader] = field(default_factory=dict)  # by parent
     _chosen: dict[int, int] = field(default_factory=dict)  # workers that are read, and their parents
     _due: float = 0.0
+    unread: str | None = None  # why it is unknown whether workers copy by reading, although they copy much
 
     def update(self, rows: Iterable[ProcessRow], clock: float) -> dict[int, ProcessRow]:
         """The rows of workers that were read now, by pid."""
@@ -360,7 +362,9 @@ class WorkerCopies:
         for parent in set(self._chosen.values()):
             reader = self._readers.setdefault(parent, CopyReader(self.host, parent, compare=True))
             for one in reader.read([pid for pid, its in self._chosen.items() if its == parent], clock):
-                if one.only_read is not None:
+                if one.only_read is None and (one.copied or 0) >= _MUCH:
+                    self.unread = one.reason
+                elif one.only_read is not None:
                     found[one.pid] = replace(by_pid[one.pid], copied=one.only_read, copied_at=clock)
         self._due = clock + max(_LEAST_GAP, (time.thread_time() - began) / self.share)
         return found

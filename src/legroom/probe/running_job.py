@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from legroom.messages import say
-from legroom.probe.copy_on_write import CopyReader
+from legroom.probe.copy_on_write import CopiedMemory, CopyReader
 from legroom.probe.host import Host
 from legroom.probe.process_and_limits import arguments, holdings, matching, our_pid, processes, started_at, tree
 from legroom.probe.shm import makers_alive, on_its_way
@@ -149,17 +149,21 @@ _SHARED = 32 << 20  # bytes a worker must share with its parent to be worth read
 
 
 class CopyingWorkers(NamedTuple):
-    """What forked workers of one parent copied by reading its memory: points of (seconds, bytes) for those read."""
+    """What forked workers of one parent copied by reading its memory: points of (seconds, bytes) for those read.
+
+    Where contents may not be compared (``unread`` says why), what they copied by writing is among it.
+    """
 
     parent: int
     workers: int
     points: dict[int, list[tuple[float, int]]]  # by pid
+    unread: str | None = None
 
 
 def copies_over_time(
     host: Host, jobs: Sequence[Job], wait: Callable[[float], None] = time.sleep
 ) -> list[CopyingWorkers]:
-    """Read the forked workers of these jobs a few times. Workers whose memory cannot be read are left out."""
+    """Read the forked workers of these jobs a few times. Workers whose pages cannot be read are left out."""
     readers = {}
     for job in jobs:
         for parent, workers in _forked(host, job).items():
@@ -168,15 +172,22 @@ def copies_over_time(
             if chosen:
                 readers[parent] = reader, CopyingWorkers(parent, len(workers), {pid: [(0.0, 0)] for pid in chosen})
     began = time.monotonic()
+    read: dict[int, list[CopiedMemory]] = {parent: [] for parent in readers}
     for _ in range(_READINGS - 1 if readers else 0):
         wait(_BETWEEN)
-        for reader, found in readers.values():
-            for one in reader.read(list(found.points), time.monotonic() - began):
-                if one.only_read is None:
-                    del found.points[one.pid]
-                else:
-                    found.points[one.pid].append((one.until, one.only_read))
-    return [found for _, found in readers.values() if found.points]
+        for parent, (reader, found) in readers.items():
+            read[parent] += reader.read(list(found.points), time.monotonic() - began)
+    return [made for parent, (_, found) in readers.items() if (made := _with_points(found, read[parent])).points]
+
+
+def _with_points(found: CopyingWorkers, read: Sequence[CopiedMemory]) -> CopyingWorkers:
+    """With the points of all readings: of what was only read, or if that is unknown of all that was copied."""
+    known = [one for one in read if one.copied is not None]
+    unread = next((one.reason for one in known if one.only_read is None), None)
+    points = {pid: list(first) for pid, first in found.points.items() if any(one.pid == pid for one in known)}
+    for one in known:
+        points[one.pid].append((one.until, (one.only_read if unread is None else one.copied) or 0))
+    return found._replace(points=points, unread=unread)
 
 
 def _forked(host: Host, job: Job) -> dict[int, list[int]]:

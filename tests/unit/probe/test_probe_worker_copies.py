@@ -84,8 +84,8 @@ def test_rows_of_workers_show_what_they_copied_by_reading(kind: str) -> None:
 def test_a_few_readings_of_a_job_with_a_large_parent(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running_job, "_YOUNG", -1.0)
     with parent(kind, 600) as job:
-        ((pid, workers, points),) = running_job.copies_over_time(Host(), [job.job()], job.step)
-        assert (pid, workers, set(points)) == (job.pid, 1, {job.worker})
+        ((pid, workers, points, unread),) = running_job.copies_over_time(Host(), [job.job()], job.step)
+        assert (pid, workers, set(points), unread) == (job.pid, 1, {job.worker}, None)
         found = finding_of_readings(pid, workers, points)
         if kind == "arrays":
             assert found is None, points
@@ -93,10 +93,11 @@ def test_a_few_readings_of_a_job_with_a_large_parent(kind: str, monkeypatch: pyt
             assert found is not None and f"1 worker of process {job.pid}" in found.message
 
 
-def test_memory_that_may_not_be_read_makes_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_may_not_be_read_is_said_to_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the kernel forbids reading the memory of another process (Yama), reading and writing look the same."""
     monkeypatch.setattr(running_job, "_YOUNG", -1.0)
-    with parent("records") as job:
+    monkeypatch.setattr(copy_on_write, "_MUCH", 1 << 20)
+    with parent("records", 600) as job:
         reader = copy_on_write.CopyReader(Host(), job.pid, compare=True)
         reader.read([job.worker], 0.0)
 
@@ -107,12 +108,15 @@ def test_memory_that_may_not_be_read_makes_no_finding(monkeypatch: pytest.Monkey
         job.step()
         (found,) = reader.read([job.worker], 1.0)
         assert found.copied and found.only_read is None and str(job.worker) in (found.reason or "")
-        assert running_job.copies_over_time(Host(), [job.job()], job.step) == []
+        ((*seen, unread),) = running_job.copies_over_time(Host(), [job.job()], job.step)
+        told = finding_of_readings(*seen, unread)
+        assert told is not None and told.severity == "info" and "perhaps the dataset" in told.message
+        assert str(job.worker) in told.why and "sudo legroom doctor" in told.fix[0]
         rows = [ProcessRow(job.pid, 1, "x"), ProcessRow(job.worker, job.pid, "x")]
         copies = WorkerCopies(Host())
         copies.update(rows, 0.0)
         job.step()
-        assert copies.update(rows, 1000.0) == {}
+        assert copies.update(rows, 1000.0) == {} and str(job.worker) in (copies.unread or "")
 
 
 def test_a_young_worker_and_a_job_without_workers_are_not_read() -> None:
