@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PORT = 6399
-_PREFIX = "lgr"  # of every network namespace, link and log of this rig
+_PREFIX = "lgnode"  # of every network namespace, link and log of this rig
 
 
 def why_not() -> str | None:
