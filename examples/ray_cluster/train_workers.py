@@ -68,7 +68,7 @@ def main() -> None:
         result = TorchTrainer(
             worker,
             train_loop_config={"data": options.data, "epochs": options.epochs},
-            scaling_config=ray.train.ScalingConfig(options.workers, placement_strategy="STRICT_SPREAD"),
+            scaling_config=ray.train.ScalingConfig(num_workers=options.workers, placement_strategy="STRICT_SPREAD"),
             run_config=ray.train.RunConfig(storage_path=options.results or scratch),
         ).fit()
     print(json.dumps({name: result.metrics[name] for name in ("accuracy", "samples", "node")}))
