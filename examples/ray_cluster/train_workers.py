@@ -48,7 +48,13 @@ def worker(config: dict) -> None:
                 optimizer.step()
                 guard.step()
                 right, seen = right + int((logits.argmax(1) == labels).sum()), seen + len(labels)
-            guard.report({"accuracy": right / seen, "samples": seen, "node": ray.util.get_node_ip_address()})
+            metrics = {"accuracy": right / seen, "samples": seen, "node": ray.util.get_node_ip_address()}
+            with tempfile.TemporaryDirectory() as folder:
+                checkpoint = None
+                if context.get_world_rank() == 0:
+                    torch.save(inner.state_dict(), Path(folder, "model.pt"))
+                    checkpoint = ray.train.Checkpoint.from_directory(folder)
+                guard.report(metrics, checkpoint=checkpoint)
 
 
 def main() -> None:
