@@ -48,7 +48,13 @@ def worker(config: dict) -> None:
                 optimizer.step()
                 guard.step()
                 right, seen = right + int((logits.argmax(1) == labels).sum()), seen + len(labels)
-            guard.report({"accuracy": right / seen, "samples": seen, "node": ray.util.get_node_ip_address()})
+            metrics = {"accuracy": right / seen, "samples": seen, "node": ray.util.get_node_ip_address()}
+            with tempfile.TemporaryDirectory() as folder:
+                checkpoint = None
+                if context.get_world_rank() == 0:
+                    torch.save(inner.state_dict(), Path(folder, "model.pt"))
+                    checkpoint = ray.train.Checkpoint.from_directory(folder)
+                guard.report(metrics, checkpoint=checkpoint)
 
 
 def main() -> None:
@@ -68,7 +74,7 @@ def main() -> None:
         result = TorchTrainer(
             worker,
             train_loop_config={"data": options.data, "epochs": options.epochs},
-            scaling_config=ray.train.ScalingConfig(options.workers, placement_strategy="STRICT_SPREAD"),
+            scaling_config=ray.train.ScalingConfig(num_workers=options.workers, placement_strategy="STRICT_SPREAD"),
             run_config=ray.train.RunConfig(storage_path=options.results or scratch),
         ).fit()
     print(json.dumps({name: result.metrics[name] for name in ("accuracy", "samples", "node")}))

@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PORT = 6399
-_PREFIX = "lgr"  # of every network namespace, link and log of this rig
+_PREFIX = "lgnode"  # of every network namespace, link and log of this rig
 
 
 def why_not() -> str | None:
@@ -131,7 +131,7 @@ class Cluster:
     def _environment(self) -> dict[str, str]:
         return {
             "PYTHONPATH": str(ROOT / "src"), "PYTHONPYCACHEPREFIX": self.compiled,
-            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token,
+            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "GLOO_SOCKET_IFNAME": "eth0",
         }  # fmt: skip
 
     def driver(self, program: str, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:

@@ -16,44 +16,23 @@ import os
 import secrets
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, field
 from typing import Any
 
-from legroom.cache.download import PIECE
 from legroom.cache.find_or_build import source_paths
 from legroom.errors import ClusterUnreachable, UsageError
 from legroom.formats.base_reader import Selection
+from legroom.integrations.ray_exchange import Exchange, Member
 from legroom.integrations.ray_node import GROUP, NodeLoader, answer_here, error_of, load_here
 from legroom.messages import say
 from legroom.records.cache_entry import NodeAnswer, NodeError, NodeLoad
 from legroom.remote.object_url import ObjectUrl, redacted, without_credentials
 from legroom.system.imports import require
 
-_ON_THE_WAY = 128 << 20  # bytes in the object store for each node that reads
-_READS = 4  # groups that a node reads at the same time: the first are passed on while it reads the next
 _CALLS = 24  # methods of a node that may run at the same time
 Told = Callable[[str, str, int, int], None]  # (address, source, done, total)
 Where = str | os.PathLike[str]
-
-
-@dataclass(slots=True)
-class _Node:
-    """A node of the cluster, and its part in loading one object."""
-
-    ident: str
-    address: str
-    actor: Any = None
-    missing: set[int] = field(default_factory=set)  # first pieces of groups
-    size: int = 0
-    stamp: str = ""
-    done: int = 0
-    alive: bool = True
-    result: dict[str, Any] = field(default_factory=dict)
-    reading: int = 0  # groups
-    busy: int = 0  # groups that it reads, or that it has read and that are on their way
 
 
 def warm(
@@ -177,8 +156,8 @@ def _unreachable(address: str, problem: Exception) -> ClusterUnreachable:
     )
 
 
-def _members(ray: Any, wanted: Iterable[str] | None) -> list[_Node]:
-    alive = [_Node(one["NodeID"], one["NodeManagerAddress"]) for one in ray.nodes() if one["Alive"]]
+def _members(ray: Any, wanted: Iterable[str] | None) -> list[Member]:
+    alive = [Member(one["NodeID"], one["NodeManagerAddress"]) for one in ray.nodes() if one["Alive"]]
     if wanted is None:
         return sorted(alive, key=lambda node: (node.address, node.ident))
     names = [wanted] if isinstance(wanted, str) else list(wanted)
@@ -193,14 +172,14 @@ def _members(ray: Any, wanted: Iterable[str] | None) -> list[_Node]:
     return found
 
 
-def _on(ray: Any, thing: Any, node: _Node, **options: Any) -> Any:
+def _on(ray: Any, thing: Any, node: Member, **options: Any) -> Any:
     strategies = require("ray.util.scheduling_strategies", "", say("many nodes"), package="ray")
     strategy = strategies.NodeAffinitySchedulingStrategy(node_id=node.ident, soft=False)
     return thing.options(num_cpus=0, scheduling_strategy=strategy, **options)
 
 
 def _warm_alone(
-    ray: Any, members: Sequence[_Node], path: str, keys: tuple[str, ...] | None, backing: str, revalidate: bool
+    ray: Any, members: Sequence[Member], path: str, keys: tuple[str, ...] | None, backing: str, revalidate: bool
 ) -> list[NodeLoad]:
     begun = time.monotonic()
     task = ray.remote(load_here)
@@ -216,9 +195,14 @@ def _warm_alone(
 
 
 def _warm_together(
-    ray: Any, members: list[_Node], url: ObjectUrl, backing: str, revalidate: bool, told: Told | None
+    ray: Any, members: list[Member], url: ObjectUrl, backing: str, revalidate: bool, told: Told | None
 ) -> list[NodeLoad]:
     """Load one object on all nodes, each byte of it read by one of them."""
+
+    def arrived(node: Member) -> None:
+        if told is not None:
+            told(node.address, str(url), node.done, node.size)
+
     begun = time.monotonic()
     actor, key = ray.remote(NodeLoader), secrets.token_bytes(32)
     for node in members:
@@ -244,7 +228,7 @@ def _warm_together(
         for node in waiting:
             node.actor.abandon.remote("source-changed", message)
     else:
-        _exchange(ray, url, [*waiting, *holders], told)
+        Exchange(ray, [*waiting, *holders], arrived).run()
     ends = {node.actor.end.remote(): node for node in waiting if node.alive}
     for ref, node in ends.items():
         try:
@@ -259,7 +243,7 @@ def _warm_together(
     return found
 
 
-def _holders(ray: Any, members: Sequence[_Node], waiting: Sequence[_Node]) -> list[_Node]:
+def _holders(ray: Any, members: Sequence[Member], waiting: Sequence[Member]) -> list[Member]:
     """The nodes that have the entry already and can pass on the object's bytes. They read nothing from its source."""
     refs = {node.actor.offer.remote(): node for node in members if node.alive and "key" in node.result}
     found = []
@@ -274,103 +258,7 @@ def _holders(ray: Any, members: Sequence[_Node], waiting: Sequence[_Node]) -> li
     return found
 
 
-def _exchange(ray: Any, url: ObjectUrl, nodes: Sequence[_Node], told: Told | None) -> None:
-    """Let the nodes read the missing groups, each group one node, and pass them on to those that lack them."""
-    todo = deque(sorted({first for node in nodes for first in node.missing}))
-    reads: dict[Any, tuple[_Node, int, Any]] = {}  # by the ref of the signature: reader, group, ref of the bytes
-    receives: dict[Any, tuple[_Node, int, _Node]] = {}  # receiver, group, reader
-    open_groups: dict[int, int] = {}  # receivers that still lack it
-    failures: dict[int, int] = {}
-    most = max(1, _ON_THE_WAY // (GROUP * PIECE))
-    turn = 0
-    while todo or reads or receives:
-        alive = [node for node in nodes if node.alive]
-        if not any(node.missing for node in alive):
-            break
-        while todo and (free := [node for node in alive if node.busy < most and node.reading < _READS]):
-            first = todo.popleft()
-            lacking = [node for node in alive if first in node.missing]
-            if not lacking:
-                continue
-            # One that has it already passes it on, if need be later. Else the nodes that lack it read in turn.
-            having = [node for node in alive if first not in node.missing]
-            choice = [node for node in free if node in (having or lacking)]
-            if not choice:
-                todo.appendleft(first)
-                break
-            reader = choice[turn % len(choice)]
-            turn += 1
-            last = min(first + GROUP, -(-reader.size // PIECE))
-            data, signed = reader.actor.read.options(num_returns=2).remote(first, last)
-            reader.busy, reader.reading = reader.busy + 1, reader.reading + 1
-            reads[signed] = reader, first, data
-        done, _ = ray.wait([*reads, *receives], num_returns=1, timeout=1.0)
-        for ref in done:
-            if ref in reads:
-                reader, first, data = reads.pop(ref)
-                reader.reading -= 1
-                try:
-                    signed = ray.get(ref)
-                except Exception as problem:
-                    reader.busy -= 1
-                    _failed(ray, reader, problem)
-                    failures[first] = failures.get(first, 0) + 1
-                    if failures[first] > len(nodes):
-                        _give_up(nodes, problem)
-                        return
-                    todo.appendleft(first)
-                    continue
-                _arrived(reader, first, url, told)
-                others = [node for node in nodes if node.alive and first in node.missing and node is not reader]
-                open_groups[first] = len(others)
-                for node in others:
-                    receives[node.actor.receive.remote(first, data, signed)] = node, first, reader
-                if not others:
-                    reader.busy -= 1
-                continue
-            node, first, reader = receives.pop(ref)
-            open_groups[first] -= 1
-            if open_groups[first] == 0:
-                reader.busy -= 1
-            try:
-                ray.get(ref)
-                _arrived(node, first, url, told)
-            except Exception as problem:
-                _failed(ray, node, problem)
-                if node.alive:  # the reader died with its copy, or the group was damaged on the way
-                    failures[first] = failures.get(first, 0) + 1
-                    if failures[first] > len(nodes):
-                        _give_up(nodes, problem)
-                        return
-                    if first not in todo:
-                        todo.appendleft(first)
-
-
-def _arrived(node: _Node, first: int, url: ObjectUrl, told: Told | None) -> None:
-    if first in node.missing:
-        node.missing.discard(first)
-        node.done += min(GROUP * PIECE, node.size - first * PIECE)
-        if told is not None:
-            told(node.address, str(url), node.done, node.size)
-
-
-def _failed(ray: Any, node: _Node, problem: Exception) -> None:
-    """Take a node that is gone out of the load. Any other failure concerns one group alone."""
-    if isinstance(problem, ray.exceptions.RayActorError):
-        node.alive = False
-        node.result = {"error": {"code": "node-died", "message": say("the node died while it was loading"),
-                                 "why": "", "fix": [say("run it again: it loads only what is missing")]}}  # fmt: skip
-
-
-def _give_up(nodes: Sequence[_Node], problem: Exception) -> None:
-    cause = getattr(problem, "cause", None) or problem
-    error = error_of(cause)
-    for node in nodes:
-        if node.alive:
-            node.actor.abandon.remote(error["code"], error["message"])
-
-
-def _load_record(node: _Node, source: str, seconds: float) -> NodeLoad:
+def _load_record(node: Member, source: str, seconds: float) -> NodeLoad:
     result = node.result
     error = _node_error(result.get("error"))
     fresh = result.get("fresh", "read" in result)

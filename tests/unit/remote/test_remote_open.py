@@ -147,6 +147,12 @@ def _hdf5() -> bytes:
     return file.getvalue()
 
 
+def _npz() -> bytes:
+    file = io.BytesIO()
+    np.savez(file, small=ROWS[:100], large=np.arange(6 << 20, dtype=np.uint8), packed=ROWS[:5000])
+    return file.getvalue()
+
+
 def _safetensors() -> bytes:
     from safetensors.numpy import save
 
@@ -169,10 +175,10 @@ def _parquet() -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("name", ["x.h5", "x.safetensors"])
+@pytest.mark.parametrize("name", ["x.h5", "x.npz", "x.safetensors"])
 @pytest.mark.parametrize("key", ["small", "packed"])
 def test_keys_read_only_what_they_need(shm: Path, name: str, key: str) -> None:
-    content = _hdf5() if name == "x.h5" else _safetensors()
+    content = {"x.h5": _hdf5, "x.npz": _npz, "x.safetensors": _safetensors}[name]()
     want = ROWS[:100] if key == "small" else ROWS[:5000]
     with object_server() as server:
         server.data[name] = content
