@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from doc_runner import Runner
 
 import legroom
 from legroom.loader.dataloader import receive
@@ -162,7 +163,8 @@ def main(when, method):
         os.setuid(12345)
         assert ctypes.CDLL(None).prctl(3) != 1  # such a process cannot be looked into by its own user
     init = other_user if when == "in the workers" else None
-    loader = legroom.DataLoader(Rows(), 4, num_workers=2, multiprocessing_context=method, worker_init_fn=init)
+    workers = 1 if method == "spawn" else 2  # each that is spawned imports torch
+    loader = legroom.DataLoader(Rows(), 4, num_workers=workers, multiprocessing_context=method, worker_init_fn=init)
     iterator = iter(loader)
     if when != "before":
         os.setuid(12345)
@@ -175,16 +177,24 @@ if __name__ == "__main__":
 """
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Runner]:
+    """Runs programs in forks of a process that has imported torch."""
+    process = Runner("torch", "legroom")
+    yield process
+    process.close()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
 @pytest.mark.parametrize("when", ["before", "after", "in the workers"])
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_change_of_user_loses_no_batch(when: str, method: str, tmp_path: Path) -> None:
+def test_a_change_of_user_loses_no_batch(when: str, method: str, forks: Runner, tmp_path: Path) -> None:
     if (when, method) == ("before", "spawn"):
         pytest.skip("that user may not be allowed to start this Python")
-    (tmp_path / "program.py").write_text(PROGRAM)
-    line = [sys.executable, str(tmp_path / "program.py"), when, method]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=240)
-    assert "all came" in done.stdout, done.stderr[-2000:]
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    _, said = forks.run(script, tmp_path, dict(os.environ), when, method)
+    assert "all came" in said, said[-2000:]
 
 
 def test_descriptors_come_once_and_none_is_left() -> None:

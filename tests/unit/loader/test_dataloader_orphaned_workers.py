@@ -101,7 +101,8 @@ def test_no_worker_outlives_a_killed_program(method: str, waiting: str, forks: R
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     mark = str(uuid.uuid4())
-    workers = "2" if method == "spawn" else "30" if method == "fork" else "3"  # each that is spawned imports torch
+    # Each that is spawned imports torch; in admission another one must wait for it.
+    workers = {"spawn": "2" if waiting == "first" else "1", "fork": "30", "forkserver": "3"}[method]
     child = forks.start(script, tmp_path, {**os.environ, "MARK": mark}, method, waiting, workers)
     try:
         said = ""

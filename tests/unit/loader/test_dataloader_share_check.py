@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from legroom.cli.check import command
+from legroom.loader.measure import repeated_batches
 
 pytest.importorskip("torch")
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
 DATASETS = """
 import random, time
 import torch
@@ -39,6 +45,24 @@ class Forgetful(Stream):
 """
 
 
+def made_in_fork(
+    dataset: str, collate: str | None, batch_size: int, _timeout: float, _seed: str, backwards: str
+) -> Any:
+    """As ``_made``, in a fork of this process, which has torch, instead of in a process that imports it."""
+    with TemporaryFile("w+") as output:
+        child = os.fork()
+        if child == 0:
+            try:
+                sys.stdout, sys.argv = output, ["", dataset, collate or "", str(batch_size), backwards]
+                repeated_batches.main()
+                output.flush()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        output.seek(0)
+        return json.loads(output.read())
+
+
 def test_what_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "share_check_data.py").write_text(DATASETS)
     monkeypatch.chdir(tmp_path)
@@ -47,6 +71,7 @@ def test_what_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     sound = call(command, [*given, "share_check_data:Sound"], standalone_mode=False)
     assert sound.return_value == 0, sound.output
     assert json.loads(sound.output) == {"schema": "legroom.check.share/1", "batches": 3, "differing": {}}
+    monkeypatch.setattr(repeated_batches, "_made", made_in_fork)
     unsound = call(command, [*given, "share_check_data:Unsound"], standalone_mode=False)
     assert unsound.return_value == 1
     assert json.loads(unsound.output)["differing"]["0"] == ["['read']", "['call']"]
@@ -55,6 +80,7 @@ def test_what_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_stream_is_resumed_from_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "share_check_data.py").write_text(DATASETS)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(repeated_batches, "_made", made_in_fork)
     given = ["--batch", "8", "--share", "--timeout", "5m", "--json", "--dataset"]
     for name, differing in (("Stream", {}), ("Forgetful", {"2": ["['i']"], "3": ["['i']"]})):
         made = CliRunner().invoke(command, [*given, f"share_check_data:{name}"], standalone_mode=False)
