@@ -6,8 +6,10 @@ READY := $(VENV)/.ready
 PEERS := .venv-peers
 # The environment of the demo: the one for development where that is set up, else one with less in it.
 DEMO := $(if $(wildcard $(READY)),$(VENV),.venv-demo)
-PYTEST := $(BIN)/python -m pytest --durations=20 --durations-min=4 -m "not soak and not nodes"
-RIGS := $(BIN)/python -m pytest --durations=30 --durations-min=4 tests/real -m
+SHELL := bash
+# `time` shows what makes a phase long: tests that compute, or tests that wait (then user and sys are less than 2 x real).
+PYTEST := time $(BIN)/python -m pytest --durations=20 --durations-min=4 -m "not soak and not nodes"
+RIGS := time $(BIN)/python -m pytest --durations=30 --durations-min=4 tests/real -m
 SOAK := $(BIN)/python -m pytest -m soak
 # Four processes on two cores, because tests also wait; a file stays in one process, long files first (tests/file_order.py).
 SPREAD := -n 4 --dist loadfile --no-loadscope-reorder

@@ -21,7 +21,10 @@ HERE = Path(__file__).parents[3] / "examples" / "many_experiments"
 ROW = re.compile(r"^ +(\d+) +(\d+) +([\d.]+) +(\d+) +(\S+ \S+) +(\S+ \S+) +(\d+)%$", re.M)
 TOGETHER = re.compile(r"^together (\S+ \S+) of RAM, with (one copy|2 copies)", re.M)
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc"),
+    pytest.mark.timeout(600),  # four trainings, each a process that imports torch
+]
 
 
 def command(*flags: object) -> list[str]:
@@ -30,7 +33,7 @@ def command(*flags: object) -> list[str]:
 
 def run(words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        words, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True, timeout=200
+        words, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True, timeout=540
     )
 
 

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 CHILD = Path(__file__).with_name("fuzz_child.py")
-PATIENCE = 30.0
+PATIENCE = 240.0  # it also imports what reads the formats
 
 
 class Child:
