@@ -104,10 +104,10 @@ def start_daemon_thread(target: Callable[[], None], name: str) -> threading.Thre
 
 def why_no_thread(count: int = 1) -> str:
     """Why that many threads cannot be started now."""
+    if not _address_space_left(count):
+        return say("ulimit -v leaves no address space for another thread")
     if not _maps_left(count * _MAPS_PER_THREAD):
         return say("the limit on memory maps is reached (vm.max_map_count)")
-    if not room_for_threads(count):
-        return say("ulimit -v leaves no address space for another thread")
     return say("the limit on processes and threads is reached (ulimit -u, pids.max)")
 
 

@@ -562,6 +562,7 @@ def test_loaders_that_start_in_two_threads_have_their_own_workers() -> None:
     assert got["a"] == got["b"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     pids = {name: {process.pid for process in iterator._workers} for name, iterator in made.items()}
     assert len(pids["a"]) == len(pids["b"]) == 1 and not pids["a"] & pids["b"]
+    assert {name: set(iterator._group.pids) for name, iterator in made.items()} == pids  # whose end is explained
 
 
 def test_one_loader_started_in_two_threads() -> None:

@@ -235,7 +235,8 @@ print(filesystem_of(Host(), sys.argv[1]).kind, *[disk.path or "-" for disk in di
 
 
 @pytest.mark.real("mount")
-def test_a_real_mount_is_recognised(tmp_path: Path) -> None:
+def test_a_real_mount_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LEGROOM_DIR")
     script = f'mount -t tmpfs -o size=1m tmpfs "{tmp_path}" && exec "$@"'
     command = [sys.executable, "-c", LOOK, f"{tmp_path}/below"]
     env = {**os.environ, "SLURM_TMPDIR": str(tmp_path)}
@@ -247,7 +248,8 @@ def test_a_real_mount_is_recognised(tmp_path: Path) -> None:
 
 
 @pytest.mark.real("user")
-def test_another_users_directory_is_skipped() -> None:
+def test_another_users_directory_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LEGROOM_DIR")
     command = [sys.executable, "-c", LOOK, "/"]
     env = {**os.environ, "SLURM_TMPDIR": "/usr", "HOME": "/usr"}  # there, readable, and not ours
     ran = subprocess.run(rigs.as_user(65534, command), capture_output=True, text=True, check=True, env=env)
