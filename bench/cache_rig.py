@@ -44,7 +44,7 @@ class Bench:
                 made[at : at + rows] = np.frombuffer(np.random.default_rng(at).bytes(rows * ROW), "u1").reshape(
                     rows, *IMAGE
                 )
-        os.sync()  # or writing it back falls into somebody's measurement
+        os.sync()  # or writing it back falls into another measurement
         warm(path)
         settle(path)
         return path

@@ -81,7 +81,7 @@ def _stage(folder: Path, reached: str, wanted: str) -> None:
     deadline = time.monotonic() + 600
     while not (folder / wanted).exists():
         if time.monotonic() > deadline:
-            sys.exit(f"nobody said {wanted}")
+            sys.exit(f"{wanted} did not arrive")
         time.sleep(0.02)
 
 

@@ -135,7 +135,7 @@ def swap_used(group: rigs.Cgroup) -> int:
 
 
 def forget(path: Path) -> None:
-    """Out of the page cache: its pages are then charged to whoever reads it next."""
+    """Out of the page cache: its pages are then charged to the process that reads it next."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

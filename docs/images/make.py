@@ -49,7 +49,7 @@ def screen_of(language: str) -> str:
     with subprocess.Popen(private, stdout=its, env=environment):
         os.close(its)
         pieces = []
-        with contextlib.suppress(OSError):  # Linux says so when nobody has the other end any more
+        with contextlib.suppress(OSError):  # Linux reports it when no process has the other end any more
             while piece := os.read(mine, 1 << 16):
                 pieces.append(piece)
     os.close(mine)

@@ -1,6 +1,30 @@
 """Memory tools for PyTorch training.
 
-The public names, each imported when it is first used, so that ``import legroom`` costs nothing.
+The public names, each imported when it is first used, so that ``import legroom`` costs nothing. Packages,
+from the top layer down:
+
+__main__      `python -m legroom`
+cli           the command line: one file per command
+demo          `legroom demo`
+integrations  adapters for Lightning, Hugging Face, Accelerate, DeepSpeed and Ray
+report        the bundle of `legroom report`
+rescue        `legroom run`: supervise a job, diagnose why it failed, retry with lower settings
+leak          `legroom leak`: which lines make memory grow
+loader        the DataLoader, data.batches, streams; check, plan, tune
+monitor       `legroom watch`: samples, alarms, outputs
+cache         one copy of a dataset for all processes
+gpu           GPU memory: limit, account, batch size, out-of-memory
+advice        pure decisions: findings, fixes, memory needs, settings
+probe         read facts about this machine
+formats       read data files
+charts        charts and pages
+remote        read objects over HTTP and from object stores
+records       frozen records that pass between layers
+system        what several packages need of the operating system and of Python
+units         sizes and durations as text, and back
+errors        every error with its code
+messages      message templates, languages, text columns
+version       the version
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def make_dataset():
 train_set = make_dataset()
 """
 
-# Somebody's training: takes any flags. Where asked to (tests only), it lives for a while.
+# A user's training script: takes any flags. Where asked to (tests only), it lives for a while.
 TRAINING = """
 import sys, time
 if __name__ == "__main__":

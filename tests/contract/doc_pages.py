@@ -30,7 +30,7 @@ _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\S*)\s*$")
 
 
 class BadMark(ValueError):
-    """A mark, a language or a fence that nobody knows."""
+    """A mark, a language or a fence that is not known."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from doc_pages import REPO, Block
 
 from legroom.cli.main import cli
 
-# Programs that pages speak of and that are somebody else's: their words are not looked at, and they are not run.
+# Programs of other projects that pages mention: their options are not checked, and they are not run.
 OTHERS = {
     *("accelerate", "torchrun", "docker", "kubectl", "sbatch", "srun", "ssh", "git", "nvidia-smi"),
     *("cd", "eval", "exec", "export", "sh", "sleep", "source", "ulimit", "cat", "ls", "mkdir", "df", "free", "dmesg"),

@@ -143,7 +143,7 @@ def odd_tensors(samples: list[Any]) -> dict[str, Any]:
 
 
 class Marked(torch.Tensor):
-    """A tensor type of somebody's own."""
+    """A tensor type of a user's own."""
 
 
 def twice(samples: list[Any]) -> dict[str, Any]:

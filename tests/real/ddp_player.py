@@ -14,7 +14,7 @@ import legroom
 
 
 def main(path: str, epochs: int) -> None:
-    # Shorter than the test's own patience: a rank that waits for a batch nobody has fails, with the reason.
+    # Shorter than the test's own patience: a rank that waits for a batch that no rank has fails, with the reason.
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(12, 1))

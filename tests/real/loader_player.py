@@ -1,4 +1,4 @@
-"""Trainings for test_real_dataloader.py to run in rigs: ``python loader_player.py NAME JSON``; prints one JSON object."""
+"""Training loops for test_real_dataloader.py to run in rigs: ``python loader_player.py NAME JSON``; prints one JSON object."""
 
 from __future__ import annotations
 

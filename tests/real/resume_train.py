@@ -1,4 +1,4 @@
-"""A training that saves after every step and may be killed at any moment; also a server that forks such trainings.
+"""A training script that saves after every step and may be killed at any moment; also a server that forks such runs.
 
     resume_train.py stream|batches|loader DATA FOLDER       one training, its end in FOLDER/end
     resume_train.py serve DATA                              one training a line of JSON on standard input

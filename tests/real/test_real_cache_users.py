@@ -1,4 +1,4 @@
-"""Users beside each other: nobody reads, plants or blocks another's data."""
+"""Users beside each other: none reads, plants or blocks another's data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ except (legroom.LegroomError, OSError) as problem:
 
 
 def as_user(uid: int, body: str, shared: Path, *arguments: object) -> str:
-    """What that body prints, run with the effective uid of somebody else."""
+    """What that body prints, run with the effective uid of another user."""
     env = {**os.environ, "LEGROOM_SHM": str(shared), "LEGROOM_DIR": str(shared / "disk")}
     script = AS_USER.replace("{body}", body.replace("\n", "\n    "))
     command = [sys.executable, "-c", script, str(uid), *map(str, arguments)]

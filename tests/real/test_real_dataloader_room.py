@@ -1,4 +1,4 @@
-"""legroom.DataLoader in memory cgroups that are too small for it, or almost: nobody is ever killed.
+"""legroom.DataLoader in memory cgroups that are too small for it, or almost: no process is ever killed.
 
 Four workers with batches of 24 MB. torch's loader is killed in all of these. Sizes are what is left beside torch itself.
 """

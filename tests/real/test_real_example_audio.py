@@ -20,7 +20,7 @@ from legroom import messages
 
 torch = pytest.importorskip("torch")
 HERE = EXAMPLES / "audio_diffusion"
-# One thread and no card: the training takes batches more slowly than its workers make them, on any machine.
+# One thread and no GPU: the training loop takes batches more slowly than its workers make them, on any machine.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
 
 

@@ -52,7 +52,7 @@ def script(name: str) -> ModuleType:
 
 
 class Trainings:
-    """A server of trainings."""
+    """A server that forks training runs."""
 
     def __init__(self, data: Path, environment: dict[str, str]) -> None:
         self.data, self.environment = data, environment

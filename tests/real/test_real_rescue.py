@@ -1,4 +1,4 @@
-"""Trainings that die at once when run bare finish under `legroom run`, with the same effective batch."""
+"""Training runs that fail at once without Legroom finish under `legroom run`, with the same effective batch."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.real(), pytest.mark.skipif(not hasattr(os, "fork"), re
 
 
 class Trainings:
-    """A server of trainings."""
+    """A server that forks training runs."""
 
     def __init__(self, data: Path, environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(

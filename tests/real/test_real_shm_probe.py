@@ -103,7 +103,7 @@ tell(found=found, held=family.held, each=[(p.shm, p.rss_shmem) for p in family.p
         assert all(file["mapped"] is True for file in torch_files)  # those on their way too
         assert found["unlinked"] < MB  # the queues' semaphores
     assert found["unlinked"] > 0
-    # What each process holds is not what RssShmem says: nobody but the maker has touched the pages yet.
+    # What each process holds is not what RssShmem shows: no process but the maker has touched the pages yet.
     assert sum(shmem for _, shmem in told["each"]) < found["used"]
 
 

@@ -24,7 +24,7 @@ from legroom.monitor.watch_log import read_samples
 
 INTERVAL = 0.1
 
-# A leak at an even pace: so many bytes every 50 ms after a warm-up, kept for ever. Ends by itself if nobody ends it.
+# A leak at an even pace: so many bytes every 50 ms after a warm-up, kept for ever. Ends by itself if no test ends it.
 LEAK_SHM = """
 import mmap, os, sys, time
 each, kept = int(sys.argv[1]), []

@@ -276,6 +276,23 @@ def write_parts(fd: int, parts: list[memoryview], offset: int) -> None:
         offset += len(part)
 
 
+def grouped(parts: Iterable[memoryview], most: int) -> Iterator[list[memoryview]]:
+    """Group the parts to about ``most`` bytes: writers to one file take turns, so fewer writes are better.
+
+    Larger groups would leave the core's cache before they are written.
+    """
+    group: list[memoryview] = []
+    size = 0
+    for part in parts:
+        if group and (size + len(part) > most or len(group) == MOST_PARTS):
+            yield group
+            group, size = [], 0
+        group.append(part)
+        size += len(part)
+    if group:
+        yield group
+
+
 _POLYNOMIAL = 0xEDB88320
 _CHUNK = 1 << 20
 Part = tuple[int, int]  # (crc, length)

@@ -24,7 +24,7 @@ from legroom.cache import file_io, identity
 from legroom.cache.build_plan import ArrayTarget, BuildPlan, Piece, SourceLayout, TableTarget, decoding_bytes
 from legroom.cache.capacity import BuildNeed
 from legroom.cache.download_area import Fetched
-from legroom.cache.file_io import MOST_PARTS, Part, read_at, write_all, write_parts
+from legroom.cache.file_io import Part, grouped, read_at, write_all, write_parts
 from legroom.cache.find_or_build import OpenRequest
 from legroom.cache.identity import Source, source_changed_error, source_gone_error
 from legroom.cache.manifest import Array, Table, stamp_of
@@ -519,7 +519,7 @@ class ArrayWriter:
     def _write_slab(self, slab: Slab, fd: int, to: int) -> list[Part]:
         """Decode a slab and write it. A write has no page faults of a mapping, and fails cleanly on a full store."""
         crc, total, done = file_io.crc32(), 0, 0
-        for parts in _grouped(slab.decode()):
+        for parts in grouped(slab.decode(), _BUFFER):
             for part in parts:
                 total = crc(part, total)
             write_parts(fd, parts, to + done)
@@ -579,23 +579,6 @@ def check_source_checksum(extent: Extent, name: str, parts: Iterable[Part]) -> N
         has = file_io.combined([header, *parts])
         if has != extent.checksum.whole:
             raise wrong_checksum(extent.path, name, has, extent.checksum.whole)
-
-
-def _grouped(parts: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Group the parts to about one buffer: writers to one file take turns, so fewer writes are better.
-
-    Larger groups would leave the core's cache before they are written.
-    """
-    group: list[memoryview] = []
-    size = 0
-    for part in parts:
-        if group and (size + len(part) > _BUFFER or len(group) == MOST_PARTS):
-            yield group
-            group, size = [], 0
-        group.append(part)
-        size += len(part)
-    if group:
-        yield group
 
 
 def _buffer() -> memoryview:

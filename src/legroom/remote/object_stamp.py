@@ -1,7 +1,7 @@
 """Which version of a remote object was seen: what its store says about it.
 
 Two equal stamps of one URL are taken for the same bytes, as two equal stamps of a file are. An S3 ETag of a multipart
-upload is no hash of the content, but it changes when the object does. A time of change alone is weak: it may be
+upload is not a hash of the content, but it changes when the object does. A time of change alone is weak: it may be
 coarse. A store that says nothing gives no identity, and the object is read and hashed each time.
 """
 

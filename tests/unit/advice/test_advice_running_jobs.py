@@ -1,4 +1,4 @@
-"""Running trainings measured: what each holds for itself, and what they share counted once."""
+"""Running jobs measured: what each holds for itself, and what they share counted once."""
 
 from __future__ import annotations
 

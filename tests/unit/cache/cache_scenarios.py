@@ -284,7 +284,7 @@ def _try_drop(path: str) -> str:
 
 
 def scene_churn(path: str, seed: int, seconds: float, users: int, droppers: int, work: str, least: int = 0) -> Result:
-    """Some open, check and close without end; others drop, by force or not, and collect: nobody sees wrong data.
+    """Some open, check and close without end; others drop, by force or not, and collect: no process sees wrong data.
 
     It takes so many seconds, and longer (a minute at most) until each has opened or dropped ``least`` times: on a busy
     machine that is not a matter of seconds.

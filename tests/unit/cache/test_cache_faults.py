@@ -73,7 +73,7 @@ def test_a_store_that_vanishes_while_it_is_listed_is_an_error_in_words(sweep: Sw
 
 
 def test_asking_who_uses_an_entry_is_not_a_use(sweep: Sweep) -> None:
-    """The moment in which a lock is taken to find out is seen by nobody: whoever would misread it waits."""
+    """The moment in which a lock is taken to find out is not seen by other processes: those that would misread it wait."""
     with legroom.open(sweep.path) as data:
         key = data.info.key
     assert key is not None

@@ -58,7 +58,7 @@ def test_lock_files_are_for_their_owner_alone(folder: int, tmp_path: Path) -> No
 
 
 def test_a_lock_whose_file_was_unlinked_meanwhile_is_taken_again(folder: int, tmp_path: Path) -> None:
-    """Whoever waits for a lock that is removed must end up with the lock that has the name."""
+    """A process that waits for a lock that is removed must end up with the lock that has the name."""
     holder = locks.acquire(folder, "a.lock")
     assert holder is not None
     got: list[locks.Lock | None] = []

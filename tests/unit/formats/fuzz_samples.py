@@ -73,7 +73,7 @@ def _table() -> Any:
 def _parquet(folder: Path, **options: Any) -> Path:
     import pyarrow.parquet as pq
 
-    # With checksums: without them nobody can tell a damaged level from a good one.
+    # With checksums: without them no reader can tell a damaged level from a good one.
     pq.write_table(_table(), folder / "x", row_group_size=17, store_schema=False, write_page_checksum=True, **options)
     return folder / "x"
 

@@ -78,7 +78,7 @@ def test_parameters_are_counted_once_and_the_largest_layer_found() -> None:
 
 
 def every_file() -> dict[str, dict[str, Any]]:
-    """Each file that can be written, for one rank and for two; ``train`` where it can be trained by without a card."""
+    """Each file that can be written, for one rank and for two; ``train`` where it can be trained by without a GPU."""
     cases = {}
     for ranks, stage, offload, precision in product((1, 2), (None, 2, 3), (False, True), ("bf16", "fp16", "no")):
         settings = Settings(4, 2, ranks, threads=1, pin_memory=False)

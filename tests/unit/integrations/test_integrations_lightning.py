@@ -1,4 +1,4 @@
-"""The callback in real Lightning trainings of a tiny model."""
+"""The callback in real Lightning runs of a tiny model."""
 
 from __future__ import annotations
 

@@ -693,7 +693,7 @@ def refuse() -> None:
     raise CudaRefused("no")
 
 
-# The driver, as far as it goes without a card.
+# The driver, as far as it works without a GPU.
 
 
 def test_errors_where_cuda_is_missing() -> None:

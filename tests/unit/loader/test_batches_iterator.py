@@ -1,4 +1,4 @@
-"""data.batches: what comes out, epochs, stopping and going on, bad input."""
+"""data.batches: what comes out, epochs, stopping and resuming, bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Courses of a pool as trainings make them: leaks that kill, and warm-ups that are healthy. Seeded, with noise.
+"""Use of a pool over time as training runs cause it: leaks that kill, and warm-ups that are healthy. Seeded, with noise.
 
 Each is a list of bytes used, one a sample, of a pool of SIZE; a leak's ends where the pool is full.
 """

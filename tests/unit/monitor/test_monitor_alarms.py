@@ -152,7 +152,7 @@ def test_a_kill_names_who_is_gone_and_one_elsewhere_is_not_claimed() -> None:
     # Another group's counters came in between: the kill was counted before they did.
     moved = _run([at(0, 0, 5, True), at(1, 1, 6, True), at(2, 0, 6, True, "other/memory.events")])
     assert [a.level for a in moved[1].begun] == ["critical"]
-    # Its own group counted nothing, or is gone: somebody was killed, and who it was is not known.
+    # Its own group counted nothing, or is gone: a process was killed, and which one is not known.
     for after in (0, None):
         elsewhere = _run([at(0, 0, 5, True), at(1, after, 6, False)])[-1].begun
         assert [(a.code, a.level) for a in elsewhere] == [("oom-kill", "warning")]

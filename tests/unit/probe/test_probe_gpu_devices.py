@@ -32,7 +32,7 @@ def process(pid: int, used: int | None = GIB) -> SimpleNamespace:
 
 
 class Card(SimpleNamespace):
-    """What one pretended card answers; an exception in place of a value is raised."""
+    """What one fake GPU answers; an exception in place of a value is raised."""
 
     def __init__(self, **given: Any) -> None:
         answers = {

@@ -17,7 +17,7 @@ TRAIN = ("python", "train.py", "--batch-size", "64", "--num-workers=2")
 
 @pytest.fixture
 def machine(tmp_path: Path) -> FakeMachine:
-    """A trainer with two workers that share segments, below a shell; and somebody else's process."""
+    """A trainer with two workers that share segments, below a shell; and another user's process."""
     staged = FakeMachine(tmp_path)
     staged.file("/proc/11/fd/3", 41, 2 * MB)
     staged.file("/proc/12/fd/3", 42, 3 * MB)

@@ -256,7 +256,7 @@ def test_a_pattern_that_is_none() -> None:
 @linux
 def test_ourselves() -> None:
     host = Host()
-    # A quiet machine may have nobody but us and our ancestors.
+    # A quiet machine may have no processes but us and our ancestors.
     with subprocess.Popen(["sleep", "60"]) as other:
         try:
             everybody = processes(host)

@@ -15,7 +15,7 @@ from legroom.probe.host import Host
 from legroom.probe.shm import shm
 from legroom.probe.shm_segments import MOST_FILES, file_at, files_below, has_writer
 
-# Asks for a second, while somebody else opens and closes.
+# Asks for a second, while another process opens and closes.
 ASK = """
 import sys, time
 from pathlib import Path

@@ -52,7 +52,7 @@ print(DataLoader.__module__, [call[0].__module__ for call in torch.cuda._queued_
     assert _run(tmp_path, [], script).stdout.split() == ["torch.utils.data.dataloader", "[]"]
 
 
-# As much of torch as the limit touches; CUDA starts at once and has no card.
+# As much of torch as the limit touches; CUDA starts at once and has no GPU.
 FAKE = """
 __version__ = "0"
 class cuda:
