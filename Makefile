@@ -177,6 +177,9 @@ gpu: ## every GPU test, real rig, experiment and benchmark, with the machine's o
 	python3 docs/evidence/run.py
 	PYTHONPATH=$(CURDIR)/src python3 bench/gpu_loader.py
 	PYTHONPATH=$(CURDIR)/src python3 bench/gpu_memory.py
+	PYTHONPATH=$(CURDIR)/src python3 bench/gpu_train.py
+	PYTHONPATH=$(CURDIR)/src python3 bench/gpu_shared.py
+	PYTHONPATH=$(CURDIR)/src python3 bench/weights.py
 
 docs: $(READY) ## build the documentation, warnings are errors
 	$(BIN)/mkdocs build --strict --quiet

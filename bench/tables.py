@@ -63,6 +63,23 @@ SECTIONS = (
         "kernel: run at the same time as a computation of equal length, it took as long as both in turn.",
     ),
     (
+        "gpu_train",
+        "Training on a GPU with each way to load",
+        "Steps a second as a share of the same training on one batch that stays in GPU memory. Only the path that was "
+        "chosen has a target, and only where `cuda-registered`, the path before the copy engines, reaches at most "
+        "0.92. The DataLoaders have 8 workers and `pin_memory`, and took one round.",
+    ),
+    (
+        "gpu_shared",
+        "Processes that share one copy in GPU memory",
+        "All processes have a context and have imported what they use before the first one attaches.",
+    ),
+    (
+        "weights",
+        "Model weights to a GPU",
+        "Files and cache are in memory. *After its context*: the process has a CUDA context and has imported Legroom.",
+    ),
+    (
         "loader_transport",
         "legroom.DataLoader compared with torch's DataLoader, two workers",
         "The first 24 batches, during which workers start and allocate memory, and the last ones are left out. With "

@@ -42,6 +42,7 @@ NDArray = np.ndarray[Any, Any]
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 _MOST_INDEX = 64 << 20
+_MOST_STAGED = 1 << 30  # bytes of GPU memory for tensors that are converted into shared memory
 _ALIGNMENT = 512  # of tensors in shared GPU memory: what torch's allocator gives
 _TORCH_NAMES = {
     "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
@@ -402,12 +403,30 @@ def _fill(driver: Driver, tensors: Mapping[str, _HostTensor], slots: Mapping[str
         (tensors[name].upload(_view(driver, address, slots[name])) for name in same),
         sum(tensors[name].array.nbytes for name in same),
     )
-    for name, slot in slots.items():
-        if slot.dtype != tensors[name].dtype:
-            staged = torch.empty(slot.shape, dtype=tensors[name].dtype, device=driver.device)
-            upload(driver, [tensors[name].upload(staged)], staged.nbytes)
-            _view(driver, address, slot).copy_(staged)
+    for group in _groups([name for name in slots if slots[name].dtype != tensors[name].dtype], tensors):
+        staged = {
+            name: torch.empty(slots[name].shape, dtype=tensors[name].dtype, device=driver.device) for name in group
+        }
+        total = sum(tensor.nbytes for tensor in staged.values())
+        upload(driver, (tensors[name].upload(tensor) for name, tensor in staged.items()), total)
+        for name, tensor in staged.items():
+            _view(driver, address, slots[name]).copy_(tensor)
+        driver.synchronize()
     driver.synchronize()
+
+
+def _groups(names: Iterable[str], tensors: Mapping[str, _HostTensor]) -> Iterator[list[str]]:
+    """Tensors that are converted together: each group takes GPU memory once more for a moment."""
+    group: list[str] = []
+    size = 0
+    for name in names:
+        if group and size + tensors[name].array.nbytes > _MOST_STAGED:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += tensors[name].array.nbytes
+    if group:
+        yield group
 
 
 def _check_room(driver: Driver, size: int) -> None:

@@ -24,7 +24,7 @@ from legroom.loader import model_weights  # noqa: F401  (imported before the for
 ALIVE = 6
 
 
-def child(path: str, report: int) -> None:
+def child(path: str, report: int, alive: int) -> None:
     torch.ones(1, device="cuda")
     torch.cuda.synchronize()
     found = legroom.weights(path, "cuda", shared=True)
@@ -32,14 +32,14 @@ def child(path: str, report: int) -> None:
     right = all(bool(torch.equal(found[name].view(torch.uint8), host[name].cuda().view(torch.uint8))) for name in host)
     kind = "made" if "here for all" in found.why else "got" if "with other" in found.why else found.why
     os.write(report, (json.dumps({"pid": os.getpid(), "right": right, "kind": kind}) + "\n").encode())
-    while True:
-        signal.pause()
+    os.read(alive, 1)  # until it is killed, or the parent is gone
 
 
 def main() -> None:
     path, kills, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     dice = random.Random(seed)
     reading, writing = os.pipe()
+    alive, held_by_parent = os.pipe()
     answered: dict[int, dict[str, object]] = {}
     running: list[int] = []
     killed = {"before it answered": 0, "holder": 0}
@@ -61,23 +61,27 @@ def main() -> None:
         os.waitpid(pid, 0)
         running.remove(pid)
 
-    reports: list[dict[str, object]] = []
+    begun = time.monotonic()
     try:
         while sum(killed.values()) < kills:
             while len(running) < ALIVE:
                 pid = os.fork()
                 if pid == 0:
                     try:
-                        child(path, writing)
+                        os.close(held_by_parent)
+                        child(path, writing, alive)
                     finally:
                         os._exit(1)
                 running.append(pid)
-            # One in eight times long enough for all to have it, and then the one that made it may be the victim.
-            listen(3.0 if dice.random() < 1 / 8 else dice.uniform(0, 0.3))
+            # Now and then long enough for all to have it. Then all are killed, and the next one makes it again.
+            everyone = dice.random() < 1 / 16
+            listen(2.5 if everyone else dice.uniform(0, 0.25))
             for pid in running:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 assert ended == 0, f"a child ended with {status}"
-            kill(dice.choice(running))
+            for pid in dice.sample(running, len(running) if everyone else 1):
+                kill(pid)
+            print(f"{time.monotonic() - begun:.1f} s: {killed}, {len(answered)} answers", file=sys.stderr, flush=True)
         end = time.monotonic() + 60
         while not all(pid in answered for pid in running) and time.monotonic() < end:
             listen(0.2)

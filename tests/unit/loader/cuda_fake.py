@@ -16,8 +16,15 @@ from legroom.gpu.cuda_driver_api import CudaRefused
 
 
 class FakeEvent:
-    def __init__(self, log: list[Any], stream: FakeStream) -> None:
-        self.log, self.stream = log, stream
+    def __init__(self, log: list[Any], stream: FakeStream, when: float = 0.0) -> None:
+        self.log, self.stream, self.when = log, stream, when
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        """Milliseconds on the GPU."""
+        return 1e3 * (other.when - self.when)
 
     def synchronize(self) -> None:
         self.log.append(("wait for", self.stream.name))
@@ -53,6 +60,7 @@ class FakeDriver:
         self.copies: list[int] = []  # copies of each call to the copy engines
         self.room = free, total
         self.shared_memory = FakeMemory()
+        self.gpu_clock = 0.0  # seconds that the GPU has worked
         self._consumer = FakeStream(self.log, "consumer")
         self._thread = threading.local()
 
@@ -73,9 +81,9 @@ class FakeDriver:
             self._thread.stream = before
             self.log.append(("off", stream.name))
 
-    def mark(self, stream: FakeStream, *, sleep: bool = False) -> FakeEvent:
+    def mark(self, stream: FakeStream, *, sleep: bool = False, timing: bool = False) -> FakeEvent:
         self.log.append(("mark", stream.name))
-        return FakeEvent(self.log, stream)
+        return FakeEvent(self.log, stream, self.gpu_clock)
 
     def record_use(self, tensor: torch.Tensor, stream: FakeStream) -> None:
         assert stream.name == "consumer"

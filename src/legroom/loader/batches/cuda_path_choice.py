@@ -1,9 +1,11 @@
-"""Chooses between the paths for registered memory: copy engines, a kernel of few blocks, CPU threads, index_select.
+"""Chooses between the paths for registered memory: copy engines, a kernel of few blocks, or torch's index_select.
 
 The copy engines leave the GPU's cores to the training step, but each row costs the CPU two microseconds. A kernel costs
-the CPU less and the GPU more. Threads that gather into page-locked memory cost the GPU one copy and the CPU several
-cores. Which is cheapest depends on the rows and on the training step, so shuffled loops try them in their first batches
-and keep the one with which the steps took least time. The rows are the same on every path.
+the CPU less and the GPU more. Which is cheaper depends on the rows and on the training step, so shuffled loops try both
+in their first batches and keep the one with which the steps took less time. The rows are the same on every path.
+
+Time is taken on the GPU, with events on the consumer's stream. The CPU runs ahead of the GPU: its clock would count how
+fast it queues work, and a path would live on what was prepared while the other one was measured.
 
 A later loop over the same rows starts with the path that was chosen. If its steps take as long as those of the loop
 that chose it, the path stays. Otherwise it is another step, and the paths are tried again.
@@ -11,7 +13,6 @@ that chose it, the path stays. Otherwise it is another step, and the paths are t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,6 @@ from legroom.loader.batches.batch_settings import BatchSettings
 from legroom.loader.batches.cuda_copy_engine import PATH as ENGINE_PATH
 from legroom.loader.batches.cuda_copy_engine import CopyEngineGatherer
 from legroom.loader.batches.cuda_gather_base import CudaGatherer, RowLayout
-from legroom.loader.batches.cuda_pinned import PinnedGatherer
 from legroom.loader.batches.cuda_registered import KERNEL_PATH, SELECT_PATH, RegisteredColumns, RegisteredGatherer
 from legroom.loader.batches.cuda_runtime import Driver
 from legroom.messages import listed, say
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     import torch
 
 NDArray = np.ndarray[Any, Any]
-PHASE = 20  # batches before the trial changes to the next path
-_SETTLING = 10  # of these, not counted: the first ones were begun on the path before
-_PHASES = 8  # at least
+PHASE = 20  # batches before the trial changes to the other path
+_SETTLING = 10  # of these, not counted: the first ones were begun on the path before, and the GPU is behind the CPU
+_PHASES = 8
 _AS_GOOD = 1.01  # the copy engines are kept where they cost at most this much
 _SAME_STEP = 1.25  # a loop whose steps take this much more or less trains something else
 
@@ -73,10 +73,6 @@ def open_registered(
         except CudaRefused:
             return select(why)
 
-    def threads(why: str) -> CudaGatherer:
-        columns = {name: registered.array(name) for name in rows}
-        return PinnedGatherer(driver, columns, rows, why, batch_size=settings.batch_size, release=registered.release)
-
     openers = {ENGINE_PATH: engine, KERNEL_PATH: kernel, SELECT_PATH: select}
     why_not = driver.why_no_copy_engines()
     if settings.path is not None:
@@ -89,7 +85,7 @@ def open_registered(
         return engine(say("consecutive rows are one copy for the GPU's copy engines"))
     key = (str(driver.device), settings.batch_size, *sorted(kind.nbytes for kind in rows.values()))
     return PathTrial(
-        (engine, kernel_or_select, threads), registered, partial(_chosen.__setitem__, key), _chosen.get(key)
+        driver, (engine, kernel_or_select), registered, partial(_chosen.__setitem__, key), _chosen.get(key)
     )
 
 
@@ -101,20 +97,20 @@ class PathTrial:
 
     def __init__(
         self,
+        driver: Driver,
         openers: Sequence[Opener],
         registered: RegisteredColumns,
         on_choice: Callable[[Choice], None],
         before: Choice | None = None,
     ) -> None:
-        self._registered, self._on_choice, self._before = registered, on_choice, before
-        self._phases = -(-_PHASES // len(openers)) * len(openers)
+        self._driver, self._on_choice, self._before = driver, on_choice, before
         self._gatherers: list[CudaGatherer] = []
-        self._seconds: dict[str, list[float]] = {}
         self._handed = 0  # batches, until the choice
-        self._since = 0.0
+        self._since: Any = None  # the event after which a phase counts
+        self._phases: list[tuple[str, Any, Any]] = []  # path, and the events between which batches count
         self._begun: list[tuple[NDArray, CudaGatherer]] = []
         self._kept: CudaGatherer | None = None
-        self._why = say("the paths are being compared in the first {count} batches", count=PHASE * self._phases)
+        self._why = say("the paths are being compared in the first {count} batches", count=PHASE * _PHASES)
         try:
             for open_one in openers:
                 registered.users += 1
@@ -173,25 +169,34 @@ class PathTrial:
                 if gatherer.path == self._before.path:
                     return gatherer
             self._before = None  # it cannot be used any more
-        return self._gatherers[self._handed // PHASE % len(self._gatherers)]
+        return self._gatherers[self._handed // PHASE % len(self._gatherers)]  # in the order of the openers
 
     def _count(self, gatherer: CudaGatherer) -> None:
-        now = time.perf_counter()
-        place = self._handed % PHASE
-        self._handed += 1
-        if place == _SETTLING:
-            self._since = now
-        if place < PHASE - 1:
+        """Mark where batches begin and end to count on the GPU; decide when it has passed all marks."""
+        wanted = 1 if self._before is not None else _PHASES
+        if len(self._phases) < wanted:
+            place = self._handed % PHASE
+            self._handed += 1
+            if place == _SETTLING:
+                self._since = self._mark()
+            elif place == PHASE - 1:
+                self._phases.append((gatherer.path, self._since, self._mark()))
+        elif all(end.query() for _, _, end in self._phases):  # never waited for
+            self._decide()
+
+    def _mark(self) -> Any:
+        return self._driver.mark(self._driver.current(), timing=True)
+
+    def _decide(self) -> None:
+        seconds: dict[str, list[float]] = {gatherer.path: [] for gatherer in self._gatherers}
+        for path, start, end in self._phases:
+            seconds[path].append(start.elapsed_time(end) / 1e3 / (PHASE - 1 - _SETTLING))
+        if self._before is None:
+            self._keep(choose(seconds))
             return
-        seconds = (now - self._since) / (PHASE - 1 - _SETTLING)
-        if self._before is not None:
-            before, self._before, self._handed = self._before, None, 0
-            if 1 / _SAME_STEP <= seconds / before.seconds <= _SAME_STEP:
-                self._keep(before)
-            return
-        self._seconds.setdefault(gatherer.path, []).append(seconds)
-        if self._handed == PHASE * self._phases:
-            self._keep(choose(self._seconds))
+        before, self._before, self._handed, self._phases = self._before, None, 0, []
+        if 1 / _SAME_STEP <= min(seconds[before.path]) / before.seconds <= _SAME_STEP:
+            self._keep(before)
 
     def _keep(self, choice: Choice) -> None:
         self._why = choice.why

@@ -79,11 +79,9 @@ class PinnedGatherer(CudaGatherer):
         why: str,
         *,
         batch_size: int,
-        release: Callable[[], None] | None = None,
     ) -> None:
-        """``release`` is called at the end, when nothing reads ``columns`` any more."""
         super().__init__(driver, PATH, why)
-        self._columns, self._rows, self._on_release = dict(columns), dict(rows), release
+        self._columns, self._rows = dict(columns), dict(rows)
         count = _makers(column_offsets(rows, batch_size)[1])
         self._makers = [_Maker(driver, 1 if count > 1 else _BUFFERS) for _ in range(count)]
         self._turn = 0
@@ -147,8 +145,6 @@ class PinnedGatherer(CudaGatherer):
     def _release(self) -> None:
         self._makers.clear()
         self._columns.clear()
-        if self._on_release is not None:
-            self._on_release()
 
 
 def _makers(nbytes: int) -> int:

@@ -62,8 +62,9 @@ class RegisteredColumns:
         start = self.addresses.get(name)
         if start is None:
             return column
-        memory = (ctypes.c_char * column.nbytes).from_address(start)
-        return np.frombuffer(memory, np.uint8).view(column.dtype).reshape(column.shape)
+        memory: Any = (ctypes.c_char * column.nbytes).from_address(start)
+        found: NDArray = np.frombuffer(memory, np.uint8).view(column.dtype).reshape(column.shape)
+        return found
 
     def release(self) -> None:
         """Release the registered files after the last user; its queued work must not read them any more."""

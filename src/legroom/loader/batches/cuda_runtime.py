@@ -84,9 +84,9 @@ class Driver:
         context: AbstractContextManager[Any] = self._torch.cuda.stream(stream)
         return context
 
-    def mark(self, stream: Any, *, sleep: bool = False) -> Any:
+    def mark(self, stream: Any, *, sleep: bool = False, timing: bool = False) -> Any:
         """An event after all work queued on ``stream``; with ``sleep``, waiting for it uses no CPU."""
-        event = self._torch.cuda.Event(blocking=sleep)
+        event = self._torch.cuda.Event(enable_timing=timing, blocking=sleep)
         event.record(stream)
         return event
 

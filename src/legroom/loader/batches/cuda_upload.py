@@ -50,7 +50,10 @@ class Upload:
 
 @dataclass(slots=True)
 class UploadSeconds:
-    """Where the threads of an upload spent their time, in seconds summed over them."""
+    """Where the threads of an upload spent their time, in seconds summed over them.
+
+    "lock" and "unlock" pages, "allocate" tensors, "read" into chunks, "wait" for the GPU to copy them.
+    """
 
     threads: int = 1
     phases: dict[str, float] = field(default_factory=dict)
@@ -155,7 +158,7 @@ def _copy(driver: Driver, pieces: Iterable[_Piece], size: int, seconds: UploadSe
     it, so there are few per piece: the file stays open for the next piece, and events are used again.
     """
     stream = driver.stream()
-    with seconds.phase("lock pages"):
+    with seconds.phase("lock"):
         chunks = _Chunks(driver, size)
     try:
         read, wait = 0.0, 0.0
@@ -170,11 +173,11 @@ def _copy(driver: Driver, pieces: Iterable[_Piece], size: int, seconds: UploadSe
                 stream.wait_event(piece.usable)
                 chunks.send(turn % _CHUNKS, piece, stream)
         seconds.add("read", read)
-        seconds.add("wait for the copy", wait)
+        seconds.add("wait", wait)
     finally:
-        with seconds.phase("wait for the copy"):
+        with seconds.phase("wait"):
             stream.synchronize()
-        with seconds.phase("unlock pages"):
+        with seconds.phase("unlock"):
             chunks.close()
 
 
@@ -252,7 +255,8 @@ class _OpenFile:
                 self._close()
                 self._fd = os.open(file.path, _READ_FLAGS)
                 self._path = file.path
-            view, start = memoryview(into), file.offset + offset
+            buffer: Any = into
+            view, start = memoryview(buffer), file.offset + offset
             while len(view):
                 got = read_at(self._fd, view, start)
                 if not got:
