@@ -120,7 +120,7 @@ def steady(milliseconds: float, products: int, seconds: float) -> Row:
                 recorder.running = False
                 paused = time.monotonic()
                 found = block(step, count)
-                recorder.skip(time.monotonic() - paused)  # its share is one of the recorded time
+                recorder.skip(time.monotonic() - paused, found.cpu)  # its share is one of the recorded time
                 return found
 
             if number % 2:  # the order alternates too: what drifts adds to both

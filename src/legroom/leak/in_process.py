@@ -109,7 +109,8 @@ class Recorder:
         self._due = 0.0
         self._sampled_at = self._began
         self._cost = self._window_cost = 0.0
-        self._samples = 0
+        self._samples, self._free_until = 0, _FREE_SAMPLES
+        self._cpu_at_first = time.process_time()
         self._numbers: dict[Key, int] = {}
         self._known: dict[Key, tuple[int | None, float, int]] = {}  # the first amount of each holder
         self._amounts: dict[int, int | None] = {}
@@ -141,9 +142,10 @@ class Recorder:
         """Whether tracemalloc is on for a window."""
         return self._window_from is not None
 
-    def skip(self, seconds: float) -> None:
-        """Do not count a pause as time that samples may take a share of."""
+    def skip(self, seconds: float, cpu: float = 0.0) -> None:
+        """Do not count a pause, and its CPU time, as time that samples may take a share of."""
         self._began += seconds
+        self._cpu_at_first += cpu
         self._due += seconds
         self._last_step_at += seconds
         if self._first_step_at is not None:
@@ -169,7 +171,9 @@ class Recorder:
             self._last_step_at = now
             return
         if self._first_step_at is None:
+            # What was spent before says nothing about steps: importing and loading a model can take minutes.
             self._first_step_at, self._due, self._cost = now, now, 0.0
+            self._free_until, self._cpu_at_first = self._samples + _FREE_SAMPLES, time.process_time()
         if self._window_from is not None:
             self._advance_window()
         else:
@@ -203,7 +207,7 @@ class Recorder:
         self._writer.write("note", text=f"recording ended: {type(problem).__name__}: {problem}")
 
     def _sample(self, *, last: bool) -> None:
-        began = now = time.monotonic()
+        began, now = time.thread_time(), time.monotonic()
         if not self._headed:
             self._head()
         counters = read_counters()
@@ -226,18 +230,23 @@ class Recorder:
         self._sampled_at, self._sampled_step = now, self.steps
         self._counts.append((counters.blocks, counters.malloc or counters.anonymous or 0))
         del self._counts[:-64]
-        self._plan(now, time.monotonic() - began)
+        self._plan(now, time.thread_time() - began)
         if not last:
             self._maybe_open_window(now)
 
     def _plan(self, now: float, cost: float) -> None:
-        """When the next sample is due: later in longer runs, and within the share of time."""
+        """When the next sample is due: later in longer runs, and within the share of time.
+
+        ``cost`` is CPU time, compared with the CPU time of the process: on a busy machine both wait for a CPU most of
+        the time, and as many samples are taken over as many steps as on an idle one.
+        """
         self._cost += cost
         lasted = now - (self._first_step_at or self._began)
+        worked = min(lasted, time.process_time() - self._cpu_at_first)
         gap = min(_LONGEST, max(_SHORTEST, _WIDER * lasted))
         over = max(0.0, self._cost - _CREDIT)
-        if self._samples > _FREE_SAMPLES and over > self.share * lasted:
-            gap = max(gap, cost / self.share)
+        if self._samples > self._free_until and over > self.share * worked:
+            gap = max(gap, cost / self.share * (lasted / worked if worked > 0 else 1.0))
         self._due = now + gap
 
     def _head(self) -> None:

@@ -245,9 +245,7 @@ def opened_lines(sample: Sample, frames: Sequence[ProcessFrame], pid: int, width
         points = [PoolPoint(place, None if point is None else point[at], top) for place, point in series]
         line = Text(f"{left(name, 15)}{right(_size_or(now), 10)}  ", no_wrap=True)
         shares = column_shares(points, room)
-        # Several steps may lie between two samples: then the columns between them are no gap.
-        drawn = list(accumulate(shares, lambda before, now: before if now is None else now)) if by_step else shares
-        line.append(history_line(drawn), style="cyan")
+        line.append(history_line(_without_gaps(shares) if by_step else shares), style="cyan")
         lines.append(line)
     scale = say("all four with the same scale, up to {size}", size=format_size(top))
     if by_step:
@@ -262,6 +260,14 @@ def opened_lines(sample: Sample, frames: Sequence[ProcessFrame], pid: int, width
     if not growing:
         lines.append(Text(say("no line of code is known to make it grow (see legroom leak)"), style="dim"))
     return lines
+
+
+def _without_gaps(shares: Sequence[float | None]) -> list[float | None]:
+    """Each unknown share as the one before it: between two samples may lie more steps than fit into a column."""
+    found: list[float | None] = []
+    for share in shares:
+        found.append(found[-1] if share is None and found else share)
+    return found
 
 
 def growth_rate(row: GrowthRow) -> str:
