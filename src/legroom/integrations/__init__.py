@@ -7,6 +7,7 @@ huggingface  a callback for Hugging Face's Trainer
 accelerate   a guard for a loop under accelerate
 ray          a guard for a loop in a Ray Train worker; load, list and diagnose on every node
 ray_nodes    load on every node of a Ray cluster, each byte of the source read by one node
+ray_exchange which node reads which part of an object, and who gets it from whom
 ray_node     what runs on a node: its part in such a load, and what it answers about its machine and cache
 deepspeed    a DeepSpeed configuration from Legroom's settings, and what each ZeRO stage saves
 """
