@@ -4,9 +4,9 @@ and TensorSocket, which copies each batch to the GPU in its producer.
     PYTHONPATH=src python3 bench/gpu_shared_batches.py [--trainers 4,6] [--workers 16] [--rounds 5] [--seconds 4]
         [--limit SECONDS] [--only shared,tensorsocket]
 
-Covers: 6 ms of CPU work a sample, batches of 64 float images of 224 x 224; images a second of all trainers together,
-and how many batches were copied from the host. The contenders take turns; the median of the rounds counts. Does not
-cover: training steps on the GPU. TensorSocket is measured where it can be imported. The result goes to
+Covers: 6 ms of CPU work a sample, batches of 64 float images (--side 224: 38 MB a batch); images a second of all
+trainers together. The contenders take turns; the median of the rounds counts. Does not cover: training steps on the
+GPU. TensorSocket is measured where it can be imported. The result goes to
 $OUT/gpu_shared_batches.json where OUT is set, else to bench/results/.
 """
 
@@ -31,7 +31,7 @@ import share
 from measure import RESULTS, Row, as_json, in_words, machine, save, show
 from share import CpuTime, Samples, together
 
-BATCH, FLOATS, WORK_S = 64, 3 * 224 * 224, 0.006
+BATCH, WORK_S = 64, 0.006
 
 
 def main() -> None:
@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0, help="that are counted in each round")
+    parser.add_argument("--side", type=int, default=224, help="pixels of an image's side")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds, after which no further round begins")
     parser.add_argument("--only", default="shared,tensorsocket,separate,alone", help="contenders")
     chosen = parser.parse_args()
@@ -51,20 +52,29 @@ def main() -> None:
     rows: list[Row] = []
     raw: dict[str, Any] = {}
     for count in map(int, chosen.trainers.split(",")):
-        rates = measured(count, chosen.workers, chosen.rounds, chosen.seconds, chosen.only.split(","), chosen.limit)
+        rates = measured(
+            count, chosen.workers, chosen.rounds, chosen.seconds, chosen.only.split(","), chosen.limit, chosen.side
+        )
         raw[str(count)] = rates
         rows += rows_of(count, rates)
         print(show(rows), flush=True)
     results = Path(os.environ.get("OUT") or RESULTS)
-    kept = {"machine": where, "workers": chosen.workers, "rounds": chosen.rounds, "rows": as_json(rows), "raw": raw}
+    kept = {
+        "machine": where,
+        "workers": chosen.workers,
+        "side": chosen.side,
+        "rounds": chosen.rounds,
+        "rows": as_json(rows),
+        "raw": raw,
+    }
     print(f"kept in {save('gpu_shared_batches', kept, results)}")
 
 
 def measured(
-    trainers: int, workers: int, rounds: int, seconds: float, only: list[str], limit: float
+    trainers: int, workers: int, rounds: int, seconds: float, only: list[str], limit: float, side: int
 ) -> dict[str, list[float]]:
     """Images a second of all trainers together, by contender, for each round."""
-    dataset, cpu = Samples(FLOATS, WORK_S, BATCH * 2000), CpuTime()
+    dataset, cpu = Samples(3 * side * side, WORK_S, BATCH * 2000), CpuTime()
     turn = iter(range(1 << 30))
 
     def ordinary(each: int, count: int) -> float:

@@ -45,6 +45,7 @@ def trial(config):
 env = {"PYTHONHASHSEED": "0", "LEGROOM_SHM": os.environ["LEGROOM_SHM"],
        "PYTHONPATH": sys.argv[1] + os.pathsep + os.environ.get("PYTHONPATH", "")}
 ray.init(num_cpus=3, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False,
+         _temp_dir=os.path.join(os.path.dirname(FOLDER), "ray"),
          runtime_env={"env_vars": env})
 tuner = tune.Tuner(tune.with_resources(trial, {"cpu": 1}), param_space={"rate": tune.grid_search([1, 2, 3])},
                    run_config=tune.RunConfig(storage_path=sys.argv[3], verbose=0))
@@ -66,6 +67,10 @@ def test_trials_with_the_same_name_share_one_set_of_workers() -> None:
             "HOME": place,
             "RAY_AUTH_MODE": "disabled",
             "RAY_raylet_start_wait_time_s": "300",
+            "RAY_gcs_server_request_timeout_seconds": "120",
+            "RAY_enable_metrics_collection": "0",
+            "RAY_memory_monitor_refresh_ms": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
             "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
         }
         done = subprocess.run(

@@ -1,4 +1,7 @@
-"""Two trainers of one group, for test_real_share.py: ``python share_player.py MEGABYTES``; prints one JSON object."""
+"""Two trainers of one group, for test_real_share.py: ``python share_player.py MEGABYTES SECONDS``.
+
+Prints one JSON object, at the latest when an epoch has ended after so many seconds.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,11 @@ class Images(Dataset[Any]):
         return torch.full((self.floats,), float(i)), i
 
 
-def train(megabytes: int) -> dict[str, Any]:
+def train(megabytes: int, seconds: float) -> dict[str, Any]:
     """Epochs until batches of the group were used for a while."""
     loader: Any = legroom.DataLoader(Images(megabytes), 4, num_workers=2, share="real")
     shared, good, peak, began = 0, True, 0, time.monotonic()
-    while shared < 60 and time.monotonic() < began + 200:
+    while shared < 60 and time.monotonic() < began + seconds:
         seen = []
         try:
             for images, numbers in loader:
@@ -54,8 +57,8 @@ def train(megabytes: int) -> dict[str, Any]:
 if __name__ == "__main__":
     reader, writer = os.pipe()
     if os.fork() == 0:
-        os.write(writer, json.dumps(train(int(sys.argv[1]))).encode())
+        os.write(writer, json.dumps(train(*map(int, sys.argv[1:3]))).encode())
         os._exit(0)
-    mine = train(int(sys.argv[1]))
+    mine = train(*map(int, sys.argv[1:3]))
     other = json.loads(os.read(reader, 1 << 16))
     print(json.dumps({"mine": mine, "other": other}))

@@ -23,8 +23,8 @@ from torch_memory import beside_torch
 
 pytest.importorskip("torch")
 MB = 1 << 20
-ROOM = 10  # batches: what must stay free, see advice/memory_need.py
-PLAYER = [sys.executable, str(Path(__file__).parent / "share_player.py"), "24"]
+ROOM = 11  # batches: what must stay free, see advice/memory_need.py
+PLAYER = [sys.executable, str(Path(__file__).parent / "share_player.py"), "24"]  # and seconds
 STRANGER = """
 import os, socket, sys
 folder, batch = sys.argv[1:]
@@ -55,7 +55,7 @@ def played(command: Sequence[str], **env: str) -> dict[str, Any]:
 
 @pytest.mark.real("mount")
 def test_batches_larger_than_shm_are_shared_without_it() -> None:
-    found = played(rigs.small_shm(PLAYER))
+    found = played(rigs.small_shm([*PLAYER, "200"]))
     assert found["mine"]["peak"] < MB // 4
 
 
@@ -65,21 +65,24 @@ def test_a_memory_cgroup_that_is_just_large_enough_for_one_window() -> None:
     a batch and its samples, for each trainer a batch that it makes itself, its samples and the batch before.
     """
     with rigs.memory_cgroup(beside_torch(150 + (2 + 2 * 2 + 2 * 3 + ROOM) * 24, 2)) as group:
-        played(group.command(PLAYER))
+        played(group.command([*PLAYER, "200"]))
         assert group.oom_kills() == 0
 
 
 @pytest.mark.real("cgroup")
-@pytest.mark.parametrize("megabytes", [220, 300])
-def test_in_a_memory_cgroup_that_is_too_small_every_trainer_gets_an_error_with_figures(megabytes: int) -> None:
+@pytest.mark.parametrize("megabytes", [270, 360])
+def test_in_a_memory_cgroup_that_is_too_small_a_trainer_gets_an_error_with_figures(megabytes: int) -> None:
+    """The other one may fit when that is gone."""
     with rigs.memory_cgroup(beside_torch(megabytes, 2)) as group:
-        done = subprocess.run(group.command(PLAYER), capture_output=True, text=True, timeout=280)
+        done = subprocess.run(group.command([*PLAYER, "60"]), capture_output=True, text=True, timeout=280)
         assert group.oom_kills() == 0 and done.returncode == 0, (done.returncode, done.stderr[-3000:])
         path = group.path
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    for trainer in found.values():
-        refused = trainer["refused"]
-        assert trainer["good"] and refused["code"] == "budget-too-small" and refused["fix"], found
+    assert all(trainer["good"] for trainer in found.values()), found
+    errors = [trainer["refused"] for trainer in found.values() if "refused" in trainer]
+    assert errors, found
+    for refused in errors:
+        assert refused["code"] == "budget-too-small" and refused["fix"], found
         assert "not enough" in refused["message"] and str(path) in refused["why"], found
         assert len(re.findall(r"\d[.\d]* MB", refused["why"])) >= 2, found
 
