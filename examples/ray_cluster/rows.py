@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-import legroom
-
 SIDE, CLASSES = 32, 4
 
 
@@ -31,7 +29,7 @@ def write(path: Path, count: int) -> None:
 class Rows(Dataset):
     """Crops an image at random and turns it into floats. Pickled, it attaches to the copy of its node again."""
 
-    def __init__(self, data: legroom.CachedData) -> None:
+    def __init__(self, data) -> None:
         self.data = data
 
     def __len__(self) -> int:
