@@ -73,3 +73,17 @@ def test_a_file_opened_later_does_not_get_the_number_of_a_closed_stream(tmp_path
         ["bash", "-c", f'{sys.executable} -c "{program}" <&- >&-'], cwd=tmp_path, timeout=240, check=False
     )
     assert ended.returncode == 0
+
+
+def test_help_imports_nothing_slow_of_the_standard_library() -> None:
+    program = (
+        "import sys; from legroom.cli.main import run; run(['--help']); "
+        "print(sorted({'shutil', 'locale', 'json', 'subprocess', 'asyncio'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {sys.path!r}; {program}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr.strip() == "[]" and "doctor" in done.stdout
