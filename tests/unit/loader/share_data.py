@@ -227,7 +227,7 @@ class Trainers:
         self.wait_for(lambda: any(status["batches"] for status in groups()))
         (self.folder / "producer runs").touch()
 
-    def wait_for(self, condition: Any, seconds: float = 60.0) -> None:
+    def wait_for(self, condition: Any, seconds: float = 180.0) -> None:
         """Wait until a condition holds."""
         until = time.monotonic() + seconds
         while not condition():
