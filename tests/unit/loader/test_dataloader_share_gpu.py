@@ -157,7 +157,7 @@ def test_tensors_are_private_and_keep_their_structure(tmp_path: Path) -> None:
 
     def ask(serial: int, nbytes: int) -> Answer:
         assert (serial, nbytes) == (1, 4096)
-        return Answer(Claim.COPY if not said else Claim.READY, 1, memory, lambda *one: said.append(one))
+        return Answer(Claim.COPY if not said else Claim.READY, 1, memory, not said, lambda *one: said.append(one))
 
     for _ in range(2):
         moved = batches.moved(batch, where, ask)
@@ -167,8 +167,19 @@ def test_tensors_are_private_and_keep_their_structure(tmp_path: Path) -> None:
         assert torch.equal(moved["label"][0], label) and torch.equal(moved["wide"], label[:1].expand(5))
         moved["image"].zero_(), moved["label"][0].fill_(-1)  # nobody else sees that
     batches.close()
-    assert said == [("copied", 1), ("read", 1), ("read", 1)] and not gpu.api.maps and not gpu.api.handles
+    assert said == [("mapped", 1), ("copied", 1), ("read", 1), ("read", 1)] and not gpu.api.maps and not gpu.api.handles
     assert copies(tmp_path)["upload"] == 1 and host[1000] == 1000 % 256
+
+
+@pytest.mark.parametrize(("claim", "told"), [(Claim.READY, "read"), (Claim.COPY, "no-copy")])
+def test_memory_that_is_gone_with_its_last_trainer_is_not_made_again(tmp_path: Path, claim: Claim, told: str) -> None:
+    gpu = share_gpu.FakeGpu(tmp_path / "copies")
+    batches, said = GpuBatches(gpu, tmp_path), list[tuple[str, int]]()
+    host = torch.arange(64)
+    answer = Answer(claim, 0, RingMemory("ring", 4096, 2), False, lambda *one: said.append(one))
+    moved = batches.moved([host], OnHost(5, host.data_ptr(), host.nbytes), lambda *_: answer)
+    assert torch.equal(moved[0], host) and said == [(told, 5)] and not gpu.api.maps and not gpu.api.handles
+    assert batches.why_own is None and copies(tmp_path)["upload"] == 0
 
 
 def test_a_full_gpu_is_no_error(tmp_path: Path) -> None:
@@ -176,7 +187,7 @@ def test_a_full_gpu_is_no_error(tmp_path: Path) -> None:
     gpu.free = 1 << 30
     batches, said = GpuBatches(gpu, tmp_path), list[tuple[str, int]]()
     host = torch.arange(64)
-    answer = Answer(Claim.COPY, 0, RingMemory("ring", 4096, 2), lambda *one: said.append(one))
+    answer = Answer(Claim.COPY, 0, RingMemory("ring", 4096, 2), True, lambda *one: said.append(one))
     moved = batches.moved([host], OnHost(5, host.data_ptr(), host.nbytes), lambda *_: answer)
     assert torch.equal(moved[0], host) and moved[0].data_ptr() != host.data_ptr()
     assert said == [("no-ring", 5)] and "of GPU memory" in batches.why and not gpu.api.maps

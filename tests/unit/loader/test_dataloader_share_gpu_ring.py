@@ -66,14 +66,35 @@ def test_a_trainer_that_claims_a_later_batch_does_not_need_the_earlier_ones() ->
 
 def test_the_slot_of_a_killed_writer_is_never_used_again_and_another_copies() -> None:
     one = ring(1, 2, 3)
-    one.claim(1, 0, 400 * MB, everyone)
-    assert one.claim(2, 0, MB, everyone)[0] is one.claim(3, 0, MB, everyone)[0] is Claim.BUSY
-    assert one.leave(1) == [(2, 0), (3, 0)]
-    assert one.claim(2, 0, MB, everyone) == (Claim.COPY, 1) and one.claim(3, 0, MB, everyone)[0] is Claim.BUSY
+    one.claim(3, 0, 400 * MB, everyone)
+    one.done(3, 0), one.release(3, 0), one.skip(1), one.skip(2)
+    assert one.claim(1, 1, MB, everyone) == (Claim.COPY, 1)
+    assert one.claim(2, 1, MB, everyone)[0] is one.claim(3, 1, MB, everyone)[0] is Claim.BUSY
     first = one.memory
-    assert one.leave(2) == [(3, 0)]  # both slots are lost now
+    assert one.leave(1) == [(2, 1), (3, 1)]
+    assert one.claim(2, 1, MB, everyone) == (Claim.COPY, 0) and one.claim(3, 1, MB, everyone)[0] is Claim.BUSY
+    assert one.memory == first and one.leave(2) == [(3, 1)]  # both slots are lost now
     one.join(4)
-    assert one.claim(3, 0, MB, everyone)[0] is Claim.COPY and one.memory != first
+    assert one.claim(3, 1, MB, everyone)[0] is Claim.COPY and one.memory != first
+
+
+def test_the_memory_is_created_once_and_forgotten_with_the_last_trainer_that_has_it() -> None:
+    one = ring(1, 2, 3)
+    assert one.claim(1, 0, MB, everyone)[0] is Claim.COPY and one.creator == 1
+    first = one.memory
+    assert one.claim(2, 1, MB, everyone)[0] is Claim.OWN  # there is no memory yet
+    one.done(1, 0)
+    assert one.creator is None and one.claim(2, 1, MB, everyone)[0] is Claim.COPY and one.creator is None
+    assert one.claim(3, 0, MB, everyone)[0] is Claim.READY
+    one.leave(1)  # nobody else has said that it has mapped it
+    assert one.memory is None and one.done(2, 1) == []
+    assert one.claim(3, 0, MB, everyone)[0] is Claim.COPY and one.creator == 3 and one.memory != first
+    one.done(3, 0)
+    assert one.claim(2, 0, MB, everyone)[0] is Claim.READY
+    one.mapped(2, 0)
+    one.leave(3)
+    one.join(4)
+    assert one.claim(4, 0, MB, everyone)[0] is Claim.READY  # the second one has it
 
 
 def test_a_larger_batch_gets_a_new_ring() -> None:
@@ -81,15 +102,16 @@ def test_a_larger_batch_gets_a_new_ring() -> None:
     one.claim(1, 0, MB, everyone)
     first = one.memory
     assert first is not None and MB < first.nbytes <= MB + MB // 8 and first.nbytes % 4096 == 0
+    assert one.done(1, 0) == [] and one.claim(1, 2, MB, everyone)[0] is Claim.COPY
     assert one.claim(2, 1, 2 * MB, everyone)[0] is Claim.COPY and one.memory != first
-    assert one.done(1, 0) == []  # of the ring before: nobody waits for it
+    assert one.done(1, 2) == []  # of the ring before: nobody waits for it
 
 
 def test_a_trainer_that_cannot_use_the_ring_leaves_it_to_the_others() -> None:
     one = ring(1, 2, 3)
     one.claim(1, 0, MB, everyone)
     one.claim(2, 0, MB, everyone)
-    assert one.failed(1, 0) == [(2, 0)] and one.members == {2, 3}
+    assert one.failed(1, 0) == [(2, 0)] and one.members == {2, 3} and one.creator is None
     assert one.claim(2, 0, MB, everyone)[0] is Claim.COPY
     assert one.claim(3, 0, MB, everyone)[0] is Claim.BUSY
     assert one.give_up(2, 0) == [(3, 0)]  # the answer came too late for it
@@ -109,18 +131,28 @@ def simulate(seed: int) -> int:
     reading: dict[int, list[tuple[int, tuple[object, int]]]] = {}
     writing: dict[int, tuple[int, tuple[object, int]]] = {}
     waiting: dict[int, int] = {}
+    maps: dict[object, set[int]] = {}  # trainers that have a ring
     lost: set[tuple[object, int]] = set()  # slots whose writer was killed
 
     def told(number: int, serial: int, claim: Claim, slot: int) -> None:
         place = (one.memory, slot)
         waiting.pop(number, None)
-        if claim is Claim.COPY:
+        if claim is Claim.COPY and one.creator != number and not maps.get(one.memory, set()) & set(at):
+            again(one.give_up(number, serial))  # the memory is gone
+        elif claim is Claim.COPY:
+            maps.setdefault(one.memory, set()).add(number)
+            if one.creator != number:
+                one.mapped(number, serial)
             assert place not in lost
             assert all(place != held for all_held in reading.values() for _, held in all_held)
             assert all(place != other for _, other in writing.values())
             memory[place] = None
             writing[number] = serial, place
+        elif claim is Claim.READY and not maps.get(one.memory, set()) & set(at):
+            one.release(number, serial)  # the memory is gone
         elif claim is Claim.READY:
+            maps[one.memory].add(number)
+            one.mapped(number, serial)
             assert memory[place] == serial
             reading[number].append((serial, place))
         elif claim is Claim.BUSY:

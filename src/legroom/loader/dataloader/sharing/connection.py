@@ -6,7 +6,7 @@ closes its copy, so that it does not keep the lease of a trainer that was killed
 Messages are pickled. Both ends have checked that the other belongs to the same user before they read one.
 
     trainer → producer    hello, want, at, release, keep, leave, alone, status
-                          gpu, claim, copied, read, no-copy, no-ring: of batches on a GPU
+                          gpu, claim, mapped, copied, read, no-copy, no-ring: of batches on a GPU
     producer → trainer    welcome, batch, end, wait, miss, error, forget, alone, status, gpu
 """
 

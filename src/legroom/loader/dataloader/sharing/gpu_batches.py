@@ -82,10 +82,15 @@ class Answer(NamedTuple):
     claim: Claim
     slot: int
     memory: RingMemory
+    create: bool  # this trainer makes the memory; others map what is there
     tell: Callable[[str, int], None]  # tells the producer what was done with the batch
 
 
 Ask = Callable[[int, int], Answer | None]  # claims a batch of so many bytes; None: this trainer copies it for itself
+
+
+class _Gone(Exception):
+    """No process has the memory of a ring any more."""
 
 
 class GpuBatches:
@@ -123,10 +128,11 @@ class GpuBatches:
                 made[id(one)] = one, self._leaf(one, where, base)
             return made[id(one)][1]
 
-        moved = map_batch(batch, move)
-        if base is not None and where is not None:
-            self._reading.append((self.gpu.mark(), where.serial, base[1]))
-        return moved
+        try:
+            return map_batch(batch, move)
+        finally:  # also if the memory of the GPU does not suffice
+            if base is not None and where is not None:
+                self._reading.append((self.gpu.mark(), where.serial, base[1]))
 
     def _leaf(self, one: Any, where: OnHost | None, base: tuple[int, Answer] | None) -> Any:
         import torch
@@ -143,27 +149,38 @@ class GpuBatches:
         if answer is None:
             return None
         try:
-            address = self._map(answer.memory) + answer.slot * answer.memory.nbytes
+            address = self._map(answer, where.serial) + answer.slot * answer.memory.nbytes
             if answer.claim is Claim.COPY:
                 self.gpu.upload(_bytes_at(where.address, where.nbytes), address)
                 answer.tell("copied", where.serial)
             return address, answer
+        except _Gone:  # with the last trainer that had it
+            answer.tell("no-copy" if answer.claim is Claim.COPY else "read", where.serial)
+            return None
         except (CudaRefused, OSError) as refusal:
             self.why_own = str(refusal)
             answer.tell("no-ring", where.serial)
             self.close()
             return None
 
-    def _map(self, memory: RingMemory) -> int:
+    def _map(self, answer: Answer, serial: int) -> int:
+        memory = answer.memory
         if self._ring is None or self._memory != memory:
             self.close()
             total = memory.nbytes * memory.slots
-            ring = share(
-                self.gpu.api, self._store, memory.name, total, lambda _: None,
-                check_room=lambda: self._check_room(total),
-            )  # fmt: skip
+
+            def fill(_: int) -> None:
+                if not answer.create:
+                    raise _Gone
+
+            def check_room() -> None:
+                if answer.create:
+                    self._check_room(total)
+
+            ring = share(self.gpu.api, self._store, memory.name, total, fill, check_room=check_room)
             self._ring, self._memory = ring, memory
-            ring.api.set_access(ring.address, ring.size, READ_WRITE)  # others write when this trainer is gone
+            ring.api.set_access(ring.address, ring.size, READ_WRITE)  # for when this trainer copies
+            answer.tell("mapped", serial)
         return self._ring.address
 
     def _check_room(self, total: int) -> None:

@@ -11,6 +11,10 @@ trainers. A trainer that has taken a batch claims it before it goes to the GPU:
 A slot is written again when no trainer reads it and none of those that were there still needs it. A trainer needs a
 batch until it claims a later one, leaves its epoch or falls out of the window.
 
+The memory lives while a trainer has it mapped. One trainer creates it, with its first copy. All others map what exists
+or do without, so memory with nothing in it is never taken for a ring. When the last one that has mapped it is gone,
+what was in it is gone too, and a new ring takes its place.
+
 A trainer that is killed while it copies may have given the GPU work that is still queued. Its slot is never used again,
 and the next one that claims the batch copies it. When every slot is lost like that, a new ring takes its place.
 """
@@ -66,7 +70,10 @@ class Ring:
         self.group = group
         self.members: set[int] = set()
         self.memory: RingMemory | None = None
+        self.nbytes = 0  # of the largest batch
         self.copied = self.read = 0  # batches, so far
+        self.creator: int | None = None  # the trainer that was told to create the memory
+        self._mapped: set[int] = set()  # trainers that have it
         self._slots: list[_Slot] = []
 
     def join(self, number: int) -> None:
@@ -85,7 +92,21 @@ class Ring:
                 again += [(one, slot.serial) for one in sorted(slot.waiting)]
                 slot.empty()
                 slot.lost = True
+        self._mapped.discard(number)
+        if number == self.creator or (self.creator is None and not self._mapped):
+            again += [
+                (one, slot.serial) for slot in self._slots for one in sorted(slot.waiting) if slot.serial is not None
+            ]
+            self._forget()
         return again
+
+    def mapped(self, number: int, serial: int) -> None:
+        """A trainer has mapped the memory in which this batch is."""
+        if number in self.members and any(slot.serial == serial for slot in self._slots):
+            self._mapped.add(number)
+
+    def _forget(self) -> None:
+        self.memory, self.creator, self._mapped, self._slots = None, None, set(), []
 
     def claim(self, number: int, serial: int, nbytes: int, inside: Callable[[int], bool]) -> tuple[Claim, int]:
         """What a trainer does with a batch of so many bytes, and the slot; ``inside``: who is in the window."""
@@ -103,10 +124,15 @@ class Ring:
             return Claim.READY, found.index
         if len(self.members) < 2:  # no other trainer would read it
             return Claim.OWN, -1
+        if self.creator is not None:  # until it has mapped the memory, there is none
+            return Claim.OWN, -1
+        self.nbytes = max(self.nbytes, nbytes)
         self._make_room(nbytes)
         slot = self._free(inside)
         if slot is None:
             return Claim.OWN, -1
+        if not self._mapped:
+            self.creator = number
         slot.empty()
         slot.serial, slot.writer, slot.needed = serial, number, self.members - {number}
         return Claim.COPY, slot.index
@@ -118,6 +144,8 @@ class Ring:
             return []
         waited = sorted(slot.waiting)
         slot.writer, slot.readers, slot.waiting = None, {number, *waited}, set()
+        self._mapped.add(number)
+        self.creator = None if self.creator == number else self.creator
         self.copied += 1
         self.read += 1 + len(waited)
         return waited
@@ -134,6 +162,8 @@ class Ring:
             return []
         waiting = [(one, serial) for one in sorted(slot.waiting)]
         slot.empty()
+        if self.creator == number:
+            self._forget()
         return waiting
 
     def failed(self, number: int, serial: int) -> list[tuple[int, int]]:
@@ -172,5 +202,6 @@ class Ring:
             return
         size = -(-(nbytes + nbytes // 8) // _PAGE) * _PAGE  # with a margin, for the next one that is a little larger
         count = max(_LEAST_SLOTS, min(_MOST_SLOTS, _MOST_BYTES // size))
+        self._forget()
         self.memory = RingMemory(f"ring {self.group} {secrets.token_hex(8)}", size, count)
         self._slots = [_Slot(index) for index in range(count)]

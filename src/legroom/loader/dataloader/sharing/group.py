@@ -372,7 +372,7 @@ class Group:
                 elif Claim(answer[2]) is Claim.OWN:
                     return None
                 elif Claim(answer[2]) is not Claim.BUSY:
-                    return Answer(Claim(answer[2]), answer[3], RingMemory(*answer[4]), self.slots.tell)
+                    return Answer(Claim(answer[2]), answer[3], RingMemory(*answer[4]), answer[5], self.slots.tell)
             self.slots.tell("read", serial)  # one that copies it is stopped: do without
         except Closed:
             self._lost()

@@ -49,7 +49,7 @@ _ALONE_S = 10.0  # with one trainer, before that is told
 _ENDLESS = 1 << 60
 _LEAST_WINDOW, _WINDOW = 2, 8  # batches
 _OF_FREE = 4  # the window takes at most this part of the free memory
-_GPU_MESSAGES = {"gpu", "claim", "copied", "read", "no-copy", "no-ring"}
+_GPU_MESSAGES = {"gpu", "claim", "mapped", "copied", "read", "no-copy", "no-ring"}
 _DEAD_WORKER = re.compile(r"DataLoader worker \(pid")
 
 
@@ -447,14 +447,16 @@ class Producer:
         ring = trainer.ring
         if ring is None:
             if kind == "claim":
-                self._send(number, "gpu", given, Claim.OWN.value, -1, None)
+                self._send(number, "gpu", given, Claim.OWN.value, -1, None, False)
         elif kind == "claim":
             self._claim(ring, number, given, nbytes)
         elif kind == "copied":
             for other in ring.done(number, given):
-                self._send(other, "gpu", given, *ring.ready(given))
+                self._send(other, "gpu", given, *ring.ready(given), False)
         elif kind == "read":
             ring.release(number, given)
+        elif kind == "mapped":
+            ring.mapped(number, given)
         elif kind == "no-copy":
             self._claim_again(ring, ring.give_up(number, given))
         elif kind == "no-ring":
@@ -463,13 +465,13 @@ class Producer:
 
     def _claim(self, ring: Ring, number: int, serial: int, nbytes: int) -> None:
         claim, slot = ring.claim(number, serial, nbytes, self._inside)
-        self._send(number, "gpu", serial, claim.value, slot, None if ring.memory is None else tuple(ring.memory))
+        memory = None if ring.memory is None else tuple(ring.memory)
+        self._send(number, "gpu", serial, claim.value, slot, memory, ring.creator == number)
 
     def _claim_again(self, ring: Ring, waiting: list[tuple[int, int]]) -> None:
         """The trainer that copied a batch is gone: the first that waits for it copies it."""
         for number, serial in waiting:
-            assert ring.memory is not None
-            self._claim(ring, number, serial, ring.memory.nbytes)
+            self._claim(ring, number, serial, ring.nbytes)
 
     def _inside(self, number: int) -> bool:
         member = self.window.members.get(number)
