@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from legroom.cache import identity, locks, source_digests
-from legroom.cache.attach import Attached, attach, entry_record, lock_name
+from legroom.cache.attach import Attached, EntryLease, attach, entry_record, lease, lock_name, open_entry, read_manifest
 from legroom.cache.cached_data import CachedData, DataContents, ragged_of
 from legroom.cache.file_io import Prefault
 from legroom.cache.identity import Source, shard_names
@@ -302,6 +302,35 @@ def find_entry(request: OpenRequest, source: Source, asked_ns: int) -> Attached 
             found = find_by_digest(request, source, store, record.digests[algorithm], algorithm)
             if found is not None:
                 return found
+    return None
+
+
+def find_manifest(request: OpenRequest) -> tuple[Manifest, Path, EntryLease] | None:
+    """The manifest of the source's entry, its store and a lease on it, without mapping a file.
+
+    None where there is no entry, or where only attaching it can tell.
+    """
+    if legroom_disabled(os.environ) or not locks.SUPPORTED:
+        return None
+    source, asked_ns = identity.stamp_source(request.paths), time.time_ns()
+    for store in existing_stores():
+        record = source_digests.read_record(store, source) if request.wants(store) else None
+        if record is None or not record.is_trusted(asked_ns):
+            continue
+        for algorithm, digest in record.digests.items():
+            for options in usable_options(request, source):
+                key = key_of(digest, algorithm, options)
+                held = lease(store, key)
+                if held is None:
+                    continue
+                try:
+                    folder = open_entry(store, key)
+                    try:
+                        return read_manifest(folder, key), store.root, held
+                    finally:
+                        os.close(folder)
+                except (OSError, Damaged, OtherFormat):
+                    held.release()
     return None
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from legroom.cache.cached_data import CachedData
-from legroom.cache.find_or_build import OpenRequest, open_as, source_paths
-from legroom.errors import NoRoom, RemoteError, UnreadableSource, UsageError
+from legroom.cache.find_or_build import OpenRequest, find_manifest, open_as, source_paths
+from legroom.errors import LegroomError, NoRoom, RemoteError, UnreadableSource, UsageError
 from legroom.formats.base_reader import Extent, Selection
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader.batches.cuda_runtime import Driver, open_driver
@@ -127,7 +127,12 @@ def weights(
     text = os.fspath(path)
     on_host = device is None or str(device) == "cpu"
     driver = None if on_host else open_driver(device)
-    opened = _Opened(source_paths(text)[0] if is_url(text) else Path(text), keys, map_pages=on_host)
+    where = source_paths(text)[0] if is_url(text) else Path(text)
+    if driver is not None and shared and keys is None:
+        found = _shared_by_others(driver, where, dtype)
+        if found is not None:
+            return found
+    opened = _Opened(where, keys, map_pages=on_host)
     try:
         if driver is None:
             return _on_host(opened, dtype)
@@ -171,8 +176,6 @@ class _Opened:
     """The files of a model, attached in the cache. ``map_pages`` in the background: not for files that are read."""
 
     def __init__(self, path: SourcePath, keys: str | Iterable[str] | None, *, map_pages: bool) -> None:
-        import torch
-
         start = time.perf_counter()
         self._stack = ExitStack()
         self.seconds: dict[str, float] = {}
@@ -194,11 +197,8 @@ class _Opened:
                 for name, about in data.info.arrays.items():
                     if names is not None and name not in names:
                         continue  # in the file, but not in the index
-                    kind = about.attributes.get("torch_dtype") or _TORCH_NAMES.get(
-                        str(about.attributes.get("safetensors_dtype"))
-                    )
                     array = data[name]
-                    exact = getattr(torch, str(kind)) if kind else torch.from_numpy(np.empty(0, array.dtype)).dtype
+                    exact = _torch_dtype(about.attributes, array.dtype)
                     self.tensors[name] = _HostTensor(array, exact, partial(data.where, name))
             if wanted.keys is not None:
                 wanted.check(self.tensors, self.tensors, path)
@@ -239,6 +239,22 @@ class _Opened:
         """Release the files; arrays that are still referenced stay valid."""
         self.tensors.clear()
         self._stack.close()
+
+
+def _torch_dtype(attributes: Mapping[str, object], dtype: np.dtype[Any]) -> torch.dtype:
+    """The type of a tensor that is stored as an array of ``dtype``."""
+    import torch
+
+    name = attributes.get("torch_dtype") or _TORCH_NAMES.get(str(attributes.get("safetensors_dtype")))
+    found: torch.dtype = getattr(torch, str(name)) if name else _plain_dtype(dtype)
+    return found
+
+
+@cache
+def _plain_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    import torch
+
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def _files(path: SourcePath) -> list[tuple[SourcePath, list[str] | None]]:
@@ -357,13 +373,9 @@ def _shared_on_device(driver: Driver, opened: _Opened, dtype: torch.dtype | None
     entries = [data.info for data in opened.data]
     if any(entry.key is None or entry.store is None for entry in entries):
         raise CudaRefused(say("the weights are not in the shared cache"))
-    slots, total = _layout(opened.tensors, dtype)
-    name = hashlib.sha256(
-        json.dumps([[entry.key for entry in entries], [[name, *map(str, (s.offset, s.shape, s.dtype))] for name, s in
-                    slots.items()]]).encode()
-    ).hexdigest()  # fmt: skip
+    slots, total = _layout({name: (one.array.shape, one.dtype) for name, one in opened.tensors.items()}, dtype)
     shared = share(
-        driver.api(), Path(str(entries[0].store)), f"weights {name}", total,
+        driver.api(), Path(str(entries[0].store)), _copy_name([str(entry.key) for entry in entries], slots), total,
         partial(_fill, driver, opened.tensors, slots), check_room=partial(_check_room, driver, total),
         title=opened.title,
     )  # fmt: skip
@@ -375,13 +387,79 @@ def _shared_on_device(driver: Driver, opened: _Opened, dtype: torch.dtype | None
     return Weights(tensors, why, opened.seconds, partial(_release, driver, shared))
 
 
-def _layout(tensors: Mapping[str, _HostTensor], dtype: torch.dtype | None) -> tuple[dict[str, _Slot], int]:
+class _NotThere(Exception):
+    """No other process has the copy."""
+
+
+def _shared_by_others(driver: Driver, path: SourcePath, dtype: torch.dtype | None) -> Weights | None:
+    """The copy that another process has. Only the manifests are read, which takes half of the time of mapping files.
+
+    None where no process has it, and in any doubt: then the files are attached, which checks everything.
+    """
+    start = time.perf_counter()
+    keys: list[str] = []
+    stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    try:
+        with ExitStack() as leases:
+            store: Path | None = None
+            for file, names in _files(path):
+                found = find_manifest(OpenRequest(source_paths(file)))
+                if found is None:
+                    return None
+                manifest, root, held = found
+                leases.enter_context(held)
+                store = store or root
+                keys.append(manifest.key)
+                wanted = None if names is None else set(names)
+                arrays = {one.name: one for one in manifest.arrays if wanted is None or one.name in wanted}
+                if (
+                    manifest.tables
+                    or len(arrays) != len(wanted or manifest.arrays)
+                    or not stored.keys().isdisjoint(arrays)
+                ):
+                    return None
+                for name, one in arrays.items():
+                    stored[name] = one.shape, _torch_dtype(one.attributes, one.dtype)
+            if store is None:
+                return None
+            slots, total = _layout(stored, dtype)
+            opened = time.perf_counter()
+            shared = share(
+                driver.api(), store, _copy_name(keys, slots), total, _refuse_to_fill, check_room=_refuse_to_make,
+                title=str(path),
+            )  # fmt: skip
+    except (_NotThere, LegroomError, OSError, CudaRefused):
+        return None
+    attached = time.perf_counter()
+    tensors = {name: _view(driver, shared.address, slot) for name, slot in slots.items()}
+    seconds = {"open": opened - start, "share": attached - opened, "finish": time.perf_counter() - attached}
+    why = say("copied to the GPU here for all processes") if shared.made_here else say("shared with other processes")
+    return Weights(tensors, why, seconds, partial(_release, driver, shared))
+
+
+def _refuse_to_make() -> None:
+    raise _NotThere
+
+
+def _refuse_to_fill(_: int) -> None:
+    raise _NotThere
+
+
+def _copy_name(keys: list[str], slots: Mapping[str, _Slot]) -> str:
+    """The name of a copy: the same for the same tensors at the same places."""
+    places = [[name, *map(str, (slot.offset, slot.shape, slot.dtype))] for name, slot in slots.items()]
+    return "weights " + hashlib.sha256(json.dumps([keys, places]).encode()).hexdigest()
+
+
+def _layout(
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], dtype: torch.dtype | None
+) -> tuple[dict[str, _Slot], int]:
     slots: dict[str, _Slot] = {}
     total = 0
-    for name, one in sorted(tensors.items()):
-        kind = dtype if dtype is not None and one.dtype.is_floating_point else one.dtype
-        slots[name] = _Slot(total, one.array.shape, kind)
-        total += -(-prod(one.array.shape) * kind.itemsize // _ALIGNMENT) * _ALIGNMENT
+    for name, (shape, exact) in sorted(tensors.items()):
+        kind = dtype if dtype is not None and exact.is_floating_point else exact
+        slots[name] = _Slot(total, shape, kind)
+        total += -(-prod(shape) * kind.itemsize // _ALIGNMENT) * _ALIGNMENT
     return slots, max(total, _ALIGNMENT)
 
 

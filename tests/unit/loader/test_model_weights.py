@@ -299,6 +299,33 @@ def test_files_that_were_removed_meanwhile_are_read_from_their_maps(
     same(legroom.weights(path, "cuda"), expected)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_a_copy_that_exists_is_attached_by_the_manifests_alone(
+    tmp_path: Path, kind: str, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("legroom.cache.source_digests.QUIET_NS", 0)  # the files are young
+    driver = FakeDriver()
+    monkeypatch.setattr(model_weights, "open_driver", lambda device: driver)
+    expected = state()
+    path = written(tmp_path, kind, expected)
+    first = legroom.weights(path, "cuda", shared=True, dtype=dtype)
+    monkeypatch.setattr(model_weights, "_Opened", lambda *_, **__: pytest.fail("the files were attached"))
+    again = legroom.weights(path, "cuda", shared=True, dtype=dtype)
+    right = (
+        expected
+        if dtype is None
+        else {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in expected.items()}
+    )
+    same(again, right)
+    first.close()
+    same(again, right)  # it has a use of its own
+    again.close()
+    assert not driver.shared_memory.maps
+    with pytest.raises(pytest.fail.Exception):
+        legroom.weights(path, "cuda", shared=True, dtype=dtype)
+
+
 CHILD = """
 import sys, torch, legroom
 found = legroom.weights(sys.argv[1])
