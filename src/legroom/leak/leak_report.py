@@ -91,6 +91,7 @@ def report_lines(report: LeakReport, width: int = 80) -> list[str]:
         lines.append(" ".join(cells).rstrip())
         lines += fill(detail(group), width, "  ", "  ").splitlines()
     lines += _rest(judged, width)
+    lines += _not_judged(report, judged, width)
     return lines
 
 
@@ -201,6 +202,16 @@ def _nothing_found(report: LeakReport, judged: Sequence[ProcessGrowth], width: i
         text = say("no leak found in {process}: {done}, {time}", process=process_name(process), done=done,
                    time=format_duration(process.seconds))  # fmt: skip
         lines += fill(text, width, "", "  ").splitlines()
+    return [*lines, *_not_judged(report, judged, width)]
+
+
+def _not_judged(report: LeakReport, judged: Sequence[ProcessGrowth], width: int) -> list[str]:
+    """Main processes that could not be judged: that their workers do not leak, or do, says nothing about them."""
+    lines = []
+    for process in report.processes[:_MOST_PROCESSES]:
+        if process.role == "main" and process not in judged:
+            text = say("cannot tell whether memory grows: {why}", why=process.reason)
+            lines += fill(f"{process_name(process)}: {text}", width, "", "  ").splitlines()
     return lines
 
 

@@ -121,6 +121,14 @@ def test_too_few_samples_are_said_to_be_too_few() -> None:
     assert "no Python process" in "\n".join(report_lines(LeakReport(())))
 
 
+def test_a_main_process_that_could_not_be_judged_is_mentioned_beside_its_workers(script: str) -> None:
+    main, fine = _record(0, count=5), _record(0, role="worker", pid=78)
+    leaking = _record(80 * KB, role="worker", pid=79, holders={0: _holder(script, 80 * KB)})
+    for worker in (fine, leaking):
+        lines = report_lines(diagnose([main, worker]), 80)
+        assert any(line.startswith("pid ") and "cannot tell whether memory grows" in line for line in lines), lines
+
+
 def test_a_copied_dataset_needs_an_attribute_that_explains_it() -> None:
     copied = {"step": 50, "time": 5.0, "copied": 40 * MB, "shared": 0, "attribute": "dataset.boxes", "items": 90_000,
               "size": 60 * MB, "share": 0.6}  # fmt: skip
