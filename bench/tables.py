@@ -67,7 +67,7 @@ SECTIONS = (
         "Training on a GPU with each way to load",
         "Steps a second as a share of the same training on one batch that stays in GPU memory. Only the path that was "
         "chosen has a target, and only where `cuda-registered`, the path before the copy engines, reaches at most "
-        "0.92. The DataLoaders have 8 workers and `pin_memory`, and took one round.",
+        "0.92. DataLoaders, where they are listed, have 8 workers and `pin_memory` and took one round.",
     ),
     (
         "gpu_shared",
