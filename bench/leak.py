@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from legroom.leak.in_process import Recorder
+from legroom.leak.memory_recorder import Recorder
 from measure import RESULTS, Row, alternate, as_json, in_words, machine, save, show
 
 BLOCK_S = 1.0

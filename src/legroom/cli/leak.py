@@ -65,8 +65,8 @@ def command(
         return 0
 
     from legroom.probe.snapshot import snapshot
-    from legroom.rescue.command_line import with_leak
     from legroom.rescue.job_attempt import RunOptions
+    from legroom.rescue.job_command_line import with_leak
     from legroom.rescue.supervisor import supervise
 
     def print_line(line: str) -> None:

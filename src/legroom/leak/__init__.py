@@ -2,7 +2,7 @@
 
 In the training process:
 
-    in_process         takes samples at steps within a share of the time, writes one file per process
+    memory_recorder    takes samples at steps within a share of the time, writes one file per process
     torch_steps        what counts as a step: optimizer.step, batches of a DataLoader and of its workers
     process_counters   memory of this process, and what malloc has given out
     holders            walks from the user's variables to the containers, tensors and texts that they keep

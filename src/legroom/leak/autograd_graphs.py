@@ -77,3 +77,16 @@ def saved_bytes(tensor: Any, most: int = 1500) -> int | None:
                     continue
         waiting.extend(child for child, _ in getattr(node, "next_functions", ()))
     return sum(addresses.values())
+
+
+def tensor_with_graph(thing: Any) -> Any:
+    """The tensor with an autograd graph in an item, or None."""
+    parts = [thing]
+    if isinstance(thing, dict):
+        parts = list(thing.values())[:16]
+    elif isinstance(thing, (list, tuple)):
+        parts = [
+            *thing[:16],
+            *(value for one in thing[:4] if isinstance(one, dict) for value in list(one.values())[:16]),
+        ]
+    return next((one for one in parts if getattr(one, "grad_fn", None) is not None), None)

@@ -12,7 +12,7 @@ import tempfile
 from types import TracebackType
 
 from legroom.errors import UsageError
-from legroom.leak import in_process
+from legroom.leak import memory_recorder
 from legroom.leak.diagnosis import diagnose
 from legroom.leak.leak_report import leak_page, report_lines
 from legroom.leak.record_files import read_directory
@@ -39,7 +39,7 @@ class LeakWatch:
     """A recording of this process and the workers that it forks."""
 
     def __init__(self) -> None:
-        self._recorder: in_process.Recorder | None = None
+        self._recorder: memory_recorder.Recorder | None = None
         self._directory: str | None = None
         self._own = False
         self._report: LeakReport | None = None
@@ -50,12 +50,12 @@ class LeakWatch:
             raise UsageError(
                 say("this recording was already started"), fix=(say("create a new one: with legroom.leak.watch(): …"),)
             )
-        running = in_process.running_recorder()
+        running = memory_recorder.running_recorder()
         if running is not None:  # under `legroom leak`: one recording is enough
             self._recorder, self._directory = running, running.directory
             return self
         self._directory, self._own = tempfile.mkdtemp(prefix="legroom-leak-"), True
-        self._recorder = in_process.record_process(self._directory)
+        self._recorder = memory_recorder.record_process(self._directory)
         self._recorder.start()
         return self
 
@@ -68,7 +68,7 @@ class LeakWatch:
             self._recorder.stop()
         self._report = self.report()
         if self._own:
-            in_process.forget_recorder()
+            memory_recorder.forget_recorder()
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def report(self) -> LeakReport:

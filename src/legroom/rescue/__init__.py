@@ -13,7 +13,7 @@ Files:
     verdict_from_exit       rules on OOM counters, signals and exit statuses
     verdict_from_log        rules on what the program printed
     retry_policy            what to lower for the next attempt
-    command_line            find and rewrite settings on a command line; inject Legroom into a script
+    job_command_line        find and rewrite settings on a command line; inject Legroom into a script
     checkpoints             the newest complete checkpoint
     run_report              the report as JSON and HTML
     inject/                 sitecustomize that replaces torch's DataLoader or limits GPU memory

@@ -27,8 +27,8 @@ from legroom.probe.shm_segments import SHM, Segments
 from legroom.records import LoaderSettings, Machine
 from legroom.records.failure import Attempt, Evidence, Level, LogFacts, Verdict
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup
-from legroom.rescue.command_line import SETTINGS, NamedFlag, command_settings
 from legroom.rescue.evidence import EvidenceCollector
+from legroom.rescue.job_command_line import SETTINGS, NamedFlag, command_settings
 from legroom.rescue.job_process import JobOutput, JobProcess, in_foreground
 from legroom.rescue.job_sampling import GpuLevels, JobAlarms, JobSampler
 from legroom.rescue.log_reader import WINDOW, facts_of

@@ -17,7 +17,7 @@ from typing import Any
 from legroom.messages import say
 from legroom.records import LoaderSettings
 from legroom.records.failure import Cause, Verdict
-from legroom.rescue.command_line import CommandSettings
+from legroom.rescue.job_command_line import CommandSettings
 
 # Which settings help against which cause, in the order they are lowered.
 _ORDER: dict[Cause, tuple[str, ...]] = {

@@ -27,17 +27,17 @@ import sys, time
 folder, name, steps, records = sys.argv[1:]
 sys.path.insert(0, folder)
 import torch, leaking_loops
-from legroom.leak import in_process
+from legroom.leak import memory_recorder
 from legroom.system.training_steps import step
 
-in_process._WIDER = 0.0  # after a pause at the beginning, samples as often as without it
+memory_recorder._WIDER = 0.0  # after a pause at the beginning, samples as often as without it
 torch.set_num_threads(1)
 
 def one():
     time.sleep(0.003)
     step()
 
-recorder = in_process.Recorder(records, share=100.0)  # samples are not fewer where other programs use the processor
+recorder = memory_recorder.Recorder(records, share=100.0)  # samples are not fewer where other programs use the processor
 recorder.start()
 getattr(leaking_loops, name)(int(steps), one)
 recorder.stop()
@@ -47,7 +47,7 @@ recorder.stop()
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Runner]:
     """Runs programs in forks of a process that has imported torch, and has no other test's objects and threads."""
-    process = Runner("numpy", "torch", "torch._dynamo", "legroom.leak.in_process")
+    process = Runner("numpy", "torch", "torch._dynamo", "legroom.leak.memory_recorder")
     yield process
     process.close()
 

@@ -170,7 +170,7 @@ def test_the_command_s_status_and_a_script_that_is_killed(tmp_path: Path) -> Non
 
 def test_an_environment_without_space_for_records_does_not_disturb_the_script(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "import legroom.leak.in_process as i; r = i.record_process('/nonexistent/x'); r.start();"
+        [sys.executable, "-c", "import legroom.leak.memory_recorder as i; r = i.record_process('/nonexistent/x'); r.start();"
          "import legroom\nfor n in range(50): legroom.step()\nr.stop(); print('fine')"],
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from legroom.leak import in_process
-from legroom.leak.in_process import Recorder
+from legroom.leak import memory_recorder
+from legroom.leak.memory_recorder import Recorder
 
 COST = 0.01  # seconds of CPU time for a sample
 
@@ -31,7 +31,7 @@ def _stepping(folder: Path, monkeypatch: pytest.MonkeyPatch, *, cpu: float) -> R
     assert recorder._first_step_at is not None
     recorder._first_step_at = time.monotonic() - 100.0
     began = time.process_time()
-    monkeypatch.setattr(in_process.time, "process_time", lambda: began + cpu)
+    monkeypatch.setattr(memory_recorder.time, "process_time", lambda: began + cpu)
     recorder._cpu_at_first = began
     return recorder
 

@@ -18,12 +18,12 @@ import dataclasses, json, os, sys, threading, time
 from pathlib import Path
 import legroom
 from legroom.errors import UsageError
-from legroom.leak import in_process
+from legroom.leak import memory_recorder
 from legroom.leak.leak_report import publish
 from legroom.monitor.annotations import AnnotationReader
 from legroom.probe.host import Host
 
-in_process._WIDER = 0.0  # after a pause at the beginning, samples as often as without it
+memory_recorder._WIDER = 0.0  # after a pause at the beginning, samples as often as without it
 
 def grow():
     kept = []
@@ -45,11 +45,11 @@ try:
 except UsageError:
     again = "refused"
 sites = [dataclasses.asdict(site) for site in growth.sites]
-more, left = threading.active_count() - threads, in_process.running_recorder()
+more, left = threading.active_count() - threads, memory_recorder.running_recorder()
 print(json.dumps({"sites": sites, "text": str(growth), "again": again, "threads": more, "left": left}))
 """
 BESIDE = """
-recorder = in_process.Recorder(str(folder), share=100.0)  # samples are not fewer where other programs use the processor
+recorder = memory_recorder.Recorder(str(folder), share=100.0)  # samples are not fewer where other programs use the processor
 recorder.start()
 grow()
 publish(next(folder.glob("*.jsonl")))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from legroom.errors import UsageError
 from legroom.records import LoaderSettings
 from legroom.records.failure import Cause, Evidence, Likely, Role, Verdict, Victim
-from legroom.rescue.command_line import (
+from legroom.rescue.job_command_line import (
     CommandSettings,
     NamedFlag,
     command_settings,

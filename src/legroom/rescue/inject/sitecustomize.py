@@ -71,7 +71,7 @@ _recorder: Any = None
 def _record(directory: str) -> None:
     global _recorder
     try:
-        _recorder = importlib.import_module("legroom.leak.in_process").record_process(directory)
+        _recorder = importlib.import_module("legroom.leak.memory_recorder").record_process(directory)
         _recorder.start()
     except Exception as problem:  # the script must run, unrecorded if need be
         sys.stderr.write(f"legroom: could not record the growth of memory: {problem}\n")

@@ -25,7 +25,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _MOST_BYTES, _MOST_SLOTS, _LEAST_SLOTS = 512 << 20, 8, 2
 _PAGE = 4096
@@ -205,3 +205,69 @@ class Ring:
         self._forget()
         self.memory = RingMemory(f"ring {self.group} {secrets.token_hex(8)}", size, count)
         self._slots = [_Slot(index) for index in range(count)]
+
+
+class GpuRings:
+    """In the producer: the ring of each GPU, and what trainers say and hear about it."""
+
+    MESSAGES = frozenset({"gpu", "claim", "mapped", "copied", "read", "no-copy", "no-ring"})
+
+    def __init__(self, group: str, send: Callable[..., bool], inside: Callable[[int], bool]) -> None:
+        self._group, self._send, self._inside = group, send, inside
+        self._rings: dict[str, Ring] = {}  # by the UUID of the GPU
+        self._ring_of: dict[int, Ring] = {}  # by trainer
+
+    def handle(self, number: int, kind: str, given: Any, nbytes: int = 0) -> None:
+        """A message of a trainer: one of MESSAGES."""
+        if kind == "gpu":
+            ring = self._ring_of[number] = self._rings.setdefault(given, Ring(self._group))
+            ring.join(number)
+            return
+        found = self._ring_of.get(number)
+        if found is None:
+            if kind == "claim":
+                self._send(number, "gpu", given, Claim.OWN.value, -1, None, False)
+        elif kind == "claim":
+            self._claim(found, number, given, nbytes)
+        elif kind == "copied":
+            for other in found.done(number, given):
+                self._send(other, "gpu", given, *found.ready(given), False)
+        elif kind == "read":
+            found.release(number, given)
+        elif kind == "mapped":
+            found.mapped(number, given)
+        elif kind == "no-copy":
+            self._claim_again(found, found.give_up(number, given))
+        elif kind == "no-ring":
+            del self._ring_of[number]
+            self._claim_again(found, found.failed(number, given))
+
+    def skip(self, number: int) -> None:
+        """A trainer has left its epoch: it needs nothing that is in its ring now."""
+        if (ring := self._ring_of.get(number)) is not None:
+            ring.skip(number)
+
+    def leave(self, number: int) -> None:
+        """A trainer is gone or leaves the group: others copy what it did not finish."""
+        if (ring := self._ring_of.pop(number, None)) is not None:
+            self._claim_again(ring, ring.leave(number))
+
+    def status(self) -> list[dict[str, Any]]:
+        """What `legroom watch` shows."""
+        return [
+            {
+                "gpu": uuid, "trainers": len(ring.members), "copied": ring.copied, "read": ring.read,
+                "bytes": 0 if ring.memory is None else ring.memory.nbytes * ring.memory.slots,
+            }
+            for uuid, ring in self._rings.items()
+        ]  # fmt: skip
+
+    def _claim(self, ring: Ring, number: int, serial: int, nbytes: int) -> None:
+        claim, slot = ring.claim(number, serial, nbytes, self._inside)
+        memory = None if ring.memory is None else tuple(ring.memory)
+        self._send(number, "gpu", serial, claim.value, slot, memory, ring.creator == number)
+
+    def _claim_again(self, ring: Ring, waiting: list[tuple[int, int]]) -> None:
+        """The trainer that copied a batch is gone: the first that waits for it copies it."""
+        for number, serial in waiting:
+            self._claim(ring, number, serial, ring.nbytes)

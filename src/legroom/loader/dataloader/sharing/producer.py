@@ -28,7 +28,7 @@ from legroom.errors import BatchLost, BudgetTooSmall, ProducerFailed, WorkerDied
 from legroom.loader.dataloader import receive
 from legroom.loader.dataloader.collate import parse_budget
 from legroom.loader.dataloader.sharing.connection import INLINE, Closed, Connection
-from legroom.loader.dataloader.sharing.gpu_ring import Claim, Ring
+from legroom.loader.dataloader.sharing.gpu_ring import GpuRings
 from legroom.loader.dataloader.sharing.group_folder import LOCK, LOG, SOCKET, GroupFiles
 from legroom.loader.dataloader.sharing.own_batches import DEATHS, OwnStream, StreamState
 from legroom.loader.dataloader.sharing.seeding import Orders, Position, SeededDataset
@@ -49,7 +49,6 @@ _ALONE_S = 10.0  # with one trainer, before that is told
 _ENDLESS = 1 << 60
 _LEAST_WINDOW, _WINDOW = 2, 8  # batches
 _OF_FREE = 4  # the window takes at most this part of the free memory
-_GPU_MESSAGES = {"gpu", "claim", "mapped", "copied", "read", "no-copy", "no-ring"}
 _DEAD_WORKER = re.compile(r"DataLoader worker \(pid")
 
 
@@ -125,7 +124,6 @@ class Trainer:
         self.told = 0.0  # when it was last told to wait
         self.state: tuple[Position, StreamState] | None = None  # of an IterableDataset, where it asked
         self.command = ""
-        self.ring: Ring | None = None  # of its GPU
 
 
 class Producer:
@@ -144,7 +142,7 @@ class Producer:
         self._known = start[1] == 0  # the states of its workers at the window's head
         self.changed = threading.Condition()
         self.trainers: dict[int, Trainer] = {}
-        self.rings: dict[str, Ring] = {}  # by the UUID of the GPU
+        self.rings = GpuRings(files.key, self._send, self._inside)
         self.fatal: bytes | None = None  # the error that ends production
         self.restart: tuple[Position, StreamState | None] | None = None
         self._number = 0
@@ -434,44 +432,7 @@ class Producer:
         trainer = self.trainers.pop(number)
         trainer.connection.close()
         self.window.leave(number)
-        if trainer.ring is not None:
-            self._claim_again(trainer.ring, trainer.ring.leave(number))
-
-    # Batches on the GPU: see gpu_ring.py
-
-    def _handle_gpu(self, number: int, kind: str, given: Any, nbytes: int = 0) -> None:
-        trainer = self.trainers[number]
-        if kind == "gpu":
-            trainer.ring = self.rings.setdefault(given, Ring(self.files.key))
-            trainer.ring.join(number)
-        ring = trainer.ring
-        if ring is None:
-            if kind == "claim":
-                self._send(number, "gpu", given, Claim.OWN.value, -1, None, False)
-        elif kind == "claim":
-            self._claim(ring, number, given, nbytes)
-        elif kind == "copied":
-            for other in ring.done(number, given):
-                self._send(other, "gpu", given, *ring.ready(given), False)
-        elif kind == "read":
-            ring.release(number, given)
-        elif kind == "mapped":
-            ring.mapped(number, given)
-        elif kind == "no-copy":
-            self._claim_again(ring, ring.give_up(number, given))
-        elif kind == "no-ring":
-            trainer.ring = None
-            self._claim_again(ring, ring.failed(number, given))
-
-    def _claim(self, ring: Ring, number: int, serial: int, nbytes: int) -> None:
-        claim, slot = ring.claim(number, serial, nbytes, self._inside)
-        memory = None if ring.memory is None else tuple(ring.memory)
-        self._send(number, "gpu", serial, claim.value, slot, memory, ring.creator == number)
-
-    def _claim_again(self, ring: Ring, waiting: list[tuple[int, int]]) -> None:
-        """The trainer that copied a batch is gone: the first that waits for it copies it."""
-        for number, serial in waiting:
-            self._claim(ring, number, serial, ring.nbytes)
+        self.rings.leave(number)
 
     def _inside(self, number: int) -> bool:
         member = self.window.members.get(number)
@@ -581,11 +542,10 @@ class Producer:
             member.cursor, member.asking, trainer.told = tuple(given[0]), True, 0.0
             if given[1] is not None:
                 trainer.state = tuple(given[0]), given[1]
-        elif kind in _GPU_MESSAGES and trainer.member:
-            self._handle_gpu(number, kind, *given)
+        elif kind in self.rings.MESSAGES and trainer.member:
+            self.rings.handle(number, kind, *given)
         elif kind == "at" and trainer.member:
-            if trainer.ring is not None:
-                trainer.ring.skip(number)
+            self.rings.skip(number)
             window.move(number, tuple(given[0]))
         elif kind == "alone" and len(self.trainers) == 1:
             self._ending = True  # it continues by itself; what it holds stays mapped there
@@ -593,9 +553,7 @@ class Producer:
             window.members[number].cursor, window.members[number].inside = None, False
             window.members[number].asking = False
             window.trim()
-            if trainer.ring is not None:
-                self._claim_again(trainer.ring, trainer.ring.leave(number))
-                trainer.ring = None
+            self.rings.leave(number)
         elif kind == "release":
             window.release(number, given[0])
         elif kind == "keep":  # by a forked child of the trainer, for longer than the trainer knows
@@ -610,11 +568,7 @@ class Producer:
             "name": self.recipe.name, "producer": os.getpid(), "workers": self._workers,
             "position": list(window.head), "batches": len(window.entries), "most_batches": window.most,
             "bytes": sum(entry.nbytes for entry in window.entries.values()),
-            "gpus": [
-                {"gpu": uuid, "trainers": len(ring.members), "copied": ring.copied, "read": ring.read,
-                 "bytes": 0 if ring.memory is None else ring.memory.nbytes * ring.memory.slots}
-                for uuid, ring in self.rings.items()
-            ],
+            "gpus": self.rings.status(),
             "error": None if self.fatal is None else str(pickle.loads(self.fatal)).splitlines()[0],
             "trainers": [
                 {

@@ -15,7 +15,7 @@ import time
 import weakref
 from typing import Any
 
-from legroom.leak.autograd_graphs import GraphReach, saved_bytes
+from legroom.leak.autograd_graphs import GraphReach, saved_bytes, tensor_with_graph
 from legroom.leak.copied_dataset import CopiedDataset
 from legroom.leak.creation_sites import Tracing, creation_line, live_tensors
 from legroom.leak.holders import Holder, Holding, Key, Walk, newest_items, running_frames
@@ -349,7 +349,7 @@ class Recorder:
             if not items:
                 continue
             size = size_per_item(items)
-            graph = _with_graph(items[-1])
+            graph = tensor_with_graph(items[-1])
             name = _type_name(items[-1], pair=holding.unit == "items" and isinstance(holding.thing, dict))
             self._writer.write(
                 "item", number=number, pools=size.pools, type=name, graphs=size.graphs,
@@ -563,19 +563,6 @@ def _free_gpus() -> dict[str, int]:
         return {f"gpu{number}": torch.cuda.mem_get_info(number)[0] for number in range(torch.cuda.device_count())}
     except Exception:  # the driver is gone
         return {}
-
-
-def _with_graph(thing: Any) -> Any:
-    """The tensor with an autograd graph in an item, or None."""
-    parts = [thing]
-    if isinstance(thing, dict):
-        parts = list(thing.values())[:16]
-    elif isinstance(thing, (list, tuple)):
-        parts = [
-            *thing[:16],
-            *(value for one in thing[:4] if isinstance(one, dict) for value in list(one.values())[:16]),
-        ]
-    return next((one for one in parts if getattr(one, "grad_fn", None) is not None), None)
 
 
 def _type_name(thing: Any, *, pair: bool) -> str:
