@@ -35,5 +35,6 @@ Stores and entries:
 Commands:
     list_and_verify   ``legroom cache list``, ``info`` and ``verify``
     drop_and_gc       ``legroom cache drop`` and ``gc``
+    gpu_copies        which processes have copies in GPU memory
     eviction          remove unused entries, least recently used first
 """

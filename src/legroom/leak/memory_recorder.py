@@ -488,7 +488,8 @@ class Recorder:
 
     def _publish_steps(self, now: float) -> None:
         """Tell a `legroom watch` how many steps this process has made."""
-        from legroom.leak.leak_report import publish_steps
+        with import_lock:
+            from legroom.leak.leak_report import publish_steps
 
         self._steps_at, self._published_steps = now + _STEPS_EVERY, self.steps
         try:
