@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+few_samples = pytest.mark.load_sensitive(reason="steps of a few ms: a pause of the process leaves too few samples")
+
 TRAIN = """
 import os, time, torch
 from torch import nn
@@ -112,6 +114,7 @@ def _line(script: str, part: str) -> int:
     return next(number for number, text in enumerate(script.split("\n"), 1) if part in text)
 
 
+@few_samples
 def test_two_ranks_of_torchrun_are_one_line_of_the_report(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     found = leak(tmp_path, TRAIN, "-m", "torch.distributed.run", "--nproc-per-node", "2")
@@ -121,6 +124,7 @@ def test_two_ranks_of_torchrun_are_one_line_of_the_report(tmp_path: Path) -> Non
     assert {one["rank"] for one in found["processes"] if one["sites"]} == {"0", "1"}
 
 
+@few_samples
 def test_under_accelerate(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     found = leak(tmp_path, TRAIN, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1")
@@ -129,6 +133,7 @@ def test_under_accelerate(tmp_path: Path) -> None:
     assert 30_000 < site["rate"] < 36_000
 
 
+@few_samples
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_samples_that_a_worker_keeps(method: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
@@ -140,6 +145,7 @@ def test_samples_that_a_worker_keeps(method: str, tmp_path: Path) -> None:
     assert 28_000 < site["rate"] < 40_000  # four samples a batch
 
 
+@few_samples
 def test_a_script_that_forks(tmp_path: Path) -> None:
     found = leak(tmp_path, FORKS)
     (site,) = found["sites"]
@@ -147,6 +153,7 @@ def test_a_script_that_forks(tmp_path: Path) -> None:
     assert [one["role"] for one in found["processes"] if one["sites"]] == ["forked"]
 
 
+@few_samples
 def test_a_script_that_uses_tracemalloc_keeps_it(tmp_path: Path) -> None:
     found = leak(tmp_path, TRACES)
     assert found["stderr"].strip() == "kept"  # the script's stdout
@@ -155,6 +162,7 @@ def test_a_script_that_uses_tracemalloc_keeps_it(tmp_path: Path) -> None:
     assert site["line"] == _line(TRACES, "kept.append")
 
 
+@few_samples
 def test_a_dataset_that_workers_copy_is_named_by_its_attribute(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     found = leak(tmp_path, COPIES)

@@ -22,6 +22,9 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="slots need memfd"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork", "ignore:This DataLoader will create"),
 ]
+joins_late = pytest.mark.load_sensitive(
+    reason="a trainer joins its group when it gets a core, and makes its batches itself until then"
+)
 
 
 @pytest.fixture
@@ -97,6 +100,7 @@ def test_two_iterators_of_one_loader_have_their_own_workers(make: Any) -> None:
     assert both[::2] == both[1::2] == expected  # both are the iterators of the first epoch
 
 
+@joins_late
 def test_a_trainer_alone_joins_the_group_of_the_next_and_goes_alone_again(make: Any, tmp_path: Path) -> None:
     group = make(Noise(400, seconds=0.002))
     loader = group.loader()
@@ -126,6 +130,7 @@ def test_a_trainer_alone_joins_the_group_of_the_next_and_goes_alone_again(make: 
     assert lines(loader, 0) == expected
 
 
+@joins_late
 def test_one_that_comes_with_other_arguments_is_refused_and_the_first_continues(make: Any) -> None:
     group = make(Noise(40))
     loader = group.loader()
@@ -136,6 +141,7 @@ def test_one_that_comes_with_other_arguments_is_refused_and_the_first_continues(
     assert len(list(iterator)) == 9
 
 
+@joins_late
 def test_two_distributed_jobs_share_rank_by_rank(make: Any) -> None:
     data = Noise(480)
     group = make(data, shuffle=None)
@@ -206,6 +212,7 @@ def test_the_state_of_a_stream_resumes_in_the_middle_of_an_epoch(make: Any) -> N
     assert found == expected[7:per_epoch] and lines(again, 1) == expected[per_epoch:]
 
 
+@joins_late
 def test_on_slow_wait_holds_the_fast_trainer_back(make: Any, tmp_path: Path) -> None:
     group = make(Noise(800), on_slow="wait", timeout=100)
     expected = reference(group.loader(), 1)
@@ -222,6 +229,7 @@ def test_on_slow_wait_holds_the_fast_trainer_back(make: Any, tmp_path: Path) -> 
     assert group.lines(0) == group.lines(1) == [*expected, "end"]
 
 
+@joins_late
 def test_on_slow_wait_ends_after_its_timeout(make: Any, tmp_path: Path) -> None:
     group = make(Noise(800), on_slow="wait", timeout=2)
     expected = reference(group.loader(), 1)

@@ -30,6 +30,9 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="slots need memfd"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork", "ignore:This DataLoader will create"),
 ]
+joins_late = pytest.mark.load_sensitive(
+    reason="a trainer joins its group when it gets a core, and makes its batches itself until then"
+)
 
 
 @pytest.fixture
@@ -64,6 +67,7 @@ def status() -> dict[str, Any]:
     return next(one for one in groups() if one["producer"])
 
 
+@joins_late
 def test_each_batch_is_copied_from_the_host_once_for_all_trainers(make: Any, tmp_path: Path) -> None:
     group = make(Noise(400, floats=4_000))
     expected = reference(group.loader(), 1)
@@ -80,6 +84,7 @@ def test_each_batch_is_copied_from_the_host_once_for_all_trainers(make: Any, tmp
     assert not [path.name for path in (tmp_path / f"legroom-{os.geteuid()}").glob("gpu/*.sock")]
 
 
+@joins_late
 def test_trainers_on_different_gpus_have_rings_of_their_own(make: Any) -> None:
     group = make(Noise(240, floats=4_000))
     expected = reference(group.loader(), 1)

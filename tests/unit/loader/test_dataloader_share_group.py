@@ -28,6 +28,9 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="slots need memfd"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork", "ignore:This DataLoader will create"),
 ]
+joins_late = pytest.mark.load_sensitive(
+    reason="a trainer joins its group when it gets a core, and makes its batches itself until then"
+)
 
 
 SEED = int(os.environ["LEGROOM_SOAK_SEED"]) if "LEGROOM_SOAK_SEED" in os.environ else None  # tests do not see it
@@ -63,6 +66,7 @@ def make(folder: Path) -> Iterator[Any]:
         one.end()
 
 
+@joins_late
 def test_trainers_share_one_producer_and_leave_as_they_like(make: Any) -> None:
     group = make(Noise(80, seconds=0.002))
     expected = reference(group.loader(), 3)
@@ -83,6 +87,7 @@ def test_trainers_share_one_producer_and_leave_as_they_like(make: Any) -> None:
     assert group.lines(3) == [*expected[:20], "end"]
 
 
+@joins_late
 def test_batches_can_be_written_and_kept_while_slots_are_reused(make: Any) -> None:
     group = make(Noise(1000, floats=2_000))
     expected = reference(group.loader(), 2)
@@ -110,6 +115,7 @@ def test_batches_can_be_written_and_kept_while_slots_are_reused(make: Any) -> No
         assert share_data.line(0, number, batch) == expected[number]
 
 
+@joins_late
 def test_a_slot_is_reused_a_hundred_times_while_batches_are_written_and_kept(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +227,7 @@ def test_another_trainer_with_other_arguments_is_refused(make: Any) -> None:
         process.kill()
 
 
+@joins_late
 def test_a_state_resumes_in_the_middle_of_an_epoch_in_a_group_or_alone(make: Any) -> None:
     group = make(Noise(120))
     expected = reference(group.loader(), 2)
@@ -259,6 +266,7 @@ def test_a_window_that_does_not_fit_is_refused_with_figures(make: Any) -> None:
     del loader
 
 
+@joins_late
 def test_a_producer_that_dies_between_two_epochs_is_no_error(make: Any) -> None:
     group = make(Noise(40))
     loader = group.loader()
