@@ -152,12 +152,15 @@ def test_two_distributed_jobs_share_rank_by_rank(make: Any) -> None:
     for rank in (0, 1, 0, 1):
         group.start(10_000, pause=0.03, sampler=sampler(rank))
     group.wait_for(lambda: sum(status["batches"] > 0 for status in groups()) == 2)
+    group.wait_for(
+        lambda: all(path.exists() and path.stat().st_size for path in group.names)
+    )  # each has its first batch
     (group.folder / "producer runs").touch()
 
     def shared() -> list[int]:
         return [sum(one["shared"] > 3 for one in status["trainers"]) for status in groups() if status["producer"]]
 
-    group.wait_for(lambda: shared() == [2, 2])  # a group of two for each rank
+    group.wait_for(lambda: shared() == [2, 2], 90)  # a group of two for each rank
     (group.folder / "stop").touch()
     group.join()
     found = [group.lines(number)[:-1] for number in range(4)]

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import share_data
@@ -19,6 +19,7 @@ from legroom.errors import UsageError
 from legroom.loader.dataloader.sharing import gpu_batches
 from legroom.loader.dataloader.sharing.gpu_batches import Answer, GpuBatches, OnHost
 from legroom.loader.dataloader.sharing.gpu_ring import Claim, RingMemory
+from legroom.loader.dataloader.sharing.group import Group
 from legroom.loader.dataloader.sharing.group_folder import groups
 
 torch = pytest.importorskip("torch")
@@ -206,3 +207,36 @@ def test_device_needs_share_and_a_cuda_device() -> None:
         iter(loader)
     with pytest.raises(UsageError, match="is not a device"):
         iter(legroom.DataLoader(Noise(4), 2, num_workers=1, device="gpu", share="tests"))
+
+
+def test_a_batch_that_comes_before_its_turn_keeps_its_slot() -> None:
+    """While a trainer waits for an answer about the GPU, the next batch comes, and then its worker ends."""
+
+    class Slots:
+        forgotten: ClassVar[list[int]] = []
+
+        def forget(self, slots: list[int]) -> None:
+            self.forgotten.extend(slots)
+
+    class Messages:
+        def __init__(self, *messages: tuple[Any, ...]) -> None:
+            self.waiting = list(messages)
+
+        def send(self, *message: Any) -> bool:
+            return True
+
+        def receive(self, timeout: float) -> Any:
+            return (self.waiting.pop(0), []) if self.waiting else None
+
+    batch = ("batch", (0, 1), 7, 70, False, b"body")
+    group = Group.__new__(Group)
+    group.connection, group.slots, group._early = (
+        Messages(batch, ("forget", [70]), ("gpu", 6, "own", -1, None, False)),
+        Slots(),
+        [],
+    )  # type: ignore[assignment]
+    group._silent, group._silence = False, 60.0
+    assert group.claim(6, 100) is None and Slots.forgotten == []
+    assert group._await((0, 1)) == ("batch", (0, 1), 7, 70, b"body") and Slots.forgotten == []
+    group.connection = Messages(("wait", (0, 2)), ("miss", (0, 2)))  # type: ignore[assignment]
+    assert group._await((0, 2)) is None and Slots.forgotten == [70]

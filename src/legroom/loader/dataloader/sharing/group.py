@@ -320,7 +320,10 @@ class Group:
                     return None  # it is stopped: its answer may come later
                 continue
             self._silent, patience = False, self._silence
-            if answer[1] != position:
+            if answer[0] == "forget":
+                if self.slots is not None:
+                    self.slots.forget(answer[1])
+            elif answer[1] != position:
                 self._refuse(answer)
             elif answer[0] == "wait":
                 heard = time.monotonic()
@@ -338,7 +341,10 @@ class Group:
             return None
         message, fds = received
         if message[0] == "forget":
-            self.slots.forget(message[1])
+            if self._early:  # after the batches before it: they may lie in these slots
+                self._early.append(message)
+            else:
+                self.slots.forget(message[1])
             return None
         if message[0] == "alone":
             self._told_alone = True
