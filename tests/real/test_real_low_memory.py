@@ -50,6 +50,7 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.load_sensitive(reason="the PSS of libraries rises when other processes that map them end")
 @pytest.mark.real()
 def test_three_ranks_hold_one_copy_where_read_table_holds_three(chats: Path, store: None) -> None:
     naive, one_copy = parquet_ranks.held("read_table", chats)
