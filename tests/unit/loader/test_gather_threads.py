@@ -19,8 +19,18 @@ def eight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather_threads, "_LEAST_PART", 64)
 
 
+_before: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _threads_before() -> None:
+    """Those of other tests in this process do not count."""
+    _before.clear()
+    _before.update(threading.enumerate())
+
+
 def names() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("legroom-")]
+    return [thread.name for thread in threading.enumerate() if thread not in _before]
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 500])
