@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -73,23 +74,26 @@ _OWN_LIMITS = {"real", "gpu", "nodes", "soak", "release"}  # folders whose tests
 
 
 @pytest.fixture(scope="session")
-def _stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the stores of tests are that name none: never those of the person who runs them."""
+def _stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """Where the stores of tests are that name none, in memory and on disk: never those of the person who runs them."""
     folder = tmp_path_factory.mktemp("stores")
-    for name in ("shm", "disk"):
-        (folder / name).mkdir(mode=0o700)
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    # On a disk every page that a test writes is written back, and other tests wait for it.
+    in_memory = tempfile.mkdtemp(prefix="tests-legroom-", dir="/dev/shm" if os.path.isdir("/dev/shm") else folder)
+    yield in_memory, str(folder)
+    for path in (in_memory, folder):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
-def _own_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _stores: Path) -> Iterator[None]:
+def _own_environment(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _stores: tuple[str, str]
+) -> Iterator[None]:
     """No test depends on the switches of the person who runs it, on their cached data, nor on the language."""
     for name in [name for name in os.environ if name.startswith("LEGROOM_")]:
         monkeypatch.delenv(name)
     if request.path.relative_to(Path(__file__).parent).parts[0] not in _OWN_LIMITS:
-        monkeypatch.setenv("LEGROOM_SHM", str(_stores / "shm"))
-        monkeypatch.setenv("LEGROOM_DIR", str(_stores / "disk"))
+        for name, folder in zip(("LEGROOM_SHM", "LEGROOM_DIR"), _stores, strict=True):
+            monkeypatch.setenv(name, folder)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
     monkeypatch.delenv("LANGUAGE", raising=False)

@@ -202,9 +202,7 @@ class Encoder:
         for _ in range(_DEEPEST + 1):
             inside: list[Sequence[Any]] = []
             for parts in fields:
-                if _is_number_sum(parts):
-                    continue
-                kinds = set(map(type, parts))
+                kinds = _types_of(parts)
                 if kinds <= _LEAVES:
                     continue
                 if kinds & self._leaks:
@@ -214,12 +212,20 @@ class Encoder:
                     inside += _fields_of(dicts)
                 if list in kinds or tuple in kinds:
                     lists = parts if len(kinds) == 1 else [one for one in parts if type(one) in (list, tuple)]
-                    if not _are_numbers(lists):
+                    if not _types_of(chain.from_iterable(lists)) <= _LEAVES:
                         inside.append(list(chain.from_iterable(lists)))
             if not inside:
                 return False
             fields = inside
         return True
+
+
+def _types_of(parts: Iterable[Any]) -> set[type]:
+    """The types of these parts. Nothing else is asked of them: numpy's sums, for one, can be as large as a product."""
+    found = list(map(type, parts))
+    if found and found.count(found[0]) == len(found):  # half the time of a set
+        return {found[0]}
+    return set(found)
 
 
 def _fields_of(dicts: Sequence[dict[Any, Any]]) -> list[Sequence[Any]]:
@@ -228,26 +234,6 @@ def _fields_of(dicts: Sequence[dict[Any, Any]]) -> list[Sequence[Any]]:
         return list(zip(*map(dict.values, dicts), strict=True))
     except ValueError:
         return [list(chain.from_iterable(map(dict.values, dicts)))]
-
-
-def _are_numbers(lists: Sequence[Sequence[Any]]) -> bool:
-    """Whether all items of these lists are numbers."""
-    try:
-        return type(sum(map(sum, lists, repeat(0.0)), 0.0)) is float
-    except Exception:  # not a number, or an integer too large to be added to a float
-        return False
-
-
-def _is_number_sum(items: Sequence[Any]) -> bool:
-    """Whether all these items are numbers, by adding them up: a third of the time of asking for types.
-
-    From 0.0 on, sums of floats and of integers are one loop in C. numpy scalars add up with a bytearray, and the sum is
-    numpy's.
-    """
-    try:
-        return type(sum(items, 0.0)) is float
-    except Exception:  # see above
-        return False
 
 
 def decoder(container: Callable[[int], Any], data: memoryview, array: np.ndarray[Any, Any]) -> Callable[..., Any]:

@@ -8,7 +8,9 @@ import datetime
 import decimal
 import enum
 import math
+import tracemalloc
 import uuid
+import warnings
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +48,30 @@ def test_a_dict_comes_back_type_by_type_in_order_and_is_found_by_key(items: dict
     assert same(list(view.items()), list(items.items()))
     for key, value in items.items():
         assert key in view and same(view[key], value)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        [np.zeros((3000, 1)), np.zeros((1, 3000))],  # added up: 72 MB
+        {"a": [np.float32(1), range(10**7)]},  # as an array: 80 MB
+        [1.5, np.ones(3), [2, 3] * 10],
+        [float("inf"), -float("inf"), 10**400, True],
+        [np.float16(6e4), np.float16(6e4)],
+    ],
+    ids=["arrays", "range", "lists", "infinite", "overflow"],
+)
+def test_values_are_never_added_to_each_other(item: Any, recwarn: pytest.WarningsRecorder) -> None:
+    """What numpy makes of a sum can be as large as the product of its parts, and may warn."""
+    warnings.simplefilter("always")
+    tracemalloc.start()
+    try:
+        view = freeze([item])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert same(view[0], item) and not recwarn.list
+    assert peak < 5e6
 
 
 class Text(str):

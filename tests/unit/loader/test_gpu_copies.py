@@ -50,7 +50,7 @@ def test_a_copy_is_listed_once_with_its_users(tmp_path: Path, weights: Any) -> N
     assert copy.bytes >= 300 * 300 * 4
     (store,) = [path for path in tmp_path.glob("legroom_*/legroom-*") if (path / FOLDER).exists()]
     with process(store) as first, process(store) as second:
-        assert line(first)[0] == "made" and line(second)[0] == "got"
+        assert {line(first)[0], line(second)[0]} == {"made", "got"}  # whichever came first
         both = next(found for found in gpu_copies() if found.name == "a")
         assert set(both.users) == {first.pid, second.pid} and len(gpu_copies()) == 2
         assert both.bytes >= SIZE
