@@ -20,7 +20,6 @@ core, so the cost disappears behind the copy. zlib computes about 4 GB/s.
 
 from __future__ import annotations
 
-import _thread
 import ctypes
 import errno
 import mmap
@@ -36,7 +35,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from legroom.system.imports import import_lock
-from legroom.system.process_control import MAP_FAILED, last_error, libc, room_for_threads, usable_cpus
+from legroom.system.process_control import (
+    MAP_FAILED,
+    last_error,
+    libc,
+    room_for_threads,
+    start_thread_at_once,
+    usable_cpus,
+)
 
 HUGE_PAGE = 2 << 20  # bytes of a huge page on x86 and arm64, and the alignment of its address
 _NORESERVE = {"linux": 0x4000}.get(sys.platform, 0)
@@ -156,13 +162,8 @@ class Prefault:
         return self._done.wait(timeout)
 
     def _spawn(self, work: Callable[[], None]) -> None:
-        if not room_for_threads(1):  # it could end before it begins, and `wait` would never return
-            self._end()
-            return
-        # Not threading.Thread: its start() waits until the new thread has held the interpreter's lock.
-        try:
-            _thread.start_new_thread(work, ())
-        except RuntimeError:  # the interpreter is exiting, or no thread can be started: pages are mapped on use
+        # Without room it could end before it begins, and `wait` would never return. Pages are then mapped on use.
+        if not (room_for_threads(1) and start_thread_at_once(work)):
             self._end()
 
     def _first(self) -> None:

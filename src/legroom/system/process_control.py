@@ -6,6 +6,8 @@ cgroup's CPU quota, which slows threads down.
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import mmap
 import os
 import signal
@@ -30,6 +32,8 @@ _PER_THREAD = 72 << 20  # bytes of address space: a malloc arena and a stack
 _MAPS_PER_THREAD = 16  # a stack, a malloc arena and their guards, and what Python allocates first
 _MAPS_STAND_S = 1.0
 _maps_seen: dict[str, float] = {}  # how many more maps there could be, and until when that stands
+_MOST_WAIT_AT_EXIT = 2.0  # seconds, for threads that have been started and have not begun
+_not_begun: set[object] = set()
 _PR_SET_PDEATHSIG = 1
 MAP_FAILED = 2 * sys.maxsize + 1  # (void *) -1
 
@@ -100,6 +104,38 @@ def start_daemon_thread(target: Callable[[], None], name: str) -> threading.Thre
     except RuntimeError:  # a limit on processes
         return None
     return thread
+
+
+def start_thread_at_once(target: Callable[..., None], *arguments: object) -> bool:
+    """Start a thread that does not keep the program alive, without waiting for it; False where none can be started.
+
+    ``Thread.start`` waits until the new thread has held the interpreter's lock. Python 3.11.2, which Debian 12 has, may
+    crash (SIGSEGV) if it exits before a thread has begun, so the exit waits for that.
+    """
+    token = object()
+    _not_begun.add(token)
+    try:
+        _thread.start_new_thread(_begin, (token, target, arguments))
+    except RuntimeError:  # a limit, or the interpreter is exiting
+        _not_begun.discard(token)
+        return False
+    return True
+
+
+def _begin(token: object, target: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    _not_begun.discard(token)
+    target(*arguments)
+
+
+@atexit.register
+def _wait_for_threads_to_begin() -> None:
+    end = time.monotonic() + _MOST_WAIT_AT_EXIT
+    while _not_begun and time.monotonic() < end:
+        time.sleep(0.0005)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_not_begun.clear)  # the child has none of these threads
 
 
 def why_no_thread(count: int = 1) -> str:

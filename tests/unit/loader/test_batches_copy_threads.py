@@ -106,9 +106,9 @@ started = []
 class Counted:
     def __getattr__(self, name): return getattr(_thread, name)
     def start_new_thread(self, *given): started.append(given); return _thread.start_new_thread(*given)
-cpu_gather._thread = Counted()
+from legroom.system import process_control
+process_control._thread = Counted()
 import legroom.loader.batches.batch_iterator as prefetch
-prefetch._thread = Counted()
 prefetch.prefetch_pays = lambda *seconds: True
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (60 << 20),) * 2)

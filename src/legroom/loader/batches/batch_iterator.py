@@ -38,7 +38,7 @@ from legroom.messages import listed, phrase, say
 from legroom.records import Entry
 from legroom.system import training_steps
 from legroom.system.argument_checks import check_integer
-from legroom.system.process_control import room_for_threads
+from legroom.system.process_control import room_for_threads, start_thread_at_once
 
 if TYPE_CHECKING:
     from legroom.loader.batches.open_data import Data
@@ -347,10 +347,8 @@ class Prefetcher:
         if not room_for_threads(1):  # its thread could end before it begins, and the batch would never come
             return
         pending = _Pending(rows)
-        try:
-            _thread.start_new_thread(pending.fill, (self._background, self._clock))
-        except RuntimeError:  # no thread can be started: the batch is gathered when it is asked for
-            return
+        if not start_thread_at_once(pending.fill, self._background, self._clock):
+            return  # the batch is gathered when it is asked for
         self._pending = pending
         self._returned = self._clock()
 

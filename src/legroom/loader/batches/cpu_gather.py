@@ -20,7 +20,7 @@ import numpy as np
 
 from legroom.cache.cached_data import Ragged
 from legroom.messages import say
-from legroom.system.process_control import room_for_threads, usable_cpus
+from legroom.system.process_control import room_for_threads, start_thread_at_once, usable_cpus
 
 NDArray = np.ndarray[Any, Any]
 Column = NDArray | Ragged
@@ -226,9 +226,7 @@ class _Part:
         self._problem: BaseException | None = None
         self._done = _thread.allocate_lock()
         self._done.acquire()
-        try:
-            _thread.start_new_thread(self._copy, ())
-        except RuntimeError:  # no thread can be started: copy in this one
+        if not start_thread_at_once(self._copy):
             self._copy()
 
     def _copy(self) -> None:
