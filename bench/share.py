@@ -52,7 +52,7 @@ WARM_S, START_S = 60.0, 120.0  # for a group, and for all trainers, to be ready
 class Samples(Dataset[Any]):
     """Samples that cost CPU time, or nothing but the copy."""
 
-    def __init__(self, floats: int, seconds: float, count: int = 1 << 18) -> None:
+    def __init__(self, floats: int, seconds: float, count: int = 1 << 23) -> None:
         self.store, self.seconds, self.count = torch.rand(8, floats), seconds, count
 
     def __len__(self) -> int:

@@ -155,6 +155,7 @@ TITLES = {
     "gzip": "First open of compressed chunks, compared with h5py",
     "epoch": "First epoch of a new process, compared with its second",
     "pages": "An entry in memory, in pages of 4 kB and of 2 MB",
+    "many": "First open beside many entries, and of a file of many arrays",
     "storm": "48 processes open a file that is not in the cache",
 }
 

@@ -162,7 +162,7 @@ def test_two_distributed_jobs_share_rank_by_rank(make: Any) -> None:
         return [(len(trainers), any(one["shared"] > 3 for one in trainers)) for trainers in found]
 
     # A group of two for each rank. One that falls behind the window at its start makes its batches itself.
-    group.wait_for(lambda: members() == [(2, True), (2, True)])
+    group.wait_for(lambda: members() == [(2, True), (2, True)] and all(len(group.lines(n)) > 4 for n in range(4)))
     (group.folder / "stop").touch()
     group.join()
     found = [group.lines(number)[:-1] for number in range(4)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from legroom.loader.dataloader.sharing.window import JOIN_S, Answer, Entry, Window
+from legroom.loader.dataloader.sharing.window import JOIN_S, RETURN_S, Answer, Entry, Window
 
 LENGTH = 10
 
@@ -148,6 +148,76 @@ def test_a_trainer_that_is_far_behind_moves_nothing() -> None:
     rig.window.join(3, 1.0)
     rig.window.want(3, (2, 4))
     assert rig.window.better_start() is None
+
+
+def taken_back(rig: Rig, seconds: float, group: int, other: int) -> tuple[float, tuple[int, int]] | None:
+    """When and where the sequence starts again, if the first trainer takes ``group`` batches per tick of 0.2 s, and the
+    second, which is out, makes ``other`` itself."""
+    fast, behind = rig.window.members[1].cursor, rig.window.members[2].cursor
+    assert behind is not None and fast is not None
+    for tick in range(int(seconds / 0.2)):
+        for _ in range(group):
+            rig.window.want(1, fast)
+            rig.make()
+            rig.window.release(1, rig.take(1, fast).serial)
+            fast = rig.window._after(fast)
+        for _ in range(other):
+            behind = rig.window._after(behind)
+            assert rig.window.want(2, behind) is Answer.MISS
+        rig.window.charge(0.2)
+        if (found := rig.window.better_start()) is not None:
+            assert found == behind
+            return tick * 0.2, found
+    return None
+
+
+def left_behind(gap: int) -> Rig:
+    """A group of one trainer, and another that is out, so many batches behind it."""
+    rig = Rig(2, most=4)
+    rig.window._length = lambda _: 10_000
+    for number in range(100 + gap):
+        if number == 0:
+            rig.window.want(2, (0, 0))
+        rig.window.want(1, (0, number))
+        rig.make()
+        rig.window.release(1, rig.take(1, (0, number)).serial)
+        if number == 0:
+            rig.window.release(2, rig.take(2, (0, 0)).serial)
+            rig.window.members[2].inside = False
+    assert rig.window.want(2, (0, 100)) is Answer.MISS
+    return rig
+
+
+def test_a_trainer_of_equal_speed_that_is_out_is_taken_back() -> None:
+    """On the same cores it would never catch up, and the work would be done twice to the end."""
+    rig = left_behind(gap=20)
+    found = taken_back(rig, 10.0, 2, 2)
+    assert found is not None and found[0] >= RETURN_S
+    rig.window.restart(found[1])
+    ahead = rig.window.members[1].cursor
+    assert ahead is not None and ahead[1] - found[1][1] >= 20
+    assert rig.window.want(2, found[1]) is Answer.WAIT
+    assert rig.window.want(1, ahead) is Answer.WAIT  # two seconds: it waits, and does not run further ahead
+    rig.make()
+    rig.window.release(2, rig.take(2, found[1]).serial)
+    assert rig.window.members[2].inside
+
+
+def test_a_trainer_that_falls_further_back_is_not_waited_for() -> None:
+    assert taken_back(left_behind(gap=20), 30.0, 4, 2) is None
+
+
+def test_a_trainer_that_stands_still_or_is_far_is_not_waited_for() -> None:
+    assert taken_back(left_behind(gap=20), 30.0, 2, 0) is None
+    assert taken_back(left_behind(gap=60), 30.0, 2, 2) is None  # 6 seconds
+
+
+def test_a_trainer_that_falls_out_again_and_again_is_taken_back_ever_later() -> None:
+    rig = left_behind(gap=20)
+    member = rig.window.members[2]
+    for times in range(1, 5):
+        member.out, member.gap, member.left_at, member.fresh = 1000.0, 50, (0, 0), False
+        assert rig.window._keeps_pace(member) and member.return_after == RETURN_S * 2**times
 
 
 def test_the_sequence_starts_again_where_the_trainers_are() -> None:

@@ -18,6 +18,10 @@ itself, and is in again when it has caught up. Charges fade, so that trainers of
 A trainer that asks for the first time, and is only a few seconds behind, moves the sequence back to its position. One
 that is new, and has run ahead while the producer started, waits as long: those who start together stay together. If no
 trainer is near the window, the sequence starts again where most of them are.
+
+A trainer that is out makes its batches on the same cores as the producer, so one of equal speed would never catch up.
+If it has stayed as far from the window as it was, it can keep up, and is treated like one that asks for the first time;
+the others wait for it as it would for them.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from legroom.loader.dataloader.sharing.seeding import Position
 
 WAIT_S = 1.0  # the longest that a trainer waits for a batch that is not being made yet
 JOIN_S = 5.0  # what a trainer that asks for the first time may be behind, or ahead if it is new
+RETURN_S = 3.0  # out of the window at one distance, before a trainer is taken back; twice as long each time
 FADE = 0.05  # of a trainer's charges, in a second: the slowdown that is tolerated
 
 
@@ -54,6 +59,10 @@ class Member:
     inside: bool = False  # in the window: nothing it needs is dropped
     fresh: bool = True  # it has not asked for anything yet
     charged: float = 0.0
+    out: float = 0.0  # seconds out of the window, since it was ``gap`` batches behind at ``left_at``
+    gap: int | None = None
+    left_at: Position | None = None
+    return_after: float = RETURN_S
     made_itself: int = 0
     granted: int = 0
 
@@ -198,6 +207,7 @@ class Window:
         """So much time has passed: charge it to the trainers for which others wait, and let go of the slowest."""
         blocking = self._blocking()
         for member in self.members.values():
+            self._follow(member, seconds)
             if member in blocking:
                 member.charged += seconds
                 if member.charged > member.patience:
@@ -208,6 +218,31 @@ class Window:
                 member.charged = max(0.0, member.charged - FADE * seconds)
         if blocking:
             self.trim()
+
+    def _follow(self, member: Member, seconds: float) -> None:
+        """Count the time that a trainer is out, and note where it was."""
+        if member.inside or member.fresh or member.cursor is None:
+            member.out, member.gap = 0.0, None
+        elif member.gap is None:
+            member.out, member.gap, member.left_at = 0.0, self._gap(member.cursor), member.cursor
+        else:
+            member.out += seconds
+
+    def _keeps_pace(self, member: Member) -> bool:
+        """Whether a trainer that has been out for a while has not fallen back since."""
+        if member.gap is None or member.out < member.return_after or member.cursor is None or member.left_at is None:
+            return False
+        gap, made = self._gap(member.cursor), self._distance(member.left_at, member.cursor)
+        kept = bool(gap is not None and made and abs(gap) <= abs(member.gap) + max(2, made // 20))
+        member.gap = None  # measured again
+        if kept:
+            member.return_after *= 2
+        return kept
+
+    def _gap(self, position: Position) -> int | None:
+        """How many batches a position is behind the next one to be made; negative if it is ahead."""
+        ahead = None if position <= self.head else self._distance(self.head, position)
+        return self._distance(position, self.head) if position <= self.head else None if ahead is None else -ahead
 
     def _blocking(self) -> list[Member]:
         """The trainers that need the oldest batch, if the window is full and others wait for a new one."""
@@ -228,13 +263,19 @@ class Window:
         placed = [one.cursor for one in self.members.values() if one.cursor is not None]
         if not placed or not self.begun:  # a trainer that makes its own may be faster than workers that start
             return None
+        for one in self.members.values():
+            if self._keeps_pace(one):
+                one.fresh = one.new = True
         first = next(iter(self.entries), self.head)
         behind = [one for one in self.members.values() if one.fresh and one.cursor is not None and one.cursor < first]
-        near = [one.cursor for one in behind if one.cursor is not None and self._near(one.cursor, first)]
+        near = [(one.cursor, one.new) for one in behind if one.cursor is not None and self._near(one.cursor, first)]
         for one in behind:
             one.fresh = False
         if near:
-            return min(near)
+            if any(new for _, new in near):  # not after a takeover, when nobody shall stand still
+                for one in self.members.values():
+                    one.new = True
+            return min(near)[0]
         if any(first <= cursor and (cursor <= self.head or self._awaited(cursor)) for cursor in placed):
             return None
         return max(placed, key=lambda at: (sum(self._near(at, one) for one in placed), at))
