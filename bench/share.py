@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import signal
@@ -45,6 +46,7 @@ Costs = dict[str, list[float]]  # CPU seconds for a batch, by contender
 WORK_S = 0.005
 SMALL = "no work, small samples"
 FLOATS = {"work": 3 * 64 * 64, "no work": 3 * 224 * 224, SMALL: 3 * 64 * 64}  # of a sample
+TURNS = itertools.count()  # a group lives some seconds longer than its trainers: no name is used twice
 TAKEOVER, KILLS = "takeover", 5
 WARM_S, START_S = 60.0, 120.0  # for a group, and for all trainers, to be ready
 
@@ -52,7 +54,7 @@ WARM_S, START_S = 60.0, 120.0  # for a group, and for all trainers, to be ready
 class Samples(Dataset[Any]):
     """Samples that cost CPU time, or nothing but the copy."""
 
-    def __init__(self, floats: int, seconds: float, count: int = 1 << 23) -> None:
+    def __init__(self, floats: int, seconds: float, count: int = 1 << 20) -> None:
         self.store, self.seconds, self.count = torch.rand(8, floats), seconds, count
 
     def __len__(self) -> int:
@@ -192,14 +194,12 @@ def _tensor_producer(dataset: Any, workers: int, batch: int) -> None:
 
 def contenders(dataset: Any, seconds: float, cpu: CpuTime, costs: Costs) -> dict[str, Callable[[], float]]:
     """Each returns seconds for a batch of all trainers together: less is better."""
-    turn = iter(range(1 << 30))
-
     def loader(share: str | None = None) -> Callable[[], Any]:
         given = {} if share is None else {"share": share}
         return lambda: legroom.DataLoader(dataset, BATCH, num_workers=WORKERS, **given)  # type: ignore[arg-type]
 
     def run(who: str, trainers: int, *, shared: bool) -> float:
-        make = loader(f"bench-{os.getpid()}-{next(turn)}" if shared else None)
+        make = loader(f"bench-{os.getpid()}-{next(TURNS)}" if shared else None)
         return 1 / together([make] * trainers, seconds, cpu, costs[who], shared=shared)
 
     return {
@@ -246,13 +246,12 @@ def takeovers(kills: int) -> list[float]:
         one.start()
     try:
         ready.wait()
+        before = 0
         for _ in range(kills):
-            before = _producer(name)
+            before = _next_producer(name, before)
             time.sleep(1.0)  # trainers use its batches
             os.kill(before, signal.SIGKILL)
-            until = time.monotonic() + START_S
-            while _producer(name) in (0, before) and time.monotonic() < until:
-                time.sleep(0.05)
+        _next_producer(name, before)
         time.sleep(2.0)
         stop.value = 1
     finally:
@@ -263,9 +262,16 @@ def takeovers(kills: int) -> list[float]:
     return list(longest)
 
 
-def _producer(name: str) -> int:
-    """The producer of a group that has made batches; 0 if there is none."""
-    return next((one["producer"] for one in groups() if one["name"] == name and one["batches"]), 0) or 0
+def _next_producer(name: str, before: int) -> int:
+    """Wait for a producer of the group, not that one, until it has given batches to trainers."""
+    until = time.monotonic() + START_S
+    while time.monotonic() < until:
+        for one in groups():
+            made = any(trainer["shared"] for trainer in one.get("trainers", ()))
+            if one["name"] == name and made and one["producer"] not in (None, 0, before):
+                return int(one["producer"])
+        time.sleep(0.05)
+    raise TimeoutError(f"no producer within {START_S:.0f} s")
 
 
 def main() -> None:
