@@ -194,6 +194,7 @@ def _tensor_producer(dataset: Any, workers: int, batch: int) -> None:
 
 def contenders(dataset: Any, seconds: float, cpu: CpuTime, costs: Costs) -> dict[str, Callable[[], float]]:
     """Each returns seconds for a batch of all trainers together: less is better."""
+
     def loader(share: str | None = None) -> Callable[[], Any]:
         given = {} if share is None else {"share": share}
         return lambda: legroom.DataLoader(dataset, BATCH, num_workers=WORKERS, **given)  # type: ignore[arg-type]
