@@ -234,6 +234,8 @@ def _held(record: ProcessRecord, series: _Series, pools: _Pools) -> tuple[list[G
             slope = pools.slope(pool)
             if pool != "shm" and slope is not None and rate > _TOO_MUCH * max(slope, 0.0):
                 continue  # it refers to what exists anyway: the pool does not grow with it
+            if pool != "shm" and one.holder.existing and not one.holder.created and not pools.trend(pool).leaks:
+                continue  # its new items had been made before, and the pool has no shape of a leak
             site = _site(one, pool, rate, series, pools)
             if _matters(site, series.per):
                 sites.append(site)

@@ -121,6 +121,7 @@ class Recorder:
         self._window_steps = 0
         self._after_window = _SAMPLES_BETWEEN, 0  # samples and steps from which the next window may begin
         self._window_holders: dict[int, Any] = {}  # containers, kept while the window is open
+        self._window_sizes: dict[int, int] = {}  # of those, when it began
         self._middle_done = False
         self._step_time: float | None = None
         self._counts: list[tuple[int, int]] = []  # blocks and bytes of malloc, at each sample
@@ -358,10 +359,11 @@ class Recorder:
             if self._tracing.scripts_own:
                 self._note_creation(number, items[-1])
 
-    def _note_creation(self, number: int, item: object) -> None:
+    def _note_creation(self, number: int, item: object) -> bool:
         line = creation_line(item)
         if line is not None:
             self._writer.write("created", number=number, file=line.file, line=line.number)
+        return line is not None
 
     # Pages that a forked process copies
 
@@ -401,6 +403,9 @@ class Recorder:
             for key, number in self._numbers.items()
             if (holding := walk.found.get(key)) is not None
         }
+        self._window_sizes = {
+            number: len(thing) for number, thing in self._window_holders.items() if hasattr(thing, "__len__")
+        }
         if self._tracing.begin():
             wanted = _WINDOW_STEPS[min(self._windows, len(_WINDOW_STEPS) - 1)]
             wanted = max(_WINDOW_STEPS[0], min(wanted, self.steps // _WINDOW_PART))
@@ -435,8 +440,12 @@ class Recorder:
         tensors = None
         if not aborted:
             for number, thing in self._window_holders.items():
-                if items := newest_items(thing, 2):
-                    self._note_creation(number, items[0])
+                items = newest_items(thing, 2)
+                if not items or self._note_creation(number, items[0]):
+                    continue
+                before = self._window_sizes.get(number)
+                if before is not None and len(thing) >= before + len(items):
+                    self._writer.write("existing", number=number)  # added in the window, and made before it
             if not self._forked and self._windows >= 1 and self._grows():
                 found = live_tensors().items()
                 tensors = [(line.file, line.number, count, pools) for line, (count, pools) in found if count > 2]

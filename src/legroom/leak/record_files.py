@@ -89,6 +89,7 @@ class HolderRecord:
     tensors: int = 0
     saved: int | None = None  # bytes saved for backward by the graph of one item
     created: list[tuple[str, int]] = field(default_factory=list)  # lines that made its newest items
+    existing: int = 0  # windows in which it grew by items that had been made before
 
 
 @dataclass
@@ -178,6 +179,8 @@ def _take(record: ProcessRecord | None, data: dict[str, Any]) -> ProcessRecord |
         holder.graphs, holder.tensors, holder.saved = data["graphs"], data["tensors"], data.get("saved")
     elif kind == "created":
         record.holders[data["number"]].created.append((data["file"], data["line"]))
+    elif kind == "existing":
+        record.holders[data["number"]].existing += 1
     elif kind == "window":
         tensors = data.get("tensors")
         record.windows.append(

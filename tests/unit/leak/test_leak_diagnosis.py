@@ -61,6 +61,23 @@ def test_a_holder_without_growth_of_the_pool_is_not_named(script: str) -> None:
     assert not diagnose([_record(0, holders={0: _holder(script, 80 * KB)})]).sites
 
 
+@pytest.mark.parametrize(
+    ("seen", "named"), [({}, 1), ({"existing": 2}, 0), ({"existing": 1, "created": [("a.py", 1)]}, 1)]
+)
+def test_items_that_had_been_made_before_are_not_named_for_a_pool_that_rises_and_falls(
+    script: str, seen: dict[str, Any], named: int
+) -> None:
+    record = _record(0, holders={0: _holder(script, 80 * KB, **seen)})
+    for number, sample in enumerate(record.samples):  # up for a while, and down again
+        object.__setattr__(sample.counters, "anonymous", 300 * MB + 300 * KB * (number - 30 if 30 < number < 54 else 0))
+    assert not pools_grow(record)
+    assert len(diagnose([record]).sites) == named
+
+
+def pools_grow(record: ProcessRecord) -> bool:
+    return any(pool.growing for pool in diagnose([record]).processes[0].pools)
+
+
 def test_few_samples_in_the_second_half_are_too_few_to_tell() -> None:
     record = _record(0)
     record.samples[30:-2] = []  # the machine was busy: no time for samples
