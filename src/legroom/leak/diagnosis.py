@@ -7,7 +7,7 @@ a pool grows beyond its holders is named by tracemalloc's windows, or is called 
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from legroom.leak.fill_lines import lines_for, passing_lines
@@ -182,6 +182,11 @@ class _Pools:
         known = [_slope(self.given_out(_LARGEST_SMALL_OBJECT)), _slope(self.resident())]
         return max((one for one in known if one is not None), default=None)
 
+    def rest(self, pool: str, named: Mapping[str, float]) -> float:
+        """Bytes per step that a pool grows beyond what was named; 0 if it has no shape of a leak."""
+        found = self.trend(pool)
+        return max(0.0, found.rate - named.get(pool, 0.0)) if found.leaks else 0.0
+
     def growth(self, pool: str, sites: Sequence[GrowingSite]) -> PoolGrowth:
         points, found = self.points(pool), self.trend(pool)
         named = sum(site.rate for site in sites if site.pool == pool and site.kind != "unknown")
@@ -229,13 +234,13 @@ def _held(record: ProcessRecord, series: _Series, pools: _Pools) -> tuple[list[G
     sites: list[GrowingSite] = []
     small: list[GrowingSite] = []
     named: dict[str, float] = {}
-    for one in candidates:
+    for one in sorted(candidates, key=_made_before):
         for pool, rate in one.pools.items():
             slope = pools.slope(pool)
             if pool != "shm" and slope is not None and rate > _TOO_MUCH * max(slope, 0.0):
                 continue  # it refers to what exists anyway: the pool does not grow with it
-            if pool != "shm" and one.holder.existing and not one.holder.created and not pools.trend(pool).leaks:
-                continue  # its new items had been made before, and the pool has no shape of a leak
+            if pool != "shm" and _made_before(one) and rate > _TOO_MUCH * pools.rest(pool, named):
+                continue  # its new items had been made before, and the other holders explain the pool
             site = _site(one, pool, rate, series, pools)
             if _matters(site, series.per):
                 sites.append(site)
@@ -249,6 +254,11 @@ def _held(record: ProcessRecord, series: _Series, pools: _Pools) -> tuple[list[G
         growth = graph.growth + sum(one.growth for one in own)
         sites.append(_scaled(replace(graph, growth=growth), rate))
     return sites, small
+
+
+def _made_before(one: _Candidate) -> bool:
+    """Whether new items were seen in windows of tracemalloc, and none had been made in its window."""
+    return one.holder.existing > 0 and not one.holder.created
 
 
 def _scaled(site: GrowingSite, rate: float) -> GrowingSite:

@@ -74,6 +74,18 @@ def test_items_that_had_been_made_before_are_not_named_for_a_pool_that_rises_and
     assert len(diagnose([record]).sites) == named
 
 
+@pytest.mark.parametrize(("rate", "named"), [(40 * KB, ["kept"]), (120 * KB, ["history", "kept"])])
+def test_items_that_had_been_made_before_are_named_for_growth_that_no_other_explains(
+    script: str, rate: int, named: list[str]
+) -> None:
+    holders = {
+        0: _holder(script, 80 * KB, existing=3),
+        1: _holder(script, 40 * KB, 1, name="kept", word="kept", created=[(script, 3)]),
+    }
+    found = diagnose([_record(rate, holders=holders)]).sites
+    assert sorted(str(site.holder) for site in found if site.holder) == named
+
+
 def pools_grow(record: ProcessRecord) -> bool:
     return any(pool.growing for pool in diagnose([record]).processes[0].pools)
 
