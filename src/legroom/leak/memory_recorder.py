@@ -360,10 +360,10 @@ class Recorder:
                 self._note_creation(number, items[-1])
 
     def _note_creation(self, number: int, item: object) -> bool:
-        line = creation_line(item)
-        if line is not None:
-            self._writer.write("created", number=number, file=line.file, line=line.number)
-        return line is not None
+        if (line := creation_line(item)) is None:
+            return False
+        self._writer.write("created", number=number, file=line.file, line=line.number)
+        return True
 
     # Pages that a forked process copies
 
@@ -403,9 +403,8 @@ class Recorder:
             for key, number in self._numbers.items()
             if (holding := walk.found.get(key)) is not None
         }
-        self._window_sizes = {
-            number: len(thing) for number, thing in self._window_holders.items() if hasattr(thing, "__len__")
-        }
+        held = self._window_holders.items()
+        self._window_sizes = {number: len(one) for number, one in held if hasattr(one, "__len__")}
         if self._tracing.begin():
             wanted = _WINDOW_STEPS[min(self._windows, len(_WINDOW_STEPS) - 1)]
             wanted = max(_WINDOW_STEPS[0], min(wanted, self.steps // _WINDOW_PART))
@@ -443,8 +442,7 @@ class Recorder:
                 items = newest_items(thing, 2)
                 if not items or self._note_creation(number, items[0]):
                     continue
-                before = self._window_sizes.get(number)
-                if before is not None and len(thing) >= before + len(items):
+                if number in self._window_sizes and len(thing) >= self._window_sizes[number] + len(items):
                     self._writer.write("existing", number=number)  # added in the window, and made before it
             if not self._forked and self._windows >= 1 and self._grows():
                 found = live_tensors().items()
