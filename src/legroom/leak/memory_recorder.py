@@ -403,8 +403,8 @@ class Recorder:
             for key, number in self._numbers.items()
             if (holding := walk.found.get(key)) is not None
         }
-        held = self._window_holders.items()
-        self._window_sizes = {number: len(one) for number, one in held if hasattr(one, "__len__")}
+        ordered = {number: one for number, one in self._window_holders.items() if isinstance(one, (list, dict))}
+        self._window_sizes = {number: len(one) for number, one in ordered.items()}  # a set has no newest items
         if self._tracing.begin():
             wanted = _WINDOW_STEPS[min(self._windows, len(_WINDOW_STEPS) - 1)]
             wanted = max(_WINDOW_STEPS[0], min(wanted, self.steps // _WINDOW_PART))

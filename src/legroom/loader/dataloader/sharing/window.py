@@ -241,8 +241,10 @@ class Window:
 
     def _gap(self, position: Position) -> int | None:
         """How many batches a position is behind the next one to be made; negative if it is ahead."""
-        ahead = None if position <= self.head else self._distance(self.head, position)
-        return self._distance(position, self.head) if position <= self.head else None if ahead is None else -ahead
+        if position <= self.head:
+            return self._distance(position, self.head)
+        ahead = self._distance(self.head, position)
+        return None if ahead is None else -ahead
 
     def _blocking(self) -> list[Member]:
         """The trainers that need the oldest batch, if the window is full and others wait for a new one."""
