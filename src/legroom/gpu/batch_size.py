@@ -305,6 +305,11 @@ def _between(trials: Sequence[Trial], low: int, high: int, cap: int) -> int | No
     """The next batch where ``low`` fits and ``high`` failed."""
     if high - low <= max(1.0, _CLOSE_ENOUGH * high):
         return None
+    at_low, at_high = _peak_at(trials, low), _peak_at(trials, high)
+    if at_low is not None and at_high is not None and at_low <= cap < at_high:
+        # The larger step ran to its end, only above the cap: a line between the two says where the cap is.
+        reached = low + (high - low) * (cap - at_low) / (at_high - at_low)
+        return int(reached * _HOST_TARGET) if reached * _HOST_TARGET >= low + max(1, _CLOSE_ENOUGH * low) else None
     if low >= 0.85 * high:
         return (low + high) // 2
     top = _top(trials, cap)
@@ -343,7 +348,11 @@ def _plausible_line(trials: Sequence[Trial]) -> bool:
 
 def _in_proportion(trials: Sequence[Trial], low: int, cap: int) -> float:
     """The batch at which ``low``'s bytes per sample reach the cap: safe whenever there is a fixed part."""
-    return low * cap / max(1, next(trial.peak or 1 for trial in trials if trial.batch == low))
+    return low * cap / max(1, _peak_at(trials, low) or 1)
+
+
+def _peak_at(trials: Sequence[Trial], batch: int) -> int | None:
+    return next((trial.peak for trial in trials if trial.batch == batch), None)
 
 
 def _fell(trials: Sequence[Trial], low: int) -> bool:

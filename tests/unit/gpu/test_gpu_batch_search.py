@@ -122,6 +122,16 @@ def test_next_trial_beyond_mmap_threshold_is_near_the_top() -> None:
     assert (next_batch(trials, 620 * 10**6, rough=True) or 0) <= 0.8 * 620 / 204.6 * 74
 
 
+def test_a_trial_just_above_the_cap_says_where_the_cap_is() -> None:
+    """Measured in a cgroup of 700 MB: 165 samples ended 1 MB above the cap, and the search fell back to 146."""
+    cap = 451 * 10**6
+    peaks = {2: 14.4, 25: 92.0, 91: 252.0, 130: 356.0, 165: 452.0}
+    trials = [Trial(batch, peak * 10**6 <= cap, int(peak * 10**6)) for batch, peak in peaks.items()]
+    assert 160 <= (next_batch(trials, cap, rough=True) or 0) < 165
+    # Where the largest that fits is as near as the measurement is exact, the search is over.
+    assert next_batch([*trials[:-2], Trial(162, True, 445 * 10**6), trials[-1]], cap, rough=True) is None
+
+
 def test_search_continues_after_cudnn_drops_workspace() -> None:
     """Measured on an H200: 22 MB per sample while memory suffices, 16 where it does not."""
     cap = 6788 * 10**6
