@@ -52,16 +52,19 @@ class Encoder:
         self._ext: Callable[[int, bytes], Any] = library.Ext
         self._options = _passthrough(library)
         self._tuples = 0  # in each other, while one is encoded
+        self._foreign = False  # whether anything was not of a built-in type
         self._leaks = {bytearray, memoryview, library.Ext}
 
     def encode_all(self, items: Sequence[Any], paths: Callable[[int], str]) -> list[bytes]:
         """Encode several items. ``paths`` gives the path of each, for the error if one is refused."""
+        self._foreign = False
         try:
             if tuple in set(map(type, items)):
                 found = list(map(self._pack_item, items))
             else:
                 found = list(map(self._pack, items, repeat(self._default), repeat(self._options)))
         except Exception:  # whatever a foreign type raises
+            self._foreign = True
             found = [self._pack_or_carefully(item, paths, index) for index, item in enumerate(items)]
         if self._needs_care(items):
             return [self._carefully(item, paths(index)) for index, item in enumerate(items)]
@@ -103,6 +106,7 @@ class Encoder:
                 return self._ext(_TUPLE, self._pack(list(value), self._default, self._options))
             finally:
                 self._tuples -= 1
+        self._foreign = True
         if kind is np.ndarray or isinstance(value, np.generic):
             return self._plain(value, "", 0)
         raise _Refused
@@ -195,13 +199,16 @@ class Encoder:
     def _needs_care(self, items: Sequence[Any]) -> bool:
         """Whether a bytearray or memoryview is anywhere in these items, or they are nested too deep to tell.
 
-        Types are collected by loops in C, and records with the same number of fields are read field by field, so that
-        only fields with containers are entered. It still takes longer than ormsgpack itself.
+        Loops in C, and records with the same number of fields are read field by field, so that only fields with
+        containers are entered. It still takes longer than ormsgpack itself.
         """
+        built_in = not self._foreign
         fields: list[Sequence[Any]] = [items]
         for _ in range(_DEEPEST + 1):
             inside: list[Sequence[Any]] = []
             for parts in fields:
+                if built_in and _are_numbers(parts):
+                    continue
                 kinds = _types_of(parts)
                 if kinds <= _LEAVES:
                     continue
@@ -212,7 +219,7 @@ class Encoder:
                     inside += _fields_of(dicts)
                 if list in kinds or tuple in kinds:
                     lists = parts if len(kinds) == 1 else [one for one in parts if type(one) in (list, tuple)]
-                    if not _types_of(chain.from_iterable(lists)) <= _LEAVES:
+                    if not (built_in and _are_numbers(chain.from_iterable(lists))):
                         inside.append(list(chain.from_iterable(lists)))
             if not inside:
                 return False
@@ -220,8 +227,19 @@ class Encoder:
         return True
 
 
-def _types_of(parts: Iterable[Any]) -> set[type]:
-    """The types of these parts. Nothing else is asked of them: numpy's sums, for one, can be as large as a product."""
+def _are_numbers(parts: Iterable[Any]) -> bool:
+    """Whether these parts, all of built-in types, are numbers: nothing else can be added to one.
+
+    The fastest way to know. Not for other types: the sum of two numpy arrays can be as large as the product of both.
+    """
+    try:
+        sum(parts, 0.0)
+    except TypeError:
+        return False
+    return True
+
+
+def _types_of(parts: Sequence[Any]) -> set[type]:
     found = list(map(type, parts))
     if found and found.count(found[0]) == len(found):  # half the time of a set
         return {found[0]}
