@@ -60,6 +60,19 @@ def test_indices_that_are_not_numbers_keep_their_type() -> None:
     assert seeding.Order([3, 4], batched=False)[1] == [4]
 
 
+@pytest.mark.parametrize("last", [["a"], [1 << 70], [True], [], [5, 6, 7]])
+def test_an_order_of_several_blocks_has_every_batch(last: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeding, "_BLOCK", 2)
+    batches = [[0, 1], [], [2], [3, 4, 5], [6], last, [8]]
+    order = seeding.Order(iter(batches), batched=True)
+    assert [order[number] for number in range(len(order))] == batches
+    assert order.digest == seeding.Order(batches, batched=True).digest
+
+
+def test_an_order_may_be_empty() -> None:
+    assert len(seeding.Order([], batched=True)) == 0
+
+
 def test_a_batch_is_the_same_with_any_generators_and_threads() -> None:
     one = loader(shuffle=True)
     found = []

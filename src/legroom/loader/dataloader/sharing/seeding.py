@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -25,6 +26,7 @@ Position = tuple[int, int]  # epoch, number of the batch in it
 
 _BITS = 63  # torch takes a signed number of 64 bits
 _MOST_SAMPLERS = 8  # one in another
+_BLOCK = 4096  # batches
 _ORDER = -1  # instead of the number of a batch: the seed of the order
 
 
@@ -150,24 +152,34 @@ class SeededStream(DatasetProxy):
 
 
 class Order:
-    """The indices of every batch of one epoch."""
+    """The indices of every batch of one epoch, taken from the sampler in blocks.
 
-    def __init__(self, batches: list[Any], batched: bool) -> None:
-        self._flat: Any = None
-        rows = batches if batched else [[one] for one in batches]
-        if all(type(index) is int for row in rows for index in row):  # a fifth of the memory of lists
-            self._flat = np.fromiter((index for row in rows for index in row), np.int64)
-            self._ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
-            self._count = len(rows)
-        else:
-            self._rows = [list(row) for row in rows]
-            self._count = len(rows)
+    Integers are kept as an array: a fifth of the memory of lists.
+    """
+
+    def __init__(self, batches: Iterable[Any], batched: bool) -> None:
+        self._rows: list[list[Any]] | None = None
+        indices, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        remaining = iter(batches)
+        while block := list(islice(remaining, _BLOCK)):
+            rows = block if batched else [[one] for one in block]
+            if self._rows is None and (integers := _integers(rows)) is not None:
+                indices.append(integers)
+                lengths.append(np.fromiter(map(len, rows), np.int64, len(rows)))
+                continue
+            if self._rows is None:  # all before were integers
+                before = iter(np.concatenate(indices).tolist())
+                self._rows = [list(islice(before, length)) for length in np.concatenate(lengths).tolist()]
+            self._rows += map(list, rows)
+        self._flat = np.concatenate(indices)
+        self._ends = np.cumsum(np.concatenate(lengths))
+        self._count = len(self._ends) if self._rows is None else len(self._rows)
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, number: int) -> list[Any]:
-        if self._flat is None:
+        if self._rows is not None:
             return self._rows[number]
         start = int(self._ends[number - 1]) if number else 0
         found: list[Any] = self._flat[start : int(self._ends[number])].tolist()
@@ -176,9 +188,16 @@ class Order:
     @property
     def digest(self) -> str:
         """The same for equal orders in every process."""
-        if self._flat is None:
+        if self._rows is not None:
             return hashlib.sha256(repr(self._rows).encode()).hexdigest()
         return hashlib.sha256(self._flat.tobytes() + self._ends.tobytes()).hexdigest()
+
+
+def _integers(rows: list[Any]) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+    if set(map(type, chain.from_iterable(rows))) <= {int}:
+        with suppress(OverflowError):  # of more than 64 bits
+            return np.fromiter(chain.from_iterable(rows), np.int64)
+    return None
 
 
 class Orders:
@@ -218,7 +237,7 @@ class Orders:
                     one.manual_seed(seed)
                 for one, _ in epochs:
                     one.set_epoch(epoch)
-                return Order(list(self._sampler), self._batched)
+                return Order(self._sampler, self._batched)
             finally:
                 for one, state in states:
                     one.set_state(state)
