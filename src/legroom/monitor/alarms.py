@@ -228,11 +228,13 @@ def oom_kills(history: History, active: ActiveAlarms) -> Iterator[Alarm]:
     sample, ended = recent[-1], _ended_processes(recent)
     events = [one.events for one in recent]
     in_cgroup = events[-1].scope == "cgroup"
-    kills = sum(
-        _increase(before.oom_kills, after.oom_kills)
+    rises = [
+        _increase(before.oom_kills, after.oom_kills) if before.source == after.source else 0
         for before, after in pairwise(events)
-        if before.source == after.source
-    )
+    ]
+    kills = sum(rises)
+    if kills and kills == rises[-1] and not ended:
+        return  # counted before the victim was gone: the next sample says which process it was
     on_machine = _increase(events[0].machine_oom_kills, events[-1].machine_oom_kills)
     evidence: dict[str, int | float | str] = {
         "kills": kills or on_machine,

@@ -133,7 +133,7 @@ def test_counters_that_rise() -> None:
     slowed = _run([sample(n, events=events(0, 0, n)) for n in range(5)])
     assert codes(slowed[-1]) == {"ram-throttled"}
     killed = _run([sample(n, events=events(int(n >= 3), 0, 0)) for n in range(5)])
-    assert [(a.code, a.level) for a in killed[3].begun] == [("oom-kill", "critical")]
+    assert [(a.code, a.level) for a in killed[4].begun] == [("oom-kill", "critical")]
 
 
 def test_counters_of_another_cgroup_are_not_compared() -> None:
@@ -151,7 +151,10 @@ def test_a_kill_names_who_is_gone_and_one_elsewhere_is_not_claimed() -> None:
     assert "pid 7 (python train.py), 900 MB when last seen" in own[0].message
     # Another group's counters came in between: the kill was counted before they did.
     moved = _run([at(0, 0, 5, True), at(1, 1, 6, True), at(2, 0, 6, True, "other/memory.events")])
-    assert [a.level for a in moved[1].begun] == ["critical"]
+    assert [a.level for a in moved[2].begun] == ["critical"]
+    # Counted while the victim was still there: one sample later it is known.
+    late = _run([at(0, 0, 5, True), at(1, 1, 6, True), at(2, 1, 6, False)])
+    assert late[1].begun == () and [(a.level, a.pids) for a in late[2].begun] == [("critical", (7,))]
     # Its own group counted nothing, or is gone: a process was killed, and which one is not known.
     for after in (0, None):
         elsewhere = _run([at(0, 0, 5, True), at(1, after, 6, False)])[-1].begun
