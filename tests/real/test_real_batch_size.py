@@ -28,6 +28,7 @@ def _run_script(group: rigs.Cgroup, *arguments: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.soak
 def test_search_stays_within_the_cgroup() -> None:
     with rigs.memory_cgroup(700 * MB) as group:
         found = _run_script(group, "find")

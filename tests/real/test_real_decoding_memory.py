@@ -166,7 +166,7 @@ def load(path: Path, limit: int, backing: str, env: dict[str, str]) -> dict[str,
 
 
 @pytest.mark.real("cgroup")
-@pytest.mark.parametrize("limit", [200, 300])
+@pytest.mark.parametrize("limit", [200, pytest.param(300, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_load_works_or_is_refused_and_is_never_killed(
     sources: Callable[[str], tuple[Path, int]], env: dict[str, str], name: str, limit: int

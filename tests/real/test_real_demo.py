@@ -63,6 +63,7 @@ def _wait(process: subprocess.Popen[str], words: str) -> None:
     raise AssertionError(f"{words!r} was never printed")
 
 
+@pytest.mark.soak
 def test_the_demo_measures_what_it_shows(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     process = _start(tmp_path, "--json", "--out", str(tmp_path / "demo.svg"))

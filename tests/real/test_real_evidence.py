@@ -36,6 +36,7 @@ TORCH = {
 }
 
 
+@pytest.mark.soak  # `make evidence` runs them, too
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.real(*needs)) for name, needs in evidence.EXPERIMENTS.items()]
 )

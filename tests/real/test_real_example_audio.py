@@ -56,6 +56,7 @@ def _losses(text: str) -> dict[int, float]:
     return {int(epoch): float(loss) for epoch, loss in re.findall(r"epoch (\d+): .* loss ([\d.]+)", text)}
 
 
+@pytest.mark.soak
 @pytest.mark.real("mount")
 def test_unsupervised_it_fails_when_the_clips_become_longer(data: Path, tmp_path: Path) -> None:
     done = _run(_command(data), tmp_path)
@@ -133,6 +134,7 @@ def test_the_notes_command_lines_take_the_same_step(
     assert list(_losses(capsys.readouterr().out)) == [2]
 
 
+@pytest.mark.soak
 def test_two_ranks_train_as_one(data: Path, tmp_path: Path) -> None:
     """Under torchrun each rank takes its half of every batch; losses are those of one process, but for the noise."""
     program = [str(HERE / "train.py"), "--data", str(data), "--num_workers", "1", "--short_epochs", "2"]

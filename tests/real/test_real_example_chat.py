@@ -127,6 +127,7 @@ def uninterrupted(trainings: Trainings, tmp_path_factory: pytest.TempPathFactory
     return found
 
 
+@pytest.mark.soak
 def test_it_learns_and_reports_what_it_does(uninterrupted: dict[str, Path]) -> None:
     for name, folder in uninterrupted.items():
         said, told = (folder / "said").read_text(), losses(folder)
@@ -143,6 +144,7 @@ def test_it_learns_and_reports_what_it_does(uninterrupted: dict[str, Path]) -> N
         assert "epoch: 1, step: 8/8, loss: " in log.read_text()
 
 
+@pytest.mark.soak
 def test_host_memory_by_component_is_logged_as_it_is(uninterrupted: dict[str, Path]) -> None:
     count = script("zero_check").parameters(16, 1)
     for name, folder in uninterrupted.items():
@@ -217,6 +219,7 @@ def test_memory_that_cannot_be_read_is_unknown(monkeypatch: pytest.MonkeyPatch) 
     assert "rest unknown; together unknown" in memory.described("now", sizes)
 
 
+@pytest.mark.soak
 def test_the_log_in_chinese(trainings: Trainings, tmp_path: Path) -> None:
     assert trainings.run(tmp_path, *SMALL, *STREAM, "--epochs=1", LEGROOM_LANG="zh") == 0
     said = (tmp_path / "said").read_text()
@@ -306,6 +309,7 @@ def test_a_file_that_zero_can_do_is_not_refused(trainings: Trainings, tmp_path: 
     check.check_zero(flags, {})
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("way", ["stream", "shared"])
 def test_killed_and_resumed_it_ends_with_the_same_weights(
     trainings: Trainings, uninterrupted: dict[str, Path], tmp_path: Path, way: str
@@ -327,6 +331,7 @@ def test_killed_and_resumed_it_ends_with_the_same_weights(
     assert losses(tmp_path) == {place: loss for place, loss in whole.items() if place > (1, 3)}
 
 
+@pytest.mark.soak
 def test_it_resumes_with_smaller_batches_at_the_same_row(
     trainings: Trainings, uninterrupted: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -343,6 +348,7 @@ def test_it_resumes_with_smaller_batches_at_the_same_row(
     assert float(rest[0, 4]) == pytest.approx(float(whole[0, 4]), rel=0.02)
 
 
+@pytest.mark.soak
 def test_left_to_itself_it_chooses(trainings: Trainings, tmp_path: Path) -> None:
     assert trainings.run(tmp_path, *SMALL, "--epochs=1") == 0, (tmp_path / "said").read_text()
     said = (tmp_path / "said").read_text()
@@ -352,6 +358,7 @@ def test_left_to_itself_it_chooses(trainings: Trainings, tmp_path: Path) -> None
     assert len((tmp_path / "said").read_text().splitlines()) == 2
 
 
+@pytest.mark.soak
 def test_two_ranks_see_every_row_exactly_once(trainings: Trainings, tmp_path: Path) -> None:
     flags = [*SMALL, *trainings.files(), "--epochs=1", "--save_steps=2"]
     launch = [
@@ -373,6 +380,7 @@ def test_two_ranks_see_every_row_exactly_once(trainings: Trainings, tmp_path: Pa
         assert Counter(ranks[0] + ranks[1]) == wanted
 
 
+@pytest.mark.soak
 def test_bad_flags_and_files(trainings: Trainings, uninterrupted: dict[str, Path], tmp_path: Path) -> None:
     empty, other, broken = (tmp_path / name for name in ("empty.parquet", "other.parquet", "broken.parquet"))
     texts = pa.schema([("prompt", pa.string()), ("response", pa.string())])

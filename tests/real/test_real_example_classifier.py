@@ -71,7 +71,7 @@ def test_the_transformer_learns_from_the_features(made: Path, tmp_path: Path) ->
     assert os.listdir(tmp_path) == []  # read in place: nothing was put where shared memory would be
 
 
-@pytest.mark.parametrize("kind", ["jpg", "png"])
+@pytest.mark.parametrize("kind", ["jpg", pytest.param("png", marks=pytest.mark.soak)])
 def test_folders_of_jpeg_and_png_with_mixed_precision_and_accumulation(tmp_path: Path, kind: str) -> None:
     _run(tmp_path, "make_images.py", "--out", "datas", "--per_class", "40", "--size", "48", "--format", kind)
     files = sorted((tmp_path / "datas" / "disc").iterdir())

@@ -570,7 +570,7 @@ def test_hints_of_entries_that_are_gone_go_too(shm: Path, tmp_path: Path) -> Non
     assert list((shm / "samples").iterdir()) == []
 
 
-@pytest.mark.parametrize("backing", ["shm", "disk"])
+@pytest.mark.parametrize("backing", ["shm", pytest.param("disk", marks=pytest.mark.soak)])
 def test_thousands_of_small_arrays(shm: Path, tmp_path: Path, backing: str) -> None:
     """They are copied together; each has a file, a checksum and a stamp of its own all the same."""
     from legroom.cache import list_and_verify

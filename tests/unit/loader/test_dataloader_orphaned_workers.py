@@ -95,8 +95,17 @@ def of_program(session: int, mark: str) -> list[int]:
 
 @pytest.mark.load_sensitive(reason="workers notice the end of their program when they get a core")
 # first: during admission; sample: in a sample of 10 minutes; pipe: a batch waits for a pipe that no process reads
-@pytest.mark.parametrize("waiting", ["first", "memory", "middle", "sample", "pipe"])
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("method", "waiting"),
+    [
+        *(("fork", waiting) for waiting in ("first", "memory", "middle", "sample", "pipe")),
+        ("spawn", "first"),
+        ("forkserver", "pipe"),
+        *(pytest.param("spawn", waiting, marks=pytest.mark.soak) for waiting in ("memory", "middle", "sample", "pipe")),
+        *(pytest.param("forkserver", waiting, marks=pytest.mark.soak)
+          for waiting in ("first", "memory", "middle", "sample")),
+    ],
+)  # fmt: skip
 def test_no_worker_outlives_a_killed_program(method: str, waiting: str, forks: Runner, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
