@@ -43,9 +43,9 @@ def command(
     """Show what Legroom does, measured on this machine in about a minute.
 
     Runs torch's DataLoader and Legroom's with a 64 MB /dev/shm. Then runs four
-    training jobs with one copy of the data each, and again with one shared
-    copy; kills one of these and resumes it. Ends with a table and a chart, and
-    leaves nothing else behind.
+    training jobs twice: first each job has its own copy of the data, then all
+    share one copy. Kills one of these jobs and resumes it. At the end
+    prints a table, writes a chart and removes all its other files.
     """
     from legroom.charts.demo_chart import demo_chart
     from legroom.charts.drawing import render
