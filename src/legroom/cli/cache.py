@@ -67,8 +67,8 @@ def load(
 ) -> None:
     """Load files into the cache.
 
-    FILES are paths, or URLs such as s3://bucket/key and https://host/path. URLs need pip install legroom[remote]. An
-    interrupted download continues where it stopped.
+    FILES are paths, or URLs such as s3://bucket/key and https://host/path. URLs need the extra "remote": pip install
+    "legroom[remote]", or ".[remote]" in a clone. An interrupted download continues where it stopped.
     """
     from legroom.loader.batches.open_data import open as open_data
 
@@ -172,7 +172,7 @@ def drop(what: str | None, everything: bool, force: bool, as_json: bool) -> int:
     "--free",
     type=SIZE,
     metavar="SIZE",
-    help="Remove least recently used entries until /dev/shm and the disk directory each have this much free space.",
+    help="Remove least recently used entries until this much is free in /dev/shm and on the disk of the cache.",
 )
 @click.option("--older", type=DURATION, metavar="TIME", help="Remove entries not used for this long, for example 7d.")
 @click.option("--stale", is_flag=True, help="Remove entries whose source file has changed.")

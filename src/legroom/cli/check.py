@@ -37,7 +37,7 @@ from legroom.system.argument_checks import check_integer
     "report those that differ (with --dataset).",
 )
 @click.option(
-    "--timeout", type=DURATION, default=60.0, metavar="TIME", help="Time limit for measuring.  [default: 60s]"
+    "--timeout", type=DURATION, default=60.0, metavar="TIME", help="Time limit for the trial run.  [default: 60s]"
 )
 @training_options
 @click.option(

@@ -82,8 +82,8 @@ def warm(
     """Load files or URLs into the cache of every node.
 
     SOURCE is a path or URL. Data at a URL is downloaded only once in total: each node downloads a part, and the nodes
-    exchange the parts. With --keys, for a path, and for a URL without a version (such as an ETag), each node reads the
-    data itself. Exits 1 if a node failed.
+    exchange the parts. Each node reads the data itself if SOURCE is a path, if --keys is given, or if the server gives
+    no version (such as an ETag) for the URL. Exits 1 if a node failed.
     """
     from legroom.integrations.ray_nodes import connect
     from legroom.integrations.ray_nodes import warm as load

@@ -95,13 +95,13 @@ _OPTIONS = (
     click.option("--val-workers", **_COUNT_OF,
                  help="num_workers of a validation DataLoader that exists at the same time. Default: there is none."),
     click.option("--val-batch", **_COUNT_OF,
-                 help="Batch size of the validation DataLoader, if not --batch (with --val-workers)."),
+                 help="Batch size of the validation DataLoader (with --val-workers).  [default: that of --batch]"),
     click.option("--ranks", **_COUNT_OF, default=1, help="Ranks (training processes) per job on this machine."),
     click.option("--per-process", **_SIZE_OF,
                  help="/dev/shm that each rank uses, not counting DataLoader batches.  [default: 0]"),
     click.option("--process-ram", **_SIZE_OF,
-                 help="RAM that each rank uses, not counting batches and parameters.  [default: measured; 0 if nothing "
-                      "is measured]"),
+                 help="RAM that each rank uses, not counting batches and parameters; it replaces a measured value.  "
+                      "[default: 0 if nothing is measured]"),
     click.option("--params", type=COUNT, default=0, metavar="N",
                  help="Number of model parameters that each rank keeps in host RAM (CPU training, offload), for "
                       "example 125M."),

@@ -34,9 +34,9 @@ from legroom.messages import listed, say
     "flags",
     multiple=True,
     metavar="SETTING=FLAG",
-    help="Name the script's flag for a setting: batch=--bs. SETTING is batch, accumulation, workers, prefetch, "
-    "pin_memory or low_memory (read data on demand). If the script's default for accumulation is not 1, append it: "
-    "accumulation=--acc=16. Can be given several times (with --retries).",
+    help="With --retries: the script's flag for a setting, for example batch=--bs. SETTING is batch, accumulation, "
+    "workers, prefetch, pin_memory or low_memory (read data on demand). If the script's default for accumulation "
+    "is not 1, append it: accumulation=--acc=16. Can be given several times.",
 )
 @click.option(
     "--checkpoint",
@@ -59,9 +59,8 @@ from legroom.messages import listed, say
     default="30s",
     type=DURATION,
     metavar="TIME",
-    help="Time that the command has to exit after SIGTERM, SIGINT, SIGHUP or SIGQUIT was forwarded to it; then it gets "
-    "SIGKILL.  "
-    "[default: 30s]",
+    help="How long to wait for the command to exit after forwarding SIGTERM, SIGINT, SIGHUP or SIGQUIT, before sending "
+    "SIGKILL.  [default: 30s]",
 )
 @click.option(
     "--stall",
@@ -74,8 +73,8 @@ from legroom.messages import listed, say
 @click.option(
     "--loader",
     type=click.Choice(["torch", "legroom"]),
-    help="legroom: replace torch's DataLoader in the script with Legroom's. torch: never replace it. Default: replace "
-    "it only with --retries, as the last change after /dev/shm was full.",
+    help="legroom: replace torch's DataLoader in the script with Legroom's. torch: never replace it. Default: with "
+    "--retries, replace it if /dev/shm was full and no other change helped.",
 )
 @click.option(
     "--gpu-limit",

@@ -72,7 +72,9 @@ from legroom.units import format_size, size_or_unknown
     "Can be given several times.",
 )
 @click.option(
-    "--last", is_flag=True, help="Print the last result for this dataset without measuring again (kept per directory)."
+    "--last",
+    is_flag=True,
+    help="Print the last result for this dataset in the current directory, without measuring again.",
 )
 @click.option(
     "--emit",
