@@ -19,7 +19,7 @@ from legroom.units import format_duration, format_size, size_or_unknown
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from legroom.demo.demo_children import Child, Screen
+    from legroom.demo.demo_stages import Child, Screen
     from legroom.records import Pool
 
 Row = tuple[str, ...]  # what, without Legroom, with it, a note
@@ -49,12 +49,12 @@ def command(
     """
     from legroom.charts.demo_chart import demo_chart
     from legroom.charts.drawing import render
-    from legroom.demo.demo_stages import machine_line, run_demo
+    from legroom.demo.demo_stages import run_demo
     from legroom.system.atomic_file import replace_file
 
     path = chart_path(out)
     result = run_demo(lambda: _screen(as_json, plain, no_color), quick=quick, torch=not no_torch, keep=keep)
-    replace_file(path, render(demo_chart(result, machine_line(result["machine"])), path.suffix.lower()))
+    replace_file(path, render(demo_chart(result), path.suffix.lower()))
     if as_json:
         click.echo(json.dumps({**result, "picture": str(path)}, ensure_ascii=False))
         return 0

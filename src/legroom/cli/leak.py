@@ -71,7 +71,7 @@ def command(
 
     from legroom.probe.snapshot import snapshot
     from legroom.rescue.job_attempt import RunOptions
-    from legroom.rescue.job_command_line import with_leak
+    from legroom.rescue.job_process import with_leak
     from legroom.rescue.supervisor import supervise
 
     def print_line(line: str) -> None:

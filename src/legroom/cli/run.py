@@ -107,7 +107,8 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
     from legroom.leak.leak_report import report_lines, report_object
     from legroom.probe.snapshot import snapshot
     from legroom.rescue.job_attempt import RunOptions
-    from legroom.rescue.job_command_line import parse_named, with_gpu_limit, with_leak, with_loader
+    from legroom.rescue.job_process import with_gpu_limit, with_leak, with_loader
+    from legroom.rescue.retry_settings import parse_named
     from legroom.rescue.run_report import run_object, write_report
     from legroom.rescue.supervisor import supervise
 
