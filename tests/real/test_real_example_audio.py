@@ -134,10 +134,29 @@ def test_the_notes_command_lines_take_the_same_step(
     assert list(_losses(capsys.readouterr().out)) == [2]
 
 
+# Trains as train.py does; then each rank leaves a checksum of its weights.
+LEAVE_WEIGHTS = f"""
+import os, pathlib, sys, zlib
+sys.path.insert(0, {str(HERE)!r})
+import train
+made = []
+class Flow(train.Flow):
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        made.append(self)
+train.Flow = Flow
+train.main()
+(model,) = made
+weights = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
+pathlib.Path("weights-" + os.environ.get("RANK", "alone")).write_text(str(zlib.crc32(weights)))
+"""
+
+
 @pytest.mark.soak
 def test_two_ranks_train_as_one(data: Path, tmp_path: Path) -> None:
     """Under torchrun each rank takes its half of every batch; losses are those of one process, but for the noise."""
-    program = [str(HERE / "train.py"), "--data", str(data), "--num_workers", "1", "--short_epochs", "2"]
+    (tmp_path / "program.py").write_text(LEAVE_WEIGHTS)
+    program = [str(tmp_path / "program.py"), "--data", str(data), "--num_workers", "1", "--short_epochs", "2"]
     program += ["--epochs", "2", "--accum_iter", "2"]
     environment = {**os.environ, **ENVIRONMENT}
     shown = {}
@@ -159,6 +178,9 @@ def test_two_ranks_train_as_one(data: Path, tmp_path: Path) -> None:
         shown[name] = _losses(done.stdout)
     assert shown["two"].keys() == {1, 2}
     assert shown["two"] == pytest.approx(shown["one"], rel=0.05)
+    # Without an exchange of gradients the losses are as near; the weights of two ranks are then two models.
+    first, second = ((tmp_path / "two" / f"weights-{rank}").read_text() for rank in (0, 1))
+    assert first == second != (tmp_path / "one" / "weights-alone").read_text()
 
 
 def test_it_has_chinese_help(

@@ -169,18 +169,23 @@ def _cpu_seconds(pid: int) -> float:
 def test_a_watch_by_command_line_waits_for_its_job_outlives_it_and_can_be_stopped(tmp_path: Path, number: int) -> None:
     log = tmp_path / "run.jsonl"
     word = f"job-{os.getpid()}-{number}"
+
+    def between_two_runs() -> bool:
+        return '"processes":[]' in log.read_text().splitlines()[-1]
+
     with _running(
         _watch("--match", word, "--log", str(log)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as watch:
         assert watch.stderr is not None and "waiting" in watch.stderr.readline()
         with _running([sys.executable, "-c", "import time; time.sleep(60)", word]) as job:
             _until(lambda: log.exists() and f'"pid":{job.pid},' in log.read_text())
-        _until(lambda: '"processes":[]' in log.read_text().splitlines()[-1])  # between two runs
+        _until(between_two_runs)
         before = _cpu_seconds(watch.pid)
         time.sleep(2)
         assert _cpu_seconds(watch.pid) - before < 0.5, "it spins"
         with _running([sys.executable, "-c", "import time; time.sleep(60)", word]) as second:
             _until(lambda: f'"pid":{second.pid},' in log.read_text())
+        _until(between_two_runs)  # before the signal: it must stop a watch that has nothing to watch
         watch.send_signal(number)
         assert watch.wait(60) == 0
 

@@ -49,6 +49,8 @@ def test_what_the_trial_did_not_run_is_added() -> None:
         Demand(num_workers=2, params=10_000_000, val_workers=1, process_ram=GB, checkpoint=5), BATCH, TRIAL, healthy()
     )
     assert more.ram > plain.ram + 40_000_000 + (GB - 150 * MB) and more.shm > plain.shm and more.disk == 5
+    pinned = tried_need(Demand(num_workers=2, pin_memory=True), BATCH, TRIAL, healthy())
+    assert pinned.pinned >= 2 * 8 * MB and pinned.ram == plain.ram + pinned.pinned
 
 
 @pytest.mark.parametrize("batch", [BATCH, replace(BATCH, tensors=())], ids=["tensors", "objects"])

@@ -24,6 +24,7 @@ import legroom
 from legroom.cache import drop_and_gc, identity, list_and_verify, locks, source_digests
 from legroom.cache import store_directories as store_module
 from legroom.cache import write_entry as load_module
+from legroom.cache.find_or_build import OpenRequest, find_manifest, source_paths
 from legroom.cache.store_directories import open_stores
 from legroom.errors import (
     DamagedSource,
@@ -158,27 +159,31 @@ def test_a_changed_file_is_a_new_entry(shm: Path, npy, old_files: None) -> None:
     assert after.info.key != before.info.key
 
 
-def test_a_file_changed_within_its_clocks_tick_is_noticed(shm: Path, npy) -> None:
+def test_a_file_changed_within_its_clocks_tick_is_noticed(
+    shm: Path, npy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Same size, same times to the nanosecond: only hashing again can tell, and it is done."""
     path = npy()
-    legroom.open(path)
-    record_before = _records()
+    before = legroom.open(path).info
+    assert before.hash is not None and before.digest is not None
     other = np.load(path)
     other[0, 0] = 99
     np.save(path, other)
-    # Give the new content the record of the old: as if both had been written within one tick.
+    # The new content has the record of the old, as if it had been written within the tick in which that was hashed.
+    now = identity.stamp_source([path])
     with open_stores() as places:
-        (old_name,) = record_before
-        new_name = identity.stamp_source([path]).name
-        os.rename(
-            old_name, new_name, src_dir_fd=places.election_store.sources, dst_dir_fd=places.election_store.sources
-        )
+        source_digests.write_record(places.election_store, now, {before.hash: before.digest}, now.changed_ns)
+    with monkeypatch.context() as quiet:
+        quiet.setattr(source_digests, "QUIET_NS", 0)  # were it believed
+        assert list_and_verify.info(path).digest == before.digest
+        assert legroom.open(path)["array"][0, 0] == 0
+        found = find_manifest(OpenRequest(source_paths(path)))
+        assert found is not None
+        found[2].release()
+    with pytest.raises(NotLoaded):
+        list_and_verify.info(path)
+    assert find_manifest(OpenRequest(source_paths(path))) is None
     assert legroom.open(path)["array"][0, 0] == 99
-
-
-def _records() -> list[str]:
-    with open_stores() as places:
-        return os.listdir(places.election_store.sources)
 
 
 def test_a_record_is_believed_when_the_file_was_quiet_or_the_question_older() -> None:

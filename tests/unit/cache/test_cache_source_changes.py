@@ -259,6 +259,45 @@ def flips(shm: Path, tmp_path: Path, kind: str, seconds: float) -> None:
     assert loaded, tried
 
 
+@pytest.mark.usefixtures("old_files")
+@pytest.mark.parametrize("kind", INSIDE)
+def test_data_in_another_file_that_is_rewritten_under_the_load_poison_no_entry(
+    shm: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written in place: the file keeps its name and its inode, and the file that refers to it stays as it is."""
+    from legroom.cache import drop_and_gc
+
+    flip = Flip(tmp_path, kind)
+    (far,) = flip.versions[0].glob("far.*")
+    contents = [far.read_bytes(), (flip.versions[1] / far.name).read_bytes()]
+    digests = []
+    for content in contents:
+        far.write_bytes(content)
+        with legroom.open(flip.path) as data:
+            digests.append(data.info.digest)
+    for step in BUILD_STEPS[:10]:
+        drop_and_gc.drop(force=True)
+        far.write_bytes(contents[0])
+        done: list[str] = []
+
+        def rewrite(name: str, step: str = step, done: list[str] = done) -> None:
+            if name == step and not done:
+                done.append(name)
+                with far.open("r+b") as file:  # at no moment is it empty
+                    file.write(contents[1])
+
+        monkeypatch.setattr(store_module, "step_hook", rewrite)
+        try:
+            with legroom.open(flip.path) as data:
+                assert value(data) == {digests.index(data.info.digest) + 1}, step
+        except SourceChanged:
+            pass
+        monkeypatch.setattr(store_module, "step_hook", None)
+        assert done
+        with legroom.open(flip.path) as data:
+            assert value(data) == {2} and data.info.digest == digests[1], step
+
+
 class TestZarr:
     @pytest.fixture
     def linked(self, tmp_path: Path) -> Path:

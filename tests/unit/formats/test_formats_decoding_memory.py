@@ -26,19 +26,20 @@ def memory(nbytes: int) -> DecodingMemory:
     return DecodingMemory(lambda: Allowed(nbytes, "a machine of its own", ("buy more",)))
 
 
-def test_threads_wait_for_each_other_and_never_take_too_much() -> None:
+@pytest.mark.parametrize("most", [1, 2])
+def test_threads_wait_for_each_other_and_never_take_too_much(most: int) -> None:
     gate, lock = memory(100), threading.Lock()
     now = [0, 0]  # in use, the most that ever was
 
     def work() -> None:
         for _ in range(20):
-            with gate.take(40, "a chunk"):
+            with gate.take_some(40, most, "chunks") as count:
                 with lock:
-                    now[0] += 40
+                    now[0] += 40 * count
                     now[1] = max(now)
                 time.sleep(0.0005)
                 with lock:
-                    now[0] -= 40
+                    now[0] -= 40 * count
 
     threads = [threading.Thread(target=work) for _ in range(6)]
     for thread in threads:
@@ -78,6 +79,31 @@ def test_memory_taken_by_others_meanwhile_counts() -> None:
     left[0] = 20 * MB
     with pytest.raises(NoRoom), gate.take(60 * MB, "two"):
         pass
+
+
+def test_memory_taken_by_others_counts_also_while_some_is_in_use() -> None:
+    left, asked = [100 * MB], threading.Event()
+    refused: list[NoRoom | None] = []
+
+    def measure() -> Allowed:
+        if threading.current_thread() is second:
+            asked.set()
+        return Allowed(left[0], "shrinking")
+
+    def take() -> None:
+        try:
+            with gate.take(40 * MB, "two"):
+                refused.append(None)
+        except NoRoom as problem:
+            refused.append(problem)
+
+    gate, second = DecodingMemory(measure), threading.Thread(target=take)
+    with gate.take(60 * MB, "one"):
+        left[0] = 20 * MB  # 40 MB were left, and another process took half of them
+        second.start()
+        assert asked.wait(60)  # it has looked before this is given back
+    second.join(60)
+    assert len(refused) == 1 and refused[0] is not None
 
 
 def hdf5(path: Path, **options: Any) -> int:

@@ -140,6 +140,12 @@ def _low_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "bare_process", lambda: BareProcess(process=150 * MB, forked=10 * MB))
 
 
+@pytest.fixture
+def _no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first worker is waited for until it is done or blocked."""
+    monkeypatch.setattr(admission, "_FIRST_BATCH_S", {False: 600.0, True: 600.0})
+
+
 class Together(torch.utils.data.Dataset):  # type: ignore[misc, name-defined]
     """The first sample of each worker is made when all workers make theirs."""
 
@@ -160,7 +166,7 @@ class Together(torch.utils.data.Dataset):  # type: ignore[misc, name-defined]
             self.barrier.wait(60)
 
 
-@pytest.mark.usefixtures("_low_memory")
+@pytest.mark.usefixtures("_low_memory", "_no_time_limit")
 @pytest.mark.parametrize("at", ["init", "sample"])
 def test_workers_may_wait_for_each_other(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = record_admissions(monkeypatch)
@@ -185,7 +191,7 @@ class SlowFirst(torch.utils.data.Dataset):  # type: ignore[misc, name-defined]
 
 
 @pytest.mark.skipif(not samples.OUT_OF_ORDER, reason="this torch has no in_order")
-@pytest.mark.usefixtures("_low_memory")
+@pytest.mark.usefixtures("_low_memory", "_no_time_limit")
 def test_out_of_order_others_overtake_a_blocked_first_worker() -> None:
     loader = legroom.DataLoader(SlowFirst(6), 1, num_workers=2, in_order=False, multiprocessing_context="fork")
     got = [int(batch[0, 0]) for batch in loader]

@@ -22,9 +22,26 @@ TRIAL = LoaderTrial(
 )
 
 
-def _judged(trial: LoaderTrial, *, ram: int = 1000, shm: int = 1000) -> Plan:
+def _judged(trial: LoaderTrial, *, ram: int = 1000, shm: int = 1000, loader: str = "torch") -> Plan:
     machine = with_pool(with_pool(healthy(), "ram", ram * MB, 0, ram * MB), "shm", shm * MB, 0, shm * MB)
-    return _judged_by_trial(Demand(num_workers=2), BATCH, trial, machine, (0.001, 0.001))[0]
+    return _judged_by_trial(Demand(num_workers=2, loader_kind=loader), BATCH, trial, machine, (0.001, 0.001))[0]
+
+
+@pytest.mark.parametrize("loader", ["torch", "legroom"])
+def test_a_trial_that_was_not_finished_is_no_yes(loader: str) -> None:
+    assert _judged(TRIAL, loader=loader).verdict == "fits"
+    found = _judged(TRIAL.short_of(None, "its time was over"), loader=loader)
+    assert found.verdict == "unknown" and found.codes == {"ram": "trial-unfinished"}
+    assert "its time was over" in found.unknown["ram"]
+    assert _judged(TRIAL.short_of(None, "its time was over"), loader=loader, ram=299).verdict == "too-big"
+
+
+def test_a_trial_whose_slots_were_never_full_is_no_yes() -> None:
+    """What further slots need was not seen; torch's queues are filled up by arithmetic."""
+    waiting = replace(TRIAL, filled=False)
+    found = _judged(waiting, loader="legroom")
+    assert found.verdict == "unknown" and found.codes == {"ram": "trial-unfinished"}
+    assert _judged(waiting, loader="torch").verdict == "fits"
 
 
 @pytest.mark.parametrize(("ram", "said"), [(299, "too-big"), (330, "unknown"), (420, "fits")])

@@ -1,4 +1,4 @@
-"""An event set by a signal handler while the same thread is about to wait for it."""
+"""An event set by a signal handler while the same thread is about to wait for it, and an output that is not read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import time
 
 import pytest
 
-from legroom.monitor.watch_loop import StopEvent
+from legroom.monitor import watch_loop
+from legroom.monitor.watch_loop import BackgroundOutput, StopEvent
+from legroom.records import Moment
+from watch_runs import moments
 
 
 def test_it_is_an_event() -> None:
@@ -41,3 +44,64 @@ def test_a_handler_may_set_it_at_any_moment() -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+class Unread:
+    """An output that is not read until ``read`` is set."""
+
+    def __init__(self) -> None:
+        self.begun, self.read, self.shown, self.closed = threading.Event(), threading.Event(), [0.0], False
+
+    def show(self, moment: Moment) -> None:
+        self.begun.set()
+        assert self.read.wait(60)
+        self.shown.append(moment.sample.clock)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_an_output_that_is_not_read_loses_samples_and_delays_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_loop, "_MOST_WAITING", 3)
+    said: list[str] = []
+    unread, (first, *others) = Unread(), list(moments(12))[1:]
+    output = BackgroundOutput(unread, StopEvent(), said.append)
+
+    def feed() -> None:
+        for moment in others:
+            output.show(moment)
+
+    output.show(first)
+    assert unread.begun.wait(60)  # the first is being written, so three of the others can wait
+    feeding = threading.Thread(target=feed, daemon=True)
+    feeding.start()
+    feeding.join(20)
+    try:
+        assert not feeding.is_alive(), "it waits for the reader"
+        assert unread.shown == [0.0] and said == []
+    finally:
+        unread.read.set()
+    deadline = time.monotonic() + 60
+    while len(unread.shown) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    output.show(others[-1])
+    output.close()
+    assert unread.shown == [0.0, 1.0, 2.0, 3.0, 4.0, 11.0] and unread.closed
+    assert said == ["7 samples dropped: the output is not read fast enough"]
+
+
+def test_a_stopped_watch_does_not_wait_for_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_loop, "_LAST_WAIT", 0.1)
+    unread, stop = Unread(), StopEvent()
+    output = BackgroundOutput(unread, stop, print)
+    output.show(next(moments(1)))
+    assert unread.begun.wait(60)
+    stop.set()
+    closing = threading.Thread(target=output.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    try:
+        assert not closing.is_alive() and not unread.closed
+    finally:
+        unread.read.set()

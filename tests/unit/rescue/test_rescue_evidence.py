@@ -181,6 +181,8 @@ def test_the_level_of_dev_shm_counts_that_it_has_now(monkeypatch: pytest.MonkeyP
         now = Level(used, 64 * MB)
         sampler = SimpleNamespace(shm=lambda now=now: now, peaks=peaks, victims=victims)
         assert attempt._hangs(child, sampler) is hangs  # type: ignore[arg-type]
+    sampler.victims = SimpleNamespace(loader=False)  # on the same full /dev/shm
+    assert not attempt._hangs(child, sampler)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm is Linux's")

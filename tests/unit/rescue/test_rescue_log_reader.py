@@ -51,10 +51,17 @@ TEXTS = {
     "Completed <exit>; TERM_MEMLIMIT": "oom-kill",
     "Exited: TERM_SWAP": "oom-kill",
     "=>> PBS: job killed: mem 17000000kb exceeded limit": "oom-kill",
+    "=>> PBS: job killed: mem job total 2206640 kb exceeded limit 1048576 kb": "oom-kill",
+    "Job 812: vmem 17000000kb exceeded limit 16777216kb": "oom-kill",
     "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.": "oom-daemon",
+    "ray.exceptions.OutOfMemoryError": "oom-daemon",
+    "ray.exceptions.RayTaskError(RayOutOfMemoryError): ray::RolloutWorker.par_iter_next()": "oom-daemon",
+    "1 Workers (tasks / actors) killed due to memory pressure (OOM)": "oom-daemon",
     "hipErrorOutOfMemory": "gpu-likely",
     "RuntimeError: unable to write to file </torch_123_456>": "shm",
     "OSError: [WinError 1455] The paging file is too small": "ram",
+    "OSError: [WinError 1455] Plik stronicowania jest za mały": "ram",
+    "ImportError: DLL load failed: The paging file is too small for this operation to complete.": "ram",
     "earlyoom[812]: sending SIGTERM to process 4711 uid 1000 \"python\": badness 912": "oom-daemon",
 }  # fmt: skip
 NOTHING = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,9 +28,9 @@ class Group:
         self.running: dict[int, subprocess.Popen[bytes]] = {}
         self.write()
 
-    def start(self, *, group: int = 0) -> int:
+    def start(self, *, group: int = 0, program: str = "sleep") -> int:
         environment = {**os.environ, "RANK": "1"} if group else dict(os.environ)
-        process = subprocess.Popen(["sleep", "60"], process_group=group, env=environment)
+        process = subprocess.Popen([program, "60"], process_group=group, env=environment)
         self.running[process.pid] = process
         self.write()
         return process.pid
@@ -145,6 +146,37 @@ def test_a_group_that_cannot_be_listed_attributes_nothing(group: Group) -> None:
     (group.folder / "cgroup.procs").unlink()
     watched.update(2.0, 0)
     assert watched.kills == 1 and watched.taken() == (0, 0)
+
+
+def test_a_group_of_which_only_a_part_is_listed_attributes_nothing(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other process may have been killed as well: it was not looked at."""
+    monkeypatch.setattr("legroom.rescue.cgroup_and_oom_victims._MOST", 2)
+    watched, _, worker, _ = _job(group)
+    group.kills += 1
+    group.end(worker)
+    watched.update(2.0, 0)
+    assert watched.kills == 1 and watched.taken() == (0, 0)
+    assert [one.pid for one in watched.victims()] == [worker]
+
+
+def test_a_job_has_a_loader_while_one_of_its_processes_is_a_worker(group: Group, tmp_path: Path) -> None:
+    named = shutil.copy(shutil.which("sleep") or "", tmp_path / "pt_data_worker")  # as torch calls its workers
+    watched, main, worker, _ = _job(group)
+    assert not watched.loader
+    another = group.start(program=named)
+    watched.update(2.0, 0)
+    watched.measure([main, worker])
+    assert not watched.loader  # another job's
+    own = group.start(group=main, program=named)
+    watched.update(3.0, 0)
+    watched.measure([main, worker, own])
+    assert watched.loader and watched.torch_workers
+    group.end(own)
+    watched.update(4.0, 0)
+    watched.measure([main, worker])
+    assert not watched.loader and another in group.running
 
 
 def test_a_group_that_the_job_made_below_its_own_counts_also_when_it_is_removed(tmp_path: Path) -> None:
