@@ -152,7 +152,6 @@ pathlib.Path("weights-" + os.environ.get("RANK", "alone")).write_text(str(zlib.c
 """
 
 
-@pytest.mark.soak
 def test_two_ranks_train_as_one(data: Path, tmp_path: Path) -> None:
     """Under torchrun each rank takes its half of every batch; losses are those of one process, but for the noise."""
     (tmp_path / "program.py").write_text(LEAVE_WEIGHTS)
