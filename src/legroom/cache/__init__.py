@@ -35,6 +35,7 @@ Stores and entries:
 Commands:
     list_and_verify   ``legroom cache list``, ``info`` and ``verify``
     drop_and_gc       ``legroom cache drop`` and ``gc``
+    stale_entries     whether an entry's file has other content now, and no other file has the old one
     gpu_copies        which processes have copies in GPU memory
     eviction          remove unused entries, least recently used first
 """

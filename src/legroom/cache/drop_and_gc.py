@@ -15,15 +15,9 @@ from legroom.cache import capacity, eviction, locks, source_digests
 from legroom.cache.attach import entry_exists
 from legroom.cache.capacity import directory_bytes, forget_count
 from legroom.cache.eviction import FreesSpace, LeastRecent, least_recent_first, trash_unused
-from legroom.cache.list_and_verify import (
-    SourceMatcher,
-    entry_users,
-    manifest_of,
-    matching_keys,
-    not_loaded_error,
-    read_entry,
-)
+from legroom.cache.list_and_verify import entry_users, manifest_of, matching_keys, not_loaded_error, read_entry
 from legroom.cache.manifest import Manifest, is_key
+from legroom.cache.stale_entries import SourceMatcher
 from legroom.cache.store_directories import (
     STORE_LOCK,
     Store,

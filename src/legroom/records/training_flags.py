@@ -1,6 +1,6 @@
 """Find DataLoader settings on the command line of a training script, under the names that scripts give their options.
 
-``_FLAG_NAMES`` is the table of spellings: those of training scripts, launchers, hydra, Lightning and detectron2. Settings
+``_FLAG_NAMES`` is the table of spellings: of training scripts, launchers, hydra, Lightning and detectron2. Settings
 in files or in code are not found. Flags of a launcher (``torchrun --nproc_per_node 8``) and of the interpreter
 (``python -b``) are not the script's: only ranks are read from the words before the script.
 """
