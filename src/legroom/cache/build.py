@@ -58,7 +58,7 @@ from legroom.errors import (
     TransferDamaged,
     UsageError,
 )
-from legroom.formats.decode_arrays import release_freed_memory
+from legroom.formats.decoding_memory import release_freed_memory
 from legroom.formats.detect import open_source
 from legroom.messages import joined, say
 from legroom.records import Finding

@@ -29,7 +29,8 @@ from legroom.remote.object_stamp import ObjectStamp
 from legroom.remote.object_store import ATTEMPTS, CONNECTIONS, BufferSink, RemoteObject
 from legroom.remote.object_url import ObjectUrl
 from legroom.remote.remote_errors import is_transient, short_read
-from legroom.system.process_control import lower_thread_priority, start_daemon_thread, why_no_thread
+from legroom.system.process_control import lower_thread_priority
+from legroom.system.thread_limits import start_daemon_thread, why_no_thread
 
 PIECE = 1 << 20
 _LARGEST = 8  # pieces in one request

@@ -46,7 +46,7 @@ from legroom.cache.store_directories import (
     store_lock,
 )
 from legroom.errors import NoRoom
-from legroom.formats.decode_arrays import Allowed
+from legroom.formats.decoding_memory import Allowed
 from legroom.probe.host import Host
 from legroom.system.process_control import libc
 

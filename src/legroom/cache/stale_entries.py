@@ -45,7 +45,6 @@ def recorded_paths(texts: Iterable[str]) -> Paths:
 
 
 Paths = tuple[SourcePath, ...]
-
 _OTHER_FILE = (DamagedSource, UnknownFormat, UnsupportedData, MissingKey)  # a loaded source raised none of these
 
 

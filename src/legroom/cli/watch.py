@@ -259,7 +259,7 @@ def _screen() -> TerminalView | None:
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM", "") in ("", "dumb"):
         return None
     from legroom.monitor.tui import THREADS, TerminalView, require_textual
-    from legroom.system.process_control import room_for_threads, why_no_thread
+    from legroom.system.thread_limits import room_for_threads, why_no_thread
 
     try:
         require_textual()

@@ -3,7 +3,8 @@
 base_reader         what a reader is: base class, records that describe a file, Selection (keys=[...])
 detect              open_source(): recognize the format by the file's bytes and open the right reader
 data_file           a file read at offsets; errors for missing, unreadable, truncated and damaged files
-decode_arrays       fill the caller's arrays: threads, byte order; the memory that decoding may take at once
+decode_arrays       fill the caller's arrays: threads, byte order
+decoding_memory     the memory that decoding may take at once: a chunk waits until it fits beside the others
 inflate             decompress deflate streams with the fastest library installed
 table_reader        what the readers of tables share: columns, Arrow IPC output, upper bounds of sizes
 npy_reader          .npy and .npz

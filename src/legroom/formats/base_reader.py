@@ -26,7 +26,8 @@ from typing import Any, Self
 import numpy as np
 
 from legroom.errors import MissingKey, UnsupportedData, UsageError
-from legroom.formats.decode_arrays import PIECE, UNLIMITED, Array, DecodingMemory, Progress, no_progress
+from legroom.formats.decode_arrays import PIECE, Array, Progress, no_progress
+from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
 from legroom.messages import listed, say, shown
 
 _MOST_BYTES = 1 << 50  # the limit of a manifest

@@ -15,7 +15,7 @@ from pathlib import Path
 from legroom.errors import UnknownFormat, UnreadableSource
 from legroom.formats.base_reader import BaseReader, Selection
 from legroom.formats.data_file import SourceFile, damaged, unreadable
-from legroom.formats.decode_arrays import UNLIMITED, DecodingMemory
+from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
 from legroom.formats.hdf5_open import signature_at
 from legroom.formats.npy_reader import NPY_MAGIC, member_infos
 from legroom.messages import phrase, say

@@ -1,7 +1,8 @@
 """Measure, limit and predict GPU memory.
 
     memory_limit.py           limit: keep this process within a share of the GPU; LEGROOM_GPU_LIMIT
-    memory_breakdown.py       account: what uses GPU memory now, and the CUDA context's overhead
+    memory_breakdown.py       account: what uses GPU memory now, by category
+    cuda_context_size.py      how much the CUDA context of this process takes, also where NVML lists host pids
     batch_size.py             find_batch_size: search for the largest batch that fits
     batch_trials.py           run one trial of that search in this process, on the GPU
     batch_trial_processes.py  run one trial in a child process, and measure host memory on the CPU

@@ -15,8 +15,8 @@ from numbers import Integral, Real
 from typing import Any
 
 from legroom.errors import BadLimit, BadSize, LegroomError
+from legroom.gpu.cuda_context_size import measure_overhead, used_before_context
 from legroom.gpu.cuda_device import CudaDevice, import_torch, open_device
-from legroom.gpu.memory_breakdown import measure_overhead, used_before_context
 from legroom.messages import phrase, say
 from legroom.records.gpu_usage import Limit, Overhead
 from legroom.units import format_size, parse_size

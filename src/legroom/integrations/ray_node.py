@@ -22,7 +22,7 @@ from legroom.errors import ClusterUnreachable, LegroomError
 from legroom.messages import say
 from legroom.remote.object_url import object_url, redacted
 from legroom.system.imports import import_lock
-from legroom.system.process_control import start_daemon_thread, why_no_thread
+from legroom.system.thread_limits import start_daemon_thread, why_no_thread
 from legroom.version import VERSION
 
 GROUP = 8  # pieces that are read, hashed and passed on together

@@ -41,29 +41,17 @@ _FLAG_NAMES: dict[str, str] = {
 }  # fmt: skip
 
 _SWITCH_FLAGS = frozenset({"pin_memory", "persistent_workers"})
-
 _CANONICAL = {name: (key, rank) for key, names in _FLAG_NAMES.items() for rank, name in enumerate(names.split())}
-
 _SHORT_NAMES = frozenset({"-b", "-j"})
-
 _RANK_FLAGS = frozenset({"nproc_per_node", "num_processes", "num_gpus", "ntasks_per_node", "ntasks", "np", "n"})
-
 _PYTHON = re.compile(r"(?:python|pypy)[0-9.]*(?:\.exe)?")
-
 _LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed", "horovodrun", "mpirun", "mpiexec", "srun"})
-
 _LAUNCHER_MODULES = re.compile(r"torch\.distributed\.(?:run|launch)|accelerate\.commands\.\S+|deepspeed\S*")
-
 _TAKES_VALUE = frozenset({"-X", "-W", "--check-hash-based-pycs"})
-
 _SHORT_FLAG = re.compile(r"-([bj])=?([0-9]+)", re.A)
-
 _LONG_FLAG = re.compile(r"--?([A-Za-z][\w.\-]*)(?:=(.*))?", re.A | re.S)
-
 _ASSIGNED = re.compile(r"[+~]{0,2}([A-Za-z_][\w./@\-]*)=(.*)", re.A | re.S)
-
 _DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+", re.A)
-
 _TRUTH = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0", "y", "n", "t", "f"})
 
 

@@ -25,7 +25,8 @@ from legroom.messages import say
 from legroom.probe.host import Host
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup
 from legroom.rescue.log_reader import LogTail
-from legroom.system.process_control import ExitStatus, start_daemon_thread, why_no_thread
+from legroom.system.process_control import ExitStatus
+from legroom.system.thread_limits import start_daemon_thread, why_no_thread
 
 _POSIX = os.name == "posix"
 # A shell that moves itself into the cgroup, raises its limit and execs the command. (Python code between fork and exec

@@ -38,7 +38,7 @@ from legroom.messages import listed, phrase, say
 from legroom.records import Entry
 from legroom.system import training_steps
 from legroom.system.argument_checks import check_integer
-from legroom.system.process_control import room_for_threads, start_thread_at_once
+from legroom.system.thread_limits import room_for_threads, start_thread_at_once
 
 if TYPE_CHECKING:
     from legroom.loader.batches.open_data import Data

@@ -25,7 +25,8 @@ import numpy as np
 from legroom.cache.file_io import HUGE_PAGE, read_at
 from legroom.formats.base_reader import Extent
 from legroom.gpu.cuda_driver_api import CudaRefused
-from legroom.system.process_control import room_for_threads, usable_cpus
+from legroom.system.process_control import usable_cpus
+from legroom.system.thread_limits import room_for_threads
 
 if TYPE_CHECKING:
     import torch

@@ -36,7 +36,8 @@ from legroom.loader.dataloader.sharing.start_producer import Recipe, loader_clas
 from legroom.loader.dataloader.sharing.window import Answer, Entry, Window
 from legroom.loader.dataloader.torch_internals import drop_iterator, workers
 from legroom.messages import say
-from legroom.system.process_control import die_with_parent, start_daemon_thread, why_no_thread
+from legroom.system.process_control import die_with_parent
+from legroom.system.thread_limits import start_daemon_thread, why_no_thread
 from legroom.system.unix_sockets import listen, require_same_user
 from legroom.units import exact_size, format_size
 
