@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from legroom.cli.language_and_streams import for_drawing
 from legroom.cli.options import DURATION, SIZE, EntryName
+from legroom.cli.standard_streams import for_drawing
 from legroom.cli.text_layout import paragraph
 from legroom.messages import cells, counted, left, listed, phrase, say, shown
 from legroom.records import Entry, Finding, Reaped, StoreRoom, Verification

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from legroom.cli.language_and_streams import for_drawing
+from legroom.cli.standard_streams import for_drawing
 from legroom.cli.text_layout import elide, width
 from legroom.messages import cells, fill, left, listed, right, say
 from legroom.units import format_duration, format_size, size_or_unknown

@@ -13,18 +13,8 @@ from importlib import import_module
 
 import click
 
-from legroom.cli.language_and_streams import (
-    NotWritten,
-    apply_language,
-    discard,
-    escape_unencodable,
-    fall_back_to_english,
-    guard_streams,
-    language_option,
-    not_written,
-    translate,
-    translate_click,
-)
+from legroom.cli.language import apply_language, fall_back_to_english, language_option, translate, translate_click
+from legroom.cli.standard_streams import NotWritten, escape_unencodable, guard_streams, status_after
 from legroom.errors import EXIT_USAGE, LegroomError
 from legroom.messages import phrase, say
 from legroom.version import VERSION
@@ -160,7 +150,7 @@ def run(arguments: list[str]) -> int:
         sys.stdout.flush()
         return status
     except NotWritten as lost:
-        return _output_failed(lost.problem)
+        return status_after(lost.problem)
 
 
 def _run_command(arguments: list[str], *, as_json: bool) -> int:
@@ -192,13 +182,3 @@ def _print_error(error: LegroomError, *, as_json: bool, command: str) -> None:
 
         click.echo(json.dumps({"schema": f"legroom.{command}/1", "error": error.as_dict()}, ensure_ascii=False))
     click.echo(f"legroom: {error}", err=True)
-
-
-def _output_failed(problem: OSError) -> int:
-    """The exit status where standard output failed."""
-    discard(sys.stdout)
-    if isinstance(problem, BrokenPipeError):
-        return 0  # the reader closed the pipe, as `head` does
-    refused = not_written(problem)
-    click.echo(f"legroom: {refused}", err=True)
-    return refused.exit_status

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from legroom.cli.cache import print_json
-from legroom.cli.language_and_streams import for_drawing
+from legroom.cli.standard_streams import for_drawing
 from legroom.cli.text_layout import paragraph
 from legroom.messages import cells, counted, left, listed, phrase, say, shown
 from legroom.records.cache_entry import NodeAnswer, NodeError, NodeLoad

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from legroom.cli.language_and_streams import write_line
 from legroom.cli.options import DURATION
+from legroom.cli.standard_streams import write_line
 from legroom.errors import MissingPackage
 from legroom.messages import say
 from legroom.system.process_control import handling_signals

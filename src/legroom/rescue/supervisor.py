@@ -4,8 +4,7 @@ The supervisor creates the job's cgroup before the first attempt and removes it 
 process, output and evidence (job_attempt.py), closed before the next one starts. After `supervise` returns, only
 processes that a successful job left running remain.
 
-The settings of the last successful run are remembered per command and working directory (settings_history.py). They are
-not used on a machine with more /dev/shm or RAM than before: the command as written may fit there.
+The settings of the last successful run are remembered per command and working directory (remembered_settings.py).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
-from legroom.loader.tune.settings_history import forget, recall, remember
+from legroom.loader.tune.remembered_settings import forget, pool_sizes, recall_on, remember
 from legroom.messages import counted, listed, phrase, say, step_label
 from legroom.probe.host import Host
 from legroom.records import LoaderSettings, Machine
@@ -343,16 +342,6 @@ def command_key(command: Sequence[str], named: Sequence[NamedFlag], folder: str)
 
 
 def recall_settings(key: str, machine: Machine, environment: Mapping[str, str]) -> LoaderSettings:
-    """The settings that worked last; none if there are none or /dev/shm or RAM has grown since."""
-    found = recall("run", key, environment)
-    if found is None:
-        return LoaderSettings()
-    now, then = pool_sizes(machine), found.sizes
-    if any(now[name] is None or then.get(name) is None or now[name] > then[name] for name in now):  # type: ignore[operator]
-        return LoaderSettings()
-    return LoaderSettings(**{name: value for name, value in found.settings.given().items() if name in _RECALLED})
-
-
-def pool_sizes(machine: Machine) -> dict[str, int | None]:
-    pools = {name: machine.pool(name) for name in ("shm", "ram")}
-    return {name: None if pool is None else pool.size for name, pool in pools.items()}
+    """Of the settings that worked last on this machine, those that a retry changes."""
+    found = recall_on(machine, "run", key, environment)
+    return LoaderSettings(**{name: value for name, value in found.given().items() if name in _RECALLED})

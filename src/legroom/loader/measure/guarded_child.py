@@ -21,11 +21,6 @@ from legroom.loader.measure import memory_guard
 from legroom.probe.host import Host
 from legroom.probe.memory import memory
 
-# The child is stopped if fewer bytes are free. That avoids most OOM kills, but not all: workers on several cores can
-# allocate it within a millisecond. The OOM killer also takes the child, and the answer is the same.
-RESERVE = 2 << 20
-_WITH_GROUP, _WITH_GROUP_SHARE = 64 << 20, 16  # where an OOM kill ends every process of the container
-_SHM_RESERVE = 64 << 10
 _TAIL_BYTES, _TAIL_LINES = 16384, 6
 # What torch prints in a worker that cannot send a batch.
 _MARKS = (
@@ -192,9 +187,9 @@ def _memory_files(host: Host) -> dict[str, Any]:
         "peak": f"{levels[0]['path']}/{peak}" if levels else None,
         "kills": f"{levels[0]['path']}/{'memory.oom_control' if old else 'memory.events'}" if levels else None,
         "reclaimable": [*names],
-        "reserve": max(_WITH_GROUP, max(together) // _WITH_GROUP_SHARE) if together else RESERVE,
+        "reserve": memory_guard.bytes_kept_free(together),
         "shm": "/dev/shm",
-        "shm_reserve": _SHM_RESERVE,
+        "shm_reserve": memory_guard.SHM_RESERVE,
     }
 
 

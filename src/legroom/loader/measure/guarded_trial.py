@@ -13,7 +13,6 @@ from typing import Any
 from legroom.errors import DatasetFailed
 from legroom.loader.measure.dataset_child import measured_from
 from legroom.loader.measure.guarded_child import (
-    RESERVE,
     GuardedRun,
     become_guard,
     folder_of_earlier_run,
@@ -22,6 +21,7 @@ from legroom.loader.measure.guarded_child import (
     read_result,
     run_guarded,
 )
+from legroom.loader.measure.memory_guard import RESERVE
 from legroom.messages import say
 from legroom.records import CopiedAttribute, LoaderTrial, Measured
 from legroom.system.imports import import_lock

@@ -24,7 +24,7 @@ from legroom.loader.measure.dataset_cost import measure
 from legroom.loader.measure.dataset_samples import unchanged_random_state
 from legroom.loader.measure.import_dataset import length
 from legroom.loader.rank_sampler import process_group, rank_and_world
-from legroom.loader.tune.settings_history import recall, remember
+from legroom.loader.tune.remembered_settings import recall, remember
 from legroom.messages import say
 from legroom.probe.snapshot import snapshot
 from legroom.records import CompleteLoaderSettings, LoaderKind, Machine, Measured, Settings

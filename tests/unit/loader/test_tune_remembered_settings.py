@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from machines import GB, healthy, with_pool
 
-from legroom.loader.tune.settings_history import UsedBy, forget, recall, remember
+from legroom.loader.tune.remembered_settings import UsedBy, forget, pool_sizes, recall, remember
 from legroom.records import LoaderSettings
-from legroom.rescue.supervisor import command_key, pool_sizes, recall_settings
+from legroom.rescue.supervisor import command_key, recall_settings
 
 
 def _file(folder: Path, used_by: str, key: str) -> Path:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from legroom.errors import UsageError
-from legroom.records import LoaderSettings
+from legroom.records import LoaderSettings, Machine
 from legroom.records.loader_settings import read_settings
 from legroom.system.atomic_file import PRIVATE, replace_file
 
@@ -63,6 +63,25 @@ def recall(used_by: UsedBy, key: str, environment: Mapping[str, str] = os.enviro
         return Remembered(kept, dict(body.get("sizes", {}))) if kept.given() else None
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, UsageError):
         return None
+
+
+def recall_on(
+    machine: Machine, used_by: UsedBy, key: str, environment: Mapping[str, str] = os.environ
+) -> LoaderSettings:
+    """The saved settings; none on a machine with more /dev/shm or RAM: what the user has written may fit there."""
+    found = recall(used_by, key, environment)
+    if found is None:
+        return LoaderSettings()
+    now, then = pool_sizes(machine), found.sizes
+    if any(now[name] is None or then.get(name) is None or now[name] > then[name] for name in now):  # type: ignore[operator]
+        return LoaderSettings()
+    return found.settings
+
+
+def pool_sizes(machine: Machine) -> dict[str, int | None]:
+    """The sizes with which settings are remembered."""
+    pools = {name: machine.pool(name) for name in ("shm", "ram")}
+    return {name: None if pool is None else pool.size for name, pool in pools.items()}
 
 
 def forget(used_by: UsedBy, key: str, environment: Mapping[str, str] = os.environ) -> None:
