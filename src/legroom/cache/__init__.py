@@ -9,6 +9,7 @@ Open and find:
 
 Build:
     build             one process builds, the others wait; publish the entry
+    choose_store      the first store with room: shared memory, then the local disk
     build_plan        which files to write, and where their bytes lie in the sources
     write_entry       hash, allocate, copy or decode in threads; progress
     download          a remote object as a file that fills while it is read; resume

@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from pathlib import Path
 from legroom.cache import capacity, download_area, identity, locks, manifest, source_digests
 from legroom.cache.attach import Attached, EntryLease, attach, lease, map_entry
 from legroom.cache.build_plan import SourceLayout, plan_files
+from legroom.cache.choose_store import in_first_store, stores_wanted
 from legroom.cache.find_or_build import (
     OpenRequest,
     discard_unusable,
@@ -48,8 +49,6 @@ from legroom.cache.store_directories import (
 from legroom.cache.write_entry import BuildJob, BuildRequest, Progress, WrittenFiles, storage_need, write_entry_files
 from legroom.errors import (
     EntryDamaged,
-    NoRoom,
-    NoStore,
     NotLoaded,
     RemoteError,
     SourceChanged,
@@ -58,9 +57,8 @@ from legroom.errors import (
     TransferDamaged,
     UsageError,
 )
-from legroom.formats.decoding_memory import release_freed_memory
 from legroom.formats.detect import open_source
-from legroom.messages import joined, say
+from legroom.messages import say
 from legroom.records import Finding
 from legroom.remote.object_stamp import ObjectStamp
 from legroom.remote.object_url import ObjectUrl, SourcePath
@@ -198,23 +196,8 @@ def _build(asked: BuildRequest, stores: Stores) -> Attached:
         if found is not None:
             return found
         return in_first_store(
-            _wanted(asked.request, stores), lambda store: _build_in(store, job, stores), str(job.source.paths[0])
+            stores_wanted(asked.request, stores), lambda store: _build_in(store, job, stores), str(job.source.paths[0])
         )
-
-
-def in_first_store(stores: Sequence[Store], build: Callable[[Store], Attached], what: str) -> Attached:
-    """Build in the first of these stores that has room. Raises NoRoom with the reasons of all."""
-    refused: list[NoRoom] = []
-    for store in stores:
-        try:
-            return build(store)
-        except NoRoom as problem:
-            # Memory may also fill up during the load. The traceback would keep the data read so far alive.
-            refused.append(problem.with_traceback(None))
-            problem.__context__ = problem.__cause__ = None
-            release_freed_memory()
-            log.info("%s", problem)
-    raise _no_room_anywhere(what, refused)
 
 
 def file_of(source: Source, path: SourcePath) -> Path:
@@ -307,28 +290,6 @@ def _may_exist(job: BuildJob, stores: Stores) -> bool:
     """Whether an entry exists that was built from a source of the same size with the same sample."""
     wanted = job.asked.request.hash, job.source.size, job.sample
     return any(source_digests.may_hold(store, *wanted) for store in stores.found)
-
-
-def _wanted(request: OpenRequest, stores: Stores) -> list[Store]:
-    """The stores that the request may be built in, best first."""
-    chosen = [store for store in stores.found if request.wants(store)]
-    if not chosen:
-        raise NoStore(
-            say("there is no {backing} store", backing=request.backing),
-            why=joined(finding.why for finding in stores.findings) or say("no candidate directory is usable"),
-            fix=("backing='auto'", "LEGROOM_DIR=/some/local/directory"),
-        )
-    return chosen
-
-
-def _no_room_anywhere(what: str, refused: Sequence[NoRoom]) -> NoRoom:
-    if len(refused) == 1:
-        return refused[0]
-    return NoRoom(
-        say("no store has enough free space for {path}", path=what),
-        why=joined(say("{name}: {why}", name=problem.what, why=problem.why) for problem in refused),
-        fix=tuple(dict.fromkeys(line for problem in refused for line in problem.fix)),
-    )
 
 
 def _publish(job: BuildJob, work: StagingDirectory, written: WrittenFiles) -> Attached:

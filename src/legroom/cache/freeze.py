@@ -20,7 +20,8 @@ import numpy as np
 
 from legroom.cache import capacity, locks, source_digests
 from legroom.cache.attach import Attached, attach, entry_record
-from legroom.cache.build import elect, in_first_store, publish_entry, this_builder
+from legroom.cache.build import elect, publish_entry, this_builder
+from legroom.cache.choose_store import in_first_store
 from legroom.cache.find_or_build import discard_unusable
 from legroom.cache.frozen_encoding import ENCODING, Encoder
 from legroom.cache.frozen_objects import ARRAYS, FrozenContents, FrozenMapping, FrozenSequence

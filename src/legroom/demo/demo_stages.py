@@ -26,7 +26,7 @@ from legroom.probe.memory import memory, ram_pool
 from legroom.probe.process_and_limits import cpu
 from legroom.probe.shm import shm_space
 from legroom.rescue.checkpoints import newest_complete
-from legroom.rescue.job_attempt import remove_leftover_shm, shm_names
+from legroom.rescue.leftover_shm import remove_leftover_shm, shm_names
 from legroom.system.imports import package_version
 from legroom.units import format_duration, format_size, size_or_unknown
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from legroom.errors import LegroomError
 from legroom.gpu.rank_consensus import RankConsensus
-from legroom.integrations.checkpoint import HORIZON, CheckpointSchedule, disk_full
+from legroom.integrations.checkpoint_schedule import HORIZON, CheckpointSchedule, disk_full
 from legroom.loader.rank_sampler import process_group, rank_and_world
 from legroom.loader.tune.tuning import tune
 from legroom.messages import say

@@ -3,6 +3,7 @@
 Files:
     supervisor              attempts in a row: run, restart with lower settings, remember what worked
     job_attempt             one attempt from start to verdict; stop a job that hangs on a full /dev/shm
+    leftover_shm            delete what a crashed job left in /dev/shm
     job_process             the job's process, its terminal, signals and output
     cgroup_and_oom_victims  the job's own memory cgroup and its OOM counter; which process an OOM kill took
     job_sampling            samples of the job's memory pools and disks while it runs; alarms

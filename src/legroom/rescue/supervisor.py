@@ -24,7 +24,7 @@ from legroom.records.failure import Attempt, SupervisedRun, Verdict, headline
 from legroom.records.loader_settings import VARIABLE, from_environment, to_environment
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, make_job_cgroup
 from legroom.rescue.checkpoints import Stamp, newest_complete, stamps
-from legroom.rescue.job_attempt import RunningAttempt, RunOptions, remove_leftover_shm, shm_names
+from legroom.rescue.job_attempt import RunningAttempt, RunOptions
 from legroom.rescue.job_command_line import (
     SETTINGS,
     CommandSettings,
@@ -37,6 +37,7 @@ from legroom.rescue.job_command_line import (
     with_settings,
 )
 from legroom.rescue.job_process import find_command
+from legroom.rescue.leftover_shm import remove_leftover_shm, shm_names
 from legroom.rescue.retry_policy import RetryStep, next_step, settings_without, step_without
 from legroom.rescue.verdict_from_exit import process_name
 from legroom.units import format_duration, format_size

@@ -23,10 +23,9 @@ from legroom.rescue.job_attempt import (
     hangs_on_shm,
     held_shm,
     refused_shm,
-    remove_leftover_shm,
-    shm_names,
 )
 from legroom.rescue.job_sampling import JobSampler, recent_rate, seconds_unread, thinned, worst_stall
+from legroom.rescue.leftover_shm import remove_leftover_shm, shm_names
 from legroom.rescue.log_reader import facts_of
 from legroom.rescue.verdict import classify
 from legroom.system.process_control import ExitStatus
