@@ -42,8 +42,8 @@ if "threading" in sys.modules:
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from legroom import gpu, leak
-    from legroom.cache.freeze import freeze
-    from legroom.cache.freeze_dataset import freeze_dataset
+    from legroom.cache.freeze_dataset_attributes import freeze_dataset
+    from legroom.cache.freeze_list_or_dict import freeze
     from legroom.errors import LegroomError
     from legroom.loader.batches.open_data import open
     from legroom.loader.dataloader.collate import collate
@@ -89,8 +89,8 @@ _HOMES = {
     "check": "legroom.loader.fit_check",
     "plan": "legroom.loader.planning",
     "available": "legroom.probe.available",
-    "freeze": "legroom.cache.freeze",
-    "freeze_dataset": "legroom.cache.freeze_dataset",
+    "freeze": "legroom.cache.freeze_list_or_dict",
+    "freeze_dataset": "legroom.cache.freeze_dataset_attributes",
     "Machine": "legroom.records",
     "LegroomError": "legroom.errors",
     "gpu": "legroom.gpu",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from legroom.cache.attach import Attached
-from legroom.cache.find_or_build import OpenRequest
+from legroom.cache.find_or_build_entry import OpenRequest
+from legroom.cache.lease_and_map_entry import Attached
 from legroom.cache.store_directories import Store, Stores, log
 from legroom.errors import NoRoom, NoStore
 from legroom.formats.decoding_memory import release_freed_memory

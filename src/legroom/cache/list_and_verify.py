@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from legroom.cache import capacity, file_io, identity
-from legroom.cache.attach import (
+from legroom.cache import capacity, mmap_and_crc32, source_identity
+from legroom.cache.capacity import directory_bytes
+from legroom.cache.eviction import last_used, least_recent_first
+from legroom.cache.find_or_build_entry import source_paths
+from legroom.cache.lease_and_map_entry import (
     entry_errors,
     entry_record,
     lease,
@@ -19,9 +22,6 @@ from legroom.cache.attach import (
     read_manifest,
     unusable_entry_record,
 )
-from legroom.cache.capacity import directory_bytes
-from legroom.cache.eviction import last_used, least_recent_first
-from legroom.cache.find_or_build import source_paths
 from legroom.cache.manifest import FROZEN, Array, Damaged, Manifest, OtherFormat, Table, is_key
 from legroom.cache.stale_entries import Paths, SourceMatcher, current_source, recorded_paths, same_versions
 from legroom.cache.store_directories import Store, is_locked, is_resource_shortage, open_stores, store_lock
@@ -262,7 +262,7 @@ def _whole(folder: int, item: Array | Table) -> bool:
         return False
     try:
         start = len(item.header) if isinstance(item, Array) else 0
-        return file_io.hex_digits(file_io.file_crc32(fd, start)) == item.crc32
+        return mmap_and_crc32.hex_digits(mmap_and_crc32.file_crc32(fd, start)) == item.crc32
     finally:
         os.close(fd)
 
@@ -301,7 +301,7 @@ def _remote_source(
 ) -> tuple[Literal["same", "changed", "missing", "not-checked"], str]:
     """Compare the versions of remote objects with those that were loaded. Their content is not read again."""
     try:
-        same = same_versions(identity.stamp_source(paths, ask=True), manifest)
+        same = same_versions(source_identity.stamp_source(paths, ask=True), manifest)
     except NoSuchObject as problem:
         return "missing", problem.why
     except LegroomError as problem:

@@ -30,8 +30,8 @@ from dataclasses import replace
 from legroom.cache import capacity, eviction, locks
 from legroom.cache.capacity import directory_bytes, keep_count
 from legroom.cache.eviction import evict_until_fits
-from legroom.cache.file_io import HUGE_PAGE, MappedFile, write_all
 from legroom.cache.locks import Lock
+from legroom.cache.mmap_and_crc32 import HUGE_PAGE, MappedFile, write_all
 from legroom.cache.store_directories import (
     BUILDING,
     LOCK,

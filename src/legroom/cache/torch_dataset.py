@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legroom.cache.cached_data import CachedData, Ragged
+from legroom.cache.cached_arrays_and_tables import CachedData, Ragged
 from legroom.errors import UnsupportedData, UsageError
 from legroom.messages import listed, say
 from legroom.system.imports import require

@@ -106,8 +106,8 @@ def list_(what: str | None, as_json: bool) -> None:
     Also lists copies in GPU memory that processes share, and groups of training runs that share one set of DataLoader
     workers.
     """
-    from legroom.cache.gpu_copies import gpu_copies
     from legroom.cache.list_and_verify import listing
+    from legroom.cache.list_gpu_copies import gpu_copies
     from legroom.loader.dataloader.sharing.group_folder import group_rows, groups
     from legroom.monitor.watch_text import gpu_copy_line, group_lines
 

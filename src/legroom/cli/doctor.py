@@ -67,7 +67,7 @@ def _gpu_copies(host: Host, machine: Machine) -> tuple[GpuCopyRow, ...]:
     """Copies in GPU memory that processes share: of a live machine with a GPU only."""
     if not host.live or not machine.gpus.cards:
         return ()
-    from legroom.cache.gpu_copies import gpu_copies
+    from legroom.cache.list_gpu_copies import gpu_copies
 
     try:
         return gpu_copies()

@@ -142,7 +142,7 @@ def command(
 
 
 def _sampler(pid: int | None, match: str | None, interval: float, root: str, *, wait: bool) -> Sampler:
-    from legroom.cache.gpu_copies import gpu_copies
+    from legroom.cache.list_gpu_copies import gpu_copies
     from legroom.loader.dataloader.sharing.group_folder import group_rows
     from legroom.monitor.annotations import AnnotationReader
     from legroom.monitor.process_selection import matching_processes, process_tree, user_processes

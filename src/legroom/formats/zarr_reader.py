@@ -30,7 +30,7 @@ from legroom.formats.base_reader import (
     what_is_read,
 )
 from legroom.formats.data_file import alias, damaged, unreadable
-from legroom.formats.decode_arrays import PIECE, Array, Progress, native_dtype
+from legroom.formats.fill_arrays import PIECE, Array, Progress, native_dtype
 from legroom.messages import say
 from legroom.system.imports import import_lock, require
 

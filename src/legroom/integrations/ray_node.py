@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from legroom.cache import download_area
-from legroom.cache.cached_data import CachedData
+from legroom.cache import downloads_in_store
+from legroom.cache.cached_arrays_and_tables import CachedData
 from legroom.cache.download import PIECE, Download
-from legroom.cache.find_or_build import OpenRequest, open_as, source_paths
-from legroom.cache.identity import new_hasher
+from legroom.cache.find_or_build_entry import OpenRequest, open_as, source_paths
 from legroom.cache.manifest import npy_header
+from legroom.cache.source_identity import new_hasher
 from legroom.errors import ClusterUnreachable, LegroomError
 from legroom.messages import say
 from legroom.remote.object_url import object_url, redacted
@@ -69,7 +69,7 @@ class NodeLoader:
             self._ready.set()
 
         try:
-            with download_area.supplied(self._url, begun):
+            with downloads_in_store.supplied(self._url, begun):
                 self._data = open_as(CachedData, self._request)
             entry = self._data.info
             self._result = {"key": entry.key, "digest": f"{entry.hash} {entry.digest}", "bytes": entry.bytes}

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
-from legroom.cache.find_or_build import source_paths
+from legroom.cache.find_or_build_entry import source_paths
 from legroom.errors import ClusterUnreachable, UsageError
 from legroom.formats.base_reader import Selection
 from legroom.integrations.ray_exchange import Exchange, Member

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from legroom.cache.cached_data import CachedData
-from legroom.cache.find_or_build import OpenRequest, find_manifest, open_as, source_paths
+from legroom.cache.cached_arrays_and_tables import CachedData
+from legroom.cache.find_or_build_entry import OpenRequest, find_manifest, open_as, source_paths
 from legroom.errors import LegroomError, NoRoom, RemoteError, UnreadableSource, UsageError
 from legroom.formats.base_reader import Extent, Selection
 from legroom.gpu.cuda_driver_api import CudaRefused

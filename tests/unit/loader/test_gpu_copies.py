@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import legroom
 from legroom.advice.doctor_settings import safe_settings
-from legroom.cache.gpu_copies import gpu_copies, holders
+from legroom.cache.list_gpu_copies import gpu_copies, holders
 from legroom.cli import doctor
 from legroom.cli.cache import command as cache_command
 from legroom.loader import model_weights

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import write_entry
+from legroom.cache import write_entry_files
 from legroom.errors import MissingKey, NoRoom, UnreadableSource, UnsupportedData, UsageError
 from legroom.loader import model_weights
 
@@ -228,7 +228,7 @@ def test_views_and_tied_tensors_of_a_checkpoint(tmp_path: Path) -> None:
 def test_the_error_of_the_thread_that_failed_is_raised_when_the_others_end_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run: Any = write_entry.ArrayWriter._run
+    run: Any = write_entry_files.ArrayWriter._run
 
     def slow_to_fail(self: Any, *arguments: Any) -> Any:
         try:
@@ -237,7 +237,7 @@ def test_the_error_of_the_thread_that_failed_is_raised_when_the_others_end_first
             time.sleep(0.5)  # the others are told to stop already
             raise
 
-    monkeypatch.setattr(write_entry.ArrayWriter, "_run", slow_to_fail)
+    monkeypatch.setattr(write_entry_files.ArrayWriter, "_run", slow_to_fail)
     base = torch.arange(24.0).view(4, 6)
     torch.save({f"t{number}": base[:, number] for number in range(6)}, tmp_path / "model.pt")
     data = bytearray((tmp_path / "model.pt").read_bytes())
@@ -304,7 +304,7 @@ def test_files_that_were_removed_meanwhile_are_read_from_their_maps(
 def test_a_copy_that_exists_is_attached_by_the_manifests_alone(
     tmp_path: Path, kind: str, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("legroom.cache.source_digests.QUIET_NS", 0)  # the files are young
+    monkeypatch.setattr("legroom.cache.remembered_digests.QUIET_NS", 0)  # the files are young
     driver = FakeDriver()
     monkeypatch.setattr(model_weights, "open_driver", lambda device: driver)
     expected = state()

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legroom.cache.cached_data import Ragged
+from legroom.cache.cached_arrays_and_tables import Ragged
 from legroom.errors import UnsupportedData, UsageError
 from legroom.formats.base_reader import Selection
 from legroom.loader.batches.cpu_gather import Batch, Column, Gatherer, HostGatherer, torch_holds
@@ -35,7 +35,7 @@ from legroom.system.argument_checks import check_choice, check_integer
 from legroom.system.imports import import_lock, require
 
 if TYPE_CHECKING:
-    from legroom.cache.cached_data import CachedData
+    from legroom.cache.cached_arrays_and_tables import CachedData
     from legroom.loader.batches.cuda_runtime import Driver
     from legroom.loader.batches.open_data import Data
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legroom.cache.file_io import HUGE_PAGE, read_at
+from legroom.cache.mmap_and_crc32 import HUGE_PAGE, read_at
 from legroom.formats.base_reader import Extent
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.system.process_control import usable_cpus

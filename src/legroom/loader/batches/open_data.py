@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from legroom.cache.cached_data import CachedData
-from legroom.cache.find_or_build import OpenRequest, Where, open_as, source_paths
+from legroom.cache.cached_arrays_and_tables import CachedData
+from legroom.cache.find_or_build_entry import OpenRequest, Where, open_as, source_paths
 from legroom.formats.base_reader import Selection
 from legroom.system.imports import import_lock
 

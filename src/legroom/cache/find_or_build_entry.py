@@ -14,12 +14,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from legroom.cache import identity, locks, source_digests
-from legroom.cache.attach import Attached, EntryLease, attach, entry_record, lease, lock_name, open_entry, read_manifest
-from legroom.cache.cached_data import CachedData, DataContents, ragged_of
-from legroom.cache.file_io import Prefault
-from legroom.cache.identity import Source, shard_names
+from legroom.cache import locks, remembered_digests, source_identity
+from legroom.cache.cached_arrays_and_tables import CachedData, DataContents, ragged_of
+from legroom.cache.lease_and_map_entry import (
+    Attached,
+    EntryLease,
+    attach,
+    entry_record,
+    lease,
+    lock_name,
+    open_entry,
+    read_manifest,
+)
 from legroom.cache.manifest import FORMAT, Array, Damaged, Manifest, Options, OtherFormat, key_of
+from legroom.cache.mmap_and_crc32 import Prefault
+from legroom.cache.source_identity import Source, shard_names
 from legroom.cache.store_directories import (
     Store,
     StoreCandidate,
@@ -207,11 +216,13 @@ def _check(backing: str, hash: str) -> None:
             fix=("backing='auto'",),
         )
     if hash != "md5":
-        identity.new_hasher(hash if hash in identity.DIGITS else "")  # raises for an unknown name or a missing package
+        source_identity.new_hasher(
+            hash if hash in source_identity.DIGITS else ""
+        )  # raises for an unknown name or a missing package
 
 
 def _attached(request: OpenRequest, wait: bool, progress: Callable[[int, int], None] | None) -> Attached:
-    source = identity.stamp_source(request.paths, ask=request.revalidate)
+    source = source_identity.stamp_source(request.paths, ask=request.revalidate)
     try:
         found = find_entry(request, source, time.time_ns())
     except OSError as problem:
@@ -222,7 +233,7 @@ def _attached(request: OpenRequest, wait: bool, progress: Callable[[int, int], N
         remember_versions(source)
         return found
     with import_lock:
-        from legroom.cache.build import build
+        from legroom.cache.elect_builder_and_publish import build
     return build(request, wait=wait, progress=progress)
 
 
@@ -230,11 +241,11 @@ def remember_versions(source: Source) -> None:
     """Note in the store which versions of remote objects were seen, and when."""
     for path in source.paths:
         if isinstance(path, ObjectUrl):
-            lazy_import("legroom.cache.remote_versions").remember(path)
+            lazy_import("legroom.cache.recent_remote_versions").remember(path)
 
 
 def _uncached() -> Any:
-    return lazy_import("legroom.cache.uncached")
+    return lazy_import("legroom.cache.open_without_cache")
 
 
 def _data(kind: type[D], attached: Attached, request: OpenRequest) -> D:
@@ -295,7 +306,7 @@ def find_entry(request: OpenRequest, source: Source, asked_ns: int) -> Attached 
     for store in existing_stores():
         if not request.wants(store):
             continue
-        record = source_digests.read_record(store, source)
+        record = remembered_digests.read_record(store, source)
         if record is None or not record.is_trusted(asked_ns):
             continue
         for algorithm in sorted(record.digests, key=lambda name: name != request.hash):
@@ -312,9 +323,9 @@ def find_manifest(request: OpenRequest) -> tuple[Manifest, Path, EntryLease] | N
     """
     if legroom_disabled(os.environ) or not locks.SUPPORTED:
         return None
-    source, asked_ns = identity.stamp_source(request.paths), time.time_ns()
+    source, asked_ns = source_identity.stamp_source(request.paths), time.time_ns()
     for store in existing_stores():
-        record = source_digests.read_record(store, source) if request.wants(store) else None
+        record = remembered_digests.read_record(store, source) if request.wants(store) else None
         if record is None or not record.is_trusted(asked_ns):
             continue
         for algorithm, digest in record.digests.items():

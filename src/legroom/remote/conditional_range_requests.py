@@ -1,7 +1,7 @@
 """Read one range of an object, bound to one version of it where the protocol allows that.
 
 S3 and HTTP requests carry the version or ETag, so a replaced object is refused by the server itself, and a silent
-server is noticed at the next byte. http_ranges.py makes the request, signed by s3fs. Where it cannot, s3fs's
+server is noticed at the next byte. http_connections.py makes the request, signed by s3fs. Where it cannot, s3fs's
 ``_call_s3`` or the session of fsspec's HTTP file system does. Any other protocol is read by ``cat_file``.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 
 from legroom.errors import UnsupportedData
 from legroom.messages import say
-from legroom.remote.http_ranges import Connections, NotDirect, Sink
-from legroom.remote.object_stamp import ObjectStamp
+from legroom.remote.http_connections import Connections, NotDirect, Sink
 from legroom.remote.object_url import HTTP, S3, ObjectUrl
+from legroom.remote.object_version import ObjectStamp
 from legroom.remote.remote_errors import object_changed, timeout
 from legroom.system.imports import import_lock, require
 

@@ -21,8 +21,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from legroom.remote.object_stamp import ObjectStamp
 from legroom.remote.object_url import ObjectUrl
+from legroom.remote.object_version import ObjectStamp
 from legroom.remote.remote_errors import object_changed, timeout
 from legroom.system.imports import import_lock
 

@@ -10,18 +10,18 @@ import pytest
 
 _PROGRAM = """
 import os, resource, sys, threading, zlib
-from legroom.formats import inflate
+from legroom.formats import decompress_deflate
 
 if sys.argv[1] == "without":
-    inflate._keep_freed_memory = lambda: None
+    decompress_deflate._keep_freed_memory = lambda: None
 packed = zlib.compress(os.urandom(200_000), 1)
 
 def work():
     for _ in range(100):
-        group = [inflate.inflate(packed, 200_000) for _ in range(5)]
+        group = [decompress_deflate.inflate(packed, 200_000) for _ in range(5)]
         del group
 
-inflate.inflate(zlib.compress(b"x"), 1)
+decompress_deflate.inflate(zlib.compress(b"x"), 1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 thread = threading.Thread(target=work)
 thread.start()

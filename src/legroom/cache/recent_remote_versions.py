@@ -11,10 +11,10 @@ import time
 import zlib
 from contextlib import suppress
 
-from legroom.cache.source_digests import replace_record
+from legroom.cache.remembered_digests import replace_record
 from legroom.cache.store_directories import existing_stores, read_small_file, store_lock
-from legroom.remote.object_stamp import ObjectStamp, stamp_from_json
 from legroom.remote.object_url import ObjectUrl
+from legroom.remote.object_version import ObjectStamp, stamp_from_json
 from legroom.system.imports import import_lock
 
 _FORMAT = 1

@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from legroom.cache import capacity, locks, source_digests
-from legroom.cache.attach import Attached, attach, entry_record
-from legroom.cache.build import elect, publish_entry, this_builder
+from legroom.cache import capacity, locks, remembered_digests
 from legroom.cache.choose_store import in_first_store
-from legroom.cache.find_or_build import discard_unusable
+from legroom.cache.elect_builder_and_publish import elect, publish_entry, this_builder
+from legroom.cache.find_or_build_entry import discard_unusable
 from legroom.cache.frozen_encoding import ENCODING, Encoder
-from legroom.cache.frozen_objects import ARRAYS, FrozenContents, FrozenMapping, FrozenSequence
+from legroom.cache.frozen_sequence_and_mapping import ARRAYS, FrozenContents, FrozenMapping, FrozenSequence
 from legroom.cache.frozen_writer import TYPES, FileOutputs, MemoryOutputs, Outputs, is_large, write_object
+from legroom.cache.lease_and_map_entry import Attached, attach, entry_record
 from legroom.cache.locks import Lock
 from legroom.cache.manifest import FROZEN, Damaged, Manifest, Options, OtherFormat, key_of
 from legroom.cache.staging_directory import StagingDirectory
@@ -134,7 +134,7 @@ class _Freezing:
 
 def _found_or_built(work: _Freezing, stores: Stores) -> Attached:
     size = len(work.obj)
-    if any(source_digests.may_hold(store, _HASH, size, work.sample) for store in stores.found):
+    if any(remembered_digests.may_hold(store, _HASH, size, work.sample) for store in stores.found):
         found = _find(stores, work.key())
         if found is not None:
             return found
@@ -146,7 +146,7 @@ def _found_or_built(work: _Freezing, stores: Stores) -> Attached:
             found = _find(stores, work.key())
             if found is not None:
                 return found
-        elif any(source_digests.may_hold(store, _HASH, size, work.sample) for store in stores.found):
+        elif any(remembered_digests.may_hold(store, _HASH, size, work.sample) for store in stores.found):
             found = _find(stores, work.key())  # published between the first look and the lock
             if found is not None:
                 return found
@@ -221,7 +221,7 @@ def _build_in(store: Store, work: _Freezing) -> Attached:
 
         def record(key: str) -> None:
             try:
-                source_digests.note_sample(store, _HASH, len(work.obj), work.sample, key)
+                remembered_digests.note_sample(store, _HASH, len(work.obj), work.sample, key)
             except OSError as problem:  # the next process finds the entry when it publishes its own
                 log.warning("%s", say("{root}: {problem}", root=store.root, problem=problem.strerror or problem))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from legroom.cache.file_io import read_at, write_back
+from legroom.cache.mmap_and_crc32 import read_at, write_back
 from legroom.errors import (
     MissingPackage,
     NoSuchObject,
@@ -31,8 +31,8 @@ from legroom.errors import (
 from legroom.formats.base_reader import BaseReader, Description, Lookup
 from legroom.formats.data_file import arriving_bytes, require_regular, unreadable, wait_for_some
 from legroom.messages import say
-from legroom.remote.object_stamp import ObjectStamp
 from legroom.remote.object_url import BOUND, ObjectUrl, SourcePath
+from legroom.remote.object_version import ObjectStamp
 from legroom.system.imports import import_lock, lazy_import
 from legroom.system.process_control import usable_cpus
 from legroom.system.thread_limits import room_for_threads
@@ -153,7 +153,7 @@ def stamp_source(paths: Sequence[SourcePath], *, ask: bool = False) -> Source:
     folders: list[StampedFile] = []
     for path, name in zip(paths, shard_names(paths), strict=True):
         if isinstance(path, ObjectUrl):
-            stamp = lazy_import("legroom.cache.remote_versions").version_of(path, ask=ask)
+            stamp = lazy_import("legroom.cache.recent_remote_versions").version_of(path, ask=ask)
             files.append(StampedFile(name or path.name, path, stamp))
         elif _is_folder(path):
             _walk(path, name, files, folders)

@@ -21,8 +21,8 @@ from pathlib import Path
 from legroom.cache import capacity, eviction, locks
 from legroom.cache.build_plan import SourceLayout
 from legroom.cache.download import Download, first_problem
-from legroom.cache.identity import Source, StampedFile
 from legroom.cache.locks import Lock
+from legroom.cache.source_identity import Source, StampedFile
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import BUILDING, DOWNLOAD, LOCK, WORK, Store, Stores, open_stores, step, store_lock
 from legroom.errors import (
@@ -38,8 +38,8 @@ from legroom.errors import (
 )
 from legroom.formats.data_file import arriving
 from legroom.messages import say
-from legroom.remote.object_stamp import ObjectStamp
 from legroom.remote.object_url import ObjectUrl
+from legroom.remote.object_version import ObjectStamp
 
 _POLL = 0.05
 _USELESS = (DamagedSource, SourceChanged, TransferDamaged, UnknownFormat, UnsupportedData)

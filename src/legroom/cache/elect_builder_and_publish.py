@@ -1,6 +1,6 @@
 """Build an entry: one process reads the source, the others wait for it.
 
-Election and publishing are here. write_entry.py writes the files.
+Election and publishing are here. write_entry_files.py writes the files.
 
 Lock order, the same everywhere: the source's lock in the election store, the source's lock in the store that gets the
 data, the entry's lease, the store's lock. The last is held briefly, and its holder never waits for another lock.
@@ -20,11 +20,10 @@ from functools import partial
 from logging import DEBUG, WARNING
 from pathlib import Path
 
-from legroom.cache import capacity, download_area, identity, locks, manifest, source_digests
-from legroom.cache.attach import Attached, EntryLease, attach, lease, map_entry
+from legroom.cache import capacity, downloads_in_store, locks, manifest, remembered_digests, source_identity
 from legroom.cache.build_plan import SourceLayout, plan_files
 from legroom.cache.choose_store import in_first_store, stores_wanted
-from legroom.cache.find_or_build import (
+from legroom.cache.find_or_build_entry import (
     OpenRequest,
     discard_unusable,
     entry_options,
@@ -32,9 +31,10 @@ from legroom.cache.find_or_build import (
     find_entry,
     remember_versions,
 )
-from legroom.cache.identity import Source
+from legroom.cache.lease_and_map_entry import Attached, EntryLease, attach, lease, map_entry
 from legroom.cache.locks import Lock
 from legroom.cache.manifest import FORMAT, Damaged, Manifest, Options, OtherFormat, to_json
+from legroom.cache.source_identity import Source
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import (
     BUILDING,
@@ -46,7 +46,14 @@ from legroom.cache.store_directories import (
     read_small_file,
     step,
 )
-from legroom.cache.write_entry import BuildJob, BuildRequest, Progress, WrittenFiles, storage_need, write_entry_files
+from legroom.cache.write_entry_files import (
+    BuildJob,
+    BuildRequest,
+    Progress,
+    WrittenFiles,
+    storage_need,
+    write_entry_files,
+)
 from legroom.errors import (
     EntryDamaged,
     NotLoaded,
@@ -60,8 +67,8 @@ from legroom.errors import (
 from legroom.formats.detect import open_source
 from legroom.messages import say
 from legroom.records import Finding
-from legroom.remote.object_stamp import ObjectStamp
 from legroom.remote.object_url import ObjectUrl, SourcePath
+from legroom.remote.object_version import ObjectStamp
 from legroom.version import VERSION
 
 # A lock file cannot be created: no inode or block left, or the store has become read-only.
@@ -73,7 +80,7 @@ def build(request: OpenRequest, *, wait: bool = True, progress: Progress | None 
     """Attach the source's entry, and build it if no process has. At most one process reads the source at a time."""
     doubts: dict[str, str] = {}  # by path, the digest of a download that was not as expected
     for last in (False, True):
-        source = identity.with_doubts(identity.stamp_source(request.paths, ask=last), doubts)
+        source = source_identity.with_doubts(source_identity.stamp_source(request.paths, ask=last), doubts)
         asked = BuildRequest(request, source, time.time_ns(), wait, progress)
         try:
             with _refuse_nested_open(asked), open_stores(make=True) as stores:
@@ -89,7 +96,7 @@ def build(request: OpenRequest, *, wait: bool = True, progress: Progress | None 
             if last or isinstance(problem, RemoteError):  # requests were repeated already
                 raise
             # Apparent damage may be a mix of two versions of the file.
-            if not isinstance(problem, SourceChanged) and identity.is_unchanged(asked.source):
+            if not isinstance(problem, SourceChanged) and source_identity.is_unchanged(asked.source):
                 raise
             problem.with_traceback(None)
         except FileNotFoundError as problem:
@@ -168,7 +175,7 @@ def _build(asked: BuildRequest, stores: Stores) -> Attached:
         source, fetched = asked.source, None
         if source.is_remote:
             fetched = stack.enter_context(
-                download_area.fetched(
+                downloads_in_store.fetched(
                     source,
                     stores,
                     whole=not partly,
@@ -184,14 +191,16 @@ def _build(asked: BuildRequest, stores: Stores) -> Attached:
         descriptions = [reader.describe() for reader in readers]
         planned = plan_files(descriptions)
         layout = SourceLayout(readers, planned.arrays)
-        job = BuildJob(asked, identity.with_referenced_files(source, descriptions), readers, planned, memory, layout)
-        identity.require_stamped(job.source, readers)
-        identity.flush_source(job.source)
+        job = BuildJob(
+            asked, source_identity.with_referenced_files(source, descriptions), readers, planned, memory, layout
+        )
+        source_identity.require_stamped(job.source, readers)
+        source_identity.flush_source(job.source)
         if fetched is not None:
             job.fetched, job.partly = fetched, partly
             fetched.want(layout)
         else:
-            job.sample = identity.sample_source(job.source)
+            job.sample = source_identity.sample_source(job.source)
         found = _find_same_content(job, stores)
         if found is not None:
             return found
@@ -226,7 +235,7 @@ def _find_stated_content(asked: BuildRequest, stores: Stores) -> Attached | None
             continue
         if found.manifest.source_bytes == files[0].size:
             with suppress(OSError):
-                source_digests.write_record(store, asked.source, {"md5": digest}, time.time_ns())
+                remembered_digests.write_record(store, asked.source, {"md5": digest}, time.time_ns())
             return found
         found.lease.release() if found.lease is not None else None
     return None
@@ -258,7 +267,7 @@ def _find_same_content(job: BuildJob, stores: Stores) -> Attached | None:
     """Find the entry of a file with the same bytes and another name: hash before copying anything."""
     asked, remote = job.asked, job.asked.source.is_remote
     for store in stores.found:
-        record = source_digests.read_record(store, asked.source)
+        record = remembered_digests.read_record(store, asked.source)
         # Other keys may refer to other files, and have another digest.
         same = record is not None and set(record.lookups) == set(job.source.lookups)
         if record is not None and same and record.is_trusted(asked.when_ns):
@@ -268,19 +277,19 @@ def _find_same_content(job: BuildJob, stores: Stores) -> Attached | None:
             job.hashed_ns = record.hashed_ns
     if job.partly:
         job.hashed_ns = time.time_ns()
-        job.digests["version"] = identity.version_digest(asked.source)
+        job.digests["version"] = source_identity.version_digest(asked.source)
     if job.algorithm in job.digests or remote or not _may_exist(job, stores):
         return None
     step("hash")
     job.hashed_ns = time.time_ns()
-    job.digests = {asked.request.hash: identity.digest_source(job.source, asked.request.hash)}
+    job.digests = {asked.request.hash: source_identity.digest_source(job.source, asked.request.hash)}
     for store in stores.found:
         if not asked.request.wants(store):
             continue
         found = find_by_digest(asked.request, asked.source, store, job.digests[asked.request.hash], asked.request.hash)
         if found is not None:
-            if not identity.is_unchanged(job.source):
-                raise identity.source_changed_error(asked.source.paths[0])
+            if not source_identity.is_unchanged(job.source):
+                raise source_identity.source_changed_error(asked.source.paths[0])
             _record(job, store, found.manifest.key)
             return found
     return None
@@ -289,17 +298,17 @@ def _find_same_content(job: BuildJob, stores: Stores) -> Attached | None:
 def _may_exist(job: BuildJob, stores: Stores) -> bool:
     """Whether an entry exists that was built from a source of the same size with the same sample."""
     wanted = job.asked.request.hash, job.source.size, job.sample
-    return any(source_digests.may_hold(store, *wanted) for store in stores.found)
+    return any(remembered_digests.may_hold(store, *wanted) for store in stores.found)
 
 
 def _publish(job: BuildJob, work: StagingDirectory, written: WrittenFiles) -> Attached:
     if not job.sample and not job.partly:
-        job.sample = identity.sample_source(job.source)
+        job.sample = source_identity.sample_source(job.source)
 
     def check() -> None:
-        identity.require_stamped(job.source, job.readers)
-        if not job.source.is_bound and not identity.is_unchanged(job.source):
-            raise identity.source_changed_error(job.source.paths[0])
+        source_identity.require_stamped(job.source, job.readers)
+        if not job.source.is_bound and not source_identity.is_unchanged(job.source):
+            raise source_identity.source_changed_error(job.source.paths[0])
 
     return publish_entry(
         work,
@@ -370,8 +379,8 @@ def _record(job: BuildJob, store: Store, key: str) -> None:
     step("record")
     try:
         if job.sample:
-            source_digests.note_sample(store, job.algorithm, job.source.size, job.sample, key)
-        source_digests.write_record(store, job.source, job.digests, job.hashed_ns)
+            remembered_digests.note_sample(store, job.algorithm, job.source.size, job.sample, key)
+        remembered_digests.write_record(store, job.source, job.digests, job.hashed_ns)
     except OSError as problem:
         log.warning(
             "%s",
@@ -473,7 +482,7 @@ def _report_other(store: Store, name: str, progress: Progress) -> None:
 
 
 def announce_builder(
-    asked: BuildRequest, elected_in: Store, work: StagingDirectory | download_area.Reservation
+    asked: BuildRequest, elected_in: Store, work: StagingDirectory | downloads_in_store.Reservation
 ) -> None:
     """Write into the election's lock file which staging directory reports the progress."""
     fd = os.open(f"src-{asked.source.name}.lock", os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=elected_in.locks)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from legroom.cache.freeze import freeze
-from legroom.cache.frozen_objects import FrozenMapping, FrozenSequence
+from legroom.cache.freeze_list_or_dict import freeze
+from legroom.cache.frozen_sequence_and_mapping import FrozenMapping, FrozenSequence
 from legroom.errors import UnsupportedData, UsageError
 from legroom.messages import say
 from legroom.probe.copy_on_write import PAGE, CopiedMemory, share_of
