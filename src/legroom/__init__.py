@@ -36,7 +36,7 @@ from legroom.version import VERSION
 if "threading" in sys.modules:
     # A child forked while another thread imports cannot import the same: see there. Not imported otherwise, because it
     # takes 10 ms of `legroom --help`.
-    from legroom.system import imports as _imports  # noqa: F401
+    from legroom.system import lazy_and_optional_imports as _imports  # noqa: F401
 
 # Type checkers treat this name as true; importing typing would take ten times as long as the rest here.
 TYPE_CHECKING = False
@@ -54,10 +54,10 @@ if TYPE_CHECKING:
     from legroom.loader.stream.stream_dataset import stream
     from legroom.loader.tune.tuning import tune
     from legroom.monitor.watch_in_script import watch
-    from legroom.probe.available import available
+    from legroom.probe.available_memory import available
     from legroom.probe.snapshot import snapshot
     from legroom.records import Machine
-    from legroom.system.training_steps import step
+    from legroom.system.step_callbacks import step
 
 __version__ = VERSION
 
@@ -88,7 +88,7 @@ _HOMES = {
     "collate": "legroom.loader.dataloader.collate",
     "check": "legroom.loader.fit_check",
     "plan": "legroom.loader.planning",
-    "available": "legroom.probe.available",
+    "available": "legroom.probe.available_memory",
     "freeze": "legroom.cache.freeze_list_or_dict",
     "freeze_dataset": "legroom.cache.freeze_dataset_attributes",
     "Machine": "legroom.records",
@@ -97,7 +97,7 @@ _HOMES = {
     "leak": "legroom.leak",
     "open": "legroom.loader.batches.open_data",
     "snapshot": "legroom.probe.snapshot",
-    "step": "legroom.system.training_steps",
+    "step": "legroom.system.step_callbacks",
     "stream": "legroom.loader.stream.stream_dataset",
     "tune": "legroom.loader.tune.tuning",
     "watch": "legroom.monitor.watch_in_script",
@@ -109,7 +109,7 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'legroom' has no attribute {name!r}")
-    from legroom.system.imports import lazy_import
+    from legroom.system.lazy_and_optional_imports import lazy_import
 
     module = lazy_import(home)
     # A package is itself the public name; anything else is an attribute of its module.

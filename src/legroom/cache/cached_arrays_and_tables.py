@@ -22,7 +22,7 @@ from legroom.errors import UnsupportedData, UsageError
 from legroom.formats.base_reader import Extent, Selection, missing_key
 from legroom.messages import joined, listed, phrase, say
 from legroom.records import Entry, Finding
-from legroom.system.imports import import_lock, require
+from legroom.system.lazy_and_optional_imports import import_lock, require
 
 if TYPE_CHECKING:
     import torch

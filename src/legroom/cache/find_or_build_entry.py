@@ -45,7 +45,7 @@ from legroom.formats.base_reader import Extent, Selection, column_names
 from legroom.formats.data_file import absolute
 from legroom.messages import joined, listed, say
 from legroom.remote.object_url import ObjectUrl, SourcePath, is_url, local_path, object_url
-from legroom.system.imports import import_lock, lazy_import
+from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
 from legroom.system.process_control import legroom_disabled
 from legroom.units import format_size
 

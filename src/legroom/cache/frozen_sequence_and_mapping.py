@@ -15,7 +15,7 @@ import numpy as np
 
 from legroom.cache.frozen_encoding import decoder, key_bytes
 from legroom.records import Entry
-from legroom.system.imports import lazy_import
+from legroom.system.lazy_and_optional_imports import lazy_import
 from legroom.units import format_size
 
 LIST, TUPLE, DICT = range(3)

@@ -27,7 +27,7 @@ from legroom.cache.stale_entries import Paths, SourceMatcher, current_source, re
 from legroom.cache.store_directories import Store, is_locked, is_resource_shortage, open_stores, store_lock
 from legroom.errors import LegroomError, NoSuchObject, NotLoaded, RemoteError, SourceError, UnreadableSource, UsageError
 from legroom.messages import joined, listed, say, shown
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import process_at
 from legroom.records import Entry, EntryUser, Finding, StoreRoom, Verification
 from legroom.remote.object_url import ObjectUrl, SourcePath, is_url, without_credentials

@@ -34,7 +34,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.process_control import MAP_FAILED, last_error, libc, usable_cpus
 from legroom.system.thread_limits import room_for_threads, start_thread_at_once
 

@@ -27,7 +27,7 @@ from legroom.formats.fill_arrays import bytes_of
 from legroom.messages import say
 from legroom.records import Entry
 from legroom.remote.object_url import ObjectUrl, SourcePath
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 
 NDArray = np.ndarray[Any, Any]
 _PAGE = 4096

@@ -15,7 +15,7 @@ from legroom.cache.remembered_digests import replace_record
 from legroom.cache.store_directories import existing_stores, read_small_file, store_lock
 from legroom.remote.object_url import ObjectUrl
 from legroom.remote.object_version import ObjectStamp, stamp_from_json
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 
 _FORMAT = 1
 _MOST = 1 << 16

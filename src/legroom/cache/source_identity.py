@@ -33,7 +33,7 @@ from legroom.formats.data_file import arriving_bytes, require_regular, unreadabl
 from legroom.messages import say
 from legroom.remote.object_url import BOUND, ObjectUrl, SourcePath
 from legroom.remote.object_version import ObjectStamp
-from legroom.system.imports import import_lock, lazy_import
+from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
 from legroom.system.process_control import usable_cpus
 from legroom.system.thread_limits import room_for_threads
 

@@ -47,7 +47,7 @@ from legroom.cache.store_directories import (
 )
 from legroom.errors import NoRoom
 from legroom.formats.decoding_memory import Allowed
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.system.process_control import libc
 
 _CREDIT = 16 << 20

@@ -86,7 +86,7 @@ def command(
         return _check_share(dataset, collate, batch, timeout, as_json)
     from legroom.cli import main
     from legroom.loader.fit_check import check
-    from legroom.probe.host import Host
+    from legroom.probe.host_files_and_syscalls import Host
 
     if dataset is None and training["data"] is None and training["sample_bytes"] is None:
         raise UsageError(

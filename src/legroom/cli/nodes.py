@@ -43,8 +43,8 @@ def doctor(address: str, nodes: tuple[str, ...], as_json: bool) -> int:
 
     Exits 1 if a finding is critical or a node failed.
     """
-    from legroom.integrations.ray_nodes import connect, worst
-    from legroom.integrations.ray_nodes import doctor as ask
+    from legroom.integrations.ray_cluster import connect, worst
+    from legroom.integrations.ray_cluster import doctor as ask
 
     with connect(address):
         found = ask(nodes or None)
@@ -82,8 +82,8 @@ def warm(
     An object in remote storage is read only once in all: each node reads a part, and the nodes exchange the parts.
     Exits 1 if a node failed.
     """
-    from legroom.integrations.ray_nodes import connect
-    from legroom.integrations.ray_nodes import warm as load
+    from legroom.integrations.ray_cluster import connect
+    from legroom.integrations.ray_cluster import warm as load
 
     names = [name.strip() for name in keys.split(",") if name.strip()] if keys else None
     with connect(address), _bars() as told:
@@ -102,7 +102,7 @@ def warm(
 @_json
 def list_(what: str | None, address: str, nodes: tuple[str, ...], as_json: bool) -> int:
     """List the cache entries of every node."""
-    from legroom.integrations.ray_nodes import connect, entries
+    from legroom.integrations.ray_cluster import connect, entries
 
     with connect(address):
         found = entries(what, nodes or None)
@@ -125,8 +125,8 @@ def drop(what: str | None, everything: bool, force: bool, address: str, nodes: t
 
     Exits 1 if an entry is in use or a node failed.
     """
-    from legroom.integrations.ray_nodes import connect
-    from legroom.integrations.ray_nodes import drop as remove
+    from legroom.integrations.ray_cluster import connect
+    from legroom.integrations.ray_cluster import drop as remove
 
     if (what is None) == (not everything):
         raise click.UsageError(say("pass a file, a key or --all"))

@@ -144,10 +144,10 @@ def command(
 def _sampler(pid: int | None, match: str | None, interval: float, root: str, *, wait: bool) -> Sampler:
     from legroom.cache.list_gpu_copies import gpu_copies
     from legroom.loader.dataloader.sharing.group_folder import group_rows
-    from legroom.monitor.annotations import AnnotationReader
     from legroom.monitor.process_selection import matching_processes, process_tree, user_processes
     from legroom.monitor.sampler import Sampler, cache_entries
-    from legroom.probe.host import Host
+    from legroom.monitor.script_marks_and_steps import AnnotationReader
+    from legroom.probe.host_files_and_syscalls import Host
     from legroom.probe.process_and_limits import ProcessTable
 
     host = Host.at(root)

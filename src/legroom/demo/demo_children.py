@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from legroom.demo.demo_scripts import MESSAGES
 from legroom.errors import DemoFailed
 from legroom.messages import say
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import memory, ram_pool
 from legroom.probe.shm import shm_space
 from legroom.records import Pool

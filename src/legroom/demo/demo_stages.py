@@ -21,13 +21,13 @@ from legroom.demo.demo_scripts import BATCH, CHECKPOINTS, MAY_END, ROW_BYTES, WO
 from legroom.demo.demo_setup import WorkDirectory, demo_size, h5py_seconds, make_dataset, rows_that_overflow
 from legroom.errors import DemoFailed
 from legroom.messages import say
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import memory, ram_pool
 from legroom.probe.process_and_limits import cpu
 from legroom.probe.shm import shm_space
-from legroom.rescue.checkpoints import newest_complete
 from legroom.rescue.leftover_shm import remove_leftover_shm, shm_names
-from legroom.system.imports import package_version
+from legroom.rescue.newest_checkpoint import newest_complete
+from legroom.system.lazy_and_optional_imports import package_version
 from legroom.units import format_duration, format_size, size_or_unknown
 
 Result = dict[str, Any]

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import numpy as np
 
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 
 _HEAP = 4 << 20
 MOST_EXPANSION = 1032  # deflate codes at most 258 bytes in two bits

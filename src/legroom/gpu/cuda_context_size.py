@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from legroom.gpu.cuda_device import CudaDevice
+from legroom.gpu.torch_cuda_device import CudaDevice
 from legroom.messages import say
 from legroom.records.gpu_usage import Overhead
 from legroom.records.machine import Gpu

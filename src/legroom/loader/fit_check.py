@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from legroom.advice.copied_memory import copied_attributes, finding_of_dataset
+from legroom.advice.findings_copy_on_write import copied_attributes, finding_of_dataset
 from legroom.advice.fit_on_machine import fit, fits, judged, largest_batch, largest_settings
 from legroom.advice.job_description import Batch, Demand, batch_of, data_rows
 from legroom.advice.memory_need import (
@@ -34,11 +34,11 @@ from legroom.loader.process_memory import bare_process, idle_worker, private_byt
 from legroom.loader.process_memory import start_method as default_start_method
 from legroom.messages import say
 from legroom.probe.filesystems_and_cgroups import disk_at
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.snapshot import snapshot
 from legroom.records import Finding, LoaderTrial, Machine, Measured, Need, Plan, Pool, Term
 from legroom.system.argument_checks import check_integer
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.process_control import malloc_trim
 from legroom.units import format_size, parse_size
 

@@ -12,8 +12,8 @@ from legroom.advice.job_description import Batch, DataRows, Demand, batch_of, da
 from legroom.advice.plan_jobs import plan_for
 from legroom.errors import NoSuchProcess, UsageError
 from legroom.messages import counted, joined, listed, phrase, say
-from legroom.probe.host import Host
-from legroom.probe.running_job import job, jobs
+from legroom.probe.find_running_jobs import job, jobs
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.shm_segments import Segments, files_below
 from legroom.probe.snapshot import snapshot
 from legroom.records import Job, Machine, Plan, Workload

@@ -16,10 +16,10 @@ from functools import cache
 from typing import Any
 
 from legroom.advice.memory_need import SPARE
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import free_memory
 from legroom.probe.shm import shm_space
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 
 _NOT_PRIVATE = ("/dev/shm/", "/memfd:", "/SYSV", "/dev/zero")
 _POLL_S = 0.02

@@ -18,7 +18,7 @@ from legroom.remote.http_connections import Connections, NotDirect, Sink
 from legroom.remote.object_url import HTTP, S3, ObjectUrl
 from legroom.remote.object_version import ObjectStamp
 from legroom.remote.remote_errors import object_changed, timeout
-from legroom.system.imports import import_lock, require
+from legroom.system.lazy_and_optional_imports import import_lock, require
 
 _BLOCK = 256 << 10
 _SLOWEST = 100_000  # bytes a second: a call without progress in between is given this long

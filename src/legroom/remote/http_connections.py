@@ -24,7 +24,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from legroom.remote.object_url import ObjectUrl
 from legroom.remote.object_version import ObjectStamp
 from legroom.remote.remote_errors import object_changed, timeout
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 
 if TYPE_CHECKING:
     import ssl  # imported at the first request: this module is also imported where only local files are opened

@@ -20,12 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from legroom.messages import say
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.shm_segments import SHM, Segments
 from legroom.records import LoaderSettings, Machine
 from legroom.records.failure import Attempt, Evidence, Level, LogFacts, Verdict
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup
-from legroom.rescue.evidence import EvidenceCollector
+from legroom.rescue.collect_evidence import EvidenceCollector
 from legroom.rescue.job_command_line import SETTINGS, NamedFlag, command_settings
 from legroom.rescue.job_process import JobOutput, JobProcess, in_foreground
 from legroom.rescue.job_sampling import GpuLevels, JobAlarms, JobSampler

@@ -224,7 +224,7 @@ def loader_replaceable(environment: Mapping[str, str]) -> bool:
 
 def with_gpu_limit(environment: Mapping[str, str], amount: str) -> dict[str, str]:
     """The environment in which GPU memory is limited once CUDA starts; raises BadLimit for an invalid amount."""
-    from legroom.gpu.memory_limit import with_limit  # slow to import, and rarely needed
+    from legroom.gpu.set_memory_limit import with_limit  # slow to import, and rarely needed
 
     return with_limit(_with_sitecustomize(environment), amount)
 

@@ -22,7 +22,7 @@ from functools import partial
 
 from legroom.errors import CommandNotFound, CommandNotRunnable
 from legroom.messages import say
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup
 from legroom.rescue.log_reader import LogTail
 from legroom.system.process_control import ExitStatus

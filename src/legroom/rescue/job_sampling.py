@@ -22,7 +22,7 @@ from legroom.messages import say
 from legroom.monitor.alarms import AlarmTracker
 from legroom.probe.copy_on_write import WorkerCopies
 from legroom.probe.filesystems_and_cgroups import Version
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import SwapCounters, level_at, memory, parse_pressure, pressure, read_swap_counters
 from legroom.probe.process_and_limits import process_at
 from legroom.records import Alarm, CgroupLevel, MemoryEvents, Pool, ProcessRow, Sample

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Collection
 
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.shm import shm
 
 _REMOVABLE = ("torch", "python")  # kinds of files

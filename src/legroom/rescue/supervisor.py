@@ -18,12 +18,11 @@ from functools import reduce
 
 from legroom.loader.tune.remembered_settings import forget, pool_sizes, recall_on, remember
 from legroom.messages import counted, listed, phrase, say, step_label
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.records import LoaderSettings, Machine
 from legroom.records.failure import Attempt, SupervisedRun, Verdict, headline
 from legroom.records.loader_settings import VARIABLE, from_environment, to_environment
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, make_job_cgroup
-from legroom.rescue.checkpoints import Stamp, newest_complete, stamps
 from legroom.rescue.job_attempt import RunningAttempt, RunOptions
 from legroom.rescue.job_command_line import (
     SETTINGS,
@@ -38,6 +37,7 @@ from legroom.rescue.job_command_line import (
 )
 from legroom.rescue.job_process import find_command
 from legroom.rescue.leftover_shm import remove_leftover_shm, shm_names
+from legroom.rescue.newest_checkpoint import Stamp, newest_complete, stamps
 from legroom.rescue.retry_policy import RetryStep, next_step, settings_without, step_without
 from legroom.rescue.verdict_from_exit import process_name
 from legroom.units import format_duration, format_size

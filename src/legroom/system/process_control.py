@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from legroom.messages import say
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 
 _PR_SET_PDEATHSIG = 1
 MAP_FAILED = 2 * sys.maxsize + 1  # (void *) -1

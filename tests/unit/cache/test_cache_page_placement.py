@@ -22,7 +22,7 @@ import legroom
 from legroom.cache import mmap_and_crc32, staging_directory
 from legroom.cache.mmap_and_crc32 import HUGE_PAGE, MappedFile
 from legroom.cache.staging_directory import HugePages
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.system.process_control import libc
 
 MB = 1 << 20

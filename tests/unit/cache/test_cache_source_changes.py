@@ -528,7 +528,7 @@ def on_a_disk(tmp_path: Path) -> Iterator[Path]:
 
 def _kind(folder: Path) -> str | None:
     from legroom.probe.filesystems_and_cgroups import filesystem_of
-    from legroom.probe.host import Host
+    from legroom.probe.host_files_and_syscalls import Host
 
     mount = filesystem_of(Host(), str(folder))
     return None if mount is None else mount.kind

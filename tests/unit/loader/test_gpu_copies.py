@@ -18,7 +18,7 @@ from legroom.cli import doctor
 from legroom.cli.cache import command as cache_command
 from legroom.loader import model_weights
 from legroom.loader.shared_gpu_memory import FOLDER, share
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.snapshot import snapshot
 from legroom.records import GpuCopyRow
 

@@ -85,7 +85,7 @@ def test_check_shows_the_figure_and_where_it_was_measured(
 def test_another_machine_is_not_measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
     from rigs import TREES
 
-    from legroom.probe.host import Host
+    from legroom.probe.host_files_and_syscalls import Host
 
     monkeypatch.setattr(fit_check, "with_bare_processes", lambda *_: pytest.fail("measured"))
     plan = fit_check.check(batch_size=4, num_workers=2, sample_bytes=1, host=Host.at(TREES / "docker-v2"))

@@ -32,7 +32,7 @@ from legroom.loader.rank_sampler import UNEVEN, Uneven
 from legroom.messages import joined, listed, phrase, say
 from legroom.records import Entry
 from legroom.system.argument_checks import check_choice, check_integer
-from legroom.system.imports import import_lock, require
+from legroom.system.lazy_and_optional_imports import import_lock, require
 
 if TYPE_CHECKING:
     from legroom.cache.cached_arrays_and_tables import CachedData

@@ -15,7 +15,7 @@ import numpy as np
 from legroom.errors import UsageError
 from legroom.gpu.cuda_driver_api import CudaRefused, DriverApi
 from legroom.messages import phrase, say
-from legroom.system.imports import import_lock, require
+from legroom.system.lazy_and_optional_imports import import_lock, require
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from legroom.cache.cached_arrays_and_tables import CachedData
 from legroom.cache.find_or_build_entry import OpenRequest, Where, open_as, source_paths
 from legroom.formats.base_reader import Selection
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 
 if TYPE_CHECKING:
     from legroom.loader.batches.batch_iterator import Batches

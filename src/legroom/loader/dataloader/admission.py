@@ -42,9 +42,9 @@ from legroom.loader.process_memory import (
     private_bytes,
 )  # fmt: skip
 from legroom.messages import counted, phrase, say
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.runtime_environment import environment
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.process_control import libc, malloc_trim
 from legroom.units import format_size
 

@@ -35,7 +35,7 @@ from legroom.loader.dataloader.worker_errors import WorkerGroup, explain_sigchld
 from legroom.loader.dataloader.worker_process import EndWithProgram
 from legroom.loader.process_memory import start_method
 from legroom.messages import say
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader as DataLoader

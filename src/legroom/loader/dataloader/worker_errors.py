@@ -18,7 +18,7 @@ from typing import Any
 from legroom.advice.remedies import raise_ram_limit
 from legroom.errors import BatchLost, WorkerDied
 from legroom.messages import say
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import memory, ram_pool
 from legroom.probe.runtime_environment import environment
 from legroom.records import Memory

@@ -23,7 +23,7 @@ from legroom.loader.measure.import_dataset import is_iterable, length
 from legroom.loader.process_memory import free_bytes, private_bytes, start_method
 from legroom.messages import say
 from legroom.records import CompleteLoaderSettings, LoaderKind, Transport
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.process_control import ExitStatus
 
 _LIMIT_S = 60.0  # until a run in a child counts as failed

@@ -17,7 +17,7 @@ from legroom.loader.process_memory import free_bytes, idle_worker, private_bytes
 from legroom.messages import phrase, say
 from legroom.records import LoaderKind, Measured
 from legroom.system.argument_checks import check_integer
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 FIX = phrase("first make dataset[0] and one collated batch work by themselves")
 _ENOUGH = 256 << 20  # bytes of a collated batch: larger ones are extrapolated

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from legroom.loader.measure import memory_guard
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import memory
 
 _TAIL_BYTES, _TAIL_LINES = 16384, 6

@@ -24,7 +24,7 @@ from legroom.loader.measure.guarded_child import (
 from legroom.loader.measure.memory_guard import RESERVE
 from legroom.messages import say
 from legroom.records import CopiedAttribute, LoaderTrial, Measured
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.process_control import ExitStatus
 from legroom.units import format_duration
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from legroom.errors import MissingKey, UsageError
 from legroom.messages import listed, phrase, say
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 _SHOWN = 10  # names of a module that are listed if the requested one is missing
 

@@ -259,7 +259,7 @@ class _Copies:
 
     def __init__(self, dataset: Any, workers: int, batch_size: int) -> None:
         from legroom.probe.copy_on_write import CopyReader
-        from legroom.probe.host import Host
+        from legroom.probe.host_files_and_syscalls import Host
 
         self._dataset, self._number, self._batch_size = dataset, workers, batch_size
         self._reader = CopyReader(Host(), os.getpid(), compare=True, pages=_COMPARED, since_fork=True)
@@ -367,7 +367,7 @@ class _ShmUse:
         self._before = self._used()
         self._earlier: set[int] = set()
         if self._before:
-            from legroom.probe.host import Host
+            from legroom.probe.host_files_and_syscalls import Host
             from legroom.probe.shm_segments import files_below
 
             self._earlier = {file.inode for file in files_below(Host(), "/dev/shm").files} | self._files().keys()
@@ -389,7 +389,7 @@ class _ShmUse:
 
     def _files(self) -> dict[int, int]:
         """By inode, the sizes of the files that this process and its workers have open or mapped."""
-        from legroom.probe.host import Host
+        from legroom.probe.host_files_and_syscalls import Host
         from legroom.probe.shm_segments import Segments
 
         segments, inodes = Segments.of(Host()), set[int]()

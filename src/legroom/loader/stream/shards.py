@@ -20,7 +20,7 @@ from legroom.loader.stream.parquet_row_groups import ParquetSource
 from legroom.loader.stream.shuffle import RowChunk, StreamPosition
 from legroom.loader.stream.stream_files import Catalog, RowGroup
 from legroom.loader.stream.stream_memory import DecodeSteps, MemoryDivision
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 
 
 @dataclass(frozen=True, slots=True)

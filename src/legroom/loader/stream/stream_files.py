@@ -29,7 +29,7 @@ from legroom.remote.object_store import RemoteObject
 from legroom.remote.object_url import ObjectUrl, SourcePath, is_url, local_path
 from legroom.remote.object_version import ObjectStamp
 from legroom.remote.remote_errors import object_changed
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 FileKind = Literal["parquet", "arrow", "arrow-stream"]
 

@@ -34,7 +34,7 @@ from legroom.loader.dataloader.sharing.seeding import Position
 from legroom.loader.dataloader.sharing.start_producer import Recipe, copy_of_dataset, fork, pickled, start, why_no_fork
 from legroom.loader.dataloader.sharing.window import JOIN_S
 from legroom.messages import say
-from legroom.system.imports import lazy_import
+from legroom.system.lazy_and_optional_imports import lazy_import
 
 _log = logging.getLogger("legroom")
 _SILENCE_S = 0.8  # of a producer for which a trainer waits, before it makes the batch itself

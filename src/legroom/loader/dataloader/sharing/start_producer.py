@@ -24,7 +24,7 @@ from legroom.loader.dataloader.sharing.connection import Connection
 from legroom.loader.dataloader.sharing.group_folder import GroupFiles
 from legroom.loader.dataloader.sharing.seeding import Position
 from legroom.messages import say
-from legroom.system.imports import lazy_import
+from legroom.system.lazy_and_optional_imports import lazy_import
 
 PRODUCER_VARIABLE = "LEGROOM_SHARE_PRODUCER"  # set in a producer and its workers
 _MOST_PARTS = 10_000

@@ -1,7 +1,7 @@
 """Trials of a batch size in child processes: forked on the CPU, or fresh ones for ``isolate="module:factory"``.
 
 On the CPU a batch that is too large ends in an OOM kill, so it must not run in the user's process. A fresh child is
-``python -m legroom.gpu.batch_trial_processes REQUEST ANSWER``: both files are JSON. Host memory is measured here too.
+``python -m legroom.gpu.batch_trial_in_child REQUEST ANSWER``: both files are JSON. Host memory is measured here too.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import TrialFailed
-from legroom.gpu.batch_trials import STEPS_PER_TRIAL, GpuTrialRunner, StepFunction, TrialResult, run_step
-from legroom.gpu.cuda_device import open_device
+from legroom.gpu.batch_trial_on_gpu import STEPS_PER_TRIAL, GpuTrialRunner, StepFunction, TrialResult, run_step
 from legroom.gpu.oom_retry import is_oom
+from legroom.gpu.torch_cuda_device import open_device
 from legroom.messages import say
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import memory
 from legroom.records.gpu_usage import Trial
 from legroom.system.atomic_file import replace_file
@@ -184,7 +184,7 @@ class SubprocessTrialRunner:
             asked.write_text(json.dumps(request), encoding="utf-8")
             with output.open("wb") as sink:
                 status = subprocess.run(
-                    [sys.executable, "-m", "legroom.gpu.batch_trial_processes", str(asked), str(answered)],
+                    [sys.executable, "-m", "legroom.gpu.batch_trial_in_child", str(asked), str(answered)],
                     stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=_child_environment(), check=False,
                 ).returncode  # fmt: skip
             lines = output.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from legroom.rescue.checkpoints import newest_complete, stamps, why_incomplete
+from legroom.rescue.newest_checkpoint import newest_complete, stamps, why_incomplete
 
 
 def _zip(path: Path, size: int = 5000) -> bytes:

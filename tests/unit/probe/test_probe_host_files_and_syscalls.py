@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.errors import NoSuchRoot
-from legroom.probe.host import UNLIMITED, Host
+from legroom.probe.host_files_and_syscalls import UNLIMITED, Host
 
 
 def test_every_tree_is_whole_and_documented() -> None:

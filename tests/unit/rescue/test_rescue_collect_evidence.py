@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.records.failure import Level, Reading
 from legroom.rescue import job_attempt
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, make_job_cgroup
-from legroom.rescue.evidence import EvidenceCollector, KernelLog
+from legroom.rescue.collect_evidence import EvidenceCollector, KernelLog
 from legroom.rescue.job_attempt import (
     RunningAttempt,
     RunOptions,
@@ -56,7 +56,7 @@ def test_a_day_of_samples_stays_small_and_keeps_the_peak() -> None:
 
     class Small(Host):
         def disk_space(self, path: str):  # type: ignore[no-untyped-def]
-            from legroom.probe.host import DiskSpace
+            from legroom.probe.host_files_and_syscalls import DiskSpace
 
             used = 60 * MB if clock[0] == 5000.0 else MB
             return DiskSpace(64 * MB, 64 * MB - used, used)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from legroom.errors import NoSuchRoot
 from legroom.messages import say
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 
 UNLIMITED = -1  # an unlimited rlimit
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from legroom.messages import say
 from legroom.probe.copy_on_write import CopiedMemory, CopyReader
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import arguments, holdings, matching, our_pid, processes, started_at, tree
 from legroom.probe.shm import makers_alive, on_its_way
 from legroom.probe.shm_segments import Segments, files_below

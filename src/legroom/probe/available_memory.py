@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from legroom.errors import UsageError
 from legroom.messages import say
 from legroom.probe.filesystems_and_cgroups import Group, cgroup
-from legroom.probe.host import UNLIMITED, Host
+from legroom.probe.host_files_and_syscalls import UNLIMITED, Host
 from legroom.probe.memory import memory_in, ram_bounds, ram_pool
 from legroom.probe.shm import shm_space
 from legroom.probe.shm_segments import SHM
 from legroom.records import Available
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.units import format_size
 
 _REMEMBERED = 10.0  # seconds for which the place of a cgroup is not looked up again

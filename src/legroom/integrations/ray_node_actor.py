@@ -21,7 +21,7 @@ from legroom.cache.source_identity import new_hasher
 from legroom.errors import ClusterUnreachable, LegroomError
 from legroom.messages import say
 from legroom.remote.object_url import object_url, redacted
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.thread_limits import start_daemon_thread, why_no_thread
 from legroom.version import VERSION
 
@@ -178,7 +178,7 @@ def _doctor() -> dict[str, Any]:
     with import_lock:
         from legroom.advice.doctor_settings import safe_settings
         from legroom.advice.findings import findings
-        from legroom.probe.host import Host
+        from legroom.probe.host_files_and_syscalls import Host
         from legroom.probe.snapshot import snapshot
 
     machine = snapshot(Host())

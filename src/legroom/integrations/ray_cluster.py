@@ -23,12 +23,12 @@ from typing import Any
 from legroom.cache.find_or_build_entry import source_paths
 from legroom.errors import ClusterUnreachable, UsageError
 from legroom.formats.base_reader import Selection
-from legroom.integrations.ray_exchange import Exchange, Member
-from legroom.integrations.ray_node import GROUP, NodeLoader, answer_here, error_of, load_here
+from legroom.integrations.ray_divide_download import Exchange, Member
+from legroom.integrations.ray_node_actor import GROUP, NodeLoader, answer_here, error_of, load_here
 from legroom.messages import say
 from legroom.records.cache_entry import NodeAnswer, NodeError, NodeLoad
 from legroom.remote.object_url import ObjectUrl, redacted, without_credentials
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 _CALLS = 24  # methods of a node that may run at the same time
 Told = Callable[[str, str, int, int], None]  # (address, source, done, total)

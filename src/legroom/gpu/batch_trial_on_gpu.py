@@ -2,7 +2,7 @@
 
 The bound is what torch could reserve: what it holds plus what is free on the GPU, at most an active limit. The
 allocator itself is limited to the bound less the margin, so "fits" means that the step ran within it, fragmentation
-included. Trials in child processes: batch_trial_processes.py. Which batch to try: batch_size.py.
+included. Trials in child processes: batch_trial_in_child.py. Which batch to try: search_batch_size.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from legroom.gpu.cuda_device import CudaDevice
 from legroom.gpu.oom_retry import is_oom, release_frames
+from legroom.gpu.torch_cuda_device import CudaDevice
 from legroom.messages import say
 from legroom.records.gpu_usage import Trial
 from legroom.units import format_size

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 import legroom
 from legroom.errors import BadLimit, NoCuda, UsageError
-from legroom.gpu import memory_limit
-from legroom.gpu.cuda_device import open_device
-from legroom.gpu.memory_limit import VARIABLE, apply_from_environment, limit_bytes, local_device, with_limit
+from legroom.gpu import set_memory_limit
+from legroom.gpu.set_memory_limit import VARIABLE, apply_from_environment, limit_bytes, local_device, with_limit
+from legroom.gpu.torch_cuda_device import open_device
 
-LATER_KERNELS = memory_limit._LATER_KERNELS
+LATER_KERNELS = set_memory_limit._LATER_KERNELS
 
 
 def test_whole_process_stays_within_the_limit() -> None:
     cuda = FakeCuda()
-    made = memory_limit.limit_device(FakeDevice(cuda), 0.2)
+    made = set_memory_limit.limit_device(FakeDevice(cuda), 0.2)
     assert made.asked == int(0.2 * cuda.size)
     assert made.overhead.bytes == cuda.context and made.overhead.how == "measured"
     assert made.allowed + cuda.context + LATER_KERNELS == made.asked
@@ -39,7 +39,7 @@ def test_whole_process_stays_within_the_limit() -> None:
 def test_context_plus_torch_never_exceed_the_limit(share: float, context: int, size: int) -> None:
     cuda = FakeCuda(size * GB, context * MB)
     try:
-        made = memory_limit.limit_device(FakeDevice(cuda), share)
+        made = set_memory_limit.limit_device(FakeDevice(cuda), share)
     except BadLimit:
         assert share * size * GB <= context * MB + LATER_KERNELS
         return
@@ -81,18 +81,18 @@ def test_neither_or_both_of_amount_and_share() -> None:
 
 def test_limit_below_context_is_refused_with_figures() -> None:
     with pytest.raises(BadLimit, match="500 MB"):
-        memory_limit.limit_device(FakeDevice(FakeCuda()), 300 * MB)
+        set_memory_limit.limit_device(FakeDevice(FakeCuda()), 300 * MB)
 
 
 def test_bad_limit_creates_no_context() -> None:
     cuda = FakeCuda()
     with pytest.raises(BadLimit):
-        memory_limit.limit_device(FakeDevice(cuda), 1.5)
+        set_memory_limit.limit_device(FakeDevice(cuda), 1.5)
     assert not cuda.started
 
 
 def test_note_on_memory_of_other_processes() -> None:
-    made = memory_limit.limit_device(FakeDevice(FakeCuda(others=70 * GB)), 0.5)
+    made = set_memory_limit.limit_device(FakeDevice(FakeCuda(others=70 * GB)), 0.5)
     assert made.others == 70 * GB
     assert any("only 10 GB of the 40 GB limit is available" in note for note in made.notes)
 
@@ -101,16 +101,16 @@ def test_cache_is_emptied_and_live_memory_noted() -> None:
     cuda = FakeCuda()
     cuda.take(30 * GB)
     cuda.give(28 * GB)
-    assert memory_limit.limit_device(FakeDevice(cuda), "10GB").reserved == 2 * GB
+    assert set_memory_limit.limit_device(FakeDevice(cuda), "10GB").reserved == 2 * GB
     cuda.take(7 * GB)
-    made = memory_limit.limit_device(FakeDevice(cuda), "5GB")
+    made = set_memory_limit.limit_device(FakeDevice(cuda), "5GB")
     assert not made.held
     assert any("already reserved 9 GB" in note for note in made.notes)
 
 
 def test_recheck_tightens_and_never_loosens() -> None:
     cuda = FakeCuda()
-    made = memory_limit.limit_device(FakeDevice(cuda), 0.2)
+    made = set_memory_limit.limit_device(FakeDevice(cuda), 0.2)
     assert made.recheck().allowed == made.allowed
     cuda.context += LATER_KERNELS  # kernels that were loaded since
     tighter = made.recheck()
@@ -123,7 +123,7 @@ def test_recheck_tightens_and_never_loosens() -> None:
 def test_async_allocator_is_named() -> None:
     cuda = FakeCuda()
     cuda.allocator = "cudaMallocAsync"
-    assert "cudaMallocAsync" in memory_limit.limit_device(FakeDevice(cuda), 0.5).bounded[0]
+    assert "cudaMallocAsync" in set_memory_limit.limit_device(FakeDevice(cuda), 0.5).bounded[0]
 
 
 # Without CUDA, and by the environment variable.
@@ -144,7 +144,7 @@ def test_no_cuda_error() -> None:
     [((0.8, None), "80 %"), (("20GB", None), "20 GB"), ((8 * GB, None), "8 GB"), ((None, 1 / 6), "16.7 %")],
 )
 def test_no_cuda_error_names_the_amount(given: tuple[Any, Any], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("legroom.gpu.cuda_device.why_no_cuda", lambda _: "no driver")
+    monkeypatch.setattr("legroom.gpu.torch_cuda_device.why_no_cuda", lambda _: "no driver")
     with pytest.raises(NoCuda, match=f"cannot limit this process to {named} of GPU memory"):
         legroom.gpu.limit(given[0], share=given[1])
 
@@ -153,7 +153,7 @@ def test_no_cuda_error_names_the_amount(given: tuple[Any, Any], named: str, monk
     "given", [(0, None), (1.5, None), ("lots", None), (None, None), (0.5, 0.5), ([1], None), (None, "a")]
 )
 def test_invalid_amounts_are_refused_without_cuda(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("legroom.gpu.cuda_device.why_no_cuda", lambda _: "no driver")
+    monkeypatch.setattr("legroom.gpu.torch_cuda_device.why_no_cuda", lambda _: "no driver")
     with pytest.raises(BadLimit):
         legroom.gpu.limit(given[0], share=given[1])
 
@@ -185,7 +185,7 @@ def test_variable_is_checked_before_a_child_starts() -> None:
 
 def test_environment_limit_waits_for_cuda(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     device = FakeDevice(FakeCuda())
-    monkeypatch.setattr(memory_limit, "CudaDevice", lambda torch, index: device)
+    monkeypatch.setattr(set_memory_limit, "CudaDevice", lambda torch, index: device)
     assert apply_from_environment(device.torch, {}) is False
     assert apply_from_environment(device.torch, {VARIABLE: "0.25"}) is True
     assert device.cuda.fraction == 1.0 and not device.cuda.started
@@ -207,11 +207,11 @@ def test_local_device() -> None:
 def test_a_share_is_one_of_what_shared_copies_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(others=20 * GB)  # the copy
     device = FakeDevice(cuda)
-    alone = memory_limit.limit_device(device, None, 1 / 4)
+    alone = set_memory_limit.limit_device(device, None, 1 / 4)
     assert alone.asked == 20 * GB and alone.shared == 0
     monkeypatch.setattr(device, "shared_maps", lambda: [(1 << 40, 20 * GB)])
-    one_of_four = memory_limit.limit_device(device, None, 1 / 4)
+    one_of_four = set_memory_limit.limit_device(device, None, 1 / 4)
     assert one_of_four.asked == 15 * GB and one_of_four.shared == 20 * GB and one_of_four.others == 0
     assert one_of_four.overhead.bytes == cuda.context and not one_of_four.notes
     assert alone.recheck().asked == 15 * GB and alone.recheck().allowed < alone.allowed
-    assert memory_limit.limit_device(device, 15 * GB).allowed == one_of_four.allowed  # bytes stay bytes
+    assert set_memory_limit.limit_device(device, 15 * GB).allowed == one_of_four.allowed  # bytes stay bytes

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from legroom.cache.download import PIECE
-from legroom.integrations.ray_exchange import Exchange, Member
-from legroom.integrations.ray_node import GROUP
+from legroom.integrations.ray_divide_download import Exchange, Member
+from legroom.integrations.ray_node_actor import GROUP
 
 FIRSTS = [GROUP * number for number in range(12)]
 

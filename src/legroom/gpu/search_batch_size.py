@@ -18,10 +18,10 @@ from dataclasses import replace
 from typing import Any
 
 from legroom.errors import DoesNotFit, LegroomError, TrialFailed, UsageError
-from legroom.gpu.batch_trial_processes import ForkTrialRunner, SubprocessTrialRunner
-from legroom.gpu.batch_trials import GpuTrialRunner, StepFunction, TrialResult, TrialRunner
-from legroom.gpu.cuda_device import import_torch, open_device, why_no_cuda
+from legroom.gpu.batch_trial_in_child import ForkTrialRunner, SubprocessTrialRunner
+from legroom.gpu.batch_trial_on_gpu import GpuTrialRunner, StepFunction, TrialResult, TrialRunner
 from legroom.gpu.rank_consensus import RankConsensus
+from legroom.gpu.torch_cuda_device import import_torch, open_device, why_no_cuda
 from legroom.messages import say
 from legroom.probe.memory import free_memory
 from legroom.records.gpu_usage import BatchFound, Trial

@@ -10,7 +10,7 @@ import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.report.redact import SECRET_NAME, Identities
 
 _FIRST_PERSON = 1000  # lower user ids belong to services

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import started_at
 from legroom.records import Annotations, GrowthRow, Mark, ProcessSteps
 from legroom.system.argument_checks import check_integer

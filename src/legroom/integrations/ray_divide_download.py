@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from legroom.cache.download import PIECE
-from legroom.integrations.ray_node import GROUP, error_of
+from legroom.integrations.ray_node_actor import GROUP, error_of
 from legroom.messages import say
 
 _ON_THE_WAY = 128 << 20  # bytes in the object store for each node that reads

@@ -11,7 +11,7 @@ import re
 import sys
 from typing import Any
 
-from legroom.leak.user_code import Line, user_line
+from legroom.leak.user_source_files import Line, user_line
 
 FOLDER = "/dev/shm"
 _INSIDE = FOLDER + "/"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legroom.leak.growth import FEWEST, trend
+from legroom.leak.leak_or_plateau import FEWEST, trend
 from legroom.monitor.history_and_trend import theil_sen
 
 MB = 1 << 20

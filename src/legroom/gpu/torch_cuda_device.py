@@ -12,9 +12,9 @@ from typing import Any
 from legroom.errors import NoCuda, UsageError
 from legroom.messages import counted, phrase, say
 from legroom.probe.gpu_devices import gpus
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.records.machine import Gpu
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 _FIX = (
     phrase("check that the NVIDIA driver works and this process can see a GPU: nvidia-smi; legroom doctor"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from legroom.cli.main import run
-from legroom.leak.diagnosis import diagnose
+from legroom.leak.find_leaking_lines import diagnose
 from legroom.leak.leak_report import leak_page, report_lines, report_object
 from legroom.leak.object_size import size_of
 from legroom.leak.process_counters import Counters

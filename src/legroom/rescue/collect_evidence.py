@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from legroom.messages import say
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.records.failure import Evidence, Level, LogFacts, OomCount
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup
 from legroom.rescue.job_sampling import DiskLevels, JobSampler, recent_rate, seconds_unread, thinned, worst_stall

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from legroom.errors import MissingPackage
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 WITHOUT_TORCH = """
 import json, sys

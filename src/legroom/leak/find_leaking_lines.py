@@ -10,10 +10,10 @@ import linecache
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from legroom.leak.fill_lines import lines_for, passing_lines
-from legroom.leak.growth import FEWEST, Trend, trend
+from legroom.leak.append_statements import lines_for, passing_lines
+from legroom.leak.leak_or_plateau import FEWEST, Trend, trend
 from legroom.leak.record_files import HolderRecord, ProcessRecord, Sample, Window
-from legroom.leak.user_code import is_user_file
+from legroom.leak.user_source_files import is_user_file
 from legroom.messages import say
 from legroom.monitor.history_and_trend import theil_sen
 from legroom.records.memory_growth import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from legroom.advice.copied_memory import copied_attributes, copy_rate, finding_of_dataset, finding_of_job
+from legroom.advice.findings_copy_on_write import copied_attributes, copy_rate, finding_of_dataset, finding_of_job
 from legroom.records import CopiedAttribute
 
 MB = 1 << 20
