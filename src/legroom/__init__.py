@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from legroom.cache.freeze_dataset_attributes import freeze_dataset
     from legroom.cache.freeze_list_or_dict import freeze
     from legroom.errors import LegroomError
-    from legroom.loader.batches.open_data import open
+    from legroom.loader.batches.legroom_open import open
+    from legroom.loader.check_memory_fits import check
     from legroom.loader.dataloader.collate import collate
     from legroom.loader.dataloader.dataloader import DataLoader
-    from legroom.loader.fit_check import check
-    from legroom.loader.model_weights import weights
-    from legroom.loader.planning import plan
+    from legroom.loader.plan_machine_size import plan
+    from legroom.loader.shared_model_weights import weights
     from legroom.loader.stream.stream_dataset import stream
     from legroom.loader.tune.tuning import tune
     from legroom.monitor.watch_in_script import watch
@@ -86,8 +86,8 @@ __all__ = [
 _HOMES = {
     "DataLoader": "legroom.loader.dataloader.dataloader",
     "collate": "legroom.loader.dataloader.collate",
-    "check": "legroom.loader.fit_check",
-    "plan": "legroom.loader.planning",
+    "check": "legroom.loader.check_memory_fits",
+    "plan": "legroom.loader.plan_machine_size",
     "available": "legroom.probe.available_memory",
     "freeze": "legroom.cache.freeze_list_or_dict",
     "freeze_dataset": "legroom.cache.freeze_dataset_attributes",
@@ -95,13 +95,13 @@ _HOMES = {
     "LegroomError": "legroom.errors",
     "gpu": "legroom.gpu",
     "leak": "legroom.leak",
-    "open": "legroom.loader.batches.open_data",
+    "open": "legroom.loader.batches.legroom_open",
     "snapshot": "legroom.probe.snapshot",
     "step": "legroom.system.step_callbacks",
     "stream": "legroom.loader.stream.stream_dataset",
     "tune": "legroom.loader.tune.tuning",
     "watch": "legroom.monitor.watch_in_script",
-    "weights": "legroom.loader.model_weights",
+    "weights": "legroom.loader.shared_model_weights",
 }
 
 

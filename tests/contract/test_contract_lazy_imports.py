@@ -17,7 +17,7 @@ import pytest
 
 SOURCES = Path(__file__).parents[2] / "src" / "legroom"
 # Commands and their reports, and a trial's own process: no thread of a user's program is there.
-OWN_PROCESSES = ("__main__.py", "cli/", "demo/", "report/", "rescue/", "loader/measure/trial.py")
+OWN_PROCESSES = ("__main__.py", "cli/", "demo/", "report/", "rescue/", "loader/measure/dataloader_trial.py")
 LOCKS = {"import_lock", "_holding_forks_back()"}
 # The lock's own module; and what has to import it.
 THE_LOCK = {"system/lazy_and_optional_imports.py": {"importlib"}, "__init__.py": {"legroom.system.lazy_and_optional_imports"}, "leak/__init__.py": {"legroom.system.lazy_and_optional_imports"}}  # fmt: skip

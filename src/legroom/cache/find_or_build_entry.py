@@ -1,6 +1,6 @@
 """Open a source: find its entry by stamp, digest and key, or have it built.
 
-``legroom.open`` itself is in loader/batches/open_data.py: its Data also makes batches.
+``legroom.open`` itself is in loader/batches/legroom_open.py: its Data also makes batches.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def load(
     FILES are paths, or URLs such as s3://bucket/key and https://host/path. URLs need pip install legroom[remote]. An
     interrupted download continues where it stopped.
     """
-    from legroom.loader.batches.open_data import open as open_data
+    from legroom.loader.batches.legroom_open import open as open_data
 
     names = [name.strip() for name in keys.split(",") if name.strip()] if keys else None
     loaded: list[dict[str, Any]] = []

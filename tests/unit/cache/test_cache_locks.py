@@ -143,7 +143,7 @@ class Slow:
         return None
 
 begun = threading.Event()
-if sys.argv[1] != "legroom.loader.batches.open_data":
+if sys.argv[1] != "legroom.loader.batches.legroom_open":
     legroom.open  # the function alone; the rest is imported at first use
 sys.meta_path.insert(0, Slow())
 uses = {
@@ -176,7 +176,7 @@ sys.exit(os.waitstatus_to_exitcode(status) != 0)
         # Without the cache the child imports as its parent does: no h5py here, whose import no fork waits for.
         ("legroom.cache.open_without_cache", "open", "1", "a.npy"),
         ("legroom.formats.npy_reader", "open", "1", "a.npy"),
-        ("legroom.loader.batches.open_data", "open", "", "a.npy"),  # the public name itself
+        ("legroom.loader.batches.legroom_open", "open", "", "a.npy"),  # the public name itself
         ("legroom.cache.capacity", "fits", "", "a.npy"),  # in the thread that fills the pages of a disk entry
         ("legroom.probe.gpu_devices", "available", "", "a.npy"),
     ],

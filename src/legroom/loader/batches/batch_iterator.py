@@ -41,7 +41,7 @@ from legroom.system.argument_checks import check_integer
 from legroom.system.thread_limits import room_for_threads, start_thread_at_once
 
 if TYPE_CHECKING:
-    from legroom.loader.batches.open_data import Data
+    from legroom.loader.batches.legroom_open import Data
 
 
 NDArray = np.ndarray[Any, Any]

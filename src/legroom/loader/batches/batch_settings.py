@@ -36,8 +36,8 @@ from legroom.system.lazy_and_optional_imports import import_lock, require
 
 if TYPE_CHECKING:
     from legroom.cache.cached_arrays_and_tables import CachedData
-    from legroom.loader.batches.cuda_runtime import Driver
-    from legroom.loader.batches.open_data import Data
+    from legroom.loader.batches.cuda_calls_for_gather import Driver
+    from legroom.loader.batches.legroom_open import Data
 
 
 FORMATS = ("torch", "numpy")
@@ -271,12 +271,12 @@ def open_gatherer(
     # Here, so that batches in RAM do not load the CUDA modules.
     with import_lock:
         from legroom.gpu.cuda_driver_api import CudaRefused
+        from legroom.loader.batches.cuda_calls_for_gather import open_driver
         from legroom.loader.batches.cuda_gather_base import row_layout
         from legroom.loader.batches.cuda_path_choice import open_registered
         from legroom.loader.batches.cuda_pinned import PinnedGatherer
         from legroom.loader.batches.cuda_registered import register_columns
         from legroom.loader.batches.cuda_resident import open_resident
-        from legroom.loader.batches.cuda_runtime import open_driver
 
     driver = driver or open_driver(settings.device)
     rows = {name: row_layout(name, column) for name, column in columns.items()}

@@ -31,7 +31,7 @@ from legroom.system.thread_limits import room_for_threads
 if TYPE_CHECKING:
     import torch
 
-    from legroom.loader.batches.cuda_runtime import Driver
+    from legroom.loader.batches.cuda_calls_for_gather import Driver
 
 NDArray = np.ndarray[Any, Any]
 CHUNK = 8 << 20  # smaller ones cost more in Python than in PCIe; larger ones leave the CPU's cache

@@ -19,7 +19,7 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 from legroom.errors import LoaderError, RaggedBatch
-from legroom.loader.dataloader.admission import Admission, current_admission
+from legroom.loader.dataloader.admit_workers_by_memory import Admission, current_admission
 from legroom.loader.dataloader.memory_slots import SENT, Slot, SlotPool, unsupported_reason
 from legroom.loader.dataloader.receive import SentBatch
 from legroom.loader.dataloader.resume import PlaceholderCollate, dataset_state_dict

@@ -1,6 +1,6 @@
 """Imports a dataset that is named ``module:object`` or ``file.py:object``, and finds out what kind it is.
 
-The import runs in a child process (dataset_child.py, trial.py), where it can do no harm.
+The import runs in a child process (measure_dataset_in_child.py, dataloader_trial.py), where it can do no harm.
 """
 
 from __future__ import annotations

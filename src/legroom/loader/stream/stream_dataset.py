@@ -19,7 +19,7 @@ from legroom.loader.stream import stream_state
 from legroom.loader.stream.arrow_ipc import copied
 from legroom.loader.stream.convert_batches import COPIES, Format, converter, object_bytes
 from legroom.loader.stream.parquet_row_groups import leaf_count
-from legroom.loader.stream.shards import (
+from legroom.loader.stream.rank_and_worker_shards import (
     Shard,
     ShardPiece,
     ShardReader,

@@ -23,7 +23,7 @@ from typing import Any
 from legroom.cache import locks
 from legroom.cache.store_directories import existing_stores, open_stores
 from legroom.errors import ShareUnsupported
-from legroom.loader.dataloader.sharing.connection import Closed, Connection
+from legroom.loader.dataloader.sharing.producer_messages import Closed, Connection
 from legroom.messages import say
 from legroom.records import GroupRow, TrainerRow
 from legroom.system.unix_sockets import FOLDER_FLAGS, address, open_private_folder, require_same_user, unlink

@@ -2,10 +2,10 @@
 
 Two epochs, or as much of them as the time allows, with pauses in which the queues fill; more epochs if they are short.
 If its workers may run a full garbage collection in a longer run, a second loader follows in which they do.
-guarded_trial.py starts, watches and stops it. It imports little, because its own memory is measured too.
+start_dataloader_trial.py starts, watches and stops it. It imports little, because its own memory is measured too.
 
-Run as ``python -m legroom.loader.measure.trial REQUEST ANSWER``. The answer is a line of JSON for each step, so that
-the progress of a killed child is known.
+Run as ``python -m legroom.loader.measure.dataloader_trial REQUEST ANSWER``. The answer is a line of JSON for each
+step, so that the progress of a killed child is known.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from itertools import count
 from typing import Any
 
 from legroom.errors import BudgetTooSmall
-from legroom.loader.dataloader.admission import Admission
+from legroom.loader.dataloader.admit_workers_by_memory import Admission
+from legroom.loader.dataloader.explain_worker_crash import WorkerGroup
 from legroom.loader.dataloader.pin_memory import pin_batch
 from legroom.loader.dataloader.receive import (
     Pinner,
@@ -29,7 +30,6 @@ from legroom.loader.dataloader.torch_internals import (
     dataset_ended,
     release_frames,
 )  # fmt: skip
-from legroom.loader.dataloader.worker_errors import WorkerGroup
 
 # What a worker must do with its dataset after load_state_dict, before it loads anything.
 END = "end"  # the epoch that the state was taken in was complete: iterate to its end

@@ -13,12 +13,12 @@ from typing import Any
 from legroom.advice.memory_need import SPARE
 from legroom.errors import BudgetTooSmall, LegroomError, ProducerFailed
 from legroom.loader.dataloader import receive
-from legroom.loader.dataloader.sharing.connection import Closed, Connection
 from legroom.loader.dataloader.sharing.group_folder import LOCK, LOG, SOCKET, GroupFiles
-from legroom.loader.dataloader.sharing.producer import Producer, portable
+from legroom.loader.dataloader.sharing.produce_and_serve_batches import Producer, portable
+from legroom.loader.dataloader.sharing.producer_messages import Closed, Connection
 from legroom.loader.dataloader.sharing.seeding import Position
-from legroom.loader.dataloader.sharing.start_producer import Recipe, unpickled
-from legroom.loader.process_memory import FreeMemory, free_memory_now, private_bytes
+from legroom.loader.dataloader.sharing.start_producer_process import Recipe, unpickled
+from legroom.loader.measure_process_memory import FreeMemory, free_memory_now, private_bytes
 from legroom.messages import say
 from legroom.system.thread_limits import start_daemon_thread
 from legroom.system.unix_sockets import require_same_user

@@ -16,7 +16,7 @@ import pytest
 import legroom
 from legroom.cache import write_entry_files
 from legroom.errors import MissingKey, NoRoom, UnreadableSource, UnsupportedData, UsageError
-from legroom.loader import model_weights
+from legroom.loader import shared_model_weights
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -99,7 +99,7 @@ def test_tensors_are_what_their_library_reads(tmp_path: Path, kind: str) -> None
 @pytest.mark.parametrize("shared", [False, True])
 def test_on_a_gpu(tmp_path: Path, kind: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver()
-    monkeypatch.setattr(model_weights, "open_driver", lambda device: driver)
+    monkeypatch.setattr(shared_model_weights, "open_driver", lambda device: driver)
     monkeypatch.setattr("legroom.loader.batches.cuda_upload.CHUNK", 100)
     expected = state()
     found = legroom.weights(written(tmp_path, kind, expected), "cuda", shared=shared)
@@ -112,8 +112,8 @@ def test_on_a_gpu(tmp_path: Path, kind: str, shared: bool, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_floating_point_tensors_are_converted(tmp_path: Path, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_weights, "open_driver", lambda device: FakeDriver())
-    monkeypatch.setattr(model_weights, "_MOST_STAGED", 200)  # several groups
+    monkeypatch.setattr(shared_model_weights, "open_driver", lambda device: FakeDriver())
+    monkeypatch.setattr(shared_model_weights, "_MOST_STAGED", 200)  # several groups
     expected = state()
     path = written(tmp_path, "file", expected)
     right = {
@@ -145,7 +145,7 @@ def test_only_some_tensors(tmp_path: Path, kind: str) -> None:
 
 
 def test_memory_that_cannot_be_shared_is_copied_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_weights, "open_driver", lambda device: FakeDriver("api"))
+    monkeypatch.setattr(shared_model_weights, "open_driver", lambda device: FakeDriver("api"))
     expected = state()
     found = legroom.weights(written(tmp_path, "file", expected), "cuda", shared=True)
     assert "own copy: libcuda.so.1 cannot be loaded" in found.why
@@ -153,7 +153,7 @@ def test_memory_that_cannot_be_shared_is_copied_with_a_reason(tmp_path: Path, mo
 
 
 def test_weights_larger_than_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_weights, "open_driver", lambda device: FakeDriver(free=100))
+    monkeypatch.setattr(shared_model_weights, "open_driver", lambda device: FakeDriver(free=100))
     with pytest.raises(NoRoom, match="do not fit"):
         legroom.weights(written(tmp_path, "file", state()), "cuda", shared=True)
 
@@ -260,7 +260,7 @@ def test_devices_that_cannot_share_keep_a_copy_each(
 ) -> None:
     driver = FakeDriver()
     monkeypatch.setattr(driver, "api", lambda: DriverApi(0, library))
-    monkeypatch.setattr(model_weights, "open_driver", lambda device: driver)
+    monkeypatch.setattr(shared_model_weights, "open_driver", lambda device: driver)
     expected = state()
     found = legroom.weights(written(tmp_path, "file", expected), "cuda", shared=True)
     assert found.why.startswith("this process's own copy: ") and words in found.why
@@ -268,7 +268,7 @@ def test_devices_that_cannot_share_keep_a_copy_each(
 
 
 def test_a_store_that_others_may_use_is_not_shared_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_weights, "open_driver", lambda device: FakeDriver())
+    monkeypatch.setattr(shared_model_weights, "open_driver", lambda device: FakeDriver())
     expected = state()
     path = written(tmp_path, "file", expected)
     legroom.weights(path)
@@ -283,19 +283,19 @@ def test_a_store_that_others_may_use_is_not_shared_through(tmp_path: Path, monke
 def test_files_that_were_removed_meanwhile_are_read_from_their_maps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_weights, "open_driver", lambda device: FakeDriver())
+    monkeypatch.setattr(shared_model_weights, "open_driver", lambda device: FakeDriver())
     monkeypatch.setattr("legroom.loader.batches.cuda_upload.CHUNK", 100)
     expected = state()
     path = written(tmp_path, "file", expected)
     legroom.weights(path)
 
-    class Opened(model_weights._Opened):
+    class Opened(shared_model_weights._Opened):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             for file in (tmp_path / "legroom_shm").glob("legroom-*/*/*.npy"):
                 file.unlink()
 
-    monkeypatch.setattr(model_weights, "_Opened", Opened)
+    monkeypatch.setattr(shared_model_weights, "_Opened", Opened)
     same(legroom.weights(path, "cuda"), expected)
 
 
@@ -306,11 +306,11 @@ def test_a_copy_that_exists_is_attached_by_the_manifests_alone(
 ) -> None:
     monkeypatch.setattr("legroom.cache.remembered_digests.QUIET_NS", 0)  # the files are young
     driver = FakeDriver()
-    monkeypatch.setattr(model_weights, "open_driver", lambda device: driver)
+    monkeypatch.setattr(shared_model_weights, "open_driver", lambda device: driver)
     expected = state()
     path = written(tmp_path, kind, expected)
     first = legroom.weights(path, "cuda", shared=True, dtype=dtype)
-    monkeypatch.setattr(model_weights, "_Opened", lambda *_, **__: pytest.fail("the files were attached"))
+    monkeypatch.setattr(shared_model_weights, "_Opened", lambda *_, **__: pytest.fail("the files were attached"))
     again = legroom.weights(path, "cuda", shared=True, dtype=dtype)
     right = (
         expected

@@ -17,14 +17,14 @@ from typing import Any
 
 from legroom.errors import DatasetFailed
 from legroom.loader.dataloader.resume import dataset_state_dict
+from legroom.loader.dataloader.sharing.batches_made_by_trainer import OwnBatches
 from legroom.loader.dataloader.sharing.content_digest import leaves
-from legroom.loader.dataloader.sharing.own_batches import OwnBatches
 from legroom.loader.dataloader.sharing.seeding import Orders, SeededStream
 from legroom.loader.measure.import_dataset import find_dataset, length
 from legroom.messages import say
 
 BATCHES = 4
-_CODE = "from legroom.loader.measure.repeated_batches import main; main()"
+_CODE = "from legroom.loader.measure.batch_reproducibility import main; main()"
 
 
 def differing_parts(dataset: str, collate: str | None, batch_size: int, timeout: float) -> dict[str, Any]:

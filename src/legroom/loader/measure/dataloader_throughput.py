@@ -20,7 +20,7 @@ from legroom.advice.recommend_settings import Step
 from legroom.errors import UsageError
 from legroom.loader.measure.dataset_samples import Clock, draw_samples
 from legroom.loader.measure.import_dataset import is_iterable, length
-from legroom.loader.process_memory import free_bytes, private_bytes, start_method
+from legroom.loader.measure_process_memory import free_bytes, private_bytes, start_method
 from legroom.messages import say
 from legroom.records import CompleteLoaderSettings, LoaderKind, Transport
 from legroom.system.lazy_and_optional_imports import import_lock

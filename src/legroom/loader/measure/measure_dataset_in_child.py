@@ -4,8 +4,8 @@ The parent starts the child (a new interpreter for a named dataset, a fork for a
 and explains how it failed. It owns the child and all that the child started (its own session, killed as a whole), and a
 temporary directory with the request, the answer and the child's output.
 
-The child is run as ``python -m legroom.loader.measure.dataset_child REQUEST ANSWER``, with JSON files. The dataset's
-own output goes to another file, so it is never taken for the answer.
+The child is run as ``python -m legroom.loader.measure.measure_dataset_in_child REQUEST ANSWER``, with JSON files. The
+dataset's own output goes to another file, so it is never taken for the answer.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from typing import Any
 
 from legroom.errors import DatasetFailed, DatasetOutOfMemory, LegroomError, MissingKey, MissingPackage
 from legroom.loader.measure import memory_guard
-from legroom.loader.measure.benchmark import run_loader
-from legroom.loader.measure.dataset_cost import FIX, measure
-from legroom.loader.measure.guarded_child import (
+from legroom.loader.measure.dataloader_throughput import run_loader
+from legroom.loader.measure.dataloader_trial import prefer_kill, traceback_tail
+from legroom.loader.measure.dataset_bytes_and_seconds import FIX, measure
+from legroom.loader.measure.import_dataset import find_dataset, split_name
+from legroom.loader.measure.run_under_memory_guard import (
     GuardedRun,
     child_environment,
     fork_guarded,
     last_lines,
     run_guarded,
 )  # fmt: skip
-from legroom.loader.measure.import_dataset import find_dataset, split_name
-from legroom.loader.measure.trial import prefer_kill, traceback_tail
 from legroom.messages import say
 from legroom.records import CompleteLoaderSettings, Measured, Transport
 from legroom.system.atomic_file import replace_file
@@ -85,7 +85,13 @@ def in_child(name: str, timeout: float, **request: Any) -> dict[str, Any]:
     def run(folder: Path) -> GuardedRun:
         path = folder / "request"
         path.write_text(json.dumps(request), encoding="utf-8")
-        line = [sys.executable, "-m", "legroom.loader.measure.dataset_child", str(path), str(folder / "answer")]
+        line = [
+            sys.executable,
+            "-m",
+            "legroom.loader.measure.measure_dataset_in_child",
+            str(path),
+            str(folder / "answer"),
+        ]
         run_it = run_guarded if sys.platform == "linux" else _run_unguarded
         return run_it(line, folder, timeout)
 

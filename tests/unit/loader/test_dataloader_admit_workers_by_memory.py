@@ -17,12 +17,12 @@ from recorded_admissions import record_admissions
 
 from legroom.advice.memory_need import Each
 from legroom.errors import BudgetTooSmall, LoaderClosed
-from legroom.loader.dataloader import admission, memory_slots, worker_process
-from legroom.loader.dataloader.admission import Admission, admission_for
+from legroom.loader.dataloader import admit_workers_by_memory, memory_slots, worker_process
+from legroom.loader.dataloader.admit_workers_by_memory import Admission, admission_for
 from legroom.loader.dataloader.collate import to_send
 from legroom.loader.dataloader.memory_slots import SlotPool
 from legroom.loader.dataloader.send import SlotWriter, stacked_bytes
-from legroom.loader.process_memory import BareProcess, FreeMemory
+from legroom.loader.measure_process_memory import BareProcess, FreeMemory
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -44,20 +44,20 @@ class NoMonitor:
 
 @pytest.fixture(autouse=True)
 def _not_a_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(admission, "_limit_own_memory", lambda: None)  # not in the process of the tests
-    monkeypatch.setattr(admission, "GrowthMonitor", NoMonitor)  # which would end it
+    monkeypatch.setattr(admit_workers_by_memory, "_limit_own_memory", lambda: None)  # not in the process of the tests
+    monkeypatch.setattr(admit_workers_by_memory, "GrowthMonitor", NoMonitor)  # which would end it
     yield
-    admission._current = None
+    admit_workers_by_memory._current = None
 
 
 def have(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(admission, "free_memory_now", lambda: FreeMemory(free, "here"))
+    monkeypatch.setattr(admit_workers_by_memory, "free_memory_now", lambda: FreeMemory(free, "here"))
 
 
 def test_no_admission_with_plenty_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     have(monkeypatch, 4 << 30)
     assert admission_for(4, "fork", None, None, 4, iterable=False) is None
-    monkeypatch.setattr(admission, "free_memory_now", lambda: None)  # unknown
+    monkeypatch.setattr(admit_workers_by_memory, "free_memory_now", lambda: None)  # unknown
     assert admission_for(4, "fork", None, None, 4, iterable=False) is None
 
 
@@ -78,7 +78,7 @@ def test_workers_known_to_fit_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_spawned_workers_that_alone_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     have(monkeypatch, 500 * MB)
-    monkeypatch.setattr(admission, "bare_process", lambda: BareProcess(process=150 * MB, forked=10 * MB))
+    monkeypatch.setattr(admit_workers_by_memory, "bare_process", lambda: BareProcess(process=150 * MB, forked=10 * MB))
     with pytest.raises(BudgetTooSmall, match="not enough free memory for 4 workers") as caught:
         admission_for(4, "spawn", None, None, 8, iterable=False)
     assert "before it loads a sample" in caught.value.why
@@ -87,7 +87,9 @@ def test_spawned_workers_that_alone_do_not_fit(monkeypatch: pytest.MonkeyPatch) 
 
 def test_workers_wait_until_the_first_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     have(monkeypatch, 900 * MB)
-    monkeypatch.setattr(admission, "_above_current", lambda: 0)  # the peak of earlier tests in this process
+    monkeypatch.setattr(
+        admit_workers_by_memory, "_above_current", lambda: 0
+    )  # the peak of earlier tests in this process
     called: list[int] = []
     admitted = Admission(2, called.append, None, iterable=False)
     other = threading.Thread(target=admitted, args=(1,))
@@ -103,7 +105,7 @@ def test_workers_wait_until_the_first_is_measured(monkeypatch: pytest.MonkeyPatc
 
 def test_the_first_worker_refuses_all(monkeypatch: pytest.MonkeyPatch) -> None:
     have(monkeypatch, MB)
-    monkeypatch.setattr(admission, "_ALL_READY_S", 0.0)
+    monkeypatch.setattr(admit_workers_by_memory, "_ALL_READY_S", 0.0)
     admitted = Admission(2, None, None, iterable=False)
     admitted(0)
     with pytest.raises(BudgetTooSmall):
@@ -125,7 +127,7 @@ def test_no_worker_waits_after_the_epoch_is_over() -> None:
 
 
 def test_workers_of_an_iterable_dataset_wait_only_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "_FIRST_BATCH_S", {True: 0.05, False: 60})
+    monkeypatch.setattr(admit_workers_by_memory, "_FIRST_BATCH_S", {True: 0.05, False: 60})
     started = time.monotonic()
     Admission(2, None, None, iterable=True)(1)
     assert time.monotonic() - started >= 0.05
@@ -136,10 +138,10 @@ def test_a_first_worker_that_has_ended_is_not_waited_for(monkeypatch: pytest.Mon
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     monkeypatch.setattr(os, "getpid", lambda: child.pid)
-    monkeypatch.setattr(admission, "_ALL_READY_S", 0.0)
+    monkeypatch.setattr(admit_workers_by_memory, "_ALL_READY_S", 0.0)
     admitted(0)
     monkeypatch.undo()
-    monkeypatch.setattr(admission, "_limit_own_memory", lambda: None)
+    monkeypatch.setattr(admit_workers_by_memory, "_limit_own_memory", lambda: None)
     admitted(1)
     assert not admitted.waiting
 
@@ -166,7 +168,7 @@ def test_a_loader_with_too_little_memory_raises_at_the_first_batch(monkeypatch: 
     import legroom
 
     have(monkeypatch, MB)
-    monkeypatch.setattr(admission, "_check_processes", lambda *_: None)
+    monkeypatch.setattr(admit_workers_by_memory, "_check_processes", lambda *_: None)
     loader = legroom.DataLoader(torch.arange(64.0), 4, num_workers=2, multiprocessing_context="fork")
     batches = iter(loader)
     with pytest.raises(BudgetTooSmall, match="2 workers") as caught:

@@ -14,7 +14,7 @@ from typing import Any
 from legroom.advice.memory_need import SPARE
 from legroom.errors import BudgetTooSmall, WorkerDied
 from legroom.loader.dataloader import resume
-from legroom.loader.dataloader.epoch import Progress, WorkerState
+from legroom.loader.dataloader.epoch_iterator import Progress, WorkerState
 from legroom.loader.dataloader.pin_memory import map_batch
 from legroom.loader.dataloader.sharing.seeding import (
     Orders,
@@ -24,7 +24,7 @@ from legroom.loader.dataloader.sharing.seeding import (
     generators_restored,
     like_a_worker,
 )  # fmt: skip
-from legroom.loader.process_memory import free_memory_now
+from legroom.loader.measure_process_memory import free_memory_now
 from legroom.messages import say
 from legroom.units import format_size
 

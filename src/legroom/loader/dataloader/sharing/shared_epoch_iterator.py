@@ -17,15 +17,15 @@ from legroom.errors import ShareUnsupported, UsageError, WorkerDied
 from legroom.loader.dataloader import resume
 from legroom.loader.dataloader.collate import SlotCollate
 from legroom.loader.dataloader.pin_memory import pin_batch
-from legroom.loader.dataloader.sharing import gpu_batches
-from legroom.loader.dataloader.sharing.gpu_batches import GpuBatches, OnHost
-from legroom.loader.dataloader.sharing.group import Group
+from legroom.loader.dataloader.sharing import copy_batches_to_gpu
+from legroom.loader.dataloader.sharing.batches_made_by_trainer import OwnBatches, OwnStream, StreamState, stream_state
+from legroom.loader.dataloader.sharing.copy_batches_to_gpu import GpuBatches, OnHost
 from legroom.loader.dataloader.sharing.group_folder import group_folder
 from legroom.loader.dataloader.sharing.group_settings import settings_of
-from legroom.loader.dataloader.sharing.own_batches import OwnBatches, OwnStream, StreamState, stream_state
+from legroom.loader.dataloader.sharing.producer_client import Group
 from legroom.loader.dataloader.sharing.seeding import Orders, Position, counts_epochs, name_seed, samplers
-from legroom.loader.dataloader.sharing.start_producer import PRODUCER_VARIABLE, Recipe, loader_class
-from legroom.loader.process_memory import start_method
+from legroom.loader.dataloader.sharing.start_producer_process import PRODUCER_VARIABLE, Recipe, loader_class
+from legroom.loader.measure_process_memory import start_method
 from legroom.messages import say
 from legroom.system.argument_checks import check_choice
 
@@ -120,7 +120,7 @@ class Sharing:
                 _check_order(loader, self._orders)
         self._gpu = None
         if loader.device is not None:
-            self._gpu = GpuBatches(gpu_batches.gpu_of(loader.device), group_folder().parent)
+            self._gpu = GpuBatches(copy_batches_to_gpu.gpu_of(loader.device), group_folder().parent)
             loader.why = self._gpu.why
         self._group = group = Group(
             _recipe(self, loader), lambda fresh: self._find_settings(loader, fresh), patience=self.patience,

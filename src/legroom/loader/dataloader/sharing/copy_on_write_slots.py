@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from legroom.loader.dataloader.memory_slots import HEADER, Slot, window
 from legroom.loader.dataloader.receive import MAX_HELD, copied
 from legroom.loader.dataloader.send import Span
-from legroom.loader.dataloader.sharing.connection import Closed, Connection
+from legroom.loader.dataloader.sharing.producer_messages import Closed, Connection
 
 _all: weakref.WeakSet[PrivateSlots] = weakref.WeakSet()
 

@@ -34,7 +34,7 @@ from legroom.loader.dataloader.worker_process import (
     exit_if_ending,
     has_ended,
 )  # fmt: skip
-from legroom.loader.process_memory import (
+from legroom.loader.measure_process_memory import (
     FreeMemory,
     bare_process,
     free_memory_now,

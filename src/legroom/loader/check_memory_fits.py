@@ -30,8 +30,8 @@ from legroom.advice.memory_need import (
 )
 from legroom.errors import DatasetOutOfMemory, UsageError
 from legroom.loader.measure.memory_guard import RESERVE
-from legroom.loader.process_memory import bare_process, idle_worker, private_bytes
-from legroom.loader.process_memory import start_method as default_start_method
+from legroom.loader.measure_process_memory import bare_process, idle_worker, private_bytes
+from legroom.loader.measure_process_memory import start_method as default_start_method
 from legroom.messages import say
 from legroom.probe.filesystems_and_cgroups import disk_at
 from legroom.probe.host_files_and_syscalls import Host
@@ -226,7 +226,7 @@ def _one_batch_fits(batch: Batch, machine: Machine) -> bool:
 
 def _tried_before(dataset: Any, timeout: float) -> tuple[Measured | None, LoaderTrial] | None:
     with import_lock:
-        from legroom.loader.measure.guarded_trial import tried_before
+        from legroom.loader.measure.start_dataloader_trial import tried_before
 
     return tried_before(dataset, timeout) if isinstance(dataset, str) else None
 
@@ -243,7 +243,7 @@ def _tried(
 ) -> LoaderTrial | None:
     """A trial run of the dataset, or of tensors of the given sizes; None if torch is not installed."""
     with import_lock:
-        from legroom.loader.measure.guarded_trial import try_named, try_object, why_not
+        from legroom.loader.measure.start_dataloader_trial import try_named, try_object, why_not
 
     if why_not() is not None:
         return None
@@ -365,8 +365,8 @@ def _measure(
 ) -> tuple[Measured, bool]:
     """The measured dataset, and whether a trial run is possible."""
     with import_lock:
-        from legroom.loader.measure.dataset_child import measure_dataset, measure_object
-        from legroom.loader.measure.dataset_cost import measure
+        from legroom.loader.measure.dataset_bytes_and_seconds import measure
+        from legroom.loader.measure.measure_dataset_in_child import measure_dataset, measure_object
 
     method = demand.multiprocessing_context
     if isinstance(dataset, str):

@@ -27,7 +27,7 @@ from legroom.cache.find_or_build_entry import OpenRequest, find_manifest, open_a
 from legroom.errors import LegroomError, NoRoom, RemoteError, UnreadableSource, UsageError
 from legroom.formats.base_reader import Extent, Selection
 from legroom.gpu.cuda_driver_api import CudaRefused
-from legroom.loader.batches.cuda_runtime import Driver, open_driver
+from legroom.loader.batches.cuda_calls_for_gather import Driver, open_driver
 from legroom.loader.batches.cuda_upload import Upload, upload
 from legroom.loader.shared_gpu_memory import SharedCopy, share
 from legroom.messages import listed, say

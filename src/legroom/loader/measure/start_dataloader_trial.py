@@ -1,4 +1,4 @@
-"""Runs a trial (trial.py) under a guard and reads its result: the peak memory, or the memory pool that ran out."""
+"""Runs a trial (dataloader_trial.py) under a guard and reads its result: peak memory, or the pool that ran out."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from legroom.errors import DatasetFailed
-from legroom.loader.measure.dataset_child import measured_from
-from legroom.loader.measure.guarded_child import (
+from legroom.loader.measure.measure_dataset_in_child import measured_from
+from legroom.loader.measure.memory_guard import RESERVE
+from legroom.loader.measure.run_under_memory_guard import (
     GuardedRun,
     become_guard,
     folder_of_earlier_run,
@@ -21,7 +22,6 @@ from legroom.loader.measure.guarded_child import (
     read_result,
     run_guarded,
 )
-from legroom.loader.measure.memory_guard import RESERVE
 from legroom.messages import say
 from legroom.records import CopiedAttribute, LoaderTrial, Measured
 from legroom.system.lazy_and_optional_imports import import_lock
@@ -51,7 +51,7 @@ def try_named(
     try:
         request = folder / "request"
         request.write_text(json.dumps({"spec": spec, "collate": collate, **settings}), encoding="utf-8")
-        line = [sys.executable, "-m", "legroom.loader.measure.trial", str(request), str(folder / "answer")]
+        line = [sys.executable, "-m", "legroom.loader.measure.dataloader_trial", str(request), str(folder / "answer")]
         if leaving:
             fields = None if measured is None else asdict(measured)
             (folder / "measured").write_text(json.dumps(fields), encoding="utf-8")
@@ -64,7 +64,7 @@ def try_named(
 def try_object(dataset: Any, collate_fn: Any, *, timeout: float, **settings: Any) -> LoaderTrial:
     """Run the loop over a dataset object, in a fork of this process."""
     with import_lock:
-        from legroom.loader.measure.trial import run
+        from legroom.loader.measure.dataloader_trial import run
 
     folder = Path(tempfile.mkdtemp(prefix="legroom-"))
 

@@ -2,8 +2,8 @@
 
 The main thread takes batches from an ordinary ``legroom.DataLoader`` over an endless sequence of positions. A batch
 stays in the slot that its worker wrote; trainers get the slot's descriptor. A second thread serves the sockets. Both
-change the window (``window.py``) under one lock, and neither waits for a trainer: messages that do not fit into a
-socket's buffer are sent later.
+change the window (``batches_kept_for_trainers.py``) under one lock, and neither waits for a trainer: messages that do
+not fit into a socket's buffer are sent later.
 
 The process ends when the last connection is closed. Its workers are killed by the kernel with it.
 """
@@ -27,13 +27,13 @@ from legroom.cache.capacity import memory_bounds, tightest
 from legroom.errors import BatchLost, BudgetTooSmall, ProducerFailed, WorkerDied
 from legroom.loader.dataloader import receive
 from legroom.loader.dataloader.collate import parse_budget
-from legroom.loader.dataloader.sharing.connection import INLINE, Closed, Connection
+from legroom.loader.dataloader.sharing.batches_kept_for_trainers import Answer, Entry, Window
+from legroom.loader.dataloader.sharing.batches_made_by_trainer import DEATHS, OwnStream, StreamState
 from legroom.loader.dataloader.sharing.gpu_ring import GpuRings
 from legroom.loader.dataloader.sharing.group_folder import LOCK, LOG, SOCKET, GroupFiles
-from legroom.loader.dataloader.sharing.own_batches import DEATHS, OwnStream, StreamState
+from legroom.loader.dataloader.sharing.producer_messages import INLINE, Closed, Connection
 from legroom.loader.dataloader.sharing.seeding import Orders, Position, SeededDataset
-from legroom.loader.dataloader.sharing.start_producer import Recipe, loader_class
-from legroom.loader.dataloader.sharing.window import Answer, Entry, Window
+from legroom.loader.dataloader.sharing.start_producer_process import Recipe, loader_class
 from legroom.loader.dataloader.torch_internals import drop_iterator, workers
 from legroom.messages import say
 from legroom.system.process_control import die_with_parent

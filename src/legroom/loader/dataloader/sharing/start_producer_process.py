@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from legroom.errors import Unpicklable
-from legroom.loader.dataloader.sharing.connection import Connection
 from legroom.loader.dataloader.sharing.group_folder import GroupFiles
+from legroom.loader.dataloader.sharing.producer_messages import Connection
 from legroom.loader.dataloader.sharing.seeding import Position
 from legroom.messages import say
 from legroom.system.lazy_and_optional_imports import lazy_import
@@ -31,7 +31,7 @@ _MOST_PARTS = 10_000
 _CODE = (
     "import os; os.fork() and os._exit(0); os.setsid(); "
     "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given['path']; "
-    "from legroom.loader.dataloader.sharing.producer_process import main; main(given)"
+    "from legroom.loader.dataloader.sharing.producer_main import main; main(given)"
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from legroom.errors import BatchLost, WorkerDied
-from legroom.loader.dataloader import worker_errors
+from legroom.loader.dataloader import explain_worker_crash
 from legroom.records import Memory, MemoryEvents
 
 
@@ -31,14 +31,16 @@ def memory(kills: int | None, scope: str = "cgroup") -> Memory:
     ],
 )
 def test_every_exit_code_has_a_reason_and_a_fix(code: int, before: Any, now: Any, said: str) -> None:
-    why, fix = worker_errors.explain(code, memory(before), memory(now), 4)
+    why, fix = explain_worker_crash.explain(code, memory(before), memory(now), 4)
     assert said in why and fix and all(fix)
     if now != before:
         assert any("num_workers=2" in line for line in fix)
 
 
-def group(*codes: int | None) -> worker_errors.WorkerGroup:
-    return worker_errors.WorkerGroup([SimpleNamespace(pid=100 + i, exitcode=code) for i, code in enumerate(codes)])  # type: ignore[misc]
+def group(*codes: int | None) -> explain_worker_crash.WorkerGroup:
+    return explain_worker_crash.WorkerGroup(
+        [SimpleNamespace(pid=100 + i, exitcode=code) for i, code in enumerate(codes)]
+    )  # type: ignore[misc]
 
 
 def test_only_crashes_of_its_own_workers_are_explained() -> None:
@@ -63,9 +65,9 @@ def test_torchs_signal_handler_is_kept_and_its_error_explained(monkeypatch: pyte
 
     monkeypatch.setattr(signal, "getsignal", lambda number: handlers.get(number, torchs))
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
-    worker_errors.explain_sigchld()
+    explain_worker_crash.explain_sigchld()
     ours = handlers[signal.SIGCHLD]
-    worker_errors.explain_sigchld()
+    explain_worker_crash.explain_sigchld()
     assert handlers[signal.SIGCHLD] is ours  # not once more around itself
     ours(17, None)
     dead = group(-9)

@@ -24,15 +24,22 @@ from typing import Any
 from legroom.cache.locks import Lock
 from legroom.errors import ShareMismatch, Unpicklable
 from legroom.loader.dataloader.collate import arena_unavailable
-from legroom.loader.dataloader.sharing.connection import INLINE, Closed, Connection
-from legroom.loader.dataloader.sharing.gpu_batches import Answer, GpuBatches
+from legroom.loader.dataloader.sharing.batches_kept_for_trainers import JOIN_S
+from legroom.loader.dataloader.sharing.copy_batches_to_gpu import Answer, GpuBatches
+from legroom.loader.dataloader.sharing.copy_on_write_slots import PrivateSlots
 from legroom.loader.dataloader.sharing.gpu_ring import Claim, RingMemory
 from legroom.loader.dataloader.sharing.group_folder import GroupFiles, group_folder
 from legroom.loader.dataloader.sharing.group_settings import check_same, group_key
-from legroom.loader.dataloader.sharing.private_slots import PrivateSlots
+from legroom.loader.dataloader.sharing.producer_messages import INLINE, Closed, Connection
 from legroom.loader.dataloader.sharing.seeding import Position
-from legroom.loader.dataloader.sharing.start_producer import Recipe, copy_of_dataset, fork, pickled, start, why_no_fork
-from legroom.loader.dataloader.sharing.window import JOIN_S
+from legroom.loader.dataloader.sharing.start_producer_process import (
+    Recipe,
+    copy_of_dataset,
+    fork,
+    pickled,
+    start,
+    why_no_fork,
+)
 from legroom.messages import say
 from legroom.system.lazy_and_optional_imports import lazy_import
 
@@ -180,7 +187,7 @@ class Group:
                 if self.blob >= 0:
                     connection = start(self.files, self.blob, self._recipe.settings, position, lock.fd)
                 else:
-                    producer = lazy_import("legroom.loader.dataloader.sharing.producer_process")
+                    producer = lazy_import("legroom.loader.dataloader.sharing.producer_main")
                     connection = fork(self.files, self._recipe, position, lock.fd, producer.serve_forked)
         except (Unpicklable, OSError) as problem:
             if not self._was_member and isinstance(problem, Unpicklable):
