@@ -1,7 +1,7 @@
 """One shared copy of a dataset for all processes of a user on a machine.
 
 Open and find:
-    find_or_build_entry       open a source: attach its entry, build it, or read it without the cache
+    find_or_build_entry       open a source: attach its entry, or build it in the first store with room
     lease_and_map_entry       lease, check and map an entry
     cached_arrays_and_tables  the opened data: arrays, Arrow tables, ragged rows, tensors
     torch_dataset             a torch Dataset over the opened data
@@ -9,7 +9,6 @@ Open and find:
 
 Build:
     elect_builder_and_publish  one process builds, the others wait; publish the entry
-    choose_store               the first store with room: shared memory, then the local disk
     build_plan                 which files to write, and where their bytes lie in the sources
     write_entry_files          hash, allocate, copy or decode in threads; progress
     download                   a remote object as a file that fills while it is read; resume

@@ -22,14 +22,15 @@ from pathlib import Path
 
 from legroom.cache import capacity, downloads_in_store, locks, manifest, remembered_digests, source_identity
 from legroom.cache.build_plan import SourceLayout, plan_files
-from legroom.cache.choose_store import in_first_store, stores_wanted
 from legroom.cache.find_or_build_entry import (
     OpenRequest,
     discard_unusable,
     entry_options,
     find_by_digest,
     find_entry,
+    in_first_store,
     remember_versions,
+    stores_wanted,
 )
 from legroom.cache.lease_and_map_entry import Attached, EntryLease, attach, lease, map_entry
 from legroom.cache.locks import Lock

@@ -1,4 +1,4 @@
-"""Open a source: find its entry by stamp, digest and key, or have it built.
+"""Open a source: find its entry by stamp, digest and key, or have it built in the first store that has room.
 
 ``legroom.open`` itself is in loader/batches/legroom_open.py: its Data also makes batches.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from legroom.cache.source_identity import Source, shard_names
 from legroom.cache.store_directories import (
     Store,
     StoreCandidate,
+    Stores,
     UnusableStore,
     delete_trash,
     existing_stores,
@@ -40,9 +41,10 @@ from legroom.cache.store_directories import (
     store_error,
     store_lock,
 )
-from legroom.errors import EntryUnreadable, LegroomError, NoRoom, UnreadableSource, UsageError
+from legroom.errors import EntryUnreadable, LegroomError, NoRoom, NoStore, UnreadableSource, UsageError
 from legroom.formats.base_reader import Extent, Selection, column_names
 from legroom.formats.data_file import absolute
+from legroom.formats.decoding_memory import release_freed_memory
 from legroom.messages import joined, listed, say
 from legroom.remote.object_url import ObjectUrl, SourcePath, is_url, local_path, object_url
 from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
@@ -425,3 +427,40 @@ def _check_keys(request: OpenRequest, manifest: Manifest) -> None:
     answering = [name for table, columns in tables.items() for name in column_names(table, columns)]
     every = [column for columns in tables.values() for column in columns]
     Selection(request.keys).check([*arrays, *answering], [*arrays, *every], request.paths[0])
+
+
+def in_first_store(stores: Sequence[Store], build: Callable[[Store], Attached], what: str) -> Attached:
+    """Build in the first of these stores that has room. Raises NoRoom with the reasons of all."""
+    refused: list[NoRoom] = []
+    for store in stores:
+        try:
+            return build(store)
+        except NoRoom as problem:
+            # Memory may also fill up during the load. The traceback would keep the data read so far alive.
+            refused.append(problem.with_traceback(None))
+            problem.__context__ = problem.__cause__ = None
+            release_freed_memory()
+            log.info("%s", problem)
+    raise _no_room_anywhere(what, refused)
+
+
+def stores_wanted(request: OpenRequest, stores: Stores) -> list[Store]:
+    """The stores that the request may be built in, best first."""
+    chosen = [store for store in stores.found if request.wants(store)]
+    if not chosen:
+        raise NoStore(
+            say("there is no {backing} store", backing=request.backing),
+            why=joined(finding.why for finding in stores.findings) or say("no candidate directory is usable"),
+            fix=("backing='auto'", "LEGROOM_DIR=/some/local/directory"),
+        )
+    return chosen
+
+
+def _no_room_anywhere(what: str, refused: Sequence[NoRoom]) -> NoRoom:
+    if len(refused) == 1:
+        return refused[0]
+    return NoRoom(
+        say("no store has enough free space for {path}", path=what),
+        why=joined(say("{name}: {why}", name=problem.what, why=problem.why) for problem in refused),
+        fix=tuple(dict.fromkeys(line for problem in refused for line in problem.fix)),
+    )

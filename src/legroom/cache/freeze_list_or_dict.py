@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from legroom.cache import capacity, locks, remembered_digests
-from legroom.cache.choose_store import in_first_store
 from legroom.cache.elect_builder_and_publish import elect, publish_entry, this_builder
-from legroom.cache.find_or_build_entry import discard_unusable
+from legroom.cache.find_or_build_entry import discard_unusable, in_first_store
 from legroom.cache.frozen_encoding import ENCODING, Encoder
 from legroom.cache.frozen_sequence_and_mapping import ARRAYS, FrozenContents, FrozenMapping, FrozenSequence
 from legroom.cache.frozen_writer import TYPES, FileOutputs, MemoryOutputs, Outputs, is_large, write_object

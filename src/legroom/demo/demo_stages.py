@@ -25,8 +25,8 @@ from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import memory, ram_pool
 from legroom.probe.process_and_limits import cpu
 from legroom.probe.shm import shm_space
-from legroom.rescue.leftover_shm import remove_leftover_shm, shm_names
 from legroom.rescue.newest_checkpoint import newest_complete
+from legroom.rescue.supervisor import remove_leftover_shm, shm_names
 from legroom.system.lazy_and_optional_imports import package_version
 from legroom.units import format_duration, format_size, size_or_unknown
 

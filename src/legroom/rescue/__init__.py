@@ -1,9 +1,8 @@
 """Supervise a training job: diagnose why it failed and retry with lower settings.
 
 Files:
-    supervisor              attempts in a row: run, restart with lower settings, remember what worked
+    supervisor              attempts in a row: run, delete what was left in /dev/shm, restart with lower settings
     job_attempt             one attempt from start to verdict; stop a job that hangs on a full /dev/shm
-    leftover_shm            delete what a crashed job left in /dev/shm
     job_process             the job's process, its terminal, signals and output
     cgroup_and_oom_victims  the job's own memory cgroup and its OOM counter; which process an OOM kill took
     job_sampling            samples of the job's memory pools and disks while it runs; alarms

@@ -9,16 +9,18 @@ The settings of the last successful run are remembered per command and working d
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
 from legroom.loader.tune.remembered_settings import forget, pool_sizes, recall_on, remember
 from legroom.messages import counted, listed, phrase, say, step_label
 from legroom.probe.host_files_and_syscalls import Host
+from legroom.probe.shm import shm
 from legroom.records import LoaderSettings, Machine
 from legroom.records.failure import Attempt, SupervisedRun, Verdict, headline
 from legroom.records.loader_settings import VARIABLE, from_environment, to_environment
@@ -36,7 +38,6 @@ from legroom.rescue.job_command_line import (
     with_settings,
 )
 from legroom.rescue.job_process import find_command
-from legroom.rescue.leftover_shm import remove_leftover_shm, shm_names
 from legroom.rescue.newest_checkpoint import Stamp, newest_complete, stamps
 from legroom.rescue.retry_policy import RetryStep, next_step, settings_without, step_without
 from legroom.rescue.verdict_from_exit import process_name
@@ -45,6 +46,7 @@ from legroom.units import format_duration, format_size
 _BELOW = " " * 8
 _IN_ENVIRONMENT = frozenset({"num_workers", "prefetch_factor", "low_memory", "pin_memory"})
 _RECALLED = frozenset({*SETTINGS, "loader_kind"})
+_REMOVABLE = ("torch", "python")  # kinds of files in /dev/shm
 _PRINTED = {"loader_kind": "loader"}  # as the option --loader
 
 
@@ -346,3 +348,20 @@ def recall_settings(key: str, machine: Machine, environment: Mapping[str, str]) 
     """Of the settings that worked last on this machine, those that a retry changes."""
     found = recall_on(machine, "run", key, environment)
     return LoaderSettings(**{name: value for name, value in found.given().items() if name in _RECALLED})
+
+
+def shm_names(host: Host) -> frozenset[str]:
+    """The files in /dev/shm."""
+    return frozenset(host.names("/dev/shm"))
+
+
+def remove_leftover_shm(host: Host, before: Collection[str]) -> int:
+    """Remove unused shared-memory files of torch and Python that are not in ``before``; return the bytes freed."""
+    freed = 0
+    for file in shm(host).files:
+        if file.name in before or file.kind not in _REMOVABLE or file.mapped is not False or file.owner != host.uid:
+            continue
+        with contextlib.suppress(OSError):
+            os.unlink(host.path(f"/dev/shm/{file.name}"))
+            freed += file.size
+    return freed

@@ -25,8 +25,8 @@ from legroom.rescue.job_attempt import (
     refused_shm,
 )
 from legroom.rescue.job_sampling import JobSampler, recent_rate, seconds_unread, thinned, worst_stall
-from legroom.rescue.leftover_shm import remove_leftover_shm, shm_names
 from legroom.rescue.log_reader import facts_of
+from legroom.rescue.supervisor import remove_leftover_shm, shm_names
 from legroom.rescue.verdict import classify
 from legroom.system.process_control import ExitStatus
 
