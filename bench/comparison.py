@@ -86,9 +86,9 @@ def _attach(found: dict[str, Any]) -> Line:
     ours = _row(found, "attach and first row, 368 MB")["value"]
     usual = _row(found, "h5py preload of the same file, warm")["value"]
     words = {
-        "en": "time to the first row of a 368 MB file that another process has opened before, without imports "
-        "(baseline: h5py reads the whole file)",
-        "zh": "读出 368 MB 文件第一行的时间，该文件已由另一进程打开过，不含 import（基线：h5py 读入整个文件）",
+        "en": "time until a second process has the first row of a 368 MB file that is in the cache; import time not "
+        "included (baseline: h5py reads the whole file)",
+        "zh": "第二个进程读到已在缓存中的 368 MB 文件第一行所需的时间，不含 import 时间（基线：h5py 读入整个文件）",
     }
     return Line(words, f"{usual:.0f} ms", f"{ours:.2f} ms", f"{usual / ours:.0f} ×")
 
@@ -100,7 +100,7 @@ def _whole(found: dict[str, Any]) -> Line | None:
     except StopIteration:  # results of before it was measured
         return None
     words = {
-        "en": "the same, as wall time of a complete Python process, from interpreter start to exit",
+        "en": "the same, but the wall time of a whole Python process, from interpreter start to exit",
         "zh": "同上，按一个完整 Python 进程的总用时计：从启动解释器到退出",
     }
     return Line(words, f"{usual:.0f} ms", f"{ours:.0f} ms", f"{usual / ours:.1f} ×")
@@ -154,10 +154,10 @@ def _parquet(found: dict[str, Any]) -> Line:
     usual = _row(found, "copies held by three ranks, read_table")["value"]
     ours, size = _row(found, "copies held by three ranks, shared")["value"], found["one_copy"] / 1e9
     words = {
-        "en": f"memory of three ranks that read one Parquet table of {size:.0f} GB in memory "
-        "(baseline: `pyarrow.parquet.read_table` in each rank)",
-        "zh": f"三个 rank 读同一张在内存中占 {size:.0f} GB 的 Parquet 表时的内存"
-        "（基线：每个 rank 各自 `pyarrow.parquet.read_table`）",
+        "en": f"memory that three ranks hold after loading the same Parquet table, whose data are {size:.0f} GB "
+        "(baseline: each rank calls `pyarrow.parquet.read_table`, which keeps more than the data)",
+        "zh": f"三个 rank 加载同一张数据量为 {size:.0f} GB 的 Parquet 表后占用的内存"
+        "（基线：每个 rank 各自调用 `pyarrow.parquet.read_table`，它保留的内存多于数据本身）",
     }
     return Line(words, f"{usual * size:.1f} GB", f"{ours * size:.1f} GB", f"{usual / ours:.1f} ×")
 

@@ -24,7 +24,7 @@ from legroom.charts.drawing import (
     y_axis,
 )
 from legroom.messages import say
-from legroom.units import format_duration, format_size
+from legroom.units import format_duration, format_size, size_or_unknown
 
 _WIDTH, _HEIGHT = 1000, 590
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 590, 128, 480
@@ -35,18 +35,25 @@ _Edge = Sequence[tuple[float, float]]
 _Bar = tuple[str, float, str, bool]  # name, value, its text, whether it is Legroom's
 
 
-def demo_chart(result: Mapping[str, Any], machine: str) -> Drawing:
-    """All of it; ``machine`` is the line below the title."""
+def demo_chart(result: Mapping[str, Any]) -> Drawing:
+    """All of it."""
     count, size = len(result["trainings"]), format_size(result["data_bytes"])
     title = say("{count} training runs on {size} of data", count=count, size=size)
     shapes: list[Shape] = [
         Text(24, 38, title, 20, bold=True),
-        Text(24, 60, f"{machine}, {result['machine']['when']}", 11, "soft"),
+        Text(24, 60, f"{machine_line(result['machine'])}, {result['machine']['when']}", 11, "soft"),
         *_memory_over_time(result),
         *_bar_groups(result),
         Text(24, _HEIGHT - 14, say("legroom demo: every figure was measured during this run"), 11, "soft"),
     ]
     return Drawing(_WIDTH, _HEIGHT, title, tuple(shapes))
+
+
+def machine_line(where: Mapping[str, Any]) -> str:
+    """The machine in one line, which the demo also prints."""
+    packages = ", ".join(f"{name} {number}" for name, number in where["packages"].items())
+    return say("{cpus} x {cpu}, {ram} of RAM, Python {python}, {packages}", cpus=where["cpus"], cpu=where["cpu"],
+               ram=size_or_unknown(where["memory"]), python=where["python"], packages=packages)  # fmt: skip
 
 
 def _memory_over_time(result: Mapping[str, Any]) -> list[Shape]:

@@ -7,7 +7,7 @@ options       argument types and options that several commands share
 memory_need_output
               how `plan` and `check` print memory needs
 text_layout   wrapping, bars and colours
-language      --lang, and the language of click's own messages
-standard_streams
-              stdout and stderr that survive closed pipes and full disks, and the exit status then
+language_and_streams
+              --lang and the language of click's own messages; standard streams that survive closed pipes and full
+              disks, and the exit status then
 """

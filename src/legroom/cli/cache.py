@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
+from legroom.cli.language_and_streams import for_drawing
 from legroom.cli.options import DURATION, SIZE, EntryName
-from legroom.cli.standard_streams import for_drawing
 from legroom.cli.text_layout import paragraph
 from legroom.messages import cells, counted, left, listed, phrase, say, shown
 from legroom.records import Entry, Finding, Reaped, StoreRoom, Verification
@@ -27,29 +27,31 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 def command() -> None:
     """Share one copy of a dataset between processes: load, list, remove.
 
-    Every subcommand has --json. KEY is the digest of an entry or a unique prefix of it. NAME is the name given to
-    legroom.freeze().
+    Every subcommand has --json. FILE is the path or URL that was loaded. KEY is the digest of an entry, or a unique
+    prefix of it, as legroom cache list prints it. NAME is the name given to legroom.freeze().
     """
 
 
 @command.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(readable=False))
-@click.option("--keys", metavar="NAME,…", help="Load only these arrays or groups.")
-@click.option("--join", is_flag=True, help="Join the files along the first axis: they are shards of one dataset.")
+@click.option("--keys", metavar="NAME,…", help="Load only these arrays, groups or columns.")
+@click.option("--join", is_flag=True, help="Load the files as shards of one dataset, joined along the first axis.")
 @click.option("--backing", type=click.Choice(["auto", "shm", "disk"]), default="auto", show_default=True,
               help="Keep the copy in /dev/shm or on disk; auto: in /dev/shm if it fits.")  # fmt: skip
 @click.option("--hash", "algorithm", type=click.Choice(["md5", "blake3", "xxh3"]), default="md5", show_default=True,
               help="Hash function that identifies the source file.")  # fmt: skip
-@click.option("--no-evict", is_flag=True, help="Do not remove unused entries to make room; fail instead (no-room).")
+@click.option(
+    "--no-evict", is_flag=True, help="Do not remove unused entries to make room; fail with error no-room instead."
+)
 @click.option(
     "--no-wait",
     is_flag=True,
-    help="Do not wait for another process that is loading the file; fail instead (not-loaded).",
+    help="If another process is loading the file, do not wait for it; fail with error not-loaded instead.",
 )
 @click.option(
     "--revalidate",
     is_flag=True,
-    help="Always ask the server whether an object has changed (default: at most once a minute).",
+    help="Always ask the server whether the data at a URL has changed (default: at most once a minute).",
 )
 @_json
 def load(
@@ -65,8 +67,8 @@ def load(
 ) -> None:
     """Load files into the cache.
 
-    FILES are paths, or URLs such as s3://bucket/key and https://host/path. URLs need pip install legroom[remote]. An
-    interrupted download continues where it stopped.
+    FILES are paths, or URLs such as s3://bucket/key and https://host/path. URLs need the extra "remote": pip install
+    "legroom[remote]", or ".[remote]" in a clone. An interrupted download continues where it stopped.
     """
     from legroom.loader.batches.legroom_open import open as open_data
 
@@ -104,7 +106,7 @@ def list_(what: str | None, as_json: bool) -> None:
     """List entries, the processes that use them, and free space.
 
     Also lists copies in GPU memory that processes share, and groups of training runs that share one set of DataLoader
-    workers.
+    workers. With FILE, KEY or NAME, lists only that entry.
     """
     from legroom.cache.list_and_verify import listing
     from legroom.cache.list_gpu_copies import gpu_copies
@@ -131,7 +133,7 @@ def list_(what: str | None, as_json: bool) -> None:
 @click.argument("what", type=EntryName(), metavar="FILE|KEY|NAME")
 @_json
 def info(what: str, as_json: bool) -> None:
-    """Show everything about one entry; exit 1 if it is not loaded."""
+    """Show all details of one entry; exit 1 if it is not loaded."""
     from legroom.cache.list_and_verify import info as look_up
 
     entry = look_up(what)
@@ -144,12 +146,14 @@ def info(what: str, as_json: bool) -> None:
 @command.command()
 @click.argument("what", required=False, type=EntryName(), metavar="[FILE|KEY|NAME]")
 @click.option("--all", "everything", is_flag=True, help="Remove every entry that is not in use.")
-@click.option("--force", is_flag=True, help="Also remove entries in use; processes that mapped them keep their pages.")
+@click.option(
+    "--force", is_flag=True, help="Also remove entries in use; processes that have mapped them can still read them."
+)
 @_json
 def drop(what: str | None, everything: bool, force: bool, as_json: bool) -> int:
     """Remove one entry, or every entry with --all.
 
-    An entry in use is kept, and the exit status is 1, unless --force is given.
+    Without --force, an entry in use is kept, and the exit status is 1.
     """
     from legroom.cache.drop_and_gc import drop as remove
 
@@ -168,7 +172,7 @@ def drop(what: str | None, everything: bool, force: bool, as_json: bool) -> int:
     "--free",
     type=SIZE,
     metavar="SIZE",
-    help="Remove least recently used entries until /dev/shm and the disk directory each have this much free space.",
+    help="Remove least recently used entries until this much is free in /dev/shm and on the disk of the cache.",
 )
 @click.option("--older", type=DURATION, metavar="TIME", help="Remove entries not used for this long, for example 7d.")
 @click.option("--stale", is_flag=True, help="Remove entries whose source file has changed.")
@@ -177,8 +181,8 @@ def drop(what: str | None, everything: bool, force: bool, as_json: bool) -> int:
 def gc(free: int | None, older: float | None, stale: bool, dry_run: bool, as_json: bool) -> int:
     """Remove files left by dead processes.
 
-    With --free, --older or --stale, also removes entries that are not in use. Exits 1 if not enough space could be
-    freed (--free).
+    With --free, --older or --stale, also removes entries that are not in use. With --free, exits 1 if not enough space
+    could be freed.
     """
     from legroom.cache.drop_and_gc import gc as collect
 

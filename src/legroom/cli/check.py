@@ -18,47 +18,44 @@ from legroom.system.argument_checks import check_integer
 
 
 @click.command()
-@click.option("--batch", type=int, required=True, metavar="N", help="Batch size.")
+@click.option("--batch", type=int, required=True, metavar="N", help="Batch size per rank (per device).")
 @click.option(
     "--dataset",
     metavar="MODULE:OBJECT",
-    help="Measure with this dataset: run the DataLoader briefly in a child process.",
+    help="Dataset, function that returns one, or DataLoader: data:train_set or data.py:train_set. A DataLoader with "
+    "these settings is run briefly in a child process to measure its memory.",
 )
 @click.option(
     "--collate",
     metavar="MODULE:FUNCTION",
-    help="collate_fn of the DataLoader, if not torch's default (with --dataset).",
+    help="collate_fn (with --dataset). Default: that of the DataLoader if --dataset is one, otherwise torch's default.",
 )
 @click.option(
     "--share",
     is_flag=True,
-    help="Test whether several runs can share one set of workers: make some batches in two processes and report "
-    "differences (with --dataset).",
+    help="Only test whether several runs can share one set of workers: load the same batches in two processes and "
+    "report those that differ (with --dataset).",
 )
 @click.option(
-    "--timeout",
-    type=DURATION,
-    default=60.0,
-    metavar="TIME",
-    help="Time limit for measuring (with --dataset).  [default: 1m]",
+    "--timeout", type=DURATION, default=60.0, metavar="TIME", help="Time limit for the trial run.  [default: 60s]"
 )
 @training_options
 @click.option(
     "--start-method",
     type=click.Choice(["fork", "spawn", "forkserver"]),
-    help="Start method of the workers.  [default: that of this Python]",
+    help="Start method of the workers.  [default: Python's default]",
 )
 @click.option(
     "--checkpoint-dir",
     metavar="DIR",
-    help="Directory for checkpoints: check free space on its disk (with --checkpoint-bytes).",
+    help="Check that the disk of DIR has space for the checkpoints (with --checkpoint-bytes).",
 )
 @click.option(
     "--checkpoint-bytes",
     type=SIZE,
     default=0,
     metavar="SIZE",
-    help="Size of all checkpoints that one process keeps (with --checkpoint-dir).",
+    help="Total size of the checkpoints that each rank keeps (with --checkpoint-dir).",
 )
 @click.option(
     "--root", default="/", metavar="DIR", help="Read /proc and /sys under DIR instead of /, for example /host."
@@ -79,8 +76,8 @@ def command(
 ) -> int:
     """Predict whether a training run fits on this machine now, what runs out, and which settings fit.
 
-    Give the size of a sample with --data FILE, --sample-bytes SIZE or --dataset MODULE:OBJECT. Exits 0 if it fits or
-    the answer is unknown, 1 if it is too big.
+    Give the size of a sample with --data FILE, --sample-bytes SIZE or --dataset MODULE:OBJECT. Exits 1 if the run does
+    not fit, 0 if it fits or the answer is unknown.
     """
     if share:
         return _check_share(dataset, collate, batch, timeout, as_json)

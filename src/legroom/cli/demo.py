@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from legroom.cli.standard_streams import for_drawing
+from legroom.cli.language_and_streams import for_drawing
 from legroom.cli.text_layout import elide, width
 from legroom.messages import cells, fill, left, listed, right, say
 from legroom.units import format_duration, format_size, size_or_unknown
@@ -19,7 +19,7 @@ from legroom.units import format_duration, format_size, size_or_unknown
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from legroom.demo.demo_children import Child, Screen
+    from legroom.demo.demo_stages import Child, Screen
     from legroom.records import Pool
 
 Row = tuple[str, ...]  # what, without Legroom, with it, a note
@@ -43,18 +43,18 @@ def command(
     """Show what Legroom does, measured on this machine in about a minute.
 
     Runs torch's DataLoader and Legroom's with a 64 MB /dev/shm. Then runs four
-    training jobs with one copy of the data each, and again with one shared
-    copy; kills one of these and resumes it. Ends with a table and a chart, and
-    leaves nothing else behind.
+    training jobs twice: first each job has its own copy of the data, then all
+    share one copy. Kills one of these jobs and resumes it. At the end
+    prints a table, writes a chart and removes all its other files.
     """
     from legroom.charts.demo_chart import demo_chart
     from legroom.charts.drawing import render
-    from legroom.demo.demo_stages import machine_line, run_demo
+    from legroom.demo.demo_stages import run_demo
     from legroom.system.atomic_file import replace_file
 
     path = chart_path(out)
     result = run_demo(lambda: _screen(as_json, plain, no_color), quick=quick, torch=not no_torch, keep=keep)
-    replace_file(path, render(demo_chart(result, machine_line(result["machine"])), path.suffix.lower()))
+    replace_file(path, render(demo_chart(result), path.suffix.lower()))
     if as_json:
         click.echo(json.dumps({**result, "picture": str(path)}, ensure_ascii=False))
         return 0

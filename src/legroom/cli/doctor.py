@@ -25,10 +25,10 @@ _MOST_HOLDERS = 5
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--plain", is_flag=True, help="Plain text without bars, for screen readers.")
+@click.option("--plain", is_flag=True, help="Print plain text without bars, for screen readers.")
 @click.option("--job", type=int, metavar="PID", help="Also inspect a running process and its children.")
 @click.option(
-    "--match", metavar="REGEX", help="Also inspect every process whose command line matches, with its children."
+    "--match", metavar="REGEX", help="Also inspect every process whose command line matches REGEX, and its children."
 )
 @click.option(
     "--root", default="/", metavar="DIR", help="Read /proc and /sys under DIR instead of /, for example /host."
@@ -36,7 +36,7 @@ _MOST_HOLDERS = 5
 def command(as_json: bool, plain: bool, job: int | None, match: str | None, root: str) -> int:
     """Diagnose memory limits on this machine and print fixes.
 
-    Only reads; needs no privileges. Exits 1 if a finding is critical.
+    Changes nothing on the machine and needs no privileges. Exits 1 if a finding is critical.
     """
     if job is not None and match is not None:
         raise click.UsageError(say("--job and --match cannot be combined"))

@@ -15,9 +15,9 @@ from legroom.records.failure import Verdict
 @click.argument("log", metavar="LOGFILE|-")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(log: str, as_json: bool) -> int:
-    """Diagnose from a log file what ran out: /dev/shm, RAM, GPU memory, file descriptors, disk.
+    """Read a log file and diagnose what ran out: /dev/shm, RAM, GPU memory, file descriptors or disk.
 
-    Reads the end of LOGFILE, or of standard input for -. If the log does not
+    Reads the end of LOGFILE; - means standard input. If the log does not
     prove a cause, the diagnosis is "unknown", followed by the likely causes.
     legroom run also reads the kernel's counters and is more certain.
     """

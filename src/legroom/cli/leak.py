@@ -26,16 +26,21 @@ _PRIVATE = 0o700
 
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @click.argument("words", nargs=-1, metavar="[--] COMMAND...", type=click.UNPROCESSED)
-@click.option("--page", metavar="FILE", help="Write an HTML report with a chart over steps: FILE.html.")
 @click.option(
-    "--records", metavar="DIR", help="Keep the measurements of all processes in DIR, a new or empty directory."
+    "--page",
+    metavar="FILE",
+    help="Write an HTML report with a chart over training steps to FILE; FILE must end in .html.",
+)
+@click.option(
+    "--records", metavar="DIR", help="Save the measurements of all processes in DIR, a new or empty directory."
 )
 @click.option(
     "--read",
     metavar="DIR",
-    help="Run no command: report on measurements kept with --records, of a job that has ended or still runs.",
+    help="Report on the measurements in DIR (saved with --records) instead of running a COMMAND. The job may still be "
+    "running.",
 )
-@click.option("--quiet", is_flag=True, help="Do not print Legroom's messages on stderr; only the report.")
+@click.option("--quiet", is_flag=True, help="Print only the report, not Legroom's other messages.")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object on stdout; the command's stdout goes to stderr."
 )
@@ -44,9 +49,9 @@ def command(
 ) -> int:
     """Run a command and name the lines of its Python code that make memory grow.
 
-    Prints at the end, for each line that makes memory grow: file and line, type
-    of the objects, bytes per training step, since which step, when memory will
-    be full, and the confidence. Exits with the command's status.
+    At the end, prints each line that makes memory grow, with the type of the
+    objects, the bytes per training step, the step at which the growth began, the
+    time until memory is full, and a confidence. Exits with the command's status.
     """
     if bool(words) == (read is not None):
         raise click.UsageError(say("give a command to run, or --read DIR"))
@@ -66,7 +71,7 @@ def command(
 
     from legroom.probe.snapshot import snapshot
     from legroom.rescue.job_attempt import RunOptions
-    from legroom.rescue.job_command_line import with_leak
+    from legroom.rescue.job_process import with_leak
     from legroom.rescue.supervisor import supervise
 
     def print_line(line: str) -> None:

@@ -13,8 +13,17 @@ from importlib import import_module
 
 import click
 
-from legroom.cli.language import apply_language, fall_back_to_english, language_option, translate, translate_click
-from legroom.cli.standard_streams import NotWritten, escape_unencodable, guard_streams, status_after
+from legroom.cli.language_and_streams import (
+    NotWritten,
+    apply_language,
+    escape_unencodable,
+    fall_back_to_english,
+    guard_streams,
+    language_option,
+    status_after,
+    translate,
+    translate_click,
+)
 from legroom.errors import EXIT_USAGE, LegroomError
 from legroom.messages import phrase, say
 from legroom.version import VERSION
@@ -22,22 +31,26 @@ from legroom.version import VERSION
 # One line each, so that `legroom --help` imports none of the commands.
 COMMANDS = {
     "doctor": phrase("Diagnose memory limits on this machine and print fixes."),
-    "plan": phrase("Estimate memory for N jobs per GPU, and how many jobs fit on this machine."),
+    "plan": phrase("Estimate the memory that N jobs per GPU need, and how many jobs fit on this machine."),
     "check": phrase("Predict whether a training run fits on this machine now; print DataLoader settings that fit."),
     "tune": phrase(
-        "Find the fastest DataLoader settings that fit; with --step-seconds, the lowest-memory ones that keep the "
-        "GPU busy."
+        "Find the fastest DataLoader settings that fit in the free memory. With --step-seconds, find those that "
+        "keep the GPU busy with the least memory."
     ),
-    "watch": phrase("Monitor memory: what is filling up, how fast, by which process, when it will be full."),
+    "watch": phrase(
+        "Monitor memory: what is filling up, how fast, which process is filling it, and when it will be full."
+    ),
     "run": phrase(
         "Run a command and diagnose out-of-memory failures; with --retries, restart it with settings that use less "
         "memory."
     ),
     "leak": phrase("Run a command and name the lines of its Python code that make memory grow."),
-    "explain": phrase("Diagnose from a log file what ran out: /dev/shm, RAM, GPU memory, file descriptors, disk."),
+    "explain": phrase(
+        "Read a log file and diagnose what ran out: /dev/shm, RAM, GPU memory, file descriptors or disk."
+    ),
     "cache": phrase("Share one copy of a dataset between processes: load, list, remove."),
     "nodes": phrase("Load, list and remove cached data, and diagnose memory limits, on every node of a Ray cluster."),
-    "report": phrase("Write a bug report bundle with private data removed."),
+    "report": phrase("Write one file for a bug report about Legroom, without private names and secrets."),
     "demo": phrase("Demonstrate Legroom on this machine with real measurements, in about a minute."),
 }
 _HELP = "help"  # a command that the list of commands leaves out

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from legroom.cli.cache import print_json
-from legroom.cli.standard_streams import for_drawing
+from legroom.cli.language_and_streams import for_drawing
 from legroom.cli.text_layout import paragraph
 from legroom.messages import cells, counted, left, listed, phrase, say, shown
 from legroom.records.cache_entry import NodeAnswer, NodeError, NodeLoad
@@ -20,17 +20,19 @@ from legroom.units import format_duration, format_size
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 _ray = click.option(
     "--ray", "address", metavar="ADDRESS", default="auto", show_default=True,
-    help="Address of the Ray cluster: host:port of its head, or auto for the one that runs on this machine.",
+    help="Address of the Ray cluster: host:port of its head node, or auto for the cluster that runs on this machine.",
 )  # fmt: skip
 _node = click.option("--node", "nodes", multiple=True, metavar="NODE",
-                     help="Only this node, by IP address or Ray's id. Can be given several times.")  # fmt: skip
+                     help="Only on this node, given by its IP address or Ray node ID. Can be given several times."
+                     )  # fmt: skip
 
 
 @click.group("nodes", context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
     """Load, list and remove cached data, and diagnose memory limits, on every node of a Ray cluster.
 
-    Ray and Legroom must be installed on every node. Every subcommand has --json.
+    Ray and Legroom must be installed on every node. Every subcommand has --json. SOURCE is the path or URL that was
+    loaded. KEY is the digest of an entry, or a unique prefix of it, as legroom nodes list prints it.
     """
 
 
@@ -39,7 +41,7 @@ def command() -> None:
 @_node
 @_json
 def doctor(address: str, nodes: tuple[str, ...], as_json: bool) -> int:
-    """Diagnose memory limits on every node, worst finding first.
+    """Diagnose memory limits on every node, worst node first.
 
     Exits 1 if a finding is critical or a node failed.
     """
@@ -57,13 +59,13 @@ def doctor(address: str, nodes: tuple[str, ...], as_json: bool) -> int:
 
 @command.command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE…")
-@click.option("--keys", metavar="NAME,…", help="Load only these arrays or groups.")
+@click.option("--keys", metavar="NAME,…", help="Load only these arrays, groups or columns.")
 @click.option("--backing", type=click.Choice(["auto", "shm", "disk"]), default="auto", show_default=True,
               help="Keep the copy in /dev/shm or on disk; auto: in /dev/shm if it fits.")  # fmt: skip
 @click.option(
     "--revalidate",
     is_flag=True,
-    help="Always ask the server whether an object has changed (default: at most once a minute).",
+    help="Always ask the server whether the data at a URL has changed (default: at most once a minute).",
 )
 @_ray
 @_node
@@ -79,8 +81,9 @@ def warm(
 ) -> int:
     """Load files or URLs into the cache of every node.
 
-    An object in remote storage is read only once in all: each node reads a part, and the nodes exchange the parts.
-    Exits 1 if a node failed.
+    SOURCE is a path or URL. Data at a URL is downloaded only once in total: each node downloads a part, and the nodes
+    exchange the parts. Each node reads the data itself if SOURCE is a path, if --keys is given, or if the server gives
+    no version (such as an ETag) for the URL. Exits 1 if a node failed.
     """
     from legroom.integrations.ray_cluster import connect
     from legroom.integrations.ray_cluster import warm as load
@@ -101,7 +104,10 @@ def warm(
 @_node
 @_json
 def list_(what: str | None, address: str, nodes: tuple[str, ...], as_json: bool) -> int:
-    """List the cache entries of every node."""
+    """List the cache entries of every node.
+
+    With SOURCE or KEY, lists only that entry. Exits 1 if a node failed.
+    """
     from legroom.integrations.ray_cluster import connect, entries
 
     with connect(address):
@@ -116,14 +122,16 @@ def list_(what: str | None, address: str, nodes: tuple[str, ...], as_json: bool)
 @command.command()
 @click.argument("what", required=False, metavar="[SOURCE|KEY]")
 @click.option("--all", "everything", is_flag=True, help="Remove every entry that is not in use.")
-@click.option("--force", is_flag=True, help="Also remove entries in use; processes that mapped them keep their pages.")
+@click.option(
+    "--force", is_flag=True, help="Also remove entries in use; processes that have mapped them can still read them."
+)
 @_ray
 @_node
 @_json
 def drop(what: str | None, everything: bool, force: bool, address: str, nodes: tuple[str, ...], as_json: bool) -> int:
     """Remove one entry on every node, or every entry with --all.
 
-    Exits 1 if an entry is in use or a node failed.
+    Without --force, an entry in use is kept. Exits 1 if an entry was kept or a node failed.
     """
     from legroom.integrations.ray_cluster import connect
     from legroom.integrations.ray_cluster import drop as remove

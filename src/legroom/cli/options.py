@@ -81,25 +81,32 @@ COUNT = Count()
 _COUNT_OF: dict[str, Any] = {"type": int, "metavar": "N", "show_default": True}
 _SIZE_OF: dict[str, Any] = {"type": SIZE, "metavar": "SIZE"}
 _OPTIONS = (
-    click.option("--data", metavar="FILE", help="Data file; its rows give the size of a sample."),
-    click.option("--keys", metavar="NAME,…", help="Use only these arrays of the file (with --data)."),
-    click.option("--sample-bytes", **_SIZE_OF, help="Size of one sample."),
+    click.option("--data", metavar="FILE",
+                 help="Data file; one row is one sample. HDF5, Zarr, .npy, .npz, Parquet, Arrow, safetensors or .pt "
+                      "(torch.save)."),
+    click.option("--keys", metavar="NAME,…", help="Use only these arrays or columns of the file (with --data)."),
+    click.option("--sample-bytes", **_SIZE_OF, help="Size of one sample, for example 600KB (instead of --data)."),
     click.option("--workers", **_COUNT_OF, default=0, help="num_workers of the DataLoader."),
     click.option("--prefetch", **_COUNT_OF, default=2, help="prefetch_factor of the DataLoader."),
     click.option("--persistent-workers", is_flag=True, help="The DataLoader uses persistent_workers."),
     click.option("--pin-memory", is_flag=True, help="The DataLoader uses pin_memory."),
     click.option("--loader", show_default=True, type=click.Choice(["torch", "legroom"]), default="torch",
                  help="Which DataLoader the script uses."),
-    click.option("--val-workers", **_COUNT_OF, help="num_workers of a validation DataLoader alive at the same time."),
-    click.option("--val-batch", **_COUNT_OF, help="Validation batch size, if different (with --val-workers)."),
-    click.option("--ranks", **_COUNT_OF, default=1, help="Ranks (processes) per job on this machine."),
+    click.option("--val-workers", **_COUNT_OF,
+                 help="num_workers of a validation DataLoader that exists at the same time. Default: there is none."),
+    click.option("--val-batch", **_COUNT_OF,
+                 help="Batch size of the validation DataLoader (with --val-workers).  [default: that of --batch]"),
+    click.option("--ranks", **_COUNT_OF, default=1, help="Ranks (training processes) per job on this machine."),
     click.option("--per-process", **_SIZE_OF,
-                 help="/dev/shm that each process uses, without the batches of the DataLoader.  [default: 0]"),
-    click.option("--process-ram", **_SIZE_OF, help="RAM of each rank besides batches and parameters.  [default: 0]"),
+                 help="/dev/shm that each rank uses, not counting DataLoader batches.  [default: 0]"),
+    click.option("--process-ram", **_SIZE_OF,
+                 help="RAM that each rank uses, not counting batches and parameters; it replaces a measured value.  "
+                      "[default: 0 if nothing is measured]"),
     click.option("--params", type=COUNT, default=0, metavar="N",
-                 help="Number of model parameters held in host RAM (CPU training, offload), for example 125M."),
+                 help="Number of model parameters that each rank keeps in host RAM (CPU training, offload), for "
+                      "example 125M."),
     click.option("--optimizer", show_default=True, type=click.Choice(list(OPTIMIZERS)), default="none",
-                 help="Optimizer whose state is held in host RAM (with --params); momentum: SGD with momentum."),
+                 help="Optimizer whose state is kept in host RAM (with --params); momentum: SGD with momentum."),
     click.option("--dtype", show_default=True, type=click.Choice(list(DTYPES)), default="float32",
                  help="Data type of the parameters (with --params)."),
 )  # fmt: skip

@@ -25,17 +25,22 @@ from legroom.units import format_size, size_or_unknown
     type=int,
     multiple=True,
     metavar="PID…",
-    help="Measure running jobs, one process id for each, separated by spaces; their mean counts.",
+    help="Measure running jobs and use their mean. Give one process ID per job: --measure 4711 4712.",
 )
 @click.argument("pids", nargs=-1, type=int, metavar="")
-@click.option("--match", metavar="REGEX", help="Measure running jobs whose command line matches.")
-@click.option("--batch", type=int, metavar="N", help="Samples per batch (with --data or --sample-bytes).")
+@click.option("--match", metavar="REGEX", help="Measure running jobs whose command line matches, and use their mean.")
+@click.option("--batch", type=int, metavar="N", help="Batch size per rank (with --data or --sample-bytes).")
 @click.option(
     "--shared", is_flag=True, help="Add one shared copy of the data in /dev/shm to the estimate (with --data)."
 )
-@click.option("--nccl", type=SIZE, default=0, metavar="SIZE", help="/dev/shm that NCCL uses per process.  [default: 0]")
 @click.option(
-    "--gpu-memory", type=SIZE, metavar="SIZE", help="GPU memory per process; without it GPU memory is not checked."
+    "--nccl", type=SIZE, default=0, metavar="SIZE", help="/dev/shm that NCCL uses in each rank.  [default: 0]"
+)
+@click.option(
+    "--gpu-memory",
+    type=SIZE,
+    metavar="SIZE",
+    help="GPU memory that each rank uses. If it is not given, GPU memory is not checked.",
 )
 @training_options
 @click.option(
@@ -63,15 +68,17 @@ def command(
     as_json: bool,
     **training: Any,
 ) -> int:
-    """Estimate memory for N jobs per GPU, and how many jobs fit on this machine.
+    """Estimate the memory that N jobs per GPU need, and how many jobs fit on this machine.
 
     Describe one job in one of three ways:
 
-    (1) The /dev/shm that each of its processes uses: --per-process SIZE. It can be added to (3).
+    (1) Give the /dev/shm that each rank uses: --per-process SIZE.
 
-    (2) A running job: --measure PID or --match REGEX.
+    (2) Measure a job that is running: --measure PID or --match REGEX.
 
-    (3) Its DataLoader: --batch N with --data FILE or --sample-bytes SIZE; also --workers and --prefetch.
+    (3) Describe its DataLoader: --batch N with --data FILE or --sample-bytes SIZE, and --workers N.
+
+    (1) and (3) can be combined. With each of the three, --process-ram, --params, --nccl and --gpu-memory can be given.
 
     Exits 1 if the jobs do not fit.
     """

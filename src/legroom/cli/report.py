@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 @click.option("--log", metavar="FILE", help="Add the end of a training log, and a diagnosis of the failure.")
 @click.option("--run", metavar="FILE", help="Add a JSON file written by legroom run --report.")
 @click.option("--watch", metavar="FILE", help="Add the last alarms of a log written by legroom watch --log.")
-@click.option("--show", is_flag=True, help="Print everything that goes into the file; write it only with --out.")
+@click.option("--show", is_flag=True, help="Print everything that goes into the file; without --out, write no file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def command(out: str | None, log: str | None, run: str | None, watch: str | None, show: bool, as_json: bool) -> int:
-    """Write one file for a bug report, without private names and secrets.
+    """Write one file for a bug report about Legroom, without private names and secrets.
 
     User names, host names, addresses, tokens and the names of data files are
     replaced by placeholders. Nothing is sent anywhere: check the file, then send it yourself.

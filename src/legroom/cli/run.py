@@ -26,15 +26,17 @@ from legroom.messages import listed, say
     show_default=True,
     type=click.IntRange(0),
     metavar="N",
-    help="Restart up to N times with settings that use less memory; the script needs flags for them (see --flag).",
+    help="After an out-of-memory failure, restart up to N times with settings that use less memory. The script needs "
+    "flags for these settings (see --flag).",
 )
 @click.option(
     "--flag",
     "flags",
     multiple=True,
     metavar="SETTING=FLAG",
-    help="Which flag of the script sets batch, accumulation, workers, prefetch, pin_memory or low_memory: batch=--bs, "
-    "or with its default accumulation=--acc=16 (with --retries). Can be given several times.",
+    help="With --retries: the script's flag for a setting, for example batch=--bs. SETTING is batch, accumulation, "
+    "workers, prefetch, pin_memory or low_memory (read data on demand). If the script's default for accumulation "
+    "is not 1, append it: accumulation=--acc=16. Can be given several times.",
 )
 @click.option(
     "--checkpoint",
@@ -49,16 +51,16 @@ from legroom.messages import listed, say
 @click.option(
     "--resume-existing",
     is_flag=True,
-    help="On a restart, also resume from checkpoints older than this run (with --checkpoint, --resume-flag and "
-    "--retries).",
+    help="Let a restart resume even from a checkpoint that is older than this run (with --checkpoint, --resume-flag "
+    "and --retries).",
 )
 @click.option(
     "--grace",
     default="30s",
     type=DURATION,
     metavar="TIME",
-    help="Time that the command has to exit after a forwarded SIGTERM, SIGINT, SIGHUP or SIGQUIT, before SIGKILL.  "
-    "[default: 30s]",
+    help="How long to wait for the command to exit after forwarding SIGTERM, SIGINT, SIGHUP or SIGQUIT, before sending "
+    "SIGKILL.  [default: 30s]",
 )
 @click.option(
     "--stall",
@@ -71,21 +73,23 @@ from legroom.messages import listed, say
 @click.option(
     "--loader",
     type=click.Choice(["torch", "legroom"]),
-    help="legroom: replace torch's DataLoader in the script by Legroom's. torch: never replace it. Default: torch's; "
-    "with --retries, Legroom's is the last step after a full /dev/shm.",
+    help="legroom: replace torch's DataLoader in the script with Legroom's. torch: never replace it. Default: with "
+    "--retries, replace it if /dev/shm was full and no other change helped.",
 )
 @click.option(
     "--gpu-limit",
     metavar="FRACTION|SIZE",
-    help="Limit the GPU memory of each process, CUDA context included: 0.8 or 1/6 of the GPU's memory, or 8GB.  "
-    "[default: no limit]",
+    help="Limit the GPU memory of each process, CUDA context included: 0.8 or 1/6 of the GPU's memory, or 8GB. If the "
+    "limit cannot be set, a message is printed and the script runs without it.  [default: no limit]",
 )
 @click.option(
-    "--leak", is_flag=True, help="Print at the end which lines of Python code make memory grow (legroom leak)."
+    "--leak", is_flag=True, help="Print at the end which lines of Python code make memory grow (see legroom leak)."
 )
 @click.option("--fresh", is_flag=True, help="Ignore the settings that worked in an earlier run (with --retries).")
 @click.option(
-    "--report", metavar="FILE", help="Write a report of all attempts; the suffixes are added: FILE.json and FILE.html."
+    "--report",
+    metavar="FILE",
+    help="Write a report of all attempts to FILE.json and FILE.html; the suffixes are added.",
 )
 @click.option("--quiet", is_flag=True, help="Do not print Legroom's messages on stderr.")
 @click.option(
@@ -103,7 +107,8 @@ def command(words: tuple[str, ...], as_json: bool, quiet: bool, report: str | No
     from legroom.leak.leak_report import report_lines, report_object
     from legroom.probe.snapshot import snapshot
     from legroom.rescue.job_attempt import RunOptions
-    from legroom.rescue.job_command_line import parse_named, with_gpu_limit, with_leak, with_loader
+    from legroom.rescue.job_process import with_gpu_limit, with_leak, with_loader
+    from legroom.rescue.retry_settings import parse_named
     from legroom.rescue.run_report import run_object, write_report
     from legroom.rescue.supervisor import supervise
 

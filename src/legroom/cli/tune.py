@@ -18,20 +18,25 @@ from legroom.units import format_size, size_or_unknown
 
 @click.command()
 @click.option(
-    "--dataset", "spec", required=True, metavar="MODULE:OBJECT", help="Dataset, function returning one, or DataLoader."
+    "--dataset",
+    "spec",
+    required=True,
+    metavar="MODULE:OBJECT",
+    help="Dataset, function that returns one, or DataLoader: data:train_set or data.py:train_set.",
 )
 @click.option("--batch", type=int, metavar="N", help="Batch size per rank (per device); required, except with --last.")
 @click.option(
     "--effective-batch",
     type=int,
     metavar="N",
-    help="Samples per optimizer step over all ranks (set --ranks). Smaller batches get more accumulation.",
+    help="Samples per optimizer step over all ranks (set --ranks too). If tune lowers the batch size, it raises "
+    "gradient accumulation to match.",
 )
 @click.option(
     "--step-seconds",
     type=DURATION,
     metavar="TIME",
-    help="Time of forward, backward and optimizer step for one batch, without waiting for data: 0.018, 18ms.",
+    help="Time of one training step (forward, backward, optimizer) without waiting for data: for example 0.018, 18ms.",
 )
 @click.option(
     "--ranks",
@@ -39,11 +44,15 @@ from legroom.units import format_size, size_or_unknown
     default=1,
     show_default=True,
     metavar="N",
-    help="Ranks of the job (world size), for --effective-batch.",
+    help="Ranks of the whole job (world size); needed for --effective-batch and --params.",
 )
-@click.option("--collate", metavar="MODULE:FUNCTION", help="collate_fn; default: the DataLoader's own.")
+@click.option(
+    "--collate",
+    metavar="MODULE:FUNCTION",
+    help="collate_fn. Default: that of the DataLoader if --dataset is one, otherwise torch's default.",
+)
 @click.option("--loader", type=click.Choice(["legroom", "torch"]), default="legroom", show_default=True,
-              help="DataLoader that will use the settings.")  # fmt: skip
+              help="Which DataLoader the script will use.")  # fmt: skip
 @click.option(
     "--preset",
     type=click.Choice(["development", "production", "cluster"]),
@@ -52,37 +61,45 @@ from legroom.units import format_size, size_or_unknown
 @click.option(
     "--climb",
     is_flag=True,
-    help="Measure with more and more workers and prefetch; stop when a run fails or is no faster.",
+    help="Run the DataLoader with more and more workers and prefetch; stop when a run fails or is no faster.",
 )
 @click.option(
     "--set",
     "by_hand",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Keep a setting fixed: batch, accumulation, workers, prefetch, pin_memory. Can be given several times.",
+    help="Keep a setting fixed, for example workers=4. NAME is batch, accumulation, workers, prefetch or pin_memory. "
+    "Can be given several times.",
 )
-@click.option("--last", is_flag=True, help="Print the last result for this dataset without measuring.")
 @click.option(
-    "--emit", type=click.Choice(["deepspeed", "accelerate"]), help="Print only a configuration file for this launcher."
+    "--last",
+    is_flag=True,
+    help="Print the last result for this dataset in the current directory, without measuring again.",
+)
+@click.option(
+    "--emit",
+    type=click.Choice(["deepspeed", "accelerate"]),
+    help="Print only a configuration file for DeepSpeed or Accelerate.",
 )
 @click.option(
     "--zero",
     type=click.Choice(["2", "3"]),
-    help="ZeRO stage in the file (with --emit).  [default: deepspeed 2, accelerate none]",
+    help="ZeRO stage to write into the file (with --emit).  [default: deepspeed 2, accelerate none]",
 )
 @click.option(
     "--offload",
     is_flag=True,
-    help="Offload optimizer state (stage 3: also parameters) to CPU memory (with --emit; accelerate also "
+    help="Offload the optimizer state to CPU memory; with --zero 3, also the parameters (with --emit; accelerate also "
     "needs --zero).",
 )
 @click.option("--precision", type=click.Choice(["bf16", "fp16", "no"]), default="bf16", show_default=True,
-              help="Mixed precision in the file (with --emit).")  # fmt: skip
+              help="Mixed precision to write into the file (with --emit).")  # fmt: skip
 @click.option(
     "--params",
     type=COUNT,
     metavar="N",
-    help="Number of model parameters: print what each ZeRO stage saves, with and without offload (set --ranks too).",
+    help="Number of model parameters, for example 7B. Prints how much memory each ZeRO stage saves, with and without "
+    "offload (set --ranks too).",
 )
 @click.option(
     "--timeout", type=DURATION, default=60.0, metavar="TIME", help="Time limit for measuring.  [default: 60s]"
@@ -108,10 +125,10 @@ def command(
     timeout: float,
     as_json: bool,
 ) -> int:
-    """Find the fastest DataLoader settings that fit; with --step-seconds, the lowest-memory ones that keep
-    the GPU busy.
+    """Find the fastest DataLoader settings that fit in the free memory. With --step-seconds, find those that keep
+    the GPU busy with the least memory.
 
-    Loads a few samples and one batch in a child process; this takes a few seconds. Exits 1 if nothing fits.
+    Loads a few samples and one batch in a child process; this takes a few seconds. Exits 1 if no settings fit.
     """
     from legroom.advice.deepspeed_config import Shape, zero_rows
     from legroom.loader.tune import tuning

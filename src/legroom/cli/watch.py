@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from legroom.cli.language_and_streams import write_line
 from legroom.cli.options import DURATION
-from legroom.cli.standard_streams import write_line
 from legroom.errors import MissingPackage
 from legroom.messages import say
 from legroom.system.process_control import handling_signals
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--pid", type=int, metavar="PID", help="Watch one process and its children.")
-@click.option("--match", metavar="REGEX", help="Watch processes whose command line matches.")
+@click.option("--match", metavar="REGEX", help="Watch processes whose command line matches, and their children.")
 @click.option(
     "--interval", type=DURATION, default="1s", show_default=True, metavar="TIME", help="Time between samples."
 )
-@click.option("--once", is_flag=True, help="Take one sample and exit; status 1 if critical.")
+@click.option("--once", is_flag=True, help="Take one sample and exit; status 1 if an alarm is critical.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
-@click.option("--log", metavar="FILE", help="Append every sample to FILE (JSON lines).")
-@click.option("--replay", metavar="FILE", help="Replay a log written with --log instead of sampling.")
+@click.option("--log", metavar="FILE", help="Append every sample to FILE, one JSON object per line.")
+@click.option("--replay", metavar="FILE", help="Show a log written with --log instead of taking samples.")
 @click.option(
     "--prometheus",
     is_flag=False,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 @click.option(
     "--web", is_flag=False, flag_value="", metavar="[HOST:PORT]", help="Serve a web page (default 127.0.0.1:9465)."
 )
-@click.option("--plot", metavar="FILE", help="Write a chart at the end: .png, .svg or .html.")
+@click.option("--plot", metavar="FILE", help="Write a chart to FILE at the end; FILE must end in .png, .svg or .html.")
 @click.option("--plain", is_flag=True, help="Print plain lines even on a terminal.")
 @click.option(
     "--top",
@@ -58,8 +58,10 @@ if TYPE_CHECKING:
     metavar="N",
     help="List the N processes with the most memory every 10 s (with --plain, or not on a terminal).",
 )
-@click.option("--on-alarm", metavar="CMD", help="Run CMD for each alarm (JSON on its stdin).")
-@click.option("--webhook", metavar="URL", help="Post each alarm to URL as JSON.")
+@click.option(
+    "--on-alarm", metavar="CMD", help="Run the shell command CMD for each alarm, with the alarm as JSON on stdin."
+)
+@click.option("--webhook", metavar="URL", help="Send each alarm as JSON to URL (HTTP POST).")
 @click.option(
     "--root", default="/", metavar="DIR", help="Read /proc and /sys under DIR instead of /, for example /host."
 )
@@ -82,11 +84,12 @@ def command(
 ) -> int:
     """Watch memory over time and warn before it runs out.
 
-    Shows which memory fills up, how fast, which processes grow, and when it will
-    be full. Watches all your processes unless --pid or --match is given. Alarms
-    are raised on levels, trends, swap traffic and the kernel's OOM counters.
-    Exits when the watched process exits, or on Ctrl-C. Full screen on a
-    terminal, lines elsewhere.
+    Shows what is filling up, how fast, which processes grow, and when it will
+    be full. Watches all your processes unless --pid or --match is given. Prints
+    an alarm when something is nearly full or will be full soon, when memory is
+    being swapped, and after an OOM kill. Runs until Ctrl-C; with --pid, until that
+    process and its children have exited. Full screen on a terminal, plain lines
+    elsewhere.
     """
     from legroom.monitor.watch_in_script import checked_interval
     from legroom.monitor.watch_loop import BackgroundOutput, MomentStream, StopEvent, feed_outputs, sample_periodically

@@ -1,7 +1,6 @@
 """`legroom demo`: what Legroom does, measured on this machine in about a minute. Every figure is read while it runs.
 
-demo_stages   the order of everything, the three stages, the kill -9; what was measured
-demo_children child processes under `legroom run`, and the loop that reads their messages, measures them, obeys signals
+demo_stages   the three stages, the kill -9, child processes under `legroom run` and their memory; what was measured
 demo_scripts  what the child processes do: train, try a DataLoader in a small /dev/shm, measure three loaders; messages
 demo_setup    how much data fits on this machine, the file, a directory, a /dev/shm of 64 MB, cleaning up
 

@@ -1,14 +1,8 @@
 """The programs that the demo runs as child processes: ``python -m legroom.demo.demo_scripts train '{"data": …}'``.
 
-run     `legroom run …`, which ends with the demo.
-train   as a user would write it: open the data, train, save checkpoints, resume. With LEGROOM_DISABLE=1 the same
-        script holds a copy of the data of its own.
-trial   makes float batches, as scripts that normalise do, with whatever torch.utils.data.DataLoader is: torch's own,
-        or Legroom's by `legroom run --loader legroom`.
-speed   moves the rows as they are: by torch's DataLoader, by Legroom's with the same workers, and by data.batches.
-
-Messages are JSON lines in a file of the child's own. Not a pipe: `legroom run` stands between the two and passes no
-descriptors on, and a run that was killed continues in the same file. Times are of the clock that all processes share.
+``run`` is `legroom run …`, which ends with the demo. The others send messages: JSON lines in a file of the child's own.
+Not a pipe: `legroom run` stands between the two and passes no descriptors on, and a run that was killed continues in
+the same file. Times are of the clock that all processes share.
 """
 
 from __future__ import annotations
@@ -28,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import legroom
 from legroom.system.atomic_file import replace_file
 from legroom.system.process_control import die_with_parent
 
@@ -72,14 +67,13 @@ def learn(lib: Any, weights: Any, batch: dict[str, Any], rate: float) -> float:
 
 
 def train(options: SimpleNamespace, tell: Callable[..., None]) -> None:
-    """Train; before the last step, wait until the demo has measured this run, or has killed the one to be killed."""
+    """Train as a user's script does; with LEGROOM_DISABLE=1, on a copy of the data of its own.
+
+    Before the last step, wait until the demo has measured this run, or has killed the one to be killed.
+    """
     import numpy as np
 
-    import legroom
-
     lib: Any = import_module(options.engine)
-    if options.engine == "torch":
-        lib.set_num_threads(1)  # four runs share the cores
     open_data = legroom.open  # imported before the clock starts
     began = time.perf_counter()
     data = open_data(options.data, backing="disk")
@@ -101,7 +95,11 @@ def train(options: SimpleNamespace, tell: Callable[..., None]) -> None:
         if step == half:
             since = time.perf_counter()  # the rate is that of the second half: the first steps warm up
         if step % max(1, options.steps // 10) == 0:
-            _save(folder, step=step, weights=weights, order=json.dumps(batches.state_dict()))
+            buffer = io.BytesIO()
+            np.savez(buffer, step=step, weights=weights, order=json.dumps(batches.state_dict()))
+            replace_file(folder / f"step-{step:06d}.npz", buffer.getvalue())
+            for old in sorted(folder.glob(CHECKPOINTS))[:-2]:  # two are kept
+                old.unlink()
             tell("saved", step=step)
         if time.perf_counter() - told >= 0.1 or step == options.steps:
             told = time.perf_counter()
@@ -110,22 +108,10 @@ def train(options: SimpleNamespace, tell: Callable[..., None]) -> None:
             tell("ready", rate=(step - half) / max(time.perf_counter() - since, 1e-9))
             while not (folder.parent / MAY_END).exists():
                 time.sleep(0.05)
-    tell("done")
-
-
-def _save(folder: Path, **state: Any) -> None:
-    """Write a checkpoint as a whole; two are kept."""
-    import numpy as np
-
-    buffer = io.BytesIO()
-    np.savez(buffer, **state)
-    replace_file(folder / f"step-{state['step']:06d}.npz", buffer.getvalue())
-    for old in sorted(folder.glob(CHECKPOINTS))[:-2]:
-        old.unlink()
 
 
 def trial(options: SimpleNamespace, tell: Callable[..., None]) -> None:
-    """Whether a DataLoader survives in this /dev/shm."""
+    """Float batches, as scripts that normalise make them, by torch's DataLoader or by what `--loader` put there."""
     from torch.utils.data import DataLoader
 
     loader = DataLoader(**_rows(options, options.batches, as_float=True)[1])
@@ -133,14 +119,11 @@ def trial(options: SimpleNamespace, tell: Callable[..., None]) -> None:
     for number, _ in enumerate(loader, 1):
         tell("step", step=number, of=options.batches)
         time.sleep(_STEP)
-    tell("done")
 
 
 def speed(options: SimpleNamespace, tell: Callable[..., None]) -> None:
     """Batches per second of each loader, in turns: other work on the machine slows all of them."""
     from torch.utils.data import DataLoader
-
-    import legroom
 
     data, settings = _rows(options, _EPOCH, as_float=False)
     loaders: dict[str, Callable[[], Any]] = {
@@ -159,28 +142,21 @@ def speed(options: SimpleNamespace, tell: Callable[..., None]) -> None:
             count += 1
         tell("rate", loader=name, rate=count / (time.perf_counter() - began))
         tell("step", step=number, of=len(turns))
-    tell("done")
 
 
 def _rows(options: SimpleNamespace, batches: int, *, as_float: bool) -> tuple[Any, dict[str, Any]]:
-    """The data, and a DataLoader's arguments for so many batches of random rows.
-
-    Workers are forked whatever this Python's default is: the parent of one is then the process that started it.
-    """
-    import torch
+    """The data, and a DataLoader's arguments for so many batches of random rows."""
     from torch.utils.data import RandomSampler, TensorDataset
-
-    import legroom
 
     class Rows(TensorDataset):
         def __getitem__(self, index: Any) -> tuple[Any, ...]:
             image, label = super().__getitem__(index)  # type: ignore[no-untyped-call]
             return image.float() / 255 if as_float else image, label
 
-    torch.set_num_threads(1)
     data = legroom.open(options.data, backing="inplace")  # no cache entry: the training runs shall find none
     data.ready()
     rows = Rows(data.tensors()["images"], data.tensors()["labels"])
+    # Workers are forked whatever this Python's default is: the parent of one is then the process that started it.
     return data, {
         "dataset": rows, "sampler": RandomSampler(rows, replacement=True, num_samples=options.batch * batches),
         "batch_size": options.batch, "num_workers": WORKERS, "multiprocessing_context": "fork",
@@ -198,3 +174,4 @@ if __name__ == "__main__":
         messages = partial(send, os.path.join(given.folder, MESSAGES))
         messages("started")
         {"train": train, "trial": trial, "speed": speed}[sys.argv[1]](given, messages)
+        messages("done")

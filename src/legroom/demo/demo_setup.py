@@ -1,8 +1,6 @@
 """What a demo sets up: how much data fits, the file, a directory, the children's environment and a small /dev/shm.
 
 The memory of a process is only estimated here, on the safe side. The figures that the demo shows are measured.
-A demo locks its directory. One that is not locked belongs to a demo that was killed, and the next demo removes it.
-The small /dev/shm is a mount that ends with the last process that sees it.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -19,12 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from legroom.demo.demo_children import SHM
 from legroom.demo.demo_scripts import CLASSES, IMAGE, PARENT, ROW_BYTES
 from legroom.errors import NoRoom
 from legroom.messages import VARIABLE, language, say
 from legroom.probe.filesystems_and_cgroups import disks
 from legroom.probe.host_files_and_syscalls import Host
+from legroom.probe.shm_segments import SHM
 from legroom.records import Disk
 from legroom.units import format_size, size_or_unknown
 
@@ -135,7 +132,7 @@ def h5py_seconds(path: Path) -> float:
 
 
 def small_shm() -> str | None:
-    """Restart this program with a /dev/shm of 64 MB that no other process sees; the reason where that fails."""
+    """Restart this program with a /dev/shm of 64 MB that ends with it and its children; the reason if that fails."""
     if os.environ.get(_IN_NAMESPACE):
         return None
     reason = ""
@@ -154,7 +151,7 @@ def small_shm() -> str | None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Variables for children: they write below the demo's directory only, and import what the demo imports.
+    """Variables for children: one thread each, written files below the demo's directory, imports as in the demo.
 
     With a long path of TMPDIR, where workers of torch's DataLoader make sockets, batches are lost and the loader
     hangs. Every child works in the demo's directory, so this path is short whatever the directory is called.
@@ -171,7 +168,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 @dataclass
 class WorkDirectory:
-    """The only directory that a demo writes to, locked while it runs."""
+    """The only directory that a demo writes to. One that is not locked belongs to a demo that was killed."""
 
     path: Path
     disk: Disk
@@ -202,18 +199,15 @@ def make_directory(host: Host) -> WorkDirectory:
     return made
 
 
-def remove_leftovers(parent: Path) -> list[Path]:
-    """Remove the directories of demos that were killed; what was removed."""
-    removed = []
+def remove_leftovers(parent: Path) -> None:
+    """Remove the directories of demos that were killed."""
     for folder in sorted(parent.glob(_PREFIX + "*")):
         with contextlib.suppress(OSError):
             stats = folder.lstat()
             young = time.time() - stats.st_mtime < _YOUNG and not any(folder.iterdir())
-            if stats.st_uid == os.geteuid() and stat.S_ISDIR(stats.st_mode) and not young:
-                os.close(_lock(folder))
+            if stats.st_uid == os.geteuid() and not young:
+                os.close(_lock(folder))  # OSError where it is locked, or not a directory
                 shutil.rmtree(folder, ignore_errors=True)
-                removed.append(folder)
-    return removed
 
 
 def _lock(folder: Path) -> int:

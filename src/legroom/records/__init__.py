@@ -1,6 +1,6 @@
 """Frozen records: the only data that is passed between layers.
 
-machine          the machine at one moment: memory pools, limits, processes, GPUs; findings about it
+machine          the machine at one moment: memory pools, limits, processes, GPUs; findings and alarms
 workload         what a job does and takes: loaders, needs, plans, measurements; a running job
 loader_settings  DataLoader settings under torch's names; from the environment
 training_flags   the options of training scripts that set them, in every spelling; found on a command line
@@ -8,7 +8,7 @@ chosen_settings  settings chosen for a job, with reasons and overrides
 cache_entry      entries of the cache, what was removed, verification; what happened on each node of a cluster
 gpu_usage        GPU limits, accounts, batch-size searches and estimates
 memory_growth    the lines that make memory grow, as `legroom leak` found them
-watch_sample     samples, alarms and annotations of `legroom watch`
+watch_sample     samples and annotations of `legroom watch`; which alarms were active when
 failure          evidence, verdicts and attempts of `legroom run`
 
 Unknown is not zero: a number that could not be read is None, with the reason beside it, and no code may turn it into a
@@ -30,6 +30,8 @@ from legroom.records.cache_entry import (
 from legroom.records.chosen_settings import Lever, Settings
 from legroom.records.loader_settings import CompleteLoaderSettings, LoaderKind, LoaderSettings, SafeSettings
 from legroom.records.machine import (
+    Alarm,
+    AlarmLevel,
     Available,
     CgroupLevel,
     Cpu,
@@ -54,8 +56,6 @@ from legroom.records.machine import (
     Temporary,
 )
 from legroom.records.watch_sample import (
-    Alarm,
-    AlarmLevel,
     AlarmSpan,
     Annotations,
     EntryRow,

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 
 from legroom.messages import say
 from legroom.records.loader_settings import LoaderSettings
-from legroom.records.watch_sample import Alarm
+from legroom.records.machine import Alarm
 from legroom.system.process_control import ExitStatus
 from legroom.units import format_size
 

@@ -1,8 +1,9 @@
-"""A machine at one moment: memory pools, limits, processes and environment, as probes read them; findings about it."""
+"""A machine at one moment: memory pools, limits, processes, environment, as probes read them; findings and alarms."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from legroom.messages import phrase, say
@@ -312,3 +313,24 @@ class Finding:
     message: str
     why: str
     fix: tuple[str, ...] = ()
+
+
+AlarmLevel = Literal["warning", "critical"]
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """An alarm: which pool, severity, since when, which processes, and the figures."""
+
+    code: str
+    pool: str | None  # None: the whole machine or cgroup
+    level: AlarmLevel
+    message: str
+    since: float  # ``when`` of the sample that raised it
+    evidence: Mapping[str, int | float | str] = field(default_factory=dict)
+    pids: tuple[int, ...] = ()  # growing processes, fastest first
+
+    @property
+    def key(self) -> tuple[str, str | None]:
+        """Identifies the same alarm over time."""
+        return self.code, self.pool

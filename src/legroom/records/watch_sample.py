@@ -1,14 +1,12 @@
-"""Samples of `legroom watch`: memory pools, watched processes, annotations of the script, alarms."""
+"""Samples of `legroom watch`: memory pools, watched processes, annotations of the script; active alarms over time."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from legroom.records.machine import MemoryEvents, Pool, Pressure
-
-AlarmLevel = Literal["warning", "critical"]
+from legroom.records.machine import Alarm, AlarmLevel, MemoryEvents, Pool, Pressure
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,24 +152,6 @@ class Sample:
     def pool(self, name: str) -> Pool | None:
         """The pool of that name, or None if the machine does not have it."""
         return next((pool for pool in self.pools if pool.name == name), None)
-
-
-@dataclass(frozen=True, slots=True)
-class Alarm:
-    """An alarm: which pool, severity, since when, which processes, and the figures."""
-
-    code: str
-    pool: str | None  # None: the whole machine or cgroup
-    level: AlarmLevel
-    message: str
-    since: float  # ``when`` of the sample that raised it
-    evidence: Mapping[str, int | float | str] = field(default_factory=dict)
-    pids: tuple[int, ...] = ()  # growing processes, fastest first
-
-    @property
-    def key(self) -> tuple[str, str | None]:
-        """Identifies the same alarm over time."""
-        return self.code, self.pool
 
 
 @dataclass(frozen=True, slots=True)

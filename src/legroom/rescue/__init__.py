@@ -2,18 +2,16 @@
 
 Files:
     supervisor              attempts in a row: run, delete what was left in /dev/shm, restart with lower settings
-    job_attempt             one attempt from start to verdict; stop a job that hangs on a full /dev/shm
-    job_process             the job's process, its terminal, signals and output
-    cgroup_and_oom_victims  the job's own memory cgroup and its OOM counter; which process an OOM kill took
+    job_attempt             one attempt from start to evidence and verdict; stop a job that hangs on a full /dev/shm
+    job_process             the job's process, its terminal, signals and output; inject Legroom into its Python
+    cgroup_and_oom_victims  the job's own memory cgroup and its OOM counter; which process an OOM kill took; kernel log
     job_sampling            samples of the job's memory pools and disks while it runs; alarms
-    collect_evidence        what is known after the end: counters, samples, kernel log, logs of OOM daemons
     log_patterns            table of failure messages of Python, torch, CUDA, schedulers, kernels
     log_reader              failure messages and tracebacks at the end of a log; which of them count
     verdict                 which memory pool ran out, and the fixes
     verdict_from_exit       rules on OOM counters, signals and exit statuses
     verdict_from_log        rules on what the program printed
-    retry_policy            what to lower for the next attempt
-    job_command_line        find and rewrite settings on a command line; inject Legroom into a script
+    retry_settings          find settings on a command line, choose what to lower for the next attempt, rewrite them
     newest_checkpoint       the newest complete checkpoint
     run_report              the report as JSON and HTML
     inject/                 sitecustomize that replaces torch's DataLoader or limits GPU memory

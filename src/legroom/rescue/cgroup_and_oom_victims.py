@@ -7,13 +7,20 @@ requires that no other process is in ours. `close` undoes everything.
 A container usually may not create cgroups, so its OOM counter covers every process in it. Its processes can be listed
 with one system call per sample. If the counter rises while only the job loses a process, the victim is the job's; if
 only another loses one, it is the other's. Otherwise it is unknown.
+
+The kernel log names the process, and the journal those that an OOM daemon killed. Both are often unreadable in a
+container: then the answer is None with a reason, not an empty list. In a PID namespace they may be readable, but show
+the machine's process ids.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import signal
+import subprocess
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -23,7 +30,8 @@ from legroom.messages import phrase, say
 from legroom.probe.filesystems_and_cgroups import Version, cgroup
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import arguments, command_text, is_ending
-from legroom.records.failure import Role, Victim
+from legroom.records.failure import LogFacts, Role, Victim
+from legroom.rescue.log_reader import OOM_KILL
 
 _CLOSE_WITHIN = 5.0  # seconds for processes that were killed to be gone
 
@@ -437,3 +445,134 @@ def _rank(environment: str) -> int | None:
     found = dict(entry.split("=", 1) for entry in environment.split("\0") if "=" in entry)
     text = next((found[name] for name in _RANKS if name in found), "")
     return int(text) if text.isdecimal() else None
+
+
+_KMSG = "/dev/kmsg"
+_LOGS = ("/var/log/syslog", "/var/log/messages", "/var/log/kern.log")
+_INITIAL = 0xEFFFFFFC  # the inode of the initial PID namespace, on every Linux since 3.8
+_DAEMON = re.compile(
+    r"(?:systemd-oomd|earlyoom|kubelet)\S*:?.*(?:[Kk]ill|SIGTERM|SIGKILL|[Ee]vict)|low on resource: memory"
+)
+_DAEMONS = ("systemd-oomd", "earlyoom", "kubelet")
+_PID = re.compile(r"\b(\d+)\b")
+_MOST_APPENDED = 1 << 20  # bytes appended to a log file that are read
+_JOURNAL_WITHIN = 3.0
+_KILL_REPORTS = frozenset({"killed", "child-killed", "worker-killed", "worker-gone"})
+
+
+@dataclass
+class KernelLog:
+    """Positions in the system's logs, taken before the job starts."""
+
+    kmsg: int | None = None
+    reason: str | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+    killed: set[int] = field(default_factory=set)  # every process of the machine that was OOM-killed since then
+
+    @classmethod
+    def mark(cls, kmsg: str = _KMSG, logs: tuple[str, ...] = _LOGS) -> KernelLog:
+        """Remember where every log ends now."""
+        log = cls()
+        if not same_pids():
+            log.reason = say("kernel log: its process IDs belong to another PID namespace")
+            return log
+        try:
+            log.kmsg = os.open(kmsg, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+            os.lseek(log.kmsg, 0, os.SEEK_END)
+        except OSError as problem:
+            log.reason = say("kernel log: {path}: {why}", path=kmsg, why=problem.strerror)
+            log.close()
+        for path in logs:
+            with contextlib.suppress(OSError):
+                log.sizes[path] = os.stat(path).st_size
+        return log
+
+    def close(self) -> None:
+        """Close the kernel log."""
+        if self.kmsg is not None:
+            os.close(self.kmsg)
+            self.kmsg = None
+
+    def kills(self, pids: set[int], group: str | None) -> tuple[str, ...] | None:
+        """Lines since `mark` about OOM kills of these processes or in that cgroup; None if unreadable."""
+        if self.kmsg is None:
+            return None
+        found = []
+        for line in self._records():
+            match = OOM_KILL.search(line)
+            if match is None:
+                continue
+            pid = int(match[1] or match[3])
+            self.killed.add(pid)
+            below = match[2] is not None and group is not None and f"{group}/" in f"{match[2]}/"
+            if pid in pids or below:
+                found.append(line)
+        return tuple(found)
+
+    def _records(self) -> list[str]:
+        lines: list[str] = []
+        while self.kmsg is not None:
+            try:
+                record = os.read(self.kmsg, 8192)
+            except BlockingIOError:
+                break
+            except BrokenPipeError:  # overwritten before it was read: the next read continues with the oldest line left
+                continue
+            except OSError:
+                break
+            if not record:
+                break
+            head, _, text = record.decode("utf-8", "replace").partition(";")
+            if head:
+                lines.append(text.split("\n")[0])
+        return lines
+
+    def killers(self, pids: set[int], since: float) -> tuple[str, ...]:
+        """Lines of OOM daemons about these processes."""
+        lines = [line for path, size in self.sizes.items() for line in _appended(path, size)]
+        lines += _journal(since)
+        found = []
+        for line in lines:
+            if _DAEMON.search(line) is None:
+                continue
+            named = {int(number) for number in _PID.findall(line)}
+            if named & pids:
+                found.append(line.strip()[:200])
+        return tuple(dict.fromkeys(found))
+
+
+def same_pids() -> bool:
+    """Whether process IDs in the machine's logs are those of our PID namespace."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino == _INITIAL
+    except OSError:  # not Linux, or no /proc: then there is no such log
+        return True
+
+
+def _appended(path: str, size: int) -> list[str]:
+    with contextlib.suppress(OSError), Path(path).open("rb") as file:
+        end = os.fstat(file.fileno()).st_size
+        if end > size:
+            file.seek(max(size, end - _MOST_APPENDED))
+            return file.read(_MOST_APPENDED).decode("utf-8", "replace").splitlines()
+    return []
+
+
+def _journal(since: float) -> list[str]:
+    if not Path("/run/systemd/journal/socket").exists() or shutil.which("journalctl") is None:
+        return []
+    command = ["journalctl", "--no-pager", "-q", "-o", "short", f"--since=@{int(since)}"]
+    command += [word for name in _DAEMONS for word in ("-t", name)]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=_JOURNAL_WITHIN, check=False)
+        return shown.stdout.splitlines()
+    return []
+
+
+def reported_killed(log: LogFacts) -> set[int]:
+    """Numbers in the lines in which the job reports a killed process: its ID is among them.
+
+    A process that moved into a cgroup elsewhere, and lived for less than a sample, is known from there alone.
+    """
+    lines = (sign.line for sign in log.signs if sign.code in _KILL_REPORTS)
+    return {int(number) for line in lines for number in _PID.findall(line)}

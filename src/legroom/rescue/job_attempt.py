@@ -1,4 +1,4 @@
-"""One attempt of a supervised job: start it, sample it, stop it if it hangs, collect the verdict.
+"""One attempt of a supervised job: start it, sample it, stop it if it hangs, collect the evidence and the verdict.
 
 Stall rule: a torch >= 2.10 worker whose queue thread cannot get shared memory prints a traceback, drops the batch and
 continues, and the trainer waits for that batch forever. No process exits, so no exit status shows it. Healthy jobs also
@@ -17,19 +17,27 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.shm_segments import SHM, Segments
 from legroom.records import LoaderSettings, Machine
-from legroom.records.failure import Attempt, Evidence, Level, LogFacts, Verdict
-from legroom.rescue.cgroup_and_oom_victims import JobCgroup
-from legroom.rescue.collect_evidence import EvidenceCollector
-from legroom.rescue.job_command_line import SETTINGS, NamedFlag, command_settings
+from legroom.records.failure import Attempt, Evidence, Level, LogFacts, OomCount, Verdict
+from legroom.rescue.cgroup_and_oom_victims import JobCgroup, KernelLog, reported_killed
 from legroom.rescue.job_process import JobOutput, JobProcess, in_foreground
-from legroom.rescue.job_sampling import GpuLevels, JobAlarms, JobSampler
-from legroom.rescue.log_reader import WINDOW, facts_of
+from legroom.rescue.job_sampling import (
+    DiskLevels,
+    GpuLevels,
+    JobAlarms,
+    JobSampler,
+    recent_rate,
+    seconds_unread,
+    thinned,
+    worst_stall,
+)
+from legroom.rescue.log_reader import WINDOW, facts_of, killed_in
+from legroom.rescue.retry_settings import SETTINGS, NamedFlag, command_settings
 from legroom.rescue.verdict import classify, with_fixes
 from legroom.rescue.verdict_from_exit import oom_lines
 from legroom.system.process_control import ExitStatus, handling_signals, signal_name
@@ -76,6 +84,107 @@ class RunOptions:
         while "*" in folder or not os.path.isdir(folder):
             folder = os.path.dirname(folder)
         return [folder]
+
+
+@dataclass
+class EvidenceCollector:
+    """Takes counters and log positions before a job starts; collects the evidence after it ends."""
+
+    host: Host
+    cgroup: JobCgroup
+    sampler: JobSampler
+    folders: Sequence[str] = ()  # of its checkpoints
+    disks: DiskLevels = field(init=False)
+    log: KernelLog = field(default_factory=KernelLog)
+    since: float = 0.0
+
+    def __post_init__(self) -> None:
+        temporary = self.host.env.get("TMPDIR", "/tmp")
+        self.disks = DiskLevels(self.host, (*self.folders, os.getcwd(), temporary), lambda: self.sampler.present)
+
+    def begin(self) -> None:
+        """Read counters and log positions before the start."""
+        self.disks.start()
+        self.since = time.time()
+        self.log = KernelLog.mark() if self.host.platform == "linux" else KernelLog(reason=self.host.platform)
+        self.sampler.begin()
+
+    def close(self) -> None:
+        """Close what is open."""
+        self.disks.finish(0.0)
+        self.log.close()
+
+    def evidence(
+        self,
+        ending: ExitStatus,
+        log: LogFacts,
+        shm_at_end: Level | None,
+        *,
+        asked_to_stop: int | None = None,
+        stalled_on: str | None = None,
+        held_shm: int | None = None,
+        keyboard: bool = False,
+    ) -> Evidence:
+        """Collect everything after the end."""
+        seen = self.sampler
+        pids = seen.victims.job_pids | (reported_killed(log) - seen.victims.other_pids)
+        unknown = [reason for reason in (self.cgroup.reason, self.log.reason, self.disks.reason) if reason]
+        kernel = self.log.kills(pids, self._group())
+        killers = list(self.log.killers(pids, self.since))
+        if (oomd := self.cgroup.killed_by_oomd()) is not None and self.cgroup.own:
+            killers.append(oomd)
+        return Evidence(
+            ending=ending,
+            asked_to_stop=asked_to_stop,
+            stalled_on=stalled_on,
+            held_shm=held_shm,
+            log=log,
+            oom=self._count(kernel),
+            kernel=kernel,
+            killers=tuple(killers),
+            readings=thinned(seen.history),
+            peaks=dict(seen.peaks),
+            ram_peak=seen.ram_peak(),
+            ram_unseen=seconds_unread(seen.history, "ram"),
+            shm_at_end=shm_at_end,
+            keyboard=keyboard,
+            disks=self.disks.finish(),
+            swapped_back=recent_rate(seen.history),
+            stalled=worst_stall(seen.history),
+            unknown=tuple(unknown),
+        )
+
+    def _group(self) -> str | None:
+        """The last part of the job's own cgroup path, as the kernel log shows it."""
+        if not self.cgroup.own or self.cgroup.path is None:
+            return None
+        return "/" + self.cgroup.path.rpartition("/")[2]
+
+    def _count(self, kernel: tuple[str, ...] | None) -> OomCount | None:
+        seen = self.sampler.victims
+        if seen.kills is None:
+            return None
+        ours, others = seen.taken()
+        victims = seen.victims()
+        if kernel:  # it names the process and its RSS
+            named = killed_in(kernel)
+            victims = tuple(replace(one, rss=named.get(one.pid) or one.rss) for one in victims)
+            victims = tuple(one for one in victims if one.pid in named) or victims
+            ours = len(named)
+        elif self.log.killed & seen.other_pids:
+            ours, others = 0, len(self.log.killed & seen.other_pids)
+        end = self.sampler.age
+        return OomCount(
+            kills=seen.kills,
+            own=self.cgroup.own,
+            source=self.cgroup.counters(self.host)[1],
+            before_end=seen.before_end(end),
+            ours=ours,
+            others=others,
+            victims=victims,
+            beside=seen.beside(),
+            went_on=seen.went_on(end),
+        )
 
 
 @dataclass

@@ -3,6 +3,9 @@
 Output goes through a pipe, or through a pseudo-terminal where ours is a terminal, so that progress bars work. Both
 streams share one channel where both go to the same file, so that their order stays. Bytes are passed on unchanged and
 the end is kept. When our reader closes its end, the channel is closed and the job gets SIGPIPE, as it would without us.
+
+Injection (`--loader legroom`, `--gpu-limit`, `legroom leak`) puts inject/sitecustomize.py on the job's PYTHONPATH. It
+misses children that are not Python or run with -S, -I or -E.
 """
 
 from __future__ import annotations
@@ -19,15 +22,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 from legroom.errors import CommandNotFound, CommandNotRunnable
 from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup
 from legroom.rescue.log_reader import LogTail
-from legroom.system.process_control import ExitStatus
+from legroom.system.process_control import ExitStatus, legroom_disabled
 from legroom.system.thread_limits import start_daemon_thread, why_no_thread
 
+LOADER = "LEGROOM_LOADER"  # variable: which DataLoader a script gets
 _POSIX = os.name == "posix"
 # A shell that moves itself into the cgroup, raises its limit and execs the command. (Python code between fork and exec
 # is not safe with threads.)
@@ -399,3 +404,36 @@ def _copy_size(from_terminal: int, to_terminal: int) -> None:
 
     with contextlib.suppress(OSError):
         fcntl.ioctl(to_terminal, termios.TIOCSWINSZ, fcntl.ioctl(from_terminal, termios.TIOCGWINSZ, b"\0" * 8))
+
+
+def with_loader(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which torch's DataLoader is replaced with Legroom's."""
+    return {**_with_sitecustomize(environment), LOADER: "legroom"}
+
+
+def loader_replaceable(environment: Mapping[str, str]) -> bool:
+    """Whether with_loader changes anything: it is not in use yet, and LEGROOM_DISABLE does not switch it off."""
+    return environment.get(LOADER) != "legroom" and not legroom_disabled(environment)
+
+
+def with_gpu_limit(environment: Mapping[str, str], amount: str) -> dict[str, str]:
+    """The environment in which GPU memory is limited once CUDA starts; raises BadLimit for an invalid amount."""
+    from legroom.gpu.set_memory_limit import with_limit  # slow to import, and rarely needed
+
+    return with_limit(_with_sitecustomize(environment), amount)
+
+
+def with_leak(environment: Mapping[str, str], directory: str) -> dict[str, str]:
+    """The environment in which every Python process records the growth of its memory in that directory."""
+    from legroom.leak.record_files import DIRECTORY  # rarely needed
+
+    return {**_with_sitecustomize(environment), DIRECTORY: directory}
+
+
+def _with_sitecustomize(environment: Mapping[str, str]) -> dict[str, str]:
+    """PYTHONPATH with our sitecustomize first, then the entries that were there."""
+    ours = str(Path(__file__).with_name("inject"))
+    source = str(Path(__file__).parents[2])  # where this very legroom is imported from
+    old = environment.get("PYTHONPATH", "").split(os.pathsep)
+    between = [entry for entry in old if entry and entry not in (ours, source)]
+    return {**environment, "PYTHONPATH": os.pathsep.join([ours, *between, source])}

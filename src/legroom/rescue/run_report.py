@@ -15,7 +15,7 @@ from legroom.messages import counted, phrase, say
 from legroom.monitor.watch_log import alarm_object
 from legroom.records import AlarmSpan, PoolPoint
 from legroom.records.failure import Attempt, SupervisedRun, exit_line, headline
-from legroom.rescue.job_command_line import SHORT_NAMES
+from legroom.rescue.retry_settings import SHORT_NAMES
 from legroom.rescue.verdict import verdict_object
 from legroom.system.atomic_file import replace_file
 from legroom.units import format_duration

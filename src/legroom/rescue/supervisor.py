@@ -26,20 +26,21 @@ from legroom.records.failure import Attempt, SupervisedRun, Verdict, headline
 from legroom.records.loader_settings import VARIABLE, from_environment, to_environment
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, make_job_cgroup
 from legroom.rescue.job_attempt import RunningAttempt, RunOptions
-from legroom.rescue.job_command_line import (
+from legroom.rescue.job_process import find_command, loader_replaceable, with_loader
+from legroom.rescue.newest_checkpoint import Stamp, newest_complete, stamps
+from legroom.rescue.retry_settings import (
     SETTINGS,
     CommandSettings,
     NamedFlag,
+    RetryStep,
     command_settings,
     find_flags,
-    loader_replaceable,
-    with_loader,
+    next_step,
+    settings_without,
+    step_without,
     with_resume,
     with_settings,
 )
-from legroom.rescue.job_process import find_command
-from legroom.rescue.newest_checkpoint import Stamp, newest_complete, stamps
-from legroom.rescue.retry_policy import RetryStep, next_step, settings_without, step_without
 from legroom.rescue.verdict_from_exit import process_name
 from legroom.units import format_duration, format_size
 

@@ -59,8 +59,7 @@ _RULES: tuple[Callable[[Evidence, Signs], RuleResult | None], ...] = (
 
 _SUMMARIES: dict[Cause, str] = {
     "shm-full": phrase(
-        "/dev/shm was full: processes could not pass data through shared memory. The limit of /dev/shm was reached, "
-        "not that of RAM or GPU memory."
+        "/dev/shm was full: processes could not pass data through shared memory. RAM and GPU memory did not run out."
     ),
     "ram-oom-kill": phrase("RAM ran out and the OOM killer killed a process."),
     "ram-allocation": phrase("a RAM allocation failed and the program exited by itself."),

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from rigs import TREES
 
-from legroom.cli.standard_streams import StandardError, StandardOutput, for_drawing
+from legroom.cli.language_and_streams import StandardError, StandardOutput, for_drawing
 from legroom.errors import UnreadableSource
 from legroom.formats.data_file import unreadable
 from legroom.messages import say, shown

@@ -68,7 +68,7 @@ def test_a_command_that_prints_nothing_needs_no_output(tmp_path: Path) -> None:
 
 
 def test_a_file_opened_later_does_not_get_the_number_of_a_closed_stream(tmp_path: Path) -> None:
-    program = "from legroom.cli import standard_streams; standard_streams.guard_streams(); f = open('x', 'w'); assert f.fileno() > 2, f"
+    program = "from legroom.cli import language_and_streams; language_and_streams.guard_streams(); f = open('x', 'w'); assert f.fileno() > 2, f"
     ended = subprocess.run(
         ["bash", "-c", f'{sys.executable} -c "{program}" <&- >&-'], cwd=tmp_path, timeout=240, check=False
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from legroom.errors import BadLimit
-from legroom.rescue.job_command_line import with_gpu_limit, with_loader
+from legroom.rescue.job_process import with_gpu_limit, with_loader
 
 
 def _run(folder: Path, options: list[str], script: str, **more: str) -> subprocess.CompletedProcess[str]:

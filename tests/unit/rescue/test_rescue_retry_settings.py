@@ -11,16 +11,18 @@ from hypothesis import strategies as st
 from legroom.errors import UsageError
 from legroom.records import LoaderSettings
 from legroom.records.failure import Cause, Evidence, Likely, Role, Verdict, Victim
-from legroom.rescue.job_command_line import (
+from legroom.rescue.log_reader import facts_of
+from legroom.rescue.retry_settings import (
     CommandSettings,
     NamedFlag,
     command_settings,
+    next_step,
     parse_named,
+    settings_without,
+    step_without,
     with_resume,
     with_settings,
 )
-from legroom.rescue.log_reader import facts_of
-from legroom.rescue.retry_policy import next_step, settings_without, step_without
 from legroom.rescue.verdict import classify
 from legroom.system.process_control import ExitStatus
 

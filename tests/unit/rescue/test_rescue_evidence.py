@@ -13,9 +13,9 @@ import pytest
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.records.failure import Level, Reading
 from legroom.rescue import job_attempt
-from legroom.rescue.cgroup_and_oom_victims import JobCgroup, make_job_cgroup
-from legroom.rescue.collect_evidence import EvidenceCollector, KernelLog
+from legroom.rescue.cgroup_and_oom_victims import JobCgroup, KernelLog, make_job_cgroup
 from legroom.rescue.job_attempt import (
+    EvidenceCollector,
     RunningAttempt,
     RunOptions,
     StallDetector,
