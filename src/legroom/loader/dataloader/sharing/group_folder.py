@@ -76,7 +76,7 @@ class GroupFiles:
         return Connection(sock)
 
     def lock(self) -> locks.Lock | None:
-        """Take the producer's lock; None if there is a producer. A child keeps it: see start_producer."""
+        """Take the producer's lock; None if there is a producer. A child keeps it: see start_producer_process.py."""
         return locks.acquire(self.folder, self.key + LOCK, lease=True)
 
     def producer_starts(self) -> bool:
