@@ -90,7 +90,7 @@ def storm(path: str, folder: str, number: str) -> dict[str, Any]:
     import numpy  # noqa: F401
 
     from legroom import open
-    from legroom.cache import build, store_directories  # noqa: F401  (imported ahead, so that the storm is of opens alone)
+    from legroom.cache import elect_builder_and_publish, store_directories  # noqa: F401  (imported ahead, so that the storm is of opens alone)
 
     taken: list[str] = []
     store_directories.step_hook = taken.append

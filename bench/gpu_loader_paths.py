@@ -23,7 +23,7 @@ import legroom
 from gpu_loader_rig import DEVICE, ROW, Bench, Contender, clocked, epochs, loop, on_path, repeated
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader.batches.batch_settings import CUDA_PATHS
-from legroom.loader.batches.cuda_runtime import Driver, open_driver
+from legroom.loader.batches.cuda_calls_for_gather import Driver, open_driver
 
 SIZES = (64, 256, 1024)
 CARD_SIZES = (*SIZES, 2048)

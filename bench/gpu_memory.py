@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 import legroom
-from legroom.gpu.batch_trials import GpuTrialRunner
-from legroom.gpu.cuda_device import CudaDevice
+from legroom.gpu.batch_trial_on_gpu import GpuTrialRunner
+from legroom.gpu.torch_cuda_device import CudaDevice
 from legroom.probe.gpu_devices import gpus
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.version import VERSION
 from measure import in_words, machine, save
 

@@ -31,7 +31,7 @@ from object_server import Objects, object_server  # noqa: E402
 
 PROGRAM = """
 import json, sys, time
-from legroom.integrations.ray_nodes import connect, doctor, drop, warm
+from legroom.integrations.ray_cluster import connect, doctor, drop, warm
 address, url, nodes, runs = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
 times = {"one": [], "four": [], "doctor": []}
 read = []
@@ -57,7 +57,7 @@ print(json.dumps([times, read]))
 
 WARM = """
 import dataclasses, json, sys
-from legroom.integrations.ray_nodes import connect, drop, warm
+from legroom.integrations.ray_cluster import connect, drop, warm
 with connect(sys.argv[1]):
     if sys.argv[3] == "empty":
         drop(None, force=True)

@@ -37,7 +37,7 @@ LONG = (
     "test_monitor_trend.py",
     "test_integrations_lightning.py",
     "test_integrations_huggingface.py",
-    "test_dataloader_worker_errors.py",
+    "test_dataloader_explain_worker_crash.py",
     # rigs
     "test_real_deaths.py",
     "test_real_evidence.py",

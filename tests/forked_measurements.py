@@ -10,15 +10,15 @@ from typing import Any
 
 def use_forks(setattr: Callable[[Any, str, Any], None]) -> None:
     """Replace what starts a new process, by the given function."""
-    from legroom.loader.measure import dataset_child, guarded_trial, trial
-    from legroom.loader.measure.guarded_child import GuardedRun, fork_guarded
+    from legroom.loader.measure import dataloader_trial, measure_dataset_in_child, start_dataloader_trial
+    from legroom.loader.measure.run_under_memory_guard import GuardedRun, fork_guarded
 
-    mains = {child.__name__: child.main for child in (dataset_child, trial)}
+    mains = {child.__name__: child.main for child in (measure_dataset_in_child, dataloader_trial)}
 
     def in_fork(line: list[str], folder: Path, timeout: float) -> GuardedRun:
         assert line[1] == "-m"
         return fork_guarded(lambda: mains[line[2]](*line[3:]), folder, timeout)
 
     if sys.platform == "linux":
-        for module in (dataset_child, guarded_trial):
+        for module in (measure_dataset_in_child, start_dataloader_trial):
             setattr(module, "run_guarded", in_fork)

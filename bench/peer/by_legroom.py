@@ -15,7 +15,7 @@ class Contender(Peer):
         super().__init__(place)
         os.environ.update(LEGROOM_SHM=str(place.memory), LEGROOM_DIR=str(place.folder))
         import legroom
-        from legroom.cache import build, store_directories  # noqa: F401
+        from legroom.cache import elect_builder_and_publish, store_directories  # noqa: F401
 
         def trace(step: str) -> None:
             if step in ("read", "done"):

@@ -36,28 +36,28 @@ from legroom.version import VERSION
 if "threading" in sys.modules:
     # A child forked while another thread imports cannot import the same: see there. Not imported otherwise, because it
     # takes 10 ms of `legroom --help`.
-    from legroom.system import imports as _imports  # noqa: F401
+    from legroom.system import lazy_and_optional_imports as _imports  # noqa: F401
 
 # Type checkers treat this name as true; importing typing would take ten times as long as the rest here.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from legroom import gpu, leak
-    from legroom.cache.freeze import freeze
-    from legroom.cache.freeze_dataset import freeze_dataset
+    from legroom.cache.freeze_dataset_attributes import freeze_dataset
+    from legroom.cache.freeze_list_or_dict import freeze
     from legroom.errors import LegroomError
-    from legroom.loader.batches.open_data import open
+    from legroom.loader.batches.legroom_open import open
+    from legroom.loader.check_memory_fits import check
     from legroom.loader.dataloader.collate import collate
     from legroom.loader.dataloader.dataloader import DataLoader
-    from legroom.loader.fit_check import check
-    from legroom.loader.model_weights import weights
-    from legroom.loader.planning import plan
+    from legroom.loader.plan_machine_size import plan
+    from legroom.loader.shared_model_weights import weights
     from legroom.loader.stream.stream_dataset import stream
     from legroom.loader.tune.tuning import tune
     from legroom.monitor.watch_in_script import watch
-    from legroom.probe.available import available
+    from legroom.probe.available_memory import available
     from legroom.probe.snapshot import snapshot
     from legroom.records import Machine
-    from legroom.system.training_steps import step
+    from legroom.system.step_callbacks import step
 
 __version__ = VERSION
 
@@ -86,22 +86,22 @@ __all__ = [
 _HOMES = {
     "DataLoader": "legroom.loader.dataloader.dataloader",
     "collate": "legroom.loader.dataloader.collate",
-    "check": "legroom.loader.fit_check",
-    "plan": "legroom.loader.planning",
-    "available": "legroom.probe.available",
-    "freeze": "legroom.cache.freeze",
-    "freeze_dataset": "legroom.cache.freeze_dataset",
+    "check": "legroom.loader.check_memory_fits",
+    "plan": "legroom.loader.plan_machine_size",
+    "available": "legroom.probe.available_memory",
+    "freeze": "legroom.cache.freeze_list_or_dict",
+    "freeze_dataset": "legroom.cache.freeze_dataset_attributes",
     "Machine": "legroom.records",
     "LegroomError": "legroom.errors",
     "gpu": "legroom.gpu",
     "leak": "legroom.leak",
-    "open": "legroom.loader.batches.open_data",
+    "open": "legroom.loader.batches.legroom_open",
     "snapshot": "legroom.probe.snapshot",
-    "step": "legroom.system.training_steps",
+    "step": "legroom.system.step_callbacks",
     "stream": "legroom.loader.stream.stream_dataset",
     "tune": "legroom.loader.tune.tuning",
     "watch": "legroom.monitor.watch_in_script",
-    "weights": "legroom.loader.model_weights",
+    "weights": "legroom.loader.shared_model_weights",
 }
 
 
@@ -109,7 +109,7 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'legroom' has no attribute {name!r}")
-    from legroom.system.imports import lazy_import
+    from legroom.system.lazy_and_optional_imports import lazy_import
 
     module = lazy_import(home)
     # A package is itself the public name; anything else is an attribute of its module.

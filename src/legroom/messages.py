@@ -109,9 +109,9 @@ def joined(sentences: Iterable[str]) -> str:
 
 
 def _holding_forks_back() -> AbstractContextManager[object]:
-    """The import_lock of legroom.system.imports, which imports this module; nothing where that is not imported."""
+    """The lock of lazy_and_optional_imports.py, which imports this module; nothing where that is not imported."""
     lock: AbstractContextManager[object] | None
-    lock = getattr(sys.modules.get("legroom.system.imports"), "import_lock", None)
+    lock = getattr(sys.modules.get("legroom.system.lazy_and_optional_imports"), "import_lock", None)
     return nullcontext() if lock is None else lock
 
 

@@ -1,7 +1,7 @@
 """What the library imports at first use, in a process of the user's, is imported under the lock that forks wait for.
 
 A child forked while another thread imports a module inherits that module's lock, held by a thread that it does not
-have: its own first import of the module never returns. See legroom.system.imports.
+have: its own first import of the module never returns. See legroom.system.lazy_and_optional_imports.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import pytest
 
 SOURCES = Path(__file__).parents[2] / "src" / "legroom"
 # Commands and their reports, and a trial's own process: no thread of a user's program is there.
-OWN_PROCESSES = ("__main__.py", "cli/", "demo/", "report/", "rescue/", "loader/measure/trial.py")
+OWN_PROCESSES = ("__main__.py", "cli/", "demo/", "report/", "rescue/", "loader/measure/dataloader_trial.py")
 LOCKS = {"import_lock", "_holding_forks_back()"}
 # The lock's own module; and what has to import it.
-THE_LOCK = {"system/imports.py": {"importlib"}, "__init__.py": {"legroom.system.imports"}, "leak/__init__.py": {"legroom.system.imports"}}  # fmt: skip
+THE_LOCK = {"system/lazy_and_optional_imports.py": {"importlib"}, "__init__.py": {"legroom.system.lazy_and_optional_imports"}, "leak/__init__.py": {"legroom.system.lazy_and_optional_imports"}}  # fmt: skip
 
 
 def unguarded(text: str) -> set[str]:

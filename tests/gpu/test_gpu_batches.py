@@ -21,10 +21,10 @@ import pytest
 
 from legroom.errors import NoRoom, UsageError
 from legroom.gpu.cuda_driver_api import CudaRefused
-from legroom.loader.batches import cuda_pinned, cuda_runtime
+from legroom.loader.batches import cuda_calls_for_gather, cuda_pinned
 from legroom.loader.batches.batch_settings import BatchSettings, open_gatherer
+from legroom.loader.batches.cuda_calls_for_gather import Driver
 from legroom.loader.batches.cuda_gather_base import RESOURCES, STEPS_AHEAD
-from legroom.loader.batches.cuda_runtime import Driver
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
@@ -150,7 +150,7 @@ def test_from_disk(stores: Path, source: Path) -> None:
 
 def test_registering_refused_by_cuda_itself(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the read-only flag CUDA refuses a read-only map; its error must not be left for the next kernel."""
-    monkeypatch.setattr(cuda_runtime, "_FLAGS", (0,))
+    monkeypatch.setattr(cuda_calls_for_gather, "_FLAGS", (0,))
     batches = equal_epochs(shared, "cuda-pinned")
     assert "did not register" in batches.why
     assert "r--s" not in entry_maps()
@@ -227,7 +227,7 @@ def test_a_batch_dropped_while_the_gpu_is_behind_is_not_overwritten(
     shared: Any, how: str, own_stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how == "cuda-pinned":
-        monkeypatch.setattr(cuda_runtime, "_FLAGS", (0,))
+        monkeypatch.setattr(cuda_calls_for_gather, "_FLAGS", (0,))
     matrix = torch.rand(4096, 4096, device="cuda")
     torch.cuda.synchronize()
     options: dict[str, Any] = {"shuffle": True, "seed": 9, "keys": ("images", "labels")}
@@ -258,7 +258,7 @@ def test_batches_that_are_kept_stay_what_they_are(shared: Any) -> None:
     for backing_refused in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             if backing_refused:
-                patch.setattr(cuda_runtime, "_FLAGS", (0,))
+                patch.setattr(cuda_calls_for_gather, "_FLAGS", (0,))
             kept = list(shared.batches(BATCH, shuffle=True, epoch=1, device="cuda"))
         for batch, expected in zip(kept, shared.batches(BATCH, shuffle=True, epoch=1), strict=True):
             same(batch, expected)

@@ -19,9 +19,9 @@ if not torch.cuda.is_available():
 
 import legroom  # noqa: E402  (only where there is something to test)
 from legroom.errors import BadLimit, DoesNotFit  # noqa: E402
-from legroom.gpu.batch_trials import GpuTrialRunner  # noqa: E402
-from legroom.gpu.cuda_device import CudaDevice  # noqa: E402
+from legroom.gpu.batch_trial_on_gpu import GpuTrialRunner  # noqa: E402
 from legroom.gpu.oom_retry import BatchNormWarning  # noqa: E402
+from legroom.gpu.torch_cuda_device import CudaDevice  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -136,7 +136,7 @@ def test_invalid_amounts(amount: Any) -> None:
 def test_environment_limit() -> None:
     code = """
 import torch
-from legroom.gpu.memory_limit import apply_from_environment
+from legroom.gpu.set_memory_limit import apply_from_environment
 assert apply_from_environment()
 assert not torch.cuda.is_initialized()
 torch.ones(1, device="cuda")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from legroom.probe.gpu_devices import gpu_pools, gpus, gpus_on_bus
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import limits, pinned_pool
 from legroom.probe.runtime_environment import in_initial_namespace
 from legroom.records import Gpu
@@ -108,7 +108,7 @@ handle = pynvml.nvmlDeviceGetHandleByIndex(0)
 used = lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used
 before = used()
 from legroom.probe.gpu_devices import gpus
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 for _ in range(20):
     assert gpus(Host()).cards
 print(json.dumps([before, used()]))
@@ -125,7 +125,7 @@ def test_a_pid_namespace_is_seen_through_honestly() -> None:
 import json, os, torch
 block = torch.empty(1 << 30, dtype=torch.uint8, device="cuda"); torch.cuda.synchronize()
 from legroom.probe.gpu_devices import gpus
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 cards = gpus(Host()).cards
 print(json.dumps([os.getpid(), [[[p.pid, p.used, p.command] for p in c.processes or ()] for c in cards], [c.reason for c in cards]]))
 """

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import legroom
-from legroom.gpu.batch_trial_processes import ForkTrialRunner
+from legroom.gpu.batch_trial_in_child import ForkTrialRunner
 from legroom.probe.memory import free_memory
 
 MARGIN = 0.1

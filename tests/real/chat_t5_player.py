@@ -27,7 +27,7 @@ import torch._dynamo  # which the first optimizer imports: a second in every tra
 import train_low_mem
 import training
 
-import legroom.loader.batches.open_data
+import legroom.loader.batches.legroom_open
 import legroom.loader.stream.stream_dataset  # noqa: F401
 from legroom.integrations import checkpoint
 

@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 
 import legroom
 import legroom.loader.batches.batch_iterator
-import legroom.loader.batches.open_data
+import legroom.loader.batches.legroom_open
 import legroom.loader.dataloader.dataloader
 import legroom.loader.stream.stream_dataset
 from legroom.integrations import checkpoint

@@ -17,7 +17,7 @@ import rigs
 AS_USER = """
 import os, sys
 import numpy, h5py, legroom
-from legroom.cache import build, list_and_verify, uncached
+from legroom.cache import elect_builder_and_publish, list_and_verify, open_without_cache
 os.setgroups([])
 os.setegid(int(sys.argv[1]))
 os.seteuid(int(sys.argv[1]))
@@ -85,7 +85,7 @@ def test_a_file_that_may_not_be_read(shared: Path) -> None:
 IN_NAMESPACE = """
 import ctypes, os, sys
 import numpy, legroom
-from legroom.cache import build, list_and_verify, store_directories, uncached
+from legroom.cache import elect_builder_and_publish, list_and_verify, store_directories, open_without_cache
 ready, go = os.pipe(), os.pipe()
 child = os.fork()
 if child == 0:

@@ -24,7 +24,7 @@ PROGRAM = """
 import json, sys, warnings
 import torch, legroom
 from legroom.errors import BudgetTooSmall
-from legroom.loader.process_memory import private_bytes
+from legroom.loader.measure_process_memory import private_bytes
 warnings.filterwarnings("ignore")
 class Images(torch.utils.data.Dataset):
     def __len__(self): return 64
@@ -110,7 +110,7 @@ def _trial_guard(group: rigs.Cgroup) -> int | None:
     for pid in (group.path / "cgroup.procs").read_text().split():
         with contextlib.suppress(OSError):
             lines[int(pid)] = Path(f"/proc/{pid}/cmdline").read_bytes()
-    if not any(b"legroom.loader.measure.trial" in line for line in lines.values()):
+    if not any(b"legroom.loader.measure.dataloader_trial" in line for line in lines.values()):
         return None
     return next((pid for pid, line in lines.items() if b"memory_guard.py" in line), None)
 

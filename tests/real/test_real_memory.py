@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import rigs
 
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import memory, ram_pool, read_swap_counters, swap, swap_pool
 from legroom.probe.process_and_limits import cpu
 
@@ -28,7 +28,7 @@ HOLD = "import sys; held = bytearray(int(sys.argv[1])); held[::4096] = b'x' * le
 LOOK = """
 import json
 from legroom.probe.filesystems_and_cgroups import cgroup
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import memory, ram_pool
 group, ram = cgroup(Host(), "memory"), memory(Host())
 print(json.dumps({"chain": group.chain, "hidden": group.above_hidden, "reason": group.reason,

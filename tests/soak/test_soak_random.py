@@ -35,7 +35,7 @@ from test_cache_fuzz import flip as flip_bits
 from test_formats_fuzz import Child, damaged
 
 import legroom
-from legroom.cache import drop_and_gc, find_or_build, list_and_verify, source_digests
+from legroom.cache import drop_and_gc, find_or_build_entry, list_and_verify, remembered_digests
 from legroom.cache.manifest import is_key
 from legroom.errors import LegroomError
 
@@ -136,8 +136,8 @@ def _damage_records(folder: Path, chance: random.Random) -> str:
 def test_damaged_entries_and_records(
     rounds: Callable[[], Iterator[random.Random]], store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_digests, "QUIET_NS", 0)
-    monkeypatch.setattr(find_or_build.log, "warning", lambda *_: None)
+    monkeypatch.setattr(remembered_digests, "QUIET_NS", 0)
+    monkeypatch.setattr(find_or_build_entry.log, "warning", lambda *_: None)
     path, second = tmp_path / "a.npz", tmp_path / "b.npz"
     np.savez(path, **ARRAYS)
     np.savez(second, **{name: array + 1 for name, array in ARRAYS.items()})

@@ -17,7 +17,7 @@ from legroom.errors import UnsupportedData
 from legroom.messages import say
 from legroom.records import LoaderKind, LoaderSettings, PlannedLoader, Workload
 from legroom.system.argument_checks import check_choice, check_integer
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.units import format_size
 
 # Additional copies of the parameters in training: gradients and optimizer state.

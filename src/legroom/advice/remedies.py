@@ -7,9 +7,10 @@ line: only the first line may be wrapped, so that commands can be copied.
 
 from __future__ import annotations
 
+from legroom.advice.shm_config import KUBERNETES_MOUNT, kubernetes_volume
 from legroom.messages import phrase, say
 from legroom.records import RuntimeEnvironment
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.units import exact_size, format_size
 
 # Data in /dev/shm above a quarter of RAM leaves too little for the processes that use it.
@@ -75,10 +76,10 @@ def enlarge_shm(runtime: RuntimeEnvironment, size: int) -> tuple[str, ...]:
     if runtime.kind == "kubernetes":
         return (
             say(
-                "add a memory volume to the pod and mount it in the container:\nvolumes: [{{name: shm, "
-                "emptyDir: {{medium: Memory, sizeLimit: {size}i}}}}]\nvolumeMounts: [{{name: shm, "
-                "mountPath: /dev/shm}}]",
-                size=wanted,
+                "add a memory volume to the pod and mount it in the container:\nvolumes: [{volume}]\n"
+                "volumeMounts: [{mount}]",
+                volume=kubernetes_volume(size),
+                mount=KUBERNETES_MOUNT,
             ),
             say("its content counts against the container's memory limit: raise that limit by the same amount"),
             say("check:\nkubectl exec POD -- df -h /dev/shm"),

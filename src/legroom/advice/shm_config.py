@@ -13,6 +13,12 @@ from legroom.units import exact_size
 KINDS = ("docker", "compose", "kubernetes", "kubernetes-warm", "slurm", "fstab")
 _PROCESS = 1 << 30  # of the process that downloads and builds, besides the pages of /dev/shm
 _STEP = 256 << 20  # limits are rounded up to it
+KUBERNETES_MOUNT = "{name: shm, mountPath: /dev/shm}"  # in the volumeMounts of a container
+
+
+def kubernetes_volume(size: int) -> str:
+    """A volume in memory, for the volumes of a pod; `KUBERNETES_MOUNT` mounts it."""
+    return f"{{name: shm, emptyDir: {{medium: Memory, sizeLimit: {_binary(size)}}}}}"
 
 
 def emit(kind: str, size: int, *, need: Need | None = None, gpus: int | None = None) -> str:
@@ -83,13 +89,9 @@ def _kubernetes(size: int, memory: int | None) -> str:
             say("      image: training # replace"),
             *limit,
             "      volumeMounts:",
-            "        - name: shm",
-            "          mountPath: /dev/shm",
+            f"        - {KUBERNETES_MOUNT}",
             "  volumes:",
-            "    - name: shm",
-            "      emptyDir:",
-            "        medium: Memory",
-            f"        sizeLimit: {binary}",
+            f"    - {kubernetes_volume(size)}",
         )
     )
 
@@ -128,7 +130,7 @@ def _kubernetes_warm(size: int) -> str:
             "            requests:",
             f"              memory: {_binary(memory)}",
             "          volumeMounts:",
-            "            - {name: shm, mountPath: /dev/shm}",
+            f"            - {KUBERNETES_MOUNT}",
             "      volumes:",
             say("        # The node's own /dev/shm: it outlives this pod, and pods that train mount it the same way."),
             say("        # They run as the same user. Their own limits need not count these pages."),
@@ -136,7 +138,7 @@ def _kubernetes_warm(size: int) -> str:
             "          hostPath: {path: /dev/shm, type: Directory}",
             say("        # Without hostPath, each pod has a copy of its own. It survives a restart of the container."),
             say("        # Its pages then still fill the pod's limit:"),
-            f"        #   emptyDir: {{medium: Memory, sizeLimit: {_binary(size)}}}",
+            f"        # - {kubernetes_volume(size)}",
         )
     )  # fmt: skip
 

@@ -1,40 +1,41 @@
 """One shared copy of a dataset for all processes of a user on a machine.
 
 Open and find:
-    find_or_build     open a source: attach its entry, build it, or read it without the cache
-    attach            lease, check and map an entry
-    cached_data       the opened data: arrays, Arrow tables, ragged rows, tensors
-    torch_dataset     a torch Dataset over the opened data
-    uncached          ``LEGROOM_DISABLE=1`` and ``backing="inplace"``
+    find_or_build_entry       open a source: attach its entry, or build it in the first store with room
+    lease_and_map_entry       lease, check and map an entry
+    cached_arrays_and_tables  the opened data: arrays, Arrow tables, ragged rows, tensors
+    torch_dataset             a torch Dataset over the opened data
+    open_without_cache        ``LEGROOM_DISABLE=1`` and ``backing="inplace"``
 
 Build:
-    build             one process builds, the others wait; publish the entry
-    build_plan        which files to write, and where their bytes lie in the sources
-    write_entry       hash, allocate, copy or decode in threads; progress
-    download          a remote object as a file that fills while it is read; resume
-    download_area     downloads in a store: where they are, who works on them, their room
-    staging_directory  a builder's private directory: reserve, allocate (huge pages, NUMA), seal, publish
+    elect_builder_and_publish  one process builds, the others wait; publish the entry
+    build_plan                 which files to write, and where their bytes lie in the sources
+    write_entry_files          hash, allocate, copy or decode in threads; progress
+    download                   a remote object as a file that fills while it is read; resume
+    downloads_in_store         downloads in a store: where they are, who works on them, their room
+    staging_directory          a builder's private directory: reserve, allocate (huge pages, NUMA), seal, publish
 
 Frozen objects:
-    freeze            ``legroom.freeze``: find or build the entry of a list or dict of Python objects
-    freeze_dataset    ``legroom.freeze_dataset``: the large attributes of a dataset, frozen in place
-    frozen_objects    the views: a Sequence and a Mapping on the shared copy
-    frozen_encoding   Python objects as bytes and back, type by type
-    frozen_writer     encode containers piece by piece into the entry's arrays
+    freeze_list_or_dict          ``legroom.freeze``: find or build the entry of a list or dict of Python objects
+    freeze_dataset_attributes    ``legroom.freeze_dataset``: the large attributes of a dataset, frozen in place
+    frozen_sequence_and_mapping  the views: a Sequence and a Mapping on the shared copy
+    frozen_encoding              Python objects as bytes and back, type by type
+    frozen_writer                encode containers piece by piece into the entry's arrays
 
 Stores and entries:
-    store_directories  which directories are stores; open them; the store's lock; trash and leftovers
-    locks             flock between processes
-    file_io           read and write at an offset, CRC-32, mmap copy-on-write, prefault
-    capacity          how much still fits: file system, inodes, memory, cgroups, reservations
-    manifest          what an entry holds: keys, manifest.json, .npy headers
-    identity          which data a path stands for: file stamps and digests
-    source_digests     the digest remembered for each source
-    remote_versions   the version of a remote object, asked at most once a minute
+    store_directories       which directories are stores; open them; the store's lock; trash and leftovers
+    locks                   flock between processes
+    mmap_and_crc32          read and write at an offset, CRC-32, mmap copy-on-write, prefault
+    capacity                how much still fits: file system, inodes, memory, cgroups, reservations
+    manifest                what an entry holds: keys, manifest.json, .npy headers
+    source_identity         which data a path stands for: file stamps and digests
+    remembered_digests      the digest remembered for each source
+    recent_remote_versions  the version of a remote object, asked at most once a minute
 
 Commands:
-    list_and_verify   ``legroom cache list``, ``info`` and ``verify``
-    drop_and_gc       ``legroom cache drop`` and ``gc``
-    gpu_copies        which processes have copies in GPU memory
-    eviction          remove unused entries, least recently used first
+    list_and_verify  ``legroom cache list``, ``info`` and ``verify``
+    drop_and_gc      ``legroom cache drop`` and ``gc``
+    stale_entries    whether an entry's file has other content now, and no other file has the old one
+    list_gpu_copies  which processes have copies in GPU memory
+    eviction         remove unused entries, least recently used first
 """

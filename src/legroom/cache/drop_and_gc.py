@@ -11,19 +11,13 @@ import os
 import stat
 import time
 
-from legroom.cache import capacity, eviction, locks, source_digests
-from legroom.cache.attach import entry_exists
+from legroom.cache import capacity, eviction, locks, remembered_digests
 from legroom.cache.capacity import directory_bytes, forget_count
 from legroom.cache.eviction import FreesSpace, LeastRecent, least_recent_first, trash_unused
-from legroom.cache.list_and_verify import (
-    SourceMatcher,
-    entry_users,
-    manifest_of,
-    matching_keys,
-    not_loaded_error,
-    read_entry,
-)
+from legroom.cache.lease_and_map_entry import entry_exists
+from legroom.cache.list_and_verify import entry_users, manifest_of, matching_keys, not_loaded_error, read_entry
 from legroom.cache.manifest import Manifest, is_key
+from legroom.cache.stale_entries import SourceMatcher
 from legroom.cache.store_directories import (
     STORE_LOCK,
     Store,
@@ -109,13 +103,13 @@ def delete_strays(store: Store, *, dry_run: bool = False) -> int:
     Lock files and records normally outlive their entry: they are deleted and not counted.
     """
     with store_lock(store):
-        scratch = [name for name in os.listdir(store.sources) if name.startswith(source_digests.TEMPORARY)]
+        scratch = [name for name in os.listdir(store.sources) if name.startswith(remembered_digests.TEMPORARY)]
         left = [leftovers(store), leftovers_outside_work(store)]
         if not dry_run:
             for some in left:
                 delete_leftovers(store, some)
             _clear_records(store)
-            source_digests.clear_samples(store)
+            remembered_digests.clear_samples(store)
             forget_count(store)
             _clear_locks(store)
         return sum(map(len, left)) + len(scratch)
@@ -207,7 +201,9 @@ def _clear_records(store: Store) -> None:
             continue
         try:
             record = (
-                None if name.startswith(source_digests.TEMPORARY) else source_digests.read_record_named(store, name)
+                None
+                if name.startswith(remembered_digests.TEMPORARY)
+                else remembered_digests.read_record_named(store, name)
             )
         except OSError:
             continue  # it may be a record

@@ -10,8 +10,8 @@ import time
 from dataclasses import dataclass
 
 from legroom.cache import capacity, locks
-from legroom.cache.attach import lock_name, open_entry, read_manifest
 from legroom.cache.capacity import directory_bytes, keep_count
+from legroom.cache.lease_and_map_entry import lock_name, open_entry, read_manifest
 from legroom.cache.manifest import Damaged, OtherFormat, is_key
 from legroom.cache.store_directories import DOWNLOAD, LOCK, Store, delete_trash, in_memory, log, move_to_trash, step
 from legroom.messages import say

@@ -18,7 +18,7 @@ import numpy as np
 
 from legroom.errors import UnsupportedData
 from legroom.messages import say
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 ENCODING = 1  # grows when a reader of this version could misread what a writer wrote
 

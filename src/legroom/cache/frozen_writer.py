@@ -17,14 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from legroom.cache import file_io
+from legroom.cache import mmap_and_crc32
 from legroom.cache.frozen_encoding import ENCODING, LARGE_ARRAY, Encoder, check_keys
-from legroom.cache.frozen_objects import ARRAYS, DICT, LIST, TUPLE, build_index
+from legroom.cache.frozen_sequence_and_mapping import ARRAYS, DICT, LIST, TUPLE, build_index
 from legroom.cache.manifest import Array, file_name, npy_header, stamp_of
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.errors import UsageError
 from legroom.messages import say
-from legroom.system.process_control import room_for_threads, usable_cpus
+from legroom.system.process_control import usable_cpus
+from legroom.system.thread_limits import room_for_threads
 
 TYPES: dict[type, int] = {list: LIST, tuple: TUPLE, dict: DICT}
 _FEW, _MANY = 64, 1024  # in a container of few items, one with many is a view of its own
@@ -99,7 +100,7 @@ class FileOutputs(Outputs):
         if self._total > self._staging.need.nbytes - (1 << 16):
             self._staging.reserve_more(self._total + self._total // 4 + (64 << 20))
         self._staging.check_capacity(size)
-        file_io.write_all(self._fds[part], memoryview(data).cast("B"), _HEADER + position)
+        mmap_and_crc32.write_all(self._fds[part], memoryview(data).cast("B"), _HEADER + position)
 
     def sealed(self, written: Written) -> tuple[Array, ...]:
         """Write the headers and make the files read-only."""
@@ -109,12 +110,12 @@ class FileOutputs(Outputs):
             shape = (written.sizes[part] // kind.itemsize,)
             header = npy_header(shape, kind)
             assert len(header) == _HEADER
-            file_io.write_all(self._fds[part], memoryview(header), 0)
+            mmap_and_crc32.write_all(self._fds[part], memoryview(header), 0)
         self.__exit__()  # nothing changes the files' times from here on
         for part, dtype in ARRAYS.items():
             kind = np.dtype(dtype)
             stamp = stamp_of(self._staging.seal(self._names[part]))
-            crc = file_io.hex_digits(written.crcs[part])
+            crc = mmap_and_crc32.hex_digits(written.crcs[part])
             found.append(Array(part, self._names[part], (written.sizes[part] // kind.itemsize,), kind, crc, stamp))
         return tuple(found)
 
@@ -130,7 +131,7 @@ class _Streams:
 
     def __init__(self, outputs: Outputs) -> None:
         self._outputs = outputs
-        self._crc32 = file_io.crc32()
+        self._crc32 = mmap_and_crc32.crc32()
         self._hashers = {part: hashlib.sha1(usedforsecurity=False) for part in ARRAYS}  # twice as fast as md5
         self._crcs = dict.fromkeys(ARRAYS, 0)
         self.sizes = dict.fromkeys(ARRAYS, 0)

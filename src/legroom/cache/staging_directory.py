@@ -30,8 +30,8 @@ from dataclasses import replace
 from legroom.cache import capacity, eviction, locks
 from legroom.cache.capacity import directory_bytes, keep_count
 from legroom.cache.eviction import evict_until_fits
-from legroom.cache.file_io import HUGE_PAGE, MappedFile, write_all
 from legroom.cache.locks import Lock
+from legroom.cache.mmap_and_crc32 import HUGE_PAGE, MappedFile, write_all
 from legroom.cache.store_directories import (
     BUILDING,
     LOCK,
@@ -46,8 +46,8 @@ from legroom.cache.store_directories import (
     store_lock,
 )
 from legroom.errors import NoRoom
-from legroom.formats.decode_arrays import Allowed
-from legroom.probe.host import Host
+from legroom.formats.decoding_memory import Allowed
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.system.process_control import libc
 
 _CREDIT = 16 << 20

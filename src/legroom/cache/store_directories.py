@@ -28,9 +28,9 @@ from typing import Literal
 from legroom.cache import locks
 from legroom.errors import LegroomError, NoStore, StoreError
 from legroom.messages import joined, say
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.records import Finding
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 
 Backing = Literal["shm", "disk"]
 LOCKS, SOURCES = "locks", "sources"

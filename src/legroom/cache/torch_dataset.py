@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legroom.cache.cached_data import CachedData, Ragged
+from legroom.cache.cached_arrays_and_tables import CachedData, Ragged
 from legroom.errors import UnsupportedData, UsageError
 from legroom.messages import listed, say
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 if TYPE_CHECKING:
     import torch

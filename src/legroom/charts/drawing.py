@@ -18,7 +18,7 @@ from pathlib import Path
 
 from legroom.errors import UsageError
 from legroom.messages import cells, listed, phrase, say
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 from legroom.units import format_duration
 
 # Blue, orange and red differ in brightness too, as the four shades do: readable in grey and with any colour vision.

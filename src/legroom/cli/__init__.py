@@ -8,5 +8,6 @@ memory_need_output
               how `plan` and `check` print memory needs
 text_layout   wrapping, bars and colours
 language_and_streams
-              --lang and the language of click's own messages; standard streams that survive closed pipes and full disks
+              --lang and the language of click's own messages; standard streams that survive closed pipes and full
+              disks, and the exit status then
 """

@@ -70,7 +70,7 @@ def load(
     FILES are paths, or URLs such as s3://bucket/key and https://host/path. URLs need the extra "remote": pip install
     "legroom[remote]", or ".[remote]" in a clone. An interrupted download continues where it stopped.
     """
-    from legroom.loader.batches.open_data import open as open_data
+    from legroom.loader.batches.legroom_open import open as open_data
 
     names = [name.strip() for name in keys.split(",") if name.strip()] if keys else None
     loaded: list[dict[str, Any]] = []
@@ -108,8 +108,8 @@ def list_(what: str | None, as_json: bool) -> None:
     Also lists copies in GPU memory that processes share, and groups of training runs that share one set of DataLoader
     workers. With FILE, KEY or NAME, lists only that entry.
     """
-    from legroom.cache.gpu_copies import gpu_copies
     from legroom.cache.list_and_verify import listing
+    from legroom.cache.list_gpu_copies import gpu_copies
     from legroom.loader.dataloader.sharing.group_folder import group_rows, groups
     from legroom.monitor.watch_text import gpu_copy_line, group_lines
 

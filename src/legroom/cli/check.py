@@ -82,8 +82,8 @@ def command(
     if share:
         return _check_share(dataset, collate, batch, timeout, as_json)
     from legroom.cli import main
-    from legroom.loader.fit_check import check
-    from legroom.probe.host import Host
+    from legroom.loader.check_memory_fits import check
+    from legroom.probe.host_files_and_syscalls import Host
 
     if dataset is None and training["data"] is None and training["sample_bytes"] is None:
         raise UsageError(
@@ -111,7 +111,7 @@ def command(
 
 def _check_share(dataset: str | None, collate: str | None, batch: int, timeout: float, as_json: bool) -> int:
     """Whether trainers can share batches of this dataset: 0 if they are the same in every process, else 1."""
-    from legroom.loader.measure.repeated_batches import differing_parts
+    from legroom.loader.measure.batch_reproducibility import differing_parts
 
     if dataset is None:
         raise UsageError(say("--share needs --dataset"), fix=(say("pass --dataset MODULE:OBJECT"),))

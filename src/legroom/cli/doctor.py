@@ -15,7 +15,7 @@ from legroom.advice.fit_on_machine import bind
 from legroom.cli.text_layout import finding_lines, labelled, paragraph, pool_line, shorten
 from legroom.errors import LegroomError
 from legroom.messages import counted, listed, phrase, right, say
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.snapshot import snapshot
 from legroom.records import Finding, GpuCopyRow, Job, Machine, Process, SafeSettings
 from legroom.units import format_size, size_or_unknown
@@ -57,7 +57,7 @@ def _jobs(host: Host, pid: int | None, pattern: str | None) -> list[Job]:
     """The requested job, or every job that matches, largest first."""
     if pid is None and pattern is None:
         return []
-    from legroom.probe.running_job import job, jobs
+    from legroom.probe.find_running_jobs import job, jobs
 
     found = [job(host, pid)] if pid is not None else jobs(host, pattern or "")
     return sorted(found, key=lambda one: -(one.held.get("ram") or 0))
@@ -67,7 +67,7 @@ def _gpu_copies(host: Host, machine: Machine) -> tuple[GpuCopyRow, ...]:
     """Copies in GPU memory that processes share: of a live machine with a GPU only."""
     if not host.live or not machine.gpus.cards:
         return ()
-    from legroom.cache.gpu_copies import gpu_copies
+    from legroom.cache.list_gpu_copies import gpu_copies
 
     try:
         return gpu_copies()
@@ -79,8 +79,8 @@ def _copied(host: Host, jobs: Sequence[Job]) -> tuple[Finding, ...]:
     """Forked workers that copy their parent's memory, seen in a few readings: of a live machine only."""
     if not jobs or not host.live:
         return ()
-    from legroom.advice.copied_memory import finding_of_readings
-    from legroom.probe.running_job import copies_over_time
+    from legroom.advice.findings_copy_on_write import finding_of_readings
+    from legroom.probe.find_running_jobs import copies_over_time
 
     found = (finding_of_readings(*one) for one in copies_over_time(host, jobs))
     return tuple(one for one in found if one is not None)

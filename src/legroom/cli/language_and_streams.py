@@ -28,7 +28,6 @@ from legroom import messages
 from legroom.errors import CannotWrite, UsageError
 from legroom.messages import CONTROL, cells, fill, harmless, phrase, say
 
-_HANDLER = "legroom.escape"
 _HELP, _ASIDE = 76, 44  # columns for a paragraph of help, and for one beside an option's name
 _english: dict[click.Command | click.Option, str] = {}  # help in English, before translation
 
@@ -101,15 +100,6 @@ def _wrapped(text: str, columns: int) -> str:
     return "\n\n".join("\b\n" + fill(part, columns, "", "") for part in text.split("\n\n"))
 
 
-def escape_unencodable() -> None:
-    """Write characters that a stream's encoding lacks as JSON escapes."""
-    codecs.register_error(_HANDLER, _escaped)
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors=_HANDLER)
-
-
 def fall_back_to_english(*, as_json: bool) -> None:
     """Keep the chosen language where standard output can encode it; JSON can escape anything."""
     if messages.language() != messages.ENGLISH and not as_json and not _encodable(say("none")):
@@ -122,15 +112,6 @@ def _encodable(text: str) -> bool:
     except (UnicodeEncodeError, LookupError):
         return False
     return True
-
-
-def _escaped(problem: UnicodeError) -> tuple[str, int]:
-    """Characters an encoding does not have, as \\u escapes: JSON stays JSON, with no byte of a name lost."""
-    assert isinstance(problem, UnicodeEncodeError)
-    wrong = problem.object[problem.start : problem.end]
-    units = wrong.encode("utf-16-be", "surrogatepass")
-    escapes = [f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2)]
-    return "".join(escapes), problem.end
 
 
 _OPTION = "--lang"
@@ -221,6 +202,27 @@ def translate_click() -> None:
 
 def _one_or_many(one: str, many: str, count: int) -> str:
     return say(one if count == 1 else many)
+
+
+_HANDLER = "legroom.escape"
+
+
+def escape_unencodable() -> None:
+    """Write characters that a stream's encoding lacks as JSON escapes."""
+    codecs.register_error(_HANDLER, _escaped)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors=_HANDLER)
+
+
+def _escaped(problem: UnicodeError) -> tuple[str, int]:
+    """Characters an encoding does not have, as \\u escapes: JSON stays JSON, with no byte of a name lost."""
+    assert isinstance(problem, UnicodeEncodeError)
+    wrong = problem.object[problem.start : problem.end]
+    units = wrong.encode("utf-16-be", "surrogatepass")
+    escapes = [f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2)]
+    return "".join(escapes), problem.end
 
 
 # In the order of their numbers, since open() returns the lowest free one. stdin and stdout are opened the wrong way, so
@@ -357,8 +359,17 @@ def write_line(text: str) -> None:
         raise NotWritten(problem) from problem
 
 
-def not_written(problem: OSError) -> CannotWrite:
-    """The error for output that could not be written."""
+def status_after(problem: OSError) -> int:
+    """The exit status where standard output failed: 0 if its reader has gone, as `head` does; else it is an error."""
+    discard(sys.stdout)
+    if isinstance(problem, BrokenPipeError):
+        return 0
+    refused = _not_written(problem)
+    click.echo(f"legroom: {refused}", err=True)
+    return refused.exit_status
+
+
+def _not_written(problem: OSError) -> CannotWrite:
     why = say("it is closed") if problem.errno == errno.EBADF else problem.strerror or str(problem)
     return CannotWrite(
         say("cannot write to standard output"), why=why, fix=(say("redirect it to a file with enough space: > FILE"),)

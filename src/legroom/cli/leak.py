@@ -152,7 +152,7 @@ def show_report(
 
 def read_report(directory: str, words: Sequence[str]) -> LeakReport:
     """The report of the records in a directory."""
-    from legroom.leak.diagnosis import diagnose
+    from legroom.leak.find_leaking_lines import diagnose
     from legroom.leak.record_files import read_directory
 
     return diagnose(read_directory(directory), words)

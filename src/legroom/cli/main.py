@@ -16,12 +16,11 @@ import click
 from legroom.cli.language_and_streams import (
     NotWritten,
     apply_language,
-    discard,
     escape_unencodable,
     fall_back_to_english,
     guard_streams,
     language_option,
-    not_written,
+    status_after,
     translate,
     translate_click,
 )
@@ -164,7 +163,7 @@ def run(arguments: list[str]) -> int:
         sys.stdout.flush()
         return status
     except NotWritten as lost:
-        return _output_failed(lost.problem)
+        return status_after(lost.problem)
 
 
 def _run_command(arguments: list[str], *, as_json: bool) -> int:
@@ -196,13 +195,3 @@ def _print_error(error: LegroomError, *, as_json: bool, command: str) -> None:
 
         click.echo(json.dumps({"schema": f"legroom.{command}/1", "error": error.as_dict()}, ensure_ascii=False))
     click.echo(f"legroom: {error}", err=True)
-
-
-def _output_failed(problem: OSError) -> int:
-    """The exit status where standard output failed."""
-    discard(sys.stdout)
-    if isinstance(problem, BrokenPipeError):
-        return 0  # the reader closed the pipe, as `head` does
-    refused = not_written(problem)
-    click.echo(f"legroom: {refused}", err=True)
-    return refused.exit_status

@@ -45,8 +45,8 @@ def doctor(address: str, nodes: tuple[str, ...], as_json: bool) -> int:
 
     Exits 1 if a finding is critical or a node failed.
     """
-    from legroom.integrations.ray_nodes import connect, worst
-    from legroom.integrations.ray_nodes import doctor as ask
+    from legroom.integrations.ray_cluster import connect, worst
+    from legroom.integrations.ray_cluster import doctor as ask
 
     with connect(address):
         found = ask(nodes or None)
@@ -85,8 +85,8 @@ def warm(
     exchange the parts. Each node reads the data itself if SOURCE is a path, if --keys is given, or if the server gives
     no version (such as an ETag) for the URL. Exits 1 if a node failed.
     """
-    from legroom.integrations.ray_nodes import connect
-    from legroom.integrations.ray_nodes import warm as load
+    from legroom.integrations.ray_cluster import connect
+    from legroom.integrations.ray_cluster import warm as load
 
     names = [name.strip() for name in keys.split(",") if name.strip()] if keys else None
     with connect(address), _bars() as told:
@@ -108,7 +108,7 @@ def list_(what: str | None, address: str, nodes: tuple[str, ...], as_json: bool)
 
     With SOURCE or KEY, lists only that entry. Exits 1 if a node failed.
     """
-    from legroom.integrations.ray_nodes import connect, entries
+    from legroom.integrations.ray_cluster import connect, entries
 
     with connect(address):
         found = entries(what, nodes or None)
@@ -133,8 +133,8 @@ def drop(what: str | None, everything: bool, force: bool, address: str, nodes: t
 
     Without --force, an entry in use is kept. Exits 1 if an entry was kept or a node failed.
     """
-    from legroom.integrations.ray_nodes import connect
-    from legroom.integrations.ray_nodes import drop as remove
+    from legroom.integrations.ray_cluster import connect
+    from legroom.integrations.ray_cluster import drop as remove
 
     if (what is None) == (not everything):
         raise click.UsageError(say("pass a file, a key or --all"))

@@ -84,8 +84,8 @@ def command(
     """
     if pids and not measure:
         raise click.UsageError(say("pass process ids after --measure"))
-    from legroom.loader.planning import plan
-    from legroom.probe.host import Host
+    from legroom.loader.plan_machine_size import plan
+    from legroom.probe.host_files_and_syscalls import Host
 
     found = plan(
         gpus=gpus,
@@ -194,7 +194,7 @@ def _title(plan: Plan) -> str:
 
 
 def _rss_shmem(job: Job) -> int | None:
-    from legroom.probe.running_job import sum_if_known
+    from legroom.probe.find_running_jobs import sum_if_known
 
     return sum_if_known([process.rss_shmem for process in job.processes])
 

@@ -132,7 +132,7 @@ def command(
     """
     from legroom.advice.deepspeed_config import Shape, zero_rows
     from legroom.loader.tune import tuning
-    from legroom.probe.host import Host
+    from legroom.probe.host_files_and_syscalls import Host
     from legroom.probe.memory import memory, ram_pool
 
     if emit is None and (zero is not None or offload):

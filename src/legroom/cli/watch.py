@@ -145,12 +145,12 @@ def command(
 
 
 def _sampler(pid: int | None, match: str | None, interval: float, root: str, *, wait: bool) -> Sampler:
-    from legroom.cache.gpu_copies import gpu_copies
+    from legroom.cache.list_gpu_copies import gpu_copies
     from legroom.loader.dataloader.sharing.group_folder import group_rows
-    from legroom.monitor.annotations import AnnotationReader
     from legroom.monitor.process_selection import matching_processes, process_tree, user_processes
     from legroom.monitor.sampler import Sampler, cache_entries
-    from legroom.probe.host import Host
+    from legroom.monitor.script_marks_and_steps import AnnotationReader
+    from legroom.probe.host_files_and_syscalls import Host
     from legroom.probe.process_and_limits import ProcessTable
 
     host = Host.at(root)
@@ -262,7 +262,7 @@ def _screen() -> TerminalView | None:
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM", "") in ("", "dumb"):
         return None
     from legroom.monitor.tui import THREADS, TerminalView, require_textual
-    from legroom.system.process_control import room_for_threads, why_no_thread
+    from legroom.system.thread_limits import room_for_threads, why_no_thread
 
     try:
         require_textual()

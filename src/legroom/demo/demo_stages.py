@@ -25,15 +25,15 @@ from legroom.demo.demo_scripts import BATCH, CHECKPOINTS, MAY_END, MESSAGES, ROW
 from legroom.demo.demo_setup import WorkDirectory
 from legroom.errors import DemoFailed
 from legroom.messages import say
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import memory, ram_pool
 from legroom.probe.process_and_limits import cpu
 from legroom.probe.shm import shm_space
 from legroom.probe.shm_segments import SHM
 from legroom.records import Pool
-from legroom.rescue.checkpoints import newest_complete
-from legroom.rescue.job_attempt import remove_leftover_shm, shm_names
-from legroom.system.imports import package_version
+from legroom.rescue.newest_checkpoint import newest_complete
+from legroom.rescue.supervisor import remove_leftover_shm, shm_names
+from legroom.system.lazy_and_optional_imports import package_version
 from legroom.system.process_control import handling_signals
 from legroom.units import format_duration, format_size, size_or_unknown
 

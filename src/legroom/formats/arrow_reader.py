@@ -28,7 +28,7 @@ from legroom.formats.table_reader import (
     schema_bytes,
 )
 from legroom.messages import phrase, say
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 _CONTINUATION = 0xFFFFFFFF
 _DICTIONARY, _RECORDS = 2, 3

@@ -26,7 +26,8 @@ from typing import Any, Self
 import numpy as np
 
 from legroom.errors import MissingKey, UnsupportedData, UsageError
-from legroom.formats.decode_arrays import PIECE, UNLIMITED, Array, DecodingMemory, Progress, no_progress
+from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
+from legroom.formats.fill_arrays import PIECE, Array, Progress, no_progress
 from legroom.messages import listed, say, shown
 
 _MOST_BYTES = 1 << 50  # the limit of a manifest
@@ -157,7 +158,7 @@ class BaseReader:
         return None
 
     def _decoding(self, spec: ArraySpec | TableSpec) -> int:
-        """Two pieces by default: one as stored in the file, one converted (decode_arrays.py)."""
+        """Two pieces by default: one as stored in the file, one converted (fill_arrays.py)."""
         return 2 * PIECE if isinstance(spec, TableSpec) or self._extent(spec) is None else 0
 
     def _write(self, spec: TableSpec, path: Path, progress: Progress, ask: Progress) -> int:

@@ -15,11 +15,11 @@ from pathlib import Path
 from legroom.errors import UnknownFormat, UnreadableSource
 from legroom.formats.base_reader import BaseReader, Selection
 from legroom.formats.data_file import SourceFile, damaged, unreadable
-from legroom.formats.decode_arrays import UNLIMITED, DecodingMemory
+from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
 from legroom.formats.hdf5_open import signature_at
 from legroom.formats.npy_reader import NPY_MAGIC, member_infos
 from legroom.messages import phrase, say
-from legroom.system.imports import lazy_import
+from legroom.system.lazy_and_optional_imports import lazy_import
 
 READABLE = phrase(
     "HDF5, npy, npz, Parquet, Arrow IPC (file, stream, Feather v2), Zarr v2 and v3, safetensors, torch checkpoints"

@@ -20,7 +20,8 @@ import numpy as np
 
 from legroom.formats.base_reader import ArraySpec, Slab
 from legroom.formats.data_file import SourceFile, damaged
-from legroom.formats.decode_arrays import UNLIMITED, Array, DecodingMemory, DType, Progress, bytes_of, in_parallel
+from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
+from legroom.formats.fill_arrays import Array, DType, Progress, bytes_of, in_parallel
 from legroom.formats.hdf5_filters import SHUFFLE, ChunkFilter, can_undo, filters_of, memory_to_undo, undo
 from legroom.formats.hdf5_open import hdf5_errors
 from legroom.messages import say

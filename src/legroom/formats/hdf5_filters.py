@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import UnsupportedData
-from legroom.formats.inflate import Bytes, inflate
+from legroom.formats.decompress_deflate import Bytes, inflate
 from legroom.messages import say
 
 DEFLATE, SHUFFLE, FLETCHER32 = 1, 2, 3

@@ -29,7 +29,7 @@ from legroom.formats.base_reader import (
     what_is_read,
 )
 from legroom.formats.data_file import SourceFile, absolute
-from legroom.formats.decode_arrays import PIECE, Array, Progress, copy_raw
+from legroom.formats.fill_arrays import PIECE, Array, Progress, copy_raw
 from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks, slabs_of
 from legroom.formats.hdf5_external_files import ExternalFiles
 from legroom.formats.hdf5_filters import filters_of, memory_in_hdf5, require_filters

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import UnsupportedData
-from legroom.formats.decode_arrays import DType, native_dtype
+from legroom.formats.fill_arrays import DType, native_dtype
 from legroom.messages import say
 
 

@@ -21,17 +21,8 @@ import numpy as np
 
 from legroom.errors import DamagedSource, UnsupportedData
 from legroom.formats.data_file import SourceFile, damaged
-from legroom.formats.decode_arrays import (
-    PIECE,
-    UNLIMITED,
-    Array,
-    DecodingMemory,
-    Progress,
-    bytes_of,
-    copy_raw,
-    in_parallel,
-    no_progress,
-)
+from legroom.formats.decoding_memory import UNLIMITED, DecodingMemory
+from legroom.formats.fill_arrays import PIECE, Array, Progress, bytes_of, copy_raw, in_parallel, no_progress
 from legroom.formats.hdf5_chunks import ChunkedDataset, chunked, read_chunks
 from legroom.formats.hdf5_open import hdf5_errors
 from legroom.formats.hdf5_types import StoredType

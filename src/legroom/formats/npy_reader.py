@@ -24,7 +24,8 @@ import numpy as np
 from legroom.errors import SourceError, UnsupportedData
 from legroom.formats.base_reader import ArraySpec, BaseReader, Checksum, Description, Extent, Selection
 from legroom.formats.data_file import SourceFile, damaged, wrong_checksum
-from legroom.formats.decode_arrays import (
+from legroom.formats.decompress_deflate import zlib_module
+from legroom.formats.fill_arrays import (
     PIECE,
     Progress,
     ReadNext,
@@ -34,7 +35,6 @@ from legroom.formats.decode_arrays import (
     native_dtype,
     sequential,
 )
-from legroom.formats.inflate import zlib_module
 from legroom.messages import say
 
 NAME = "array"  # a .npy file holds one array without a name

@@ -32,7 +32,7 @@ from legroom.formats.table_reader import (
     without_dictionaries,
 )
 from legroom.messages import say
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 _BATCH_BYTES = 4 << 20
 _MOST_ROWS = 1 << 16

@@ -23,9 +23,9 @@ from legroom.formats.base_reader import (
     what_is_read,
 )
 from legroom.formats.data_file import SourceFile, damaged, unreadable
-from legroom.formats.decode_arrays import Progress, no_progress
+from legroom.formats.fill_arrays import Progress, no_progress
 from legroom.messages import phrase, say
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 NAME = "table"  # the file holds one table without a name
 _HIDDEN_METADATA = {b"ARROW:schema"}  # the encoded schema itself

@@ -30,9 +30,9 @@ from legroom.formats.base_reader import (
     what_is_read,
 )
 from legroom.formats.data_file import alias, damaged, unreadable
-from legroom.formats.decode_arrays import PIECE, Array, Progress, native_dtype
+from legroom.formats.fill_arrays import PIECE, Array, Progress, native_dtype
 from legroom.messages import say
-from legroom.system.imports import import_lock, require
+from legroom.system.lazy_and_optional_imports import import_lock, require
 
 NAME = "array"  # for a store that is a single array without a name
 _SLAB = 4 * PIECE  # enough for zarr to decode several chunks at once

@@ -1,18 +1,19 @@
 """Measure, limit and predict GPU memory.
 
-    memory_limit.py           limit: keep this process within a share of the GPU; LEGROOM_GPU_LIMIT
-    memory_breakdown.py       account: what uses GPU memory now, and the CUDA context's overhead
-    batch_size.py             find_batch_size: search for the largest batch that fits
-    batch_trials.py           run one trial of that search in this process, on the GPU
-    batch_trial_processes.py  run one trial in a child process, and measure host memory on the CPU
-    oom_retry.py              is_oom, on_oom: recognise out-of-memory errors; retry a step in micro-batches
-    memory_estimate.py        estimate, advise: predict a step's memory without running it
-    fake_tensor_trace.py           trace a training step with fake tensors (imports torch)
-    training_step.py          call a user's model on a batch; count and split the batch
-    rank_consensus.py         minimum and maximum of a number over all distributed ranks
-    cuda_device.py            every torch.cuda call of this package, for one device
-    cuda_driver_api.py        calls of libcuda that torch does not offer: batched copies, kernels, shareable memory
-    tf32_flags.py             tf32: switch TF32 on or off
+    set_memory_limit.py      limit: keep this process within a share of the GPU; LEGROOM_GPU_LIMIT
+    memory_breakdown.py      account: what uses GPU memory now, by category
+    cuda_context_size.py     how much the CUDA context of this process takes, also where NVML lists host pids
+    search_batch_size.py     find_batch_size: search for the largest batch that fits
+    batch_trial_on_gpu.py    run one trial of that search in this process, on the GPU
+    batch_trial_in_child.py  run one trial in a child process, and measure host memory on the CPU
+    oom_retry.py             is_oom, on_oom: recognise out-of-memory errors; retry a step in micro-batches
+    memory_estimate.py       estimate, advise: predict a step's memory without running it
+    fake_tensor_trace.py     trace a training step with fake tensors (imports torch)
+    training_step.py         call a user's model on a batch; count and split the batch
+    rank_consensus.py        minimum and maximum of a number over all distributed ranks
+    torch_cuda_device.py     every torch.cuda call of this package, for one device
+    cuda_driver_api.py       calls of libcuda that torch does not offer: batched copies, kernels, shareable memory
+    tf32_flags.py            tf32: switch TF32 on or off
 
 ``plot`` draws a search's result (charts/batch_size_chart.py). Names are imported on first use, torch on the first call.
 """
@@ -21,15 +22,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from legroom.system.imports import lazy_import
+from legroom.system.lazy_and_optional_imports import lazy_import
 
 if TYPE_CHECKING:
     from legroom.charts.batch_size_chart import plot
-    from legroom.gpu.batch_size import find_batch_size
     from legroom.gpu.memory_breakdown import account
     from legroom.gpu.memory_estimate import advise, estimate
-    from legroom.gpu.memory_limit import limit
     from legroom.gpu.oom_retry import is_oom, on_oom
+    from legroom.gpu.search_batch_size import find_batch_size
+    from legroom.gpu.set_memory_limit import limit
     from legroom.gpu.tf32_flags import tf32
 
 __all__ = ["account", "advise", "estimate", "find_batch_size", "is_oom", "limit", "on_oom", "plot", "tf32"]
@@ -38,9 +39,9 @@ _MODULES = {
     "account": "legroom.gpu.memory_breakdown",
     "advise": "legroom.gpu.memory_estimate",
     "estimate": "legroom.gpu.memory_estimate",
-    "find_batch_size": "legroom.gpu.batch_size",
+    "find_batch_size": "legroom.gpu.search_batch_size",
     "is_oom": "legroom.gpu.oom_retry",
-    "limit": "legroom.gpu.memory_limit",
+    "limit": "legroom.gpu.set_memory_limit",
     "on_oom": "legroom.gpu.oom_retry",
     "plot": "legroom.charts.batch_size_chart",
     "tf32": "legroom.gpu.tf32_flags",

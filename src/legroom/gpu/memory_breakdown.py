@@ -1,31 +1,20 @@
-"""legroom.gpu.account: what uses a GPU's memory, by category, and how much the CUDA context takes.
+"""legroom.gpu.account: what uses a GPU's memory, by category.
 
 Without ``model`` and ``optimizer`` arguments, the ones alive in this process are found through the garbage collector.
-
-The context, loaded kernels and libraries' own memory ("overhead") are outside torch's allocator. NVML's figure for this
-process measures them. In a container NVML may list host pids; then a block is allocated, and the one entry that grows
-by exactly that much is this process.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from legroom.gpu.cuda_device import CudaDevice, allocator_size, open_device
+from legroom.gpu.cuda_context_size import measure_overhead, own_bytes
+from legroom.gpu.torch_cuda_device import CudaDevice, allocator_size, open_device
 from legroom.messages import say
 from legroom.records.gpu_usage import Account, Overhead
 from legroom.records.machine import Gpu
-from legroom.units import format_size
-
-# A context with cuBLAS and cuDNN loaded lies between these. A difference outside them means that another process
-# allocated or freed memory meanwhile.
-_LEAST_CONTEXT, _MOST_CONTEXT = 100 << 20, 2 << 30
-_ASSUMED_CONTEXT = 1 << 30
-_TEST_BLOCK = 46 << 20  # torch requests this size from CUDA unchanged: a multiple of 2 MB, above 20 MB
-_TOLERANCE = 2 << 20
 
 
 def account(device: Any = None, model: Any = None, optimizer: Any = None) -> Account:
@@ -97,7 +86,7 @@ def _outside_allocator(
     if overhead.how == "assumed":
         overhead = Overhead(None, "assumed", overhead.source)
         reasons["overhead"] = overhead.source
-    own = _own_bytes(nvml)
+    own = own_bytes(nvml)
     listed = None if nvml is None else nvml.processes
     if own is not None and listed is not None and all(process.used is not None for process in listed):
         held = sum(process.used or 0 for process in listed if process.pid != os.getpid())
@@ -151,101 +140,3 @@ def _storage_bytes(device: CudaDevice, tensors: Iterable[Any], counted: set[int]
             counted.add(storage.data_ptr())
             total += allocator_size(storage.nbytes())
     return total
-
-
-# The overhead: context, loaded kernels, libraries' own memory.
-
-
-def used_before_context(device: CudaDevice) -> int | None:
-    """Bytes in use on the GPU before this process creates its context; None: it has one, or NVML does not report it."""
-    if device.has_context():
-        return None
-    nvml = device.nvml()
-    return None if nvml is None else nvml.used
-
-
-def measure_overhead(device: CudaDevice, used_before: int | None = None, *, test_block: bool = True) -> Overhead:
-    """The best figure available and where it comes from. The context must exist.
-
-    Args:
-        device: The GPU.
-        used_before: From ``used_before_context``.
-        test_block: Allocate a block to find this process in NVML's list; empties the allocator's cache.
-    """
-    device.synchronize()
-    nvml = device.nvml()
-    reserved = device.reserved()
-    own = _own_bytes(nvml)
-    if own is not None and own >= reserved:
-        return Overhead(
-            _without_shared(device, own - reserved),
-            "measured",
-            say("NVML's figure for this process, less what torch reserves"),
-        )
-    own = _own_bytes_by_growth(device, nvml) if test_block and nvml is not None else None
-    if own is not None and own >= reserved:
-        source = say(
-            "NVML's figure for the process that grew with this one (NVML lists host pids), less what torch reserves"
-        )
-        return Overhead(_without_shared(device, own - reserved), "measured", source)
-    if used_before is not None and nvml is not None and nvml.used is not None:
-        grown = _without_shared(device, nvml.used - used_before - reserved)
-        if _LEAST_CONTEXT <= grown <= _MOST_CONTEXT:
-            source = say(
-                "growth of GPU memory in use while this process created its context; other processes may have changed "
-                "meanwhile"
-            )
-            return Overhead(grown, "bounded", source)
-    free, size = device.memory()
-    rest = _without_shared(device, size - free - reserved)
-    if rest <= _MOST_CONTEXT:
-        return Overhead(max(0, rest), "bounded", say("all GPU memory that is neither free nor reserved by torch"))
-    source = say(
-        "NVML does not list this process, and other processes use the GPU: {assumed} is assumed",
-        assumed=format_size(_ASSUMED_CONTEXT),
-    )
-    return Overhead(_ASSUMED_CONTEXT, "assumed", source)
-
-
-def _without_shared(device: CudaDevice, size: int) -> int:
-    """Without the copies that this process shares, if they are in it: not every driver counts them for a process."""
-    rest = size - sum(length for _, length in device.shared_maps())
-    return rest if rest >= _LEAST_CONTEXT else size
-
-
-def _own_bytes(nvml: Gpu | None) -> int | None:
-    """NVML's figure for this pid; None if it is not listed, has no figure, or the pid is another namespace's."""
-    for process in () if nvml is None else nvml.processes or ():
-        if process.pid == os.getpid() and process.command is not None:
-            return process.used
-    return None
-
-
-def _own_bytes_by_growth(device: CudaDevice, nvml: Gpu) -> int | None:
-    """NVML's figure for the entry that grows when this process allocates; None if that is not exactly one."""
-    before = _bytes_by_pid(nvml)
-    if not before:
-        return None
-    reserved = device.reserved()
-    try:
-        block = device.torch.empty(_TEST_BLOCK, dtype=device.torch.uint8, device=device.name)
-    except RuntimeError:  # no room: an active limit, or a full GPU
-        return None
-    if device.reserved() - reserved != _TEST_BLOCK:  # served from the cache: nothing changed in NVML
-        return None
-    device.synchronize()
-    after = device.nvml()
-    del block
-    device.empty_cache()
-    return grown_by(before, _bytes_by_pid(after), _TEST_BLOCK)
-
-
-def grown_by(before: Mapping[int, int], after: Mapping[int, int], amount: int) -> int | None:
-    """What the one process that grew by ``amount`` held before; None if none or several did."""
-    grew = [pid for pid, held in before.items() if abs(after.get(pid, 0) - held - amount) <= _TOLERANCE]
-    return before[grew[0]] if len(grew) == 1 else None
-
-
-def _bytes_by_pid(nvml: Gpu | None) -> dict[int, int]:
-    processes = () if nvml is None else nvml.processes or ()
-    return {process.pid: process.used for process in processes if process.used is not None}

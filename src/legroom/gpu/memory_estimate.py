@@ -11,11 +11,11 @@ import copy
 from typing import Any
 
 from legroom.errors import UsageError
-from legroom.gpu.cuda_device import import_torch
+from legroom.gpu.torch_cuda_device import import_torch
 from legroom.gpu.training_step import Loss, check_model, count_samples, default_loss, split_batch, step_errors
 from legroom.messages import say
 from legroom.records.gpu_usage import Advice, Estimate, Saving
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 
 # The trace does not see workspace inside operations. Checked on a GPU by tests/gpu/test_gpu_memory.py.
 _ERROR_TRACED = 0.10

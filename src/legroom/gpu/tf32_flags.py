@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from legroom.gpu.cuda_device import import_torch
+from legroom.gpu.torch_cuda_device import import_torch
 from legroom.messages import say
 from legroom.records.gpu_usage import Tf32
 

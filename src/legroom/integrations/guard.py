@@ -22,17 +22,17 @@ from typing import Any, Literal
 
 from legroom.errors import LegroomError
 from legroom.gpu.rank_consensus import RankConsensus
-from legroom.integrations.checkpoint import HORIZON, CheckpointSchedule, disk_full
+from legroom.integrations.checkpoint_schedule import HORIZON, CheckpointSchedule, disk_full
 from legroom.loader.rank_sampler import process_group, rank_and_world
 from legroom.loader.tune.tuning import tune
 from legroom.messages import say
 from legroom.monitor.watch_in_script import Watch, watch
 from legroom.probe.gpu_devices import gpu_pools, gpus
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import memory, ram_pool, read_swap_counters, swap, swap_pool
 from legroom.records import Alarm, LoaderKind, Pool, Settings
 from legroom.system.argument_checks import check_choice
-from legroom.system.imports import lazy_import
+from legroom.system.lazy_and_optional_imports import lazy_import
 from legroom.units import format_size
 
 Tune = Literal["apply", "advise", "off"]

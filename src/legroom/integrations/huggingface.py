@@ -13,7 +13,7 @@ from typing import Any
 
 from legroom.integrations.guard import Guard
 from legroom.messages import phrase
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 
 class Events:

@@ -25,11 +25,11 @@ from typing import Any
 
 from legroom.errors import UsageError
 from legroom.integrations.guard import Guard
-from legroom.integrations.ray_nodes import doctor, drop, entries, warm
+from legroom.integrations.ray_cluster import doctor, drop, entries, warm
 from legroom.loader.rank_sampler import process_group
 from legroom.messages import phrase, say
 from legroom.records import Settings
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 __all__ = ["RayGuard", "doctor", "drop", "entries", "guarded", "warm"]
 

@@ -3,24 +3,24 @@
 In the training process:
 
     memory_recorder    takes samples at steps within a share of the time, writes one file per process
-    torch_steps        what counts as a step: optimizer.step, batches of a DataLoader and of its workers
+    torch_step_hooks   what counts as a step: optimizer.step, batches of a DataLoader and of its workers
     process_counters   memory of this process, and what malloc has given out
     holders            walks from the user's variables to the containers, tensors and texts that they keep
     object_size        bytes that an object keeps alive, by memory pool
     autograd_graphs    how far back an autograd graph reaches
     creation_sites     windows of tracemalloc: which line made what stays alive
-    shm_files          files in /dev/shm by the line that made them
+    shm_files_by_line  files in /dev/shm by the line that made them
     copied_dataset     pages of a dataset that a forked worker has copied
-    user_code          which source files are the user's own
+    user_source_files  which source files are the user's own
     leak_watch         legroom.leak.watch, for a script or notebook
 
 After it, or meanwhile:
 
-    record_files       the files that processes write, and reading them back
-    growth             leak, plateau, jump or too short: the shape of one series
-    fill_lines         which lines of the source fill a container or a sum
-    diagnosis          from records to the lines that make memory grow, and how sure that is
-    leak_report        the report as text, JSON and page, and what grows so far for `legroom watch`
+    record_files        the files that processes write, and reading them back
+    leak_or_plateau     leak, plateau, jump or too short: the shape of one series
+    append_statements   which lines of the source fill a container or a sum
+    find_leaking_lines  from records to the lines that make memory grow, and how sure that is
+    leak_report         the report as text, JSON and page, and what grows so far for `legroom watch`
 
 ``legroom.leak.watch`` is imported at first use.
 """
@@ -38,7 +38,7 @@ __all__ = ["LeakWatch", "watch"]
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'legroom.leak' has no attribute {name!r}")
-    from legroom.system.imports import lazy_import
+    from legroom.system.lazy_and_optional_imports import lazy_import
 
     value = globals()[name] = getattr(lazy_import("legroom.leak.leak_watch"), name)
     return value

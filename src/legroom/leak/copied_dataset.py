@@ -15,7 +15,7 @@ from typing import Any
 
 from legroom.leak.object_size import size_of
 from legroom.probe.copy_on_write import PAGE, CopyReader, share_of
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 
 _LEAST_ITEMS = 1000
 _ADDRESSES = 512  # sampled of one list or dict

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from legroom.leak.object_size import is_tensor, pool_of
-from legroom.leak.user_code import Line, nearest_user_line
+from legroom.leak.user_source_files import Line, nearest_user_line
 
 _FRAMES = 12
 _MOST_SITES = 24

@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Any
 
 from legroom.leak.object_size import is_tensor, leaf_size
-from legroom.leak.user_code import is_user_file, user_modules
+from legroom.leak.user_source_files import is_user_file, user_modules
 
 MOST_OBJECTS = 12_000  # read in one walk
 _DEEPEST = 8

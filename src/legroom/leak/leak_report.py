@@ -13,11 +13,11 @@ from typing import Any
 
 from legroom.charts.html_page import element, figure, page, table
 from legroom.charts.process_charts import GrowthLine, growth_chart
-from legroom.leak.diagnosis import diagnose_process
+from legroom.leak.find_leaking_lines import diagnose_process
 from legroom.leak.record_files import read_file
 from legroom.messages import counted, cut, fill, joined, left, listed, phrase, right, say
-from legroom.monitor.annotations import annotation_directory, write_growing, write_steps
-from legroom.probe.host import Host
+from legroom.monitor.script_marks_and_steps import annotation_directory, write_growing, write_steps
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.records.memory_growth import GrowingSite, LeakReport, PoolGrowth, ProcessGrowth, SourceLine
 from legroom.units import format_duration, format_size
 

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from legroom.errors import UsageError
 from legroom.leak import memory_recorder
-from legroom.leak.diagnosis import diagnose
+from legroom.leak.find_leaking_lines import diagnose
 from legroom.leak.leak_report import leak_page, report_lines
 from legroom.leak.record_files import read_directory
 from legroom.messages import say

@@ -22,12 +22,12 @@ from legroom.leak.holders import Holder, Holding, Key, Walk, newest_items, runni
 from legroom.leak.object_size import size_per_item
 from legroom.leak.process_counters import process_start, read_counters
 from legroom.leak.record_files import SCHEMA, RecordWriter, counters_object
-from legroom.leak.shm_files import ShmFiles
-from legroom.leak.torch_steps import TorchSteps, worker_dataset
+from legroom.leak.shm_files_by_line import ShmFiles
+from legroom.leak.torch_step_hooks import TorchSteps, worker_dataset
 from legroom.messages import say
-from legroom.system import training_steps
-from legroom.system.imports import import_lock
-from legroom.system.process_control import start_daemon_thread, why_no_thread
+from legroom.system import step_callbacks
+from legroom.system.lazy_and_optional_imports import import_lock
+from legroom.system.thread_limits import start_daemon_thread, why_no_thread
 
 _RANKS = {"script": 3, "optimizer": 2, "loader": 1, "worker": 1}  # which source counts where there are several
 _FIRST_STEPS = 2  # not sampled: the first batch, the optimizer's state
@@ -77,7 +77,7 @@ class Recorder:
         self.running = True
         self._tracing.install()
         self._shm.listen()
-        training_steps.listen(self._count)
+        step_callbacks.listen(self._count)
         self.torch.install()
         if not self._forks:
             self._forks = True
@@ -95,7 +95,7 @@ class Recorder:
         self._stop_thread()
         self._tracing.remove()
         self._shm.stop()
-        training_steps.stop_listening(self._count)
+        step_callbacks.stop_listening(self._count)
         self.torch.remove()
         self._writer.close()
 

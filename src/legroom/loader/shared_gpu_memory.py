@@ -26,11 +26,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from legroom.cache import gpu_copies, locks
-from legroom.cache.gpu_copies import FOLDER, MESSAGE, SOCKET, VERSION, ask_all, holders
+from legroom.cache import list_gpu_copies, locks
+from legroom.cache.list_gpu_copies import FOLDER, MESSAGE, SOCKET, VERSION, ask_all, holders
 from legroom.gpu.cuda_driver_api import READ, READ_WRITE, CudaRefused
 from legroom.messages import say
-from legroom.system.process_control import start_daemon_thread
+from legroom.system.thread_limits import start_daemon_thread
 from legroom.system.unix_sockets import FOLDER_FLAGS, listen, open_private_folder, require_same_user, unlink
 
 __all__ = ["FOLDER", "Allocator", "SharedCopy", "holders", "share"]
@@ -172,7 +172,7 @@ def _adopt(api: Allocator, key: str, size: int, fd: int, server: _Server, about:
 def _from_others(
     api: Allocator, folder: int, key: str, size: int, server: _Server, about: dict[str, str]
 ) -> SharedCopy | None:
-    for answer, fd in ask_all(folder, {"want": key}, server.name, gpu_copies.PATIENCE_S):
+    for answer, fd in ask_all(folder, {"want": key}, server.name, list_gpu_copies.PATIENCE_S):
         if fd is None:
             continue
         if answer.get("size") != size:  # another granularity: another driver version in another container
@@ -246,7 +246,7 @@ class _Server:
                 return  # closed
             with there:
                 try:
-                    there.settimeout(gpu_copies.PATIENCE_S)
+                    there.settimeout(list_gpu_copies.PATIENCE_S)
                     require_same_user(there)
                     self._answer(there, json.loads(there.recv(MESSAGE)))
                 except (OSError, ValueError, TypeError):

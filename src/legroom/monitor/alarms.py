@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from legroom.advice import copied_memory, findings, findings_shm
+from legroom.advice import findings, findings_copy_on_write, findings_shm
 from legroom.messages import counted, joined, listed, phrase, say
 from legroom.monitor.history_and_trend import (
     GrowingProcesses,
@@ -288,7 +288,7 @@ def workers_copy_dataset(history: History, active: ActiveAlarms) -> Iterator[Ala
             for before in one.processes
             if before.pid == row.pid and before.copied is not None and before.copied_at is not None
         }
-        rate = copied_memory.copy_rate(sorted(points.items()), least=_COPIED)
+        rate = findings_copy_on_write.copy_rate(sorted(points.items()), least=_COPIED)
         if rate is not None:
             rates.setdefault(row.parent, {})[row.pid] = rate
             copied[row.parent] = max(row.copied, copied.get(row.parent, 0))
@@ -306,7 +306,7 @@ def workers_copy_dataset(history: History, active: ActiveAlarms) -> Iterator[Ala
             "workers": workers,
             "parent": parent,
         }
-        yield Alarm(copied_memory.CODE, "ram", "warning", message, sample.when, evidence, tuple(found))
+        yield Alarm(findings_copy_on_write.CODE, "ram", "warning", message, sample.when, evidence, tuple(found))
 
 
 RULES = (pool_levels, swap_traffic, memory_pressure, oom_kills, cgroup_counters, workers_copy_dataset, filling_pools)

@@ -19,8 +19,9 @@ from legroom.messages import say
 from legroom.monitor.watch_log import alarm_object
 from legroom.records import Alarm, Moment
 from legroom.records.machine import heading
-from legroom.system.imports import import_lock
-from legroom.system.process_control import ExitStatus, start_daemon_thread, why_no_thread
+from legroom.system.lazy_and_optional_imports import import_lock
+from legroom.system.process_control import ExitStatus
+from legroom.system.thread_limits import start_daemon_thread, why_no_thread
 
 SCHEMA = "legroom.alarm/1"
 _COMMAND_TIMEOUT = 60.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from legroom.errors import NothingMatches, UsageError
 from legroom.messages import say
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import matching, our_pid, tree
 from legroom.records import Process
 

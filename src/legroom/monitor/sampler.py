@@ -16,7 +16,7 @@ from legroom.monitor.process_selection import ProcessSelection
 from legroom.probe.copy_on_write import WorkerCopies
 from legroom.probe.filesystems_and_cgroups import disk_pool, disks
 from legroom.probe.gpu_devices import gpu_pools, gpus
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import (
     SwapCounters,
     events_of,
@@ -44,7 +44,7 @@ from legroom.records import (
     ProcessRow,
     Sample,
 )
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 
 LONGEST_COMMAND = 160  # characters kept of a command line
 _DETAIL_SHARE = 0.004  # of the time, for PSS and descriptors of all processes together

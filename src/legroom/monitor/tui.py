@@ -22,8 +22,8 @@ from legroom.monitor.process_timeline import ProcessFrame, taken
 from legroom.monitor.timeline import Timeline
 from legroom.monitor.watch_loop import Output, feed_outputs
 from legroom.records import Moment, PoolPoint, Sample
-from legroom.system.imports import require
-from legroom.system.process_control import start_daemon_thread, why_no_thread
+from legroom.system.lazy_and_optional_imports import require
+from legroom.system.thread_limits import start_daemon_thread, why_no_thread
 
 if TYPE_CHECKING:
     from textual.app import App

@@ -15,17 +15,17 @@ from types import TracebackType
 
 from legroom.errors import UsageError
 from legroom.messages import say
-from legroom.monitor.annotations import AnnotationCollector, AnnotationFile, StepRate
 from legroom.monitor.history_and_trend import History
 from legroom.monitor.notify import Notifier, Send, command_sender, function_sender, webhook_sender
 from legroom.monitor.process_selection import this_process
 from legroom.monitor.prometheus import Prometheus
 from legroom.monitor.sampler import Sampler
+from legroom.monitor.script_marks_and_steps import AnnotationCollector, AnnotationFile, StepRate
 from legroom.monitor.watch_log import WatchLog
 from legroom.monitor.watch_loop import MomentStream, Output, sample_periodically
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.records import Alarm, Annotations, Moment
-from legroom.system.process_control import room_for_threads, start_daemon_thread, why_no_thread
+from legroom.system.thread_limits import room_for_threads, start_daemon_thread, why_no_thread
 from legroom.units import parse_duration
 
 SHORTEST_INTERVAL = 0.1  # seconds

@@ -2,13 +2,13 @@
 
 Every function takes a Host: this machine, another root such as ``/host``, or a recording.
 
-- available: bytes of a memory pool that can be taken now (``legroom.available()``)
+- available_memory: bytes of a memory pool that can be taken now (``legroom.available()``)
 - copy_on_write: what forked workers have copied of the memory they inherited, at once or now and then
 - runtime_environment: container, Kubernetes, Slurm or WSL; root, capabilities and sudo
 - filesystems_and_cgroups: mounts; disks of the store and of the working directory; the cgroups of a process, v1 and v2
 - gpu_devices: NVIDIA GPUs with their memory and processes
-- host: files and system calls of the machine that is read
-- running_job: one running training job, its processes and what they hold together
+- host_files_and_syscalls: files and system calls of the machine that is read
+- find_running_jobs: training jobs that run now, their processes and what they hold together
 - memory: RAM under every cgroup limit, swap and its traffic, memory pressure (PSI)
 - nvml: calls of NVML, with a reason for each failure
 - process_and_limits: processes, their memory and command lines; limits: descriptors, CPU quota, pinned memory, TMPDIR

@@ -28,7 +28,7 @@ from itertools import islice
 from typing import Any
 
 from legroom.messages import say
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.records import ProcessRow
 
 PAGE = mmap.PAGESIZE

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from legroom.messages import joined, say
-from legroom.probe.host import DiskSpace, Host
+from legroom.probe.host_files_and_syscalls import DiskSpace, Host
 from legroom.records import Disk, Pool
 
 _ESCAPE = re.compile(r"\\([0-3][0-7]{2})")  # how the kernel escapes space, tab, newline and backslash

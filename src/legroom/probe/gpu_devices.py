@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from legroom.messages import joined, say
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.nvml import NOT_FOUND, NOT_SUPPORTED, NvmlError, call, memory_info, running, text
 from legroom.probe.process_and_limits import plain, process_at
 from legroom.probe.runtime_environment import in_initial_namespace

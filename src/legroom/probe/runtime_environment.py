@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from legroom.messages import joined, listed, say
 from legroom.probe.filesystems_and_cgroups import Mount, mounted_at, mounts
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.records import RuntimeEnvironment, RuntimeKind
 
 CAP_SYS_ADMIN = 21

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from legroom.messages import say
 from legroom.probe.filesystems_and_cgroups import Mount
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import plain, processes, started_at
 from legroom.probe.shm_segments import (
     SHM,
@@ -26,7 +26,7 @@ from legroom.probe.shm_segments import (
     shm_mount,
 )
 from legroom.records import Leftover, Pool, Process, Shm
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 
 
 def shm(host: Host, all_processes: Sequence[Process] | None = None) -> Shm:

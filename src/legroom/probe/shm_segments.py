@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from legroom.probe.filesystems_and_cgroups import Mount, mounted_at, mounts
-from legroom.probe.host import Host
-from legroom.system.imports import import_lock
+from legroom.probe.host_files_and_syscalls import Host
+from legroom.system.lazy_and_optional_imports import import_lock
 
 SHM = "/dev/shm"
 _DELETED = " (deleted)"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from legroom.messages import say
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 
 PROCESS_COUNTER = r"\GPU Process Memory(*)\Non Local Usage"
 ADAPTER_COUNTER = r"\GPU Adapter Memory(*)\Shared Usage"

@@ -2,7 +2,8 @@
 
 machine          the machine at one moment: memory pools, limits, processes, GPUs; findings and alarms
 workload         what a job does and takes: loaders, needs, plans, measurements; a running job
-loader_settings  DataLoader settings under torch's names; from the environment, from flags of a command line
+loader_settings  DataLoader settings under torch's names; from the environment
+training_flags   the options of training scripts that set them, in every spelling; found on a command line
 chosen_settings  settings chosen for a job, with reasons and overrides
 cache_entry      entries of the cache, what was removed, verification; what happened on each node of a cluster
 gpu_usage        GPU limits, accounts, batch-size searches and estimates

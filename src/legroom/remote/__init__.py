@@ -1,9 +1,9 @@
 """Objects in remote storage, through fsspec: S3, Google Cloud Storage, the Hugging Face Hub, HTTP, any known protocol.
 
-object_url          the URL of an object, and its text without credentials
-object_stamp        which version of an object was seen: what its store says about it
-object_store        ask about an object, read ranges of it with retries, list a pattern
-http_ranges         one range over HTTP, from a socket straight into the caller's buffer
-range_requests      one range of an object bound to one version: by http_ranges, or by fsspec's own call
-remote_errors       what went wrong, in plain words, without credentials
+object_url                  the URL of an object, and its text without credentials
+object_version              which version of an object was seen: what its store says about it
+object_store                ask about an object, read ranges of it with retries, list a pattern
+http_connections            one range over HTTP, from a socket straight into the caller's buffer
+conditional_range_requests  one range of an object bound to one version: by http_connections, or by fsspec's own call
+remote_errors               what went wrong, in plain words, without credentials
 """

@@ -11,12 +11,12 @@ from typing import Any
 
 from legroom.errors import LegroomError, MissingPackage, NoSuchObject, RemoteTimeout, UnsupportedData, UsageError
 from legroom.messages import say
-from legroom.remote.http_ranges import Sink
-from legroom.remote.object_stamp import ObjectStamp, stamp_of_info
+from legroom.remote.conditional_range_requests import RangeReader, read_stream
+from legroom.remote.http_connections import Sink
 from legroom.remote.object_url import ObjectUrl, object_url, redacted
-from legroom.remote.range_requests import RangeReader, read_stream
+from legroom.remote.object_version import ObjectStamp, stamp_of_info
 from legroom.remote.remote_errors import is_transient, remote_error, short_read, timeout
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 ATTEMPTS = 6
 _TIMEOUTS = 3  # each takes long by itself

@@ -24,7 +24,7 @@ from legroom.advice.findings import findings
 from legroom.errors import DamagedSource, LegroomError, UnreadableSource
 from legroom.messages import language, say
 from legroom.monitor.watch_log import SCHEMA as WATCH
-from legroom.probe.host import DiskSpace, Host
+from legroom.probe.host_files_and_syscalls import DiskSpace, Host
 from legroom.probe.process_and_limits import SOCKET_TAIL, temporary
 from legroom.probe.runtime_environment import SUDO_GROUPS, in_initial_namespace
 from legroom.probe.snapshot import snapshot
@@ -34,7 +34,7 @@ from legroom.report.bundle import Attachments, Collected, Part
 from legroom.report.redact import SECRET_NAME, shape_of
 from legroom.rescue.log_reader import read_log
 from legroom.rescue.verdict import classify, verdict_object, with_fixes
-from legroom.system.imports import package_version
+from legroom.system.lazy_and_optional_imports import package_version
 from legroom.version import VERSION
 
 MACHINE = "machine"  # directory of the recording

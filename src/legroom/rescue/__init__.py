@@ -1,7 +1,7 @@
 """Supervise a training job: diagnose why it failed and retry with lower settings.
 
 Files:
-    supervisor              attempts in a row: run, restart with lower settings, remember what worked
+    supervisor              attempts in a row: run, delete what was left in /dev/shm, restart with lower settings
     job_attempt             one attempt from start to evidence and verdict; stop a job that hangs on a full /dev/shm
     job_process             the job's process, its terminal, signals and output; inject Legroom into its Python
     cgroup_and_oom_victims  the job's own memory cgroup and its OOM counter; which process an OOM kill took; kernel log
@@ -12,7 +12,7 @@ Files:
     verdict_from_exit       rules on OOM counters, signals and exit statuses
     verdict_from_log        rules on what the program printed
     retry_settings          find settings on a command line, choose what to lower for the next attempt, rewrite them
-    checkpoints             the newest complete checkpoint
+    newest_checkpoint       the newest complete checkpoint
     run_report              the report as JSON and HTML
     inject/                 sitecustomize that replaces torch's DataLoader or limits GPU memory
 """

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from legroom.messages import phrase, say
 from legroom.probe.filesystems_and_cgroups import Version, cgroup
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import arguments, command_text, is_ending
 from legroom.records.failure import LogFacts, Role, Victim
 from legroom.rescue.log_reader import OOM_KILL

@@ -13,16 +13,14 @@ attempt; files of others and files that were there before stay.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from legroom.messages import say
-from legroom.probe.host import Host
-from legroom.probe.shm import shm
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.shm_segments import SHM, Segments
 from legroom.records import LoaderSettings, Machine
 from legroom.records.failure import Attempt, Evidence, Level, LogFacts, OomCount, Verdict
@@ -57,7 +55,6 @@ _ENDS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
 _HELD_SHARE = 0.45  # of /dev/shm, by the job's own processes
 _IDLE = 0.02  # of one core: polling loops use less, real work uses more
 _TICKS = 100
-_REMOVABLE = ("torch", "python")  # kinds of files
 
 
 @dataclass(frozen=True)
@@ -456,20 +453,3 @@ def hangs_on_shm(level: Level | None, held: int | None, log: LogFacts, *, loader
     if held < level.size * _HELD_SHARE and refused <= level.size - level.used:
         return False
     return any(sign.code == "shm" and sign.number <= WINDOW for sign in log.signs)
-
-
-def shm_names(host: Host) -> frozenset[str]:
-    """The files in /dev/shm."""
-    return frozenset(host.names("/dev/shm"))
-
-
-def remove_leftover_shm(host: Host, before: Collection[str]) -> int:
-    """Remove unused shared-memory files of torch and Python that are not in ``before``; return the bytes freed."""
-    freed = 0
-    for file in shm(host).files:
-        if file.name in before or file.kind not in _REMOVABLE or file.mapped is not False or file.owner != host.uid:
-            continue
-        with contextlib.suppress(OSError):
-            os.unlink(host.path(f"/dev/shm/{file.name}"))
-            freed += file.size
-    return freed

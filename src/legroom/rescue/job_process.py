@@ -26,10 +26,11 @@ from pathlib import Path
 
 from legroom.errors import CommandNotFound, CommandNotRunnable
 from legroom.messages import say
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup
 from legroom.rescue.log_reader import LogTail
-from legroom.system.process_control import ExitStatus, legroom_disabled, start_daemon_thread, why_no_thread
+from legroom.system.process_control import ExitStatus, legroom_disabled
+from legroom.system.thread_limits import start_daemon_thread, why_no_thread
 
 LOADER = "LEGROOM_LOADER"  # variable: which DataLoader a script gets
 _POSIX = os.name == "posix"
@@ -417,7 +418,7 @@ def loader_replaceable(environment: Mapping[str, str]) -> bool:
 
 def with_gpu_limit(environment: Mapping[str, str], amount: str) -> dict[str, str]:
     """The environment in which GPU memory is limited once CUDA starts; raises BadLimit for an invalid amount."""
-    from legroom.gpu.memory_limit import with_limit  # slow to import, and rarely needed
+    from legroom.gpu.set_memory_limit import with_limit  # slow to import, and rarely needed
 
     return with_limit(_with_sitecustomize(environment), amount)
 

@@ -4,29 +4,30 @@ The supervisor creates the job's cgroup before the first attempt and removes it 
 process, output and evidence (job_attempt.py), closed before the next one starts. After `supervise` returns, only
 processes that a successful job left running remain.
 
-The settings of the last successful run are remembered per command and working directory (settings_history.py). They are
-not used on a machine with more /dev/shm or RAM than before: the command as written may fit there.
+The settings of the last successful run are remembered per command and working directory (remembered_settings.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
-from legroom.loader.tune.settings_history import forget, recall, remember
+from legroom.loader.tune.remembered_settings import forget, pool_sizes, recall_on, remember
 from legroom.messages import counted, listed, phrase, say, step_label
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
+from legroom.probe.shm import shm
 from legroom.records import LoaderSettings, Machine
 from legroom.records.failure import Attempt, SupervisedRun, Verdict, headline
 from legroom.records.loader_settings import VARIABLE, from_environment, to_environment
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, make_job_cgroup
-from legroom.rescue.checkpoints import Stamp, newest_complete, stamps
-from legroom.rescue.job_attempt import RunningAttempt, RunOptions, remove_leftover_shm, shm_names
+from legroom.rescue.job_attempt import RunningAttempt, RunOptions
 from legroom.rescue.job_process import find_command, loader_replaceable, with_loader
+from legroom.rescue.newest_checkpoint import Stamp, newest_complete, stamps
 from legroom.rescue.retry_settings import (
     SETTINGS,
     CommandSettings,
@@ -46,6 +47,7 @@ from legroom.units import format_duration, format_size
 _BELOW = " " * 8
 _IN_ENVIRONMENT = frozenset({"num_workers", "prefetch_factor", "low_memory", "pin_memory"})
 _RECALLED = frozenset({*SETTINGS, "loader_kind"})
+_REMOVABLE = ("torch", "python")  # kinds of files in /dev/shm
 _PRINTED = {"loader_kind": "loader"}  # as the option --loader
 
 
@@ -344,16 +346,23 @@ def command_key(command: Sequence[str], named: Sequence[NamedFlag], folder: str)
 
 
 def recall_settings(key: str, machine: Machine, environment: Mapping[str, str]) -> LoaderSettings:
-    """The settings that worked last; none if there are none or /dev/shm or RAM has grown since."""
-    found = recall("run", key, environment)
-    if found is None:
-        return LoaderSettings()
-    now, then = pool_sizes(machine), found.sizes
-    if any(now[name] is None or then.get(name) is None or now[name] > then[name] for name in now):  # type: ignore[operator]
-        return LoaderSettings()
-    return LoaderSettings(**{name: value for name, value in found.settings.given().items() if name in _RECALLED})
+    """Of the settings that worked last on this machine, those that a retry changes."""
+    found = recall_on(machine, "run", key, environment)
+    return LoaderSettings(**{name: value for name, value in found.given().items() if name in _RECALLED})
 
 
-def pool_sizes(machine: Machine) -> dict[str, int | None]:
-    pools = {name: machine.pool(name) for name in ("shm", "ram")}
-    return {name: None if pool is None else pool.size for name, pool in pools.items()}
+def shm_names(host: Host) -> frozenset[str]:
+    """The files in /dev/shm."""
+    return frozenset(host.names("/dev/shm"))
+
+
+def remove_leftover_shm(host: Host, before: Collection[str]) -> int:
+    """Remove unused shared-memory files of torch and Python that are not in ``before``; return the bytes freed."""
+    freed = 0
+    for file in shm(host).files:
+        if file.name in before or file.kind not in _REMOVABLE or file.mapped is not False or file.owner != host.uid:
+            continue
+        with contextlib.suppress(OSError):
+            os.unlink(host.path(f"/dev/shm/{file.name}"))
+            freed += file.size
+    return freed

@@ -2,8 +2,9 @@
 
 - argument_checks: check an argument; UsageError with its name, its range and the value
 - atomic_file: write a file as a whole
-- imports: import a module at first use; import an optional package
-- process_control: LEGROOM_DISABLE, usable CPUs and threads, signals, how a child ended, calls of the C library
+- lazy_and_optional_imports: import a module at first use; import an optional package
+- process_control: LEGROOM_DISABLE, usable CPUs, signals, how a child ended, calls of the C library
+- thread_limits: whether limits leave room for one more thread; start one, or why that is not possible
 - unix_sockets: sockets in a private folder, for processes of one user
-- training_steps: `legroom.step`, and who is told of a step
+- step_callbacks: `legroom.step` reports a training step; callbacks are called at each
 """

@@ -19,7 +19,7 @@ import time
 import torch
 
 import legroom
-from legroom.loader import model_weights  # noqa: F401  (imported before the forks)
+from legroom.loader import shared_model_weights  # noqa: F401  (imported before the forks)
 
 ALIVE = 6
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from legroom.errors import NoSuchProcess, NothingMatches
-from legroom.loader.planning import plan, running
-from legroom.probe.host import Host
+from legroom.loader.plan_machine_size import plan, running
+from legroom.probe.host_files_and_syscalls import Host
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm is Linux's")
 MB = 1 << 20

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 import legroom
-from legroom.cache import drop_and_gc, file_io, list_and_verify, source_digests
+from legroom.cache import drop_and_gc, list_and_verify, mmap_and_crc32, remembered_digests
 from legroom.cache import store_directories as store_module
 from legroom.cache.manifest import is_key
 from legroom.errors import LegroomError
@@ -92,17 +92,17 @@ def failing(faults: Faults) -> Iterator[None]:
     places: list[tuple[Any, str, str]] = [(os, name, name) for name in CALLS if hasattr(os, name)]
     places += [(fcntl, "flock", "flock"), (builtins, "open", "file"), (io, "open", "file"), (mmap, "mmap", "mmap.mmap")]  # fmt: skip
     kept = [(module, attribute, getattr(module, attribute)) for module, attribute, _ in places]
-    libc = file_io.libc
+    libc = mmap_and_crc32.libc
     for module, attribute, name in places:
         setattr(module, attribute, faults.around(name, getattr(module, attribute)))
     real = libc()
-    file_io.libc = lambda: _Libc(real, faults)  # type: ignore[assignment]
+    mmap_and_crc32.libc = lambda: _Libc(real, faults)  # type: ignore[assignment]
     try:
         yield
     finally:
         for module, attribute, function in kept:
             setattr(module, attribute, function)
-        file_io.libc = libc
+        mmap_and_crc32.libc = libc
 
 
 class Wrong(AssertionError):
@@ -132,12 +132,12 @@ class Sweep:
             store_module.StoreCandidate(self.folder / "shm", "shm", True),
             store_module.StoreCandidate(self.folder / "disk", "disk", True),
         ]
-        before = store_module.candidates, source_digests.QUIET_NS
-        store_module.candidates, source_digests.QUIET_NS = lambda env: iter(mine), 0  # type: ignore[assignment]
+        before = store_module.candidates, remembered_digests.QUIET_NS
+        store_module.candidates, remembered_digests.QUIET_NS = lambda env: iter(mine), 0  # type: ignore[assignment]
         try:
             yield self
         finally:
-            store_module.candidates, source_digests.QUIET_NS = before  # type: ignore[assignment]
+            store_module.candidates, remembered_digests.QUIET_NS = before  # type: ignore[assignment]
 
     @property
     def store(self) -> Path:

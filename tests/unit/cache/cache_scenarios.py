@@ -24,7 +24,7 @@ import h5py  # noqa: F401  (so that no child has to import it)
 import numpy as np
 
 import legroom
-from legroom.cache import build, drop_and_gc, list_and_verify, uncached  # noqa: F401
+from legroom.cache import drop_and_gc, elect_builder_and_publish, list_and_verify, open_without_cache  # noqa: F401
 from legroom.cache import store_directories as store_module
 from legroom.cache.store_directories import open_stores
 

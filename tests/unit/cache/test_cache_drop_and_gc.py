@@ -22,7 +22,7 @@ import legroom
 from legroom.cache import capacity, drop_and_gc, eviction, list_and_verify, locks
 from legroom.cache import store_directories as store_module
 from legroom.cache.capacity import store_bytes
-from legroom.cache.list_and_verify import SourceMatcher
+from legroom.cache.stale_entries import SourceMatcher
 from legroom.cache.store_directories import delete_trash, open_stores
 from legroom.errors import EntryInUse, NoRoom, NotLoaded, UsageError
 

@@ -19,7 +19,7 @@ from doc_runner import Runner
 
 import legroom
 from legroom.cache import drop_and_gc, list_and_verify, locks
-from legroom.cache.attach import lock_name
+from legroom.cache.lease_and_map_entry import lock_name
 from legroom.cache.store_directories import open_stores, store_lock
 from legroom.errors import LegroomError, NotLoaded
 
@@ -141,7 +141,12 @@ def _put(path: Path, odd: str) -> None:
 @pytest.fixture(scope="module")
 def forks() -> Iterator[Runner]:
     """Runs scripts in forks of a process that has imported the cache."""
-    process = Runner("numpy", "legroom.cache.find_or_build", "legroom.cache.build", "legroom.cache.drop_and_gc")
+    process = Runner(
+        "numpy",
+        "legroom.cache.find_or_build_entry",
+        "legroom.cache.elect_builder_and_publish",
+        "legroom.cache.drop_and_gc",
+    )
     yield process
     process.close()
 
@@ -185,7 +190,7 @@ LIMITS = [("RLIMIT_FSIZE", 8192), ("RLIMIT_AS", 1 << 20), ("RLIMIT_AS", 40 << 20
 LIMITED = """
 import json, os, resource, sys
 import h5py, numpy, pyarrow, pyarrow.parquet, legroom
-from legroom.cache import build, uncached
+from legroom.cache import elect_builder_and_publish, open_without_cache
 from legroom.formats import hdf5_reader, npy_reader, parquet_reader
 path, limits = sys.argv[1], json.loads(sys.argv[2])
 for which, limit, disabled in limits:
@@ -239,7 +244,7 @@ def test_limits_of_the_process_are_errors_in_words(shm: Path, tmp_path: Path, ki
 MAPPED = """
 import json, mmap, os, sys
 import h5py, numpy, legroom
-from legroom.cache import build, uncached
+from legroom.cache import elect_builder_and_publish, open_without_cache
 from legroom.formats import hdf5_reader, npy_reader
 for path, left, disabled in json.loads(sys.argv[1]):
     if os.fork():

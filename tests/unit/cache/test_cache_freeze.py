@@ -21,7 +21,7 @@ from frozen_values import same
 
 import legroom
 from legroom.cache import drop_and_gc, list_and_verify, store_directories
-from legroom.cache.frozen_objects import FrozenMapping, FrozenSequence
+from legroom.cache.frozen_sequence_and_mapping import FrozenMapping, FrozenSequence
 from legroom.cli.main import run
 from legroom.errors import NoRoom, NotLoaded, UsageError
 

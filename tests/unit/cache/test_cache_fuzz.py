@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import find_or_build, manifest
+from legroom.cache import find_or_build_entry, manifest
 from legroom.cache.manifest import Damaged, OtherFormat
 
 MUTATIONS = 300  # about 30 of each kind; the soak damages entries at random
@@ -122,7 +122,7 @@ def test_damaged_entries_are_built_anew(shm: Path, path: Path, tmp_path: Path, m
     chance = random.Random(20)
     built = 0
     whole = False  # whether the entry is there and as the cache itself made it
-    monkeypatch.setattr(find_or_build.log, "warning", lambda *_: None)
+    monkeypatch.setattr(find_or_build_entry.log, "warning", lambda *_: None)
     for number in range(MUTATIONS):
         if not whole:
             legroom.open(path).close()

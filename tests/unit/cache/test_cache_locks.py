@@ -131,7 +131,7 @@ def test_a_symlink_is_no_lock(folder: int, tmp_path: Path) -> None:
 IMPORTED_SLOWLY = """
 import os, signal, sys, threading, time
 import legroom
-from legroom.cache import file_io
+from legroom.cache import mmap_and_crc32
 
 class Slow:
     # Imports of that module take a second, with its lock held.
@@ -143,12 +143,12 @@ class Slow:
         return None
 
 begun = threading.Event()
-if sys.argv[1] != "legroom.loader.batches.open_data":
+if sys.argv[1] != "legroom.loader.batches.legroom_open":
     legroom.open  # the function alone; the rest is imported at first use
 sys.meta_path.insert(0, Slow())
 uses = {
     "open": lambda: legroom.open(sys.argv[2]),
-    "fits": lambda: file_io._fits(1),
+    "fits": lambda: mmap_and_crc32._fits(1),
     "available": lambda: legroom.available("gpu0"),
 }
 use = uses[sys.argv[3]]
@@ -169,14 +169,14 @@ sys.exit(os.waitstatus_to_exitcode(status) != 0)
 @pytest.mark.parametrize(
     ("module", "use", "disabled", "name"),
     [
-        ("legroom.cache.build", "open", "", "a.h5"),
+        ("legroom.cache.elect_builder_and_publish", "open", "", "a.h5"),
         ("legroom.formats.hdf5_reader", "open", "", "a.h5"),
         ("h5py", "open", "", "a.h5"),  # the child waits for its parent's load, and need not import it
         ("legroom.probe.filesystems_and_cgroups", "open", "", "a.h5"),
         # Without the cache the child imports as its parent does: no h5py here, whose import no fork waits for.
-        ("legroom.cache.uncached", "open", "1", "a.npy"),
+        ("legroom.cache.open_without_cache", "open", "1", "a.npy"),
         ("legroom.formats.npy_reader", "open", "1", "a.npy"),
-        ("legroom.loader.batches.open_data", "open", "", "a.npy"),  # the public name itself
+        ("legroom.loader.batches.legroom_open", "open", "", "a.npy"),  # the public name itself
         ("legroom.cache.capacity", "fits", "", "a.npy"),  # in the thread that fills the pages of a disk entry
         ("legroom.probe.gpu_devices", "available", "", "a.npy"),
     ],

@@ -21,10 +21,10 @@ import pytest
 import rigs
 
 import legroom
-from legroom.cache import drop_and_gc, identity, list_and_verify, locks, source_digests
+from legroom.cache import drop_and_gc, list_and_verify, locks, remembered_digests, source_identity
 from legroom.cache import store_directories as store_module
-from legroom.cache import write_entry as load_module
-from legroom.cache.find_or_build import OpenRequest, find_manifest, source_paths
+from legroom.cache import write_entry_files as load_module
+from legroom.cache.find_or_build_entry import OpenRequest, find_manifest, source_paths
 from legroom.cache.store_directories import open_stores
 from legroom.errors import (
     DamagedSource,
@@ -63,7 +63,7 @@ def h5(tmp_path: Path) -> Path:
     return path
 
 
-def same(data: legroom.cache.cached_data.Data, path: Path) -> bool:  # type: ignore[name-defined]
+def same(data: legroom.cache.cached_arrays_and_tables.Data, path: Path) -> bool:  # type: ignore[name-defined]
     with h5py.File(path) as file:
         return all((np.asarray(data[name]) == file[name][...]).all() for name in ("images", "group/heat", "big", "one"))
 
@@ -170,11 +170,11 @@ def test_a_file_changed_within_its_clocks_tick_is_noticed(
     other[0, 0] = 99
     np.save(path, other)
     # The new content has the record of the old, as if it had been written within the tick in which that was hashed.
-    now = identity.stamp_source([path])
+    now = source_identity.stamp_source([path])
     with open_stores() as places:
-        source_digests.write_record(places.election_store, now, {before.hash: before.digest}, now.changed_ns)
+        remembered_digests.write_record(places.election_store, now, {before.hash: before.digest}, now.changed_ns)
     with monkeypatch.context() as quiet:
-        quiet.setattr(source_digests, "QUIET_NS", 0)  # were it believed
+        quiet.setattr(remembered_digests, "QUIET_NS", 0)  # were it believed
         assert list_and_verify.info(path).digest == before.digest
         assert legroom.open(path)["array"][0, 0] == 0
         found = find_manifest(OpenRequest(source_paths(path)))
@@ -188,10 +188,14 @@ def test_a_file_changed_within_its_clocks_tick_is_noticed(
 
 def test_a_record_is_believed_when_the_file_was_quiet_or_the_question_older() -> None:
     second = 1_000_000_000
-    record = source_digests.SourceRecord({"md5": "0" * 32}, hashed_ns=10 * second, changed_ns=9 * second, paths=("a",))
+    record = remembered_digests.SourceRecord(
+        {"md5": "0" * 32}, hashed_ns=10 * second, changed_ns=9 * second, paths=("a",)
+    )
     assert not record.is_trusted(11 * second)
     assert record.is_trusted(10 * second)
-    quiet = source_digests.SourceRecord({"md5": "0" * 32}, hashed_ns=11 * second, changed_ns=9 * second, paths=("a",))
+    quiet = remembered_digests.SourceRecord(
+        {"md5": "0" * 32}, hashed_ns=11 * second, changed_ns=9 * second, paths=("a",)
+    )
     assert quiet.is_trusted(99 * second)
 
 
@@ -513,19 +517,19 @@ def test_a_cold_open_reads_no_manifest_of_other_entries(
     shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many entries there are: a link named for size and sample says whether one may be the same."""
-    from legroom.cache import attach
+    from legroom.cache import lease_and_map_entry
 
     for number in range(5):
         np.save(tmp_path / f"{number}.npy", np.full(1000, number))
         legroom.open(tmp_path / f"{number}.npy").close()
     keys: list[str] = []
-    read = attach.read_manifest
+    read = lease_and_map_entry.read_manifest
 
     def noted(folder: int, key: str) -> object:
         keys.append(key)
         return read(folder, key)
 
-    monkeypatch.setattr(attach, "read_manifest", noted)
+    monkeypatch.setattr(lease_and_map_entry, "read_manifest", noted)
     np.save(tmp_path / "new.npy", np.full(1000, 99))
     data = legroom.open(tmp_path / "new.npy")
     assert set(keys) == {data.info.key}

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 import legroom
-from legroom.cache import file_io, staging_directory
-from legroom.cache.file_io import HUGE_PAGE, MappedFile
+from legroom.cache import mmap_and_crc32, staging_directory
+from legroom.cache.mmap_and_crc32 import HUGE_PAGE, MappedFile
 from legroom.cache.staging_directory import HugePages
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.system.process_control import libc
 
 MB = 1 << 20
@@ -204,7 +204,7 @@ class TestWhereMapsLie:
         os.pwrite(memory, b"first", 0)
         first = MappedFile(memory, 8 * MB)
         np.frombuffer(first.buffer(), np.uint8)[:5] = 9
-        monkeypatch.setattr(file_io, "_aligned_address", lambda length, offset: first.address)
+        monkeypatch.setattr(mmap_and_crc32, "_aligned_address", lambda length, offset: first.address)
         second = MappedFile(memory, 8 * MB)
         assert second.address != first.address
         assert ctypes.string_at(first.address, 5) == b"\x09" * 5
@@ -217,7 +217,7 @@ class TestWhereMapsLie:
         real = libc().mmap
 
         def mmap(*arguments: object) -> int | None:
-            return file_io.MAP_FAILED if arguments[4] == -1 else real(*arguments)
+            return mmap_and_crc32.MAP_FAILED if arguments[4] == -1 else real(*arguments)
 
         monkeypatch.setattr(libc(), "mmap", mmap)
         assert ctypes.string_at(MappedFile(memory, 8 * MB).address, 2) == b"\0\0"

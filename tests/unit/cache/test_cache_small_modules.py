@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from legroom.cache import capacity, file_io, list_and_verify, locks, staging_directory
+from legroom.cache import capacity, list_and_verify, locks, mmap_and_crc32, staging_directory
 from legroom.cache.build_plan import plan_files
-from legroom.cache.file_io import MappedFile, Prefault
 from legroom.cache.manifest import OPENING, Damaged, from_json
+from legroom.cache.mmap_and_crc32 import MappedFile, Prefault
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.cache.store_directories import open_stores
 from legroom.errors import BadSize, NoRoom, UnsupportedData
@@ -32,11 +32,11 @@ def test_crcs_of_parts_join(tmp_path: Path) -> None:
     for _ in range(100):
         parts = [chance.randbytes(chance.choice([0, 1, 7, 4096, 70_000])) for _ in range(chance.randrange(1, 6))]
         whole = zlib.crc32(b"".join(parts))
-        assert file_io.combined((zlib.crc32(part), len(part)) for part in parts) == whole
-        assert file_io.crc32()(b"".join(parts)) == whole
+        assert mmap_and_crc32.combined((zlib.crc32(part), len(part)) for part in parts) == whole
+        assert mmap_and_crc32.crc32()(b"".join(parts)) == whole
     (tmp_path / "a").write_bytes(b"12" + b"x" * 3_000_000)
     fd = os.open(tmp_path / "a", os.O_RDONLY)
-    assert file_io.hex_digits(file_io.file_crc32(fd, 2)) == f"{zlib.crc32(b'x' * 3_000_000):08x}"
+    assert mmap_and_crc32.hex_digits(mmap_and_crc32.file_crc32(fd, 2)) == f"{zlib.crc32(b'x' * 3_000_000):08x}"
     os.close(fd)
 
 
@@ -148,7 +148,7 @@ class TestMaps:
     @pytest.mark.parametrize("populate", [True, False])
     def test_pages_are_filled(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, populate: bool) -> None:
         if not populate:
-            monkeypatch.setattr(file_io, "_POPULATE_READ", 0x7FFF)  # a kernel that does not know the call
+            monkeypatch.setattr(mmap_and_crc32, "_POPULATE_READ", 0x7FFF)  # a kernel that does not know the call
         size = 40 * MB
         item = self.make(tmp_path, size)
         running = Prefault([item], in_memory=True)
@@ -175,7 +175,7 @@ class TestMaps:
     def test_overcommit_decides_whether_maps_may_be_written(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for text, may in (("0\n", True), ("1\n", True), ("2\n", False)):
             monkeypatch.setattr(Path, "read_text", lambda self, text=text: text)
-            assert file_io.maps_writable.__wrapped__() is may
+            assert mmap_and_crc32.maps_writable.__wrapped__() is may
 
 
 def _resident(path: Path) -> int:
@@ -201,7 +201,7 @@ class TestNuma:
     @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
     def test_the_policy_is_set_and_put_back(self) -> None:
         calls: list[tuple[int, ...]] = []
-        real = file_io.libc().syscall
+        real = mmap_and_crc32.libc().syscall
 
         class Library:
             @staticmethod

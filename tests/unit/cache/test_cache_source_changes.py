@@ -22,7 +22,7 @@ import zarr
 from cache_scenario_process import BUILD_STEPS
 
 import legroom
-from legroom.cache import identity, list_and_verify
+from legroom.cache import list_and_verify, source_identity
 from legroom.cache import store_directories as store_module
 from legroom.errors import LegroomError, SourceChanged
 
@@ -168,10 +168,10 @@ WAYS = [
 def test_a_link_flipped_and_flipped_back_poisons_no_entry(
     shm: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from legroom.cache import build
+    from legroom.cache import elect_builder_and_publish
 
     flip = Flip(tmp_path, kind)
-    opens = build.open_source
+    opens = elect_builder_and_publish.open_source
     for there, back in WAYS:
         flip.to(0)
         done: list[str] = []
@@ -188,14 +188,14 @@ def test_a_link_flipped_and_flipped_back_poisons_no_entry(
             return reader
 
         monkeypatch.setattr(store_module, "step_hook", take)
-        monkeypatch.setattr(build, "open_source", opened)
+        monkeypatch.setattr(elect_builder_and_publish, "open_source", opened)
         try:
             with legroom.open(flip.path) as data:
                 assert len(value(data)) == 1
         except SourceChanged:
             pass
         monkeypatch.setattr(store_module, "step_hook", None)
-        monkeypatch.setattr(build, "open_source", opens)
+        monkeypatch.setattr(elect_builder_and_publish, "open_source", opens)
         looked_at(shm, flip)
         for version in list_and_verify.verify():
             assert version.whole
@@ -328,7 +328,7 @@ class TestZarr:
         write_zarr(store, 1)
         chunk = store / "c" / "0" / "0"
         chunk.rename(tmp_path / "chunk")
-        without = identity.digest_source(identity.stamp_source([store]), "md5")
+        without = source_identity.digest_source(source_identity.stamp_source([store]), "md5")
         done: list[str] = []
 
         def come(name: str) -> None:
@@ -567,7 +567,7 @@ def on_a_disk(tmp_path: Path) -> Iterator[Path]:
 
 def _kind(folder: Path) -> str | None:
     from legroom.probe.filesystems_and_cgroups import filesystem_of
-    from legroom.probe.host import Host
+    from legroom.probe.host_files_and_syscalls import Host
 
     mount = filesystem_of(Host(), str(folder))
     return None if mount is None else mount.kind
@@ -592,10 +592,10 @@ def test_a_file_that_is_rewritten_through_a_map_is_noticed(shm: Path, on_a_disk:
 def test_a_map_in_place_is_of_the_file_whose_header_was_read(
     shm: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from legroom.cache import uncached
+    from legroom.cache import open_without_cache
 
     flip = Flip(tmp_path, kind)
-    plans = uncached.plan_files
+    plans = open_without_cache.plan_files
 
     def flipped(*arguments: Any) -> Any:
         flip.to(1)
@@ -603,7 +603,7 @@ def test_a_map_in_place_is_of_the_file_whose_header_was_read(
 
     with legroom.open(flip.path, backing="inplace") as data:
         assert value(data) == {1}
-    monkeypatch.setattr(uncached, "plan_files", flipped)
+    monkeypatch.setattr(open_without_cache, "plan_files", flipped)
     with pytest.raises(SourceChanged):
         legroom.open(flip.path, backing="inplace")
 
@@ -612,21 +612,21 @@ def test_a_map_in_place_is_of_the_file_whose_header_was_read(
 def test_damage_of_a_file_that_is_being_replaced_is_looked_at_once_more(
     shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from legroom.cache import build
+    from legroom.cache import elect_builder_and_publish
 
     path = tmp_path / "a.h5"
     write_hdf5(path, 1)
-    whole, opens, times = path.read_bytes(), build.open_source, []
+    whole, opens, times = path.read_bytes(), elect_builder_and_publish.open_source, []
 
     def halves(*arguments: Any, **more: Any) -> Any:
         times.append(1)
         path.write_bytes(whole if len(times) > 1 else whole[:300])
         return opens(*arguments, **more)
 
-    monkeypatch.setattr(build, "open_source", halves)
+    monkeypatch.setattr(elect_builder_and_publish, "open_source", halves)
     with pytest.raises(SourceChanged):  # the second time it was still being written
         legroom.open(path)
-    monkeypatch.setattr(build, "open_source", opens)
+    monkeypatch.setattr(elect_builder_and_publish, "open_source", opens)
     with legroom.open(path) as data:
         assert value(data) == {1}
     assert len(times) == 2

@@ -19,7 +19,7 @@ from legroom.advice.fit_on_machine import relieve
 from legroom.charts.html_page import bullets
 from legroom.cli.text_layout import steps
 from legroom.errors import LegroomError
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.records import RuntimeEnvironment
 from legroom.records.failure import Attempt, Level, Verdict
 from legroom.rescue.job_attempt import RunOptions

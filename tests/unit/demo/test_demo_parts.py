@@ -23,7 +23,7 @@ from legroom.demo.demo_setup import RUNS, demo_size, h5py_seconds, make_dataset,
 from legroom.demo.demo_stages import Child, best_rates, peak, steps_for
 from legroom.errors import MissingPackage, NoRoom, UsageError
 from legroom.messages import cells
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import SOCKET_TAIL, longest_socket
 from legroom.records import Pool
 

@@ -312,7 +312,7 @@ def test_an_unavailable_filter_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("missing", [("deflate",), ("deflate", "isal")])
 def test_inflate_falls_back_to_zlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...]) -> None:
-    from legroom.formats import inflate
+    from legroom.formats import decompress_deflate
 
     chunked_file(tmp_path / "x.h5", compression="gzip", shuffle=True)
     expected = read(tmp_path / "x.h5", "x")
@@ -320,16 +320,16 @@ def test_inflate_falls_back_to_zlib(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setitem(sys.modules, name, None)
 
     def forget() -> None:
-        inflate.zlib_module.cache_clear()
-        inflate._whole.cache_clear()
+        decompress_deflate.zlib_module.cache_clear()
+        decompress_deflate._whole.cache_clear()
 
     forget()
     try:
-        assert inflate.zlib_module().__name__ == ("zlib" if "isal" in missing else "isal.isal_zlib")
-        assert inflate._whole()[1] is inflate.zlib_module().error
+        assert decompress_deflate.zlib_module().__name__ == ("zlib" if "isal" in missing else "isal.isal_zlib")
+        assert decompress_deflate._whole()[1] is decompress_deflate.zlib_module().error
         np.testing.assert_array_equal(read(tmp_path / "x.h5", "x"), expected)
         with pytest.raises(ValueError, match=r"instead of|expected"):
-            inflate.inflate(b"rubbish", 5)
+            decompress_deflate.inflate(b"rubbish", 5)
     finally:
         forget()
 

@@ -1,4 +1,4 @@
-"""A fake torch with one GPU: what legroom.gpu.cuda_device calls, and its entry in NVML."""
+"""A fake torch with one GPU: what legroom.gpu.torch_cuda_device calls, and its entry in NVML."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-from legroom.gpu.cuda_device import CudaDevice
+from legroom.gpu.torch_cuda_device import CudaDevice
 from legroom.records.machine import Gpu, GpuProcess
 
 MB, GB = 1 << 20, 1 << 30

@@ -11,8 +11,8 @@ import pytest
 from fake_cuda import GB, MB, FakeCuda, FakeDevice, OutOfMemoryError
 
 from legroom.errors import DoesNotFit, RanksDisagree, TrialFailed, UsageError
-from legroom.gpu import batch_size, batch_trials, plot
-from legroom.gpu.batch_trials import GpuTrialRunner, TrialResult
+from legroom.gpu import batch_trial_on_gpu, plot, search_batch_size
+from legroom.gpu.batch_trial_on_gpu import GpuTrialRunner, TrialResult
 from legroom.gpu.rank_consensus import RankConsensus
 from legroom.records.gpu_usage import BatchFound, Trial
 
@@ -23,7 +23,7 @@ FIXED, EACH = 3 * GB, 20 * MB
 @pytest.fixture(autouse=True)
 def _fake_oom(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        batch_trials, "is_oom", lambda problem: "gpu" if isinstance(problem, OutOfMemoryError) else None
+        batch_trial_on_gpu, "is_oom", lambda problem: "gpu" if isinstance(problem, OutOfMemoryError) else None
     )
 
 
@@ -54,7 +54,7 @@ def search(
 ) -> tuple[list[Trial], int, list[str]]:
     runner = GpuTrialRunner(device, step, margin, **more)
     try:
-        return batch_size.run_trials(runner, RankConsensus(NotDistributed()), margin, most)
+        return search_batch_size.run_trials(runner, RankConsensus(NotDistributed()), margin, most)
     finally:
         runner.close()
 
@@ -137,7 +137,7 @@ def test_retries_are_counted() -> None:
 )  # fmt: skip
 def test_invalid_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        batch_size.find_batch_size(**arguments)
+        search_batch_size.find_batch_size(**arguments)
 
 
 # Ranks.
@@ -187,7 +187,7 @@ RESULT = TrialResult(Trial(8, True, 500, 100, 600, 0), 1000)
 
 
 def test_worst_rank_decides() -> None:
-    combined = batch_size.try_on_all_ranks(
+    combined = search_batch_size.try_on_all_ranks(
         FixedResult(RESULT), RankConsensus(FakeDistributed([[2, 900], [700, 90, 650, 3]])), 8
     )
     assert combined.bound == 900
@@ -197,7 +197,7 @@ def test_worst_rank_decides() -> None:
         650,
         3,
     )
-    failed = batch_size.try_on_all_ranks(
+    failed = search_batch_size.try_on_all_ranks(
         FixedResult(RESULT), RankConsensus(FakeDistributed([[1, 1000], [0, 0, 0, 0]])), 8
     )
     assert not failed.trial.fits and failed.trial.why is not None and "another rank" in failed.trial.why
@@ -205,9 +205,11 @@ def test_worst_rank_decides() -> None:
 
 def test_error_on_one_rank_stops_all() -> None:
     with pytest.raises(TrialFailed, match="another rank"):
-        batch_size.try_on_all_ranks(FixedResult(RESULT), RankConsensus(FakeDistributed([[0, 0]])), 8)
+        search_batch_size.try_on_all_ranks(FixedResult(RESULT), RankConsensus(FakeDistributed([[0, 0]])), 8)
     with pytest.raises(ValueError, match="mine"):
-        batch_size.try_on_all_ranks(FixedResult(ValueError("mine")), RankConsensus(FakeDistributed([[2, 1000]])), 8)
+        search_batch_size.try_on_all_ranks(
+            FixedResult(ValueError("mine")), RankConsensus(FakeDistributed([[2, 1000]])), 8
+        )
 
 
 def test_ranks_with_different_arguments() -> None:
@@ -220,14 +222,14 @@ def test_ranks_with_different_arguments() -> None:
 
 
 def test_cpu_trials_run_in_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_size, "free_memory", lambda: (200 * MB, "test"))
+    monkeypatch.setattr(search_batch_size, "free_memory", lambda: (200 * MB, "test"))
     parent = os.getpid()
 
     def step(batch: int) -> None:
         assert os.getpid() != parent
         torch.ones(batch, 2 * MB, dtype=torch.uint8).clone()
 
-    found = batch_size.find_batch_size(step, margin=0.1, device="cpu", effective_batch=440)
+    found = search_batch_size.find_batch_size(step, margin=0.1, device="cpu", effective_batch=440)
     assert abs(found.largest - 45) <= 3  # 4 MB a sample in 180
     assert found.batch * found.accumulation == 440
     assert len(found.trials) <= 6
@@ -237,25 +239,25 @@ def test_cpu_trials_run_in_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cpu_step_errors_reach_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_size, "free_memory", lambda: (200 * MB, "test"))
+    monkeypatch.setattr(search_batch_size, "free_memory", lambda: (200 * MB, "test"))
 
     def step(batch: int) -> None:
         raise KeyError("labels")
 
     with pytest.raises(KeyError, match="labels"):
-        batch_size.find_batch_size(step, device="cpu")
+        search_batch_size.find_batch_size(step, device="cpu")
 
     def too_big(batch: int) -> None:
         torch.empty(1 << 50)
 
     with pytest.raises(DoesNotFit, match="not even a batch of 1"):
-        batch_size.find_batch_size(too_big, device="cpu")
+        search_batch_size.find_batch_size(too_big, device="cpu")
 
     def dies(batch: int) -> None:
         os._exit(3)
 
     with pytest.raises(TrialFailed, match="exit code 3"):
-        batch_size.find_batch_size(dies, device="cpu")
+        search_batch_size.find_batch_size(dies, device="cpu")
 
 
 FACTORY = """
@@ -274,20 +276,22 @@ def broken():
 def test_isolated_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "factory_for_trials.py").write_text(FACTORY)
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = batch_size.find_batch_size(isolate="factory_for_trials:make", device="cpu", max_batch=2, worst_case=20)
+    found = search_batch_size.find_batch_size(
+        isolate="factory_for_trials:make", device="cpu", max_batch=2, worst_case=20
+    )
     assert found.batch == 2 and found.trials[0].peak is not None and found.trials[0].peak > 50 * MB
     assert "factory_for_trials" not in sys.modules
     with pytest.raises(TrialFailed, match="no data here"):
-        batch_size.find_batch_size(isolate="factory_for_trials:broken", device="cpu")
+        search_batch_size.find_batch_size(isolate="factory_for_trials:broken", device="cpu")
     with pytest.raises(TrialFailed, match="JSON"):
-        batch_size.find_batch_size(isolate="factory_for_trials:make", device="cpu", worst_case=object())
+        search_batch_size.find_batch_size(isolate="factory_for_trials:make", device="cpu", worst_case=object())
 
 
 def test_keep_restores_state() -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     before = {name: one.clone() for name, one in model.state_dict().items()}
-    from legroom.gpu.batch_size import SavedState
+    from legroom.gpu.search_batch_size import SavedState
 
     with SavedState([model, optimizer]):
         model(torch.randn(2, 4)).sum().backward()

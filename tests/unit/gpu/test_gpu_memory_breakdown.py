@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from fake_cuda import GB, MB, FakeCuda, FakeDevice
 
-from legroom.gpu.memory_breakdown import account_device, grown_by, measure_overhead, used_before_context
+from legroom.gpu.cuda_context_size import grown_by, measure_overhead, used_before_context
+from legroom.gpu.memory_breakdown import account_device
 
 
 class FakeTensor:

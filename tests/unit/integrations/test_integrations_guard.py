@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import legroom
 from legroom.errors import UsageError
-from legroom.integrations.checkpoint import CheckpointSchedule, disk_full, threatens
+from legroom.integrations.checkpoint_schedule import CheckpointSchedule, disk_full, threatens
 from legroom.integrations.guard import (
     Guard,
     MemorySnapshot,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from legroom.leak.copied_dataset import CopiedDataset, _addresses
-from legroom.leak.diagnosis import diagnose_process
+from legroom.leak.find_leaking_lines import diagnose_process
 from legroom.leak.record_files import ProcessRecord
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads this machine's /proc")

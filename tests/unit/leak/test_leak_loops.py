@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 
 from tests.unit.leak import leaking_loops
 
-from legroom.leak.diagnosis import diagnose
+from legroom.leak.find_leaking_lines import diagnose
 from legroom.leak.record_files import read_directory
 from legroom.records.memory_growth import LeakReport
 
@@ -28,7 +28,7 @@ folder, name, steps, records = sys.argv[1:]
 sys.path.insert(0, folder)
 import torch, leaking_loops
 from legroom.leak import memory_recorder
-from legroom.system.training_steps import step
+from legroom.system.step_callbacks import step
 
 memory_recorder._WIDER = 0.0  # after a pause at the beginning, samples as often as without it
 torch.set_num_threads(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
-from legroom.leak.torch_steps import TorchSteps
+from legroom.leak.torch_step_hooks import TorchSteps
 
 
 class _Optimizer:

@@ -20,8 +20,8 @@ import legroom
 from legroom.errors import UsageError
 from legroom.leak import memory_recorder
 from legroom.leak.leak_report import publish
-from legroom.monitor.annotations import AnnotationReader
-from legroom.probe.host import Host
+from legroom.monitor.script_marks_and_steps import AnnotationReader
+from legroom.probe.host_files_and_syscalls import Host
 
 memory_recorder._WIDER = 0.0  # after a pause at the beginning, samples as often as without it
 

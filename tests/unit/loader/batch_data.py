@@ -10,7 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from legroom.loader.batches.open_data import Data, open
+from legroom.loader.batches.legroom_open import Data, open
 
 ROWS = 97
 

@@ -9,7 +9,7 @@ import pytest
 
 from legroom.advice.memory_need import Each
 from legroom.loader.dataloader import dataloader
-from legroom.loader.dataloader.admission import Admission
+from legroom.loader.dataloader.admit_workers_by_memory import Admission
 
 
 @dataclass(frozen=True)

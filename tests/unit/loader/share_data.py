@@ -19,10 +19,10 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 import legroom
+from legroom.loader.dataloader.sharing.batches_made_by_trainer import DEATHS, OwnBatches
 from legroom.loader.dataloader.sharing.content_digest import digest
 from legroom.loader.dataloader.sharing.group_folder import GroupFiles, group_folder, groups
 from legroom.loader.dataloader.sharing.group_settings import group_key
-from legroom.loader.dataloader.sharing.own_batches import DEATHS, OwnBatches
 from legroom.loader.dataloader.sharing.seeding import Orders
 
 

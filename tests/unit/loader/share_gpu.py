@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from legroom.loader.dataloader.sharing.gpu_batches import extent
+from legroom.loader.dataloader.sharing.copy_batches_to_gpu import extent
 
 sys.path.append(str(Path(__file__).parent))
 from fake_gpu_memory import FakeMemory

@@ -16,7 +16,7 @@ import torch
 from batch_data import ROWS, flat, labels, plain
 
 from legroom.loader.batches.cpu_gather import BufferPool
-from legroom.loader.batches.open_data import Data
+from legroom.loader.batches.legroom_open import Data
 
 HOLDS: dict[str, Callable[[torch.Tensor], Any]] = {
     "itself": lambda tensor: tensor,

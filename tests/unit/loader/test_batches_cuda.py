@@ -21,10 +21,10 @@ from cuda_fake import FakeDriver, FakeEvent
 
 from legroom.errors import NoRoom, UnsupportedData, UsageError
 from legroom.gpu.cuda_driver_api import CudaRefused
-from legroom.loader.batches import cuda_path_choice, cuda_pinned, cuda_runtime, gather_threads
+from legroom.loader.batches import cuda_calls_for_gather, cuda_path_choice, cuda_pinned, gather_threads
 from legroom.loader.batches.batch_settings import BatchSettings, open_gatherer
+from legroom.loader.batches.cuda_calls_for_gather import Driver, open_driver
 from legroom.loader.batches.cuda_gather_base import RESOURCES, STEPS_AHEAD, ResourceCache, row_layout
-from legroom.loader.batches.cuda_runtime import Driver, open_driver
 from legroom.loader.rank_sampler import permutation
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="maps files of shared memory")
@@ -795,7 +795,7 @@ class Elsewhere(FakeTorch):
 
 
 def test_a_copy_instead_of_a_view_is_noticed_at_one_integer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_runtime, "_device_address", lambda address: address)
+    monkeypatch.setattr(cuda_calls_for_gather, "_device_address", lambda address: address)
     fake = Elsewhere()
     with pytest.raises(CudaRefused, match="in place"):
         driver_on(fake).window(4096, 1 << 40, 8)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import legroom
 from legroom.errors import MissingKey, MissingPackage, UnsupportedData, UsageError
-from legroom.loader.batches.open_data import Data
+from legroom.loader.batches.legroom_open import Data
 from legroom.loader.rank_sampler import permutation
 
 

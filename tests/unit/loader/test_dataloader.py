@@ -27,9 +27,9 @@ from recorded_admissions import record_admissions
 import legroom
 from legroom.cache.capacity import Bound
 from legroom.errors import BadArgument, BadSize, BudgetTooSmall, RaggedBatch, Unpicklable, UsageError
-from legroom.loader.dataloader import admission, dataloader, memory_slots, receive
+from legroom.loader.dataloader import admit_workers_by_memory, dataloader, memory_slots, receive
 from legroom.loader.dataloader.collate import SlotCollate
-from legroom.loader.process_memory import FreeMemory
+from legroom.loader.measure_process_memory import FreeMemory
 
 torch = pytest.importorskip("torch")
 import loader_samples as samples  # noqa: E402
@@ -506,7 +506,7 @@ def test_in_place_of_torchs_class_it_resumes(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 @pytest.mark.parametrize("persistent", [True, False])
 def test_a_copy_after_admission(monkeypatch: pytest.MonkeyPatch, copied: Any, persistent: bool) -> None:
-    monkeypatch.setattr(admission, "free_memory_now", lambda: FreeMemory(900 << 20, "here"))
+    monkeypatch.setattr(admit_workers_by_memory, "free_memory_now", lambda: FreeMemory(900 << 20, "here"))
     loader = legroom.DataLoader(samples.Rows("int"), 8, num_workers=2, persistent_workers=persistent)
     asked = record_admissions(monkeypatch)
     expected = numbers(loader)
@@ -519,7 +519,7 @@ def test_a_copy_after_admission(monkeypatch: pytest.MonkeyPatch, copied: Any, pe
 
 @pytest.mark.usefixtures("_long_join")
 def test_a_sampler_that_raises_does_not_delay_workers_under_admission(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "free_memory_now", lambda: FreeMemory(900 << 20, "here"))
+    monkeypatch.setattr(admit_workers_by_memory, "free_memory_now", lambda: FreeMemory(900 << 20, "here"))
     loader = legroom.DataLoader(samples.Rows(), sampler=Failing(), num_workers=2)
     started = time.monotonic()
     with pytest.raises(LookupError):
@@ -529,7 +529,7 @@ def test_a_sampler_that_raises_does_not_delay_workers_under_admission(monkeypatc
 
 @pytest.mark.usefixtures("_long_join")
 def test_an_empty_dataset_does_not_delay_workers_under_admission(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "free_memory_now", lambda: FreeMemory(900 << 20, "here"))
+    monkeypatch.setattr(admit_workers_by_memory, "free_memory_now", lambda: FreeMemory(900 << 20, "here"))
     started = time.monotonic()
     assert list(legroom.DataLoader(samples.Rows("int", 0), 4, num_workers=2)) == []
     assert time.monotonic() - started < 55

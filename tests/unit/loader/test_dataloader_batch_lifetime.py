@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import legroom
-from legroom.loader.dataloader import admission, receive
-from legroom.loader.process_memory import FreeMemory
+from legroom.loader.dataloader import admit_workers_by_memory, receive
+from legroom.loader.measure_process_memory import FreeMemory
 
 torch = pytest.importorskip("torch")
 data = torch.utils.data
@@ -84,7 +84,7 @@ def test_workers_that_wait_end_with_their_loader(lasting: bool, waiting: str, mo
     elif waiting == "for memory, torch":
         loader = data.DataLoader(Rows(), collate_fn=legroom.collate(memory_budget=7 * MB), **options)
     else:
-        monkeypatch.setattr(admission, "free_memory_now", lambda: FreeMemory(900 * MB, "here"))
+        monkeypatch.setattr(admit_workers_by_memory, "free_memory_now", lambda: FreeMemory(900 * MB, "here"))
         loader = legroom.DataLoader(Slow(), **options)
     iterator = iter(loader)
     if waiting != "to start":

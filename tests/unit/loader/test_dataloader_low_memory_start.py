@@ -14,8 +14,8 @@ import pytest
 from recorded_admissions import record_admissions
 
 from legroom.errors import BudgetTooSmall
-from legroom.loader.dataloader import admission
-from legroom.loader.process_memory import BareProcess, FreeMemory
+from legroom.loader.dataloader import admit_workers_by_memory
+from legroom.loader.measure_process_memory import BareProcess, FreeMemory
 
 torch = pytest.importorskip("torch")
 import legroom  # noqa: E402  its DataLoader needs torch
@@ -31,13 +31,13 @@ MB = 1 << 20
 @pytest.fixture(autouse=True)
 def _low_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """So little memory that the first worker is measured."""
-    monkeypatch.setattr(admission, "free_memory_now", lambda: FreeMemory(900 * MB, "here"))
-    monkeypatch.setattr(admission, "bare_process", lambda: BareProcess(process=150 * MB, forked=10 * MB))
+    monkeypatch.setattr(admit_workers_by_memory, "free_memory_now", lambda: FreeMemory(900 * MB, "here"))
+    monkeypatch.setattr(admit_workers_by_memory, "bare_process", lambda: BareProcess(process=150 * MB, forked=10 * MB))
 
 
 def in_worker(free: int, worker: int) -> None:
     """As ``worker_init_fn``: what is free in the worker's own process."""
-    admission.free_memory_now = lambda: FreeMemory(free, "there")
+    admit_workers_by_memory.free_memory_now = lambda: FreeMemory(free, "there")
 
 
 class Share(torch.utils.data.IterableDataset):  # type: ignore[misc, name-defined]
@@ -98,13 +98,13 @@ def test_an_empty_share_delays_no_worker(method: str, first: int, drop_last: boo
         Share(first), 4, num_workers=2, drop_last=drop_last, multiprocessing_context=method,
         persistent_workers=persistent, worker_init_fn=partial(in_worker, 900 * MB),
     )  # fmt: skip
-    loader_patience = admission._FIRST_BATCH_S
+    loader_patience = admit_workers_by_memory._FIRST_BATCH_S
     patient = {True: 120.0, False: 120.0}
-    admission._FIRST_BATCH_S = patient  # forked workers inherit it
+    admit_workers_by_memory._FIRST_BATCH_S = patient  # forked workers inherit it
     try:
         batches = list(loader)
     finally:
-        admission._FIRST_BATCH_S = loader_patience
+        admit_workers_by_memory._FIRST_BATCH_S = loader_patience
     assert [batch.tolist() for batch in batches] == [[[1, row] for row in range(start, start + 4)] for start in (0, 4)]
 
 

@@ -20,8 +20,8 @@ import pytest
 from doc_runner import Runner
 from recorded_admissions import record_admissions
 
-from legroom.loader.dataloader import admission, worker_process
-from legroom.loader.process_memory import BareProcess, FreeMemory
+from legroom.loader.dataloader import admit_workers_by_memory, worker_process
+from legroom.loader.measure_process_memory import BareProcess, FreeMemory
 
 torch = pytest.importorskip("torch")
 import legroom  # noqa: E402  its DataLoader needs torch
@@ -35,11 +35,11 @@ MB = 1 << 20
 PROGRAM = """
 import multiprocessing, sys, time, warnings
 import torch, legroom
-from legroom.loader.dataloader import admission
-from legroom.loader.process_memory import BareProcess, FreeMemory
+from legroom.loader.dataloader import admit_workers_by_memory
+from legroom.loader.measure_process_memory import BareProcess, FreeMemory
 warnings.filterwarnings("ignore")
-admission.free_memory_now = lambda: FreeMemory(900 << 20, "here")
-admission.bare_process = lambda: BareProcess(process=10 << 20, forked=10 << 20)
+admit_workers_by_memory.free_memory_now = lambda: FreeMemory(900 << 20, "here")
+admit_workers_by_memory.bare_process = lambda: BareProcess(process=10 << 20, forked=10 << 20)
 
 class Rows(torch.utils.data.Dataset):
     def __len__(self): return 10**9  # it never comes to an end by itself
@@ -59,7 +59,7 @@ if __name__ == "__main__":
     multiprocessing.set_forkserver_preload(["torch", "legroom"])  # instead of importing them in each worker
     budget = 20480 * int(sys.argv[3]) if sys.argv[2] == "memory" else "auto"  # one batch of each worker, not two
     if sys.argv[2] != "first":
-        admission.free_memory_now = lambda: None  # no admission
+        admit_workers_by_memory.free_memory_now = lambda: None  # no admission
     loader = legroom.DataLoader(Rows(), 4, num_workers=int(sys.argv[3]), multiprocessing_context=sys.argv[1],
                                 worker_init_fn=begun, prefetch_factor=4, memory_budget=budget)
     iterator = iter(loader)
@@ -136,14 +136,14 @@ def test_no_worker_outlives_a_killed_program(method: str, waiting: str, forks: R
 
 @pytest.fixture
 def _low_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "free_memory_now", lambda: FreeMemory(900 * MB, "here"))
-    monkeypatch.setattr(admission, "bare_process", lambda: BareProcess(process=150 * MB, forked=10 * MB))
+    monkeypatch.setattr(admit_workers_by_memory, "free_memory_now", lambda: FreeMemory(900 * MB, "here"))
+    monkeypatch.setattr(admit_workers_by_memory, "bare_process", lambda: BareProcess(process=150 * MB, forked=10 * MB))
 
 
 @pytest.fixture
 def _no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first worker is waited for until it is done or blocked."""
-    monkeypatch.setattr(admission, "_FIRST_BATCH_S", {False: 600.0, True: 600.0})
+    monkeypatch.setattr(admit_workers_by_memory, "_FIRST_BATCH_S", {False: 600.0, True: 600.0})
 
 
 class Together(torch.utils.data.Dataset):  # type: ignore[misc, name-defined]
@@ -201,7 +201,7 @@ def test_out_of_order_others_overtake_a_blocked_first_worker() -> None:
 @pytest.mark.skipif(not samples.OUT_OF_ORDER, reason="this torch has no in_order")
 @pytest.mark.usefixtures("_low_memory")
 def test_out_of_order_a_busy_first_worker_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "_FIRST_BATCH_S", {False: 60.0, True: 0.3})
+    monkeypatch.setattr(admit_workers_by_memory, "_FIRST_BATCH_S", {False: 60.0, True: 0.3})
 
     class Busy(SlowFirst):
         def __getitem__(self, index: int) -> Any:

@@ -17,7 +17,7 @@ import pytest
 
 import legroom
 from legroom.errors import UsageError
-from legroom.loader.dataloader import dataloader, epoch, queues, torch_internals
+from legroom.loader.dataloader import dataloader, epoch_iterator, queues, torch_internals
 from legroom.loader.dataloader.queues import LockFreeEvent, direct_context
 
 torch = pytest.importorskip("torch")
@@ -36,7 +36,7 @@ def indices(batches: Any) -> list[int]:
 def test_an_iterator_without_private_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     for read in (torch_internals.workers, torch_internals.batches_ordered, torch_internals.batches_in_flight):
         assert read(object()) is None
-        for module in (torch_internals, dataloader, epoch):
+        for module in (torch_internals, dataloader, epoch_iterator):
             if hasattr(module, read.__name__):
                 monkeypatch.setattr(module, read.__name__, lambda _: None)
     assert torch_internals.dataset_ended(object()) is False

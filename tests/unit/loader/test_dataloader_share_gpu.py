@@ -16,11 +16,11 @@ import share_data
 from share_data import Noise, Trainers, reference
 
 from legroom.errors import UsageError
-from legroom.loader.dataloader.sharing import gpu_batches
-from legroom.loader.dataloader.sharing.gpu_batches import Answer, GpuBatches, OnHost
+from legroom.loader.dataloader.sharing import copy_batches_to_gpu
+from legroom.loader.dataloader.sharing.copy_batches_to_gpu import Answer, GpuBatches, OnHost
 from legroom.loader.dataloader.sharing.gpu_ring import Claim, RingMemory
-from legroom.loader.dataloader.sharing.group import Group
 from legroom.loader.dataloader.sharing.group_folder import groups
+from legroom.loader.dataloader.sharing.producer_client import Group
 
 torch = pytest.importorskip("torch")
 import share_gpu  # noqa: E402  needs torch
@@ -40,7 +40,9 @@ joins_late = pytest.mark.load_sensitive(
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Trainers with a GPU in RAM; afterwards no process, no file and no memory of a group is left."""
     monkeypatch.setenv("LEGROOM_SHM", str(tmp_path))
-    monkeypatch.setattr(gpu_batches, "gpu_of", lambda device: share_gpu.FakeGpu(tmp_path / "copies", uuid=device))
+    monkeypatch.setattr(
+        copy_batches_to_gpu, "gpu_of", lambda device: share_gpu.FakeGpu(tmp_path / "copies", uuid=device)
+    )
     made: list[Trainers] = []
 
     def trainers(dataset: Any, **given: Any) -> Trainers:
@@ -117,7 +119,7 @@ def test_a_trainer_killed_while_it_copies_leaves_the_copy_to_another(
         os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(
-        gpu_batches, "gpu_of", lambda device: share_gpu.FakeGpu(tmp_path / "copies", before_upload=die_once)
+        copy_batches_to_gpu, "gpu_of", lambda device: share_gpu.FakeGpu(tmp_path / "copies", before_upload=die_once)
     )
     group = make(Noise(400, floats=4_000))
     expected = reference(group.loader(), 1)
@@ -136,7 +138,7 @@ def test_a_trainer_killed_while_it_copies_leaves_the_copy_to_another(
 def test_without_shared_gpu_memory_each_trainer_copies_its_batches(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
-    monkeypatch.setattr(gpu_batches, "gpu_of", lambda device: share_gpu.FakeGpu(tmp_path / "copies", refused))
+    monkeypatch.setattr(copy_batches_to_gpu, "gpu_of", lambda device: share_gpu.FakeGpu(tmp_path / "copies", refused))
     group = make(Noise(120, floats=4_000))
     loader = group.loader()
     expected = reference(loader, 1)

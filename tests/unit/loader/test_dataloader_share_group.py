@@ -18,8 +18,8 @@ import share_data
 from share_data import Noise, Trainers, reference, workers_of
 
 from legroom.errors import BudgetTooSmall, ShareMismatch
+from legroom.loader.dataloader.sharing.copy_on_write_slots import PrivateSlots
 from legroom.loader.dataloader.sharing.group_folder import groups
-from legroom.loader.dataloader.sharing.private_slots import PrivateSlots
 
 torch = pytest.importorskip("torch")
 import legroom  # noqa: E402  its DataLoader needs torch

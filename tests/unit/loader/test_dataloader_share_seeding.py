@@ -11,7 +11,7 @@ import pytest
 import share_data
 
 from legroom.errors import ShareMismatch, ShareUnsupported, Unpicklable, UsageError
-from legroom.loader.dataloader.sharing import content_digest, group_settings, seeding, start_producer
+from legroom.loader.dataloader.sharing import content_digest, group_settings, seeding, start_producer_process
 
 torch = pytest.importorskip("torch")
 import legroom  # noqa: E402  its DataLoader needs torch
@@ -176,14 +176,16 @@ def test_digests_name_what_differs() -> None:
 def test_the_path_of_what_cannot_be_pickled() -> None:
     dataset = share_data.Noise(4)
     dataset.transforms = [abs, {"crop": share_data.Holder(lambda x: x)}]  # type: ignore[attr-defined]
-    path, value = start_producer.find_unpicklable(dataset, "dataset")
+    path, value = start_producer_process.find_unpicklable(dataset, "dataset")
     assert path == "dataset.transforms[1]['crop'].value" and callable(value)
 
 
 def test_a_dataset_that_cannot_be_pickled_is_refused_where_threads_run(tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("LEGROOM_SHM", str(tmp_path))
-    monkeypatch.setattr(start_producer, "why_no_fork", lambda: "this process has 3 threads")
-    monkeypatch.setattr("legroom.loader.dataloader.sharing.group.why_no_fork", lambda: "this process has 3 threads")
+    monkeypatch.setattr(start_producer_process, "why_no_fork", lambda: "this process has 3 threads")
+    monkeypatch.setattr(
+        "legroom.loader.dataloader.sharing.producer_client.why_no_fork", lambda: "this process has 3 threads"
+    )
     dataset = share_data.Noise(8)
     dataset.lookup = lambda index: index  # type: ignore[attr-defined]
     with pytest.raises(Unpicklable) as caught, share_data.another_trainer("g"):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from legroom.errors import LoaderError
-from legroom.loader.dataloader import start_errors
-from legroom.loader.dataloader.start_errors import use_short_tmpdir
+from legroom.loader.dataloader import explain_start_failure
+from legroom.loader.dataloader.explain_start_failure import use_short_tmpdir
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the bound of Linux")
 
@@ -66,7 +66,7 @@ def test_no_short_folder_is_an_error_only_if_sockets_are_required(
     long_folder: Path, monkeypatch: pytest.MonkeyPatch, required: bool
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(long_folder))
-    monkeypatch.setattr(start_errors, "_SHORT_FOLDERS", ())
+    monkeypatch.setattr(explain_start_failure, "_SHORT_FOLDERS", ())
     monkeypatch.setattr("multiprocessing.util.get_temp_dir", lambda: f"{tempfile.gettempdir()}/pymp-12345678")
     if not required:
         use_short_tmpdir(required=False)

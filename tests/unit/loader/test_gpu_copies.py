@@ -13,12 +13,12 @@ from click.testing import CliRunner
 
 import legroom
 from legroom.advice.doctor_settings import safe_settings
-from legroom.cache.gpu_copies import gpu_copies, holders
+from legroom.cache.list_gpu_copies import gpu_copies, holders
 from legroom.cli import doctor
 from legroom.cli.cache import command as cache_command
-from legroom.loader import model_weights
+from legroom.loader import shared_model_weights
 from legroom.loader.shared_gpu_memory import FOLDER, share
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.snapshot import snapshot
 from legroom.records import GpuCopyRow
 
@@ -38,7 +38,7 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         folder.mkdir()
         monkeypatch.setenv(name, os.fspath(folder))
     driver = FakeDriver()
-    monkeypatch.setattr(model_weights, "open_driver", lambda device: driver)
+    monkeypatch.setattr(shared_model_weights, "open_driver", lambda device: driver)
     torch.save({"a": torch.randn(300, 300)}, tmp_path / "model.pt")
     with legroom.weights(tmp_path / "model.pt", "cuda", shared=True) as found:
         yield found

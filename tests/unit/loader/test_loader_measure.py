@@ -18,11 +18,11 @@ from torch.utils.data import TensorDataset
 
 import legroom
 from legroom.errors import DatasetFailed, MissingKey, UsageError
-from legroom.loader import fit_check
-from legroom.loader.measure import guarded_child, memory_guard, trial
-from legroom.loader.measure.dataset_child import measure_dataset
-from legroom.loader.measure.dataset_cost import measure
+from legroom.loader import check_memory_fits
+from legroom.loader.measure import dataloader_trial, memory_guard, run_under_memory_guard
+from legroom.loader.measure.dataset_bytes_and_seconds import measure
 from legroom.loader.measure.dataset_samples import contents_of
+from legroom.loader.measure.measure_dataset_in_child import measure_dataset
 from legroom.loader.tune.tuning import key_of
 
 HERE = Path(__file__).parent
@@ -223,7 +223,7 @@ def test_the_last_lines_of_a_crash_are_those_of_the_thread_that_crashed(tmp_path
     other = ["Thread 0x01 (most recent call first):", *(f'  File "queues.py", line {line}' for line in range(9))]
     own = ["Current thread 0x02 (most recent call first):", '  File "dataset.py", line 7 in __getitem__']
     (tmp_path / "output").write_text("\n".join(["Fatal Python error: Segmentation fault", *other, *own]))
-    assert guarded_child.last_lines(tmp_path / "output") == ["Fatal Python error: Segmentation fault", *own]
+    assert run_under_memory_guard.last_lines(tmp_path / "output") == ["Fatal Python error: Segmentation fault", *own]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_full_collections_come_early_in_a_trial_where_young_ones_continue(
     objects: int, before: str, full: bool
 ) -> None:
     program = (
-        "import gc; from legroom.loader.measure.trial import collect_early\n"
+        "import gc; from legroom.loader.measure.dataloader_trial import collect_early\n"
         f"kept = [[] for _ in range(50_000)]; gc.collect(); {before}\n"
         "collect_early(); found = []\n"
         "gc.callbacks.append(lambda phase, info: phase == 'stop' and found.append(info['generation']))\n"
@@ -246,7 +246,7 @@ def test_full_collections_come_early_in_a_trial_where_young_ones_continue(
 
 def test_what_a_program_has_frozen_stays_frozen_in_a_trial() -> None:
     program = (
-        "import gc; from legroom.loader.measure.trial import collect_early\n"
+        "import gc; from legroom.loader.measure.dataloader_trial import collect_early\n"
         "gc.freeze(); before = gc.get_freeze_count(); collect_early(); print(before == gc.get_freeze_count() > 0)\n"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -259,7 +259,7 @@ def test_shared_memory_that_others_free_does_not_hide_what_the_trial_takes() -> 
     try:
         for path in others:
             path.write_bytes(bytes(size))
-        use = trial._ShmUse()
+        use = dataloader_trial._ShmUse()
         with tempfile.TemporaryFile(dir="/dev/shm") as own, others[0].open("rb") as cached:
             own.write(bytes(size)), own.flush()
             others[1].unlink()
@@ -275,11 +275,11 @@ def test_a_worker_that_waits_for_a_cpu_is_not_idle(monkeypatch: pytest.MonkeyPat
     asleep = subprocess.Popen(["sleep", "600"])
     try:
         for pid, waits in ((busy.pid, False), (asleep.pid, True)):
-            monkeypatch.setattr(trial, "_children", lambda pid=pid: [str(pid)])
+            monkeypatch.setattr(dataloader_trial, "_children", lambda pid=pid: [str(pid)])
             deadline = time.monotonic() + 60
-            while (trial._activity() is None) is waits and time.monotonic() < deadline:
+            while (dataloader_trial._activity() is None) is waits and time.monotonic() < deadline:
                 time.sleep(0.01)  # until it has begun
-            assert (trial._activity() is not None) is waits
+            assert (dataloader_trial._activity() is not None) is waits
     finally:
         for process in (busy, asleep):
             process.kill()
@@ -321,7 +321,7 @@ def test_a_trial_run_names_the_attribute_that_workers_copy(
     """With no time beyond the fewest batches, as on a busy machine, and with time for all of them."""
     for variable in ("LEGROOM_SHM", "LEGROOM_DIR"):
         monkeypatch.setenv(variable, str(tmp_path))
-    monkeypatch.setattr(fit_check, "_TRIAL_S", seconds)
+    monkeypatch.setattr(check_memory_fits, "_TRIAL_S", seconds)
     found = legroom.check(
         _Boxes(kind), batch_size=batch_size, num_workers=1, start_method="fork", loader=loader, timeout=240
     )

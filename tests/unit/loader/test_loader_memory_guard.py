@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from legroom.loader.measure import guarded_child, memory_guard
+from legroom.loader.measure import memory_guard, run_under_memory_guard
 from legroom.loader.measure.memory_guard import MemoryMeter
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is watched on Linux")
@@ -111,13 +111,13 @@ def test_memory_that_others_in_the_cgroup_free_does_not_hide_what_the_command_ta
 
 
 def test_it_knows_whether_others_run_in_the_cgroup(tmp_path: Path) -> None:
-    host, below = guarded_child.Host(), tmp_path / "below"
+    host, below = run_under_memory_guard.Host(), tmp_path / "below"
     below.mkdir()
-    assert guarded_child._others_in_cgroup(host, str(tmp_path))  # unreadable
+    assert run_under_memory_guard._others_in_cgroup(host, str(tmp_path))  # unreadable
     (tmp_path / "cgroup.procs").write_text(f"{os.getpid()}\n{os.getppid()}\n")
-    assert not guarded_child._others_in_cgroup(host, str(tmp_path))
+    assert not run_under_memory_guard._others_in_cgroup(host, str(tmp_path))
     (below / "cgroup.procs").write_text("999999999\n")
-    assert guarded_child._others_in_cgroup(host, str(tmp_path))
+    assert run_under_memory_guard._others_in_cgroup(host, str(tmp_path))
 
 
 def test_it_waits_until_a_killed_command_has_returned_its_memory(

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from legroom.cache import gpu_copies
+from legroom.cache import list_gpu_copies
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader import shared_gpu_memory
 from legroom.loader.shared_gpu_memory import FOLDER, SharedCopy, holders, share
@@ -149,7 +149,7 @@ def test_a_process_killed_while_it_copies_leaves_nothing_that_is_used(tmp_path: 
 
 
 def test_a_stopped_process_holds_nobody_up_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_copies, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(list_gpu_copies, "PATIENCE_S", 0.2)
     monkeypatch.setattr(shared_gpu_memory, "_LOCK_S", 0.2)
     with process(tmp_path) as first:
         assert line(first)[0] == "made"

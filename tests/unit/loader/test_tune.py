@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 import legroom
 from legroom.errors import UsageError
-from legroom.loader.measure.benchmark import time_step
-from legroom.loader.tune.settings_history import remember
+from legroom.loader.measure.dataloader_throughput import time_step
+from legroom.loader.tune.remembered_settings import remember
 from legroom.loader.tune.tuning import key_of, last_settings
 from legroom.records import Settings
 from legroom.records.loader_settings import VARIABLE

@@ -14,7 +14,7 @@ from legroom.monitor.process_selection import user_processes
 from legroom.monitor.sampler import Sampler
 from legroom.monitor.tui_lines import fact_lines
 from legroom.monitor.watch_text import TextOutput
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.records import GroupRow, TrainerRow
 
 SLOW = TrainerRow(7, "train.py --lr 1\x1b[2J", "slow", 1, 4, 9, 30, 2)

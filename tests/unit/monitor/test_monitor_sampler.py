@@ -21,7 +21,7 @@ from legroom.monitor.process_selection import (
     user_processes,
 )
 from legroom.monitor.sampler import RateLimit, Sampler
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.nvml import NvmlSession
 from legroom.probe.process_and_limits import ProcessTable, status_of
 from legroom.records import Gpu, GpuProcess, Gpus, Process, Sample

@@ -15,7 +15,7 @@ from monitor_samples import sample
 
 import legroom
 from legroom.errors import BadDuration, UsageError
-from legroom.monitor.annotations import (
+from legroom.monitor.script_marks_and_steps import (
     AnnotationCollector,
     AnnotationFile,
     AnnotationReader,
@@ -23,7 +23,7 @@ from legroom.monitor.annotations import (
     annotation_directory,
 )
 from legroom.monitor.watch_log import read_samples
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.records import Alarm, Annotations, Mark, Moment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

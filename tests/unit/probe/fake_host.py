@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 
 TREES = Path(__file__).parents[2] / "trees"
 NAMES = sorted(path.parent.name for path in TREES.glob("*/recording.json"))

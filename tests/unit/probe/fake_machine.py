@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 
 MB = 1 << 20
 NOW = 1_760_000_000.0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.probe.filesystems_and_cgroups import UNIFIED, Group, cgroup
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 
 TOP = "/sys/fs/cgroup"
 POD = f"{TOP}/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod0f1c2d3e_4a5b_6c7d_8e9f_a0b1c2d3e4f5.slice"

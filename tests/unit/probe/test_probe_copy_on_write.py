@@ -25,7 +25,7 @@ from legroom.probe.copy_on_write import (
     share_of,
     was_only_read,
 )
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 
 MB = 1 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads this machine's /proc")

@@ -10,7 +10,7 @@ from fake_host import NAMES, FakeHost, mount, tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import cpu
 
 EXPECTED: dict[str, tuple[int | None, float | None]] = {

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.probe.filesystems_and_cgroups import disk_pool, disks, filesystem_of, is_network, store_candidates, why_not
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.records import Disk
 
 TREES = Path(__file__).parents[2] / "trees"
@@ -214,7 +214,7 @@ def test_a_link_is_followed_to_its_filesystem(tmp_path: Path) -> None:
 
 def test_a_removed_working_directory_is_unknown(tmp_path: Path) -> None:
     code = (
-        "import os, sys, legroom.probe.filesystems_and_cgroups as d; from legroom.probe.host import Host\n"
+        "import os, sys, legroom.probe.filesystems_and_cgroups as d; from legroom.probe.host_files_and_syscalls import Host\n"
         "os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone'); print(d.disks(Host())[1])"
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -229,7 +229,7 @@ def test_no_store_was_asked_for() -> None:
 LOOK = """
 import sys
 from legroom.probe.filesystems_and_cgroups import disks, filesystem_of
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 print(filesystem_of(Host(), sys.argv[1]).kind, *[disk.path or "-" for disk in disks(Host())[:1]])
 """
 

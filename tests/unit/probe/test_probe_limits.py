@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import fds_pool, limits, pinned_pool
 from legroom.records import Limits, Pool, Process
 

@@ -11,7 +11,7 @@ from fake_host import NAMES, FakeHost, mount, tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import amount, memory, ram_pool
 from legroom.records import CgroupLevel, Memory, MemoryEvents
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.probe.filesystems_and_cgroups import mounted_at, mounts, parse_mountinfo
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 
 
 def test_fields() -> None:

@@ -9,7 +9,7 @@ from fake_host import NAMES, FakeHost, mount, tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import parse_pressure, pressure
 
 # tree: (scope, some over 10 and 60 seconds, full over 10 and 60 seconds)

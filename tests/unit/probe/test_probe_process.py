@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legroom.errors import NoSuchProcess, NothingMatches, UsageError
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import (
     arguments,
     command_text,

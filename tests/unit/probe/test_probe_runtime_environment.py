@@ -13,7 +13,7 @@ import rigs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.runtime_environment import environment, has_capability, in_initial_namespace, status_fields
 from legroom.records import RuntimeEnvironment
 
@@ -239,7 +239,7 @@ def test_any_text_may_be_a_mask(text: str) -> None:
 
 
 LOOK = """
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.runtime_environment import environment
 found = environment(Host())
 print(found.root, found.may_mount)

@@ -11,7 +11,7 @@ from fake_machine import DEVICE, MB, NOW, TMPFS, FakeMachine, area
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.shm import kind_of, maker_of, shm, shm_pool
 from legroom.probe.shm_segments import MappedSegment, maps_device, parse_maps, parse_smaps
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fake_machine import MB, FakeMachine
 
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.shm import shm
 from legroom.probe.shm_segments import MOST_FILES, file_at, files_below, has_writer
 
@@ -20,7 +20,7 @@ ASK = """
 import sys, time
 from pathlib import Path
 from legroom.probe.shm_segments import has_writer
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 host, until = Host(root=Path(sys.argv[1])), time.monotonic() + 1
 while time.monotonic() < until:
     has_writer(host, "/x")

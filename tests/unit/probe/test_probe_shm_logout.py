@@ -10,7 +10,7 @@ from fake_machine import FakeMachine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.shm import parse_remove_ipc, removed_at_logout, shm
 
 YES, NO = "[Login]\nRemoveIPC=yes\n", "[Login]\nRemoveIPC=no\n"

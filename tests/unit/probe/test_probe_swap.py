@@ -9,7 +9,7 @@ from fake_host import NAMES, FakeHost, tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import memory, read_swap_counters, swap, swap_pool
 from legroom.records import CgroupLevel, Memory, MemoryEvents, Swap
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from legroom.probe import process_and_limits as probe
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.process_and_limits import SOCKET_TAIL, longest_socket, temporary
 
 

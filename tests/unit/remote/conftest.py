@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from legroom.cache import remote_versions
+from legroom.cache import recent_remote_versions
 from legroom.remote import object_store
 
 
@@ -22,7 +22,7 @@ def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         folder = tmp_path / name
         folder.mkdir(mode=0o700)
         monkeypatch.setenv(variable, str(folder))
-    monkeypatch.setattr(remote_versions, "_here", {})
+    monkeypatch.setattr(recent_remote_versions, "_here", {})
     monkeypatch.setattr(object_store, "_FIRST_PAUSE", 0.01)
     return tmp_path / "shm" / f"legroom-{os.geteuid()}"
 

@@ -14,8 +14,8 @@ import pytest
 
 import legroom
 from legroom.cache.download import PIECE, Download
-from legroom.remote.object_stamp import ObjectStamp
 from legroom.remote.object_url import object_url
+from legroom.remote.object_version import ObjectStamp
 from object_server import object_server
 
 Encode = Callable[[Any], bytes]

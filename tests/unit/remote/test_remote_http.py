@@ -55,10 +55,10 @@ def test_a_busy_server_is_asked_again(shm: Path, npy: Encode) -> None:
 
 def test_a_proxy_in_the_environment_is_left_to_fsspec(shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch) -> None:
     """fsspec decides whether it uses it. A plain socket would go past it."""
-    from legroom.remote import http_ranges
+    from legroom.remote import http_connections
 
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.setattr(http_ranges.socket, "create_connection", lambda *_: pytest.fail("went past the proxy"))
+    monkeypatch.setattr(http_connections.socket, "create_connection", lambda *_: pytest.fail("went past the proxy"))
     with object_server(x__npy=npy(ROWS)) as server:
         _is_right(server.url("x.npy"))
 

@@ -23,7 +23,7 @@ import pytest
 
 import legroom
 from legroom import errors
-from legroom.cache import drop_and_gc, list_and_verify, remote_versions
+from legroom.cache import drop_and_gc, list_and_verify, recent_remote_versions
 from legroom.cache.download import PIECE
 from legroom.remote import object_store
 from object_server import Objects, faulty_proxy, object_server
@@ -261,9 +261,9 @@ def test_damage_is_found_by_the_stated_md5(shm: Path, npy: Encode, monkeypatch: 
     """As on S3: the ETag of an object that was uploaded in one part is its MD5."""
     import hashlib
 
-    from legroom.remote import object_stamp
+    from legroom.remote import object_version
 
-    monkeypatch.setattr(object_stamp, "_etag_md5", lambda _, etag: (etag or "").strip('"') or None)
+    monkeypatch.setattr(object_version, "_etag_md5", lambda _, etag: (etag or "").strip('"') or None)
     monkeypatch.setattr(Objects, "etag", lambda self, name: '"' + hashlib.md5(self.data[name]).hexdigest() + '"')
     with object_server(x__npy=npy(ROWS)) as server, faulty_proxy(server.port) as faults:
         url = f"http://127.0.0.1:{faults.port}/x.npy"
@@ -289,9 +289,9 @@ def test_damage_is_found_by_the_stated_md5(shm: Path, npy: Encode, monkeypatch: 
 def test_an_etag_that_only_looks_like_an_md5_is_accepted(
     shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from legroom.remote import object_stamp
+    from legroom.remote import object_version
 
-    monkeypatch.setattr(object_stamp, "_etag_md5", lambda _, etag: "0" * 32)
+    monkeypatch.setattr(object_version, "_etag_md5", lambda _, etag: "0" * 32)
     with object_server(x__npy=npy(ROWS[:100])) as server, legroom.open(server.url("x.npy")) as data:
         assert np.array_equal(data["array"], ROWS[:100])
 
@@ -310,7 +310,7 @@ def test_an_object_replaced_while_it_is_read(shm: Path, npy: Encode) -> None:
         with legroom.open(server.url("x.npy")) as data:  # once more, with the new version
             assert np.array_equal(data["array"], ROWS + 1)
         most = 1000
-        remote_versions._here.clear()
+        recent_remote_versions._here.clear()
         server.data["x.npy"] = npy(ROWS - 1)
         with pytest.raises(errors.SourceChanged, match="changed while it was being read"):
             legroom.open(server.url("x.npy"), revalidate=True)

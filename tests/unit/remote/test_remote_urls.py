@@ -8,8 +8,8 @@ import pickle
 
 import pytest
 
-from legroom.remote.object_stamp import ObjectStamp, stamp_from_json, stamp_of_info
 from legroom.remote.object_url import is_url, local_path, object_url, redacted, without_credentials
+from legroom.remote.object_version import ObjectStamp, stamp_from_json, stamp_of_info
 
 MD5 = "0cc175b9c0f1b6a831c399e269772661"
 

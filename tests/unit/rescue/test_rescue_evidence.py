@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.records.failure import Level, Reading
 from legroom.rescue import job_attempt
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, KernelLog, make_job_cgroup
@@ -23,11 +23,10 @@ from legroom.rescue.job_attempt import (
     hangs_on_shm,
     held_shm,
     refused_shm,
-    remove_leftover_shm,
-    shm_names,
 )
 from legroom.rescue.job_sampling import JobSampler, recent_rate, seconds_unread, thinned, worst_stall
 from legroom.rescue.log_reader import facts_of
+from legroom.rescue.supervisor import remove_leftover_shm, shm_names
 from legroom.rescue.verdict import classify
 from legroom.system.process_control import ExitStatus
 
@@ -57,7 +56,7 @@ def test_a_day_of_samples_stays_small_and_keeps_the_peak() -> None:
 
     class Small(Host):
         def disk_space(self, path: str):  # type: ignore[no-untyped-def]
-            from legroom.probe.host import DiskSpace
+            from legroom.probe.host_files_and_syscalls import DiskSpace
 
             used = 60 * MB if clock[0] == 5000.0 else MB
             return DiskSpace(64 * MB, 64 * MB - used, used)

@@ -48,7 +48,9 @@ from torch.utils.data import DataLoader
 print(DataLoader.__module__, [call[0].__module__ for call in torch.cuda._queued_calls if "legroom" in call[0].__module__])
 """
     done = _run(tmp_path, ["--loader", "legroom", "--gpu-limit", "8GB"], script)
-    assert done.stdout.split() == ["legroom.loader.dataloader.dataloader", "['legroom.gpu.memory_limit']"], done.stderr
+    assert done.stdout.split() == ["legroom.loader.dataloader.dataloader", "['legroom.gpu.set_memory_limit']"], (
+        done.stderr
+    )
     assert _run(tmp_path, [], script).stdout.split() == ["torch.utils.data.dataloader", "[]"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.records import Alarm, LoaderSettings
 from legroom.records.failure import Attempt, Level, Reading, SupervisedRun
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup

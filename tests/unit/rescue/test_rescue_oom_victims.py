@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from legroom.probe.host import Host
+from legroom.probe.host_files_and_syscalls import Host
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, OomVictims
 from legroom.rescue.log_reader import killed_in
 

@@ -36,12 +36,12 @@ from legroom.loader.batches.cpu_gather import Batch, Column, Gatherer, HostGathe
 from legroom.loader.rank_sampler import RankSampler, SampledBatch, permutation, process_group, rank_and_world
 from legroom.messages import listed, phrase, say
 from legroom.records import Entry
-from legroom.system import training_steps
+from legroom.system import step_callbacks
 from legroom.system.argument_checks import check_integer
-from legroom.system.process_control import room_for_threads, start_thread_at_once
+from legroom.system.thread_limits import room_for_threads, start_thread_at_once
 
 if TYPE_CHECKING:
-    from legroom.loader.batches.open_data import Data
+    from legroom.loader.batches.legroom_open import Data
 
 
 NDArray = np.ndarray[Any, Any]
@@ -170,8 +170,8 @@ class _Loop:
             batch = self._transform(batch)
         self._progress.position = EpochPosition(self._progress.position.epoch, step.after)
         self._upcoming.popleft()
-        if training_steps.listeners:
-            training_steps.batch_taken()
+        if step_callbacks.listeners:
+            step_callbacks.batch_taken()
         return batch
 
     def _rows_of(self, step: SampledBatch) -> NDArray:

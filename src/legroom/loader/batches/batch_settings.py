@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legroom.cache.cached_data import Ragged
+from legroom.cache.cached_arrays_and_tables import Ragged
 from legroom.errors import UnsupportedData, UsageError
 from legroom.formats.base_reader import Selection
 from legroom.loader.batches.cpu_gather import Batch, Column, Gatherer, HostGatherer, torch_holds
@@ -32,12 +32,12 @@ from legroom.loader.rank_sampler import UNEVEN, Uneven
 from legroom.messages import joined, listed, phrase, say
 from legroom.records import Entry
 from legroom.system.argument_checks import check_choice, check_integer
-from legroom.system.imports import import_lock, require
+from legroom.system.lazy_and_optional_imports import import_lock, require
 
 if TYPE_CHECKING:
-    from legroom.cache.cached_data import CachedData
-    from legroom.loader.batches.cuda_runtime import Driver
-    from legroom.loader.batches.open_data import Data
+    from legroom.cache.cached_arrays_and_tables import CachedData
+    from legroom.loader.batches.cuda_calls_for_gather import Driver
+    from legroom.loader.batches.legroom_open import Data
 
 
 FORMATS = ("torch", "numpy")
@@ -271,12 +271,12 @@ def open_gatherer(
     # Here, so that batches in RAM do not load the CUDA modules.
     with import_lock:
         from legroom.gpu.cuda_driver_api import CudaRefused
+        from legroom.loader.batches.cuda_calls_for_gather import open_driver
         from legroom.loader.batches.cuda_gather_base import row_layout
         from legroom.loader.batches.cuda_path_choice import open_registered
         from legroom.loader.batches.cuda_pinned import PinnedGatherer
         from legroom.loader.batches.cuda_registered import register_columns
         from legroom.loader.batches.cuda_resident import open_resident
-        from legroom.loader.batches.cuda_runtime import open_driver
 
     driver = driver or open_driver(settings.device)
     rows = {name: row_layout(name, column) for name, column in columns.items()}

@@ -18,9 +18,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from legroom.cache.cached_data import Ragged
+from legroom.cache.cached_arrays_and_tables import Ragged
 from legroom.messages import say
-from legroom.system.process_control import room_for_threads, start_thread_at_once, usable_cpus
+from legroom.system.process_control import usable_cpus
+from legroom.system.thread_limits import room_for_threads, start_thread_at_once
 
 NDArray = np.ndarray[Any, Any]
 Column = NDArray | Ragged

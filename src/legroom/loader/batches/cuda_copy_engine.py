@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from legroom.loader.batches.cuda_calls_for_gather import Driver
 from legroom.loader.batches.cuda_gather_base import CudaGatherer, QueuedBatch, RowLayout
 from legroom.loader.batches.cuda_pinned import StagingBuffer, column_offsets
 from legroom.loader.batches.cuda_registered import RegisteredColumns
-from legroom.loader.batches.cuda_runtime import Driver
 from legroom.loader.batches.gather_threads import RowThreads, TaskThread
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from legroom.errors import UnsupportedData, UsageError
-from legroom.loader.batches.cuda_runtime import Driver, cannot_use_cuda
+from legroom.loader.batches.cuda_calls_for_gather import Driver, cannot_use_cuda
 from legroom.messages import say
 
 if TYPE_CHECKING:

@@ -22,11 +22,11 @@ import numpy as np
 
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader.batches.batch_settings import BatchSettings
+from legroom.loader.batches.cuda_calls_for_gather import Driver
 from legroom.loader.batches.cuda_copy_engine import PATH as ENGINE_PATH
 from legroom.loader.batches.cuda_copy_engine import CopyEngineGatherer
 from legroom.loader.batches.cuda_gather_base import CudaGatherer, RowLayout
 from legroom.loader.batches.cuda_registered import KERNEL_PATH, SELECT_PATH, RegisteredColumns, RegisteredGatherer
-from legroom.loader.batches.cuda_runtime import Driver
 from legroom.messages import listed, say
 
 if TYPE_CHECKING:

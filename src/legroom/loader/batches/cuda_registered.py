@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from legroom.gpu.cuda_driver_api import CudaRefused
+from legroom.loader.batches.cuda_calls_for_gather import Driver
 from legroom.loader.batches.cuda_gather_base import (
     RESOURCES,
     CudaGatherer,
@@ -33,7 +34,6 @@ from legroom.loader.batches.cuda_gather_base import (
     ResourceUse,
     RowLayout,
 )
-from legroom.loader.batches.cuda_runtime import Driver
 from legroom.messages import say
 from legroom.system.process_control import MAP_FAILED, last_error, libc
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from legroom.errors import NoRoom
 from legroom.gpu.cuda_driver_api import CudaRefused
+from legroom.loader.batches.cuda_calls_for_gather import Driver
 from legroom.loader.batches.cuda_gather_base import RESOURCES, EpochOrder, ResourceUse, RowLayout, require_usable
-from legroom.loader.batches.cuda_runtime import Driver
 from legroom.loader.batches.cuda_upload import Upload, upload
 from legroom.loader.shared_gpu_memory import SharedCopy, share
 from legroom.messages import say

@@ -22,15 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from legroom.cache.file_io import HUGE_PAGE, read_at
+from legroom.cache.mmap_and_crc32 import HUGE_PAGE, read_at
 from legroom.formats.base_reader import Extent
 from legroom.gpu.cuda_driver_api import CudaRefused
-from legroom.system.process_control import room_for_threads, usable_cpus
+from legroom.system.process_control import usable_cpus
+from legroom.system.thread_limits import room_for_threads
 
 if TYPE_CHECKING:
     import torch
 
-    from legroom.loader.batches.cuda_runtime import Driver
+    from legroom.loader.batches.cuda_calls_for_gather import Driver
 
 NDArray = np.ndarray[Any, Any]
 CHUNK = 8 << 20  # smaller ones cost more in Python than in PCIe; larger ones leave the CPU's cache

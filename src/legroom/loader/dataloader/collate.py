@@ -19,7 +19,7 @@ from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 from legroom.errors import LoaderError, RaggedBatch
-from legroom.loader.dataloader.admission import Admission, current_admission
+from legroom.loader.dataloader.admit_workers_by_memory import Admission, current_admission
 from legroom.loader.dataloader.memory_slots import SENT, Slot, SlotPool, unsupported_reason
 from legroom.loader.dataloader.receive import SentBatch
 from legroom.loader.dataloader.resume import PlaceholderCollate, dataset_state_dict
@@ -35,7 +35,7 @@ from legroom.loader.dataloader.send import (  # fmt: skip
 )
 from legroom.loader.dataloader.torch_internals import collate_call, current_fetcher, replace_tensor_collate
 from legroom.messages import say
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 from legroom.system.process_control import legroom_disabled
 from legroom.units import format_size, parse_size
 

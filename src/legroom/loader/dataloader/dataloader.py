@@ -22,20 +22,20 @@ import numpy.random  # noqa: F401 - torch seeds it in every worker: a fork has i
 from legroom.advice.memory_need import Each
 from legroom.errors import Unpicklable, UsageError
 from legroom.loader.dataloader import resume
-from legroom.loader.dataloader.admission import Admission, admission_for
+from legroom.loader.dataloader.admit_workers_by_memory import Admission, admission_for
 from legroom.loader.dataloader.collate import SlotCollate, arena_unavailable, parse_budget, wrap_collate
-from legroom.loader.dataloader.epoch import STOP, Epoch, OutOfOrder, Progress, WorkerState
+from legroom.loader.dataloader.epoch_iterator import STOP, Epoch, OutOfOrder, Progress, WorkerState
+from legroom.loader.dataloader.explain_start_failure import explain_argument, explain_pickling, use_short_tmpdir
+from legroom.loader.dataloader.explain_worker_crash import WorkerGroup, explain_sigchld
 from legroom.loader.dataloader.pin_memory import cuda_pinner
 from legroom.loader.dataloader.queues import direct_context
 from legroom.loader.dataloader.receive import unopened
-from legroom.loader.dataloader.sharing.trainer import SharedEpoch, Sharing
-from legroom.loader.dataloader.start_errors import explain_argument, explain_pickling, use_short_tmpdir
+from legroom.loader.dataloader.sharing.shared_epoch_iterator import SharedEpoch, Sharing
 from legroom.loader.dataloader.torch_internals import batches_ordered, drop_iterator, workers
-from legroom.loader.dataloader.worker_errors import WorkerGroup, explain_sigchld
 from legroom.loader.dataloader.worker_process import EndWithProgram
-from legroom.loader.process_memory import start_method
+from legroom.loader.measure_process_memory import start_method
 from legroom.messages import say
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader as DataLoader

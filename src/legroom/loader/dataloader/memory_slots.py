@@ -46,9 +46,9 @@ import numpy as np
 from legroom.advice.memory_need import Each, fits
 from legroom.cache.capacity import STEP, memory_bounds, tightest
 from legroom.errors import BudgetTooSmall, LoaderClosed
-from legroom.loader.dataloader.admission import does_not_fit
+from legroom.loader.dataloader.admit_workers_by_memory import does_not_fit
 from legroom.loader.dataloader.worker_process import must_end
-from legroom.loader.process_memory import free_memory_now
+from legroom.loader.measure_process_memory import free_memory_now
 from legroom.messages import counted, phrase, say
 from legroom.system.process_control import MAP_FAILED, last_error, libc
 from legroom.units import exact_size, format_size

@@ -32,7 +32,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 from legroom.loader.dataloader.receive import SentBatch, use_descriptors
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from legroom.errors import BatchLost
-from legroom.loader.dataloader.admission import current_admission
+from legroom.loader.dataloader.admit_workers_by_memory import current_admission
 from legroom.loader.dataloader.memory_slots import FREE, HELD, RETIRED, NDArray, Slot, window
 from legroom.loader.dataloader.send import ALIGN, Span
 from legroom.loader.dataloader.worker_process import exists

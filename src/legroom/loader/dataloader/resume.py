@@ -27,7 +27,7 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 from legroom.errors import UsageError
-from legroom.loader.dataloader.epoch import END, LEAVE, PLACEHOLDER, STOP, Progress, WorkerState
+from legroom.loader.dataloader.epoch_iterator import END, LEAVE, PLACEHOLDER, STOP, Progress, WorkerState
 from legroom.messages import say
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Imports a dataset that is named ``module:object`` or ``file.py:object``, and finds out what kind it is.
 
-The import runs in a child process (dataset_child.py, trial.py), where it can do no harm.
+The import runs in a child process (measure_dataset_in_child.py, dataloader_trial.py), where it can do no harm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from legroom.errors import MissingKey, UsageError
 from legroom.messages import listed, phrase, say
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 _SHOWN = 10  # names of a module that are listed if the requested one is missing
 

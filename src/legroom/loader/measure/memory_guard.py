@@ -3,8 +3,8 @@
 A script without imports of Legroom, run as ``python -S memory_guard.py PLAN``: beside a job that only just fits, the
 memory of the guard itself matters. It reads every millisecond how much memory is used more than at the start: from the
 cgroup's counters if the command is alone in its cgroup, else as the sum over its processes, because memory that others
-free would hide what the command takes. The plan (guarded_child.py) has the files to read, the command to run and the
-program to start afterwards.
+free would hide what the command takes. The plan (run_under_memory_guard.py) has the files to read, the command to run
+and the program to start afterwards.
 
 While memory is scarce, the guard opens no file and allocates no kernel memory: where the cgroup is full, that would
 let the OOM killer choose among the processes that have not been killed yet, and the guard may be the last of them.
@@ -21,6 +21,11 @@ TYPE_CHECKING = False  # the typing module takes a megabyte
 if TYPE_CHECKING:
     from typing import Any
 
+# The command is stopped if fewer bytes are free. That avoids most OOM kills, but not all: workers on several cores can
+# allocate it within a millisecond. The OOM killer also takes the command, and the answer is the same.
+RESERVE = 2 << 20
+GROUP_RESERVE, GROUP_SHARE = 64 << 20, 16  # where an OOM kill ends every process of the container
+SHM_RESERVE = 64 << 10
 TICK_S, STAT_S, OUTPUT_S = 0.001, 0.02, 0.25
 TREE_S, UNSEEN = 0.05, 8  # between two sums over processes, and the share that may come and go between them
 SUM_SPACE = 16 << 20  # free bytes below which no sum is made: it opens files
@@ -33,6 +38,14 @@ _FIRST = -20  # nice value of the guard
 _STEP = 256 << 10  # a rise that is recorded
 _BLOCKED = 1 << 1 | 1 << 14  # SIGINT and SIGTERM
 _opened: dict[str, int] = {}  # descriptors of the counters that are read again and again
+
+
+def bytes_kept_free(group_limits: list[int]) -> int:
+    """Below how many free bytes the command is stopped.
+
+    ``group_limits``: of the cgroups in which an OOM kill ends every process (memory.oom.group), 0 for none.
+    """
+    return max(GROUP_RESERVE, max(group_limits) // GROUP_SHARE) if group_limits else RESERVE
 
 
 class MemoryMeter:

@@ -17,7 +17,7 @@ from legroom.formats.data_file import SourceFile
 from legroom.formats.table_reader import arrow_errors, buffer_count
 from legroom.loader.stream.stream_memory import DecodeSteps, MemoryDivision, undecodable
 from legroom.messages import phrase, say
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 _FILE = b"ARROW1"
 

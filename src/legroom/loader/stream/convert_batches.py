@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from legroom.errors import UnsupportedData
 from legroom.messages import phrase, say
 from legroom.system.argument_checks import check_choice
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 Format = Literal["arrow", "numpy", "torch", "python"]
 FORMATS: tuple[Format, ...] = get_args(Format)

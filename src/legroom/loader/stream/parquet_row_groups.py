@@ -18,7 +18,7 @@ from legroom.formats.parquet_reader import ColumnChunk, Pages, from_footer, from
 from legroom.formats.table_reader import arrow_errors, children, without_dictionaries
 from legroom.loader.stream.stream_memory import DecodeSteps, MemoryDivision, undecodable
 from legroom.messages import say
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 from legroom.units import format_size
 
 _BUFFER = 64 << 10

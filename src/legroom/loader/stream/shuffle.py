@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from legroom.errors import BudgetTooSmall
-from legroom.system.imports import import_lock
+from legroom.system.lazy_and_optional_imports import import_lock
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from legroom.loader.stream import stream_state
 from legroom.loader.stream.arrow_ipc import copied
 from legroom.loader.stream.convert_batches import COPIES, Format, converter, object_bytes
 from legroom.loader.stream.parquet_row_groups import leaf_count
-from legroom.loader.stream.shards import (
+from legroom.loader.stream.rank_and_worker_shards import (
     Shard,
     ShardPiece,
     ShardReader,
@@ -44,7 +44,7 @@ from legroom.loader.stream.stream_files import Catalog, Paths, expand, read_cata
 from legroom.loader.stream.stream_memory import MemoryDivision, StreamDemand, divide, too_small
 from legroom.messages import phrase, say
 from legroom.system.argument_checks import check_choice, check_integer
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 from legroom.units import parse_size
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from legroom.cache.download_area import temporary_file
-from legroom.cache.find_or_build import source_paths
+from legroom.cache.downloads_in_store import temporary_file
+from legroom.cache.find_or_build_entry import source_paths
 from legroom.errors import MissingKey, SourceChanged, UnknownFormat, UnreadableSource, UnsupportedData, UsageError
 from legroom.formats.arrow_reader import ArrowReader
 from legroom.formats.base_reader import missing_key
@@ -25,11 +25,11 @@ from legroom.formats.detect import open_source
 from legroom.formats.table_reader import arrow_errors
 from legroom.loader.stream import arrow_ipc, parquet_row_groups
 from legroom.messages import listed, phrase, say
-from legroom.remote.object_stamp import ObjectStamp
 from legroom.remote.object_store import RemoteObject
 from legroom.remote.object_url import ObjectUrl, SourcePath, is_url, local_path
+from legroom.remote.object_version import ObjectStamp
 from legroom.remote.remote_errors import object_changed
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 FileKind = Literal["parquet", "arrow", "arrow-stream"]
 

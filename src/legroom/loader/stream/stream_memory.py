@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from legroom.errors import BudgetTooSmall
 from legroom.messages import say
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 from legroom.units import exact_size, format_size
 
 LIBRARIES = 16 << 20  # mapped by the first use of Arrow's readers

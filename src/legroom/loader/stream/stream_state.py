@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from legroom.errors import UsageError
-from legroom.loader.stream.shards import Shard
+from legroom.loader.stream.rank_and_worker_shards import Shard
 from legroom.loader.stream.shuffle import StreamPosition
 from legroom.messages import say
 

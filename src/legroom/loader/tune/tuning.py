@@ -13,24 +13,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 
-from legroom.advice.explain_settings import changes, settle
 from legroom.advice.fit_on_machine import per_rank
 from legroom.advice.recommend_settings import Climbed, Step, TuneRequest, choose, climb
 from legroom.advice.recommend_settings import preset as named_preset
+from legroom.advice.settings_with_reasons import changes, settle
 from legroom.errors import DatasetFailed, UsageError
-from legroom.loader.measure.benchmark import run_loader_in_child, time_step
-from legroom.loader.measure.dataset_child import in_child, measure_dataset
-from legroom.loader.measure.dataset_cost import measure
+from legroom.loader.measure.dataloader_throughput import run_loader_in_child, time_step
+from legroom.loader.measure.dataset_bytes_and_seconds import measure
 from legroom.loader.measure.dataset_samples import unchanged_random_state
 from legroom.loader.measure.import_dataset import length
+from legroom.loader.measure.measure_dataset_in_child import in_child, measure_dataset
 from legroom.loader.rank_sampler import process_group, rank_and_world
-from legroom.loader.tune.settings_history import recall, remember
+from legroom.loader.tune.remembered_settings import recall, remember
 from legroom.messages import say
 from legroom.probe.snapshot import snapshot
 from legroom.records import CompleteLoaderSettings, LoaderKind, Machine, Measured, Settings
 from legroom.records.loader_settings import from_environment, read_settings
 from legroom.system.argument_checks import check_integer, check_seconds
-from legroom.system.imports import require
+from legroom.system.lazy_and_optional_imports import require
 
 log = logging.getLogger("legroom")
 

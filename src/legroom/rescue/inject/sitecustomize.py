@@ -60,7 +60,7 @@ def _replace() -> None:
 
 def _limit() -> None:
     try:
-        importlib.import_module("legroom.gpu.memory_limit").apply_from_environment()
+        importlib.import_module("legroom.gpu.set_memory_limit").apply_from_environment()
     except Exception as problem:  # the script must run, without the limit if need be
         sys.stderr.write(f"legroom: could not set the limit on GPU memory: {problem}\n")
 

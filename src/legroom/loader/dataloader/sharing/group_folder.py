@@ -23,7 +23,7 @@ from typing import Any
 from legroom.cache import locks
 from legroom.cache.store_directories import existing_stores, open_stores
 from legroom.errors import ShareUnsupported
-from legroom.loader.dataloader.sharing.connection import Closed, Connection
+from legroom.loader.dataloader.sharing.producer_messages import Closed, Connection
 from legroom.messages import say
 from legroom.records import GroupRow, TrainerRow
 from legroom.system.unix_sockets import FOLDER_FLAGS, address, open_private_folder, require_same_user, unlink
@@ -76,7 +76,7 @@ class GroupFiles:
         return Connection(sock)
 
     def lock(self) -> locks.Lock | None:
-        """Take the producer's lock; None if there is a producer. A child keeps it: see start_producer."""
+        """Take the producer's lock; None if there is a producer. A child keeps it: see start_producer_process.py."""
         return locks.acquire(self.folder, self.key + LOCK, lease=True)
 
     def producer_starts(self) -> bool:

@@ -26,7 +26,7 @@ from legroom.loader.dataloader.sharing.seeding import (
     samplers,
     seed_generators,
 )
-from legroom.loader.process_memory import start_method
+from legroom.loader.measure_process_memory import start_method
 from legroom.loader.rank_sampler import process_group, rank_and_world
 from legroom.messages import say
 from legroom.version import VERSION

@@ -1,0 +1,392 @@
+"""``CachedData``: the opened data, as a mapping of names to arrays, ragged rows and Arrow tables.
+
+Arrays keep their mapping and the entry's lease alive. An array that outlives its CachedData, or a closed one, stays
+valid, and the entry stays leased until the last array is gone.
+
+Iteration gives what is stored: arrays, ragged rows, tables. ``in`` and ``[]`` also take the columns of tables.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self, cast, overload
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from legroom.cache.mmap_and_crc32 import MappedFile, Prefault
+from legroom.errors import UnsupportedData, UsageError
+from legroom.formats.base_reader import Extent, Selection, missing_key
+from legroom.messages import joined, listed, phrase, say
+from legroom.records import Entry, Finding
+from legroom.system.lazy_and_optional_imports import import_lock, require
+
+if TYPE_CHECKING:
+    import torch
+
+    from legroom.cache.torch_dataset import SharedDataset
+
+
+NDArray = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedParts:
+    """The arrays of one ragged dataset."""
+
+    offsets: str
+    values: str
+    text: bool
+    shape: tuple[int, ...] | None = None
+
+
+@dataclass(slots=True)
+class DataContents:
+    """Everything a CachedData refers to. close() drops it as a whole."""
+
+    entry: Entry
+    arrays: Mapping[str, NDArray]
+    tables: Mapping[str, Sequence[MappedFile | bytes]]  # Arrow IPC files, or their bytes, one per shard
+    ragged: Mapping[str, RaggedParts]
+    extent: Callable[[str], Extent | None] = lambda _: None  # where an array lies in a file, if it does
+    prefault: Prefault | None = None
+    keep: object = None  # the lease, in case no array holds it
+    findings: tuple[Finding, ...] = ()
+
+
+class CachedData(Mapping[str, Any]):
+    """A read-mostly mapping of names to arrays on the shared copy."""
+
+    def __init__(
+        self,
+        contents: DataContents,
+        keys: tuple[str, ...] | None,
+        again: tuple[Callable[..., CachedData], tuple[Any, ...]],
+    ) -> None:
+        selection = Selection(keys)
+        self._contents: DataContents | None = _chosen(contents, selection)
+        self._again = again
+        self._tables = _tables(self._contents, selection)
+        self._names = _names(self._contents, self._tables)
+        self._columns = _column_names(self._names, self._tables)
+
+    # The mapping.
+
+    def __getitem__(self, name: str) -> Any:
+        contents = self._open()
+        if name in contents.ragged:
+            parts = contents.ragged[name]
+            arrays = contents.arrays
+            return Ragged(arrays[parts.offsets], arrays[parts.values], text=parts.text, shape=parts.shape)
+        if name in contents.arrays:
+            return contents.arrays[name]
+        if name in self._tables:
+            return self._tables[name].whole()
+        found = self._column(name)
+        if found is not None:
+            table, column = found
+            return table.array(column)
+        raise missing_key(name, self._leaves(), say("the data"))
+
+    def __contains__(self, name: object) -> bool:
+        contents = self._open()
+        if name in contents.ragged or name in contents.arrays or name in self._tables:
+            return True
+        return isinstance(name, str) and self._column(name) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        self._open()
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        self._open()
+        return len(self._names)
+
+    # Properties and conversions.
+
+    @property
+    def columns(self) -> Mapping[str, tuple[str, ...]]:
+        """The columns of each table, by the names that ``[]`` takes. Some cannot be arrays."""
+        self._open()
+        return self._columns
+
+    @property
+    def info(self) -> Entry:
+        """The entry: its source, its location, its arrays and tables."""
+        return self._open().entry
+
+    @property
+    def attributes(self) -> Mapping[str, object]:
+        """The attributes of the source file."""
+        return self._open().entry.attributes
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Stores that were not used, and why."""
+        return self._open().findings
+
+    def where(self, name: str) -> Extent | None:
+        """The file that an array lies in, and its offset. None if it is not in a file."""
+        return self._open().extent(name)
+
+    def tensors(self, *names: str) -> dict[str, torch.Tensor]:
+        """The arrays, and the columns of tables, as torch tensors on the same memory.
+
+        What torch cannot hold is left out. It raises if it was named, or if nothing else is left.
+        """
+        found: dict[str, torch.Tensor] = {}
+        refused: dict[str, UnsupportedData] = {}
+        columns = [column for columns in self.columns.values() for column in columns]
+        for name in names or [*self._open().arrays, *columns]:
+            try:
+                found[name] = _tensor(self[name], name)
+            except UnsupportedData as problem:
+                if names:
+                    raise
+                refused[name] = problem
+        if refused and not found:
+            raise UnsupportedData(
+                say("none of these can be converted to a tensor: {names}", names=listed(refused)),
+                why=joined(say("{name}: {why}", name=name, why=problem.why) for name, problem in refused.items()),
+                fix=(say("use the table") if columns else say("use the numpy array"),),
+            )
+        return found
+
+    def dataset(self, *names: str, transform: Callable[..., Any] | None = None) -> SharedDataset:
+        """A torch map-style Dataset of the rows of these arrays. ``transform`` gets one argument per array.
+
+        Columns of tables count as arrays. Without names all are used.
+        """
+        with import_lock:
+            from legroom.cache.torch_dataset import shared_dataset
+
+        self._open()
+        return shared_dataset(self, names or self._leaves(), transform)
+
+    def ready(self, timeout: float | None = None) -> bool:
+        """Wait until every page is mapped, so that the first epoch is as fast as the second."""
+        prefault = self._open().prefault
+        return True if prefault is None else prefault.wait(timeout)
+
+    def close(self) -> None:
+        """Release everything. Arrays that are still referenced stay valid. Calling it again does nothing."""
+        self._contents, self._tables = None, {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        self._open()
+        return self._again
+
+    def __repr__(self) -> str:
+        if self._contents is None:
+            return "<legroom.Data, closed>"
+        entry = self._contents.entry
+        shown = ", ".join(f"{name}: {_shown(self[name])}" for name in self._names[:8])
+        return f"<legroom.Data on {entry.backing}: {shown}{' …' if len(self._names) > 8 else ''}>"
+
+    def _open(self) -> DataContents:
+        if self._contents is None:
+            raise UsageError(say("the data is closed"), why=say("close() was called"), fix=(say("open it again"),))
+        return self._contents
+
+    def _leaves(self) -> tuple[str, ...]:
+        """Every name, with a table replaced by its columns."""
+        return tuple(leaf for name in self._names for leaf in self._columns.get(name, (name,)))
+
+    def _column(self, name: str) -> tuple[StoredTable, str] | None:
+        """The table and column of ``table/column``, or of ``column`` if there is one table."""
+        for table, stored in self._tables.items():
+            below = name.removeprefix(table + "/")
+            for column in (below, name) if len(self._tables) == 1 else (below,) if below != name else ():
+                if column in stored.columns:
+                    return stored, column
+        return None
+
+
+def ragged_of(arrays: Sequence[Any]) -> Mapping[str, RaggedParts]:
+    """The ragged datasets among the arrays, by name."""
+    found: dict[str, RaggedParts] = {}
+    for array in arrays:
+        if array.ragged is not None and array.name == f"{array.ragged}/offsets":
+            shape = array.attributes.get("ragged_shape")
+            rows = tuple(shape) if shape is not None and math.prod(shape) == array.shape[0] - 1 else None
+            text = any(other.text for other in arrays if other.ragged == array.ragged)
+            found[array.ragged] = RaggedParts(array.name, f"{array.ragged}/values", text, rows)
+    return found
+
+
+def _chosen(contents: DataContents, selection: Selection) -> DataContents:
+    """The requested part of the contents: an entry of the whole file also serves requests for parts of it."""
+    return replace(
+        contents,
+        arrays={name: array for name, array in contents.arrays.items() if selection.takes(name)},
+        ragged={name: parts for name, parts in contents.ragged.items() if selection.takes(name)},
+    )
+
+
+def _tables(contents: DataContents, selection: Selection) -> dict[str, StoredTable]:
+    found = {}
+    for name, parts in contents.tables.items():
+        columns = selection.columns(name, contents.entry.tables[name].columns)
+        if columns or selection.takes(name):
+            found[name] = StoredTable(parts, columns)
+    return found
+
+
+def _names(contents: DataContents, tables: Iterable[str]) -> tuple[str, ...]:
+    parts = {part for ragged in contents.ragged.values() for part in (ragged.offsets, ragged.values)}
+    return (*(name for name in contents.arrays if name not in parts), *contents.ragged, *tables)
+
+
+def _column_names(names: Sequence[str], tables: Mapping[str, StoredTable]) -> dict[str, tuple[str, ...]]:
+    """Each table's columns, by their shortest unambiguous names."""
+    found = {}
+    for table, stored in tables.items():
+        short = len(tables) == 1 and not any(column in names for column in stored.columns)
+        found[table] = tuple(column if short else f"{table}/{column}" for column in stored.columns)
+    return found
+
+
+def _tensor(array: Any, name: str) -> torch.Tensor:
+    needed = require("torch", "torch", "data.tensors()", instead=(phrase("use the numpy array"),))
+    try:
+        with warnings.catch_warnings():
+            # Columns of tables, and everything under vm.overcommit_memory=2, are read-only to numpy: torch would
+            # warn although it is intended.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
+            return cast("torch.Tensor", needed.from_numpy(array))
+    except TypeError as problem:
+        raise UnsupportedData(
+            say("{name} cannot be converted to a tensor", name=name),
+            why=str(problem).partition(". ")[0],
+            fix=(say("use the numpy array"),),
+        ) from problem
+
+
+def _shown(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else f"{type(value).__name__}"
+
+
+class StoredTable:
+    """The requested columns of one table: Arrow IPC files, one per shard.
+
+    A column in one record batch is a view of the mapping. A column in several is joined, which copies it once for as
+    long as it is referenced.
+    """
+
+    def __init__(self, parts: Sequence[MappedFile | bytes], columns: Sequence[str]) -> None:
+        self.columns = tuple(columns)
+        self._parts = parts
+        self._opened: Any = None
+        self._arrays: WeakValueDictionary[str, NDArray] = WeakValueDictionary()
+
+    def whole(self) -> Any:
+        """The table as a pyarrow.Table. Nothing is read until it is used."""
+        if self._opened is None:
+            import pyarrow as pa
+
+            tables = [pa.ipc.open_file(pa.BufferReader(_buffer(part))).read_all() for part in self._parts]
+            joined = tables[0] if len(tables) == 1 else pa.concat_tables(tables)
+            # An entry of the whole file also serves requests for some of its columns.
+            stored = joined.column_names == list(self.columns)
+            self._opened = joined if stored else joined.select(list(self.columns))
+        return self._opened
+
+    def array(self, column: str) -> NDArray:
+        """A column of fixed width without nulls."""
+        array = self._arrays.get(column)
+        if array is None:
+            array = self._arrays[column] = _array(self.whole().column(column), column)
+        return array
+
+
+def _buffer(part: MappedFile | bytes) -> Any:
+    """A buffer for pyarrow that keeps the mapping alive."""
+    import pyarrow as pa
+
+    return pa.py_buffer(part if isinstance(part, bytes) else part.buffer())
+
+
+def _array(column: Any, name: str) -> NDArray:
+    kind = column.type
+    if not _is_fixed(kind):
+        raise _cannot(name, say("its type is {kind}, which is not fixed-width", kind=kind))
+    chunk = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    return _values(chunk, name)
+
+
+def _is_fixed(kind: Any) -> bool:
+    import pyarrow as pa
+
+    if isinstance(kind, pa.FixedShapeTensorType) or pa.types.is_fixed_size_list(kind):
+        return _is_fixed(kind.value_type)
+    # Booleans are bits here; intervals are several numbers each.
+    return pa.types.is_primitive(kind) and not (pa.types.is_boolean(kind) or pa.types.is_interval(kind))
+
+
+def _values(chunk: Any, name: str) -> NDArray:
+    """The numbers of an array without nulls, at any depth of fixed-size lists."""
+    import pyarrow as pa
+
+    kind = chunk.type
+    if chunk.null_count:
+        raise _cannot(name, say("its type is {kind} and it has {nulls} nulls", kind=kind, nulls=chunk.null_count))
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return chunk.to_numpy_ndarray() if len(chunk) else np.empty((0, *kind.shape), _dtype(kind.value_type))
+    if pa.types.is_fixed_size_list(kind):
+        inner = _values(chunk.flatten(), name)
+        return inner.reshape(len(chunk), kind.list_size, *inner.shape[1:])
+    array: NDArray = chunk.to_numpy(zero_copy_only=False)
+    return array
+
+
+def _dtype(kind: Any) -> Any:
+    return kind.to_pandas_dtype()
+
+
+def _cannot(name: str, why: str) -> UnsupportedData:
+    return UnsupportedData(
+        say("column {name} cannot be read as an array", name=name),
+        why=why,
+        fix=(say("use the table"), say("or select fixed-width columns without nulls")),
+    )
+
+
+class Ragged(Sequence[Any]):
+    """A sequence of arrays, or of strings. ``offsets`` and ``values`` are the shared arrays."""
+
+    def __init__(self, offsets: NDArray, values: NDArray, *, text: bool, shape: tuple[int, ...] | None = None) -> None:
+        self.offsets, self.values, self.text = offsets, values, text
+        self.shape = shape or (max(0, len(offsets) - 1),)  # of the rows; they are counted in C order
+
+    def __len__(self) -> int:
+        return max(0, len(self.offsets) - 1)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[row] for row in range(*index.indices(len(self)))]
+        if isinstance(index, tuple):
+            index = int(np.ravel_multi_index(index, self.shape))
+        row = index.__index__()
+        if row < 0:
+            row += len(self)
+        if not 0 <= row < len(self):
+            raise IndexError(index)
+        part = self.values[int(self.offsets[row]) : int(self.offsets[row + 1])]
+        return part.tobytes().decode("utf-8") if self.text else part
+
+    def __repr__(self) -> str:
+        kind = "texts" if self.text else f"rows of {self.values.dtype}"
+        return f"<Ragged: {len(self)} {kind}>"

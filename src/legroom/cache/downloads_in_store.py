@@ -1,0 +1,333 @@
+"""Downloads of remote objects in a store: where they are, who works on them, how much room they take.
+
+A download is the directory ``work/download-<id>``. Its id is a hash of the URL and the version, so a later attempt, by
+any process, finds what has arrived. Its lock file beside it is held while a process works on it. One without a holder
+is kept for the next attempt until ``gc`` finds it older than a day, or its room is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from legroom.cache import capacity, eviction, locks
+from legroom.cache.build_plan import SourceLayout
+from legroom.cache.download import Download, first_problem
+from legroom.cache.locks import Lock
+from legroom.cache.source_identity import Source, StampedFile
+from legroom.cache.staging_directory import StagingDirectory
+from legroom.cache.store_directories import BUILDING, DOWNLOAD, LOCK, WORK, Store, Stores, open_stores, step, store_lock
+from legroom.errors import (
+    DamagedSource,
+    LegroomError,
+    NoRoom,
+    NoStore,
+    SourceChanged,
+    SourceError,
+    TransferDamaged,
+    UnknownFormat,
+    UnsupportedData,
+)
+from legroom.formats.data_file import arriving
+from legroom.messages import say
+from legroom.remote.object_url import ObjectUrl
+from legroom.remote.object_version import ObjectStamp
+
+_POLL = 0.05
+_USELESS = (DamagedSource, SourceChanged, TransferDamaged, UnknownFormat, UnsupportedData)
+Progress = Callable[[int, int], None]
+
+
+_supplies: dict[str, Callable[[Download], None]] = {}
+
+
+@contextmanager
+def supplied(url: ObjectUrl, begun: Callable[[Download], None]) -> Iterator[None]:
+    """Let this process's downloads of an object take their pieces from ``Download.put``. ``begun`` gets each one."""
+    _supplies[url.identity] = begun
+    try:
+        yield
+    finally:
+        _supplies.pop(url.identity, None)
+
+
+def download_name(url: ObjectUrl, stamp: ObjectStamp) -> str:
+    """The directory of a download in ``work/``."""
+    text = repr((1, url.identity, str(stamp), stamp.size))
+    return DOWNLOAD + hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+
+
+class Fetched:
+    """The remote objects of a source while it is being built: files on this machine that fill while they are read."""
+
+    def __init__(self, source: Source, downloads: Sequence[Download], reservation: Reservation | None) -> None:
+        self.source = source
+        self._downloads = {download.path: download for download in downloads}
+        self._reservation = reservation
+
+    @property
+    def received(self) -> int:
+        return sum(download.received for download in self._downloads.values())
+
+    def want(self, layout: SourceLayout) -> None:
+        """Ask for the bytes of the arrays that are selected, before they are waited for."""
+        for extent in layout.extents.values():
+            if extent is not None and extent.path in self._downloads:
+                self._downloads[extent.path].want(extent.offset, extent.nbytes)
+
+    def is_whole_file(self, path: Path, size: int, store: Store) -> bool:
+        """Whether a file is a download of this many bytes in that store, and all of it comes."""
+        download = self._downloads.get(path)
+        held = self._reservation.store if self._reservation is not None else None
+        return download is not None and held is store and download.is_whole and download.size == size
+
+    def crc32(self, path: Path, start: int) -> int:
+        """The checksum of a download that has come, from ``start`` to its end."""
+        return self._downloads[path].crc32(start)
+
+    def update_reservation(self) -> None:
+        """Reserve what is still to come."""
+        if self._reservation is not None:
+            self._reservation.update(self._downloads.values())
+
+
+@contextmanager
+def fetched(
+    source: Source,
+    stores: Stores,
+    *,
+    whole: bool,
+    evict: bool,
+    progress: Progress | None,
+    wants: Callable[[Store], bool] = lambda _: True,
+    announce: Callable[[Reservation], None] | None = None,
+) -> Iterator[Fetched]:
+    """Download the remote objects of a source. Yields the source with the files on this machine.
+
+    When the entry is published, or the data turn out to be unusable, the downloads are removed. After any other
+    failure they are kept for the next attempt.
+    """
+    remote = sorted({file.path: file for file in source.files if isinstance(file.path, ObjectUrl)}.items(), key=_order)
+    if not remote:
+        yield Fetched(source, (), None)
+        return
+    supplies: dict[Path, Callable[[Download], None]] = {}
+    downloads: list[Download] = []
+    with ExitStack() as stack:
+        total = sum(_size(file) for _, file in remote)
+        # An .npy object becomes the entry's file. Any other needs its room a second time for the entry.
+        once = len(remote) == 1 and remote[0][0].name.endswith(".npy") and whole
+        preferred = sorted(stores.found, key=lambda store: not wants(store))
+        names = [_name(file) for _, file in remote]
+        store = _choose(preferred, names, total, total if once else 2 * total, evict)
+        reservation = stack.enter_context(Reservation(store))
+        held: list[tuple[str, Lock]] = []
+        useless = False
+        try:
+            for url, file in remote:  # in the same order in every process: no two wait for each other
+                name = _name(file)
+                held.append((name, stack.enter_context(_locked(store, name))))
+                folder = _folder(store, name)
+                assert isinstance(file.stamp, ObjectStamp)
+                supply = _supplies.pop(url.identity, None)  # once: another attempt fetches by itself
+                in_memory, taken = store.backing == "shm", supply is not None
+                download = Download(
+                    url, file.stamp, folder, whole=whole, ask=reservation.ask, supplied=taken, in_memory=in_memory
+                )
+                stack.enter_context(download)
+                downloads.append(download)
+                if supply is not None:
+                    supplies[download.path] = supply
+            reservation.update(downloads)
+            step("download")
+            if announce is not None:
+                announce(reservation)
+            report = partial(_report, downloads, reservation, progress, threading.get_ident())
+            for download in downloads:
+                download.waiting = report
+                download.start()
+                stack.enter_context(arriving(download.path, download))
+                if download.path in supplies:
+                    supplies[download.path](download)
+            files = tuple(_local(file, downloads) for file in source.files)
+            yield Fetched(replace(source, files=files), downloads, reservation)
+            useless = True
+        except SourceError as problem:
+            useless = isinstance(first_problem(downloads) or problem, _USELESS)
+            raise _in_words_of_the_url(problem, downloads) from None
+        finally:
+            for download in downloads:
+                download.close()
+            if useless:
+                _remove(store, [name for name, _ in held])
+
+
+@contextmanager
+def temporary_file(url: ObjectUrl, stamp: ObjectStamp, *, whole: bool) -> Iterator[Path]:
+    """An object as a file that fills while it is read, and is removed afterwards. Not for other processes."""
+    with ExitStack() as stack:
+        stores = stack.enter_context(open_stores(make=True))
+        need = capacity.BuildNeed((stamp.size or 0) if whole else 0, 3)
+        refused: NoRoom | None = None
+        for store in stores.found[::-1]:  # the disk first: it is read once
+            try:
+                work = stack.enter_context(StagingDirectory(store, need, evict=True))
+                break
+            except NoRoom as problem:
+                refused = problem
+        else:
+            raise refused or NoStore(say("no directory is usable for the shared cache"))
+        download = stack.enter_context(Download(url, stamp, work.folder, whole=whole, ask=work.check_capacity))
+        try:
+            download.start()
+            stack.enter_context(arriving(download.path, download))
+            yield download.path
+        except SourceError as problem:
+            raise _in_words_of_the_url(problem, [download]) from None
+
+
+def _report(downloads: Sequence[Download], reservation: Reservation, progress: Progress | None, thread: int) -> None:
+    """Report what has arrived, for readers that need the whole object before they can begin."""
+    if threading.get_ident() != thread:
+        return
+    reservation.update(downloads)
+    if progress is not None:
+        progress(sum(one.present for one in downloads), sum(one.stamp.size or 0 for one in downloads))
+
+
+def _order(item: tuple[ObjectUrl, StampedFile]) -> str:
+    return _name(item[1])
+
+
+def _name(file: StampedFile) -> str:
+    assert isinstance(file.path, ObjectUrl) and isinstance(file.stamp, ObjectStamp)
+    return download_name(file.path, file.stamp)
+
+
+def _size(file: StampedFile) -> int:
+    return file.stamp.size or 0
+
+
+def _local(file: StampedFile, downloads: Sequence[Download]) -> StampedFile:
+    for download in downloads:
+        if download.url == file.path:
+            return replace(file, stamp=download.stamp, local=download.path)
+    return file
+
+
+def _in_words_of_the_url(problem: SourceError, downloads: Sequence[Download]) -> LegroomError:
+    """The error of the download if it has failed, else the reader's with the URL in place of the local file."""
+    failed = first_problem(downloads)
+    if isinstance(failed, LegroomError):
+        return failed
+    for download in downloads:
+        local, url = os.fspath(download.path), str(download.url)
+        problem.what, problem.why = problem.what.replace(local, url), problem.why.replace(local, url)
+        problem.fix = tuple(line.replace(local, url) for line in problem.fix)
+        problem.args = (problem.what,)
+    return problem
+
+
+def _choose(stores: Sequence[Store], names: Sequence[str], total: int, with_entry: int, evict: bool) -> Store:
+    """The store for the downloads: one that has them in part, or has room for the objects and the entry, or for one."""
+    for store in stores:
+        if any(_exists(store, name) for name in names):
+            return store
+    refused: NoRoom | None = None
+    for store, need in (*((one, with_entry) for one in stores), *((one, total) for one in stores[::-1])):
+        try:
+            with store_lock(store):
+                capacity.check_fits(store, need)
+            return store
+        except NoRoom as problem:
+            refused = problem
+    for store in stores[::-1] if evict else ():
+        with store_lock(store):
+            eviction.remove_unused_downloads(store)
+            if eviction.evict_until_fits(store, capacity.BuildNeed(total)):
+                return store
+    assert refused is not None
+    raise NoRoom(
+        say("no store has enough free space to download {count} objects", count=len(names))
+        if len(names) > 1
+        else say("no store has enough free space to download the object"),
+        why=refused.why,
+        fix=refused.fix,
+    )
+
+
+class Reservation:
+    """Room for downloads that are running: counted by every process that loads into the store."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.lock_file = BUILDING + secrets.token_hex(8) + LOCK
+        with store_lock(store):
+            lock = locks.acquire(store.work, self.lock_file)
+        assert lock is not None  # the name is random and new
+        self._lock = lock
+
+    def update(self, downloads: Iterable[Download]) -> None:
+        """Reserve what is still to come."""
+        some = list(downloads)
+        total = sum(one.stamp.size or 0 for one in some)
+        done = sum(one.present for one in some)
+        capacity.write_reservation(self._lock.fd, total - done, done, total)
+
+    def ask(self, count: int) -> None:
+        """Raise NoRoom if that many more bytes no longer fit."""
+        bound = capacity.tightest(capacity.bounds_now(self.store))
+        if count > bound.free:
+            raise capacity.no_room_error(self.store, capacity.BuildNeed(count), count - bound.free, bound)
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError), store_lock(self.store), suppress(FileNotFoundError):
+            os.unlink(self.lock_file, dir_fd=self.store.work)
+        self._lock.release()
+
+
+@contextmanager
+def _locked(store: Store, name: str) -> Iterator[Lock]:
+    """Hold the download's lock. Waits for a process that works on it for another entry."""
+    while True:
+        with store_lock(store):
+            lock = locks.acquire(store.work, name + LOCK)
+        if lock is not None:
+            break
+        time.sleep(_POLL)
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def _folder(store: Store, name: str) -> Path:
+    with suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=store.work)
+    return store.root / WORK / name
+
+
+def _exists(store: Store, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=store.work, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _remove(store: Store, names: Sequence[str]) -> None:
+    """Remove downloads whose locks this process holds."""
+    for name in names:
+        with suppress(OSError), store_lock(store):
+            eviction.remove_download(store, name)

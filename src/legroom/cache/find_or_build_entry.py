@@ -1,0 +1,466 @@
+"""Open a source: find its entry by stamp, digest and key, or have it built in the first store that has room.
+
+``legroom.open`` itself is in loader/batches/legroom_open.py: its Data also makes batches.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from legroom.cache import locks, remembered_digests, source_identity
+from legroom.cache.cached_arrays_and_tables import CachedData, DataContents, ragged_of
+from legroom.cache.lease_and_map_entry import (
+    Attached,
+    EntryLease,
+    attach,
+    entry_record,
+    lease,
+    lock_name,
+    open_entry,
+    read_manifest,
+)
+from legroom.cache.manifest import FORMAT, Array, Damaged, Manifest, Options, OtherFormat, key_of
+from legroom.cache.mmap_and_crc32 import Prefault
+from legroom.cache.source_identity import Source, shard_names
+from legroom.cache.store_directories import (
+    Store,
+    StoreCandidate,
+    Stores,
+    UnusableStore,
+    delete_trash,
+    existing_stores,
+    log,
+    open_store,
+    store_error,
+    store_lock,
+)
+from legroom.errors import EntryUnreadable, LegroomError, NoRoom, NoStore, UnreadableSource, UsageError
+from legroom.formats.base_reader import Extent, Selection, column_names
+from legroom.formats.data_file import absolute
+from legroom.formats.decoding_memory import release_freed_memory
+from legroom.messages import joined, listed, say
+from legroom.remote.object_url import ObjectUrl, SourcePath, is_url, local_path, object_url
+from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
+from legroom.system.process_control import legroom_disabled
+from legroom.units import format_size
+
+BACKINGS = ("auto", "shm", "disk", "inplace")
+Where = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+D = TypeVar("D", bound=CachedData)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """The arguments of one open."""
+
+    paths: tuple[SourcePath, ...]
+    keys: tuple[str, ...] | None = None
+    backing: str = "auto"
+    hash: str = "md5"
+    evict: bool = True
+    revalidate: bool = False  # ask the servers of remote objects, however recently that was done
+    prefault: bool = True  # map the pages in the background: not where the files are read
+
+    def wants(self, store: Store) -> bool:
+        return self.backing in ("auto", store.backing)
+
+
+def open_as(
+    kind: type[D], request: OpenRequest, *, wait: bool = True, progress: Callable[[int, int], None] | None = None
+) -> D:
+    """Open a source as ``legroom.open`` does (documented there), as data of class ``kind``."""
+    _check(request.backing, request.hash)
+    again = (_reopen, (kind, request, None, None, None))
+    with _resource_errors(request):
+        if legroom_disabled(os.environ) or not locks.SUPPORTED:
+            return kind(_uncached().in_process(request.paths, request.keys, progress), request.keys, again)
+        if request.backing == "inplace":
+            return kind(_uncached().in_place(request.paths, request.keys), request.keys, again)
+        return _data(kind, _attached(request, wait, progress), request)
+
+
+@contextmanager
+def _resource_errors(request: OpenRequest) -> Iterator[None]:
+    """Turn a lack of memory or threads into NoRoom, and a failed system call into StoreError."""
+    try:
+        yield
+    except MemoryError as problem:
+        raise _no_memory(request, str(problem)) from problem
+    except OSError as problem:
+        if isinstance(problem, LegroomError):
+            raise
+        raise store_error(problem) from problem  # a temporary file, with the cache disabled
+    except RuntimeError as problem:
+        if isinstance(problem, LegroomError) or "can't start new thread" not in str(problem):
+            raise
+        raise _no_memory(request, str(problem)) from problem
+
+
+_NEARLY = 0.98  # of the maps that the kernel allows: a load needs some at once
+
+
+def _no_memory(request: OpenRequest, said: str) -> NoRoom:
+    why = say("this process cannot allocate more memory or start more threads")
+    limit, (used, most) = _address_space(), _memory_maps()
+    if used >= _NEARLY * most:
+        return NoRoom(
+            say("not enough memory to load {path}", path=request.paths[0]),
+            why=say("this process has {used} memory maps; the kernel allows {most}", used=used, most=most),
+            fix=(say("raise the limit of memory maps, as root:\nsysctl -w vm.max_map_count=1048576"),),
+        )
+    if limit is not None:
+        why = say("{why}; its address space is limited to {limit} (ulimit -v)", why=why, limit=format_size(limit))
+    return NoRoom(
+        say("not enough memory to load {path}", path=request.paths[0]),
+        why=joined([why, said]) if said else why,
+        fix=(
+            say("raise the limits of this process:\nulimit -v unlimited; ulimit -u"),
+            say("load only what you need: keys=[…]"),
+        ),
+    )
+
+
+def _address_space() -> int | None:
+    """The limit of this process's address space in bytes, None if unlimited."""
+    try:
+        with import_lock:
+            import resource
+    except ImportError:  # Windows
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _memory_maps() -> tuple[int, int]:
+    """The memory maps of this process, and how many the kernel allows; (0, 1) where that cannot be read."""
+    try:
+        most = int(Path("/proc/sys/vm/max_map_count").read_text())
+        used, fd = 0, os.open("/proc/self/maps", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while part := os.read(fd, 1 << 16):  # tens of thousands of lines, and there is no memory
+                used += part.count(b"\n")
+        finally:
+            os.close(fd)
+    except (OSError, ValueError):
+        return 0, 1
+    return used, most
+
+
+def source_paths(path: Where | Iterable[Where]) -> tuple[SourcePath, ...]:
+    """Absolute paths of a path, a URL, a glob pattern (matches sorted), or several of these."""
+    found: list[SourcePath] = []
+    for one in _named(path):
+        if isinstance(one, ObjectUrl):
+            found.append(one)
+            continue
+        text = os.fsdecode(one)
+        if "\0" in text:
+            raise UsageError(say("a path cannot contain a null character"), fix=(say("check the path"),))
+        if "://" in text and is_url(text):
+            local = local_path(text)
+            if local is None:
+                found.extend(_objects(text))
+                continue
+            text = local
+        text = os.path.expanduser(text)
+        if glob.has_magic(text) and not os.path.lexists(text):
+            matches = sorted(glob.glob(text, recursive=True))
+            if not matches:
+                raise UnreadableSource(
+                    say("nothing matches {pattern}", pattern=text),
+                    why=say("the working directory is {cwd}", cwd=os.getcwd()),
+                    fix=(say("check the pattern"),),
+                )
+            found.extend(map(absolute, matches))
+        else:
+            found.append(absolute(text))
+    if not found:
+        raise UsageError(say("no path was given"), fix=(say("pass a path, a glob pattern or a list of paths"),))
+    return tuple(found)
+
+
+def _objects(text: str) -> list[ObjectUrl]:
+    """The object of a URL, or the objects that match a pattern."""
+    url = object_url(text)
+    if not glob.has_magic(text.partition("?")[0]):
+        return [url]
+    found: list[ObjectUrl] = lazy_import("legroom.remote.object_store").find_objects(url)
+    return found
+
+
+def _named(path: Any) -> list[Where]:
+    """The paths as a list. Raises UsageError for anything that is not a path."""
+    if isinstance(path, (str, bytes, os.PathLike)):
+        return [path]
+    given = list(path) if isinstance(path, Iterable) else [path]
+    for one in given:
+        if not isinstance(one, (str, bytes, os.PathLike)):
+            raise UsageError(
+                say("{given!r} is not a path", given=one),
+                why=say("a path must be str, bytes or os.PathLike, not {kind}", kind=type(one).__name__),
+                fix=(say("pass a path, a glob pattern or a list of paths"),),
+            )
+    return given
+
+
+def _check(backing: str, hash: str) -> None:
+    if backing not in BACKINGS:
+        raise UsageError(
+            say("unknown backing {backing!r}", backing=backing),
+            why=say("valid values: {all}", all=listed(BACKINGS)),
+            fix=("backing='auto'",),
+        )
+    if hash != "md5":
+        source_identity.new_hasher(
+            hash if hash in source_identity.DIGITS else ""
+        )  # raises for an unknown name or a missing package
+
+
+def _attached(request: OpenRequest, wait: bool, progress: Callable[[int, int], None] | None) -> Attached:
+    source = source_identity.stamp_source(request.paths, ask=request.revalidate)
+    try:
+        found = find_entry(request, source, time.time_ns())
+    except OSError as problem:
+        if isinstance(problem, LegroomError):
+            raise
+        raise store_error(problem) from problem
+    if found is not None:
+        remember_versions(source)
+        return found
+    with import_lock:
+        from legroom.cache.elect_builder_and_publish import build
+    return build(request, wait=wait, progress=progress)
+
+
+def remember_versions(source: Source) -> None:
+    """Note in the store which versions of remote objects were seen, and when."""
+    for path in source.paths:
+        if isinstance(path, ObjectUrl):
+            lazy_import("legroom.cache.recent_remote_versions").remember(path)
+
+
+def _uncached() -> Any:
+    return lazy_import("legroom.cache.open_without_cache")
+
+
+def _data(kind: type[D], attached: Attached, request: OpenRequest) -> D:
+    manifest = attached.manifest
+    memory = attached.backing == "shm"
+    contents = DataContents(
+        entry=entry_record(
+            manifest, attached.backing, store=os.fspath(attached.root), in_use=True, last_used=time.time()
+        ),
+        arrays=attached.arrays,
+        tables=attached.tables,
+        ragged=ragged_of(manifest.arrays),
+        extent=_Extents(manifest, attached.root),
+        prefault=Prefault(attached.maps, in_memory=memory) if attached.maps and request.prefault else None,
+        keep=attached.lease,
+        findings=attached.findings,
+    )
+    root = os.fspath(attached.root)
+    again = (_reopen, (kind, request, root, attached.backing, manifest.key))
+    return kind(contents, request.keys, again)
+
+
+class _Extents:
+    """Where the arrays of an entry lie in its files."""
+
+    __slots__ = ("_arrays", "_manifest", "_root")
+
+    def __init__(self, manifest: Manifest, root: Path) -> None:
+        self._manifest, self._root = manifest, root
+        self._arrays: dict[str, Array] | None = None  # made at the first call: most opens ask for none
+
+    def __call__(self, name: str) -> Extent | None:
+        if self._arrays is None:
+            self._arrays = {array.name: array for array in self._manifest.arrays}
+        array = self._arrays.get(name)
+        if array is None:
+            return None
+        return Extent(self._root / self._manifest.key / array.file, len(array.header), array.nbytes)
+
+
+def _reopen(kind: type[D], request: OpenRequest, root: str | None, backing: Any, key: str | None) -> D:
+    """Unpickle in another process: attach the same entry by name, else open the same source."""
+    if root is not None and key is not None and not legroom_disabled(os.environ) and locks.SUPPORTED:
+        candidate = StoreCandidate(Path(root).parent, backing, named=True)
+        try:
+            if os.fspath(candidate.root) == root:
+                with open_store(candidate, make=False) as store:
+                    found = attach(store, key)
+                if found is not None:
+                    return _data(kind, found, request)
+        except (OSError, UnusableStore, Damaged, OtherFormat, EntryUnreadable):
+            pass  # opening the source reports the problem or rebuilds the entry
+    return open_as(kind, request)
+
+
+def find_entry(request: OpenRequest, source: Source, asked_ns: int) -> Attached | None:
+    """Attach the source's entry by its record. None if there is no usable one."""
+    for store in existing_stores():
+        if not request.wants(store):
+            continue
+        record = remembered_digests.read_record(store, source)
+        if record is None or not record.is_trusted(asked_ns):
+            continue
+        for algorithm in sorted(record.digests, key=lambda name: name != request.hash):
+            found = find_by_digest(request, source, store, record.digests[algorithm], algorithm)
+            if found is not None:
+                return found
+    return None
+
+
+def find_manifest(request: OpenRequest) -> tuple[Manifest, Path, EntryLease] | None:
+    """The manifest of the source's entry, its store and a lease on it, without mapping a file.
+
+    None where there is no entry, or where only attaching it can tell.
+    """
+    if legroom_disabled(os.environ) or not locks.SUPPORTED:
+        return None
+    source, asked_ns = source_identity.stamp_source(request.paths), time.time_ns()
+    for store in existing_stores():
+        record = remembered_digests.read_record(store, source) if request.wants(store) else None
+        if record is None or not record.is_trusted(asked_ns):
+            continue
+        for algorithm, digest in record.digests.items():
+            for options in usable_options(request, source):
+                key = key_of(digest, algorithm, options)
+                held = lease(store, key)
+                if held is None:
+                    continue
+                try:
+                    folder = open_entry(store, key)
+                    try:
+                        return read_manifest(folder, key), store.root, held
+                    finally:
+                        os.close(folder)
+                except (OSError, Damaged, OtherFormat):
+                    held.release()
+    return None
+
+
+def find_by_digest(request: OpenRequest, source: Source, store: Store, digest: str, algorithm: str) -> Attached | None:
+    """Attach the entry of that digest in that store. Damaged entries are moved to the trash."""
+    for options in usable_options(request, source):
+        key = key_of(digest, algorithm, options)
+        while True:
+            try:
+                found = attach(store, key)
+            except Damaged as problem:
+                log.warning(
+                    "%s",
+                    say("{root}/{key} is unusable and will be rebuilt: {why}", root=store.root, key=key, why=problem),
+                )
+                if discard_unusable(store, key):
+                    continue
+                break
+            except OtherFormat as other:
+                if other.version < FORMAT and discard_unusable(store, key):
+                    continue
+                break  # a newer format is left alone: the next variant is built beside it
+            if found is None:
+                break
+            _check_keys(request, found.manifest)
+            return found
+    return None
+
+
+def usable_options(request: OpenRequest, source: Source) -> Iterator[Options]:
+    """The options of every entry that can serve the request, the whole source first."""
+    order = row_order(source)
+    for version in (None, FORMAT):
+        yield Options(None, order, version)
+        if request.keys is not None:
+            yield replace(entry_options(request, source), version=version)
+
+
+def entry_options(request: OpenRequest, source: Source) -> Options:
+    """The options of the entry that this request would build."""
+    keys = None if request.keys is None else tuple(sorted(set(request.keys)))
+    return Options(keys, row_order(source))
+
+
+def row_order(source: Source) -> tuple[int, ...] | None:
+    """The order of the files' rows if it is not the order of their names, else None."""
+    names = shard_names(source.paths)
+    order = tuple(sorted(range(len(names)), key=lambda index: names[index]))
+    return None if order == tuple(range(len(names))) else order
+
+
+def discard_unusable(store: Store, key: str) -> bool:
+    """Move an unusable entry to the trash. False if its format is newer: it is left alone.
+
+    Processes that have mapped it keep their pages: only the name is removed.
+    """
+    eviction = lazy_import("legroom.cache.eviction")
+    with store_lock(store):
+        try:
+            found = attach(store, key)
+        except (Damaged, OtherFormat) as problem:
+            if isinstance(problem, OtherFormat) and problem.version >= FORMAT:
+                return False
+            moved = eviction.move_entry_to_trash(store, key)
+            try:
+                os.unlink(lock_name(key), dir_fd=store.locks)
+            except FileNotFoundError:
+                pass
+        else:
+            if found is not None and found.lease is not None:
+                found.lease.release()
+            return True
+    if moved is not None:
+        delete_trash(store, moved)
+    return True
+
+
+def _check_keys(request: OpenRequest, manifest: Manifest) -> None:
+    arrays = list(dict.fromkeys(array.ragged or array.name for array in manifest.arrays))
+    tables = {table.part_of or table.name: list(table.columns) for table in manifest.tables}
+    answering = [name for table, columns in tables.items() for name in column_names(table, columns)]
+    every = [column for columns in tables.values() for column in columns]
+    Selection(request.keys).check([*arrays, *answering], [*arrays, *every], request.paths[0])
+
+
+def in_first_store(stores: Sequence[Store], build: Callable[[Store], Attached], what: str) -> Attached:
+    """Build in the first of these stores that has room. Raises NoRoom with the reasons of all."""
+    refused: list[NoRoom] = []
+    for store in stores:
+        try:
+            return build(store)
+        except NoRoom as problem:
+            # Memory may also fill up during the load. The traceback would keep the data read so far alive.
+            refused.append(problem.with_traceback(None))
+            problem.__context__ = problem.__cause__ = None
+            release_freed_memory()
+            log.info("%s", problem)
+    raise _no_room_anywhere(what, refused)
+
+
+def stores_wanted(request: OpenRequest, stores: Stores) -> list[Store]:
+    """The stores that the request may be built in, best first."""
+    chosen = [store for store in stores.found if request.wants(store)]
+    if not chosen:
+        raise NoStore(
+            say("there is no {backing} store", backing=request.backing),
+            why=joined(finding.why for finding in stores.findings) or say("no candidate directory is usable"),
+            fix=("backing='auto'", "LEGROOM_DIR=/some/local/directory"),
+        )
+    return chosen
+
+
+def _no_room_anywhere(what: str, refused: Sequence[NoRoom]) -> NoRoom:
+    if len(refused) == 1:
+        return refused[0]
+    return NoRoom(
+        say("no store has enough free space for {path}", path=what),
+        why=joined(say("{name}: {why}", name=problem.what, why=problem.why) for problem in refused),
+        fix=tuple(dict.fromkeys(line for problem in refused for line in problem.fix)),
+    )

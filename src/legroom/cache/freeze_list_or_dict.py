@@ -1,0 +1,285 @@
+"""``legroom.freeze``: lists and dicts of Python objects as one shared copy of bytes in the cache.
+
+The entry's key is the digest of the encoded bytes. So every process encodes its object once to know the key, and one of
+them writes: the first to take the lock of objects with the same sample. The others compute their digest meanwhile,
+and attach.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from legroom.cache import capacity, locks, remembered_digests
+from legroom.cache.elect_builder_and_publish import elect, publish_entry, this_builder
+from legroom.cache.find_or_build_entry import discard_unusable, in_first_store
+from legroom.cache.frozen_encoding import ENCODING, Encoder
+from legroom.cache.frozen_sequence_and_mapping import ARRAYS, FrozenContents, FrozenMapping, FrozenSequence
+from legroom.cache.frozen_writer import TYPES, FileOutputs, MemoryOutputs, Outputs, is_large, write_object
+from legroom.cache.lease_and_map_entry import Attached, attach, entry_record
+from legroom.cache.locks import Lock
+from legroom.cache.manifest import FROZEN, Damaged, Manifest, Options, OtherFormat, key_of
+from legroom.cache.staging_directory import StagingDirectory
+from legroom.cache.store_directories import (
+    Store,
+    StoreCandidate,
+    Stores,
+    UnusableStore,
+    log,
+    open_store,
+    open_stores,
+    step,
+    store_error,
+)
+from legroom.errors import EntryUnreadable, LegroomError, NotLoaded, StoreError, UsageError
+from legroom.messages import say
+from legroom.records import Entry, EntryArray
+from legroom.system.process_control import legroom_disabled
+
+_HASH = "md5"
+_SAMPLES = 64  # items in the sample
+_POLL = 0.02
+
+View = FrozenSequence | FrozenMapping
+
+
+def freeze(obj: Any, *, name: str | None = None) -> Any:
+    """Put a list, tuple or dict of Python objects into the cache, and return a view of the shared copy.
+
+    Reading a Python object writes its reference count, so each forked DataLoader worker copies the pages of a plain
+    list while it only reads it. A frozen one is bytes: workers, ranks and other jobs that freeze equal content share
+    one copy.
+
+    The result is a FrozenSequence or a FrozenMapping. Items are decoded on access; changing one changes nothing else.
+    UnsupportedData is raised, with the path, if an object cannot be kept exactly, and NoRoom if no store has space.
+
+    Args:
+        obj: A list, tuple or dict. A frozen object is returned as it is.
+        name: A name for ``legroom cache list``, such as ``"coco-train"``. It is not part of the identity.
+    """
+    if isinstance(obj, (FrozenSequence, FrozenMapping)):
+        return obj
+    if type(obj) not in TYPES:
+        raise UsageError(
+            say("legroom.freeze takes a list, a tuple or a dict, not {kind}", kind=type(obj).__name__),
+            why=say("numpy arrays and tensors need no freezing: reading them copies nothing"),
+            fix=(say("pass list(…) or dict(…)"), say("for arrays in a file, use legroom.open")),
+        )
+    if name is not None and (not isinstance(name, str) or not name or not name.isprintable()):
+        raise UsageError(say("name must be printable text, not {given!r}", given=name), fix=("name='coco-train'",))
+    called = name or "object"
+    if legroom_disabled(os.environ) or not locks.SUPPORTED:
+        return _in_this_process(obj, called, name)
+    work = _Freezing(obj, called, name)
+    for last in (False, True):
+        try:
+            with open_stores(make=True) as stores:
+                return _contents(_found_or_built(work, stores)).view()
+        except FileNotFoundError as problem:
+            if last:  # else the store was removed (logind does so at logout): create it again, once
+                raise store_error(problem) from problem
+        except OSError as problem:
+            if isinstance(problem, LegroomError):
+                raise
+            raise store_error(problem) from problem
+    raise AssertionError("not reached")
+
+
+@dataclass
+class _Freezing:
+    """One call of freeze: the object, what identifies it, and how much it will take."""
+
+    obj: Any
+    called: str  # in messages
+    name: str | None
+    sample: str = ""
+    estimate: int = 0
+    digest: str | None = None
+
+    def __post_init__(self) -> None:
+        obj, called = self.obj, self.called
+        count, kind = len(obj), type(obj).__name__
+        if isinstance(obj, dict):  # which cannot be entered in the middle
+            pairs = list(islice(obj.items(), _SAMPLES))
+            chosen = [(f"{called} (key {index})", key) for index, (key, _) in enumerate(pairs)]
+            chosen += [(f"{called}[{key!r:.80}]", value) for key, value in pairs]
+        else:
+            places = range(0, count, max(1, count // _SAMPLES))[:_SAMPLES]
+            chosen = [(f"{called}[{place}]", obj[place]) for place in places]
+        small = [(path, one) for path, one in chosen if not is_large(one)]
+        encoded = Encoder().encode_all([one for _, one in small], lambda index: small[index][0])
+        hasher = hashlib.blake2b(f"{ENCODING} {kind} {count} ".encode(), digest_size=8)
+        for data in encoded:
+            hasher.update(b"%d:%b" % (len(data), data))
+        self.sample = hasher.hexdigest()
+        each = sum(map(len, encoded)) // max(1, len(encoded)) + 8
+        self.estimate = count * (each if kind != "dict" else 2 * each + 12)
+
+    def key(self) -> str:
+        """The key of its entry: computed by encoding all of it, once."""
+        if self.digest is None:
+            step("digest")
+            self.digest = write_object(self.obj, self.called, Outputs()).digest
+        return key_of(self.digest, _HASH, Options())
+
+
+def _found_or_built(work: _Freezing, stores: Stores) -> Attached:
+    size = len(work.obj)
+    if any(remembered_digests.may_hold(store, _HASH, size, work.sample) for store in stores.found):
+        found = _find(stores, work.key())
+        if found is not None:
+            return found
+    won, stores = elect(stores, lambda store: _wait_for_turn(work, store, stores))
+    if isinstance(won, Attached):
+        return won
+    with won:
+        if work.digest is not None:
+            found = _find(stores, work.key())
+            if found is not None:
+                return found
+        elif any(remembered_digests.may_hold(store, _HASH, size, work.sample) for store in stores.found):
+            found = _find(stores, work.key())  # published between the first look and the lock
+            if found is not None:
+                return found
+        step("elected")
+        return in_first_store(list(stores.found), lambda store: _build_in(store, work), work.called)
+
+
+def _wait_for_turn(work: _Freezing, store: Store, stores: Stores) -> Lock | Attached:
+    """Take the lock of objects with this sample, or wait for the process that holds it and attach its entry."""
+    name = f"src-{FROZEN}-{work.sample}.lock"
+    while True:
+        lock = locks.acquire(store.locks, name)
+        if lock is not None:
+            return lock
+        found = _find(stores, work.key())  # the digest is computed while the other process writes
+        if found is not None:
+            return found
+        time.sleep(_POLL)
+
+
+def _find(stores: Stores, key: str) -> Attached | None:
+    """Attach the entry of that key in any store. A damaged one is moved to the trash and built again."""
+    for store in stores.distinct:
+        try:
+            found = attach(store, key)
+        except (Damaged, OtherFormat) as problem:
+            text = say("{root}/{key} is unusable and will be rebuilt: {why}", root=store.root, key=key, why=problem)
+            log.warning("%s", text)
+            discard_unusable(store, key)
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def _build_in(store: Store, work: _Freezing) -> Attached:
+    """Encode into a private directory of the store, and publish it. NoRoom at any point leaves nothing in it."""
+    need = capacity.BuildNeed(work.estimate + work.estimate // 8 + (1 << 18), len(ARRAYS) + 8)
+    with ExitStack() as stack:
+        staging = stack.enter_context(StagingDirectory(store, need, evict=True))
+        outputs = stack.enter_context(FileOutputs(staging))
+        step("write")
+        try:
+            written = write_object(work.obj, work.called, outputs)
+            step("written")
+            arrays = outputs.sealed(written)
+        except OSError as problem:
+            staging.raise_if_full(problem)
+            raise
+        work.digest = written.digest
+        size = sum(array.nbytes for array in arrays)
+
+        def describe(options: Options) -> Manifest:
+            assert work.digest is not None
+            return Manifest(
+                key=key_of(work.digest, _HASH, options),
+                hash=_HASH,
+                digest=work.digest,
+                options=options,
+                paths=(),
+                stamps=(),
+                source_bytes=size,
+                sample=work.sample,
+                kind=FROZEN,
+                arrays=arrays,
+                tables=(),
+                attributes=_attributes(work.obj, work.name),
+                built_at=time.time(),
+                built_by=this_builder(),
+                cgroups=capacity.memory_cgroup_inodes(),
+            )
+
+        def record(key: str) -> None:
+            try:
+                remembered_digests.note_sample(store, _HASH, len(work.obj), work.sample, key)
+            except OSError as problem:  # the next process finds the entry when it publishes its own
+                log.warning("%s", say("{root}: {problem}", root=store.root, problem=problem.strerror or problem))
+
+        return publish_entry(staging, describe, Options(), record=record)
+
+
+def _attributes(obj: Any, name: str | None) -> dict[str, Any]:
+    about: dict[str, Any] = {"encoding": ENCODING, "type": type(obj).__name__, "items": len(obj)}
+    return about | ({"name": name} if name is not None else {})
+
+
+def _contents(attached: Attached) -> FrozenContents:
+    manifest, root = attached.manifest, os.fspath(attached.root)
+    if (
+        manifest.kind != FROZEN
+        or manifest.attributes.get("encoding") != ENCODING
+        or set(attached.arrays) != set(ARRAYS)
+    ):
+        raise StoreError(
+            say("{key} is not a frozen object that this version can read", key=manifest.key),
+            why=say("its format is {kind}, encoding {encoding}",
+                    kind=manifest.kind, encoding=manifest.attributes.get("encoding")),
+            fix=(say("use the version of Legroom that froze it"), say("freeze the object again")),
+        )  # fmt: skip
+    record = entry_record(manifest, attached.backing, store=root, in_use=True, last_used=time.time())
+    return FrozenContents(attached.arrays, record, (root, attached.backing, manifest.key))
+
+
+def attach_frozen(root: str, backing: Any, key: str) -> FrozenContents:
+    """The contents of a frozen object that another process has pickled."""
+    candidate = StoreCandidate(Path(root).parent, backing, named=True)
+    why = say("the entry was dropped, or the other process runs on another machine or in another container")
+    found = None
+    try:
+        if os.fspath(candidate.root) == root and locks.SUPPORTED:
+            with open_store(candidate, make=False) as store:
+                found = attach(store, key)
+    except (OSError, UnusableStore, Damaged, OtherFormat, EntryUnreadable) as problem:
+        why = str(problem)
+    if found is None:
+        raise NotLoaded(
+            say("the frozen object {key} is not in the cache any more", key=key[:12]),
+            why=why,
+            fix=(say("keep a process alive that has it open: an entry in use is not evicted"),
+                 say("call legroom.freeze again where the object is made")),
+        )  # fmt: skip
+    return _contents(found)
+
+
+# Without a store (LEGROOM_DISABLE=1, Windows): the same bytes in this process. Forked workers share them too.
+
+
+def _in_this_process(obj: Any, called: str, name: str | None) -> View:
+    kept = MemoryOutputs()
+    written = write_object(obj, called, kept)
+    arrays = {part: np.frombuffer(bytes(kept.buffers.pop(part)), dtype) for part, dtype in ARRAYS.items()}
+    size = sum(array.nbytes for array in arrays.values())
+    shapes = {part: EntryArray(array.shape, str(array.dtype), array.nbytes) for part, array in arrays.items()}
+    entry = Entry(
+        None, (), written.digest, _HASH, FROZEN, "memory", size, shapes, {}, _attributes(obj, name)
+    )  # fmt: skip
+    return FrozenContents(arrays, entry, None).view()

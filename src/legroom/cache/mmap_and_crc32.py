@@ -1,0 +1,359 @@
+"""Read, write and map the files of the cache: whole ranges at an offset, CRC-32, copy-on-write mappings, prefaulting.
+
+Mappings are private and writable: a trainer that writes in place changes its own pages only. They reserve no memory,
+otherwise 40 GB could not be mapped on a 24 GB machine. Under ``vm.overcommit_memory=2`` the kernel would charge every
+writable mapping in full, so they are read-only there. No descriptor stays open: thousands of arrays would use them up.
+
+A MappedFile owns its addresses. Arrays keep it alive, and it keeps the lease alive. When the last array is freed the
+pages are unmapped and the lease is released, in this process alone.
+
+Prefault in memory reads one byte of every 64 kB, then one of every page. The kernel maps the pages around a fault with
+it, so the first pass maps nearly all and the second the rest. That takes two thirds of the time of
+MADV_POPULATE_READ, which walks page by page (16 ms against 23 for 368 MB on the machine of bench/results). On a disk,
+where each touch would wait for a read, MADV_POPULATE_READ is used, through ctypes because ``mmap.madvise`` holds the
+interpreter's lock. Kernels before 5.14 do not have it: their pages are touched too.
+
+CRC-32 is in the standard library, every other tool can compute it, and the checksums of parts that several threads
+copied can be combined without reading them again. It detects damage, not forgery. isal computes tens of GB/s per
+core, so the cost disappears behind the copy. zlib computes about 4 GB/s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from legroom.system.lazy_and_optional_imports import import_lock
+from legroom.system.process_control import MAP_FAILED, last_error, libc, usable_cpus
+from legroom.system.thread_limits import room_for_threads, start_thread_at_once
+
+HUGE_PAGE = 2 << 20  # bytes of a huge page on x86 and arm64, and the alignment of its address
+_NORESERVE = {"linux": 0x4000}.get(sys.platform, 0)
+_NO_ACCESS = 0  # PROT_NONE
+
+
+@cache
+def maps_writable() -> bool:
+    """Whether private writable mappings are free of charge on this kernel."""
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2"
+    except OSError:
+        return True
+
+
+class _Pages:
+    """Mapped addresses, unmapped when this object is freed."""
+
+    __slots__ = ("_unmap", "address", "keep", "length")
+
+    def __init__(self, address: int, length: int, keep: object) -> None:
+        self.address, self.length, self.keep = address, length, keep
+        self._unmap = libc().munmap
+
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At exit other threads may still read. The kernel unmaps it.
+        if not at_exit():
+            self._unmap(self.address, self.length)
+
+
+class MappedFile:
+    """One mapped file. ``keep`` is kept alive as long as the mapping.
+
+    It has no finalizer of its own, on purpose. A weak reference to an object with one can still be followed while the
+    finalizer runs, and a background thread would read pages that are being unmapped. Without one, a weak reference
+    gives either nothing or a mapping that stays.
+    """
+
+    __slots__ = ("__weakref__", "_pages", "writable")
+
+    def __init__(self, fd: int, length: int, keep: object = None, *, offset: int = 0) -> None:
+        self.writable = maps_writable()
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if self.writable else 0)
+        wish = _aligned_address(length, offset)
+        address = libc().mmap(wish, length, protection, mmap.MAP_PRIVATE | _NORESERVE, fd, offset)
+        if address == MAP_FAILED:
+            raise last_error()
+        self._pages = _Pages(address, length, keep)
+
+    @property
+    def address(self) -> int:
+        """Its first address."""
+        return self._pages.address
+
+    @property
+    def length(self) -> int:
+        """Its length in bytes."""
+        return self._pages.length
+
+    @property
+    def keep(self) -> object:
+        """The object that is kept alive with it."""
+        return self._pages.keep
+
+    def buffer(self) -> Any:
+        """The bytes, as an object that keeps this mapping alive."""
+        buffer: Any = (ctypes.c_char * self.length).from_address(self.address)
+        buffer.map = self
+        return buffer
+
+
+def _aligned_address(length: int, offset: int) -> int | None:
+    """A free address at which the file's huge pages can be mapped as such. The kernel alone would choose any.
+
+    Another thread may map something there first. Then the kernel chooses.
+    """
+    if length < HUGE_PAGE or sys.platform != "linux":
+        return None
+    span = length + HUGE_PAGE
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+    free = libc().mmap(None, span, _NO_ACCESS, private, -1, 0)
+    if free == MAP_FAILED:
+        return None
+    libc().munmap(free, span)
+    return int(free) + (offset - int(free)) % HUGE_PAGE
+
+
+_POPULATE_READ = 22
+_STEP = 64 << 20
+_PAGE = 4096
+_AROUND = 65536  # the kernel's default fault_around_bytes
+_MOST_THREADS = 4  # one CPU is left for the training run
+_HEAD_START = 0.0005  # the caller gets its arrays before prefaulting starts
+
+
+class Prefault:
+    """A running prefault. It ends early when the mappings are freed."""
+
+    def __init__(self, maps: Sequence[MappedFile], *, in_memory: bool) -> None:
+        self._maps = [weakref.ref(item) for item in maps]
+        self._in_memory = in_memory
+        self._start()
+
+    def _start(self) -> None:
+        self._pid = os.getpid()
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._steps: Iterator[tuple[weakref.ref[MappedFile], int]] = iter(())
+        self._running = 1
+        self.filled = 0
+        self._spawn(self._first)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until every page is mapped. False after ``timeout`` seconds."""
+        if self._pid != os.getpid():  # a forked child has the mappings but not the threads
+            self._start()
+        return self._done.wait(timeout)
+
+    def _spawn(self, work: Callable[[], None]) -> None:
+        # Without room it could end before it begins, and `wait` would never return. Pages are then mapped on use.
+        if not (room_for_threads(1) and start_thread_at_once(work)):
+            self._end()
+
+    def _first(self) -> None:
+        time.sleep(_HEAD_START)
+        sizes = [(reference, item.length) for reference in self._maps if (item := reference()) is not None]
+        total = sum(size for _, size in sizes)
+        if not self._in_memory and not _fits(total):
+            self._end()
+            return
+        self._steps = ((reference, offset) for reference, size in sizes for offset in range(0, size, _STEP))
+        helpers = min(_MOST_THREADS, usable_cpus() - 1, total // _STEP) - 1
+        for _ in range(helpers):
+            with self._lock:
+                self._running += 1
+            self._spawn(self._fill)
+        self._fill()
+
+    def _fill(self) -> None:
+        try:
+            while (step := self._next()) is not None:
+                reference, offset = step
+                item = reference()
+                if item is not None:
+                    length = min(_STEP, item.length - offset)
+                    if self._in_memory:
+                        _touch(item, offset, length, _AROUND)
+                        if length > _PAGE:
+                            _touch(item, offset, length, _PAGE)
+                    else:
+                        _populate(item, offset, length)
+                    self.filled += length
+                    del item  # the mapping may be freed between two steps
+        finally:
+            self._end()
+
+    def _next(self) -> tuple[weakref.ref[MappedFile], int] | None:
+        with self._lock:
+            return next(self._steps, None)
+
+    def _end(self) -> None:
+        with self._lock:
+            self._running -= 1
+            if self._running == 0:
+                self._done.set()
+
+
+def _populate(item: MappedFile, offset: int, length: int) -> None:
+    if libc().madvise(item.address + offset, length, _POPULATE_READ) != 0 and ctypes.get_errno() == errno.EINVAL:
+        _touch(item, offset, length, _PAGE)  # on any other error pages are mapped on use
+
+
+def _fits(size: int) -> bool:
+    """Whether a disk entry is small enough to prefault without evicting pages that are in use."""
+    with import_lock:
+        from legroom.cache.capacity import memory_bounds
+
+    return all(bound.free >= size for bound in memory_bounds())
+
+
+def _touch(item: MappedFile, offset: int, length: int, step: int) -> None:
+    """Read one byte of every ``step``. numpy releases the interpreter's lock meanwhile."""
+    import numpy as np
+
+    bytes_there = np.frombuffer(item.buffer(), np.uint8, length, offset)[::step]
+    int(bytes_there.max(initial=0))  # only to read the pages
+
+
+def read_at(fd: int, view: memoryview, offset: int) -> int:
+    """Read into ``view`` from ``offset``. Returns the number of bytes, 0 at the end."""
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [view], offset)
+    data = os.pread(fd, len(view), offset)
+    view[: len(data)] = data
+    return len(data)
+
+
+def write_all(fd: int, data: memoryview | bytes, offset: int) -> None:
+    """Write all of ``data`` at ``offset``."""
+    view = memoryview(data)
+    while len(view):
+        done = os.pwrite(fd, view, offset)
+        view, offset = view[done:], offset + done
+
+
+def write_back(fd: int) -> None:
+    """Write a file's dirty pages and wait for that, without the disk flush of fsync."""
+    if sys.platform == "linux":
+        everything = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE, WRITE, WAIT_AFTER
+        if libc().sync_file_range(fd, 0, 0, everything) == 0:
+            return
+        problem = last_error()
+        if problem.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise problem
+    try:
+        os.fsync(fd)
+    except OSError as problem:
+        if problem.errno not in (errno.EINVAL, errno.EROFS, errno.ENOTSUP):
+            raise
+
+
+MOST_PARTS = 256  # per call: POSIX guarantees 16, Linux allows 1024
+
+
+def write_parts(fd: int, parts: list[memoryview], offset: int) -> None:
+    """Write several buffers one after the other at ``offset``, in one call if the system can."""
+    done = os.pwritev(fd, parts, offset) if hasattr(os, "pwritev") and len(parts) <= MOST_PARTS else 0
+    for part in parts:
+        if done < len(part):  # a short write, or none
+            write_all(fd, part[done:], offset + done)
+        done = max(0, done - len(part))
+        offset += len(part)
+
+
+def grouped(parts: Iterable[memoryview], most: int) -> Iterator[list[memoryview]]:
+    """Group the parts to about ``most`` bytes: writers to one file take turns, so fewer writes are better.
+
+    Larger groups would leave the core's cache before they are written.
+    """
+    group: list[memoryview] = []
+    size = 0
+    for part in parts:
+        if group and (size + len(part) > most or len(group) == MOST_PARTS):
+            yield group
+            group, size = [], 0
+        group.append(part)
+        size += len(part)
+    if group:
+        yield group
+
+
+_POLYNOMIAL = 0xEDB88320
+_CHUNK = 1 << 20
+Part = tuple[int, int]  # (crc, length)
+
+
+class Crc(Protocol):
+    def __call__(self, data: Any, value: int = 0, /) -> int: ...
+
+
+@cache
+def crc32() -> Crc:
+    """The fastest CRC-32 function installed."""
+    try:
+        from isal import isal_zlib
+    except ImportError:
+        return zlib.crc32
+    fast: Crc = isal_zlib.crc32
+    return fast
+
+
+def combined(parts: Iterable[Part]) -> int:
+    """The CRC of all parts, concatenated."""
+    total = 0
+    for crc, length in parts:
+        total = (_multiply(_shift(length), total) if total else 0) ^ crc
+    return total
+
+
+def file_crc32(fd: int, offset: int = 0) -> int:
+    """The CRC of a file from ``offset`` to its end."""
+    crc, total, buffer = crc32(), 0, bytearray(_CHUNK)
+    view = memoryview(buffer)
+    while got := read_at(fd, view, offset):
+        total = crc(view[:got], total)
+        offset += got
+    return total
+
+
+def hex_digits(crc: int) -> str:
+    """Eight hexadecimal digits, as in the manifest."""
+    return f"{crc:08x}"
+
+
+def _multiply(a: int, b: int) -> int:
+    """The product of two polynomials modulo the CRC's, bits reflected: the highest bit is x^0."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+@cache
+def _power(exponent: int) -> int:
+    """x to the power of 2^exponent."""
+    return 1 << 30 if exponent == 0 else _multiply(_power(exponent - 1), _power(exponent - 1))
+
+
+@cache
+def _shift(length: int) -> int:
+    """x^(8·length): what a CRC is multiplied by when ``length`` bytes follow."""
+    product, exponent, bits = 1 << 31, 3, length
+    while bits:
+        if bits & 1:
+            product = _multiply(_power(exponent % 32), product)
+        bits >>= 1
+        exponent += 1
+    return product

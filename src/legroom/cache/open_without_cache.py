@@ -1,0 +1,169 @@
+"""Open data without the cache: read into this process (``LEGROOM_DISABLE=1``), or map the file in place."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from legroom.cache import mmap_and_crc32
+from legroom.cache.build_plan import ArrayTarget, BuildPlan, plan_files
+from legroom.cache.cached_arrays_and_tables import DataContents, ragged_of
+from legroom.cache.capacity import decoding_memory
+from legroom.cache.lease_and_map_entry import array_view, arrays_of, tables_of
+from legroom.cache.mmap_and_crc32 import MappedFile
+from legroom.cache.source_identity import source_changed_error, source_gone_error
+from legroom.cache.write_entry_files import check_source_checksum
+from legroom.errors import UnsupportedData
+from legroom.formats.base_reader import ArraySpec, BaseReader, Extent
+from legroom.formats.data_file import arriving, unreadable
+from legroom.formats.detect import open_source
+from legroom.formats.fill_arrays import bytes_of
+from legroom.messages import say
+from legroom.records import Entry
+from legroom.remote.object_url import ObjectUrl, SourcePath
+from legroom.system.lazy_and_optional_imports import import_lock
+
+NDArray = np.ndarray[Any, Any]
+_PAGE = 4096
+
+
+def in_process(
+    paths: Sequence[SourcePath], keys: tuple[str, ...] | None, progress: Callable[[int, int], None] | None
+) -> DataContents:
+    """Read everything into arrays of this process."""
+    with ExitStack() as stack:
+        memory = decoding_memory()
+        local = [_local(path, keys, stack) for path in paths]
+        readers = [stack.enter_context(open_source(path, keys, memory)) for path in local]
+        planned = plan_files([reader.describe() for reader in readers])
+        done = 0
+
+        def count(more: int) -> None:
+            nonlocal done
+            done += more
+            if progress is not None:
+                progress(min(done, planned.nbytes), planned.nbytes)
+
+        arrays = {target.spec.name: _read(target, readers, count) for target in planned.arrays}
+        tables: dict[str, list[bytes]] = {}
+        if planned.tables:
+            # Readers write tables to files. Only this process needs these.
+            with tempfile.TemporaryDirectory(prefix="legroom-") as folder:
+                for target in planned.tables:
+                    path = Path(folder, target.file)
+                    readers[target.source].write_table(target.name, path, count)
+                    tables.setdefault(target.part_of or target.name, []).append(path.read_bytes())
+    return DataContents(_entry(paths, planned, "memory"), arrays, tables, ragged_of(specs(planned)))
+
+
+def _local(path: SourcePath, keys: tuple[str, ...] | None, stack: ExitStack) -> Path:
+    """The path; of a remote object, a file in a temporary directory that it is downloaded to."""
+    if not isinstance(path, ObjectUrl):
+        return path
+    with import_lock:
+        from legroom.cache.download import Download
+        from legroom.remote.object_store import RemoteObject
+
+    stamp = RemoteObject(path).stat()
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="legroom-")))
+    download = stack.enter_context(Download(path, stamp, folder, whole=keys is None))
+    download.start()
+    stack.enter_context(arriving(download.path, download))
+    return download.path
+
+
+def in_place(paths: Sequence[SourcePath], keys: tuple[str, ...] | None) -> DataContents:
+    """Map the arrays in the file itself. It must not be truncated while they are used."""
+    arrays: dict[str, NDArray] = {}
+    extents: dict[str, Extent] = {}
+    if len(paths) != 1:
+        raise _cannot(say("several files"), say("arrays in different files cannot be mapped as one"))
+    if isinstance(paths[0], ObjectUrl):
+        raise _cannot(str(paths[0]), say("it is in remote storage"))
+    with open_source(paths[0], keys) as reader:
+        planned = plan_files([reader.describe()])
+        if planned.tables:
+            raise _cannot(planned.tables[0].spec.name, say("it is a table"))
+        for target in planned.arrays:
+            extent = reader.extent(target.spec.name)
+            if extent is None:
+                raise _cannot(target.spec.name, say("it is compressed, chunked, or not in native byte order"))
+            arrays[target.spec.name] = _mapped(target.spec, extent, reader)
+            extents[target.spec.name] = extent
+    return DataContents(_entry(paths, planned, "inplace"), arrays, {}, ragged_of(specs(planned)), extents.get)
+
+
+def _mapped(spec: ArraySpec, extent: Extent, reader: BaseReader) -> NDArray:
+    if extent.nbytes == 0:
+        return np.empty(spec.shape, spec.dtype)
+    if extent.offset % max(1, spec.dtype.alignment):
+        why = say("its byte offset {offset} is not a multiple of {alignment}",
+                  offset=extent.offset, alignment=spec.dtype.alignment)  # fmt: skip
+        raise _cannot(spec.name, why)
+    start = extent.offset - extent.offset % _PAGE
+    try:
+        fd = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as problem:
+        raise source_gone_error(extent.path, problem) from problem
+    try:
+        if not any(os.path.samestat(os.fstat(fd), os.fstat(own)) for own in reader.descriptors()):
+            raise source_changed_error(extent.path)  # its name leads to another file since its header was read
+        length = extent.offset - start + extent.nbytes
+        if os.fstat(fd).st_size < start + length:
+            raise _cannot(spec.name, say("the file is shorter than its data"))
+        mapped = MappedFile(fd, length, offset=start)
+        array = array_view(mapped, spec.shape, spec.dtype, extent.offset - start)
+        if extent.checksum is not None:  # read once and compare, as numpy does
+            check_source_checksum(extent, spec.name, [(mmap_and_crc32.crc32()(bytes_of(array)), extent.nbytes)])
+        return array
+    except OSError as problem:
+        raise unreadable(extent.path, problem) from problem
+    finally:
+        os.close(fd)
+
+
+def _read(target: ArrayTarget, readers: Sequence[BaseReader], count: Callable[[int], None]) -> NDArray:
+    whole: NDArray = np.ndarray(target.spec.shape, target.spec.dtype)  # numpy.empty would make U0 into U1
+    if len(target.pieces) == 1:
+        readers[0].read_into(target.spec.name, whole, count)
+        return whole
+    row = 0
+    for piece in target.pieces:
+        part: NDArray = (
+            np.empty(piece.shape, whole.dtype) if piece.shift or piece.skip else whole[row : row + piece.shape[0]]
+        )
+        readers[piece.source].read_into(piece.name, part, count)
+        rows = piece.shape[0] - piece.skip
+        if piece.shift or piece.skip:
+            whole[row : row + rows] = part[piece.skip :] + piece.shift
+        row += rows
+    return whole
+
+
+def specs(planned: BuildPlan) -> list[ArraySpec]:
+    """The arrays of a plan."""
+    return [target.spec for target in planned.arrays]
+
+
+def _entry(paths: Sequence[SourcePath], planned: BuildPlan, backing: Any) -> Entry:
+    arrays = arrays_of(specs(planned))
+    tables = tables_of((target.part_of or target.name, target.spec) for target in planned.tables)
+    sources = tuple(os.fspath(path) for path in paths)
+    return Entry(None, sources, None, None, planned.kind, backing, planned.nbytes, arrays, tables, planned.attributes)
+
+
+def _cannot(name: str, why: str) -> UnsupportedData:
+    return UnsupportedData(
+        say("{name} cannot be mapped in place", name=name),
+        why=why,
+        fix=(
+            say("use backing='auto' to make one shared copy"),
+            say("write it contiguous, uncompressed and in native byte order"),
+        ),
+    )

@@ -1,0 +1,225 @@
+"""The digest remembered for each source: small files in ``sources/``, and links in ``samples/``.
+
+A record contains its own name and a checksum, so a record that was swapped, renamed or damaged is not used.
+
+A record is trusted if its stamp and the stamps of all referenced files match, and the file had been unchanged for two
+seconds when hashing began. File system clocks are coarse: a file that is written twice within one tick keeps its
+stamp. A record made earlier is trusted only for requests from before the hashing began: hashing at that time could
+not have given them a better answer.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import stat
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from legroom.cache.manifest import is_key
+from legroom.cache.mmap_and_crc32 import write_all
+from legroom.cache.source_identity import DIGITS, Source, Stamp, same_lookup
+from legroom.cache.store_directories import Store, is_resource_shortage, store_lock
+from legroom.formats.base_reader import Lookup
+
+RECORD_FORMAT = 2  # a record of another format is ignored: the source is hashed again
+QUIET_NS = 2_000_000_000
+TEMPORARY = ".tmp-"
+SAMPLES = "samples"
+_MOST = 64 << 20
+_NO_RECORD = (errno.ENOENT, errno.ELOOP, errno.ENXIO)
+# A record's own checksum is its first line, over every byte that follows it.
+_OPENING = b'{"record_crc32": "%08x",\n'
+_OPENING_LENGTH = len(_OPENING % 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRecord:
+    """Digests of one source, by algorithm, and when they were computed."""
+
+    digests: Mapping[str, str]
+    hashed_ns: int  # when hashing began
+    changed_ns: int  # the latest change of any file at that time
+    paths: tuple[str, ...]
+    referenced: tuple[tuple[str, str], ...] = ()  # (path, stamp) of referenced files
+    lookups: tuple[Lookup, ...] = ()  # how the referenced files were found
+
+    def is_trusted(self, asked_ns: int) -> bool:
+        """Whether a request made at ``asked_ns`` may use it."""
+        return self.hashed_ns - self.changed_ns >= QUIET_NS or self.hashed_ns >= asked_ns
+
+
+def read_record(store: Store, source: Source) -> SourceRecord | None:
+    """The record of that source. None if there is none, or it is no longer valid."""
+    try:
+        record = read_record_named(store, source.name)
+    except OSError as problem:
+        if is_resource_shortage(problem):
+            raise
+        return None  # hashing will report the same problem
+    if record is None:
+        return None
+    for path, stamp in record.referenced:
+        try:
+            if str(Stamp.of(os.stat(path))) != stamp:
+                return None
+        except (OSError, ValueError):
+            return None
+    # The source may have been renamed: lookups start from its current path.
+    holders = dict(zip(map(Path, record.paths), map(Path, source.paths), strict=False))
+    for lookup in record.lookups:
+        if not same_lookup(replace(lookup, holder=holders.get(lookup.holder, lookup.holder))):
+            return None
+    return record
+
+
+def read_record_named(store: Store, name: str) -> SourceRecord | None:
+    """The record of that name, without checking its files. None for anything that is not a record.
+
+    Raises OSError if it could not be read.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(name, flags, dir_fd=store.sources)
+    except OSError as problem:
+        if problem.errno in _NO_RECORD:
+            return None
+        raise
+    try:
+        stats = os.fstat(fd)
+        data = os.read(fd, min(_MOST, stats.st_size + 1)) if stat.S_ISREG(stats.st_mode) else b""
+    finally:
+        os.close(fd)
+    try:
+        if data[:_OPENING_LENGTH] != _OPENING % zlib.crc32(data[_OPENING_LENGTH:]):
+            return None
+        return _parse(json.loads(data), name)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def all_records(store: Store) -> Iterator[SourceRecord]:
+    """Every readable record of a store."""
+    for name in os.listdir(store.sources):
+        try:
+            record = read_record_named(store, name)
+        except OSError:
+            continue
+        if record is not None:
+            yield record
+
+
+def _parse(value: Any, name: str) -> SourceRecord | None:
+    if value["format"] != RECORD_FORMAT or value["name"] != name:
+        return None
+    digests = {name: text for name, text in value["digests"].items() if _is_digest(name, text)}
+    numbers = value["hashed_ns"], value["changed_ns"]
+    paths = tuple(value["paths"])
+    behind = tuple((path, stamp) for path, stamp in value["behind"])
+    lookups = tuple(
+        Lookup(kind, name, Path(holder), None if found is None else Path(found))
+        for kind, name, holder, found in value["lookups"]
+    )
+    texts = (*paths, *(part for pair in behind for part in pair), *(one.name for one in lookups))
+    if not digests or not all(type(n) is int for n in numbers) or not all(type(t) is str for t in texts):
+        return None
+    return SourceRecord(digests, *numbers, paths, behind, lookups)
+
+
+def _is_digest(name: str, text: Any) -> bool:
+    return isinstance(text, str) and len(text) == DIGITS.get(name) and not set(text) - set("0123456789abcdef")
+
+
+def write_record(store: Store, source: Source, digests: Mapping[str, str], hashed_ns: int) -> None:
+    """Replace the source's record by rename.
+
+    Under the store's lock, so a temporary file that is seen under it was left by a killed process.
+    """
+    value = {
+        "format": RECORD_FORMAT,
+        "name": source.name,
+        "digests": dict(digests),
+        "hashed_ns": hashed_ns,
+        "changed_ns": source.changed_ns,
+        "paths": [os.fspath(path) for path in source.paths],
+        "behind": [[os.fspath(file.path), str(file.stamp)] for file in source.referenced],
+        "lookups": [
+            [one.kind, one.name, os.fspath(one.holder), None if one.found is None else os.fspath(one.found)]
+            for one in source.lookups
+        ],
+    }
+    with store_lock(store):
+        body = json.dumps(value).removeprefix("{").encode("ascii")
+        replace_record(store, source.name, _OPENING % zlib.crc32(body) + body)
+
+
+def replace_record(store: Store, name: str, data: bytes) -> None:
+    """Write a file in ``sources/`` by rename, under the store's lock."""
+    scratch = TEMPORARY + secrets.token_hex(8)
+    fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=store.sources)
+    try:
+        write_all(fd, data, 0)
+        if store.backing == "disk":
+            os.fsync(fd)
+    except BaseException:
+        os.close(fd)
+        os.unlink(scratch, dir_fd=store.sources)
+        raise
+    os.close(fd)
+    os.rename(scratch, name, src_dir_fd=store.sources, dst_dir_fd=store.sources)
+
+
+# Samples: one symbolic link per (hash, size, sample), which points to the entry. By its name a cold open finds out
+# whether hashing first may save the load, however many entries there are. It is a hint. If it is missing, the source
+# is loaded and its entry is found at publishing. If it is wrong, one hash is wasted. A link is created in one step and
+# needs no page on a full file system.
+
+
+def note_sample(store: Store, algorithm: str, size: int, sample: str, key: str) -> None:
+    """Remember the entry that a source with this sample has."""
+    name = _sample_name(algorithm, size, sample)
+    try:
+        os.mkdir(SAMPLES, 0o700, dir_fd=store.fd)
+    except FileExistsError:
+        if _sampled(store, name):
+            return
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=store.fd)
+    with suppress(FileExistsError):  # another process was faster
+        os.symlink(key, name, dir_fd=store.fd)
+
+
+def may_hold(store: Store, algorithm: str, size: int, sample: str) -> bool:
+    """Whether an entry exists that was built from a source of this size with this sample."""
+    return _sampled(store, _sample_name(algorithm, size, sample))
+
+
+def clear_samples(store: Store) -> None:
+    """Delete the samples of entries that are gone."""
+    try:
+        names = os.listdir(store.root / SAMPLES)
+    except OSError:
+        return
+    for name in names:
+        if not _sampled(store, f"{SAMPLES}/{name}"):
+            with suppress(FileNotFoundError):
+                os.unlink(f"{SAMPLES}/{name}", dir_fd=store.fd)
+
+
+def _sampled(store: Store, name: str) -> bool:
+    try:
+        key = os.readlink(name, dir_fd=store.fd)
+        os.stat(key, dir_fd=store.fd, follow_symlinks=False)
+    except (OSError, ValueError):
+        return False
+    return is_key(key)
+
+
+def _sample_name(algorithm: str, size: int, sample: str) -> str:
+    return f"{SAMPLES}/{algorithm}-{size}-{sample}"

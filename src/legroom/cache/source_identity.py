@@ -1,0 +1,530 @@
+"""Which data a path stands for: stamps (stat results) of its files, and the digest of their bytes.
+
+One file's digest is what ``md5sum`` prints. Several files, a directory, or a file whose data are partly in other
+files have the digest of their sorted (name, digest) list. A referenced file is named by the reference to it, not by
+its path: two such files that are swapped are different data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from legroom.cache.mmap_and_crc32 import read_at, write_back
+from legroom.errors import (
+    MissingPackage,
+    NoSuchObject,
+    SourceChanged,
+    SourceError,
+    TransferDamaged,
+    UnreadableSource,
+    UnsupportedData,
+    UsageError,
+)
+from legroom.formats.base_reader import BaseReader, Description, Lookup
+from legroom.formats.data_file import arriving_bytes, require_regular, unreadable, wait_for_some
+from legroom.messages import say
+from legroom.remote.object_url import BOUND, ObjectUrl, SourcePath
+from legroom.remote.object_version import ObjectStamp
+from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
+from legroom.system.process_control import usable_cpus
+from legroom.system.thread_limits import room_for_threads
+
+# "version" is the hash of a remote object's URL and version: of data that was read in part and not hashed.
+DIGITS = {"md5": 32, "blake3": 64, "xxh3": 32, "version": 32}
+# Small enough to stay in a core's cache between the read and the hash; blake3 spreads a chunk over threads.
+_CHUNKS = {"md5": 256 << 10, "xxh3": 256 << 10, "blake3": 8 << 20}
+
+# Threads that receive take turns with the hash: each turn waits for the interpreter's lock.
+_ARRIVING = 2 << 20
+_MAPPED = 8 << 20  # of an arriving file that needs no copy
+_SAMPLES = 16
+_TICK_NS = 20_000_000  # the coarsest file system clock: 10 ms at 100 Hz, with a margin
+_MOST_LINKS = 40  # the kernel's own limit
+_MOST_AGAIN = 10_000  # n directories with two links each to the next have 2^n names
+
+
+class Hasher(Protocol):
+    def update(self, data: Any, /) -> Any: ...
+    def hexdigest(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """The stat fields that identify a file's content: two equal stamps are taken for the same bytes."""
+
+    dev: int
+    ino: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, stats: os.stat_result) -> Stamp:
+        return cls(stats.st_dev, stats.st_ino, stats.st_size, stats.st_mtime_ns, stats.st_ctime_ns)
+
+    def __str__(self) -> str:
+        return f"{self.dev}-{self.ino}-{self.size}-{self.mtime_ns}-{self.ctime_ns}"
+
+
+@dataclass(frozen=True, slots=True)
+class StampedFile:
+    """One file, or remote object, of a source: its name in the digest, and its stamp."""
+
+    name: str
+    path: SourcePath
+    stamp: Stamp | ObjectStamp
+    local: Path | None = None  # where a remote object's bytes arrive on this machine
+    doubted: str | None = None  # the digest of an earlier download that was not as expected
+
+    @property
+    def readable(self) -> Path:
+        """The file on this machine that has its bytes."""
+        if self.local is None and isinstance(self.path, ObjectUrl):
+            raise ValueError(f"{self.path} is not on this machine")
+        return self.local or Path(self.path)
+
+    @property
+    def size(self) -> int:
+        return self.stamp.size or 0
+
+    @property
+    def changed_ns(self) -> int:
+        if isinstance(self.stamp, ObjectStamp):
+            return self.stamp.changed_ns
+        return max(self.stamp.ctime_ns, self.stamp.mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The paths to open, in the order of their rows, and every file that holds their data."""
+
+    paths: tuple[SourcePath, ...]
+    files: tuple[StampedFile, ...]
+    name: str  # names its record and its election lock
+    referenced: tuple[StampedFile, ...] = ()  # files that hold some of the data, found by reference
+    lookups: tuple[Lookup, ...] = ()  # how the referenced files were found
+    folders: tuple[StampedFile, ...] = ()  # directories: adding or removing a file changes their stamps
+    links: tuple[StampedFile, ...] = ()  # symbolic links on the paths of ``referenced``
+
+    @property
+    def all_files(self) -> tuple[StampedFile, ...]:
+        return self.files + self.referenced
+
+    @property
+    def size(self) -> int:
+        return sum(size or 0 for size in {file.stamp: file.stamp.size for file in self.all_files}.values())
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether some of it is in remote storage."""
+        return any(isinstance(path, ObjectUrl) for path in self.paths)
+
+    @property
+    def has_versions(self) -> bool:
+        """Whether all of it is in remote storage, and each object's version is vouched for."""
+        stamps = [file.stamp for file in self.files]
+        return all(isinstance(stamp, ObjectStamp) and stamp.by_ranges for stamp in stamps)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether every read was bound to the stamped version by its server, so that what was read is that version."""
+        return self.has_versions and all(
+            isinstance(file.path, ObjectUrl) and file.path.protocol in BOUND for file in self.files
+        )
+
+    @property
+    def changed_ns(self) -> int:
+        """When the last of the files changed."""
+        files = (*self.all_files, *self.folders)
+        return max((file.changed_ns for file in files), default=0)
+
+
+def stamp_source(paths: Sequence[SourcePath], *, ask: bool = False) -> Source:
+    """Stamp all files of these paths. With ``ask``, ask the servers of remote objects even if that was just done."""
+    files: list[StampedFile] = []
+    folders: list[StampedFile] = []
+    for path, name in zip(paths, shard_names(paths), strict=True):
+        if isinstance(path, ObjectUrl):
+            stamp = lazy_import("legroom.cache.recent_remote_versions").version_of(path, ask=ask)
+            files.append(StampedFile(name or path.name, path, stamp))
+        elif _is_folder(path):
+            _walk(path, name, files, folders)
+        else:
+            files.append(stamp_file(path, name or path.name))
+    if len(paths) == 1 and len(files) == 1 and not folders and isinstance(files[0].stamp, Stamp):
+        return Source(tuple(paths), tuple(files), str(files[0].stamp))
+    listed = "\n".join(sorted(f"{file.name}\0{_which(file)}{file.stamp}" for file in (*files, *folders)))
+    name = "set-" + hashlib.blake2b(os.fsencode(listed), digest_size=16).hexdigest()
+    return Source(tuple(paths), tuple(files), name, folders=tuple(folders))
+
+
+def _which(file: StampedFile) -> str:
+    """The object of a remote file: its stamp alone does not identify it, as a file's does."""
+    return f"{file.path.identity}\0" if isinstance(file.path, ObjectUrl) else ""
+
+
+def version_digest(source: Source) -> str:
+    """The digest of objects that are not read in whole: of their URLs and versions."""
+    listed = "\n".join(sorted(f"{file.name}\0{_which(file)}{file.stamp}" for file in source.files))
+    return hashlib.blake2b(os.fsencode(listed), digest_size=16).hexdigest()
+
+
+def with_doubts(source: Source, digests: Mapping[str, str]) -> Source:
+    """The source with, by path, what an earlier download of it had as its digest."""
+    return replace(source, files=tuple(replace(file, doubted=digests.get(str(file.path))) for file in source.files))
+
+
+def with_referenced(source: Source, lookups: Iterable[Lookup]) -> Source:
+    """Add the other files that hold its data, each named by the reference to it."""
+    searches = tuple(lookups)
+    if not searches:
+        return source
+    if source.is_remote:
+        raise UnsupportedData(
+            say("{path} refers to other files", path=source.paths[0]),
+            why=say("some of its data are in {name}", name=repr(searches[0].name)),
+            fix=(say("copy the file and those it refers to onto this machine"), say("select other data: keys=[…]")),
+        )
+    named: dict[SourcePath, str] = {file.path: file.name if len(source.files) > 1 else "" for file in source.files}
+    names = {file.stamp: [named[file.path]] for file in source.files}
+    called = dict(named)  # by path, the name of each file that refers to others
+    given = {file.stamp for file in source.files}
+    founds = {one.found: stamp_file(one.found) for one in searches if one.found is not None}
+    behind: dict[Stamp | ObjectStamp, StampedFile] = {}
+    for lookup in searches:
+        if lookup.found is None:
+            continue
+        file = founds[lookup.found]
+        name = f"{lookup.kind} {lookup.name} of {called.get(lookup.holder, lookup.holder.name)}"
+        called.setdefault(lookup.found, name)
+        names.setdefault(file.stamp, []).append(name)
+        if file.path not in named and file.stamp not in given:
+            behind.setdefault(file.stamp, file)
+    links = {link.path: link for file in behind.values() for link in _links_to(Path(file.path))}
+
+    def renamed(file: StampedFile) -> StampedFile:
+        return replace(file, name="\1".join(sorted(set(names[file.stamp]))))
+
+    return replace(
+        source,
+        files=tuple(map(renamed, source.files)) if behind else source.files,
+        referenced=tuple(map(renamed, behind.values())),
+        lookups=searches,
+        links=tuple(links.values()),
+    )
+
+
+def with_referenced_files(source: Source, descriptions: Iterable[Description]) -> Source:
+    """Add every file that the descriptions refer to."""
+    return with_referenced(source, dict.fromkeys(lookup for one in descriptions for lookup in one.lookups))
+
+
+def require_stamped(source: Source, readers: Iterable[BaseReader]) -> None:
+    """Raise SourceChanged if a reader has opened another file than was stamped: a link was switched."""
+    stamps = {file.stamp for file in (*source.all_files, *source.folders)}
+    downloads = [os.stat(file.local) for file in source.files if file.local is not None]
+    for reader in readers:
+        for fd in reader.descriptors():
+            stats = os.fstat(fd)
+            if Stamp.of(stats) not in stamps and not any(os.path.samestat(stats, one) for one in downloads):
+                raise source_changed_error(source.paths[0])
+
+
+def stamp_file(path: Path, name: str | None = None) -> StampedFile:
+    """Stamp one regular file, from its descriptor."""
+    try:
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+        try:
+            stats = os.fstat(fd)
+        finally:
+            os.close(fd)
+    except OSError as problem:
+        raise unreadable(path, problem) from problem
+    if not stat.S_ISREG(stats.st_mode):
+        require_regular(path)  # raises with the kind of file
+    return StampedFile(name or path.name, path, Stamp.of(stats))
+
+
+def shard_names(paths: Sequence[SourcePath]) -> list[str]:
+    """The name of each path in the digest, relative to their common parent: a moved folder is the same data."""
+    if len(paths) == 1:
+        return [""]
+    texts = [os.fspath(path) for path in paths]
+    if any(isinstance(path, ObjectUrl) for path in paths):
+        parts = [text.split("/") for text in texts]
+        common = next(
+            (n for n, same in enumerate(zip(*(part[:-1] for part in parts), strict=False)) if len(set(same)) > 1),
+            min(len(part) - 1 for part in parts),
+        )
+        return ["/".join(part[common:]) for part in parts]
+    base = os.path.commonpath([os.path.dirname(text) for text in texts])
+    return [Path(os.path.relpath(text, base)).as_posix() for text in texts]
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except OSError as problem:
+        raise unreadable(path, problem) from problem
+
+
+def _walk(path: Path, name: str, files: list[StampedFile], folders: list[StampedFile]) -> None:
+    """Stamp everything below a directory, following symbolic links as its reader does."""
+    with import_lock:  # imported here: it imports the readers' base class, which attaching does not need
+        from legroom.formats.detect import require_zarr_store
+
+    require_zarr_store(path)
+    waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(path, frozenset())]
+    reached: set[tuple[int, int]] = set()
+    again = 0
+    while waiting:
+        folder, above = waiting.pop()
+        # Names relative to the folder: a renamed or copied folder is the same data.
+        here = (Path(name) / folder.relative_to(path)).as_posix()
+        try:
+            stats = os.stat(folder)
+            folders.append(StampedFile(here + "/", folder, Stamp.of(stats)))
+            with os.scandir(folder) as found:
+                children = sorted((one.name, one.is_dir()) for one in found)
+        except OSError as problem:
+            raise unreadable(folder, problem) from problem
+        this = stats.st_dev, stats.st_ino
+        again += this in reached
+        reached.add(this)
+        if this in above or again > _MOST_AGAIN:
+            raise UnreadableSource(
+                say("cannot read {path}", path=path),
+                why=say("{folder} is a link to one of its own parent directories", folder=folder)
+                if this in above
+                else say("symbolic links lead to the same directories more than {most} times", most=_MOST_AGAIN),
+                fix=(say("remove the symbolic links"),),
+            )
+        inside = above | {this}
+        for child, is_folder in children:
+            if not is_folder:
+                files.append(stamp_file(folder / child, f"{here}/{child}".removeprefix("./")))
+        waiting += [(folder / child, inside) for child, is_folder in reversed(children) if is_folder]
+
+
+def _links_to(path: Path) -> Iterator[StampedFile]:
+    """The symbolic links on the path to a file, each with its own stamp."""
+    for _ in range(_MOST_LINKS):
+        for step in (*reversed(path.parents), path):
+            try:
+                stats = os.lstat(step)
+                target = os.readlink(step) if stat.S_ISLNK(stats.st_mode) else None
+            except OSError as problem:
+                raise source_gone_error(path, problem) from problem
+            if target is not None:
+                yield StampedFile(step.name, step, Stamp.of(stats))
+                target = os.path.join(step.parent, target)
+                path = Path(target, path.relative_to(step))
+                break
+        else:
+            return
+
+
+def is_unchanged(source: Source) -> bool:
+    """Whether all stamps, directory listings and lookups are still the same."""
+    try:
+        now = stamp_source(source.paths, ask=True)
+        links = all(Stamp.of(os.lstat(link.path)) == link.stamp for link in source.links)
+        behind = all(Stamp.of(os.stat(file.path)) == file.stamp for file in source.referenced)
+    except OSError as problem:
+        cause = problem.__cause__ if isinstance(problem, UnreadableSource) else problem
+        if isinstance(cause, (FileNotFoundError, NotADirectoryError)):
+            return False
+        if isinstance(problem, NoSuchObject):
+            return False
+        if isinstance(problem, UnreadableSource):
+            raise  # unknown: it may be unchanged
+        raise unreadable(Path(source.paths[0]), problem) from problem
+    return now.name == source.name and links and behind and all(map(same_lookup, source.lookups))
+
+
+def same_lookup(lookup: Lookup) -> bool:
+    """Whether a lookup still finds the same file."""
+    with import_lock:
+        from legroom.formats.hdf5_external_files import look_up
+
+    return look_up(lookup.kind, lookup.name, lookup.holder).found == lookup.found
+
+
+def flush_source(source: Source) -> None:
+    """Flush changes that other processes made through mappings, and wait for the clock tick to pass.
+
+    A dirty page can be changed again without a trace: the file's times change only when a clean page becomes dirty.
+    Flushed pages are clean. File systems in memory flush nothing, so it does not help there.
+
+    File system clocks are coarse: a file written a moment ago could be written again and keep its times.
+    """
+    files = [file for file in source.all_files if not isinstance(file.path, ObjectUrl)]
+    times = [file.stamp.ctime_ns for file in (*files, *source.folders) if isinstance(file.stamp, Stamp)]
+    changed_ns = max(times, default=0)
+    wait_ns = changed_ns + _TICK_NS - time.time_ns()
+    if 0 < wait_ns <= _TICK_NS:
+        time.sleep(wait_ns / 1e9)
+    for file in files:
+        try:
+            fd = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            try:
+                write_back(fd)
+            finally:
+                os.close(fd)
+        except OSError as problem:
+            raise source_gone_error(file.path, problem) from problem
+
+
+def digest_source(source: Source, algorithm: str, progress: Callable[[int], None] | None = None) -> str:
+    """The digest of all the source's bytes. Raises SourceChanged if a file no longer has its stamp."""
+    files = source.all_files
+    if len(files) == 1 and not source.folders:
+        return hash_file(files[0], algorithm, progress)
+    threads = min(len(files), usable_cpus())
+    if threads > 1 and room_for_threads(threads):
+        with ThreadPoolExecutor(threads, thread_name_prefix="legroom-hash") as pool:
+            digests = list(pool.map(lambda file: hash_file(file, algorithm, progress), files))
+    else:
+        digests = [hash_file(file, algorithm, progress) for file in files]
+    total = new_hasher(algorithm)
+    for name, value in sorted(zip((file.name for file in files), digests, strict=True)):
+        total.update(os.fsencode(f"{name}\0{value}\n"))
+    return total.hexdigest()
+
+
+def hash_file(file: StampedFile, algorithm: str, progress: Callable[[int], None] | None = None) -> str:
+    """The digest of one file's bytes. Its stamp is compared before and after, on the descriptor."""
+    hashers = {name: new_hasher(name) for name in dict.fromkeys((algorithm, *_expected(file)))}
+    path = file.readable
+    try:
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        try:
+            _same(fd, file)
+            for block in _blocks(fd, file, _CHUNKS[algorithm]):
+                for hasher in hashers.values():
+                    hasher.update(block)
+                if progress is not None:
+                    progress(len(block))
+            _same(fd, file)
+        finally:
+            os.close(fd)
+    except OSError as problem:
+        if isinstance(problem, SourceError):
+            raise
+        raise source_gone_error(file.path, problem) from problem
+    digests = {name: hasher.hexdigest() for name, hasher in hashers.items()}
+    _require_expected(file, digests)
+    return digests[algorithm]
+
+
+def _blocks(fd: int, file: StampedFile, chunk: int) -> Iterator[memoryview]:
+    """The file's bytes in order. Those of a remote object as they arrive, in place if they arrive in memory."""
+    path, offset = file.readable, 0
+    if (mapped := arriving_bytes(path)) is not None:
+        while offset < file.size:
+            there = wait_for_some(path, offset, min(_MAPPED, file.size - offset))
+            yield mapped[offset : offset + there]
+            offset += there
+        return
+    chunk = chunk if file.local is None else max(chunk, _ARRIVING)
+    buffer = memoryview(bytearray(min(chunk, max(1, file.size))))
+    while offset < file.size or not file.size:
+        there = wait_for_some(path, offset, min(len(buffer), file.size - offset))
+        got = read_at(fd, buffer[:there], offset)
+        if got == 0:
+            return
+        yield buffer[:got]
+        offset += got
+
+
+def _expected(file: StampedFile) -> Mapping[str, str]:
+    """By algorithm, the digest that a remote object's store states."""
+    return file.stamp.expected if isinstance(file.stamp, ObjectStamp) else {}
+
+
+def _require_expected(file: StampedFile, digests: Mapping[str, str]) -> None:
+    """Raise TransferDamaged if what arrived is not what the store states.
+
+    An ETag that looks like an MD5 may be something else. If two downloads have the same digest, they are right.
+    """
+    for algorithm, digest in _expected(file).items():
+        sure = isinstance(file.stamp, ObjectStamp) and file.stamp.is_sure(algorithm)
+        if digests[algorithm] == digest or (not sure and file.doubted == digests[algorithm]):
+            continue
+        raise TransferDamaged(
+            say("{path} arrived damaged", path=file.path),
+            why=say(
+                "the {algorithm} of what arrived is {has}, the storage service states {needed}",
+                algorithm=algorithm, has=digests[algorithm], needed=digest,
+            ),
+            fix=(say("try again; if it happens again, check the network and the proxies between"),),
+            path=str(file.path),
+            digest=digests[algorithm],
+        )  # fmt: skip
+
+
+def _same(fd: int, file: StampedFile) -> None:
+    if isinstance(file.stamp, Stamp) and Stamp.of(os.fstat(fd)) != file.stamp:
+        raise source_changed_error(file.path)
+
+
+def source_gone_error(path: SourcePath, problem: OSError) -> SourceError:
+    """The error for a stamped file that can no longer be opened or read."""
+    return source_changed_error(path) if isinstance(problem, FileNotFoundError) else unreadable(Path(path), problem)
+
+
+def source_changed_error(path: SourcePath) -> SourceChanged:
+    """The error for a file that changes while it is read."""
+    return SourceChanged(
+        say("{path} changed while it was being read", path=path),
+        why=say("its size or timestamps changed after the load began"),
+        fix=(say("wait until the file is fully written, then open it again"),),
+    )
+
+
+def sample_source(source: Source) -> str:
+    """A hash of a few pages of the files. Sources with different samples differ; equal samples prove nothing."""
+    hasher = hashlib.blake2b(digest_size=8)
+    for file in source.all_files[:_SAMPLES]:
+        try:
+            fd = os.open(file.readable, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            try:
+                for number in range(_SAMPLES):
+                    hasher.update(os.pread(fd, 4096, max(0, file.size - 4096) * number // (_SAMPLES - 1)))
+            finally:
+                os.close(fd)
+        except OSError as problem:
+            raise source_gone_error(file.path, problem) from problem
+    return hasher.hexdigest()
+
+
+def new_hasher(algorithm: str) -> Hasher:
+    """A hash object of that name."""
+    if algorithm in ("md5", "sha256"):
+        return hashlib.new(algorithm, usedforsecurity=False)
+    try:
+        if algorithm == "blake3":
+            from blake3 import blake3
+
+            return cast(Hasher, blake3(max_threads=blake3.AUTO))
+        if algorithm == "xxh3":
+            from xxhash import xxh3_128
+
+            return cast(Hasher, xxh3_128())
+    except ImportError as problem:
+        raise MissingPackage(
+            say("hash={name!r} needs a package that is not installed", name=algorithm),
+            why=str(problem),
+            fix=("pip install 'legroom[hash]'", say("use hash='md5', which needs no package")),
+        ) from problem
+    raise UsageError(
+        say("unknown hash {name!r}", name=algorithm), why=say("valid values: md5, blake3, xxh3"), fix=("hash='md5'",)
+    )

@@ -1,0 +1,150 @@
+"""Why a worker crashed: adds the reason and what to do to torch's error.
+
+Reads the signal, the exit code and the OOM counters, wherever torch notices the crash: while the loop waits for a
+batch, or in the middle of a training step, when the signal arrives.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import weakref
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
+
+from legroom.advice.remedies import raise_ram_limit
+from legroom.errors import BatchLost, WorkerDied
+from legroom.messages import say
+from legroom.probe.host_files_and_syscalls import Host
+from legroom.probe.memory import memory, ram_pool
+from legroom.probe.runtime_environment import environment
+from legroom.records import Memory
+from legroom.system.process_control import signal_name
+from legroom.units import format_size
+
+_TORCH_TEXT = re.compile(r"DataLoader worker \(pid(?:\(s\))? ?([\d, ]+)\)")
+
+
+class WorkerGroup:
+    """The workers of one iterator."""
+
+    def __init__(self, processes: Sequence[BaseProcess]) -> None:
+        self.processes = list(processes)
+        self._before = memory(Host())
+        _groups[:] = [ref for ref in _groups if ref() is not None] + [weakref.ref(self)]
+
+    @property
+    def pids(self) -> set[int]:
+        """Their process ids."""
+        return {process.pid for process in self.processes if process.pid is not None}
+
+    def explain(self, problem: BaseException) -> WorkerDied | None:
+        """The reason for torch's error, or for a batch that cannot be opened; None if no worker of these crashed."""
+        found = _TORCH_TEXT.search(str(problem))
+        if found is None and not isinstance(problem, BatchLost):
+            return None
+        named = self.pids if found is None else {int(pid) for pid in found[1].split(",")}
+        crashed = [(one.pid, one.exitcode) for one in self.processes if one.pid in named and one.exitcode]
+        if not crashed:
+            return None
+        pid, code = crashed[0]
+        assert code is not None
+        why, fix = explain(code, self._before, memory(Host()), len(self.processes))
+        return WorkerDied(_what(pid, code), why=why, fix=fix)
+
+
+# Without callbacks: torch's error may be raised between any two steps, and one in a callback would be lost.
+_groups: list[weakref.ref[WorkerGroup]] = []
+
+
+def explain(code: int, before: Memory, now: Memory, workers: int) -> tuple[str, tuple[str, ...]]:
+    """(why, what to do) for an exit code, judged by the OOM counters before and now."""
+    fewer = say("use num_workers={less} or a smaller batch", less=max(1, workers // 2))
+    if code == -signal.SIGKILL:
+        kills, first = now.events.oom_kills, before.events.oom_kills
+        source = now.events.source
+        if kills is None or first is None:
+            why = say("another process or the kernel sent SIGKILL. Whether it was the OOM killer is unknown: "
+                      "{source} has no counter", source=source)  # fmt: skip
+            return why, (fewer, say("find out which process the kernel killed:\ndmesg | grep -i 'killed process'"))
+        if kills > first:
+            pool = ram_pool(now)
+            free = say("unknown") if pool.free is None else format_size(pool.free)
+            size = say("unknown") if pool.size is None else format_size(pool.size)
+            why = say("the kernel's OOM killer: oom_kill in {source} rose from {first} to {kills}. "
+                      "{free} of {size} of memory are free now", source=source, first=first, kills=kills, free=free,
+                      size=size)  # fmt: skip
+            return why, (
+                fewer,
+                say("set memory_budget='256MB' to limit the batches on their way"),
+                *raise_ram_limit(environment(Host()), None)[:1],
+            )
+        why = say("another process sent SIGKILL. It was not the kernel's OOM killer: oom_kill in {source} is still "
+                  "{kills}", source=source, kills=kills)  # fmt: skip
+        return why, (say("find out which program kills processes here: a scheduler, systemd-oomd, earlyoom, a user"),)
+    if code == -signal.SIGBUS:
+        space, shm = Host().disk_space("/dev/shm"), say("unknown")
+        if space is not None:
+            shm = say("{free} free of {size}", free=format_size(space.free), size=format_size(space.size))
+        why = say("SIGBUS: it used a page of shared memory or of a mapped file that could not be allocated. "
+                  "/dev/shm: {shm}", shm=shm)  # fmt: skip
+        return why, (
+            say("if the dataset uses /dev/shm itself, check its free space:\ndf -h /dev/shm"),
+            say("if it maps files, check that no process truncates them and that their disk is not full"),
+        )
+    if code < 0:
+        why = say("the dataset's code, or a library it uses, was stopped by {name}", name=signal_name(-code))
+        return why, (
+            say("print where it crashed:\npython -X faulthandler …"),
+            say("num_workers=0 runs the dataset in this process"),
+        )
+    why = say("the dataset, its transforms or worker_init_fn ended the process with status {code}", code=code)
+    return why, (say("num_workers=0 shows where"),)
+
+
+def _what(pid: int | None, code: int) -> str:
+    """In torch's words, which people and programs search for."""
+    if code < 0:
+        text = signal.strsignal(-code) if -code in signal.valid_signals() else None
+        return say("DataLoader worker (pid {pid}) is killed by signal: {text} ({name})", pid=pid, text=text or -code,
+                   name=signal_name(-code))  # fmt: skip
+    return say("DataLoader worker (pid {pid}) exited unexpectedly with exit code {code}", pid=pid, code=code)
+
+
+def explain_sigchld() -> None:
+    """Add the reason also to the error that torch's SIGCHLD handler raises in the middle of other code."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    if callable(before) and not isinstance(before, _SigchldHandler):
+        signal.signal(signal.SIGCHLD, _SigchldHandler(before))
+
+
+class _SigchldHandler:
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._before(number, frame)
+        except RuntimeError as problem:
+            explained = _explained(problem)
+            if explained is None:
+                raise
+            try:
+                raise explained from problem
+            finally:
+                del explained  # else the error, and with it the iterator and its workers, lives until collected
+
+
+def _explained(problem: BaseException) -> WorkerDied | None:
+    """The reason for torch's error, of any iterator."""
+    for ref in _groups:
+        group = ref()
+        found = None if group is None else group.explain(problem)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,301 @@
+"""Batches that a trainer makes itself, equal bit by bit to those of the group.
+
+A trainer that is alone makes them with workers, as without ``share``. One that waits for its group makes the first ones
+in this process; if the group does not come back within seconds, it starts workers for the rest of the epoch.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from legroom.advice.memory_need import SPARE
+from legroom.errors import BudgetTooSmall, WorkerDied
+from legroom.loader.dataloader import resume
+from legroom.loader.dataloader.epoch_iterator import Progress, WorkerState
+from legroom.loader.dataloader.pin_memory import map_batch
+from legroom.loader.dataloader.sharing.seeding import (
+    Orders,
+    Position,
+    SeededDataset,
+    SeededStream,
+    generators_restored,
+    like_a_worker,
+)  # fmt: skip
+from legroom.loader.measure_process_memory import free_memory_now
+from legroom.messages import say
+from legroom.units import format_size
+
+_WAIT_S = 5.0  # before workers are started
+_WAIT_BATCHES = 4
+_MEMORY_WAIT_S = 1.0  # for other trainers to free theirs
+_CHECKED = 1 << 20  # bytes of a batch, from which on free memory is checked before the next one
+DEATHS = 3  # of workers at one batch, before it is an error: fewer may be an accident
+StartLoader = Callable[..., Any]  # makes an ordinary loader, with the arguments that say what it loads
+
+
+class RestOfEpoch:
+    """A batch sampler: what a SeededDataset is asked for, from one position to the end of its epoch."""
+
+    def __init__(self, orders: Orders, start: Position) -> None:
+        self._orders, self.start = orders, start
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        epoch, first = self.start
+        for number in range(first, len(self._orders.of(epoch))):
+            yield self._orders.items((epoch, number))
+
+    def __len__(self) -> int:
+        return len(self._orders.of(self.start[0])) - self.start[1]
+
+
+class _Workers:
+    """Takes batches from workers of this trainer's own, and starts them again when one is killed."""
+
+    def __init__(self) -> None:
+        self._inner: Any = None
+        self._next: Position | None = None  # what the workers deliver next
+        self._failed: Position | None = None  # a worker died while this batch was made
+        self._deaths = 0  # so often
+
+    @property
+    def workers(self) -> Any:
+        """The iterator that has the workers; None if there are none."""
+        return self._inner
+
+    @property
+    def workers_running(self) -> bool:
+        return self._inner is not None
+
+    def start(self, position: Position) -> None:
+        """Start workers at a position."""
+        raise NotImplementedError
+
+    def _take(self, position: Position, after: Position) -> Any:
+        """The next batch of the workers, which is the one at ``position``; StopIteration if there is none."""
+        while True:
+            if self._inner is None:
+                self.start(position)
+            self._next = after
+            try:
+                return next(self._inner)
+            except WorkerDied:
+                self.stop()
+                self._deaths = self._deaths + 1 if self._failed == position else 1
+                self._failed = position
+                if self._deaths == DEATHS:
+                    self._failed = None
+                    raise
+
+    def end_epoch(self) -> None:
+        """The epoch is over, or was left."""
+        self.stop()
+
+    def stop(self) -> None:
+        """End the workers."""
+        self._inner = self._next = None
+
+
+def tensor_bytes(batch: Any) -> int:
+    """Bytes of the tensors and arrays of a batch."""
+    total = 0
+
+    def count(one: Any) -> Any:
+        nonlocal total
+        size = getattr(one, "nbytes", None)
+        total += size if isinstance(size, int) else 0
+        return one if isinstance(size, int) else None
+
+    map_batch(batch, count)
+    return total
+
+
+class OwnBatches(_Workers):
+    """Batches of a map-style dataset."""
+
+    def __init__(
+        self, dataset: Any, batched: bool, collate_fn: Any, orders: Orders, start: StartLoader,
+        fresh: Callable[[], Any] | None = None, *, persistent: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._given = dataset, batched, collate_fn, orders, start, fresh
+        self._dataset, self._collate, self._orders = SeededDataset(dataset, batched), collate_fn, orders
+        self._start_loader, self._batched = start, batched
+        self._fresh = fresh  # a copy of the dataset from before it was used; None where there is none
+        self._used_here = False  # files that the dataset has opened here must not be inherited by workers
+        self._persistent = persistent
+        self._loader: Any = None
+        self._rest: RestOfEpoch | None = None
+        self._bytes = 0  # of the last batch that was made here
+        self._since: float | None = None  # when the first of these batches was made
+        self._count = 0
+
+    def another(self) -> OwnBatches:
+        """The same, with workers of its own."""
+        made = OwnBatches(*self._given, persistent=self._persistent)
+        made._used_here = self._used_here
+        return made
+
+    def make(self, position: Position, *, alone: bool, expected: bool) -> Any:
+        """The batch at a position.
+
+        ``alone``: no other trainer is there. ``expected``: a producer will soon make the batches.
+        """
+        if self._inner is not None and self._next == position:
+            return self._taken(position)
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        self._count += 1
+        self._leave_epoch()
+        if alone or (not expected and self._count > _WAIT_BATCHES and now > self._since + _WAIT_S):
+            self.start(position)
+            return self._taken(position)
+        return self.make_here(position)
+
+    def _taken(self, position: Position) -> Any:
+        try:
+            return self._take(position, self._orders.after(position))
+        except StopIteration:
+            self.stop()
+            return self.make_here(position)
+
+    def make_here(self, position: Position) -> Any:
+        """The batch, made in this process."""
+        self._used_here = True
+        self._check_memory()
+        with generators_restored(), like_a_worker():
+            batch = self._collate(self._dataset.__getitems__(self._orders.items(position)))
+        self._bytes = tensor_bytes(batch)
+        return batch
+
+    def _check_memory(self) -> None:
+        """Raise if another batch does not fit: a cgroup kills without an error.
+
+        Its samples and the batch exist at once, and another trainer may be about to make one too.
+        """
+        until = time.monotonic() + _MEMORY_WAIT_S
+        while True:
+            memory = free_memory_now() if self._bytes >= _CHECKED else None
+            if memory is None or memory.free >= 4 * self._bytes + SPARE:
+                return
+            if time.monotonic() > until:
+                break
+            time.sleep(0.02)
+        raise BudgetTooSmall(
+            say("not enough free memory to make a batch in the training process"),
+            why=say(
+                "its samples and the batch take {need}, and as much must stay free for another trainer. "
+                "{free} are free ({source})",
+                need=format_size(2 * self._bytes), free=format_size(memory.free), source=memory.source,
+            ),
+            fix=(say("raise the memory limit"), say("use fewer trainers or a smaller batch")),
+        )  # fmt: skip
+
+    def start(self, position: Position) -> None:
+        """Start workers at a position, or let those that persist begin there."""
+        self._inner = None
+        if self._loader is None:
+            dataset = self._dataset
+            if self._used_here and self._fresh is not None and (copy := self._fresh()) is not None:
+                dataset = SeededDataset(copy, self._batched)
+            self._rest = RestOfEpoch(self._orders, position)
+            self._loader = self._start_loader(dataset, batch_sampler=self._rest, persistent_workers=self._persistent)
+        assert self._rest is not None
+        self._rest.start = position
+        self._inner, self._next = iter(self._loader), position
+
+    def _leave_epoch(self) -> None:
+        self._inner = self._next = None
+        if not self._persistent:
+            self._loader = None
+
+    def rejoined(self) -> None:
+        """The group has the batches again: end the workers."""
+        self._since, self._count = None, 0
+        self.stop()
+
+    def end_epoch(self) -> None:
+        """Persistent workers wait for the next epoch; others end."""
+        self._since, self._count = None, 0
+        self._leave_epoch()
+
+    def stop(self) -> None:
+        """End the workers."""
+        super().stop()
+        self._loader = None
+
+
+class OwnStream(_Workers):
+    """Batches of an IterableDataset with a ``state_dict``, always made by workers: its position is in them."""
+
+    def __init__(
+        self, dataset: Any, batch_size: int | None, drop_last: bool, num_workers: int, seed: int, start: StartLoader
+    ) -> None:
+        super().__init__()
+        self._given = dataset, batch_size, drop_last, num_workers, seed, start
+        self._dataset, self._start_loader = dataset, start
+        self._seed, self._size, self._drop_last, self._num_workers = seed, batch_size, drop_last, num_workers
+        self.progress = self.new_progress((0, 0))  # the states of the workers after the last batch
+
+    def another(self) -> OwnStream:
+        """The same, with workers of its own."""
+        return OwnStream(*self._given)
+
+    def new_progress(self, position: Position, state: StreamState | None = None) -> Progress:
+        """What is known at a position: nothing, or a state that was taken there."""
+        turn, workers = (0, {}) if state is None else state
+        return Progress({}, position[1], batch_size=self._size, num_workers=self._num_workers, turn=turn,
+                        workers={number: WorkerState(*one) for number, one in workers.items()})  # fmt: skip
+
+    def make(self, position: Position, *, alone: bool, expected: bool) -> Any:
+        """The batch at a position; StopIteration at the end of the epoch."""
+        if self._next != position:
+            self.stop()
+        batch = self._take(position, (position[0], position[1] + 1))
+        of = self._inner._progress
+        self.progress.turn, self.progress.workers = of.turn, dict(of.workers)
+        return batch
+
+    def start(self, position: Position) -> None:
+        """Start workers at a position, with the states that are known there."""
+        self._inner = stream_epoch(
+            self._start_loader, self._dataset, position, stream_state(self.progress), seed=self._seed,
+            batch_size=self._size, drop_last=self._drop_last, num_workers=self._num_workers,
+        )  # fmt: skip
+        self._next = position
+
+    def rejoined(self) -> None:
+        """The group has the batches again: end the workers."""
+        self.stop()
+
+
+StreamState = tuple[int, Mapping[int, tuple[bytes, tuple[str, ...]]]]  # whose turn it is; what is known of each worker
+
+
+def stream_state(progress: Progress) -> StreamState:
+    """The state, to be sent to another process."""
+    return progress.turn, {number: (one.state, one.then) for number, one in progress.workers.items()}
+
+
+def stream_epoch(
+    start: StartLoader, dataset: Any, position: Position, state: StreamState, *, seed: int, batch_size: int | None,
+    drop_last: bool, num_workers: int,
+) -> Any:  # fmt: skip
+    """The rest of an epoch of an IterableDataset, by new workers."""
+    import torch
+
+    epoch, number = position
+    seeded = SeededStream(dataset, seed, epoch, batch_size)
+    generator = torch.Generator().manual_seed(seed ^ epoch)  # of the seeds that workers get, the same everywhere
+    loader = start(seeded, batch_size=batch_size, drop_last=drop_last, generator=generator)
+    if number:
+        turn, workers = state
+        loader.load_state_dict({
+            "version": resume.VERSION, "begun": True, "yielded": number, "beyond": [], "batch_size": batch_size,
+            "num_workers": num_workers, "generators": {}, "seeded": False, "lasting": False, "turn": turn,
+            "workers": {worker: {"state": pickle.loads(one), "then": list(then)}
+                        for worker, (one, then) in workers.items()},
+        })  # fmt: skip
+    return iter(loader)

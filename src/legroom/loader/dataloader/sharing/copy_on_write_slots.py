@@ -1,0 +1,136 @@
+"""In a trainer: maps the slots of a group privately, and opens batches on them.
+
+What a trainer writes into a batch is copied page by page for it alone. The pages it wrote are discarded before the slot
+is read again. The producer is told when the last tensor, view or slice of a batch is gone; only then may the slot be
+written. Two slots may be held like that; a further batch is copied out, and its slot is free at once.
+
+pin_memory copies a batch into pinned memory of torch: private maps are never registered with CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from legroom.loader.dataloader.memory_slots import HEADER, Slot, window
+from legroom.loader.dataloader.receive import MAX_HELD, copied
+from legroom.loader.dataloader.send import Span
+from legroom.loader.dataloader.sharing.producer_messages import Closed, Connection
+
+_all: weakref.WeakSet[PrivateSlots] = weakref.WeakSet()
+
+
+class Opened(NamedTuple):
+    """A batch, the state of its dataset after it, and where its bytes lie; none if it was copied out."""
+
+    batch: Any
+    state: Any
+    address: int
+    nbytes: int
+
+
+class PrivateSlots:
+    """The slots that this trainer has from one producer."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._slots: dict[int, Slot] = {}
+        self._used: set[int] = set()  # that were opened before
+        self._leases: weakref.WeakSet[_Lease] = weakref.WeakSet()
+        self._unsent: list[tuple[str, int]] = []
+        _all.add(self)
+
+    def add(self, slot_id: int, fd: int) -> None:
+        """Map a slot; the descriptor is closed."""
+        for known, slot in list(self._slots.items()):
+            if slot.released:  # its worker uses it no more
+                del self._slots[known]
+        self._slots[slot_id] = Slot.at(fd, slot_id, private=True)
+
+    def forget(self, slots: list[int]) -> None:
+        """The workers of these slots have ended; each map lives while a batch uses it."""
+        for slot_id in slots:
+            self._slots.pop(slot_id, None)
+            self._used.discard(slot_id)
+
+    def open(self, serial: int, slot_id: int | None, body: bytes, *, copy: bool = False) -> Opened:
+        """The batch, on its slot or copied out of it."""
+        spans, skeleton, state = pickle.loads(body)
+        if slot_id is None:
+            batch = pickle.loads(skeleton)
+            self.give_back(serial)
+            return Opened(batch, state, 0, 0)
+        slot = self._slots[slot_id]
+        if slot_id in self._used:
+            slot.discard_private_pages(_end(spans))
+        self._used.add(slot_id)
+        exporter = slot.exporter()
+        address, nbytes = slot.address + HEADER, _end(spans)
+        if copy or len(self._leases) >= MAX_HELD:
+            buffers, nbytes = copied(exporter, spans, None), 0
+            self.give_back(serial)
+        else:
+            buffers = [window(exporter, *span) for span in spans]
+            exporter.lease = _Lease(self, serial)
+            self._leases.add(exporter.lease)
+        return Opened(pickle.loads(skeleton, buffers=buffers), state, address, nbytes)
+
+    def give_back(self, serial: int) -> None:
+        """Tell the producer that nothing uses the batch any more."""
+        self.tell("release", serial)
+
+    def tell(self, kind: str, serial: int) -> None:
+        """Send a message about a batch, now or with the next one."""
+        self._unsent.append((kind, serial))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what could not be sent before."""
+        try:
+            while self._unsent:
+                message = self._unsent.pop(0)
+                if not self.connection.send(*message):
+                    self._unsent.insert(0, message)
+                    return
+        except IndexError:
+            pass  # another thread has sent it
+        except Closed:
+            self._unsent.clear()
+
+    def retire_held(self) -> None:
+        """A child is about to be forked, and keeps what is held now: these slots are not written again."""
+        for lease in list(self._leases):
+            self.tell("keep", lease.serial)
+
+
+class _Lease:
+    """The right to read a batch; it ends when this object is deleted.
+
+    It keeps the connection open, also when the loader is gone: without it the producer would write the slot again.
+    """
+
+    __slots__ = ("__weakref__", "pid", "serial", "slots")
+
+    def __init__(self, slots: PrivateSlots, serial: int) -> None:
+        self.slots, self.serial, self.pid = slots, serial, os.getpid()
+
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not at_exit() and os.getpid() == self.pid:
+            self.slots.give_back(self.serial)
+
+
+def _end(spans: list[Span]) -> int:
+    return max((offset + nbytes for offset, nbytes in spans), default=0)
+
+
+def _retire_all_held() -> None:
+    for slots in list(_all):
+        slots.retire_held()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_retire_all_held)

@@ -1,0 +1,476 @@
+"""The trial run: a real DataLoader with the given settings and a loop without a model, in a child process.
+
+Two epochs, or as much of them as the time allows, with pauses in which the queues fill; more epochs if they are short.
+If its workers may run a full garbage collection in a longer run, a second loader follows in which they do.
+start_dataloader_trial.py starts, watches and stops it. It imports little, because its own memory is measured too.
+
+Run as ``python -m legroom.loader.measure.dataloader_trial REQUEST ANSWER``. The answer is a line of JSON for each
+step, so that the progress of a killed child is known.
+"""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import gc
+import json
+import mmap
+import os
+import signal
+import struct
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from legroom.probe.copy_on_write import CopiedMemory
+
+_STILL_S, _POLL_S = 0.1, 0.01  # without CPU time until a worker counts as waiting; between two checks
+_COLLECTED = 10  # batches of each worker within which a full garbage collection comes, if young ones continue
+_PEAK_READ_S = 0.05  # by then the guard has read the kernel's peak
+_COMPARED = 2048  # pages that a worker copied, compared at each reading
+_JUDGED = 256  # samples that show whether reading them copies; twice as many pages
+_MORE_EPOCHS, _MORE_S = 16, 2.0  # after two short epochs: memory rises for the first dozens of batches
+_TAIL = 5  # lines of a traceback that show where it came from
+_FILES = ("too many open files", "ancdata")
+_SHM = ("bus error", "shared memory", "no space left on device", "</torch_", "unable to resize file")
+_RAM = ("signal: killed", "sigkill", "not enough memory", "can't allocate memory", "cannot allocate memory")
+
+Note = Callable[..., None]
+
+
+def main(request: str, answer: str) -> None:
+    """Run the loop that the request describes."""
+    faulthandler.enable()
+    with open(request, encoding="utf-8") as file:
+        settings = json.load(file)
+    if os.getcwd() not in sys.path:  # absent under PYTHONSAFEPATH
+        sys.path.insert(0, os.getcwd())
+    from legroom.loader.measure.import_dataset import find_dataset
+
+    def make() -> tuple[Any, Any]:
+        if sizes := settings.pop("sizes", None):
+            settings.pop("spec"), settings.pop("collate")
+            return TensorsOfSize(sizes, settings.pop("samples")), None
+        named = find_dataset(settings.pop("spec"), settings.pop("collate"))
+        return named.dataset, named.collate_fn
+
+    run(make, answer, settings)
+    os._exit(0)  # threads or atexit hooks of a dataset may hang
+
+
+class TensorsOfSize:
+    """Samples of which only the bytes are known: tensors of these sizes."""
+
+    def __init__(self, sizes: list[int], samples: int) -> None:
+        self._sizes, self._samples = sizes, samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        import torch
+
+        return tuple(torch.ones(size, dtype=torch.uint8) for size in self._sizes)
+
+
+def run(make: Callable[[], tuple[Any, Any]], answer: str, settings: dict[str, Any]) -> None:
+    """In the child: run the loop and write every step to the file ``answer``."""
+    prefer_kill()
+    sink = os.open(answer, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def note(**what: Any) -> None:
+        os.write(sink, (json.dumps({**what, "time": time.monotonic()}) + "\n").encode())
+
+    try:
+        dataset, collate_fn = make()
+        _loop(dataset, collate_fn, note, **settings)
+    except BaseException as problem:  # SystemExit too: a script may exit while it is imported
+        note(
+            error=f"{type(problem).__name__}: {problem}"[:4000], pool=_pool(problem), lost=_lost(problem),
+            semaphore=_innermost(problem).endswith("synchronize.py"), tail=traceback_tail(problem),
+        )  # fmt: skip
+
+
+def prefer_kill() -> None:
+    """Let the OOM killer take this process and its workers first, and end it with its guard."""
+    from legroom.system.process_control import die_with_parent, prefer_oom_kill
+
+    prefer_oom_kill()
+    die_with_parent(signal.SIGKILL)
+
+
+def collect_early() -> None:
+    """Let full garbage collections follow after a few young ones, in this process and in those forked from it.
+
+    A full collection writes to every object, so a forked worker copies the pages of all that it inherited: 37 MB with
+    torch imported. It comes after 121 young collections, and only if the objects that survived since the last full one
+    are a quarter of the others. Both counts are inherited from the process that forks. So two epochs have one by
+    chance, and a run of hours has one sooner or later, if young collections continue. They do where a batch has more
+    than 700 objects at a time.
+    """
+    first = gc.get_threshold()[0]
+    if not gc.isenabled() or not first:
+        return
+    if not gc.get_freeze_count():  # keep a freeze of the program
+        # Counts over an empty heap, so that no full collection is postponed. It writes to no object.
+        gc.freeze()
+        gc.collect()
+        gc.unfreeze()
+    gc.set_threshold(first, 1, 1)
+
+
+class _YoungCollections:
+    """When a forked worker last ran a garbage collection; a worker of this process inherits the callback."""
+
+    def __init__(self) -> None:
+        self._seen = mmap.mmap(-1, mmap.PAGESIZE)  # shared with the workers
+        self._main = os.getpid()
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start" and os.getpid() != self._main:
+            struct.pack_into("d", self._seen, 0, time.monotonic())
+
+    def after(self, moment: float) -> bool:
+        """Whether a worker ran one after that moment."""
+        return bool(struct.unpack_from("d", self._seen)[0] > moment)
+
+    def end(self) -> None:
+        gc.callbacks.remove(self._note)
+
+
+def _loop(
+    dataset: Any,
+    collate_fn: Any,
+    note: Note,
+    *,
+    loader_kind: str,
+    batch_size: int,
+    num_workers: int,
+    prefetch_factor: int,
+    persistent_workers: bool,
+    multiprocessing_context: str | None,
+    seconds: float,
+    batch_seconds: float,
+    pause_seconds: float,
+    longer_seconds: float,
+) -> None:
+    options: dict[str, Any] = {}
+    if num_workers:
+        options = {
+            "prefetch_factor": prefetch_factor,
+            "persistent_workers": persistent_workers,
+            "multiprocessing_context": multiprocessing_context,
+        }
+    module = "legroom.loader.dataloader.dataloader" if loader_kind == "legroom" else "torch.utils.data"
+
+    def new_loader() -> Any:
+        return import_module(module).DataLoader(
+            dataset, batch_size=batch_size, num_workers=num_workers, collate_fn=collate_fn,
+            shuffle=_shuffled(dataset), **options,
+        )  # fmt: skip
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forking with threads, and of more workers than cores
+        loader = new_loader()
+        shm = _ShmUse()
+        note(step="start", process=_anonymous(), workers=num_workers)
+        collections = _YoungCollections()
+        pauses = _Pauses(max(_STILL_S, 2 * batch_seconds), pause_seconds)
+        least = num_workers * (prefetch_factor + 2) + 3  # by then every worker has made several batches
+        whole, begun = True, 0.0
+        copies: _Copies | None = None
+        batch = None  # stays alive from one epoch to the next, as in a training loop
+        for epoch, share in enumerate((0.6, 0.4)):
+            done, until = 0, 0.0
+            enough = least * (2 - epoch)  # twice in the first epoch: its second half shows whether memory grows
+            wanted = 0  # batches, if time allows
+            if epoch == 0 and num_workers:
+                copies = _Copies(dataset, num_workers, batch_size)
+                wanted = copies.batches_wanted
+            source = iter(loader)
+            if epoch == 0 and copies is not None:
+                copies.forked()
+            for batch in source:  # noqa: B007  kept alive
+                done += 1
+                if done == 1:  # without the start of the workers
+                    begun = time.monotonic()
+                    until = begun + share * seconds
+                if done == least or done & (done - 1) == 0:  # early ones fill the queues, later ones show growth
+                    full = None
+                    if num_workers:
+                        full = pauses.wait(source if loader_kind == "torch" else None)
+                    note(step="batch", epoch=epoch, batches=done, fds=_open_files(), full=full, shm=shm.now())
+                    if copies is not None and epoch == 0:
+                        copies.read(done)
+                if done >= enough and time.monotonic() > until + (longer_seconds if done < wanted else 0.0):
+                    whole = False
+                    break
+            if copies is not None and epoch == 0:
+                copies.read(done)
+            del source  # its workers end before those of the next epoch start
+            note(step="epoch", epoch=epoch, batches=done, fds=_open_files())
+        if whole:
+            batch = _more_epochs(loader, batch, min(_MORE_S, seconds))
+        del batch, loader
+        collections.end()
+        # The workers of legroom.DataLoader freeze what they inherit.
+        collects = loader_kind == "torch" and gc.isenabled() and collections.after(begun)
+        time.sleep(_PEAK_READ_S)
+        note(step="end", whole=whole, collects=collects)  # what follows is not the loop's need
+        if copies is not None:
+            copies.note(note)
+        if collects:
+            note(step="collected", whole=_with_full_collections(new_loader(), num_workers, persistent_workers, seconds))
+
+
+def _more_epochs(loader: Any, batch: Any, seconds: float) -> Any:
+    """Run further epochs for a moment: workers and the process copy more of the memory that they share."""
+    until = time.monotonic() + seconds
+    for _ in range(_MORE_EPOCHS):
+        for batch in loader:  # kept alive
+            if time.monotonic() > until:
+                return batch
+    return batch
+
+
+def _with_full_collections(loader: Any, workers: int, persistent: bool, seconds: float) -> bool:
+    """Run batches in which every worker that keeps collecting runs a full collection; whether time was enough.
+
+    Persistent workers live for all epochs, others for one.
+    """
+    done, until = 0, time.monotonic() + seconds
+    collect_early()
+    while done < workers * _COLLECTED:
+        before = done
+        for _batch in loader:
+            done += 1
+            if done >= workers * _COLLECTED:
+                break
+            if time.monotonic() > until:
+                return False
+        if not persistent or done == before:
+            break
+    return True
+
+
+class _Copies:
+    """What a forked worker copies of the dataset in the first epoch, by attribute.
+
+    No garbage is collected meanwhile: a full collection after the fork would copy the objects of this process, which
+    the loop of a training script does not do. Made before the fork, because it imports what it needs.
+    """
+
+    def __init__(self, dataset: Any, workers: int, batch_size: int) -> None:
+        from legroom.probe.copy_on_write import CopyReader
+        from legroom.probe.host_files_and_syscalls import Host
+
+        self._dataset, self._number, self._batch_size = dataset, workers, batch_size
+        self._reader = CopyReader(Host(), os.getpid(), compare=True, pages=_COMPARED, since_fork=True)
+        self._workers: list[int] = []
+        self._copied: tuple[CopiedMemory, ...] = ()
+        self._samples = 0
+
+    def forked(self) -> None:
+        """The workers have been started."""
+        with _no_collection():
+            self._workers = [int(pid) for pid in _children()][:1]  # one: they all read the same dataset
+            self._copied = self._reader.read(self._workers, time.monotonic())
+
+    @property
+    def batches_wanted(self) -> int:
+        """After so many the worker has read enough."""
+        return -(-_JUDGED // self._batch_size) * self._number
+
+    def read(self, batches: int) -> None:
+        """Read it after so many batches, if the worker still exists: it ends with the epoch."""
+        with _no_collection():
+            copied = self._reader.read(self._workers, time.monotonic())
+            if any(one.copied is not None for one in copied):
+                self._copied = copied
+                self._samples = batches // self._number * self._batch_size
+
+    def note(self, note: Note) -> None:
+        """Write it, after the loop: looking up attributes writes to every object, and takes memory of its own."""
+        for one in self._copied:
+            if one.copied:
+                from legroom.cache.freeze_dataset_attributes import copied_parts
+
+                note(step="copied", attributes=copied_parts(self._dataset, one, self._samples))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _shuffled(dataset: Any) -> bool:
+    """Whether to shuffle, which touches most of what the dataset holds: if it has indices and a length."""
+    from legroom.loader.measure.import_dataset import is_iterable, length
+
+    return not is_iterable(dataset) and bool(length(dataset))
+
+
+class _Pauses:
+    """Waits until the workers have filled the queues, within a limit for all pauses together."""
+
+    def __init__(self, still: float, together: float) -> None:
+        self._still, self._left = still, together
+
+    def wait(self, source: Any) -> bool | None:
+        """Wait until no worker has used a CPU for a while, and every requested batch is in the queue.
+
+        Returns whether all were; None if unknown. A worker that waits for a disk uses no CPU either. A worker whose
+        stream has ended answers no request: if all have taken theirs and none is busy for longer than a batch takes,
+        all that there are have been made. Without a source (legroom.DataLoader) that is all there is to go by.
+        """
+        from legroom.loader.dataloader.torch_internals import all_batches_queued, all_requests_taken
+
+        began = since = time.monotonic()
+        last, full = _activity(), all_batches_queued(source)
+        while (now := time.monotonic()) < began + self._left:
+            if now > since + self._still and full is not False:
+                full = full or source is None or all_requests_taken(source) or None
+                break
+            time.sleep(_POLL_S)
+            full = all_batches_queued(source)
+            if (current := _activity()) is None or current != last:
+                last, since = current, time.monotonic()
+        self._left = max(self._still, self._left - (now - began))
+        return full
+
+
+def _activity() -> list[tuple[str, str]] | None:
+    """CPU time of each child; None while one runs or waits for a CPU: on a busy machine that can take long."""
+    found = []
+    for pid in _children():
+        try:
+            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] in "RD":
+            return None
+        found.append((fields[11], fields[12]))
+    return found
+
+
+def _children() -> list[str]:
+    found = []
+    try:
+        for task in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{task}/children", encoding="ascii") as file:
+                found += file.read().split()
+    except OSError:  # the kernel lacks the file: the pause has a fixed length
+        pass
+    return found
+
+
+def _open_files() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd")) - 1
+    except OSError:
+        return 0
+
+
+class _ShmUse:
+    """Bytes in /dev/shm that the loop has added.
+
+    If other processes use it too, they may free some meanwhile. So the least is what this process and its workers have
+    open or mapped, without the files that existed before, such as a cached dataset.
+    """
+
+    def __init__(self) -> None:
+        self._before = self._used()
+        self._earlier: set[int] = set()
+        if self._before:
+            from legroom.probe.host_files_and_syscalls import Host
+            from legroom.probe.shm_segments import files_below
+
+            self._earlier = {file.inode for file in files_below(Host(), "/dev/shm").files} | self._files().keys()
+
+    def now(self) -> int:
+        added = self._used() - self._before
+        return max(added, self.held()) if self._before else added
+
+    def held(self) -> int:
+        """Of that, what this process and its workers have open or mapped."""
+        return sum(size for inode, size in self._files().items() if inode not in self._earlier)
+
+    def _used(self) -> int:
+        try:
+            space = os.statvfs("/dev/shm")
+        except OSError:
+            return 0
+        return (space.f_blocks - space.f_bfree) * space.f_frsize
+
+    def _files(self) -> dict[int, int]:
+        """By inode, the sizes of the files that this process and its workers have open or mapped."""
+        from legroom.probe.host_files_and_syscalls import Host
+        from legroom.probe.shm_segments import Segments
+
+        segments, inodes = Segments.of(Host()), set[int]()
+        for pid in (os.getpid(), *map(int, _children())):
+            if (found := segments.of_process(pid)) is not None:
+                inodes |= found.inodes
+        return {inode: segments.sizes.get(inode, 0) for inode in inodes}
+
+
+def _anonymous() -> int:
+    """Anonymous memory of this process: forked workers copy at most that."""
+    try:
+        with open("/proc/self/status", encoding="utf-8") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
+    except (OSError, StopIteration, ValueError):
+        return 0
+
+
+def _pool(problem: BaseException | None) -> str | None:
+    """The memory pool that ran out, according to an error; None: the error has another reason."""
+    while problem is not None:
+        number = getattr(problem, "errno", None)
+        if number in (errno.EMFILE, errno.ENFILE):
+            return "fds"
+        if isinstance(problem, MemoryError) or number == errno.ENOMEM:
+            return "ram"
+        if getattr(problem, "code", None) == "budget-too-small":
+            return "ram"
+        text = str(problem).lower()
+        for pool, marks in (("fds", _FILES), ("shm", _SHM), ("ram", _RAM)):
+            if any(mark in text for mark in marks):
+                return pool
+        problem = problem.__cause__ or problem.__context__
+    return None
+
+
+def _lost(problem: BaseException) -> bool:
+    """Whether a worker closed the connection by which it sends a batch: it crashed, or could not open a file."""
+    return isinstance(problem, EOFError | ConnectionError) and "multiprocessing" in _innermost(problem)
+
+
+def _innermost(problem: BaseException) -> str:
+    """The file of the code that raised it."""
+    frames = traceback.extract_tb(problem.__traceback__)
+    return frames[-1].filename if frames else ""
+
+
+def traceback_tail(problem: BaseException) -> list[str]:
+    """The last lines of a traceback."""
+    lines = (line.strip() for line in "".join(traceback.format_exception(problem)).splitlines())
+    return [line for line in lines if line.strip("^~ ")][-_TAIL:]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,174 @@
+"""Measures a dataset in this process: bytes and seconds of a few samples and of one collated batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import cycle, islice
+from math import ceil
+from typing import Any
+
+from legroom.errors import DatasetFailed
+from legroom.loader.measure.dataloader_throughput import measure_transport
+from legroom.loader.measure.dataset_samples import Clock, Contents, DrawnSamples, contents_of, draw_samples
+from legroom.loader.measure.import_dataset import is_iterable, length
+from legroom.loader.measure_process_memory import free_bytes, idle_worker, private_bytes, start_method
+from legroom.messages import phrase, say
+from legroom.records import LoaderKind, Measured
+from legroom.system.argument_checks import check_integer
+from legroom.system.lazy_and_optional_imports import require
+
+FIX = phrase("first make dataset[0] and one collated batch work by themselves")
+_ENOUGH = 256 << 20  # bytes of a collated batch: larger ones are extrapolated
+_REPEATS, _COLLATE_S = 5, 0.25  # a fast collate is timed again, because the first call imports and warms up
+
+
+def measure(
+    dataset: Any,
+    *,
+    batch_size: int,
+    collate_fn: Callable[[Any], Any] | None = None,
+    samples: int = 32,
+    seconds: float = 2.0,
+    transport: LoaderKind | None = None,
+    method: str | None = None,
+) -> Measured:
+    """Load up to ``samples`` samples at random indices, or for ``seconds``, and collate them.
+
+    As many are collated as a batch has and as fit in a quarter of the free memory; a larger batch is extrapolated.
+    ``transport`` also measures, with a real worker, what it costs to send a batch through that kind of loader.
+    ``method`` is the start method of workers; None: Python's default.
+    """
+    batch_size = check_integer("batch_size", batch_size, 1)
+    default_collate = require("torch.utils.data", "torch", phrase("measuring a dataset")).default_collate
+    if collate_fn is None:
+        collate_fn = default_collate
+    # A worker that is not forked is a new interpreter, which holds at most what this one holds.
+    idle = idle_worker() if (method or start_method()) == "fork" else private_bytes()
+    free = free_bytes("legroom")
+    drawn, rows = _samples(dataset, batch_size, samples, seconds, free)
+    each = [contents_of(sample) for sample in drawn.samples]
+    sample_bytes = sum(sum(one.tensors) + one.other for one in each) // len(each)
+    members, found, collate_seconds, grows = _collated(collate_fn, drawn.samples, batch_size, free)
+    way = None
+    if transport is not None and found.unsendable is None:
+        way = measure_transport(members, collate_fn, transport, sum(found.storages), collate_seconds)
+    return Measured(
+        tensors=found.storages,
+        sample_bytes=sample_bytes,
+        sample_seconds=drawn.seconds,
+        cpu_seconds=drawn.cpu,
+        wait_seconds=drawn.wait,
+        collate_seconds=collate_seconds,
+        rows=rows,
+        source=_source_text(len(drawn.samples), len(members), batch_size),
+        batch_size=len(members),
+        each=grows,
+        samples=len(drawn.samples),
+        spread=drawn.spread,
+        other_bytes=found.other,
+        iterable=is_iterable(dataset),
+        unsendable=found.unsendable,
+        transport=way,
+        process_ram=private_bytes(),
+        idle_worker=idle,
+        # default_collate stacks in the memory that is sent; the result of another is in private memory first.
+        making=sample_bytes * len(members) + (0 if collate_fn is default_collate else sum(found.storages)),
+    )
+
+
+def _samples(
+    dataset: Any, batch_size: int, samples: int, seconds: float, free: int | None
+) -> tuple[DrawnSamples, int | None]:
+    try:
+        rows = length(dataset)
+        drawn = draw_samples(
+            dataset, rows, together=min(batch_size, samples), samples=samples, seconds=seconds, free=free
+        )
+    except Exception as problem:  # any exception of the user's code
+        raise _failed(say("loading a sample of the dataset failed"), problem) from problem
+    if not drawn.samples:
+        raise DatasetFailed(
+            say("the dataset has no samples"), why=say("its length is {rows}", rows=rows), fix=(say(FIX),)
+        )
+    return drawn, rows
+
+
+def _collated(
+    collate_fn: Callable[[Any], Any], samples: list[Any], batch_size: int, free: int | None
+) -> tuple[list[Any], Contents, float, bool]:
+    """Collate one sample, two, four, and so on up to a batch, while the double fits easily in the free memory.
+
+    Returns the members of the last batch, its contents and seconds, and whether more samples make more tensors. If
+    fewer were loaded, samples are repeated; a repeated sample is counted as if it were another one.
+    """
+    size, unlike, grows = 1, None, False
+    while True:
+        members = [samples[number % len(samples)] for number in range(size)]
+        last = size >= batch_size
+        try:
+            batch, seconds = _timed(collate_fn, members, _REPEATS if last else 1)
+        except DatasetFailed:
+            if last:
+                raise
+            size = min(2 * size, batch_size)  # it may need pairs, or more
+            continue
+        found = contents_of(batch)
+        del batch
+        if size <= len(samples):
+            grows = unlike is not None and len(found.storages) > len(unlike.storages)
+            unlike = found
+        elif unlike is not None:
+            found = _as_if_unlike(found, unlike, size / len(samples), grows=grows)
+        so_far = sum(found.storages) + found.other
+        if last or so_far > _ENOUGH or (free is not None and 4 * so_far > free // 4):
+            return members, found, seconds, grows
+        # All loaded samples are collated together once; beyond that they repeat.
+        size = min(2 * size, batch_size, len(samples)) if size < len(samples) else min(2 * size, batch_size)
+
+
+def _as_if_unlike(found: Contents, unlike: Contents, times: float, *, grows: bool) -> Contents:
+    """The contents of a batch with repeated members, as if these were different samples."""
+    other = ceil(unlike.other * times)
+    if not grows:
+        return replace(found, other=other)
+    storages, tensors = (
+        tuple(islice(cycle(sizes), ceil(len(sizes) * times))) for sizes in (unlike.storages, unlike.tensors)
+    )
+    return Contents(tensors, storages, other, found.unsendable)
+
+
+def _timed(collate_fn: Callable[[Any], Any], members: list[Any], times: int) -> tuple[Any, float]:
+    best = float("inf")
+    try:
+        deadline = time.monotonic() + _COLLATE_S
+        for _ in range(times):
+            batch = None  # freed, so that the next one reuses the memory, as in a loop
+            before = Clock.now()
+            batch = collate_fn(members)
+            best = min(best, Clock.now().since(before).undisturbed)
+            if time.monotonic() > deadline:
+                break
+    except Exception as problem:  # any exception of the user's code
+        raise _failed(say("collating {count} samples failed", count=len(members)), problem) from problem
+    return batch, best
+
+
+def _failed(what: str, problem: Exception) -> DatasetFailed:
+    why = say("{kind}: {text}", kind=type(problem).__name__, text=problem)
+    return DatasetFailed(what, why=why, fix=(say(FIX),))
+
+
+def _source_text(drawn: int, collated: int, batch_size: int) -> str:
+    if collated < batch_size:
+        return say(
+            "measured: {collated} collated samples, extrapolated to {size}",
+            collated=collated, size=batch_size,
+        )  # fmt: skip
+    if drawn < batch_size:
+        return say(
+            "measured: one collated batch, {drawn} samples repeated to {size}",
+            drawn=drawn, size=batch_size,
+        )  # fmt: skip
+    return say("measured: one collated batch, {drawn} samples loaded", drawn=drawn)

@@ -1,0 +1,298 @@
+"""`legroom.plan`: read the machine, running jobs or a data file, and plan."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from legroom.advice.job_description import Batch, DataRows, Demand, batch_of, data_rows, workload_of
+from legroom.advice.plan_jobs import plan_for
+from legroom.errors import NoSuchProcess, UsageError
+from legroom.messages import counted, joined, listed, phrase, say
+from legroom.probe.find_running_jobs import job, jobs
+from legroom.probe.host_files_and_syscalls import Host
+from legroom.probe.shm_segments import Segments, files_below
+from legroom.probe.snapshot import snapshot
+from legroom.records import Job, Machine, Plan, Workload
+from legroom.system.argument_checks import check_integer
+from legroom.units import parse_size
+
+
+def plan(
+    *,
+    gpus: int | None = None,
+    jobs_per_gpu: int = 1,
+    ranks: int = 1,
+    per_process: int | str | None = None,
+    measure: Sequence[int] = (),
+    match: str | None = None,
+    data: str | os.PathLike[str] | None = None,
+    keys: str | Iterable[str] | None = None,
+    shared: bool = False,
+    sample_bytes: int | str | None = None,
+    batch_size: int | None = None,
+    num_workers: int = 0,
+    prefetch_factor: int = 2,
+    persistent_workers: bool = False,
+    pin_memory: bool = False,
+    loader: Literal["torch", "legroom"] = "torch",
+    val_batch: int | None = None,
+    val_workers: int | None = None,
+    process_ram: int | str | None = None,
+    nccl: int | str = 0,
+    params: int = 0,
+    optimizer: str = "none",
+    dtype: str = "float32",
+    gpu_bytes: int | str | None = None,
+    host: Host | None = None,
+) -> Plan:
+    """Estimate memory for ``gpus`` × ``jobs_per_gpu`` jobs, and how many of them fit on this machine.
+
+    The memory of one job is given (``per_process``), measured on running jobs (``measure``, ``match``), or predicted
+    from its batches (``data`` or ``sample_bytes`` with ``batch_size``, ``num_workers``, ``prefetch_factor``).
+    Sizes are bytes or strings such as ``"5.75MB"``.
+
+    Args:
+        gpus: Number of GPUs; None counts those of this machine.
+        jobs_per_gpu: Jobs on each GPU.
+        ranks: Processes per job.
+        per_process: ``/dev/shm`` use of each process, without its DataLoaders.
+        measure: Process ids of running jobs; each is measured with all its child processes.
+        match: A regular expression for the command lines of running jobs, instead of ``measure``.
+        data: A data file; its rows are the samples.
+        keys: Use only these arrays of the file.
+        shared: Include one shared copy of the data in ``/dev/shm``.
+        sample_bytes: Size of one sample, instead of ``data``.
+        batch_size: Samples per batch.
+        num_workers: ``num_workers`` of the DataLoader.
+        prefetch_factor: ``prefetch_factor`` of the DataLoader.
+        persistent_workers: ``persistent_workers`` of the DataLoader.
+        pin_memory: ``pin_memory`` of the DataLoader.
+        loader: ``"torch"``, whose batches are in ``/dev/shm``, or ``"legroom"``, whose batches are in RAM.
+        val_batch: Batch size of a validation DataLoader that is alive at the same time.
+        val_workers: Its ``num_workers``; None: there is no validation DataLoader.
+        process_ram: Private memory of one process.
+        nccl: NCCL's shared memory in each process.
+        params: Number of model parameters kept in host memory.
+        optimizer: The optimizer whose state is kept in host memory.
+        dtype: Data type of those parameters.
+        gpu_bytes: GPU memory of one process.
+        host: The machine to read; None is this one.
+    """
+    host = host or Host()
+    demand = Demand(
+        num_workers=num_workers, prefetch_factor=prefetch_factor, persistent_workers=persistent_workers,
+        pin_memory=pin_memory, loader_kind=loader,
+        val_batch=val_batch, val_workers=val_workers, ranks=ranks, per_process=_size(per_process),
+        process_ram=_size(process_ram), nccl=_size(nccl) or 0, params=params, optimizer=optimizer, dtype=dtype,
+        gpu_bytes=_size(gpu_bytes),
+    )  # fmt: skip
+    if gpus is not None:
+        gpus = check_integer("gpus", gpus, 1)
+    jobs_per_gpu = check_integer("jobs_per_gpu", jobs_per_gpu, 1)
+    measured = running(host, measure, match) if measure or match is not None else None
+    rows = data_rows(data, keys) if data is not None else None
+    batch = _batch(rows, sample_bytes, batch_size)
+    _require_something(demand, measured, rows, batch)
+    machine = snapshot(host)
+    count, how = _gpus(machine, gpus)
+    found = plan_for(
+        _one(demand, batch, measured, rows if shared else None),
+        machine,
+        gpus=count,
+        jobs_per_gpu=jobs_per_gpu,
+        held_shm=measured.held if measured else 0,
+        held_ram=sum(amount or 0 for amount in measured.ram) if measured else 0,
+    )
+    notes = (*how, *_about(measured), *_about_rows(rows, batch), *found.notes)
+    return replace(found, notes=notes, measured=measured.jobs if measured else ())
+
+
+def _size(value: int | str | None) -> int | None:
+    return None if value is None else parse_size(value)
+
+
+def _batch(rows: DataRows | None, sample_bytes: int | str | None, batch_size: int | None) -> Batch | None:
+    if rows is not None and sample_bytes is not None:
+        raise UsageError(say("a data file and the size of a sample cannot be combined"), fix=(say("pass one of them"),))
+    if batch_size is None:
+        if sample_bytes is None:
+            return None
+        raise UsageError(
+            say("the size of a sample needs a batch size"), fix=(say("also pass the batch size (--batch)"),)
+        )
+    if rows is not None:
+        return rows.batch(batch_size)
+    if sample_bytes is not None:
+        return batch_of(parse_size(sample_bytes), batch_size)
+    raise UsageError(
+        say("the size of a sample is unknown, for a batch of {size} samples", size=batch_size),
+        fix=(say("pass a data file (--data), or the size of a sample (--sample-bytes)"),),
+    )
+
+
+def _require_something(demand: Demand, measured: Running | None, rows: DataRows | None, batch: Batch | None) -> None:
+    if measured is not None and (demand.per_process is not None or batch is not None):
+        raise UsageError(
+            say("measuring running jobs cannot be combined with a description of a job"),
+            why=say("what they use of /dev/shm already includes their batches"),
+            fix=(say("use either --measure or --match, or --per-process, or --data"),),
+        )
+    if measured is None and demand.per_process is None and batch is None and rows is None and not demand.params:
+        raise UsageError(
+            say("the memory of one job is unknown"),
+            fix=(
+                say("pass it: --per-process 5.75MB"),
+                say("or measure running jobs: --match 'train_.*', or --measure PID"),
+                say("or predict it: --data FILE --batch 64 --workers 4"),
+            ),
+        )
+
+
+def _gpus(machine: Machine, stated: int | None) -> tuple[int, tuple[str, ...]]:
+    if stated is not None:
+        return stated, ()
+    found = len(machine.gpus.cards) or machine.gpus.on_bus or 0
+    if found:
+        gpus = counted(found, phrase("{count} GPU"), phrase("{count} GPUs"))
+        return found, (say("{gpus} on this machine ({source})", gpus=gpus, source=machine.gpus.source),)
+    why = machine.gpus.reason or machine.gpus.source
+    return 1, (say("no GPU found ({why}): one is assumed; pass --gpus for another number", why=why),)
+
+
+def _one(demand: Demand, batch: Batch | None, measured: Running | None, shared: DataRows | None) -> Workload:
+    """One job: its processes are its ranks."""
+    one = workload_of(demand, batch, demand.ranks)
+    if measured is not None:
+        source = say("measured on running jobs: {count}", count=len(measured.jobs))
+        one = replace(
+            one,
+            process_shm=measured.each_shm,
+            process_shm_source=source,
+            process_ram=measured.each_ram or 0 if demand.process_ram is None else demand.process_ram,
+            process_ram_source=source if demand.process_ram is None else one.process_ram_source,
+            entries_shm=measured.shared,
+            entries_shm_source=source if measured.shared else "",
+        )
+    if shared is not None:
+        sources = [one.entries_shm_source] if one.entries_shm_source else []
+        one = replace(
+            one,
+            entries_shm=one.entries_shm + shared.nbytes,
+            entries_shm_source=listed([*sources, say("read from the data file")]),
+            mapped=shared.nbytes,
+        )
+    return one
+
+
+def _about(measured: Running | None) -> tuple[str, ...]:
+    if measured is None:
+        return ()
+    return tuple(note for job in measured.jobs for note in job.notes)
+
+
+def _about_rows(rows: DataRows | None, batch: Batch | None) -> tuple[str, ...]:
+    if rows is None or batch is None:
+        return ()
+    notes = [
+        say("batch sizes are those in the file: converting uint8 to float32 in a transform takes four times as much")
+    ]
+    if rows.uneven:
+        notes.append(say("rows differ in length and only their average is known, so a batch may be larger"))
+    if rows.left_out:
+        notes.append(say("not included, because they have no rows: {names}", names=listed(rows.left_out[:5])))
+    return tuple(notes)
+
+
+_STORE = "/legroom-"  # a store of shared datasets: one copy for any number of jobs
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Training runs that are active now: the memory of each, and of all together."""
+
+    jobs: tuple[Job, ...]
+    shm: tuple[int, ...]  # bytes in /dev/shm that only one job uses
+    ram: tuple[int | None, ...]  # private memory of each, workers included
+    shared: int  # bytes in /dev/shm that several of them use, or may use
+
+    @property
+    def held(self) -> int:
+        """All they hold of /dev/shm."""
+        return sum(self.shm) + self.shared
+
+    @property
+    def each_shm(self) -> int:
+        """The mean of one, rounded up."""
+        return -(-sum(self.shm) // len(self.shm))
+
+    @property
+    def each_ram(self) -> int | None:
+        """The mean private memory of one; None where one's could not be read."""
+        known = [amount for amount in self.ram if amount is not None]
+        return -(-sum(known) // len(known)) if len(known) == len(self.ram) else None
+
+
+def running(host: Host, pids: Sequence[int] = (), pattern: str | None = None) -> Running:
+    """The running jobs with these process ids, and those whose command line matches the pattern."""
+    found = {one.pid: one for one in (jobs(host, pattern) if pattern is not None else [])}
+    found.update({pid: job(host, pid) for pid in pids})
+    members = tuple(found.values())
+    for one in members:
+        if one.held.get("shm") is None:
+            raise NoSuchProcess(
+                say("process {pid} cannot be measured", pid=one.pid),
+                why=joined(one.notes) or say("no permission to read its memory maps"),
+                fix=(
+                    say("run as the user who started it, or as root"),
+                    say("or pass the memory of one process: --per-process 5.75MB"),
+                ),
+            )
+    segments, everybodys = _shared(host, members)
+    own = []
+    for one in members:
+        inodes = {inode for process in one.processes for inode in segments.seen.get(process.pid, ())}
+        own.append(max(0, (one.held["shm"] or 0) - (segments.total(inodes & everybodys) or 0)))
+    used = {inode for inodes in segments.seen.values() for inode in inodes}
+    return Running(
+        jobs=members,
+        shm=tuple(own),
+        ram=tuple(_private(host, one) for one in members),
+        shared=segments.total(everybodys & used) or 0,
+    )
+
+
+def _shared(host: Host, members: Sequence[Job]) -> tuple[Segments, set[int]]:
+    """Segments that more than one job uses, and those of a dataset store, which any may use."""
+    segments = Segments.of(host)
+    listed = files_below(host, segments.path).files
+    segments.know(listed)
+    holders: Counter[int] = Counter()
+    for one in members:
+        inodes: set[int] = set()
+        for process in one.processes:
+            held = segments.of_process(process.pid)
+            inodes |= held.inodes if held is not None else set()
+        holders.update(inodes)
+    stored = {file.inode for file in listed if file.path.startswith(segments.path + _STORE)}
+    return segments, stored | {inode for inode, count in holders.items() if count > 1}
+
+
+def _private(host: Host, one: Job) -> int | None:
+    """Anonymous pages by PSS, and pinned memory; /dev/shm is counted for itself.
+
+    Pages of files (libraries, a dataset on disk that is mapped) are one copy for all who map them, and the kernel takes
+    them back when it needs to: a second job adds none.
+    """
+    total = 0
+    for process in one.processes:
+        anonymous = host.table(f"/proc/{process.pid}/smaps_rollup").get("Pss_Anon")
+        if anonymous is None:  # kernels before 5.9: by status, where a forked child's share counts twice
+            anonymous = host.table(f"/proc/{process.pid}/status").get("RssAnon")
+        if anonymous is None:
+            return None
+        total += anonymous + (process.pinned or 0)
+    return total

@@ -1,0 +1,248 @@
+"""Annotations that a training script makes: phase marks, bytes by component, steps.
+
+`legroom.watch` collects them in the script and writes them to one small file per process. A `legroom watch` in another
+process reads these files.
+
+They are in ``$XDG_RUNTIME_DIR/legroom-said`` or ``legroom-said-<uid>`` in the temporary directory. A directory that
+belongs to another user, is a link, or is open to others is not used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from legroom.probe.host_files_and_syscalls import Host
+from legroom.probe.process_and_limits import started_at
+from legroom.records import Annotations, GrowthRow, Mark, ProcessSteps
+from legroom.system.argument_checks import check_integer
+from legroom.system.atomic_file import replace_file
+
+SCHEMA = "legroom.said/1"
+GROWING_SCHEMA = "legroom.growing/1"
+STEPS_SCHEMA = "legroom.steps/1"
+_MOST_MARKS = 256  # between two samples
+_MARKS_KEPT = 32  # in the file
+_LONGEST_FILE = 1 << 16  # bytes
+_RATE_OVER = 10  # samples over which the step rate is measured
+
+
+@dataclass
+class AnnotationCollector:
+    """Collects annotations in the script, from any thread."""
+
+    components: dict[str, int] = field(default_factory=dict)
+    phase: str | None = None
+    steps: int | None = None
+    marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=_MOST_MARKS))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def mark(self, text: str) -> None:
+        """Set the phase that begins now."""
+        with self._lock:
+            self.phase = str(text)
+            self.marks.append(Mark(time.time(), self.phase))
+
+    def component(self, **sizes: int | None) -> None:
+        """Set the host memory of components in bytes; None removes one."""
+        for name, size in sizes.items():
+            if size is not None:
+                check_integer(name, size, 0)
+        with self._lock:
+            for name, size in sizes.items():
+                if size is None:
+                    self.components.pop(name, None)
+                else:
+                    self.components[name] = size
+
+    def step(self, count: int = 1) -> None:
+        """Add to the number of steps."""
+        with self._lock:
+            self.steps = (self.steps or 0) + count
+
+    def collect(self) -> Annotations:
+        """All annotations so far, with the marks since the last call."""
+        with self._lock:
+            marks = tuple(self.marks)
+            self.marks.clear()
+            return Annotations(dict(self.components), self.phase, marks, self.steps)
+
+
+@dataclass
+class StepRate:
+    """Steps per second over the last few samples."""
+
+    _seen: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RATE_OVER + 1))
+
+    def at(self, clock: float, steps: int | None) -> float | None:
+        """The rate now; None where steps are not counted, or before the second sample."""
+        if steps is None:
+            return None
+        if self._seen and steps < self._seen[-1][1]:
+            self._seen.clear()  # the script was restarted
+        self._seen.append((clock, steps))
+        (first, before), (last, now) = self._seen[0], self._seen[-1]
+        return (now - before) / (last - first) if last > first else None
+
+
+def annotation_directory(host: Host, *, create: bool = False) -> Path | None:
+    """The directory of the annotation files; None where there is none that only this user can write."""
+    uid = host.uid
+    if uid is None or not host.live:
+        return None
+    runtime = host.env.get("XDG_RUNTIME_DIR")
+    path = Path(runtime, "legroom-said") if runtime else Path(tempfile.gettempdir(), f"legroom-said-{uid}")
+    try:
+        if create:
+            path.mkdir(mode=0o700, exist_ok=True)
+        status = os.lstat(path)
+    except OSError:
+        return None
+    private = stat.S_ISDIR(status.st_mode) and status.st_uid == uid and not status.st_mode & 0o077
+    return path if private else None
+
+
+class AnnotationFile:
+    """The annotation file of this process; removed on close, or by the next process if this one is killed."""
+
+    def __init__(self, host: Host) -> None:
+        self._pid = os.getpid()
+        directory = annotation_directory(host, create=True)
+        self._path = None if directory is None else directory / f"{self._pid}.json"
+        self._marks: list[Mark] = []
+        self._written = ""
+        if directory is not None:
+            _remove_files_of_dead_processes(directory)
+
+    def write(self, annotations: Annotations) -> None:
+        """Replace the file if anything changed."""
+        if self._path is None:
+            return
+        self._marks = [*self._marks, *annotations.marks][-_MARKS_KEPT:]
+        text = json.dumps(
+            {
+                "schema": SCHEMA,
+                "components": dict(annotations.components),
+                "phase": annotations.phase,
+                "marks": [[mark.when, mark.text] for mark in self._marks],
+                "steps": annotations.steps,
+            }
+        )
+        if text == self._written:
+            return
+        try:
+            replace_file(self._path, text)
+            self._written = text
+        except OSError:
+            self._path = None  # the directory is gone or full: only the script's own watch has the annotations
+
+    def close(self) -> None:
+        """Remove the file; a forked child does not remove its parent's."""
+        if self._path is not None and os.getpid() == self._pid:
+            self._path.unlink(missing_ok=True)
+
+
+def write_growing(directory: Path, pid: int, sites: Sequence[Mapping[str, Any]]) -> None:
+    """Tell a `legroom watch` which lines make this process grow; OSError where it cannot be written."""
+    replace_file(directory / f"{pid}.growing.json", json.dumps({"schema": GROWING_SCHEMA, "sites": list(sites)}))
+
+
+def write_steps(directory: Path, pid: int, steps: int) -> None:
+    """Tell a `legroom watch` how many steps this process has made; OSError where it cannot be written."""
+    replace_file(directory / f"{pid}.steps.json", json.dumps({"schema": STEPS_SCHEMA, "steps": steps}))
+
+
+@dataclass
+class AnnotationReader:
+    """Reads the annotation files of watched processes and combines them."""
+
+    host: Host
+    _step_rate: StepRate = field(default_factory=StepRate)
+    _newest_mark: float | None = None  # the time of the newest mark that was returned
+
+    def read(self, clock: float, pids: Collection[int]) -> Annotations:
+        """Components added up; steps and phase of the process with the most steps; marks of all."""
+        directory = annotation_directory(self.host)
+        by_pid = {} if directory is None else {pid: one for pid in pids if (one := self._read(directory, pid))}
+        found = list(by_pid.values())
+        components: dict[str, int] = {}
+        for one in found:
+            for name, size in one.components.items():
+                components[name] = components.get(name, 0) + size
+        furthest = max(found, key=lambda one: one.steps or 0, default=Annotations())
+        marks = sorted({mark for one in found for mark in one.marks}, key=lambda mark: mark.when)
+        new = tuple(mark for mark in marks if self._newest_mark is not None and mark.when > self._newest_mark)
+        self._newest_mark = max([self._newest_mark or 0.0, *(mark.when for mark in marks)])
+        rate = self._step_rate.at(clock, furthest.steps)
+        growing = () if directory is None else tuple(row for pid in pids for row in self._growing(directory, pid))
+        steps = () if directory is None else tuple(self._steps(directory, pids, by_pid))
+        return Annotations(components, furthest.phase, new, furthest.steps, rate, growing, steps)
+
+    def _steps(self, directory: Path, pids: Collection[int], said: Mapping[int, Annotations]) -> Iterator[ProcessSteps]:
+        for pid in pids:
+            steps = said[pid].steps if pid in said else None
+            if steps is None:  # else it counts them itself, with legroom.watch
+                data = self._load(directory / f"{pid}.steps.json", pid)
+                steps = data.get("steps") if isinstance(data, dict) and data.get("schema") == STEPS_SCHEMA else None
+            if isinstance(steps, int):
+                yield ProcessSteps(pid, steps)
+
+    def _growing(self, directory: Path, pid: int) -> list[GrowthRow]:
+        """The lines of code that make that process grow, where it runs under `legroom leak`."""
+        data = self._load(directory / f"{pid}.growing.json", pid)
+        try:
+            if not isinstance(data, dict) or data["schema"] != GROWING_SCHEMA:
+                return []
+            return [
+                GrowthRow(pid, str(row["where"]), str(row["what"]), float(row["rate"]), str(row["per"]),
+                          str(row["certainty"]))
+                for row in data["sites"]
+            ]  # fmt: skip
+        except (KeyError, TypeError, ValueError):
+            return []
+
+    def _read(self, directory: Path, pid: int) -> Annotations | None:
+        return _parsed(self._load(directory / f"{pid}.json", pid))
+
+    def _load(self, path: Path, pid: int) -> Any:
+        """The content of a file that this very process wrote; None if there is none."""
+        try:
+            with open(path, "rb") as file:
+                written = os.fstat(file.fileno()).st_mtime
+                data = json.loads(file.read(_LONGEST_FILE))
+        except (OSError, ValueError, RecursionError):
+            return None
+        started = started_at(self.host, pid)
+        if started is not None and written < started - 1.0:
+            return None  # of an earlier process with this pid
+        return data
+
+
+def _parsed(data: Any) -> Annotations | None:
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        return None
+    try:
+        return Annotations(
+            {str(name): int(size) for name, size in data["components"].items()},
+            None if data["phase"] is None else str(data["phase"]),
+            tuple(Mark(float(when), str(text)) for when, text in data["marks"]),
+            None if data["steps"] is None else int(data["steps"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _remove_files_of_dead_processes(directory: Path) -> None:
+    for path in directory.glob("*.*"):
+        pid = path.name.partition(".")[0]  # of PID.json, and of a PID.json.….part
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
+            path.unlink(missing_ok=True)

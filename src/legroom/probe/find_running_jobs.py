@@ -1,0 +1,203 @@
+"""One running training job: its processes, what they hold together, the settings on its command line.
+
+Shared memory is counted once: /dev/shm by segment, RAM by PSS. The limit on descriptors is per process, so the job's
+figure is that of the process nearest its limit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from legroom.messages import say
+from legroom.probe.copy_on_write import CopiedMemory, CopyReader
+from legroom.probe.host_files_and_syscalls import Host
+from legroom.probe.process_and_limits import arguments, holdings, matching, our_pid, processes, started_at, tree
+from legroom.probe.shm import makers_alive, on_its_way
+from legroom.probe.shm_segments import Segments, files_below
+from legroom.records import Job, Process
+from legroom.records.training_flags import Flag, training_flags
+from legroom.units import format_size
+
+
+def job(host: Host, pid: int) -> Job:
+    """The job of process ``pid``."""
+    return _job(host, processes(host), pid)
+
+
+def jobs(host: Host, pattern: str) -> list[Job]:
+    """Every job whose command line matches; workers belong to the job of their training process."""
+    all_processes = processes(host)
+    return [_job(host, all_processes, root.pid) for root in _roots(host, all_processes, pattern)]
+
+
+def _roots(host: Host, all_processes: Sequence[Process], pattern: str) -> list[Process]:
+    """The matching processes that do not descend from a matching process."""
+    us = our_pid(host)
+    found = matching(all_processes, pattern, us=us if us is not None else 0)
+    below = {child.pid for process in found for child in tree(all_processes, process.pid)[1:]}
+    return [process for process in found if process.pid not in below]
+
+
+def _job(host: Host, all_processes: Sequence[Process], pid: int) -> Job:
+    segments = Segments.of(host)
+    looked = [holdings(host, process, segments) for process in tree(all_processes, pid)]
+    # Processes that have ended by now may have been read only in part: leave them out.
+    looked = [process for process in looked if process.pid == pid or host.exists(f"/proc/{process.pid}")]
+    seen = segments.seen
+    members = [  # again, because a later process may have shown a segment's size
+        replace(process, shm=segments.total(seen[process.pid])) if process.pid in seen else process
+        for process in looked
+    ]
+    held = {inode for process in members for inode in seen.get(process.pid, ())}
+    held |= _on_their_way(host, segments, members)
+    notes: list[str] = []
+    sums = {
+        "shm": _shm(segments, members, held, notes),
+        "ram": _ram(members, notes),
+        "swap": sum_if_known([process.swap for process in members]),
+        "pinned": _pinned(members, notes),
+        "fds": _descriptors(members),
+    }
+    found = _flags(host, members)
+    return Job(
+        pid=pid,
+        command=members[0].command,
+        processes=tuple(members),
+        flags={name: flag.value for name, flag in found.items()},
+        spellings={name: flag.spelling for name, flag in found.items()},
+        held=sums,
+        notes=tuple(notes),
+    )
+
+
+def _on_their_way(host: Host, segments: Segments, members: Sequence[Process]) -> set[int]:
+    """Batches that a worker has sent and no process has received yet: they belong to the job."""
+    named = {file.path.removeprefix(segments.path + "/"): file for file in files_below(host, segments.path).files}
+    makers = makers_alive(host, named, {process.pid for process in members})
+    waiting = [file for name, file in named.items() if on_its_way(file, name, makers)]
+    segments.know(waiting)
+    return {file.inode for file in waiting}
+
+
+def _flags(host: Host, members: Sequence[Process]) -> dict[str, Flag]:
+    """The flags nearest to the root: a shell has none, a launcher only ranks, its children the rest."""
+    found: dict[str, Flag] = {}
+    for process in members:
+        found = training_flags(arguments(host, process.pid)) | found
+        if found.keys() - {"ranks"}:
+            break  # further down are helpers with flags of their own, such as a compiler's -j
+    return found
+
+
+def _shm(segments: Segments, members: Sequence[Process], held: set[int], notes: list[str]) -> int | None:
+    total = segments.total(held)
+    closed = sum(1 for process in members if process.pid not in segments.seen)
+    if closed:
+        notes.append(
+            say(
+                "shm: no permission to read {closed} of {count} processes; the others use {total}",
+                closed=closed,
+                count=len(members),
+                total=say("an unknown amount") if total is None else format_size(total),
+            )
+        )
+        return None
+    if total is None:
+        notes.append(say("shm: cannot read the size of an unlinked segment"))
+    return total
+
+
+def _ram(members: Sequence[Process], notes: list[str]) -> int | None:
+    unshared = sum(1 for process in members if process.pss is None)
+    if unshared:
+        notes.append(
+            say(
+                "ram: cannot read PSS of {unshared} of {count} processes; their RSS is used, which counts shared "
+                "memory once per process",
+                unshared=unshared, count=len(members),
+            )
+        )  # fmt: skip
+    return sum_if_known([process.rss if process.pss is None else process.pss for process in members])
+
+
+def _pinned(members: Sequence[Process], notes: list[str]) -> int | None:
+    total = sum_if_known([process.pinned for process in members])
+    if total:
+        notes.append(say("pinned: memory pinned by cudaHostRegister is not included"))
+    return total
+
+
+def _descriptors(members: Sequence[Process]) -> int | None:
+    """Descriptors of the process nearest to its limit; if limits are unknown, of the one with most."""
+    known = [(process.fds / (process.fd_limit or 1 << 62), process.fds) for process in members if process.fds]
+    return max(known)[1] if known else None
+
+
+def sum_if_known(figures: Sequence[int | None]) -> int | None:
+    """Their sum; None where one of them is unknown."""
+    known = [figure for figure in figures if figure is not None]
+    return sum(known) if len(known) == len(figures) else None
+
+
+_READINGS, _BETWEEN = 4, 1.0  # of the workers of a job, and seconds between them
+_MOST_READ = 2  # workers of one parent: they read the same dataset
+_YOUNG = 5.0  # seconds after its start in which a worker copies for other reasons
+_SHARED = 32 << 20  # bytes a worker must share with its parent to be worth reading
+
+
+class CopyingWorkers(NamedTuple):
+    """What forked workers of one parent copied by reading its memory: points of (seconds, bytes) for those read.
+
+    Where contents may not be compared (``unread`` says why), what they copied by writing is among it.
+    """
+
+    parent: int
+    workers: int
+    points: dict[int, list[tuple[float, int]]]  # by pid
+    unread: str | None = None
+
+
+def copies_over_time(
+    host: Host, jobs: Sequence[Job], wait: Callable[[float], None] = time.sleep
+) -> list[CopyingWorkers]:
+    """Read the forked workers of these jobs a few times. Workers whose pages cannot be read are left out."""
+    readers = {}
+    for job in jobs:
+        for parent, workers in _forked(host, job).items():
+            reader = CopyReader(host, parent, compare=True)
+            chosen = [one.pid for one in reader.read(workers[:_MOST_READ], 0.0) if (one.shared or 0) >= _SHARED]
+            if chosen:
+                readers[parent] = reader, CopyingWorkers(parent, len(workers), {pid: [(0.0, 0)] for pid in chosen})
+    began = time.monotonic()
+    read: dict[int, list[CopiedMemory]] = {parent: [] for parent in readers}
+    for _ in range(_READINGS - 1 if readers else 0):
+        wait(_BETWEEN)
+        for parent, (reader, found) in readers.items():
+            read[parent] += reader.read(list(found.points), time.monotonic() - began)
+    return [made for parent, (_, found) in readers.items() if (made := _with_points(found, read[parent])).points]
+
+
+def _with_points(found: CopyingWorkers, read: Sequence[CopiedMemory]) -> CopyingWorkers:
+    """With the points of all readings: of what was only read, or if that is unknown of all that was copied."""
+    known = [one for one in read if one.copied is not None]
+    unread = next((one.reason for one in known if one.only_read is None), None)
+    points = {pid: list(first) for pid, first in found.points.items() if any(one.pid == pid for one in known)}
+    for one in known:
+        points[one.pid].append((one.until, (one.only_read if unread is None else one.copied) or 0))
+    return found._replace(points=points, unread=unread)
+
+
+def _forked(host: Host, job: Job) -> dict[int, list[int]]:
+    """By parent, its children that were forked and not executed: they have its command line."""
+    by_pid = {process.pid: process for process in job.processes}
+    found: dict[int, list[int]] = {}
+    for process in job.processes:
+        parent = by_pid.get(process.parent)
+        started = started_at(host, process.pid)
+        old = started is not None and host.now - started >= _YOUNG
+        if parent is not None and old and process.command == parent.command:
+            found.setdefault(parent.pid, []).append(process.pid)
+    return found

@@ -1,0 +1,233 @@
+"""Tensors, torch datasets, pickling, tables, fork."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import legroom
+from legroom.cache import drop_and_gc, mmap_and_crc32
+from legroom.cache.cached_arrays_and_tables import Ragged
+from legroom.errors import UnsupportedData, UsageError
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def data(shm: Path, tmp_path: Path, old_files: None):
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file["images"] = np.arange(60, dtype=np.uint8).reshape(10, 2, 3)
+        file["labels"] = np.arange(10)
+        file["names"] = [f"n{n}" for n in range(10)]
+        file["codes"] = np.array([b"ab"] * 10)
+        file["other"] = np.zeros(3)
+        ragged = file.create_dataset("rows", (10,), h5py.vlen_dtype(np.float32))
+        for row in range(10):
+            ragged[row] = np.full(row, row)
+    with legroom.open(path) as data:
+        yield data
+
+
+def double(image, label):
+    image *= 2  # in place: must not reach the shared copy
+    return image, label
+
+
+def test_tensors_are_the_same_memory_without_a_warning(data) -> None:
+    tensors = data.tensors("images", "labels")
+    assert list(tensors) == ["images", "labels"]
+    tensors["labels"][0] = 42
+    assert data["labels"][0] == 42
+    assert set(data.tensors()) >= {"images", "labels", "other"} and "codes" not in data.tensors()
+    with pytest.raises(UnsupportedData, match="codes"):
+        data.tensors("codes")
+
+
+def test_rows_one_by_one_and_many_at_once(data) -> None:
+    dataset = data.dataset("images", "labels")
+    assert isinstance(dataset, torch.utils.data.Dataset)
+    assert len(dataset) == 10
+    image, label = dataset[3]
+    assert image.tolist() == data["images"][3].tolist() and label == 3
+    many = dataset.__getitems__([9, 0, -1])
+    assert [int(label) for _, label in many] == [9, 0, 9]
+    assert dataset.__getitems__([]) == []
+    for wrong in (10, -11):
+        with pytest.raises(IndexError):
+            dataset[wrong]
+        with pytest.raises(IndexError):
+            dataset.__getitems__([wrong])
+    assert data.dataset("labels")[2] == 2
+    names, rows, codes = data.dataset("names", "rows", "codes").__getitems__([4])[0]
+    assert names == "n4" and rows.tolist() == [4.0] * 4 and codes == b"ab"
+
+
+def test_arrays_of_different_lengths_are_refused(data) -> None:
+    with pytest.raises(UsageError, match="different numbers of rows"):
+        data.dataset("images", "other")
+
+
+def test_a_transform_in_place_changes_nothing_for_the_next_epoch(data) -> None:
+    dataset = data.dataset("images", "labels", transform=double)
+    for _ in range(2):
+        assert dataset[1][0].tolist() == (data["images"][1] * 2).tolist()
+        assert dataset.__getitems__([1])[0][0].tolist() == (data["images"][1] * 2).tolist()
+    assert data["images"][1, 0, 0] == 6
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_loader_workers_read_the_shared_copy(data, start: str) -> None:
+    dataset = data.dataset("images", "labels")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads, Python 3.12 and later
+        loader = torch.utils.data.DataLoader(dataset, 5, num_workers=1, multiprocessing_context=start)
+        labels = torch.cat([labels for _, labels in loader])
+    assert labels.tolist() == list(range(10))
+
+
+def test_pickled_it_is_a_few_names(data) -> None:
+    text = pickle.dumps(data)
+    assert len(text) < 2000
+    again = pickle.loads(text)
+    assert (again["images"] == data["images"]).all() and again.info.key == data.info.key
+    assert set(again) == set(data)
+
+
+def test_pickled_and_dropped_it_is_opened_from_its_source(data) -> None:
+    text = pickle.dumps(data)
+    drop_and_gc.drop(data.info.key, force=True)
+    assert (pickle.loads(text)["images"] == data["images"]).all()
+
+
+def test_read_only_where_every_writable_map_would_count(data, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(mmap_and_crc32, "maps_writable", lambda: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = legroom.open(tmp_path / "a.h5")
+        assert not again["images"].flags.writeable
+        assert again.tensors()["images"].tolist() == data["images"].tolist()
+
+
+def test_ragged_rows(data) -> None:
+    rows = data["rows"]
+    assert isinstance(rows, Ragged) and len(rows) == 10
+    assert rows[3].tolist() == [3.0] * 3 and rows[-1].tolist() == [9.0] * 9
+    assert [len(row) for row in rows[2:5]] == [2, 3, 4]
+    with pytest.raises(IndexError):
+        rows[10]
+    assert (data["rows/values"] == rows.values).all()
+    grid = Ragged(np.array([0, 1, 3, 3, 4]), np.arange(4), text=False, shape=(2, 2))
+    assert grid[0, 1].tolist() == [1, 2]
+
+
+def test_ready_in_a_forked_child(data) -> None:
+    assert data.ready(10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        good = data.ready(10) and data["labels"][5] == 5
+        os._exit(0 if good else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_repr_shows_what_it_is(data) -> None:
+    assert "images: uint8[10, 2, 3]" in repr(data) and "shm" in repr(data)
+    data.close()
+    data.close()
+    assert "closed" in repr(data)
+
+
+def test_tables(shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    table = pa.table({"x": np.arange(1000), "text": [f"t{n}" for n in range(1000)], "hole": [None, 1.0] * 500})
+    path = tmp_path / "a.parquet"
+    pq.write_table(table, path)
+    for disabled in ("0", "1"):
+        monkeypatch.setenv("LEGROOM_DISABLE", disabled)
+        with legroom.open(path) as data:
+            (name,) = data
+            assert data[name].equals(table)
+            assert (data["x"] == np.arange(1000)).all()
+            assert (data[f"{name}/x"] == np.arange(1000)).all()
+            for column in ("text", "hole"):
+                with pytest.raises(UnsupportedData):
+                    data[column]
+            with pytest.raises(legroom.LegroomError):
+                data.dataset(name)
+            assert data.dataset("x")[5] == 5
+            kept = data[name]
+        assert kept.equals(table)
+
+
+def test_tables_of_several_files_are_one(shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    parts = [
+        pa.table({"x": np.arange(n * 10, n * 10 + 10), "text": [f"{n}-{row}" for row in range(10)]}) for n in range(3)
+    ]
+    for number, part in enumerate(parts):
+        pq.write_table(part, tmp_path / f"part-{number}.parquet")
+    for disabled in ("0", "1"):
+        monkeypatch.setenv("LEGROOM_DISABLE", disabled)
+        with legroom.open(str(tmp_path / "part-*.parquet")) as data:
+            (name,) = data
+            assert data[name].equals(pa.concat_tables(parts))
+            assert data["x"].tolist() == list(range(30))
+            assert data.info.tables[name].rows == 30
+            assert len(data.dataset("x")) == 30
+    monkeypatch.setenv("LEGROOM_DISABLE", "0")
+    pq.write_table(pa.table({"x": [1.5]}), tmp_path / "part-9.parquet")
+    with pytest.raises(UnsupportedData, match="different columns"):
+        legroom.open(str(tmp_path / "part-*.parquet"))
+
+
+@pytest.mark.parametrize("form", ["npy", "npz", "h5"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        np.dtype([("a", "i1"), ("b", "<f8"), ("c", "<i2")], align=True),
+        np.dtype(
+            [("p", np.dtype([("a", "i1"), ("b", "<i4")], align=True), (2, 3)), ("q", "S3"), ("r", "<u8")], align=True
+        ),
+        np.dtype({"names": ["a", "b"], "formats": ["i1", "<i4"], "offsets": [2, 8], "itemsize": 16}),
+        np.dtype([("a", "i1"), ("b", ">f8"), ("c", ">i2")], align=True),
+    ],
+    ids=["aligned", "nested", "gaps", "big-endian"],
+)
+def test_records_with_padding(shm: Path, tmp_path: Path, form: str, dtype: Any) -> None:
+    """As C lays structures out."""
+    rows = np.random.default_rng(0).integers(0, 100, (50, dtype.itemsize), np.uint8).view(dtype).reshape(-1)
+    path = tmp_path / f"a.{form}"
+    if form == "npy":
+        np.save(path, rows)
+    elif form == "npz":
+        np.savez_compressed(path, array=rows)
+    else:
+        with h5py.File(path, "w") as file:
+            file["array"] = rows
+    for _ in range(2):  # built, then found
+        with legroom.open(path) as data:
+            assert data["array"].dtype.itemsize == dtype.itemsize
+            stored = np.load(data.where("array").path)
+            for name in dtype.names:
+                assert data["array"][name].tolist() == rows[name].tolist() == stored[name].tolist()
+
+
+def test_records_out_of_order_are_refused_in_words(shm: Path, tmp_path: Path) -> None:
+    dtype = np.dtype({"names": ["a", "b"], "formats": ["i1", "<i4"], "offsets": [8, 0], "itemsize": 12})
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["array"] = np.zeros(5, dtype)
+    with pytest.raises(UnsupportedData, match="array"):
+        legroom.open(tmp_path / "a.h5")

@@ -1,0 +1,80 @@
+"""The reason for a worker's crash, from exit codes and counters alone."""
+
+from __future__ import annotations
+
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from legroom.errors import BatchLost, WorkerDied
+from legroom.loader.dataloader import explain_worker_crash
+from legroom.records import Memory, MemoryEvents
+
+
+def memory(kills: int | None, scope: str = "cgroup") -> Memory:
+    events = MemoryEvents(kills, None, None, scope, "memory.events.local")
+    return Memory(8 << 30, 1 << 30, "v2", (), None, events, None, "/proc/meminfo")
+
+
+@pytest.mark.parametrize(
+    ("code", "before", "now", "said"),
+    [
+        (-signal.SIGKILL, 0, 1, "OOM killer: oom_kill in memory.events.local rose from 0 to 1. 1 GB of 8 GB"),
+        (-signal.SIGKILL, 3, 3, "It was not the kernel's OOM killer: oom_kill in memory.events.local is still 3"),
+        (-signal.SIGKILL, None, None, "is unknown"),
+        (-signal.SIGBUS, 0, 0, "SIGBUS: it used a page"),
+        (-signal.SIGSEGV, 0, 0, "SIGSEGV"),
+        (-250, 0, 0, "signal 250"),
+        (3, 0, 0, "status 3"),
+    ],
+)
+def test_every_exit_code_has_a_reason_and_a_fix(code: int, before: Any, now: Any, said: str) -> None:
+    why, fix = explain_worker_crash.explain(code, memory(before), memory(now), 4)
+    assert said in why and fix and all(fix)
+    if now != before:
+        assert any("num_workers=2" in line for line in fix)
+
+
+def group(*codes: int | None) -> explain_worker_crash.WorkerGroup:
+    return explain_worker_crash.WorkerGroup(
+        [SimpleNamespace(pid=100 + i, exitcode=code) for i, code in enumerate(codes)]
+    )  # type: ignore[misc]
+
+
+def test_only_crashes_of_its_own_workers_are_explained() -> None:
+    said = RuntimeError("DataLoader worker (pid(s) 101) exited unexpectedly")
+    assert group(None, 0).explain(said) is None
+    assert group(None, -9).explain(RuntimeError("Caught RuntimeError in DataLoader worker process 0.")) is None
+    died = group(None, -9).explain(said)
+    assert isinstance(died, WorkerDied) and "DataLoader worker (pid 101) is killed by signal: Killed (SIGKILL)" in str(
+        died
+    )
+    assert "exited unexpectedly with exit code 4" in str(group(4).explain(BatchLost("gone")))
+
+
+def test_torchs_signal_handler_is_kept_and_its_error_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers: dict[int, Any] = {}
+    calls: list[int] = []
+
+    def torchs(number: int, frame: Any) -> None:
+        calls.append(number)
+        if len(calls) > 1:
+            raise RuntimeError(f"DataLoader worker (pid {98 + len(calls)}) is killed by signal: Killed. ")
+
+    monkeypatch.setattr(signal, "getsignal", lambda number: handlers.get(number, torchs))
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    explain_worker_crash.explain_sigchld()
+    ours = handlers[signal.SIGCHLD]
+    explain_worker_crash.explain_sigchld()
+    assert handlers[signal.SIGCHLD] is ours  # not once more around itself
+    ours(17, None)
+    dead = group(-9)
+    with pytest.raises(WorkerDied, match="pid 100") as caught:
+        ours(17, None)
+    assert "killed by signal: Killed" in str(caught.value.__cause__)
+    assert dead.pids == {100}
+    with pytest.raises(RuntimeError) as plain:  # not ours: as torch said it
+        ours(17, None)
+    assert not isinstance(plain.value, WorkerDied)
