@@ -22,8 +22,8 @@ from legroom.system.argument_checks import check_integer
 @click.option(
     "--dataset",
     metavar="MODULE:OBJECT",
-    help="Dataset, function that returns one, or DataLoader: data:train_set or data.py:train_set. A DataLoader with "
-    "these settings is run briefly in a child process to measure its memory.",
+    help="Dataset, function that returns one, or DataLoader: data:train_set or data.py:train_set. It is run briefly "
+    "in a child process, with the settings given here, to measure its memory.",
 )
 @click.option(
     "--collate",

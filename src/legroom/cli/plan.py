@@ -78,7 +78,7 @@ def command(
 
     (3) Describe its DataLoader: --batch N with --data FILE or --sample-bytes SIZE, and --workers N.
 
-    (1) and (3) can be combined. With each of the three, --process-ram, --params, --nccl and --gpu-memory can be given.
+    (1) and (3) can be combined. --process-ram, --params, --nccl and --gpu-memory can be added to any of them.
 
     Exits 1 if the jobs do not fit.
     """

@@ -74,7 +74,7 @@ from legroom.units import format_size, size_or_unknown
 @click.option(
     "--last",
     is_flag=True,
-    help="Print the last result for this dataset in the current directory, without measuring again.",
+    help="Print what tune last found for this dataset when run from this directory; measure nothing.",
 )
 @click.option(
     "--emit",
@@ -89,8 +89,8 @@ from legroom.units import format_size, size_or_unknown
 @click.option(
     "--offload",
     is_flag=True,
-    help="Offload the optimizer state to CPU memory; with --zero 3, also the parameters (with --emit; accelerate also "
-    "needs --zero).",
+    help="With --emit: offload the optimizer state to CPU memory, and with --zero 3 the parameters as well. "
+    "--emit accelerate needs --zero.",
 )
 @click.option("--precision", type=click.Choice(["bf16", "fp16", "no"]), default="bf16", show_default=True,
               help="Mixed precision to write into the file (with --emit).")  # fmt: skip
