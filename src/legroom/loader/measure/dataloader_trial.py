@@ -22,13 +22,9 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from legroom.probe.copy_on_write import CopiedMemory
+from typing import Any
 
 _STILL_S, _POLL_S = 0.1, 0.01  # without CPU time until a worker counts as waiting; between two checks
 _COLLECTED = 10  # batches of each worker within which a full garbage collection comes, if young ones continue
@@ -191,12 +187,10 @@ def _loop(
             done, until = 0, 0.0
             enough = least * (2 - epoch)  # twice in the first epoch: its second half shows whether memory grows
             wanted = 0  # batches, if time allows
+            source = iter(loader)
             if epoch == 0 and num_workers:
                 copies = _Copies(dataset, num_workers, batch_size)
                 wanted = copies.batches_wanted
-            source = iter(loader)
-            if epoch == 0 and copies is not None:
-                copies.forked()
             for batch in source:  # noqa: B007  kept alive
                 done += 1
                 if done == 1:  # without the start of the workers
@@ -261,11 +255,7 @@ def _with_full_collections(loader: Any, workers: int, persistent: bool, seconds:
 
 
 class _Copies:
-    """What a forked worker copies of the dataset in the first epoch, by attribute.
-
-    No garbage is collected meanwhile: a full collection after the fork would copy the objects of this process, which
-    the loop of a training script does not do. Made before the fork, because it imports what it needs.
-    """
+    """What a forked worker copies of the dataset in the first epoch, by attribute."""
 
     def __init__(self, dataset: Any, workers: int, batch_size: int) -> None:
         from legroom.probe.copy_on_write import CopyReader
@@ -273,15 +263,8 @@ class _Copies:
 
         self._dataset, self._number, self._batch_size = dataset, workers, batch_size
         self._reader = CopyReader(Host(), os.getpid(), compare=True, pages=_COMPARED, since_fork=True)
-        self._workers: list[int] = []
-        self._copied: tuple[CopiedMemory, ...] = ()
-        self._samples = 0
-
-    def forked(self) -> None:
-        """The workers have been started."""
-        with _no_collection():
-            self._workers = [int(pid) for pid in _children()][:1]  # one: they all read the same dataset
-            self._copied = self._reader.read(self._workers, time.monotonic())
+        self._workers = [int(pid) for pid in _children()][:1]  # one: they all read the same dataset
+        self._copied, self._samples = self._reader.read(self._workers, time.monotonic()), 0
 
     @property
     def batches_wanted(self) -> int:
@@ -290,11 +273,10 @@ class _Copies:
 
     def read(self, batches: int) -> None:
         """Read it after so many batches, if the worker still exists: it ends with the epoch."""
-        with _no_collection():
-            copied = self._reader.read(self._workers, time.monotonic())
-            if any(one.copied is not None for one in copied):
-                self._copied = copied
-                self._samples = batches // self._number * self._batch_size
+        copied = self._reader.read(self._workers, time.monotonic())
+        if any(one.copied is not None for one in copied):
+            self._copied = copied
+            self._samples = batches // self._number * self._batch_size
 
     def note(self, note: Note) -> None:
         """Write it, after the loop: looking up attributes writes to every object, and takes memory of its own."""
@@ -303,17 +285,6 @@ class _Copies:
                 from legroom.cache.freeze_dataset_attributes import copied_parts
 
                 note(step="copied", attributes=copied_parts(self._dataset, one, self._samples))
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _shuffled(dataset: Any) -> bool:
