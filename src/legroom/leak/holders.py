@@ -24,6 +24,7 @@ from legroom.leak.user_source_files import is_user_file, user_modules
 MOST_OBJECTS = 12_000  # read in one walk
 _DEEPEST = 8
 _SMALL = 32  # containers up to this length are read completely
+_MOST_WORDS = 16  # keys of a dict whose entries have names of their own
 _SAMPLED = 6  # items at either end of a larger one
 _LEAST_LEAF = 4096  # bytes
 _CACHED_FUNCTION = type(functools.lru_cache(lambda: None))
@@ -52,7 +53,7 @@ Key = tuple[str, str]  # file, name
 class Holder:
     """What keeps memory: its name in the source, and where to look for the line that fills it."""
 
-    name: str  # history, self.cache, Trainer.outputs, acts[…]
+    name: str  # history, self.cache, Trainer.outputs, acts[…], log["loss"]
     word: str  # the last identifier: history, cache, outputs
     file: str  # the file in which it is filled, most likely
     function: str = ""  # of a local variable
@@ -133,7 +134,12 @@ class Walk:
             self._tensor_of(thing, holder)
         elif isinstance(thing, dict):
             self._note(holder, "items", len(thing), thing)
-            self._pieces(dict.values(thing), len(thing), holder, depth)
+            if _has_named_entries(thing):
+                for key, value in dict.items(thing):
+                    name = f"{holder.name}[{key!r}]"
+                    self._push(value, Holder(name, holder.word, holder.file, holder.function, holder.line), depth + 1)
+            else:
+                self._pieces(dict.values(thing), len(thing), holder, depth)
         elif isinstance(thing, (list, tuple, deque, set, frozenset)):
             limit = thing.maxlen if isinstance(thing, deque) else None
             if not isinstance(thing, (tuple, frozenset)):
@@ -270,6 +276,11 @@ class Walk:
         name = getattr(thing, "__name__", holder.name)
         self._note(Holder(f"{name}.cache", name, file, "", line), "items", info.currsize, thing, info.maxsize)
         self._push(getattr(thing, "__wrapped__", None), holder, depth + 1)
+
+
+def _has_named_entries(thing: dict[Any, Any]) -> bool:
+    """Whether its keys are words, as in ``history["loss"]``: then each entry has a name of its own."""
+    return len(thing) <= _MOST_WORDS and all(type(key) is str and key.isidentifier() for key in dict.keys(thing))
 
 
 def newest_items(thing: Any, count: int = 8) -> list[Any]:

@@ -48,6 +48,17 @@ def losses_with_graph(steps: int, step: Step) -> None:
         step()
 
 
+def one_of_several_lists(steps: int, step: Step) -> None:
+    model, x, _ = _model()
+    log: dict[str, list[Any]] = {"reward": [], "loss": [], "target": []}
+    for number in range(steps):
+        value = model(x).mean()
+        log["reward"].append(float(number))
+        log["loss"].append(value.item())
+        log["target"].append(value)  # here
+        step()
+
+
 def sum_of_losses(steps: int, step: Step) -> None:
     model, x, y = _model()
     total: Any = 0
@@ -210,7 +221,7 @@ def mapped(steps: int, step: Step) -> None:
 
 
 NAMED = (
-    outputs_in_a_list, losses_with_graph, sum_of_losses, hidden_state, forward_hook, hook_of_a_parameter, cached_function, class_attribute,
+    outputs_in_a_list, losses_with_graph, one_of_several_lists, sum_of_losses, hidden_state, forward_hook, hook_of_a_parameter, cached_function, class_attribute,
     global_dict, default_argument, concatenated, text, queue_without_reader, passed_to_a_function, files_in_shm,
 )  # fmt: skip
 
