@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+_TEMPORARY = ("/tmp", "/var/tmp")  # each node has its own
 PORT = 6399
 _PREFIX = "lgnode"  # of every network namespace, link and log of this rig
 
@@ -107,8 +109,11 @@ class Cluster:
             else [f"--address={self.address}"]
         )
         mounts = "; ".join(
-            f"mount -t tmpfs -o size={self.shm},mode=1777 tmpfs {place}" for place in ("/dev/shm", "/tmp", "/var/tmp")
+            f"mount -t tmpfs -o size={self.shm},mode=1777 tmpfs {place}" for place in ("/dev/shm", *_TEMPORARY)
         )
+        if any(ROOT.is_relative_to(place) for place in _TEMPORARY):  # keep this clone visible below it
+            root = shlex.quote(str(ROOT))
+            mounts = f"mount --bind {root} /mnt; {mounts}; mkdir -p {root}; mount --bind /mnt {root}"
         environment = {
             **os.environ, "RAY_DISABLE_MEMORY_MONITOR": "1", "RAY_memory_monitor_refresh_ms": "0",
             "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120", "RAY_gcs_server_request_timeout_seconds": "120", "RAY_gcs_rpc_server_reconnect_timeout_s": "120", "RAY_enable_metrics_collection": "0", "PYTHONUNBUFFERED": "1",
