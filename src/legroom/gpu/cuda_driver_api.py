@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import uuid
+from collections.abc import Callable
 from ctypes import byref, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ushort, c_void_p
 from functools import cache
 from typing import Any
@@ -150,14 +151,20 @@ class DriverApi:
         self._call("cuModuleGetFunction", byref(kernel), module, ctypes.c_char_p(name.encode()))
         return kernel
 
-    def launch(self, kernel: c_void_p, blocks: int, threads: int, arguments: list[Any], stream: int) -> None:
-        """Queue a kernel on ``stream``; ``arguments`` are ctypes values."""
-        pointers = (c_void_p * len(arguments))(*(ctypes.cast(ctypes.pointer(value), c_void_p) for value in arguments))
-        one = c_uint(1)
-        self._call(
-            "cuLaunchKernel", kernel, c_uint(blocks), one, one, c_uint(threads), one, one, c_uint(0),
-            c_void_p(stream), pointers, None,
-        )  # fmt: skip
+    def prepare_launch(
+        self, kernel: c_void_p, blocks: int, threads: int, arguments: list[Any]
+    ) -> Callable[[int], None]:
+        """A function that queues a kernel on a stream. ``arguments`` are ctypes values, read again at each launch."""
+        pointers = (c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))
+        one, none, grid, block = c_uint(1), c_uint(0), c_uint(blocks), c_uint(threads)
+        function = self._function("cuLaunchKernel")
+
+        def launch(stream: int, _kept: list[Any] = arguments) -> None:
+            code = function(kernel, grid, one, one, block, one, one, none, c_void_p(stream), pointers, None)
+            if code != 0:
+                raise self._refused("cuLaunchKernel", code)
+
+        return launch
 
     # Memory that several processes map
 
@@ -239,7 +246,10 @@ class DriverApi:
     def _call(self, name: str, *arguments: Any) -> None:
         code = self._function(name)(*arguments)
         if code != 0:
-            raise CudaRefused(say("{call}: {words} ({code})", call=name, words=self._words(code), code=code))
+            raise self._refused(name, code)
+
+    def _refused(self, call: str, code: int) -> CudaRefused:
+        return CudaRefused(say("{call}: {words} ({code})", call=call, words=self._words(code), code=code))
 
     def _words(self, code: int) -> str:
         text = ctypes.c_char_p()

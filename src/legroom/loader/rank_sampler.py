@@ -26,6 +26,11 @@ Uneven = Literal["pad", "drop", "all"]
 UNEVEN: tuple[Uneven, ...] = get_args(Uneven)
 
 
+_AT_ONCE = (
+    1 << 13
+)  # random numbers: numpy holds the interpreter's lock meanwhile, and the next epoch's are made in a thread
+
+
 class SampledBatch(NamedTuple):
     """One rank's batch: a range of positions in the order (past its end it wraps around), and the position after."""
 
@@ -90,7 +95,10 @@ def permutation(rows: int, seed: int, epoch: int) -> NDArray:
     and ``shuffle``. No two keys are equal, so every sort gives the same result. (Two rows whose random bits agree stay
     in ascending order: for a million rows, one pair in thirty epochs.)
     """
-    keys = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(rows)
+    generator = np.random.Philox(key=np.array([seed, epoch], np.uint64))
+    keys = np.empty(rows, np.uint64)
+    for first in range(0, rows, _AT_ONCE):
+        keys[first : first + _AT_ONCE] = generator.random_raw(min(_AT_ONCE, rows - first))
     numbers = np.uint64((1 << max(0, rows - 1).bit_length()) - 1)
     keys &= ~numbers
     keys |= np.arange(rows, dtype=np.uint64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,10 +34,9 @@ class FakeEvent:
 
 
 class FakeStream:
-    cuda_stream = 7
-
     def __init__(self, log: list[Any], name: str) -> None:
         self.log, self.name = log, name
+        self.cuda_stream = hash(name)
 
     def wait_event(self, event: FakeEvent) -> None:
         self.log.append((self.name, "waits for", event.stream.name))
@@ -55,7 +54,7 @@ class FakeDriver:
         self.refuse = set(refuse)
         self.registered: dict[int, int] = {}
         self.sent: list[str] = []  # streams that row numbers were sent on, and waits for everything
-        self.lent: list[torch.Tensor] = []
+        self.lent: list[tuple[torch.Tensor, str]] = []  # and the other streams that use them
         self.pinned_sizes: list[int] = []
         self.copies: list[int] = []  # copies of each call to the copy engines
         self.room = free, total
@@ -86,8 +85,7 @@ class FakeDriver:
         return FakeEvent(self.log, stream, self.gpu_clock)
 
     def record_use(self, tensor: torch.Tensor, stream: FakeStream) -> None:
-        assert stream.name == "consumer"
-        self.lent.append(tensor)
+        self.lent.append((tensor, stream.name))
 
     def row_numbers(self, rows: np.ndarray[Any, Any]) -> torch.Tensor:
         self.sent.append(self.current().name)
@@ -151,11 +149,17 @@ class FakeDriver:
     def gather_kernel(self) -> FakeKernel:
         if "kernel" in self.refuse:
             raise CudaRefused("libnvrtc.so.13 cannot be loaded")
-        return FakeKernel()
+        return FakeKernel(self)
 
 
 class FakeKernel:
-    def gather(self, source: int, rows: int, target: int, *, count: int, row_bytes: int, stream: int) -> None:
-        assert stream == FakeStream.cuda_stream
-        for place, row in enumerate((ctypes.c_int64 * count).from_address(rows)):
-            ctypes.memmove(target + place * row_bytes, source + row * row_bytes, row_bytes)
+    def __init__(self, driver: FakeDriver) -> None:
+        self._driver = driver
+
+    def of_column(self, source: int, row_bytes: int, grid: object = None) -> Callable[[int, int, int, int], None]:
+        def gather(rows: int, target: int, count: int, stream: int) -> None:
+            self._driver.log.append(("kernel", "side" if stream == hash("side") else "consumer"))
+            for place, row in enumerate((ctypes.c_int64 * count).from_address(rows)):
+                ctypes.memmove(target + place * row_bytes, source + row * row_bytes, row_bytes)
+
+        return gather

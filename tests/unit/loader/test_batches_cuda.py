@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_fake import FakeDriver, FakeEvent
+from cuda_fake import FakeDriver, FakeEvent, FakeStream
 
 from legroom.errors import NoRoom, UnsupportedData, UsageError
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader.batches import cuda_calls_for_gather, cuda_path_choice, cuda_pinned, gather_threads
 from legroom.loader.batches.batch_settings import BatchSettings, open_gatherer
 from legroom.loader.batches.cuda_calls_for_gather import Driver, open_driver
-from legroom.loader.batches.cuda_gather_base import RESOURCES, STEPS_AHEAD, ResourceCache, row_layout
+from legroom.loader.batches.cuda_gather_base import RESOURCES, ResourceCache, row_layout
 from legroom.loader.rank_sampler import permutation
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="maps files of shared memory")
@@ -47,6 +47,8 @@ DTYPES = [
 ]
 SHM = SimpleNamespace(backing="shm", key=None, store=None)
 DISK = SimpleNamespace(backing="disk", key=None, store=None)
+
+COMPARED = cuda_path_choice.PHASE * cuda_path_choice._PHASES  # batches in which the paths are compared
 
 
 class Stored:
@@ -172,24 +174,24 @@ def test_the_first_batches_of_a_shuffled_loop_choose_the_path(stored: Stored, mo
     driver = FakeDriver()
     trial = stored.open(driver, shuffle=True)
     assert "compared in the first" in trial.why
-    orders = np.random.default_rng(2).integers(0, 50, (200, 5))
+    orders = np.random.default_rng(2).integers(0, 50, (COMPARED + 40, 5))
     paths = []
     for number, rows in enumerate(orders):
         paths.append(trial.path)
         same(trial.gather(rows), stored.columns, rows)
         if number + 1 < len(orders) and number % 3:  # a loop may be left before the next batch is begun
             trial.begin(orders[number + 1])
-    assert set(paths) == {"cuda-copy-engine", "cuda-kernel"} and len(set(paths[162:])) == 1
+    assert set(paths) == {"cuda-copy-engine", "cuda-kernel"} and len(set(paths[COMPARED + 2 :])) == 1
     assert "ms per batch" in trial.why
     trial.close()
     assert len(driver.registered) == 3
 
 
 def play(stored: Stored, driver: FakeDriver, costs: dict[str, float]) -> tuple[Any, list[str]]:
-    """A loop of 240 batches whose steps take the GPU so long with each path; the gatherer, and the paths used."""
+    """A loop whose steps take the GPU so long with each path; the gatherer, and the paths used."""
     gatherer = stored.open(driver, shuffle=True)
     paths: list[str] = []
-    for rows in np.random.default_rng(2).integers(0, len(stored.columns["labels"]), (240, 5)):
+    for rows in np.random.default_rng(2).integers(0, len(stored.columns["labels"]), (COMPARED + 80, 5)):
         paths.append(gatherer.path)
         driver.gpu_clock += costs[paths[-1]]
         same(gatherer.gather(rows), stored.columns, rows)
@@ -200,12 +202,12 @@ def test_a_choice_is_used_again_while_steps_take_as_long(stored: Stored, monkeyp
     monkeypatch.setattr(cuda_path_choice, "_chosen", {})
     driver = FakeDriver()
     first, paths = play(stored, driver, {"cuda-copy-engine": 2.0, "cuda-kernel": 1.5})
-    assert paths[0] == "cuda-copy-engine" and set(paths[162:]) == {"cuda-kernel"}
+    assert paths[0] == "cuda-copy-engine" and set(paths[COMPARED + 2 :]) == {"cuda-kernel"}
     assert "1500.00 ms per batch, with cuda-copy-engine 2000.00 ms" in first.why
     again, paths = play(stored, driver, {"cuda-kernel": 1.6})
     assert set(paths) == {"cuda-kernel"} and again.why == first.why
     faster, paths = play(stored, driver, {"cuda-copy-engine": 0.3, "cuda-kernel": 0.4})  # a shorter step
-    assert paths[0] == "cuda-kernel" and set(paths[185:]) == {"cuda-copy-engine"}
+    assert paths[0] == "cuda-kernel" and set(paths[COMPARED + 25 :]) == {"cuda-copy-engine"}
     for gatherer in (first, again, faster):
         gatherer.close()
 
@@ -235,11 +237,11 @@ def test_the_clock_of_the_gpu_decides_not_that_of_the_cpu(stored: Stored, monkey
     monkeypatch.setattr(driver, "mark", late_mark)
     gatherer = stored.open(driver, shuffle=True)
     costs = {"cuda-copy-engine": 3.0, "cuda-kernel": 3.3}  # of the GPU; the CPU takes no time for either
-    for number, rows in enumerate(np.random.default_rng(2).integers(0, 50, (200, 5))):
+    for number, rows in enumerate(np.random.default_rng(2).integers(0, 50, (COMPARED + 40, 5))):
         driver.gpu_clock += costs[gatherer.path]
         same(gatherer.gather(rows), stored.columns, rows)
-        assert "being compared" in gatherer.why or number > 180
-        late.open = number >= 180
+        assert "being compared" in gatherer.why or number > COMPARED + 20
+        late.open = number >= COMPARED + 20
     assert asked > 10 and gatherer.path == "cuda-copy-engine" and "3000.00 ms per batch" in gatherer.why
     gatherer.close()
 
@@ -262,6 +264,7 @@ def test_a_loop_that_is_left_during_the_trial_releases_both_paths(
     ("seconds", "path"),
     [
         ({"cuda-copy-engine": [0.4, 0.4, 9.0], "cuda-kernel": [0.5, 0.5, 0.5]}, "cuda-copy-engine"),
+        ({"cuda-copy-engine": [0.3, 0.6, 0.6], "cuda-kernel": [0.5, 0.5, 0.5]}, "cuda-kernel"),  # once, by luck
         ({"cuda-copy-engine": [0.502], "cuda-kernel": [0.5]}, "cuda-copy-engine"),
         ({"cuda-copy-engine": [0.6], "cuda-kernel": [0.5]}, "cuda-kernel"),
         ({"cuda-copy-engine": [0.6], "cuda-registered": [0.5]}, "cuda-registered"),
@@ -269,7 +272,11 @@ def test_a_loop_that_is_left_during_the_trial_releases_both_paths(
 )
 def test_the_path_with_the_shorter_steps_is_chosen(seconds: dict[str, list[float]], path: str) -> None:
     chosen = cuda_path_choice.choose(seconds)
-    assert chosen.path == path and "ms per batch" in chosen.why and chosen.seconds == min(seconds[path])
+    assert (
+        chosen.path == path
+        and "ms per batch" in chosen.why
+        and chosen.seconds == sorted(seconds[path])[len(seconds[path]) // 2]
+    )
 
 
 def test_an_old_driver_gathers_with_index_select(stored: Stored) -> None:
@@ -454,11 +461,53 @@ def test_a_batch_is_handed_to_the_consumers_stream(stored: Stored) -> None:
     driver = FakeDriver()
     gatherer = stored.open(driver)
     driver.log.clear()
-    batch = gatherer.gather(ROWS)
+    gatherer.gather(ROWS)
+    # The memory is the consumer's, and may have been used until now.
     assert driver.log == [
-        ("on", "side"), ("off", "side"), ("mark", "side"), ("consumer", "waits for", "side"), ("mark", "consumer"),
+        ("mark", "consumer"), ("side", "waits for", "consumer"), ("mark", "side"), ("consumer", "waits for", "side"),
     ]  # fmt: skip
-    assert {id(tensor) for tensor in driver.lent} == {id(tensor) for tensor in batch.values()}
+    assert driver.lent == []
+    gatherer.close()
+
+
+@pytest.mark.parametrize("entry", [SHM, DISK])
+def test_a_batch_begun_on_one_stream_and_used_on_another(stored: Stored, entry: Any) -> None:
+    """Its memory belongs to the first, and must not be reused there while the second reads it."""
+    driver = FakeDriver()
+    gatherer = stored.open(driver, entry)
+    gatherer.begin(ROWS)
+    with driver.on(FakeStream(driver.log, "another")):
+        batch = gatherer.gather(ROWS)
+    assert ("another", "waits for", "side") in driver.log
+    assert {id(tensor) for tensor, stream in driver.lent if stream == "another"} == {id(t) for t in batch.values()}
+    gatherer.close()
+
+
+@pytest.mark.parametrize("how", ["cuda-kernel", "cuda-registered", "cuda-copy-engine", "cuda-pinned"])
+def test_a_batch_that_is_never_used_keeps_its_memory_until_the_side_stream_is_done(stored: Stored, how: str) -> None:
+    driver = FakeDriver()
+    gatherer = stored.open(driver, path=how, shuffle=True)
+    for left in ("another batch is asked for", "close"):
+        driver.lent.clear()
+        gatherer.begin(ROWS)
+        if left == "close":
+            gatherer.close()
+        else:
+            same(gatherer.gather(np.array([4])), stored.columns, np.array([4]))
+            for _ in range(gatherer.ahead):
+                gatherer.begin(np.array([4]))  # the first one is of a loop that was left
+        gc.collect()
+        assert len([name for _, name in driver.lent if name == "side"]) >= len(stored.columns), left
+
+
+def test_an_exception_while_a_batch_is_queued_keeps_its_memory(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    gatherer = stored.open(driver, path="cuda-copy-engine")
+    monkeypatch.setattr(driver, "copy_batch", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        gatherer.gather(ROWS)
+    gc.collect()
+    assert {name for _, name in driver.lent} == {"side"} and len(driver.lent) == len(stored.columns)
     gatherer.close()
 
 
@@ -472,7 +521,7 @@ def test_the_next_batch_is_begun_and_not_waited_for(stored: Stored, entry: Any) 
     gatherer.begin(following)
     assert ("consumer", "waits for", "side") not in driver.log  # or the step in between would wait too
     same(gatherer.gather(following), stored.columns, following)
-    assert [line for line in driver.log if line[0] == "on"] == [("on", "side")]  # made once
+    assert driver.log.count(("mark", "side")) == 1  # made once
     assert driver.log.count(("consumer", "waits for", "side")) == 1
     gatherer.close()
 
@@ -485,16 +534,6 @@ def test_a_prefetched_batch_that_is_not_used(stored: Stored, entry: Any) -> None
         gatherer.begin(np.array([4]))
         same(gatherer.gather(ROWS), stored.columns, ROWS)
     gatherer.begin(ROWS)
-    gatherer.close()
-
-
-def test_the_cpu_does_not_run_far_ahead(stored: Stored) -> None:
-    driver = FakeDriver()
-    gatherer = stored.open(driver)
-    for number in range(10):
-        gatherer.gather(ROWS)
-        waits = driver.log.count(("wait for", "consumer"))
-        assert waits == max(0, number - STEPS_AHEAD)
     gatherer.close()
 
 

@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 
 import legroom
 from legroom.errors import MissingKey, MissingPackage, UnsupportedData, UsageError
+from legroom.loader.batches import batch_iterator
 from legroom.loader.batches.legroom_open import Data
 from legroom.loader.rank_sampler import permutation
 
@@ -55,6 +58,46 @@ def test_the_data_are_not_written_to_through_a_batch(data: Data) -> None:
     for batch in data.batches(97):
         batch["images"].zero_()
     assert data["images"][5, 0, 0] == 5
+
+
+def test_the_next_order_is_computed_in_the_second_half_of_an_epoch(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[tuple[int, bool]] = []
+
+    def counting(rows: int, seed: int, epoch: int) -> Any:
+        computed.append((epoch, threading.current_thread() is threading.main_thread()))
+        return permutation(rows, seed, epoch)
+
+    monkeypatch.setattr(batch_iterator, "permutation", counting)
+    monkeypatch.setattr(batch_iterator, "_LEAST_PREPARED", 10)
+    batches = data.batches(10, shuffle=True)
+    found = [labels(batches) for _ in range(3)]
+    assert found == [labels(data.batches(10, shuffle=True, epoch=epoch)) for epoch in range(3)]
+    assert computed[:3] == [(0, True), (1, False), (2, False)]
+    computed.clear()
+    early = data.batches(10, shuffle=True, epoch=7)
+    for _ in range(4):  # not before the middle: a loop may be left
+        assert labels(early, 4) == labels(data.batches(10, shuffle=True, epoch=7), 4)
+    assert [epoch for epoch, here in computed if not here] == []
+
+
+@pytest.mark.parametrize("how", ["another epoch", "a forked child", "too little memory", "no thread"])
+def test_an_order_that_was_not_prepared_is_computed(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(batch_iterator, "_LEAST_PREPARED", 10)
+    orders = batch_iterator.EpochOrders(50, 3)
+    wanted = permutation(50, 3, 1).tolist()
+    if how == "too little memory":
+        monkeypatch.setattr(batch_iterator, "permutation", lambda *_: [].pop())
+    if how == "no thread":
+        monkeypatch.setattr(batch_iterator, "start_thread_at_once", lambda *_: False)
+    orders.prepare(2 if how == "another epoch" else 1)
+    if how == "too little memory":
+        assert orders._next is not None
+        while not orders._next[2].qsize():
+            time.sleep(0.001)
+        monkeypatch.undo()
+    if how == "a forked child":
+        monkeypatch.setattr(os, "getpid", lambda: 1)  # the thread is the parent's
+    assert orders.take(1).tolist() == wanted
 
 
 def test_order_is_a_function_of_seed_and_epoch(data: Data) -> None:

@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from queue import SimpleQueue
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -73,6 +74,7 @@ class Batches:
             uneven=settings.uneven,
         )
         self._gatherer = gatherer_for(data, columns, settings)
+        self._orders = EpochOrders(self.sampler.rows, settings.seed) if settings.shuffle else None
         self._epoch = settings.epoch  # None: the Data counts
         self._resume: EpochPosition | None = None
         self._progress: _EpochProgress | None = None
@@ -96,12 +98,11 @@ class Batches:
             # Only shuffled loops count: a rank that evaluates more often than others must keep the same epoch.
             self._data.next_epoch = position.epoch + 1
         self._progress = _EpochProgress(position)
-        seed = self._settings.seed
-        order = permutation(self.sampler.rows, seed, position.epoch) if self._settings.shuffle else None
+        order = self._orders.take(position.epoch) if self._orders is not None else None
         gatherer = self._gatherer
         if isinstance(gatherer, HostGatherer):
             gatherer = Prefetcher(gatherer, gatherer.gather_on_one_core)
-        return _Loop(self.sampler, order, gatherer, self._settings.transform, self._progress)
+        return _Loop(self.sampler, order, gatherer, self._settings.transform, self._progress, self._orders)
 
     def set_epoch(self, epoch: int) -> None:
         """Use the order of that epoch for every loop from now on."""
@@ -133,6 +134,9 @@ class Batches:
         return EpochPosition(self._data.next_epoch if self._epoch is None else self._epoch)
 
 
+_LEAST_PREPARED, _MOST_PREPARED = 20_000, 1 << 24  # rows of an order that a thread computes: 0.5 ms, 128 MB
+
+
 class _Loop:
     """One epoch; the next call retries a batch that failed or was interrupted."""
 
@@ -143,9 +147,10 @@ class _Loop:
         gatherer: Gatherer,
         transform: Callable[[dict[str, Any]], Any] | None,
         progress: _EpochProgress,
+        orders: EpochOrders | None,
     ) -> None:
         self._sampler, self._order, self._gatherer = sampler, order, gatherer
-        self._transform, self._progress = transform, progress
+        self._transform, self._progress, self._orders = transform, progress, orders
         step = sampler.step(progress.position.position)
         # The batch that is returned next, and those that are prefetched behind it.
         self._upcoming = deque([] if step is None else [(step, self._rows_of(step))])
@@ -168,7 +173,11 @@ class _Loop:
         if self._transform is not None:
             # In the consumer's thread, so that its random numbers come in the same order in every run.
             batch = self._transform(batch)
-        self._progress.position = EpochPosition(self._progress.position.epoch, step.after)
+        epoch = self._progress.position.epoch
+        self._progress.position = EpochPosition(epoch, step.after)
+        if self._orders is not None and 2 * step.after >= self._sampler.rows:
+            orders, self._orders = self._orders, None
+            orders.prepare(epoch + 1)
         self._upcoming.popleft()
         if step_callbacks.listeners:
             step_callbacks.batch_taken()
@@ -189,6 +198,41 @@ class _Loop:
                 say("or send the Data: the other process attaches to the shared copy"),
             ),
         )
+
+
+class EpochOrders:
+    """The order of each epoch. That of the next one is computed in a thread, in the second half of an epoch.
+
+    Computing it takes about 20 ns a row: with rows of 2 kB and a fast training step, a fifth of the time of an epoch.
+    """
+
+    def __init__(self, rows: int, seed: int) -> None:
+        self._rows, self._seed = rows, seed
+        self._next: tuple[int, int, SimpleQueue[NDArray | None]] | None = None  # epoch, and the process that computes
+
+    def take(self, epoch: int) -> NDArray:
+        """The order of an epoch, which is waited for if it is being computed."""
+        following, self._next = self._next, None
+        if following is not None and following[:2] == (epoch, os.getpid()):
+            order = following[2].get()
+            if order is not None:
+                return order
+        return permutation(self._rows, self._seed, epoch)
+
+    def prepare(self, epoch: int) -> None:
+        """Compute the order of an epoch in a thread, unless it is too small or too large for that."""
+        if not _LEAST_PREPARED <= self._rows <= _MOST_PREPARED or not room_for_threads(1):
+            return
+        found: SimpleQueue[NDArray | None] = SimpleQueue()
+        if start_thread_at_once(_put_order, self._rows, self._seed, epoch, found):
+            self._next = epoch, os.getpid(), found
+
+
+def _put_order(rows: int, seed: int, epoch: int, into: SimpleQueue[NDArray | None]) -> None:
+    try:
+        into.put(permutation(rows, seed, epoch))
+    except BaseException:
+        into.put(None)  # too little memory: whoever needs it tries again, and gets the error
 
 
 VERSION = 1

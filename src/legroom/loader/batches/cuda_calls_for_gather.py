@@ -39,6 +39,8 @@ class Driver:
         self.device = device
         self._torch: Any = torch
         self._api: DriverApi | None = None
+        self._raw_current: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # torch's own is slow
+        self._last_current: Any = None
 
     def api(self) -> DriverApi:
         """The driver library's own functions; CudaRefused where it cannot be loaded."""
@@ -77,7 +79,13 @@ class Driver:
 
     def current(self) -> Any:
         """The current stream of this thread."""
-        return self._torch.cuda.current_stream(self.device)
+        last = self._last_current
+        if last is not None and self._raw_current(self.device.index or 0) == last.cuda_stream:
+            return last
+        found = self._torch.cuda.current_stream(self.device)
+        if self._raw_current is not None:
+            self._last_current = found
+        return found
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """A context in which this thread's work goes to ``stream``."""

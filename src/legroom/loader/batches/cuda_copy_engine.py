@@ -46,25 +46,26 @@ class CopyEngineGatherer(CudaGatherer):
         self._threads = RowThreads() if self._staged else None
 
     def _start(self, rows: NDArray) -> Callable[[], QueuedBatch]:
-        return self._submitter.start(partial(self._queue, rows)).result
+        batch = QueuedBatch(self.side, self._rows, len(rows))
+        return self._submitter.start(partial(self._queue, rows, batch)).result
 
-    def _queue(self, rows: NDArray) -> QueuedBatch:
-        driver = self.side.driver
-        self.side.limit_run_ahead()
-        with self.side.queueing():
-            parts = {name: kind.empty(len(rows), driver.device) for name, kind in self._rows.items()}
-            copies = [
-                consecutive(rows, kind.nbytes, self._registered.addresses[name], parts[name].data_ptr())
-                for name, kind in self._rows.items()
-                if kind.nbytes and name not in self._staged and len(rows)
-            ]
-            buffer = self._stage(rows, parts, copies) if self._staged and len(rows) else None
-            if copies:
-                to, source, sizes = (np.concatenate(column) for column in zip(*copies, strict=True))
-                for first in range(0, len(sizes), _AT_ONCE):
-                    some = slice(first, first + _AT_ONCE)
-                    driver.copy_batch(to[some], source[some], sizes[some], self.side.stream)
-        batch = self.side.queued(parts)
+    def _queue(self, rows: NDArray, batch: QueuedBatch) -> QueuedBatch:
+        copies = [
+            consecutive(rows, kind.nbytes, self._registered.addresses[name], batch.tensors[name].data_ptr())
+            for name, kind in self._rows.items()
+            if kind.nbytes and name not in self._staged and len(rows)
+        ]
+        buffer = None
+        if self._staged and len(rows):
+            with self.side.queueing():  # page-locked memory belongs to this thread's device
+                buffer = self._stage(rows, batch.tensors, copies)
+        batch.before()
+        if copies:
+            to, source, sizes = (np.concatenate(column) for column in zip(*copies, strict=True))
+            for first in range(0, len(sizes), _AT_ONCE):
+                some = slice(first, first + _AT_ONCE)
+                self.side.driver.copy_batch(to[some], source[some], sizes[some], self.side.stream)
+        batch.queued()
         if buffer is not None:
             buffer.copied = batch.done
         return batch

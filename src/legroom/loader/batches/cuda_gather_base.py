@@ -1,9 +1,14 @@
 """What the CUDA gatherers share: a side stream that prefetches one batch, row layout, resources kept per process.
 
-Ownership: the memory of a batch comes from torch's allocator on the side stream. When a batch is handed over, the
-consumer's stream waits until it is complete, and the allocator records that the consumer's stream uses the memory. So
-a batch that is dropped while the GPU still works on it is not overwritten. Its memory is free when the GPU is done,
-which may be many steps after the CPU; ``STEPS_AHEAD`` limits how far the CPU runs ahead, and so the memory.
+Ownership: the memory of a batch comes from torch's allocator on the consumer's stream, as that of any tensor of the
+training step. Before the side stream writes to it, it waits for what the consumer had queued until then, because a
+dropped tensor's memory is reused at once. The consumer's stream waits until the batch is complete when it is handed
+over. So a batch that is dropped while the GPU still works on it is not overwritten, and however far the CPU runs ahead
+of the GPU, no more memory is in use than batches exist. A batch that is never handed over keeps its memory until the
+side stream is done with it.
+
+The calls of one batch take the training thread 30 microseconds. A training step that is bound by launching kernels
+slows down by each of them.
 """
 
 from __future__ import annotations
@@ -32,16 +37,7 @@ if TYPE_CHECKING:
 
 
 NDArray = np.ndarray[Any, Any]
-STEPS_AHEAD = 2
 _MOST_ORDER = 1 << 27  # bytes of an order that is kept in GPU memory
-
-
-@dataclass(frozen=True, slots=True)
-class QueuedBatch:
-    """A batch that is complete on the side stream after the event ``done``."""
-
-    tensors: Mapping[str, torch.Tensor]
-    done: Any
 
 
 class SideStream:
@@ -50,41 +46,65 @@ class SideStream:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.stream = driver.stream()
-        self._handed: deque[Any] = deque()
-
-    def limit_run_ahead(self) -> None:
-        """Wait until the consumer's stream is at most ``STEPS_AHEAD`` batches behind."""
-        while len(self._handed) > STEPS_AHEAD:
-            self._handed.popleft().synchronize()
 
     @contextmanager
     def queueing(self) -> Iterator[None]:
-        """A context in which this thread's work goes to the side stream.
-
-        Outside of ``inference_mode``: a batch that was prefetched under it can still be trained on.
-        """
+        """A context in which this thread's work goes to the side stream, outside of ``inference_mode``."""
         import torch
 
         with torch.inference_mode(False), self.driver.on(self.stream):
             yield
 
-    def queued(self, tensors: Mapping[str, torch.Tensor]) -> QueuedBatch:
-        """The batch that was just queued, with the event after it."""
-        return QueuedBatch(tensors, self.driver.mark(self.stream))
-
-    def hand_over(self, batch: QueuedBatch) -> dict[str, torch.Tensor]:
-        """The batch, usable on this thread's current stream; only that stream waits."""
-        consumer = self.driver.current()
-        consumer.wait_event(batch.done)
-        for tensor in batch.tensors.values():
-            self.driver.record_use(tensor, consumer)
-        self._handed.append(self.driver.mark(consumer, sleep=True))
-        return dict(batch.tensors)
-
     def drain(self) -> None:
         """Wait until everything queued on the side stream is done."""
-        self._handed.clear()
         self.stream.synchronize()
+
+
+class QueuedBatch:
+    """A batch that the side stream fills.
+
+    Made in the consumer's thread. ``before`` and ``queued`` enclose the work of the thread that queues it.
+    """
+
+    __slots__ = ("_consumer", "_done", "_free", "_side", "tensors")
+
+    def __init__(self, side: SideStream, rows: Mapping[str, RowLayout], count: int) -> None:
+        driver = side.driver
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._side, self._consumer, self._done = side, driver.current(), None
+        self.tensors = {name: kind.empty(count, driver.device) for name, kind in rows.items()}
+        self._free = driver.mark(self._consumer)
+
+    def before(self) -> None:
+        """Let the side stream wait until the memory is free."""
+        self._side.stream.wait_event(self._free)
+
+    def queued(self) -> QueuedBatch:
+        """All work of this batch is queued on the side stream."""
+        self._done = self._side.driver.mark(self._side.stream)
+        return self
+
+    @property
+    def done(self) -> Any:
+        """The event after which the batch is complete."""
+        return self._done
+
+    def hand_over(self) -> dict[str, torch.Tensor]:
+        """The tensors, usable on this thread's current stream; only that stream waits."""
+        driver = self._side.driver
+        consumer = driver.current()
+        consumer.wait_event(self._done)
+        if consumer.cuda_stream != self._consumer.cuda_stream:  # another one than when the batch was begun
+            for tensor in self.tensors.values():
+                driver.record_use(tensor, consumer)
+        tensors, self.tensors = self.tensors, {}
+        return tensors
+
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        # It was not handed over: the loop was left, or an exception came. The side stream may still write to it.
+        if self.tensors and not at_exit():
+            for tensor in self.tensors.values():
+                self._side.driver.record_use(tensor, self._side.stream)
 
 
 class EpochOrder:
@@ -93,23 +113,38 @@ class EpochOrder:
     def __init__(self, driver: Driver, *, several_streams: bool = False) -> None:
         self._driver, self._several_streams = driver, several_streams
         self._sent: tuple[NDArray, torch.Tensor] | None = None
+        self._start = self._address = 0  # of the order, in host and in GPU memory
 
     def on_device(self, rows: NDArray) -> torch.Tensor:
         """The row numbers, usable on the current stream."""
+        sent = self._whole(rows)
+        if sent is None:
+            return self._driver.row_numbers(rows)
+        first = (rows.ctypes.data - self._start) // 8
+        return sent[first : first + len(rows)]
+
+    def address(self, rows: NDArray) -> int | None:
+        """Where the row numbers are in GPU memory, if they were sent before. This takes a tenth of ``on_device``."""
+        if self._sent is None or self._sent[0] is not rows.base or not _is_order(rows):
+            return None
+        return self._address + rows.ctypes.data - self._start
+
+    def drop(self) -> None:
+        """Free the order in GPU memory."""
+        self._sent = None
+
+    def _whole(self, rows: NDArray) -> torch.Tensor | None:
+        """The order that the rows are a part of, in GPU memory; None where they are no part of one."""
         whole = rows.base
         if not isinstance(whole, np.ndarray) or not _is_order(whole) or not _is_order(rows):
-            return self._driver.row_numbers(rows)
+            return None
         if self._sent is None or self._sent[0] is not whole:
             sent = self._driver.row_numbers(whole.view(np.int64))
             if self._several_streams:
                 self._driver.synchronize()  # also for the previous order, which is freed now
             self._sent = whole, sent
-        first = (rows.ctypes.data - whole.ctypes.data) // 8
-        return self._sent[1][first : first + len(rows)]
-
-    def drop(self) -> None:
-        """Free the order in GPU memory."""
-        self._sent = None
+            self._start, self._address = whole.ctypes.data, sent.data_ptr()
+        return self._sent[1]
 
 
 def _is_order(rows: NDArray) -> bool:
@@ -141,7 +176,7 @@ class CudaGatherer(ABC):
         """The batch of these rows, ordered on the current stream; prefetched where ``begin`` had these rows."""
         require_usable(self._pid, self._open)
         ready = self._prefetched(rows) or self._start(rows)
-        return self.side.hand_over(ready())
+        return ready().hand_over()
 
     def begin(self, rows: NDArray) -> None:
         """Prefetch a batch: it is gathered while the GPU computes on the current one."""
@@ -227,10 +262,17 @@ class RowLayout:
         """Gathered rows of integers in the column's dtype and shape; nothing is copied."""
         return words.view(self.dtype).view(len(words), *self.shape)
 
+    def as_words(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The reverse: contiguous rows as rows of integers of this dtype; nothing is copied."""
+        return rows.view(-1).view(dtype).view(len(rows), self.nbytes // dtype.itemsize)
+
     def empty(self, count: int, device: torch.device) -> torch.Tensor:
-        """An empty tensor for ``count`` rows."""
+        """An empty tensor for ``count`` rows. It can be trained on, also if it is made under ``inference_mode``."""
         import torch
 
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return torch.empty((count, *self.shape), dtype=self.dtype, device=device)
         return torch.empty((count, *self.shape), dtype=self.dtype, device=device)
 
 

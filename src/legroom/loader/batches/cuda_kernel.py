@@ -1,7 +1,9 @@
-"""A gather kernel of few blocks: it reads rows from registered memory and leaves most of the GPU to the training step.
+"""Gather kernels of few blocks: they read rows from registered memory and leave most of the GPU to the training step.
 
-``index_select`` starts as many blocks as the GPU can hold, although a few saturate PCIe. The kernel is compiled once
-per process by NVRTC, which torch ships; where that fails, ``CudaRefused`` says why and index_select is used.
+``index_select`` starts as many blocks as the GPU can hold, although two saturate PCIe. The kernels are compiled on
+their first use by NVRTC, which torch ships; where that fails, ``CudaRefused`` says why and index_select is used.
+Blocks are few and large. Each multiprocessor that a block occupies is missing to the kernels of the training step, and
+a matrix product that fills the GPU exactly then takes one round more.
 """
 
 from __future__ import annotations
@@ -11,16 +13,36 @@ import sys
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from legroom.gpu.cuda_driver_api import CudaRefused, DriverApi
 from legroom.messages import say
 
-BLOCKS, THREADS = 8, 256
 _NAME = "gather_rows"
-# Eight loads are in flight per thread: a load over PCIe takes more than a microsecond.
-_SOURCE = b"""
-#define IN_FLIGHT 8
+# Every thread has several loads in flight: a load over PCIe takes more than a microsecond.
+_ROWS_SOURCE = """
+extern "C" __global__ void gather_rows(
+    const WORD* __restrict__ source, const long long* __restrict__ rows, WORD* __restrict__ target,
+    unsigned int total, unsigned int words)
+{
+    const unsigned int lane = threadIdx.x % 32, warps = gridDim.x * blockDim.x / 32;
+    const unsigned int part = 32 * IN_FLIGHT, parts = (words + part - 1) / part, count = total / words * parts;
+    for (unsigned int n = (blockIdx.x * blockDim.x + threadIdx.x) / 32; n < count; n += warps) {
+        const unsigned int row = n / parts, first = (n - row * parts) * part + lane;
+        const WORD* from = source + rows[row] * words;
+        WORD* to = target + (unsigned long long)row * words;
+        WORD loaded[IN_FLIGHT];
+        #pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++)
+            if (first + 32 * i < words) loaded[i] = from[first + 32 * i];
+        #pragma unroll
+        for (int i = 0; i < IN_FLIGHT; i++)
+            if (first + 32 * i < words) to[first + 32 * i] = loaded[i];
+    }
+}
+"""
+# For rows that would leave most threads of a warp without work.
+_WORDS_SOURCE = """
 extern "C" __global__ void gather_rows(
     const WORD* __restrict__ source, const long long* __restrict__ rows, WORD* __restrict__ target,
     unsigned int total, unsigned int words)
@@ -42,48 +64,77 @@ extern "C" __global__ void gather_rows(
     }
 }
 """
-_MOST_WORDS = 1 << 31  # per launch: the kernel counts in 32 bits, with room for the words in flight
+_LEAST_WORDS = 32  # of a row that a warp copies
+_MOST_WORDS = 1 << 31  # per launch: the kernels count in 32 bits, with room for the words in flight
 _WORDS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 
 
+class Grid(NamedTuple):
+    """How many blocks of how many threads gather."""
+
+    blocks: int
+    threads: int
+
+
+OVER_PCIE = Grid(2, 1024)  # an H200 reads 50 GB/s so, and 54 GB/s with its copy engines
+IN_GPU_MEMORY = Grid(528, 128)
+
+
 class GatherKernel:
-    """The kernel on one device, compiled for each word size on its first use."""
+    """The kernels on one device, each compiled on its first use."""
 
     def __init__(self, api: DriverApi, capability: tuple[int, int], cuda_version: str | None) -> None:
         self._api, self._capability, self._cuda_version = api, capability, cuda_version
-        self._kernels: dict[int, Any] = {}
+        self._kernels: dict[tuple[str, ...], Any] = {}
 
-    def gather(
-        self, source: int, rows: int, target: int, *, count: int, row_bytes: int, stream: int, blocks: int = BLOCKS
-    ) -> None:
-        """Queue ``target[i] = source[rows[i]]`` for ``count`` rows; the first three are device addresses."""
-        width = next(w for w in _WORDS if row_bytes % w == 0 and source % w == 0 and target % w == 0)
-        kernel = self._kernels.get(width)
-        if kernel is None:
-            image = compile_kernel(_WORDS[width], self._capability, self._cuda_version)
-            kernel = self._kernels[width] = self._api.load_kernel(image, _NAME)
+    def of_column(self, source: int, row_bytes: int, grid: Grid = OVER_PCIE) -> ColumnGather:
+        """The kernel for the rows of one column, which begins at the device address ``source``."""
+        width = next(w for w in _WORDS if row_bytes % w == 0 and source % w == 0)
         words = row_bytes // width
-        piece = max(1, _MOST_WORDS // words)
-        for first in range(0, count, piece):
-            part = min(piece, count - first)
-            arguments = [
-                c_uint64(source),
-                c_uint64(rows + 8 * first),
-                c_uint64(target + first * row_bytes),
-                c_uint(part * words),
-                c_uint(words),
-            ]
-            self._api.launch(kernel, blocks, THREADS, arguments, stream)
+        code = _ROWS_SOURCE if words >= _LEAST_WORDS else _WORDS_SOURCE
+        kernel = self._compiled(code, f"-DWORD={_WORDS[width]}", "-DIN_FLIGHT=4")
+        return ColumnGather(self._api, kernel, source, row_bytes, words, grid)
+
+    def _compiled(self, source: str, *options: str) -> Any:
+        key = (source, *options)
+        if key not in self._kernels:
+            image = compile_kernel(source, options, self._capability, self._cuda_version)
+            self._kernels[key] = self._api.load_kernel(image, _NAME)
+        return self._kernels[key]
+
+
+class ColumnGather:
+    """``target[i] = source[rows[i]]`` for one column, with everything ready that stays the same from batch to batch."""
+
+    def __init__(self, api: DriverApi, kernel: Any, source: int, row_bytes: int, words: int, grid: Grid) -> None:
+        self._row_bytes, self._words = row_bytes, words
+        self._rows, self._target, self._total = c_uint64(), c_uint64(), c_uint()
+        arguments = [c_uint64(source), self._rows, self._target, self._total, c_uint(words)]
+        self._launch = api.prepare_launch(kernel, grid.blocks, grid.threads, arguments)
+
+    def __call__(self, rows: int, target: int, count: int, stream: int) -> None:
+        """Queue the gather of ``count`` rows; their numbers and the target are at device addresses.
+
+        The target is memory of torch's allocator, which is aligned for every word.
+        """
+        most = max(1, _MOST_WORDS // self._words)
+        for first in range(0, count, most):
+            self._rows.value = rows + 8 * first
+            self._target.value = target + first * self._row_bytes
+            self._total.value = min(most, count - first) * self._words
+            self._launch(stream)
 
 
 @cache
-def compile_kernel(word: str, capability: tuple[int, int], cuda_version: str | None) -> bytes:
-    """The kernel for one word type, compiled for the device's architecture."""
+def compile_kernel(
+    source: str, options: tuple[str, ...], capability: tuple[int, int], cuda_version: str | None
+) -> bytes:
+    """A kernel, compiled for the device's architecture."""
     nvrtc = _load_nvrtc(cuda_version)
     program = c_void_p()
-    _check(nvrtc, nvrtc.nvrtcCreateProgram(byref(program), c_char_p(_SOURCE), None, c_int(0), None, None))
+    _check(nvrtc, nvrtc.nvrtcCreateProgram(byref(program), c_char_p(source.encode()), None, c_int(0), None, None))
     try:
-        options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", f"-DWORD={word}"]
+        options = (f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *options)
         given = (c_char_p * len(options))(*(option.encode() for option in options))
         _check(nvrtc, nvrtc.nvrtcCompileProgram(program, c_int(len(options)), given))
         size = c_size_t()

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 NDArray = np.ndarray[Any, Any]
 PHASE = 20  # batches before the trial changes to the other path
 _SETTLING = 10  # of these, not counted: the first ones were begun on the path before, and the GPU is behind the CPU
-_PHASES = 8
+_PHASES = 10  # five for each path
 _AS_GOOD = 1.01  # the copy engines are kept where they cost at most this much
 _SAME_STEP = 1.25  # a loop whose steps take this much more or less trains something else
 
@@ -195,7 +196,7 @@ class PathTrial:
             self._keep(choose(seconds))
             return
         before, self._before, self._handed, self._phases = self._before, None, 0, []
-        if 1 / _SAME_STEP <= min(seconds[before.path]) / before.seconds <= _SAME_STEP:
+        if 1 / _SAME_STEP <= median_low(seconds[before.path]) / before.seconds <= _SAME_STEP:
             self._keep(before)
 
     def _keep(self, choice: Choice) -> None:
@@ -212,8 +213,8 @@ def choose(seconds: Mapping[str, list[float]]) -> Choice:
 
     ``seconds`` has the mean time per batch of each phase, by path.
     """
-    # The best phase of each: others were lengthened by warming up, by an evaluation or by a checkpoint.
-    steps = {path: min(taken) for path, taken in seconds.items()}
+    # Not the mean: a phase with an evaluation or a checkpoint is long. Not the best one: that may be luck.
+    steps = {path: median_low(taken) for path, taken in seconds.items()}
     best = min(steps, key=steps.__getitem__)
     path = next(path for path in steps if steps[path] <= _AS_GOOD * steps[best])  # in the order that they are tried
     rest = [

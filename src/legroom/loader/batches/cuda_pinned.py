@@ -103,11 +103,11 @@ class PinnedGatherer(CudaGatherer):
     def _start(self, rows: NDArray) -> Callable[[], QueuedBatch]:
         self._turn = (self._turn + 1) % len(self._makers)
         maker = self._makers[self._turn]
-        return maker.thread.start(partial(self._make, maker, rows)).result
+        batch = QueuedBatch(self.side, self._rows, len(rows))
+        return maker.thread.start(partial(self._make, maker, rows, batch)).result
 
-    def _make(self, maker: _Maker, rows: NDArray) -> QueuedBatch:
+    def _make(self, maker: _Maker, rows: NDArray, batch: QueuedBatch) -> QueuedBatch:
         starts, total = column_offsets(self._rows, len(rows))
-        parts: dict[str, torch.Tensor] = {}
         with self.side.queueing():  # from the start: page-locked memory also belongs to this thread's device
             buffer = maker.next_buffer()
             memory, pinned = self._memory(buffer, total)
@@ -116,14 +116,13 @@ class PinnedGatherer(CudaGatherer):
             for name, kind in self._rows.items():
                 if kind.nbytes and len(rows):
                     copy(self._columns[name], rows, filled[starts[name] : starts[name] + len(rows) * kind.nbytes])
-            self.side.limit_run_ahead()
+            batch.before()
             for name, kind in self._rows.items():
-                parts[name] = kind.empty(len(rows), self.side.driver.device)
                 size = len(rows) * kind.nbytes
                 if size:
                     part = memory[starts[name] : starts[name] + size].view(kind.dtype)
-                    parts[name].copy_(part.view(len(rows), *kind.shape), non_blocking=pinned)
-        batch = self.side.queued(parts)
+                    batch.tensors[name].copy_(part.view(len(rows), *kind.shape), non_blocking=pinned)
+        batch.queued()
         buffer.copied = batch.done
         return batch
 

@@ -40,7 +40,7 @@ from legroom.system.process_control import MAP_FAILED, last_error, libc
 if TYPE_CHECKING:
     import torch
 
-    from legroom.loader.batches.cuda_kernel import GatherKernel
+    from legroom.loader.batches.cuda_kernel import ColumnGather, GatherKernel
 
 
 NDArray = np.ndarray[Any, Any]
@@ -108,43 +108,49 @@ class RegisteredGatherer(CudaGatherer):
         kernel: GatherKernel | None = None,
     ) -> None:
         super().__init__(driver, SELECT_PATH if kernel is None else KERNEL_PATH, why)
-        self._rows, self._registered, self._kernel = dict(rows), registered, kernel
+        self._rows, self._registered = dict(rows), registered
         self._order = EpochOrder(driver)
         self._sources: dict[str, torch.Tensor] = {}
+        self._kernels: dict[str, ColumnGather] = {}
         for name, start in registered.addresses.items():
             kind = rows[name]
             width = kind.width(start)
             seen = driver.window(start, kind.count * kind.nbytes // width, width)
             self._sources[name] = seen.view(kind.count, kind.nbytes // width)
+            if kernel is not None:
+                self._kernels[name] = kernel.of_column(seen.data_ptr(), kind.nbytes)
 
     def _start(self, rows: NDArray) -> Callable[[], QueuedBatch]:
-        self.side.limit_run_ahead()
-        parts: dict[str, torch.Tensor] = {}
-        with self.side.queueing():
-            chosen = self._order.on_device(rows)
-            for name, kind in self._rows.items():
-                parts[name] = self._gather(name, kind, chosen)
-        batch = self.side.queued(parts)
+        batch = QueuedBatch(self.side, self._rows, len(rows))
+        batch.before()
+        address = self._order.address(rows) if self._kernels else None
+        if address is None:
+            with self.side.queueing():
+                chosen = self._order.on_device(rows)
+                if self._kernels:
+                    self._launch(batch, chosen.data_ptr(), len(rows))
+                else:
+                    self._select(batch, chosen)
+        else:
+            self._launch(batch, address, len(rows))
+        batch.queued()
         return lambda: batch
 
-    def _gather(self, name: str, kind: RowLayout, chosen: torch.Tensor) -> torch.Tensor:
+    def _launch(self, batch: QueuedBatch, chosen: int, count: int) -> None:
+        for name, kernel in self._kernels.items():
+            kernel(chosen, batch.tensors[name].data_ptr(), count, self.side.stream.cuda_stream)
+
+    def _select(self, batch: QueuedBatch, chosen: torch.Tensor) -> None:
         import torch
 
-        source = self._sources.get(name)
-        if source is None:
-            return kind.empty(len(chosen), self.side.driver.device)
-        if self._kernel is None:
-            return kind.restore(torch.index_select(source, 0, chosen))
-        part = kind.empty(len(chosen), self.side.driver.device)
-        self._kernel.gather(
-            source.data_ptr(), chosen.data_ptr(), part.data_ptr(),
-            count=len(chosen), row_bytes=kind.nbytes, stream=self.side.stream.cuda_stream,
-        )  # fmt: skip
-        return part
+        for name, source in self._sources.items():
+            part = self._rows[name].as_words(batch.tensors[name], source.dtype)
+            torch.index_select(source, 0, chosen, out=part)
 
     def _release(self) -> None:
         self._order.drop()
         self._sources.clear()
+        self._kernels.clear()
         self._registered.release()
 
 

@@ -21,6 +21,7 @@ from legroom.errors import NoRoom
 from legroom.gpu.cuda_driver_api import CudaRefused
 from legroom.loader.batches.cuda_calls_for_gather import Driver
 from legroom.loader.batches.cuda_gather_base import RESOURCES, EpochOrder, ResourceUse, RowLayout, require_usable
+from legroom.loader.batches.cuda_kernel import IN_GPU_MEMORY, ColumnGather
 from legroom.loader.batches.cuda_upload import Upload, upload
 from legroom.loader.shared_gpu_memory import SharedCopy, share
 from legroom.messages import say
@@ -53,6 +54,7 @@ class ResidentGatherer:
         self._driver, self._rows, self._uses = driver, dict(rows), dict(uses)
         self._columns = dict(columns)  # they keep the entry in the cache
         self._order = EpochOrder(driver, several_streams=True)
+        self._kernels = _kernels(driver, rows, uses)
         self._pid = os.getpid()
         self._open = True
 
@@ -61,17 +63,26 @@ class ResidentGatherer:
         import torch
 
         require_usable(self._pid, self._open)
-        parts: dict[str, torch.Tensor] = {}
-        # A batch gathered under ``inference_mode`` can still be trained on.
-        with torch.inference_mode(False):
+        parts = {name: kind.empty(len(rows), self._driver.device) for name, kind in self._rows.items()}
+        address = self._order.address(rows) if self._kernels is not None else None
+        if address is not None:
+            self._launch(parts, address, len(rows))
+            return parts
+        with torch.inference_mode(False):  # the order outlives this batch
             chosen = self._order.on_device(rows)
-            for name, use in self._uses.items():
-                kind = self._rows[name]
-                if use is None:
-                    parts[name] = kind.empty(len(rows), self._driver.device)
-                else:
-                    parts[name] = kind.restore(torch.index_select(use.resource.words, 0, chosen))
+        if self._kernels is not None:
+            self._launch(parts, chosen.data_ptr(), len(rows))
+            return parts
+        for name, use in self._uses.items():
+            if use is not None:
+                words = use.resource.words
+                torch.index_select(words, 0, chosen, out=self._rows[name].as_words(parts[name], words.dtype))
         return parts
+
+    def _launch(self, parts: Mapping[str, torch.Tensor], chosen: int, count: int) -> None:
+        stream = self._driver.current().cuda_stream
+        for name, kernel in (self._kernels or {}).items():
+            kernel(chosen, parts[name].data_ptr(), count, stream)
 
     def begin(self, rows: NDArray) -> None:
         """Nothing: the GPU would only do the same work earlier."""
@@ -92,6 +103,21 @@ class ResidentGatherer:
     def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
         if not at_exit() and getattr(self, "_open", False):
             self.close()
+
+
+def _kernels(
+    driver: Driver, rows: Mapping[str, RowLayout], uses: Mapping[str, ResourceUse[ResidentColumn] | None]
+) -> dict[str, ColumnGather] | None:
+    """The gather kernel of each column; None where it cannot be compiled, and torch's index_select is used."""
+    try:
+        kernel = driver.gather_kernel()
+        return {
+            name: kernel.of_column(use.resource.words.data_ptr(), rows[name].nbytes, IN_GPU_MEMORY)
+            for name, use in uses.items()
+            if use is not None
+        }
+    except CudaRefused:
+        return None
 
 
 @dataclass(slots=True)
