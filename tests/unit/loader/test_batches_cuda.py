@@ -21,7 +21,7 @@ from cuda_fake import FakeDriver, FakeEvent, FakeStream
 
 from legroom.errors import NoRoom, UnsupportedData, UsageError
 from legroom.gpu.cuda_driver_api import CudaRefused
-from legroom.loader.batches import cuda_calls_for_gather, cuda_path_choice, cuda_pinned, gather_threads
+from legroom.loader.batches import cuda_calls_for_gather, cuda_path_choice, cuda_pinned, cuda_resident, gather_threads
 from legroom.loader.batches.batch_settings import BatchSettings, open_gatherer
 from legroom.loader.batches.cuda_calls_for_gather import Driver, open_driver
 from legroom.loader.batches.cuda_gather_base import RESOURCES, ResourceCache, row_layout
@@ -304,6 +304,21 @@ def test_resident(stored: Stored) -> None:
     gatherer.close()
     with pytest.raises(UsageError, match="closed"):
         gatherer.gather(ROWS)
+
+
+@pytest.mark.parametrize("refuse", [(), ("kernel",)])
+def test_resident_batches_are_gathered_by_the_kernel_once_it_is_compiled(
+    stored: Stored, refuse: tuple[str, ...]
+) -> None:
+    driver = FakeDriver(*refuse)
+    gatherer = stored.open(driver, DISK, resident=True)
+    order = permutation(50, 1, 2)
+    for first in range(0, 50, 4):
+        same(gatherer.gather(order[first : first + 4]), stored.columns, order[first : first + 4])
+        used = ("kernel", "consumer") in driver.log
+        assert used == (not refuse and first >= 4 * (cuda_resident._COMPILE_AT - 1))
+    same(gatherer.gather(ROWS), stored.columns, ROWS)  # no part of an order
+    gatherer.close()
 
 
 def test_resident_data_in_the_cache_are_shared_with_other_processes(stored: Stored, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from legroom.messages import say
 _NAME = "gather_rows"
 # Every thread has several loads in flight: a load over PCIe takes more than a microsecond.
 _ROWS_SOURCE = """
-extern "C" __global__ void gather_rows(
+extern "C" __global__ void __launch_bounds__(1024) gather_rows(
     const WORD* __restrict__ source, const long long* __restrict__ rows, WORD* __restrict__ target,
     unsigned int total, unsigned int words)
 {
@@ -43,7 +43,7 @@ extern "C" __global__ void gather_rows(
 """
 # For rows that would leave most threads of a warp without work.
 _WORDS_SOURCE = """
-extern "C" __global__ void gather_rows(
+extern "C" __global__ void __launch_bounds__(1024) gather_rows(
     const WORD* __restrict__ source, const long long* __restrict__ rows, WORD* __restrict__ target,
     unsigned int total, unsigned int words)
 {
@@ -65,6 +65,7 @@ extern "C" __global__ void gather_rows(
 }
 """
 _LEAST_WORDS = 32  # of a row that a warp copies
+_BYTES_IN_FLIGHT = 64  # of each thread
 _MOST_WORDS = 1 << 31  # per launch: the kernels count in 32 bits, with room for the words in flight
 _WORDS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 
@@ -92,7 +93,8 @@ class GatherKernel:
         width = next(w for w in _WORDS if row_bytes % w == 0 and source % w == 0)
         words = row_bytes // width
         code = _ROWS_SOURCE if words >= _LEAST_WORDS else _WORDS_SOURCE
-        kernel = self._compiled(code, f"-DWORD={_WORDS[width]}", "-DIN_FLIGHT=4")
+        in_flight = 4 if code is _WORDS_SOURCE else min(32, _BYTES_IN_FLIGHT // width)
+        kernel = self._compiled(code, f"-DWORD={_WORDS[width]}", f"-DIN_FLIGHT={in_flight}")
         return ColumnGather(self._api, kernel, source, row_bytes, words, grid)
 
     def _compiled(self, source: str, *options: str) -> Any:

@@ -38,7 +38,7 @@ PHASE = 20  # batches before the trial changes to the other path
 _SETTLING = 10  # of these, not counted: the first ones were begun on the path before, and the GPU is behind the CPU
 _PHASES = 10  # five for each path
 _AS_GOOD = 1.01  # the copy engines are kept where they cost at most this much
-_SAME_STEP = 1.25  # a loop whose steps take this much more or less trains something else
+_SAME_STEP = 1.1  # a loop whose steps take this much more or less trains something else
 
 
 @dataclass(frozen=True, slots=True)
