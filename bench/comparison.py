@@ -140,7 +140,7 @@ def _transport(found: dict[str, Any]) -> Line:
 
 
 def _gpu(found: dict[str, Any]) -> Line:
-    row = _row(found, "registered, 256 rows : torch's DataLoader")
+    row = _row(found, "copy engines, 256 rows : torch's DataLoader")
     ours, _, usual = row["note"].removesuffix(" GB/s").partition(" : ")
     card = found["machine"]["gpu"]
     words = {

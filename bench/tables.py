@@ -59,8 +59,8 @@ SECTIONS = (
     (
         "gpu_loader",
         "data.batches to a GPU",
-        "H2D and D2D are copies from host to GPU and within the GPU. Rows in registered memory are gathered by a GPU "
-        "kernel: run at the same time as a computation of equal length, it took as long as both in turn.",
+        "H2D and D2D are copies from host to GPU and within the GPU. The last lines run a batch at the same time as "
+        "matrix products of equal length: 1 is a batch that costs nothing, 2 is one after the other.",
     ),
     (
         "gpu_train",

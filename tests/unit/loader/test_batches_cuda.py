@@ -191,24 +191,29 @@ def play(stored: Stored, driver: FakeDriver, costs: dict[str, float]) -> tuple[A
     """A loop whose steps take the GPU so long with each path; the gatherer, and the paths used."""
     gatherer = stored.open(driver, shuffle=True)
     paths: list[str] = []
-    for rows in np.random.default_rng(2).integers(0, len(stored.columns["labels"]), (COMPARED + 80, 5)):
+    for rows in np.random.default_rng(2).integers(0, len(stored.columns["labels"]), (COMPARED + 120, 5)):
         paths.append(gatherer.path)
         driver.gpu_clock += costs[paths[-1]]
         same(gatherer.gather(rows), stored.columns, rows)
     return gatherer, paths
 
 
-def test_a_choice_is_used_again_while_steps_take_as_long(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_loop_starts_with_the_choice_and_compares_again(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cuda_path_choice, "_chosen", {})
     driver = FakeDriver()
     first, paths = play(stored, driver, {"cuda-copy-engine": 2.0, "cuda-kernel": 1.5})
     assert paths[0] == "cuda-copy-engine" and set(paths[COMPARED + 2 :]) == {"cuda-kernel"}
     assert "1500.00 ms per batch, with cuda-copy-engine 2000.00 ms" in first.why
-    again, paths = play(stored, driver, {"cuda-kernel": 1.6})
-    assert set(paths) == {"cuda-kernel"} and again.why == first.why
-    faster, paths = play(stored, driver, {"cuda-copy-engine": 0.3, "cuda-kernel": 0.4})  # a shorter step
-    assert paths[0] == "cuda-kernel" and set(paths[COMPARED + 25 :]) == {"cuda-copy-engine"}
-    for gatherer in (first, again, faster):
+    again, paths = play(stored, driver, {"cuda-copy-engine": 2.1, "cuda-kernel": 1.6})
+    few = cuda_path_choice.PHASE * cuda_path_choice._PHASES_AGAIN
+    assert paths[0] == "cuda-kernel" and set(paths[few + 2 :]) == {"cuda-kernel"}
+    assert "1600.00 ms per batch" in again.why
+    # Another step, whose times with the path that was chosen are the same.
+    other, paths = play(stored, driver, {"cuda-copy-engine": 1.3, "cuda-kernel": 1.6})
+    assert paths[0] == "cuda-kernel" and set(paths[COMPARED + few + 2 :]) == {"cuda-copy-engine"}
+    for gatherer in (first, again, other):
         gatherer.close()
 
 
@@ -272,11 +277,7 @@ def test_a_loop_that_is_left_during_the_trial_releases_both_paths(
 )
 def test_the_path_with_the_shorter_steps_is_chosen(seconds: dict[str, list[float]], path: str) -> None:
     chosen = cuda_path_choice.choose(seconds)
-    assert (
-        chosen.path == path
-        and "ms per batch" in chosen.why
-        and chosen.seconds == sorted(seconds[path])[len(seconds[path]) // 2]
-    )
+    assert chosen.path == path and "ms per batch" in chosen.why
 
 
 def test_an_old_driver_gathers_with_index_select(stored: Stored) -> None:

@@ -20,7 +20,7 @@ from legroom.messages import say
 
 _NAME = "gather_rows"
 # Every thread has several loads in flight: a load over PCIe takes more than a microsecond.
-_ROWS_SOURCE = """
+_ROWS_SOURCE = b"""
 extern "C" __global__ void __launch_bounds__(1024) gather_rows(
     const WORD* __restrict__ source, const long long* __restrict__ rows, WORD* __restrict__ target,
     unsigned int total, unsigned int words)
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(1024) gather_rows(
 }
 """
 # For rows that would leave most threads of a warp without work.
-_WORDS_SOURCE = """
+_WORDS_SOURCE = b"""
 extern "C" __global__ void __launch_bounds__(1024) gather_rows(
     const WORD* __restrict__ source, const long long* __restrict__ rows, WORD* __restrict__ target,
     unsigned int total, unsigned int words)
@@ -66,6 +66,7 @@ extern "C" __global__ void __launch_bounds__(1024) gather_rows(
 """
 _LEAST_WORDS = 32  # of a row that a warp copies
 _BYTES_IN_FLIGHT = 64  # of each thread
+_MOST_BLOCKS = 32  # over PCIe
 _MOST_WORDS = 1 << 31  # per launch: the kernels count in 32 bits, with room for the words in flight
 _WORDS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 
@@ -86,7 +87,7 @@ class GatherKernel:
 
     def __init__(self, api: DriverApi, capability: tuple[int, int], cuda_version: str | None) -> None:
         self._api, self._capability, self._cuda_version = api, capability, cuda_version
-        self._kernels: dict[tuple[str, ...], Any] = {}
+        self._kernels: dict[tuple[bytes, tuple[str, ...]], Any] = {}
 
     def of_column(self, source: int, row_bytes: int, grid: Grid = OVER_PCIE) -> ColumnGather:
         """The kernel for the rows of one column, which begins at the device address ``source``."""
@@ -95,10 +96,12 @@ class GatherKernel:
         code = _ROWS_SOURCE if words >= _LEAST_WORDS else _WORDS_SOURCE
         in_flight = 4 if code is _WORDS_SOURCE else min(32, _BYTES_IN_FLIGHT // width)
         kernel = self._compiled(code, f"-DWORD={_WORDS[width]}", f"-DIN_FLIGHT={in_flight}")
+        if code is _ROWS_SOURCE:  # narrow words need more threads for as many bytes
+            grid = Grid(min(grid.blocks * 16 // width, max(_MOST_BLOCKS, grid.blocks)), grid.threads)
         return ColumnGather(self._api, kernel, source, row_bytes, words, grid)
 
-    def _compiled(self, source: str, *options: str) -> Any:
-        key = (source, *options)
+    def _compiled(self, source: bytes, *options: str) -> Any:
+        key = (source, options)
         if key not in self._kernels:
             image = compile_kernel(source, options, self._capability, self._cuda_version)
             self._kernels[key] = self._api.load_kernel(image, _NAME)
@@ -129,12 +132,12 @@ class ColumnGather:
 
 @cache
 def compile_kernel(
-    source: str, options: tuple[str, ...], capability: tuple[int, int], cuda_version: str | None
+    source: bytes, options: tuple[str, ...], capability: tuple[int, int], cuda_version: str | None
 ) -> bytes:
     """A kernel, compiled for the device's architecture."""
     nvrtc = _load_nvrtc(cuda_version)
     program = c_void_p()
-    _check(nvrtc, nvrtc.nvrtcCreateProgram(byref(program), c_char_p(source.encode()), None, c_int(0), None, None))
+    _check(nvrtc, nvrtc.nvrtcCreateProgram(byref(program), c_char_p(source), None, c_int(0), None, None))
     try:
         options = (f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *options)
         given = (c_char_p * len(options))(*(option.encode() for option in options))

@@ -7,8 +7,8 @@ in their first batches and keep the one with which the steps took less time. The
 Time is taken on the GPU, with events on the consumer's stream. The CPU runs ahead of the GPU: its clock would count how
 fast it queues work, and a path would live on what was prepared while the other one was measured.
 
-A later loop over the same rows starts with the path that was chosen. If its steps take as long as those of the loop
-that chose it, the path stays. Otherwise it is another step, and the paths are tried again.
+A later loop over the same rows may train something else. It starts with the path that was chosen and tries both
+shortly. If the other one was better this time, they are compared as in a first loop.
 """
 
 from __future__ import annotations
@@ -38,16 +38,15 @@ PHASE = 20  # batches before the trial changes to the other path
 _SETTLING = 10  # of these, not counted: the first ones were begun on the path before, and the GPU is behind the CPU
 _PHASES = 10  # five for each path
 _AS_GOOD = 1.01  # the copy engines are kept where they cost at most this much
-_SAME_STEP = 1.1  # a loop whose steps take this much more or less trains something else
+_PHASES_AGAIN = 4  # of a later loop over the same rows
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A path, why it was chosen, and the seconds per batch with it."""
+    """A path, and why it was chosen."""
 
     path: str
     why: str
-    seconds: float
 
 
 _chosen: dict[tuple[Any, ...], Choice] = {}  # by device, batch size and row sizes
@@ -125,6 +124,8 @@ class PathTrial:
                 gatherer.close()
             raise
         registered.release()  # the gatherers have a use each, and the last of them ends it
+        if before is not None:
+            self._gatherers.sort(key=lambda gatherer: gatherer.path != before.path)
 
     @property
     def path(self) -> str:
@@ -165,16 +166,11 @@ class PathTrial:
     def _current(self) -> CudaGatherer:
         if self._kept is not None:
             return self._kept
-        if self._before is not None:
-            for gatherer in self._gatherers:
-                if gatherer.path == self._before.path:
-                    return gatherer
-            self._before = None  # it cannot be used any more
-        return self._gatherers[self._handed // PHASE % len(self._gatherers)]  # in the order of the openers
+        return self._gatherers[self._handed // PHASE % len(self._gatherers)]
 
     def _count(self, gatherer: CudaGatherer) -> None:
         """Mark where batches begin and end to count on the GPU; decide when it has passed all marks."""
-        wanted = 1 if self._before is not None else _PHASES
+        wanted = _PHASES if self._before is None else _PHASES_AGAIN
         if len(self._phases) < wanted:
             place = self._handed % PHASE
             self._handed += 1
@@ -192,12 +188,11 @@ class PathTrial:
         seconds: dict[str, list[float]] = {gatherer.path: [] for gatherer in self._gatherers}
         for path, start, end in self._phases:
             seconds[path].append(start.elapsed_time(end) / 1e3 / (PHASE - 1 - _SETTLING))
-        if self._before is None:
-            self._keep(choose(seconds))
-            return
-        before, self._before, self._handed, self._phases = self._before, None, 0, []
-        if 1 / _SAME_STEP <= median_low(seconds[before.path]) / before.seconds <= _SAME_STEP:
-            self._keep(before)
+        choice = choose(seconds)
+        if self._before is None or choice.path == self._before.path:
+            self._keep(choice)
+        else:
+            self._before, self._handed, self._phases = None, 0, []
 
     def _keep(self, choice: Choice) -> None:
         self._why = choice.why
@@ -216,11 +211,11 @@ def choose(seconds: Mapping[str, list[float]]) -> Choice:
     # Not the mean: a phase with an evaluation or a checkpoint is long. Not the best one: that may be luck.
     steps = {path: median_low(taken) for path, taken in seconds.items()}
     best = min(steps, key=steps.__getitem__)
-    path = next(path for path in steps if steps[path] <= _AS_GOOD * steps[best])  # in the order that they are tried
+    path = ENGINE_PATH if steps.get(ENGINE_PATH, np.inf) <= _AS_GOOD * steps[best] else best
     rest = [
         say("with {path} {time:.2f} ms", path=other, time=1e3 * taken)
         for other, taken in steps.items()
         if other != path
     ]
     why = say("compared in this loop: {step:.2f} ms per batch, {rest}", step=1e3 * steps[path], rest=listed(rest))
-    return Choice(path, why, steps[path])
+    return Choice(path, why)
