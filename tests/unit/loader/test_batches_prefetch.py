@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ def test_when_prefetching_pays(gathering: float, consuming: float, answer: bool)
 
 def test_a_busy_consumer_gets_a_thread_and_an_idle_one_does_not() -> None:
     busy, idle = Slow(), Slow()
-    assert run(busy.ahead(), 12, lambda: busy.take(0.02)) == list(range(12))
+    assert run(busy.ahead(), 12, partial(busy.take, 0.02)) == list(range(12))
     assert run(idle.ahead(), 12) == list(range(12))
     assert set(idle.threads) == {_thread.get_ident()}
     assert len(set(busy.threads)) > 1
@@ -89,7 +90,7 @@ def test_a_busy_consumer_gets_a_thread_and_an_idle_one_does_not() -> None:
 def test_rows_that_were_not_begun_are_gathered_all_the_same() -> None:
     slow = Slow()
     ahead = slow.ahead()
-    run(ahead, 8, lambda: slow.take(0.02))
+    run(ahead, 8, partial(slow.take, 0.02))
     assert slow.threads[-1] != _thread.get_ident()
     other = np.array([99])
     assert ahead.gather(other)["rows"].tolist() == [99]
@@ -98,7 +99,7 @@ def test_rows_that_were_not_begun_are_gathered_all_the_same() -> None:
 def test_a_problem_in_the_thread_comes_to_the_consumer() -> None:
     slow = Slow(problem=MemoryError("no room"))
     with pytest.raises(MemoryError, match="no room"):
-        run(slow.ahead(), 12, lambda: slow.take(0.02))
+        run(slow.ahead(), 12, partial(slow.take, 0.02))
     assert slow.threads[-1] != _thread.get_ident()
 
 
@@ -107,7 +108,7 @@ def test_no_thread_is_left_after_a_loop() -> None:
     slow = Slow()
     gone = weakref.ref(slow)
     ahead = slow.ahead()
-    run(ahead, 8, lambda: slow.take(0.02))
+    run(ahead, 8, partial(slow.take, 0.02))
     assert slow.threads[-1] != _thread.get_ident()
     go = slow.go
     go.clear()
@@ -125,7 +126,7 @@ def test_no_thread_is_left_after_a_loop() -> None:
 def test_a_forked_child_does_not_wait_for_a_thread_it_has_not() -> None:
     slow = Slow(0.05)
     ahead = slow.ahead()
-    run(ahead, 6, lambda: slow.take(0.06))
+    run(ahead, 6, partial(slow.take, 0.06))
     rows = np.array([41])
     slow.go.clear()
     ahead.begin(rows)

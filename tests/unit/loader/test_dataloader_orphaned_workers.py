@@ -178,34 +178,13 @@ def test_workers_may_wait_for_each_other(at: str, monkeypatch: pytest.MonkeyPatc
     assert admission is not None and not admission.waiting
 
 
-class LastFirst(torch.utils.data.Dataset):  # type: ignore[misc, name-defined]
-    """Its first sample takes until the program has another one."""
-
-    def __init__(self, context: Any) -> None:
-        self.overtaken = context.Event()
-
-    def __len__(self) -> int:
-        return 12
-
-    def wait(self) -> None:
-        self.overtaken.wait(60)
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 0:
-            self.wait()
-        return torch.full((300,), float(index))
-
-
 @pytest.mark.skipif(not samples.OUT_OF_ORDER, reason="this torch has no in_order")
 @pytest.mark.usefixtures("_low_memory", "_no_time_limit")
 def test_out_of_order_others_overtake_a_blocked_first_worker() -> None:
     context = torch.multiprocessing.get_context("fork")
-    dataset = LastFirst(context)
+    dataset = samples.LastFirst(context)
     loader = legroom.DataLoader(dataset, 1, num_workers=2, in_order=False, multiprocessing_context=context)
-    got = []
-    for batch in loader:
-        got.append(int(batch[0, 0]))
-        dataset.overtaken.set()
+    got = samples.overtaking(dataset, loader)
     assert sorted(got) == list(range(12)) and got[0] != 0
 
 
@@ -214,7 +193,7 @@ def test_out_of_order_others_overtake_a_blocked_first_worker() -> None:
 def test_out_of_order_a_busy_first_worker_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admit_workers_by_memory, "_FIRST_BATCH_S", {False: 60.0, True: 0.3})
 
-    class Busy(LastFirst):
+    class Busy(samples.LastFirst):
         def wait(self) -> None:
             until = time.monotonic() + 60
             while not self.overtaken.is_set() and time.monotonic() < until:
@@ -223,9 +202,7 @@ def test_out_of_order_a_busy_first_worker_is_not_waited_for_long(monkeypatch: py
     context = torch.multiprocessing.get_context("fork")
     dataset = Busy(context)
     loader = legroom.DataLoader(dataset, 1, num_workers=2, in_order=False, multiprocessing_context=context)
-    iterator = iter(loader)
-    assert next(iterator)[0, 0] != 0
-    dataset.overtaken.set()
+    assert samples.overtaking(dataset, loader)[0] != 0
 
 
 def test_a_busy_process_is_not_blocked_and_a_sleeping_one_is() -> None:
