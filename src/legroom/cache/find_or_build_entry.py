@@ -104,6 +104,7 @@ def _resource_errors(request: OpenRequest) -> Iterator[None]:
 
 
 _NEARLY = 0.98  # of the maps that the kernel allows: a load needs some at once
+_MAPS_READ = bytearray(1 << 14)  # allocated now: when its lines are counted, there may be no memory left
 
 
 def _no_memory(request: OpenRequest, said: str) -> NoRoom:
@@ -144,11 +145,11 @@ def _memory_maps() -> tuple[int, int]:
         most = int(Path("/proc/sys/vm/max_map_count").read_text())
         used, fd = 0, os.open("/proc/self/maps", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            while part := os.read(fd, 1 << 16):  # tens of thousands of lines, and there is no memory
-                used += part.count(b"\n")
+            while count := os.readv(fd, [_MAPS_READ]):  # tens of thousands of lines
+                used += _MAPS_READ.count(b"\n", 0, count)
         finally:
             os.close(fd)
-    except (OSError, ValueError):
+    except (OSError, ValueError, MemoryError):
         return 0, 1
     return used, most
 
