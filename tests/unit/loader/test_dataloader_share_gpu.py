@@ -106,6 +106,7 @@ def test_kills_and_stops_of_trainers_and_producers_change_no_batch(make: Any) ->
     assert sum(done.values()) >= 16
 
 
+@joins_late
 def test_a_trainer_killed_while_it_copies_leaves_the_copy_to_another(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
