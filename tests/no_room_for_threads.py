@@ -16,7 +16,7 @@ def leave_no_room_for_threads():
 """
 
 
-def run_program(text: str, cwd: Path, timeout: float = 60.0, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_program(text: str, cwd: Path, timeout: float = 200.0, **environment: str) -> subprocess.CompletedProcess[str]:
     """Its result; the program calls ``leave_no_room_for_threads()`` after its imports.
 
     A program that starts a thread all the same hangs: CPython waits for a thread that ran out of memory before it began.

@@ -27,12 +27,17 @@ class Objects:
     busy: int = 0  # requests that it still refuses with 503
     before: Callable[[str, int], None] | None = None  # called with method and offset before an answer
     requests: list[tuple[str, str]] = field(default_factory=list)  # method, range
-    sent: int = 0
+    sent: int = 0  # bytes of bodies, counted before a client can have them
     port: int = 0
     host: str = "127.0.0.1"
+    _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def url(self, name: str, at: str = "") -> str:
         return f"http://{at}{self.host}:{self.port}/{name}"
+
+    def count(self, sent: int) -> None:
+        with self._counting:  # each client has a thread
+            self.sent += sent
 
     def etag(self, name: str) -> str:
         return '"' + hashlib.sha1(self.data[name]).hexdigest()[:20] + '"'
@@ -97,9 +102,11 @@ def _handler(objects: Objects) -> type[BaseHTTPRequestHandler]:
                 self.send_header("Last-Modified", objects.modified)
             self.end_headers()
             if with_body:
-                with suppress(OSError):
+                objects.count(len(body))
+                try:
                     self.wfile.write(body)
-                    objects.sent += len(body)
+                except OSError:
+                    objects.count(-len(body))
 
         def _status(self, status: int, location: str = "") -> None:
             self.send_response(status)

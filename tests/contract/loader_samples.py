@@ -172,14 +172,29 @@ class Sleeps(Rows):
         return super().__getitem__(i)
 
 
-class Slow0(Rows):
-    """The first worker's first batch comes last."""
+class LastFirst(Rows):
+    """Its first row takes until the program has another one."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__("int", 12)
+        self.overtaken = context.Event()
+
+    def wait(self) -> None:
+        self.overtaken.wait(60)
 
     def __getitem__(self, i: int) -> Any:
-        import time
-
-        time.sleep(0.3 if i == 0 else 0)
+        if i == 0:
+            self.wait()
         return super().__getitem__(i)
+
+
+def overtaking(dataset: LastFirst, loader: Any) -> list[int]:
+    """The rows of a loader whose batches have one each, in the order in which they come."""
+    found = []
+    for batch in loader:
+        found.append(int(batch))
+        dataset.overtaken.set()
+    return found
 
 
 class Dies(Rows):

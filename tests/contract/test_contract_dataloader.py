@@ -157,9 +157,11 @@ def test_worker_init_fn_reaches_the_datasets_copy() -> None:
 
 @pytest.mark.skipif(not samples.OUT_OF_ORDER, reason="this torch has no in_order")
 def test_out_of_order_when_asked() -> None:
-    loader = legroom.DataLoader(samples.Slow0("int"), 1, num_workers=2, in_order=False)
-    got = [int(batch) for batch in loader]
-    assert sorted(got) == list(range(23)) and got[0] != 0
+    context = torch.multiprocessing.get_context("fork")
+    dataset = samples.LastFirst(context)
+    loader = legroom.DataLoader(dataset, 1, num_workers=2, in_order=False, multiprocessing_context=context)
+    got = samples.overtaking(dataset, loader)
+    assert sorted(got) == list(range(12)) and got[0] != 0
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -128,7 +128,7 @@ managers = [p.pid for p in family if p.command.endswith("torch_shm_manager")]
 for pid in managers + [p.pid for p in family if p.pid not in managers]:  # or they would tidy up
     os.kill(pid, signal.SIGKILL)
 child.wait()
-deadline = time.monotonic() + 10
+deadline = time.monotonic() + 60
 while {p.pid for p in processes(Host())} & {p.pid for p in family} and time.monotonic() < deadline:
     time.sleep(0.05)
 settled(0)  # the kernel takes back what had no name

@@ -24,7 +24,9 @@ from legroom.monitor.watch_log import read_samples
 
 INTERVAL = 0.1
 
-# A leak at an even pace: so many bytes every 50 ms after a warm-up, kept for ever. Ends by itself if no test ends it.
+# A leak at an even pace: so many bytes every 50 ms, kept for ever. It begins a second after it is told to, when it is
+# watched: on a busy machine a watch takes longer to start than the leak to fill its memory. Ends by itself if no test
+# ends it.
 LEAK_SHM = """
 import mmap, os, sys, time
 each, kept = int(sys.argv[1]), []
@@ -33,6 +35,7 @@ def grow(size):
     os.posix_fallocate(fd, 0, size)
     area = mmap.mmap(fd, size); area[:] = b"x" * size; kept.append(area); os.close(fd)
 grow(8 << 20)
+input()
 time.sleep(1)
 for _ in range(600):
     grow(each)
@@ -41,6 +44,7 @@ for _ in range(600):
 LEAK_RAM = """
 import sys, time
 each, kept = int(sys.argv[1]), [bytearray(b"x") * (30 << 20)]
+input()
 time.sleep(1)
 for _ in range(600):
     kept.append(bytearray(b"x") * each)
@@ -56,13 +60,20 @@ def _running(command: list[str], **more: Any) -> Iterator[subprocess.Popen[str]]
     finally:
         child.kill()
         child.wait()
-        for stream in (child.stdout, child.stderr):
+        for stream in (child.stdin, child.stdout, child.stderr):
             if stream:
                 stream.close()
 
 
 def _watch(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "legroom", "watch", "--interval", str(INTERVAL), "--json", *arguments]
+
+
+def _begin(child: subprocess.Popen[str]) -> None:
+    """Tell a leak that it is watched."""
+    assert child.stdin is not None
+    child.stdin.write("\n")
+    child.stdin.flush()
 
 
 def _watching(child: subprocess.Popen[str]) -> AbstractContextManager[subprocess.Popen[str]]:
@@ -72,14 +83,17 @@ def _watching(child: subprocess.Popen[str]) -> AbstractContextManager[subprocess
 def _until_dead(watch: subprocess.Popen[str], leak: subprocess.Popen[str], code: str) -> tuple[dict[str, Any], float]:
     """The alarm of that code, and how many intervals before the leak's death it came."""
     assert watch.stdout is not None
-    found, clock, last = None, 0.0, 0.0
+    found, clock, last, begun = None, 0.0, 0.0, False
     for line in watch.stdout:
+        if not begun:
+            _begin(leak)
+            begun = True
         data = json.loads(line)
         last = data["clock"]
         for alarm in data["alarms"]:
             if alarm["code"] == code and found is None:
                 found, clock = alarm, last
-    assert leak.wait(30) != 0, "the leak was meant to die of it"
+    assert leak.wait(60) != 0, "the leak was meant to die of it"
     assert found is not None, "nothing was said before it died"
     return found, (last - clock) / INTERVAL
 
@@ -89,7 +103,9 @@ def test_a_leak_into_dev_shm_is_reported_before_it_is_full() -> None:
     # The watch stands outside: the leak has a /dev/shm of its own, as in a container.
     with (
         _running(
-            rigs.small_shm([sys.executable, "-c", LEAK_SHM, str(210 << 10)], "64m"), stderr=subprocess.DEVNULL
+            rigs.small_shm([sys.executable, "-c", LEAK_SHM, str(210 << 10)], "64m"),
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         ) as leak,
         _running(_watch("--pid", str(leak.pid)), stdout=subprocess.PIPE) as watch,
     ):
@@ -104,7 +120,7 @@ def test_a_leak_into_dev_shm_is_reported_before_it_is_full() -> None:
 def test_a_leak_into_ram_is_reported_before_the_kernel_kills() -> None:
     with rigs.memory_cgroup(160 << 20) as group:
         command = group.command([sys.executable, "-c", LEAK_RAM, str(430 << 10)])
-        with _running(command) as leak, _watching(leak) as watch:
+        with _running(command, stdin=subprocess.PIPE) as leak, _watching(leak) as watch:
             alarm, lead = _until_dead(watch, leak, "ram-filling")
         assert leak.returncode == -signal.SIGKILL and group.oom_kills() == 1
     assert alarm["pids"] == [leak.pid]
@@ -113,13 +129,18 @@ def test_a_leak_into_ram_is_reported_before_the_kernel_kills() -> None:
 
 @pytest.mark.real("cgroup")
 def test_a_warm_up_of_the_same_size_is_silent() -> None:
-    warm = "import time\nkept = [bytearray(b'x') * (5 << 20) for _ in range(16) if not time.sleep(0.1)]\ntime.sleep(4)"
+    warm = (
+        "import time\ninput()\n"
+        "kept = [bytearray(b'x') * (5 << 20) for _ in range(16) if not time.sleep(0.1)]\ntime.sleep(4)"
+    )
     with rigs.memory_cgroup(160 << 20) as group:
         command = group.command([sys.executable, "-c", warm])
-        with _running(command) as child, _watching(child) as watch:
+        with _running(command, stdin=subprocess.PIPE) as child, _watching(child) as watch:
             assert watch.stdout is not None
-            lines = [json.loads(line) for line in watch.stdout]
-            assert watch.wait(30) == 0  # it ends with what it watches
+            lines = [json.loads(watch.stdout.readline())]
+            _begin(child)
+            lines += [json.loads(line) for line in watch.stdout]
+            assert watch.wait(60) == 0  # it ends with what it watches
     assert len(lines) > 20
     assert not [alarm for line in lines for alarm in line["alarms"] if alarm["code"].endswith("-filling")]
     assert max(pool["used"] for line in lines for pool in line["pools"] if pool["name"] == "ram") > 80 << 20
@@ -149,7 +170,7 @@ def test_sigterm_ends_a_watch_with_its_log_whole(tmp_path: Path) -> None:
             assert time.monotonic() < deadline and watch.poll() is None
             time.sleep(0.05)
         watch.send_signal(signal.SIGTERM)
-        assert watch.wait(30) == 0
+        assert watch.wait(60) == 0
     assert log.read_bytes().endswith(b"\n")
 
 
@@ -197,19 +218,21 @@ def test_the_oom_kill_of_what_is_watched_is_reported(by: str) -> None:
     with rigs.memory_cgroup(96 << 20) as group:
         command = group.command([sys.executable, "-c", LEAK_RAM, str(8 << 20), word])
         with (
-            _running(command) as leak,
+            _running(command, stdin=subprocess.PIPE) as leak,
             _running(
                 _watch(by, str(leak.pid) if by == "--pid" else word), stdout=subprocess.PIPE, stderr=subprocess.PIPE
             ) as watch,
         ):
             assert watch.stdout is not None
+            watch.stdout.readline()
+            _begin(leak)
             for line in watch.stdout:
                 found = [alarm for alarm in json.loads(line)["alarms"] if alarm["code"] == "oom-kill"]
                 if found:
                     break
             else:
                 pytest.fail("it was killed and nothing was said")
-            assert leak.wait(30) == -signal.SIGKILL
+            assert leak.wait(60) == -signal.SIGKILL
     assert found[0]["level"] == "critical" and leak.pid in found[0]["pids"]
 
 

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import glob
+import mmap
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -89,9 +91,11 @@ def open_as(
 @contextmanager
 def _resource_errors(request: OpenRequest) -> Iterator[None]:
     """Turn a lack of memory or threads into NoRoom, and a failed system call into StoreError."""
+    _reserve.take()
     try:
         yield
     except MemoryError as problem:
+        _reserve.give_back()
         raise _no_memory(request, str(problem)) from problem
     except OSError as problem:
         if isinstance(problem, LegroomError):
@@ -100,7 +104,33 @@ def _resource_errors(request: OpenRequest) -> Iterator[None]:
     except RuntimeError as problem:
         if isinstance(problem, LegroomError) or "can't start new thread" not in str(problem):
             raise
+        _reserve.give_back()
         raise _no_memory(request, str(problem)) from problem
+
+
+class _Reserve:
+    """Memory maps that nobody uses. Given back, they leave room for the objects with which an error is put into words:
+    a process that has as many maps as the kernel allows gets no heap either, so not even a text can be made."""
+
+    MAPS, BYTES = 8, 1 << 20  # of address space alone; Python takes a megabyte at a time for small objects
+
+    def __init__(self) -> None:
+        self._maps: list[mmap.mmap] = []
+
+    def take(self) -> None:
+        if not self._maps and sys.platform == "linux":
+            kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            with suppress(OSError, MemoryError):
+                for number in range(self.MAPS):  # the kernel makes one of two neighbours that are alike
+                    self._maps.append(mmap.mmap(-1, self.BYTES, flags=kind, prot=number % 2 * mmap.PROT_READ))
+
+    def give_back(self) -> None:
+        for one in self._maps:
+            one.close()
+        self._maps.clear()
+
+
+_reserve = _Reserve()
 
 
 _NEARLY = 0.98  # of the maps that the kernel allows: a load needs some at once

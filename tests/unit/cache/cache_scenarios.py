@@ -54,7 +54,7 @@ def child(work: Callable[[], Result]) -> tuple[int, int]:
     os._exit(0)
 
 
-def finish(pid: int, pipe: int, timeout: float = 60) -> Result:
+def finish(pid: int, pipe: int, timeout: float = 200) -> Result:
     """The child's result; {"signal": n} where it was killed."""
     text = b""
     deadline = time.monotonic() + timeout

@@ -269,10 +269,13 @@ for path, left, disabled in json.loads(sys.argv[1]):
 """
 
 
-@pytest.mark.skipif(
+many_maps = pytest.mark.skipif(
     sys.platform != "linux" or int(Path("/proc/sys/vm/max_map_count").read_text()) > 200_000,
     reason="it takes too long to reach this machine's vm.max_map_count",
 )
+
+
+@many_maps
 def test_the_limit_of_memory_maps_is_an_error_in_words(shm: Path, tmp_path: Path) -> None:
     """An entry that is there and one that is not; with no map left to take, and with a few."""
     import h5py
@@ -297,3 +300,43 @@ def test_the_limit_of_memory_maps_is_an_error_in_words(shm: Path, tmp_path: Path
         assert code in ("fine", "no-room", "store-error", "entry-unreadable", "unreadable-source"), (path, left, code)
         assert code == "fine" or left or "max_map_count" in fix, (path, fix)
     assert all((shm / key / "manifest.json").exists() for key in keys)  # no proof of damage
+
+
+EXHAUSTED = """
+import mmap, sys
+import numpy, legroom
+from legroom.cache import find_or_build_entry
+
+held, eaten = [], [None] * 1_000_000
+
+def attached(*_):
+    # Every map that the kernel allows, and then every byte of the heap, which does not grow any more.
+    try:
+        while True:
+            held.append(mmap.mmap(-1, mmap.PAGESIZE))
+    except OSError:
+        pass
+    count = 0
+    for size in (4000, 400, 40, 1):
+        try:
+            while True:
+                eaten[count] = bytes(size)
+                count += 1
+        except MemoryError:
+            pass
+    raise MemoryError
+
+find_or_build_entry._attached = attached
+try:
+    legroom.open(sys.argv[1])
+except legroom.LegroomError as problem:
+    held.clear(), eaten.clear()
+    print(problem.code, *problem.fix)
+"""
+
+
+@many_maps
+def test_a_process_without_any_memory_left_gets_the_error_in_words(shm: Path, npy) -> None:
+    command = [sys.executable, "-c", EXHAUSTED, str(npy())]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.stdout.startswith("no-room") and "max_map_count" in ended.stdout, ended

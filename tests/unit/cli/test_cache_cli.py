@@ -95,7 +95,7 @@ def test_what_is_in_use_is_refused_and_named(home: Path, capsys: pytest.CaptureF
         assert "kept" in _text(capsys, "drop", "--all", status=1)
         assert "removed 1 entry" in _text(capsys, "drop", "train.npy", "--force")
     finally:
-        holder.communicate(timeout=30)
+        holder.communicate(timeout=120)
     assert holder.returncode == 0
 
 
@@ -110,7 +110,7 @@ def test_saved_counts_every_user_but_the_first(home: Path, capsys: pytest.Captur
         assert _json(capsys, "list")["saved"] == 2 * (96 + 128)
     finally:
         for holder in holders:
-            holder.communicate(timeout=30)
+            holder.communicate(timeout=120)
 
 
 def test_gc_by_age_and_dry_run(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

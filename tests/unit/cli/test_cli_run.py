@@ -297,14 +297,23 @@ def test_a_limit_without_a_gpu_is_reported_to_have_no_effect(tmp_path: Path) -> 
 
 def test_an_alarm_of_a_running_job_is_reported_once_and_kept(tmp_path: Path) -> None:
     code = (
-        "import sys, time; held = [open('/dev/null') for _ in range(85)]\n"
-        "sys.stderr.write('\\r 45% |####'); sys.stderr.flush(); time.sleep(5)"
+        "import os, sys, time; held = [open('/dev/null') for _ in range(85)]\n"
+        "sys.stderr.write('\\r 45% |####'); sys.stderr.flush()\n"
+        "until = time.monotonic() + 120\n"
+        "while not os.path.exists('reported') and time.monotonic() < until: time.sleep(0.05)\n"
+        "time.sleep(1)"  # in which it could be reported again
     )
     words = ["sh", "-c", 'ulimit -n 100; exec "$0" -c "$1"', sys.executable, code]
-    done = _run("--report", "story", "--", *words, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count(b"legroom: warning fds-nearly-out: fds is ") == 1
-    assert b"45% |####\nlegroom: warning fds-nearly-out" in done.stderr  # on a line of its own
+    shown = ""
+    with _started("--report", "story", "--", *words, folder=tmp_path) as started:
+        assert started.stderr is not None
+        while "fds-nearly-out" not in shown and (line := started.stderr.readline()):
+            shown += line
+        (tmp_path / "reported").touch()
+        shown += started.communicate(timeout=240)[1]
+    assert started.returncode == 0, shown
+    assert shown.count("legroom: warning fds-nearly-out: fds is ") == 1
+    assert "45% |####\nlegroom: warning fds-nearly-out" in shown  # on a line of its own
     report = json.loads((tmp_path / "story.json").read_text())
     kept = [alarm for alarm in report["attempts"][0]["alarms"] if alarm["code"] == "fds-nearly-out"]
     assert len(kept) == 1 and 0 <= kept[0]["since"] < 60 and kept[0]["level"] == "warning"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,14 @@ import torch
 from integrations.fake_watch import FakeWatch, filling
 from torch.utils.data import DataLoader, TensorDataset
 
-pytest.importorskip("accelerate")
 pytestmark = pytest.mark.filterwarnings("ignore:.*")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _framework() -> None:
+    """Imported here, which takes seconds, and not by every process that only looks for tests."""
+    with warnings.catch_warnings(action="ignore"):
+        pytest.importorskip("accelerate")
 
 
 def test_a_loop_with_accumulation_saves_in_time(watches: list[FakeWatch], tmp_path: Path, monkeypatch: Any) -> None:

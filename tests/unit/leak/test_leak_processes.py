@@ -171,6 +171,7 @@ def test_a_dataset_that_workers_copy_is_named_by_its_attribute(tmp_path: Path) -
     assert site["growth"] > 8 << 20
 
 
+@few_samples
 def test_the_command_s_status_and_a_script_that_is_killed(tmp_path: Path) -> None:
     script = FORKS.replace("os.waitpid(child, 0)", "os.waitpid(child, 0); os.kill(os.getpid(), 9)")
     found = leak(tmp_path, script, status=137)

@@ -8,9 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,16 +24,25 @@ NDArray = np.ndarray[Any, Any]
 
 
 class Slow:
-    """A gatherer that takes its time and remembers who asked."""
+    """A gatherer that remembers who asked, and a clock by which it and its consumer take their time."""
 
     path, why = "cpu", "test"
 
     def __init__(self, seconds: float = 0.01, problem: Exception | None = None) -> None:
-        self.seconds, self.problem, self.threads = seconds, problem, list[int]()
+        self.seconds, self.problem, self.threads, self.now = seconds, problem, list[int](), 0.0
+        self.go = threading.Event()
+        self.go.set()
+
+    def ahead(self) -> Prefetcher:
+        return Prefetcher(self, clock=lambda: self.now)
+
+    def take(self, seconds: float) -> None:
+        self.now += seconds
 
     def gather(self, rows: NDArray) -> dict[str, Any]:
         self.threads.append(_thread.get_ident())
-        time.sleep(self.seconds)
+        assert self.go.wait(60)
+        self.take(self.seconds)
         if self.problem is not None and len(self.threads) > 6:
             raise self.problem
         return {"rows": rows.copy()}
@@ -70,15 +81,17 @@ def test_when_prefetching_pays(gathering: float, consuming: float, answer: bool)
 
 def test_a_busy_consumer_gets_a_thread_and_an_idle_one_does_not() -> None:
     busy, idle = Slow(), Slow()
-    assert run(Prefetcher(busy), 12, lambda: time.sleep(0.02)) == list(range(12))
-    assert run(Prefetcher(idle), 12) == list(range(12))
+    assert run(busy.ahead(), 12, partial(busy.take, 0.02)) == list(range(12))
+    assert run(idle.ahead(), 12) == list(range(12))
     assert set(idle.threads) == {_thread.get_ident()}
     assert len(set(busy.threads)) > 1
 
 
 def test_rows_that_were_not_begun_are_gathered_all_the_same() -> None:
-    ahead = Prefetcher(Slow())
-    run(ahead, 8, lambda: time.sleep(0.02))
+    slow = Slow()
+    ahead = slow.ahead()
+    run(ahead, 8, partial(slow.take, 0.02))
+    assert slow.threads[-1] != _thread.get_ident()
     other = np.array([99])
     assert ahead.gather(other)["rows"].tolist() == [99]
 
@@ -86,7 +99,7 @@ def test_rows_that_were_not_begun_are_gathered_all_the_same() -> None:
 def test_a_problem_in_the_thread_comes_to_the_consumer() -> None:
     slow = Slow(problem=MemoryError("no room"))
     with pytest.raises(MemoryError, match="no room"):
-        run(Prefetcher(slow), 12, lambda: time.sleep(0.02))
+        run(slow.ahead(), 12, partial(slow.take, 0.02))
     assert slow.threads[-1] != _thread.get_ident()
 
 
@@ -94,10 +107,14 @@ def test_no_thread_is_left_after_a_loop() -> None:
     before = _thread._count()
     slow = Slow()
     gone = weakref.ref(slow)
-    ahead = Prefetcher(slow)
-    run(ahead, 8, lambda: time.sleep(0.02))
+    ahead = slow.ahead()
+    run(ahead, 8, partial(slow.take, 0.02))
     assert slow.threads[-1] != _thread.get_ident()
+    go = slow.go
+    go.clear()
+    ahead.begin(np.array([41]))
     del ahead, slow  # while the next batch is gathered
+    go.set()
     deadline = time.monotonic() + 60
     while gone() is not None or _thread._count() > before:  # the thread lives as long as its batch takes
         assert time.monotonic() < deadline
@@ -107,15 +124,20 @@ def test_no_thread_is_left_after_a_loop() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_does_not_wait_for_a_thread_it_has_not() -> None:
-    ahead = Prefetcher(Slow(0.05))
-    run(ahead, 6, lambda: time.sleep(0.06))
+    slow = Slow(0.05)
+    ahead = slow.ahead()
+    run(ahead, 6, partial(slow.take, 0.06))
     rows = np.array([41])
+    slow.go.clear()
     ahead.begin(rows)
     child = os.fork()
     if child == 0:
+        slow.go = threading.Event()
+        slow.go.set()
         right = ahead.gather(rows)["rows"].tolist() == [41]
         os._exit(0 if right else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    slow.go.set()
     assert ahead.gather(rows)["rows"].tolist() == [41]
 
 

@@ -149,6 +149,8 @@ PROGRAM = """
 import ctypes, os, sys, warnings
 import torch, legroom
 warnings.filterwarnings("ignore")
+# torch waits so long for a worker to end and then kills it, which another user may not.
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 200.0
 
 class Rows(torch.utils.data.Dataset):
     def __len__(self): return 40

@@ -178,23 +178,13 @@ def test_workers_may_wait_for_each_other(at: str, monkeypatch: pytest.MonkeyPatc
     assert admission is not None and not admission.waiting
 
 
-class SlowFirst(torch.utils.data.Dataset):  # type: ignore[misc, name-defined]
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(self.seconds * (index == 0))
-        return torch.full((300,), float(index))
-
-
 @pytest.mark.skipif(not samples.OUT_OF_ORDER, reason="this torch has no in_order")
 @pytest.mark.usefixtures("_low_memory", "_no_time_limit")
 def test_out_of_order_others_overtake_a_blocked_first_worker() -> None:
-    loader = legroom.DataLoader(SlowFirst(6), 1, num_workers=2, in_order=False, multiprocessing_context="fork")
-    got = [int(batch[0, 0]) for batch in loader]
+    context = torch.multiprocessing.get_context("fork")
+    dataset = samples.LastFirst(context)
+    loader = legroom.DataLoader(dataset, 1, num_workers=2, in_order=False, multiprocessing_context=context)
+    got = samples.overtaking(dataset, loader)
     assert sorted(got) == list(range(12)) and got[0] != 0
 
 
@@ -203,21 +193,22 @@ def test_out_of_order_others_overtake_a_blocked_first_worker() -> None:
 def test_out_of_order_a_busy_first_worker_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admit_workers_by_memory, "_FIRST_BATCH_S", {False: 60.0, True: 0.3})
 
-    class Busy(SlowFirst):
-        def __getitem__(self, index: int) -> Any:
-            until = time.monotonic() + self.seconds * (index == 0)
-            while time.monotonic() < until:
+    class Busy(samples.LastFirst):
+        def wait(self) -> None:
+            until = time.monotonic() + 60
+            while not self.overtaken.is_set() and time.monotonic() < until:
                 pass
-            return torch.full((300,), float(index))
 
-    loader = legroom.DataLoader(Busy(3), 1, num_workers=2, in_order=False, multiprocessing_context="fork")
-    assert next(iter(loader))[0, 0] != 0
+    context = torch.multiprocessing.get_context("fork")
+    dataset = Busy(context)
+    loader = legroom.DataLoader(dataset, 1, num_workers=2, in_order=False, multiprocessing_context=context)
+    assert samples.overtaking(dataset, loader)[0] != 0
 
 
 def test_a_busy_process_is_not_blocked_and_a_sleeping_one_is() -> None:
     program = "import sys, time\nwhile sys.argv[1:]: pass\ntime.sleep(60)"
     # Blocked is what has waited for a second: one that sleeps may be seen late, one at work is not seen within 3 s.
-    for arguments, expected, seconds in (([], True, 8), (["work"], False, 3)):
+    for arguments, expected, seconds in (([], True, 60), (["work"], False, 3)):
         child = subprocess.Popen([sys.executable, "-c", program, *arguments])
         try:
             blocked, until = worker_process.BlockedCheck(), time.monotonic() + seconds

@@ -29,7 +29,12 @@ import legroom  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="slots need memfd"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork", "ignore:This DataLoader will create"),
+    # The GPU is not torch's: a trainer that makes all its batches itself pins them, and torch finds no accelerator.
+    pytest.mark.filterwarnings(
+        "ignore:.*multi-threaded, use of fork",
+        "ignore:This DataLoader will create",
+        "ignore:'pin_memory' argument is set as true",
+    ),
 ]
 joins_late = pytest.mark.load_sensitive(
     reason="a trainer joins its group when it gets a core, and makes its batches itself until then"
@@ -106,6 +111,7 @@ def test_kills_and_stops_of_trainers_and_producers_change_no_batch(make: Any) ->
     assert sum(done.values()) >= 16
 
 
+@joins_late
 def test_a_trainer_killed_while_it_copies_leaves_the_copy_to_another(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -218,7 +218,7 @@ def test_a_worker_that_dies_again_and_again_is_an_error_for_every_trainer(make: 
 
 def test_another_trainer_with_other_arguments_is_refused(make: Any) -> None:
     group = make(Noise(400, seconds=0.001))
-    group.start(2)
+    group.start(10_000, pause=0.01)  # there until it is killed
     group.await_producer()
     for given, argument in [({"batch_size": 5}, "batch_size"), ({"dataset": Noise(400, scale=3)}, "samples")]:
         with pytest.raises(ShareMismatch, match=argument):

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import legroom
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    """Imported here, which takes seconds, and not by every process that only looks for tests."""
+    return pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("shard", ["1GB", "20KB"])
-def test_from_pretrained_uses_the_shared_copy(tmp_path: Path, shard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_pretrained_uses_the_shared_copy(
+    transformers: Any, tmp_path: Path, shard: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("LEGROOM_SHM", "LEGROOM_DIR"):
         folder = tmp_path / name.lower()
         folder.mkdir()

@@ -33,8 +33,10 @@ class Computing(Images):
 
 
 class Waiting(Images):
+    """Each sample takes far longer than a busy machine delays its worker."""
+
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        time.sleep(0.004)
+        time.sleep(0.05)
         return super().__getitem__(index)
 
 

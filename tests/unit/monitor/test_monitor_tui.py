@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -46,13 +47,35 @@ def _on_screen(
     asyncio.run(run())
 
 
+def _shows(terminal: TerminalView, look: Callable[[Any], None], size: tuple[int, int] = (80, 24)) -> None:
+    """What it looks at is on the screen."""
+
+    async def work(app: Any, pilot: Any) -> None:
+        await _until(pilot, lambda: look(app))
+
+    _on_screen(terminal, work, size)
+
+
 def _screen(app: Any) -> list[str]:
     """Every line that is on the screen now, as text."""
     return ["".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips()]
 
 
+async def _until(pilot: Any, shown: Callable[[], object]) -> None:
+    """Wait until it does not fail: on a busy machine the pilot may return before the screen is drawn."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            shown()
+            return
+        except (AssertionError, StopIteration, IndexError):
+            if time.monotonic() > deadline:
+                raise
+        await pilot.pause(0.02)
+
+
 def test_everything_is_on_a_small_screen() -> None:
-    async def look(app: Any, pilot: Any) -> None:
+    def look(app: Any) -> None:
         lines = _screen(app)
         text = "\n".join(lines)
         assert len(lines) == 24 and all(len(line) == 80 for line in lines)
@@ -64,47 +87,48 @@ def test_everything_is_on_a_small_screen() -> None:
         assert "2 entries" in text and "quit" in lines[-1]
         assert "<script>document" in text  # as text, not as markup
 
-    _on_screen(_fed(), look)
+    _shows(_fed(), look)
 
 
 def test_unknown_is_a_word_and_never_a_nought() -> None:
-    async def look(app: Any, pilot: Any) -> None:
+    def look(app: Any) -> None:
         hidden = next(line for line in _screen(app) if "somebody else's" in line)
         assert hidden.count("unknown") == 4 and "0 B" not in hidden
         unread = next(line for line in _screen(app) if "<script>" in line)
         assert "not yet" in unread
 
-    _on_screen(_fed(), look, (100, 30))
+    _shows(_fed(), look, (100, 30))
 
 
 def test_keys_sort_show_the_cache_and_the_history() -> None:
     async def work(app: Any, pilot: Any) -> None:
-        def first() -> str:
-            lines = _screen(app)
-            return lines[next(place for place, line in enumerate(lines) if " pid" in line) + 1]
+        async def shows(*words: str, first: str = "", hidden: str = "") -> None:
+            def look() -> None:
+                lines = _screen(app)
+                text = "\n".join(lines)
+                assert all(word in text for word in words) and not (hidden and hidden in text)
+                assert not first or first in lines[next(n for n, line in enumerate(lines) if " pid" in line) + 1]
 
-        assert "4711" in first()
+            await _until(pilot, look)
+
+        await shows(first="4711")
         await pilot.press("r")
-        assert "▾RSS" in "\n".join(_screen(app))
+        await shows("▾RSS")
         await pilot.press("m")
-        assert "▾RssShmem" in "\n".join(_screen(app)) and "4711" in first()
+        await shows("▾RssShmem", first="4711")
         await pilot.press("c")
-        text = "\n".join(_screen(app))
-        assert "/data/train_256.h5" in text and "somebody" not in text
+        await shows("/data/train_256.h5", hidden="somebody")
         await pilot.press("p", "h")
-        assert "history: 1 h" in "\n".join(_screen(app))
+        await shows("history: 1 h", first="4711")
         newest = _screen(app)[0]
         await pilot.press("left", "left")
-        assert "2 of 12" in _screen(app)[0]
+        await shows("2 of 12")
         await pilot.press("end")
-        assert _screen(app)[0] == newest
+        await shows(newest)
         await pilot.press("left")
+        await shows("1 of 12")
         app.state.view.show(_later(app))  # what one looks back at stays while the watch goes on
-        for _ in range(50):
-            await pilot.pause(0.05)
-            if "2 of 12" in _screen(app)[0]:
-                break
-        assert "2 of 12" in _screen(app)[0]
+        await shows("2 of 12")
 
     _on_screen(_fed(), work, (100, 30))
 
@@ -121,20 +145,20 @@ def test_any_size_of_screen_and_many_gpus(size: tuple[int, int]) -> None:
     for moment in moments(20):
         terminal.show(replace(moment, sample=replace(moment.sample, pools=moment.sample.pools[:4] + cards)))
 
-    async def look(app: Any, pilot: Any) -> None:
+    def look(app: Any) -> None:
         lines = _screen(app)
         assert len(lines) == size[1] and all(len(line) == size[0] for line in lines)
         assert lines[0].startswith("legroom watch"[: size[0]])
         if size[1] >= 24:
             assert any("4711" in line for line in lines[1:])  # cards do not push the processes off the screen
 
-    _on_screen(terminal, look, size)
+    _shows(terminal, look, size)
 
 
 def test_without_colour_levels_are_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["NO_COLOR"]  # every test runs under it
 
-    async def look(app: Any, pilot: Any) -> None:
+    def look(app: Any) -> None:
         drawn = app.screen._compositor.render_strips()
         colours = {
             colour.get_truecolor().hex
@@ -146,22 +170,27 @@ def test_without_colour_levels_are_words(monkeypatch: pytest.MonkeyPatch) -> Non
         assert colours and colours == greys
         assert any("WARNING" in line for line in _screen(app))
 
-    _on_screen(_fed(), look)
+    _shows(_fed(), look)
 
 
 def test_before_the_first_sample_and_after_the_last() -> None:
     terminal = TerminalView()
 
     async def work(app: Any, pilot: Any) -> None:
-        assert "waiting for the first sample" in _screen(app)[0]
+        def waits() -> None:
+            assert "waiting for the first sample" in _screen(app)[0]
+
+        def ended() -> None:
+            text = "\n".join(_screen(app))
+            assert "press q to quit" in text and "note: the log is full" in text
+
+        await _until(pilot, waits)
         terminal.report("the log is full")
         for moment in moments(3):
             terminal.show(moment)
         terminal.close()
         app.redraw()
-        await pilot.pause()
-        text = "\n".join(_screen(app))
-        assert "press q to quit" in text and "note: the log is full" in text
+        await _until(pilot, ended)
 
     _on_screen(terminal, work)
 
@@ -178,9 +207,8 @@ def test_it_leaves_by_key_and_when_it_is_stopped() -> None:
                 stop.set()
             else:
                 await pilot.press(leave)
-            for _ in range(100):
-                if not app.is_running:
-                    break
+            deadline = time.monotonic() + 60
+            while app.is_running and time.monotonic() < deadline:
                 await pilot.pause(0.05)
             assert not app.is_running
 
@@ -275,9 +303,8 @@ def test_the_watch_runs_beside_the_screen(monkeypatch: pytest.MonkeyPatch) -> No
     terminal, stop = TerminalView(), threading.Event()
 
     def run() -> None:
-        for _ in range(600):
-            if terminal.snapshot().ended:
-                return
+        deadline = time.monotonic() + 60
+        while not terminal.snapshot().ended and time.monotonic() < deadline:
             stop.wait(0.05)
 
     monkeypatch.setattr(tui, "make_app", lambda *_: SimpleNamespace(run=run))
@@ -293,7 +320,7 @@ def test_trouble_in_the_watch_reaches_the_person(monkeypatch: pytest.MonkeyPatch
         raise ValueError("no log")
 
     terminal, stop = TerminalView(), threading.Event()
-    monkeypatch.setattr(tui, "make_app", lambda *_: SimpleNamespace(run=lambda: stop.wait(30)))
+    monkeypatch.setattr(tui, "make_app", lambda *_: SimpleNamespace(run=lambda: stop.wait(60)))
     with pytest.raises(ValueError, match="no log"):
         run_full_screen(MomentStream(broken()), [], terminal, stop)
 

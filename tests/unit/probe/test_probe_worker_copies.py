@@ -119,7 +119,8 @@ def test_memory_that_may_not_be_read_is_said_to_be_unknown(monkeypatch: pytest.M
         assert copies.update(rows, 1000.0) == {} and str(job.worker) in (copies.unread or "")
 
 
-def test_a_young_worker_and_a_job_without_workers_are_not_read() -> None:
+def test_a_young_worker_and_a_job_without_workers_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find_running_jobs, "_YOUNG", 600.0)
     with parent("records") as job:
         assert find_running_jobs.copies_over_time(Host(), [job.job()], lambda _: None) == []
         alone = [process for process in job.job().processes if process.pid == job.pid]

@@ -398,7 +398,6 @@ def test_gc_removes_abandoned_downloads_and_keeps_young_ones(shm: Path, npy: Enc
 
 def test_errors_have_codes_and_no_credentials(shm: Path, npy: Encode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "ATTEMPTS", 2)
-    monkeypatch.setenv("LEGROOM_REMOTE_TIMEOUT", "0.5")
     with object_server(x__npy=npy(ROWS)) as server:
         query = "?X-Amz-Signature=sesame&token=sesame"
         with pytest.raises(errors.NoSuchObject) as gone:
@@ -409,8 +408,10 @@ def test_errors_have_codes_and_no_credentials(shm: Path, npy: Encode, monkeypatc
         server.need = None
         server.before = lambda method, _: time.sleep(3) if method == "GET" else None
         monkeypatch.setattr(object_store, "_TIMEOUTS", 1)
+        monkeypatch.setenv("LEGROOM_REMOTE_TIMEOUT", "0.5")
         with pytest.raises(errors.RemoteTimeout) as slow:
             legroom.open(server.url("x.npy") + query)
+        monkeypatch.delenv("LEGROOM_REMOTE_TIMEOUT")
         port = server.port
     with pytest.raises(errors.RemoteUnreachable) as off:
         legroom.open(f"http://me:sesame@127.0.0.1:{port}/x.npy{query}")

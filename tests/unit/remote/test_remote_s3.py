@@ -19,10 +19,6 @@ from legroom import errors
 from legroom.cache import drop_and_gc, recent_remote_versions
 from object_server import faulty_proxy
 
-pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'legroom[test]'")
-boto3 = pytest.importorskip("boto3", reason="boto3 is not installed: pip install 'legroom[test]'")
-moto = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'legroom[test]'")
-
 # aiobotocore and moto use what newer Pythons and libraries have deprecated.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(120)]
 
@@ -36,7 +32,15 @@ def _npy(array: Any) -> bytes:
 
 
 @pytest.fixture(scope="module")
+def boto3() -> Any:
+    """Imported here, which takes seconds, and not by every process that only looks for tests."""
+    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'legroom[test]'")
+    return pytest.importorskip("boto3", reason="boto3 is not installed: pip install 'legroom[test]'")
+
+
+@pytest.fixture(scope="module")
 def port() -> Iterator[int]:
+    moto = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'legroom[test]'")
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
@@ -46,7 +50,7 @@ def port() -> Iterator[int]:
 
 
 @pytest.fixture
-def s3(shm: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+def s3(shm: Path, boto3: Any, port: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A client of the server with a bucket; s3fs finds the server and credentials as it does everywhere."""
     import fsspec
 
@@ -84,7 +88,7 @@ def test_one_part(s3: Any) -> None:
         assert data.info.versions[0].startswith(f"etag {data.info.digest} ")  # it was compared with what arrived
 
 
-def test_known_by_its_etag_before_anything_is_read(s3: Any, tmp_path: Path) -> None:
+def test_known_by_its_etag_before_anything_is_read(s3: Any, boto3: Any, tmp_path: Path) -> None:
     (tmp_path / "x.npy").write_bytes(_npy(ROWS))
     with legroom.open(tmp_path / "x.npy") as local:
         s3.upload_file(
@@ -98,7 +102,7 @@ def test_known_by_its_etag_before_anything_is_read(s3: Any, tmp_path: Path) -> N
             assert remote.info.key == local.info.key and not moved
 
 
-def test_several_parts(s3: Any, tmp_path: Path) -> None:
+def test_several_parts(s3: Any, boto3: Any, tmp_path: Path) -> None:
     """The ETag is no hash of the content then, but it changes with the object."""
     (tmp_path / "x.npy").write_bytes(_npy(ROWS))
     config = boto3.s3.transfer.TransferConfig(multipart_threshold=1 << 20, multipart_chunksize=5 << 20)
@@ -183,7 +187,7 @@ def test_errors(s3: Any, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_planted_credentials_are_nowhere(
-    s3: Any, port: int, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any
+    s3: Any, boto3: Any, port: int, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any
 ) -> None:
     """Of the environment and of a presigned URL: not in stores, logs, output, reports, errors, names of threads."""
     from legroom.cli.main import run as main
