@@ -380,7 +380,7 @@ def _shared_on_device(driver: Driver, opened: _Opened, dtype: torch.dtype | None
         title=opened.title,
     )  # fmt: skip
     start = opened.took("share", start)
-    tensors = {name: _view(driver, shared.address, slot) for name, slot in slots.items()}
+    tensors = _views(driver, shared.address, slots)
     opened.close()
     opened.took("finish", start)
     why = say("copied to the GPU here for all processes") if shared.made_here else say("shared with other processes")
@@ -431,7 +431,7 @@ def _shared_by_others(driver: Driver, path: SourcePath, dtype: torch.dtype | Non
     except (_NotThere, LegroomError, OSError, CudaRefused):
         return None
     attached = time.perf_counter()
-    tensors = {name: _view(driver, shared.address, slot) for name, slot in slots.items()}
+    tensors = _views(driver, shared.address, slots)
     seconds = {"open": opened - start, "share": attached - opened, "finish": time.perf_counter() - attached}
     why = say("copied to the GPU here for all processes") if shared.made_here else say("shared with other processes")
     return Weights(tensors, why, seconds, partial(_release, driver, shared))
@@ -463,23 +463,27 @@ def _layout(
     return slots, max(total, _ALIGNMENT)
 
 
-def _view(driver: Driver, address: int, slot: _Slot) -> torch.Tensor:
+def _views(driver: Driver, address: int, slots: Mapping[str, _Slot]) -> dict[str, torch.Tensor]:
+    """The tensors in shared GPU memory, each with a storage of its own: a model may save one of them."""
     import torch
 
-    nbytes = prod(slot.shape) * slot.dtype.itemsize
-    if not nbytes:
-        return torch.empty(slot.shape, dtype=slot.dtype, device=driver.device)
-    return driver.at(address + slot.offset, nbytes, 1).view(slot.dtype).view(slot.shape)
+    sizes = {name: prod(slot.shape) * slot.dtype.itemsize for name, slot in slots.items()}
+    found = iter(driver.at_all(((address + slots[name].offset, size) for name, size in sizes.items() if size), 1))
+    return {
+        name: next(found).view(slot.dtype).view(slot.shape)
+        if sizes[name]
+        else torch.empty(slot.shape, dtype=slot.dtype, device=driver.device)
+        for name, slot in slots.items()
+    }
 
 
 def _fill(driver: Driver, tensors: Mapping[str, _HostTensor], slots: Mapping[str, _Slot], address: int) -> None:
     import torch
 
+    there = _views(driver, address, slots)
     same = [name for name, slot in slots.items() if slot.dtype == tensors[name].dtype]
     upload(
-        driver,
-        (tensors[name].upload(_view(driver, address, slots[name])) for name in same),
-        sum(tensors[name].array.nbytes for name in same),
+        driver, (tensors[name].upload(there[name]) for name in same), sum(tensors[name].array.nbytes for name in same)
     )
     for group in _groups([name for name in slots if slots[name].dtype != tensors[name].dtype], tensors):
         staged = {
@@ -488,7 +492,7 @@ def _fill(driver: Driver, tensors: Mapping[str, _HostTensor], slots: Mapping[str
         total = sum(tensor.nbytes for tensor in staged.values())
         upload(driver, (tensors[name].upload(tensor) for name, tensor in staged.items()), total)
         for name, tensor in staged.items():
-            _view(driver, address, slots[name]).copy_(tensor)
+            there[name].copy_(tensor)
         driver.synchronize()
     driver.synchronize()
 

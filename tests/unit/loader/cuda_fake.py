@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -133,6 +133,9 @@ class FakeDriver:
     def at(self, address: int, words: int, width: int) -> torch.Tensor:
         kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]
         return torch.frombuffer((ctypes.c_char * (words * width)).from_address(address), dtype=kind)
+
+    def at_all(self, places: Iterable[tuple[int, int]], width: int) -> list[torch.Tensor]:
+        return [self.at(address, words, width) for address, words in places]
 
     def empty(self, words: int, width: int) -> torch.Tensor:
         return torch.empty(words, dtype={8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])

@@ -7,6 +7,7 @@ in the thread, and torch would report it for the next kernel. So a small kernel 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -126,10 +127,16 @@ class Driver:
 
     def at(self, address: int, words: int, width: int) -> torch.Tensor:
         """GPU memory from ``address`` on, as a tensor of integers of ``width`` bytes. It must stay mapped."""
+        return self.at_all([(address, words)], width)[0]
+
+    def at_all(self, places: Iterable[tuple[int, int]], width: int) -> list[torch.Tensor]:
+        """The same for several addresses and numbers of words. Entering the device takes as long as one tensor."""
+        found: list[torch.Tensor] = []
         with self._torch.cuda.device(self.device):
-            found: torch.Tensor = self._torch.as_tensor(_Window(address, words, width), device=self.device)
-        if found.data_ptr() != address:
-            raise CudaRefused(say("torch copies GPU memory instead of using it in place"))
+            for address, words in places:
+                found.append(self._torch.as_tensor(_Window(address, words, width), device=self.device))
+                if found[-1].data_ptr() != address:
+                    raise CudaRefused(say("torch copies GPU memory instead of using it in place"))
         return found
 
     def empty(self, words: int, width: int) -> torch.Tensor:
