@@ -12,7 +12,8 @@ What is being read or is on its way is bounded, over all nodes together: each of
 
 When a node dies, what it had read and not passed on is read again by another. Ray may let a call wait for ever for an
 argument that died with its node, so such calls are given up as soon as the node is known to be dead. What a late one
-still brings is written once.
+still brings is written once. A node that cannot take what it is sent, because its store is full for example, leaves the
+load alone. All fail only if a piece cannot be read by any of them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _ON_THE_WAY = 256 << 20  # bytes in the object store of any node
 _READS = 3  # groups that a node reads at the same time
 _AHEAD = 8  # groups that a node reads, or has read and not passed on to all others
 _SECONDS = 0.02  # that a group should take on a link: calls cost a few milliseconds each
+_TRIES = 3  # of one node to receive a group
 _LOOK = 1.0  # seconds without an answer after which nodes are looked at
 Arrived = Callable[["Member"], None]
 
@@ -43,6 +45,7 @@ class Member:
     address: str
     actor: Any = None
     missing: set[int] = field(default_factory=set)  # numbers of pieces
+    coming: set[int] = field(default_factory=set)  # of those that another node passes on to it now
     size: int = 0
     stamp: str = ""
     done: int = 0
@@ -52,11 +55,16 @@ class Member:
     busy: int = 0  # groups that it reads, or that it has read and that are on their way
     taken: int = 0  # pieces that it was told to read
 
-    def died(self) -> None:
-        """Take it out of the load."""
+    def lacks(self, number: int) -> bool:
+        """Whether a piece is neither here nor on its way."""
+        return number in self.missing and number not in self.coming
+
+    def failed(self, error: dict[str, Any] | None = None) -> None:
+        """Take it out of the load. Without an error it has died."""
         self.alive = False
-        self.result = {"error": {"code": "node-died", "message": say("the node died while it was loading"),
-                                 "why": "", "fix": [say("run it again: it loads only what is missing")]}}  # fmt: skip
+        self.result = {"error": error or {
+            "code": "node-died", "message": say("the node died while it was loading"),
+            "why": "", "fix": [say("run it again: it loads only what is missing")]}}  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +90,8 @@ class Exchange:
         self._todo = deque(sorted({number for node in nodes for number in node.missing}))
         self._reads: dict[Any, _Group] = {}  # by the ref of the signature
         self._receives: dict[Any, tuple[Member, _Group]] = {}
-        self._failures: dict[int, int] = {}
+        self._unread: dict[int, dict[str, Exception]] = {}  # by piece: the nodes that failed to read it, and why
+        self._untaken: dict[tuple[str, int], int] = {}  # by node and piece: how often it failed to receive it
         self._on_the_way = 0  # pieces
         self._begun = time.monotonic()
         self._passed_on = 0  # pieces
@@ -90,16 +99,16 @@ class Exchange:
     def run(self) -> None:
         """Return when no node that is alive lacks a piece, or the rest cannot be had."""
         while any(node.missing for node in self._nodes if node.alive):
-            self._start_reads()
-            done, _ = self._ray.wait([*self._reads, *self._receives], num_returns=1, timeout=_LOOK)
             try:
+                self._start_reads()
+                done, _ = self._ray.wait([*self._reads, *self._receives], num_returns=1, timeout=_LOOK)
                 for ref in done:
                     if ref in self._reads:
                         self._read(ref)
                     elif ref in self._receives:
                         self._received(ref)
             except _GivenUp as end:
-                error = error_of(getattr(end.problem, "cause", None) or end.problem)
+                error = _error_of(end.problem)
                 for node in self._nodes:
                     if node.alive:
                         node.actor.abandon.remote(error["code"], error["message"])
@@ -111,13 +120,17 @@ class Exchange:
         alive = [node for node in self._nodes if node.alive]
         while self._todo and (free := [one for one in alive if one.busy < _AHEAD and one.reading < _READS]):
             first = self._todo[0]
-            lacking = [node for node in alive if first in node.missing]
+            lacking = [node for node in alive if node.lacks(first)]
             if not lacking:
                 self._todo.popleft()
                 continue
             # One that has it already passes it on, if need be later. Else one of the nodes that lack it reads it.
-            having = [node for node in alive if first not in node.missing]
-            choice = [node for node in free if node in (having or lacking)]
+            unread = self._unread.get(first, {})
+            able = [node for node in alive if node.ident not in unread]
+            if not able:
+                raise _GivenUp([*unread.values()][-1])
+            having = [node for node in able if first not in node.missing]
+            choice = [node for node in free if node in (having or able)]
             most = self._most()
             if not choice or most < 1:
                 return
@@ -141,7 +154,7 @@ class Exchange:
         """Take a group that begins there: pieces, one after the other, that the same nodes lack. Returns its end."""
         last = first
         while last - first < most and self._todo and self._todo[0] == last:
-            if [node for node in self._nodes if node.alive and last in node.missing] != lacking:
+            if [node for node in self._nodes if node.alive and node.lacks(last)] != lacking:
                 break
             self._todo.popleft()
             last += 1
@@ -155,30 +168,40 @@ class Exchange:
         except Exception as problem:
             self._leaves(group)
             self._again(group)
-            self._failed(group.reader, group.first, problem)
+            if not self._is_lost(group.reader, problem):
+                for number in group.pieces:  # it is left to the other nodes
+                    self._unread.setdefault(number, {})[group.reader.ident] = problem
             return
         self._has(group.reader, group)
-        lacking = [node for node in self._nodes if node.alive and not node.missing.isdisjoint(group.pieces)]
+        lacking = [node for node in self._nodes if node.alive and any(map(node.lacks, group.pieces))]
         group.receivers = len(lacking)
         for node in lacking:
+            node.coming.update(group.pieces)
             self._receives[node.actor.receive.remote(group.first, group.data, signed)] = node, group
         if not lacking:
             self._leaves(group)
 
     def _received(self, ref: Any) -> None:
         node, group = self._receives.pop(ref)
-        self._received_or_lost(group)
+        self._received_or_lost(node, group)
         try:
             self._ray.get(ref)
         except Exception as problem:
-            self._failed(node, group.first, problem)
-            if node.alive:  # the reader died with its copy, or the group was damaged on the way
+            if self._is_lost(node, problem):
+                return
+            times = self._untaken[node.ident, group.first] = self._untaken.get((node.ident, group.first), 0) + 1
+            if times < _TRIES:  # the reader died with its copy, or the group was damaged on the way
                 self._again(group)
+                return
+            error = _error_of(problem)
+            node.actor.abandon.remote(error["code"], error["message"])
+            self._lost(node, error)
             return
         self._has(node, group)
 
-    def _received_or_lost(self, group: _Group) -> None:
+    def _received_or_lost(self, node: Member, group: _Group) -> None:
         """One receiver less."""
+        node.coming.difference_update(group.pieces)
         group.receivers -= 1
         if group.receivers == 0:
             self._leaves(group)
@@ -202,14 +225,12 @@ class Exchange:
             if number not in self._todo:
                 self._todo.appendleft(number)
 
-    def _failed(self, node: Member, first: int, problem: Exception) -> None:
-        """Take a node that is gone out of the load. Any other failure is of one group, and has its limit."""
-        if isinstance(problem, self._ray.exceptions.RayActorError):
+    def _is_lost(self, node: Member, problem: Exception) -> bool:
+        """Take a node that is gone out of the load."""
+        gone = isinstance(problem, self._ray.exceptions.RayActorError)
+        if gone:
             self._lost(node)
-            return
-        self._failures[first] = self._failures.get(first, 0) + 1
-        if self._failures[first] > len(self._nodes):
-            raise _GivenUp(problem)
+        return gone
 
     def _look(self) -> None:
         """Find nodes that died without a call that would say so: all they had to do was to pass on."""
@@ -218,9 +239,9 @@ class Exchange:
             if node.alive and node.ident not in alive:
                 self._lost(node)
 
-    def _lost(self, node: Member) -> None:
+    def _lost(self, node: Member, error: dict[str, Any] | None = None) -> None:
         """Nothing comes from that node any more: other nodes read again what it had not passed on."""
-        node.died()
+        node.failed(error)
         for ref, group in list(self._reads.items()):
             if group.reader is node:
                 del self._reads[ref]
@@ -229,13 +250,18 @@ class Exchange:
         for ref, (receiver, group) in list(self._receives.items()):
             if receiver is node or group.reader is node:
                 del self._receives[ref]
-                self._received_or_lost(group)
+                self._received_or_lost(receiver, group)
                 if receiver.alive:
                     self._again(group)
 
 
+def _error_of(problem: Exception) -> dict[str, Any]:
+    """The error of a call, as the node that ran it raised it."""
+    return error_of(getattr(problem, "cause", None) or problem)
+
+
 class _GivenUp(Exception):
-    """A group failed on every node."""
+    """No node can read a group."""
 
     def __init__(self, problem: Exception) -> None:
         super().__init__(str(problem))

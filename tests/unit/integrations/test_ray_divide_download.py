@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from legroom.cache.download import PIECE
+from legroom.errors import NoRoom
 from legroom.integrations import ray_divide_download
 from legroom.integrations.ray_divide_download import Exchange, Member
 
@@ -39,7 +40,7 @@ class Ray:
         self.waits = self.calls = 0
         self.actors = [Actor(f"node{number}") for number in range(count)]
         size = len(PIECES) * PIECE - 5
-        self.members = [Member(one.name, one.name, one, set(PIECES), size) for one in self.actors]
+        self.members = [Member(one.name, one.name, one, set(PIECES), size=size) for one in self.actors]
         self.most = 0  # pieces that were being read or on their way at one time
 
     def now(self) -> float:
@@ -71,7 +72,9 @@ class Actor:
         self.name, self.dead, self.says_so, self.dies_after = name, False, True, 1 << 30
         self.reads: list[range] = []
         self.wanted: list[bool] = []
+        self.received: list[int] = []
         self.refuses: set[int] = set()
+        self.full_after: int = 1 << 30  # pieces: it cannot take more
         self.abandoned: list[str] = []
         self.read = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._read))
         self.receive = SimpleNamespace(remote=self._receive)
@@ -91,6 +94,9 @@ class Actor:
     def _receive(self, first: int, data: Ref, signed: str) -> Ref:
         if self.dead:
             return Ref(problem=ActorDied(), ready=self.says_so, group=data.group)
+        self.received.extend(range(*data.group))
+        if first >= self.full_after:
+            return Ref(problem=NoRoom("full"), group=data.group)
         return Ref(ready=not data.owner.dead, group=data.group)  # Ray waits for a copy that is gone
 
     @property
@@ -191,9 +197,27 @@ def test_what_a_dead_node_had_read_is_read_by_another(ray: Ray, says_so: bool) -
     assert _is_idle(others)
 
 
-def test_a_piece_that_fails_everywhere_ends_the_load() -> None:
-    ray = Ray(2)
+def test_a_node_that_cannot_take_what_it_is_sent_fails_alone(ray: Ray) -> None:
+    ray.actors[1].full_after = 40
+    ray.actors[1].refuses = set(range(40, 96))
+    Exchange(ray, ray.members, lambda _: None).run()
+    full = ray.members.pop(1)
+    assert not full.alive and full.result["error"]["code"] == "no-room" and ray.actors[1].abandoned == ["no-room"]
+    assert all(one.alive and not one.missing for one in ray.members) and _is_idle(ray.members)
+    for one in (ray.actors[0], *ray.actors[2:]):  # nothing was sent to them twice
+        assert len(one.received) == len(set(one.received)) and set(one.received) | set(one.pieces) == set(PIECES)
+
+
+def test_a_node_that_cannot_read_leaves_it_to_the_others(ray: Ray) -> None:
+    ray.actors[0].refuses = set(PIECES)
+    Exchange(ray, ray.members, lambda _: None).run()
+    assert all(one.alive and not one.missing and not one.actor.abandoned for one in ray.members)
+
+
+def test_a_piece_that_no_node_can_read_ends_the_load() -> None:
+    ray = Ray(3)
     for one in ray.actors:
         one.refuses = {8}
+    ray.actors[2].dies_after = 1
     Exchange(ray, ray.members, lambda _: None).run()
-    assert [one.abandoned for one in ray.actors] == [["node-failed"]] * 2
+    assert [one.abandoned for one in ray.actors[:2]] == [["node-failed"]] * 2
