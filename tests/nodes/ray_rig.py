@@ -209,6 +209,8 @@ def cluster(count: int = 4, rate: str | None = None, cpus: int = 1) -> Iterator[
     finally:
         for node in found.nodes:
             node.remove()
+            with suppress(subprocess.CalledProcessError):  # now: with its namespace it would go some time later
+                _ip("link", "del", f"{name}v{node.number}")
             with suppress(subprocess.CalledProcessError):
                 _ip("netns", "del", node.net)
             with suppress(subprocess.CalledProcessError, OSError):
