@@ -91,6 +91,8 @@ def compare(nodes: ray_rig.Cluster, url: str, rate: str, rounds: int) -> tuple[d
     times, spans, read = json.loads(done.stdout.splitlines()[-1])
     times |= {f"{how}, bytes": [links.flow(*span) for span in spans[how]] for how in ("one", "four")}
     times["open"] = [_open_alone(nodes, url)]
+    fastest = min(spans["four"], key=lambda span: span[1] - span[0])
+    times["four, CPU"] = [links.cpu(*fastest)]
     return times, max(read)
 
 
@@ -107,7 +109,7 @@ def _open_alone(nodes: ray_rig.Cluster, url: str) -> float:
 
 def rows_of(rate: str, size: int, seconds: dict[str, float], read: int) -> list[Row]:
     """The figures for links of one rate."""
-    four, one = seconds["four"], seconds["one"]
+    four, one, cores = seconds["four"], seconds["one"], os.cpu_count() or 1
     return [
         Row(f"links of {rate}, {size / 1e6:.0f} MB: source read by four nodes", read / size, "× its size", 1.0,
             note="the worst round"),
@@ -118,6 +120,8 @@ def rows_of(rate: str, size: int, seconds: dict[str, float], read: int) -> list[
         Row("  four nodes loaded, against legroom.open in a new process", four / seconds["open"], "× the time",
             note=f"{seconds['open']:.2f} s on one node, without Ray"),
         Row("  each of the four receives, from the source and the others", size / 1e6 / seconds["four, bytes"], "MB/s"),
+        Row("  CPU time of the four nodes, of what the cores have", seconds["four, CPU"] / four / cores, "×", note=(
+            f"{seconds['four, CPU']:.1f} s, without the kernel's network and the server")),
         Row("  Ray alone: each of four receives the objects of the others", 3 * RAY_EACH / 1e6 / seconds["exchange"],
             "MB/s"),
         Row("  Ray alone: an empty actor starts on one node", seconds["actor on one"], "s"),
@@ -197,8 +201,8 @@ def main() -> None:
     with ray_rig.cluster(4, links[0][0]) as nodes, object_server(host=nodes.host) as server:
         server.etag = lambda name: f'"{len(server.data[name])}"'  # type: ignore[method-assign]  # hashing takes a core
         for rate, size in links:
-            server.data["x.npy"] = _npy(size)
-            times[rate], read[rate] = compare(nodes, server.url("x.npy"), rate, options.rounds)
+            server.data[f"{rate}.npy"] = _npy(size)
+            times[rate], read[rate] = compare(nodes, server.url(f"{rate}.npy"), rate, options.rounds)
             loaded[rate] = os.getloadavg()[0]
         peak = max(node.object_store_peak() for node in nodes.nodes)
         for rate, _ in links[::-1]:

@@ -1,22 +1,24 @@
 """What passes over the links of the nodes, and what Ray alone needs there: the limits beside the figures of nodes.py.
 
-Covers: bytes per link over time, an empty actor, objects passed among all nodes by Ray itself. Does not cover: Legroom.
+Covers: bytes per link, CPU time, an empty actor, objects passed among all nodes by Ray. Does not cover: Legroom.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import ray_rig
 
 _EVERY = 0.05  # seconds
+_CPU_EVERY = 10  # times that
 _FLOWS = 1e6  # bytes per second: more than calls and heartbeats take
 
 RAY_ALONE = """
@@ -70,13 +72,35 @@ print(json.dumps({name: found[1:] for name, found in times.items()}))
 
 @dataclass
 class Links:
-    """Bytes that each node has received, at many times."""
+    """Bytes that each node has received, and CPU seconds of all their processes, at many times."""
 
     nodes: ray_rig.Cluster
     samples: list[tuple[float, list[int]]] = field(default_factory=list)
+    processes: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
 
     def sample(self) -> None:
-        self.samples.append((time.time(), [self._received(node.number) for node in self.nodes.nodes]))
+        now = time.time()
+        self.samples.append((now, [self._received(node.number) for node in self.nodes.nodes]))
+        if len(self.samples) % _CPU_EVERY == 0:
+            for pid, seconds in self._cpu_seconds():
+                self.processes.setdefault(pid, []).append((now, seconds))
+
+    def _cpu_seconds(self) -> Iterator[tuple[int, float]]:
+        ours = {os.stat(f"/run/netns/{node.net}").st_ino for node in self.nodes.nodes}
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                if os.stat(f"/proc/{name}/ns/net").st_ino in ours:
+                    words = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+                    yield int(name), (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+    def cpu(self, begin: float, end: float) -> float:
+        """CPU seconds of the nodes' processes between two times, without the last half second of those that ended."""
+        found = 0.0
+        for samples in self.processes.values():
+            before = [seconds for at, seconds in samples if at <= begin]
+            inside = [seconds for at, seconds in samples if begin < at <= end]
+            found += max(inside, default=0.0) - max(before, default=0.0) if inside else 0.0
+        return found
 
     def _received(self, number: int) -> int:  # what the bridge sends to it
         return int(Path(f"/sys/class/net/{self.nodes.name}v{number}/statistics/tx_bytes").read_text())

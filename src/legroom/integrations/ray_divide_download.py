@@ -31,7 +31,7 @@ from legroom.messages import say
 _ON_THE_WAY = 256 << 20  # bytes in the object store of any node
 _READS = 3  # groups that a node reads at the same time
 _AHEAD = 8  # groups that a node reads, or has read and not passed on to all others
-_SECONDS = 0.05  # that a group should take on a link: calls cost a few milliseconds each
+_SECONDS = 0.2  # that a group should take on a link: calls cost a few milliseconds each
 _TRIES = 3  # of one node to receive a group
 _LOOK = 1.0  # seconds without an answer after which nodes are looked at
 Arrived = Callable[["Member"], None]
