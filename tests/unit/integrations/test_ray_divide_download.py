@@ -208,6 +208,17 @@ def test_a_node_that_cannot_take_what_it_is_sent_fails_alone(ray: Ray) -> None:
         assert len(one.received) == len(set(one.received)) and set(one.received) | set(one.pieces) == set(PIECES)
 
 
+def test_what_is_sent_again_to_one_node_is_not_sent_again_to_others(ray: Ray) -> None:
+    """The others have not answered yet when it fails, and every node is free to read."""
+    ray.actors[1].full_after = 0
+    for one in ray.members:
+        one.missing = {8, 9}
+    Exchange(ray, ray.members, lambda _: None).run()
+    assert len(ray.actors[1].received) > 2 and not ray.members[1].alive
+    for one in (ray.actors[0], *ray.actors[2:]):
+        assert len(one.received) == len(set(one.received)), one.received
+
+
 def test_a_node_that_cannot_read_leaves_it_to_the_others(ray: Ray) -> None:
     ray.actors[0].refuses = set(PIECES)
     Exchange(ray, ray.members, lambda _: None).run()
