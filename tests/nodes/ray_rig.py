@@ -66,6 +66,19 @@ class Node:
             self.process.wait()
             self.process = None
 
+    def object_store_peak(self) -> int:
+        """Bytes of memory that Ray's object store has had at most since it was started.
+
+        Its file keeps every page that was ever written.
+        """
+        found = 0
+        for pid in _inside(self.net):
+            for one in _open_files(pid):
+                with suppress(OSError):
+                    if os.readlink(one).startswith("/dev/shm/plasma"):
+                        found = max(found, os.stat(one).st_blocks * 512)
+        return found
+
     def remove(self) -> None:
         """Kill everything in the node, and its file systems with it."""
         self.kill()
@@ -133,6 +146,11 @@ class Cluster:
                 start_new_session=True, cwd="/",
             )  # fmt: skip
 
+    def limit(self, rate: str) -> None:
+        """Give the links of all nodes another rate, in both directions."""
+        for node in self.nodes:
+            _limit(self, node, rate)
+
     def _environment(self) -> dict[str, str]:
         return {
             "PYTHONPATH": str(ROOT / "src"), "PYTHONPYCACHEPREFIX": self.compiled,
@@ -191,6 +209,8 @@ def cluster(count: int = 4, rate: str | None = None, cpus: int = 1) -> Iterator[
     finally:
         for node in found.nodes:
             node.remove()
+            with suppress(subprocess.CalledProcessError):  # now: with its namespace it would go some time later
+                _ip("link", "del", f"{name}v{node.number}")
             with suppress(subprocess.CalledProcessError):
                 _ip("netns", "del", node.net)
             with suppress(subprocess.CalledProcessError, OSError):
@@ -233,16 +253,25 @@ def _node(found: Cluster, number: int) -> Node:
     ):
         _ip("-n", node.net, *arguments)
     if found.rate is not None:
-        limit = ["qdisc", "add", "dev", "", "root", "tbf", "rate", found.rate, "burst", "1mb", "latency", "100ms"]
-        for prefix, device in (([], outside), (["-n", node.net], inside)):
-            command = ["tc", *prefix, *limit]
-            command[command.index("")] = device
-            subprocess.run(command, check=True, capture_output=True)
+        _limit(found, node, found.rate)
     return node
+
+
+def _limit(found: Cluster, node: Node, rate: str) -> None:
+    for prefix, device in (([], f"{found.name}v{node.number}"), (["-n", node.net], "eth0")):
+        limit = ["qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, "burst", "1mb", "latency", "100ms"]
+        subprocess.run(["tc", *prefix, *limit], check=True, capture_output=True)
 
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def _open_files(pid: int) -> list[str]:
+    try:
+        return [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]
+    except OSError:
+        return []
 
 
 def _inside(net: str) -> list[int]:

@@ -85,6 +85,7 @@ class Download:
         self._asked: dict[int, int] = {}  # by running piece: how many had come when it was asked for
         self._begun = 0.0  # when the first request was made
         self._answers: float | None = None  # the shortest time until an answer began
+        self._granted = 0  # bytes that may be put without another question
         self.received = 0  # bytes that came over the network
         self.size = stamp.size if stamp.by_ranges else None
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -222,9 +223,26 @@ class Download:
             if self._file < 0:
                 raise ValueError("the download was closed")
             self._state[number] = _RUNNING
-        self._ask(len(data))
-        self._write(number, data)
+        try:
+            self._ask_ahead(len(data))
+            self._write(number, data)
+        except BaseException:
+            with self._changed:
+                self._state[number] = _MISSING
+            raise
         self._done(number, number + 1, len(data))
+
+    def _ask_ahead(self, count: int) -> None:
+        """Ask for the room of pieces that come by ``put``, for several at once: an answer takes a millisecond."""
+        assert self.size is not None
+        with self._changed:
+            if self._granted >= count:
+                self._granted -= count
+                return
+            more = max(count, min(_LARGEST * PIECE, self.size - self.present))
+        self._ask(more)
+        with self._changed:
+            self._granted += more - count
 
     def read(self, first: int, last: int, into: memoryview) -> None:
         """Fill ``into`` with some pieces: from the file if they are there, else from the server. Keeps nothing."""

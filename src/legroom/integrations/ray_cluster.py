@@ -24,7 +24,7 @@ from legroom.cache.find_or_build_entry import source_paths
 from legroom.errors import ClusterUnreachable, UsageError
 from legroom.formats.base_reader import Selection
 from legroom.integrations.ray_divide_download import Exchange, Member
-from legroom.integrations.ray_node_actor import GROUP, NodeLoader, answer_here, error_of, load_here
+from legroom.integrations.ray_node_actor import NodeLoader, answer_here, error_of, load_here
 from legroom.messages import say
 from legroom.records.cache_entry import NodeAnswer, NodeError, NodeLoad
 from legroom.remote.object_url import ObjectUrl, redacted, without_credentials
@@ -217,7 +217,7 @@ def _warm_together(
             continue
         if answer["state"] == "waits":
             node.size, node.stamp = answer["size"], answer["stamp"]
-            node.missing = {number - number % GROUP for number in answer["missing"]}
+            node.missing = set(answer["missing"])
         else:
             node.result = answer
     waiting = [node for node in members if node.alive and not node.result]

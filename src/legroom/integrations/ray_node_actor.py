@@ -25,7 +25,7 @@ from legroom.system.lazy_and_optional_imports import import_lock
 from legroom.system.thread_limits import start_daemon_thread, why_no_thread
 from legroom.version import VERSION
 
-GROUP = 8  # pieces that are read, hashed and passed on together
+GROUP = 8  # pieces at most that are read, hashed and passed on together
 
 
 class NodeLoader:
@@ -101,10 +101,11 @@ class NodeLoader:
         self._own = header, data
         return {"stamp": entry.versions[0], "size": len(header) + len(data)}
 
-    def read(self, first: int, last: int) -> tuple[np.ndarray, bytes]:
+    def read(self, first: int, last: int, wanted: bool = True) -> tuple[np.ndarray, bytes]:
         """Read a group of pieces: from the entry that is here, else from the storage service, and keep it.
 
-        Returns it with its signature. An array: Ray's object store takes and gives those without further copies.
+        Returns it with its signature, or nothing if no other node wants it. An array: Ray's object store takes and
+        gives those without further copies.
         """
         if self._own is not None:
             header, array = self._own
@@ -117,7 +118,7 @@ class NodeLoader:
         data = np.empty(min(self._download.size, last * PIECE) - first * PIECE, np.uint8)
         self._download.read(first, last, data.data)
         self._put(first, data.data)
-        return data, signature(self._key, first, data.data)
+        return (data, signature(self._key, first, data.data)) if wanted else (data[:0], b"")
 
     def receive(self, first: int, data: np.ndarray, signed: bytes) -> int:
         """Take a group that another node of this load has read."""

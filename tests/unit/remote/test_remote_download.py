@@ -14,6 +14,7 @@ import pytest
 
 import legroom
 from legroom.cache.download import PIECE, Download
+from legroom.errors import NoRoom
 from legroom.remote.object_url import object_url
 from legroom.remote.object_version import ObjectStamp
 from object_server import object_server
@@ -92,3 +93,22 @@ def test_only_a_file_in_memory_is_read_in_place(tmp_path: Path) -> None:
         assert view[PIECE:] == b"a" * PIECE
     with _download(tmp_path / "disk", 2) as download:
         assert download.mapped() is None
+
+
+def test_a_piece_without_room_may_be_put_again(tmp_path: Path) -> None:
+    """And the room of several is asked for at once."""
+    asked: list[int] = []
+
+    def ask(count: int) -> None:
+        asked.append(count)
+        if len(asked) == 1:
+            raise NoRoom("full")
+
+    with _download(tmp_path / "x", 20, supplied=True, ask=ask) as download:
+        piece = memoryview(b"a" * PIECE)
+        with pytest.raises(NoRoom):
+            download.put(0, piece)
+        assert download.missing() == list(range(20)) and download.present == 0
+        for number in range(20):
+            download.put(number, piece)
+        assert download.is_complete and asked == [8 * PIECE, 8 * PIECE, 8 * PIECE, 4 * PIECE]
