@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 import itertools
 import sys
 import warnings
@@ -20,7 +21,7 @@ import legroom
 torch = pytest.importorskip("torch")
 from legroom.loader.dataloader.collate import to_send  # noqa: E402
 from legroom.loader.dataloader.memory_slots import SlotPool  # noqa: E402
-from legroom.loader.dataloader.receive import receive  # noqa: E402
+from legroom.loader.dataloader.receive import forget_with, receive, sending_workers  # noqa: E402
 from legroom.loader.dataloader.send import SlotWriter  # noqa: E402
 
 pytestmark = [
@@ -30,6 +31,18 @@ pytestmark = [
         "ignore:Sparse", "ignore:.*quantiz", "ignore:The PyTorch API of nested tensors",
     ),
 ]  # fmt: skip
+
+
+class Owner:
+    """In place of torch's iterator, with which the slots of its workers are dropped."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_slots_left() -> Iterator[None]:
+    """This process is the worker of some tests here: without a loader its slots would stay mapped for later files."""
+    yield
+    gc.collect()
+    forget_with(Owner(), sending_workers())
 
 
 def numbers(*shape: int, dtype: Any = torch.float32) -> Any:

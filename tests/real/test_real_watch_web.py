@@ -245,8 +245,17 @@ def test_a_finished_watch_is_drawn(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_live_watch_is_drawn_when_it_ends(tmp_path: Path) -> None:
-    sleeper = subprocess.Popen(["sleep", "1.5"])
-    out = tmp_path / "out.svg"
-    found = _run("--pid", str(sleeper.pid), "--interval", "0.2s", "--plot", str(out))
-    sleeper.wait()
-    assert found.returncode == 0 and "polyline" in out.read_text()
+    out, log = tmp_path / "out.svg", tmp_path / "log.jsonl"
+    watched = subprocess.Popen(["cat"], stdin=subprocess.PIPE)  # it ends when it has been sampled
+    options = ["--pid", str(watched.pid), "--interval", "0.2s", "--plot", str(out), "--log", str(log)]
+    watch = subprocess.Popen([*LEGROOM, "watch", *options], stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while (not log.exists() or log.read_bytes().count(b"\n") < 5) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        watched.communicate()
+        assert watch.wait(60) == 0 and "polyline" in out.read_text()
+    finally:
+        for process in (watched, watch):
+            process.kill()
+            process.wait()

@@ -43,7 +43,7 @@ def wait_for(path: Path) -> None:
     while not path.exists():
         if time.monotonic() > deadline:
             raise TimeoutError(path)
-        time.sleep(0.002)
+        time.sleep(0.02)  # dozens of these processes wait at once
 
 
 def main(path: str, folder: Path, number: str) -> None:

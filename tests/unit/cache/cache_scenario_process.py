@@ -52,7 +52,7 @@ class ScenarioProcess:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         self.process.stdout.close()
-        self.process.wait(30)
+        self.process.wait(120)
         shutil.rmtree(self.memory)
 
 

@@ -34,6 +34,7 @@ def sweep(tmp_path: Path) -> Iterator[Sweep]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.timeout(600)  # a hundred operations and more
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_call_that_fails_gives_the_right_answer_or_a_code(sweep: Sweep, operation: str) -> None:
     chance = random.Random(operation)
@@ -254,7 +255,7 @@ for path, left, disabled in json.loads(sys.argv[1]):
     held = []
     try:
         while True:
-            held.append(mmap.mmap(-1, mmap.PAGESIZE))  # shared, so that no two of them become one
+            held.append(mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE, len(held) % 2))  # no two become one
     except OSError:
         pass
     del held[len(held) - left:]
@@ -276,6 +277,7 @@ many_maps = pytest.mark.skipif(
 
 
 @many_maps
+@pytest.mark.timeout(600)
 def test_the_limit_of_memory_maps_is_an_error_in_words(shm: Path, tmp_path: Path) -> None:
     """An entry that is there and one that is not; with no map left to take, and with a few."""
     import h5py
@@ -293,7 +295,7 @@ def test_the_limit_of_memory_maps_is_an_error_in_words(shm: Path, tmp_path: Path
     tried = [(str(tmp_path / name), left, "") for name in names for left in (0, 8)]
     tried += [(str(tmp_path / "new.h5"), 0, "1")]
     ended = subprocess.run([sys.executable, "-c", MAPPED, json.dumps(tried)], capture_output=True, text=True,
-                           timeout=200, check=False)  # fmt: skip
+                           timeout=500, check=False)  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-2000:]
     outcomes = [json.loads(line) for line in ended.stdout.splitlines()]
     for (path, left, _), (code, fix) in zip(tried, outcomes, strict=True):
@@ -313,7 +315,7 @@ def attached(*_):
     # Every map that the kernel allows, and then every byte of the heap, which does not grow any more.
     try:
         while True:
-            held.append(mmap.mmap(-1, mmap.PAGESIZE))
+            held.append(mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE, len(held) % 2))  # no two become one
     except OSError:
         pass
     count = 0
@@ -336,7 +338,8 @@ except legroom.LegroomError as problem:
 
 
 @many_maps
+@pytest.mark.timeout(600)
 def test_a_process_without_any_memory_left_gets_the_error_in_words(shm: Path, npy) -> None:
     command = [sys.executable, "-c", EXHAUSTED, str(npy())]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert ended.stdout.startswith("no-room") and "max_map_count" in ended.stdout, ended

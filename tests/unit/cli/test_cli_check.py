@@ -139,8 +139,12 @@ def test_a_dataset_is_drawn_from(dataset: str, capsys: pytest.CaptureFixture[str
     process, making, batches = [term["bytes"] for term in report["terms"] if term["pool"] == "ram"]
     assert process > MB and batches == 2 * (8 * MB + 8 * 8)
     assert 8 * MB <= making < 9 * MB  # its samples
+
+
+@pytest.mark.usefixtures("child_in_fork")
+def test_what_a_collate_function_makes_counts(dataset: str, capsys: pytest.CaptureFixture[str]) -> None:
     twice = _json(capsys, "--batch", "8", "--dataset", f"{dataset}:data", "--collate", f"{dataset}:double", *DOCKER)
-    process, making, batches = [term["bytes"] for term in twice["terms"] if term["pool"] == "ram"]
+    _, making, batches = [term["bytes"] for term in twice["terms"] if term["pool"] == "ram"]
     assert batches == 2 * 16 * MB
     assert 24 * MB <= making < 25 * MB  # its samples, and beside them what its own collate makes of them
 

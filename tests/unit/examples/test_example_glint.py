@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     def run_script(name: str | Path, *flags: object) -> subprocess.CompletedProcess[str]:
         script = HERE / name
         command = ["sh" if script.suffix == ".sh" else sys.executable, str(script), *map(str, flags)]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
 
     yield run_script
     shutil.rmtree(store)

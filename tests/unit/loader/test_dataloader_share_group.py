@@ -127,14 +127,14 @@ def test_a_slot_is_reused_a_hundred_times_while_batches_are_written_and_kept(
         return plain(self, serial, slot_id, body, **given)
 
     monkeypatch.setattr(PrivateSlots, "open", count)
-    group = make(Noise(10_000, floats=400), num_workers=1)
+    group = make(Noise(6_000, floats=400), num_workers=1)
     expected = reference(group.loader(), 3)
     group.start(3)
     group.await_producer()
     loader, kept, epochs = group.loader(), [], 0
     while epochs < 3 and max(opened.values(), default=0) <= 100:  # on a busy machine it makes many batches itself
-        for number, batch in enumerate(loader, 2500 * epochs):
-            assert share_data.line(epochs, number % 2500, batch) == expected[number]
+        for number, batch in enumerate(loader, 1500 * epochs):
+            assert share_data.line(epochs, number % 1500, batch) == expected[number]
             if number % 40 == 0:
                 kept = [*kept[-5:], (epochs, number, batch)]  # more than may stay in slots
             else:
@@ -142,7 +142,7 @@ def test_a_slot_is_reused_a_hundred_times_while_batches_are_written_and_kept(
         epochs += 1
     assert max(opened.values()) > 100, opened
     for epoch, number, batch in kept:
-        assert share_data.line(epoch, number % 2500, batch) == expected[number]
+        assert share_data.line(epoch, number % 1500, batch) == expected[number]
     del batch, loader
     group.join()
     assert group.lines(0) == [*expected, "end"]

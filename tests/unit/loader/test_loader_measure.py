@@ -315,6 +315,7 @@ class _Boxes:
         ("arrays", "torch", 256, 1.0),
     ],
 )  # fmt: skip
+@pytest.mark.load_sensitive(reason="a trial run of a few batches shows what its worker has read by then")
 def test_a_trial_run_names_the_attribute_that_workers_copy(
     kind: str, loader: Any, batch_size: int, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
