@@ -282,10 +282,15 @@ def _judged_by_trial(
     demand: Demand, batch: Batch, trial: LoaderTrial, machine: Machine, seconds: tuple[float, float]
 ) -> tuple[Plan, Batch]:
     """The verdict by the memory of a trial run, and the batch with its measured need, for other settings."""
+    frozen = tried_need(demand, batch, without_overlap(demand, batch, trial), machine)
+    if trial.collection_expected:
+        trial = collected(trial)
     taken = tried_need(demand, batch, without_overlap(demand, batch, trial), machine)
     verdict = fit(taken, machine)
     batch = calibrated(demand, batch, taken)
     if verdict.verdict == "too-big":
+        if fit(frozen, machine).verdict != "too-big":
+            verdict = replace(verdict, fix=(_suggest_freeze(frozen), *verdict.fix))
         return verdict, batch
     if trial.unfinished is not None:
         why = say(
@@ -322,6 +327,14 @@ def _judged_by_trial(
         )  # fmt: skip
         return _unknown(verdict, "ram", "still-growing", why), batch
     return verdict, batch
+
+
+def _suggest_freeze(frozen: Need) -> str:
+    return say(
+        "call gc.freeze() before the DataLoader starts: then its workers do not copy the memory of all Python objects "
+        "when they collect garbage, and {need} of RAM are enough",
+        need=format_size(frozen.ram),
+    )  # fmt: skip
 
 
 def _unknown_by_chance(verdict: Plan, taken: Need, most: Need, longer: Plan) -> Plan:
