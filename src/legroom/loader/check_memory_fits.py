@@ -347,9 +347,9 @@ def _unknown_by_chance(verdict: Plan, taken: Need, most: Need, longer: Plan) -> 
         )  # fmt: skip
         return _unknown(verdict, "shm", "batch-overlap", why)
     why = say(
-        "in a long run, a full garbage collection in a worker copies the memory of all Python objects that it "
-        "inherited: the need is {need} without it, and {most} with it. gc.freeze() before the DataLoader starts avoids "
-        "the copies",
+        "a full garbage collection in a worker copies the memory of all Python objects that it inherited, and whether "
+        "one runs is chance: the need is {need} without it, and {most} with it. gc.freeze() before the DataLoader "
+        "starts avoids the copies",
         need=format_size(taken.ram), most=format_size(most.ram),
     )  # fmt: skip
     return _unknown(verdict, "ram", "garbage-collection", why)
