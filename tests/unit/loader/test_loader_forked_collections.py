@@ -61,7 +61,7 @@ def test_full_collections_are_postponed_in_forked_processes() -> None:
 def test_those_that_collect_again_and_again_run_a_full_one_at_once(own: int, theirs: int, expected: str) -> None:
     """A worker that collects once or twice, at its start, is none of them."""
     found = _run(
-        "gc.collect(); of = ForkedCollections(); of.postpone(); of.forked()\n"
+        "gc.collect(); collect(3); of = ForkedCollections(); of.postpone(); of.forked()\n"
         f"forked({theirs}); collect({own}); print(of.go_on(workers=True, restarted=False)); of.expedite(); of.forked()\n"
         "theirs = forked(2); print(of.full(1)); before = gc.get_stats()[2]['collections']; collect(2)\n"
         "print(gc.get_stats()[2]['collections'] - before, theirs, of.full(1))\n"
@@ -79,13 +79,24 @@ def test_workers_that_reach_the_next_full_collection_by_far_are_expected_to_run_
     assert found == ["True", str(expected), "False", "False"]
 
 
-@pytest.mark.parametrize(("own", "restarted", "expected"), [(2, True, True), (2, False, False), (1, True, False)])
-def test_workers_of_a_later_epoch_can_start_when_a_full_collection_is_due(
-    own: int, restarted: bool, expected: bool
+@pytest.mark.parametrize(
+    ("left", "own", "theirs", "restarted", "expected"),
+    [
+        (1, 0, 2, True, True),  # two reach it: a script is one collection behind
+        (1, 1, 1, True, True),  # workers of the next epoch inherit the main process's count
+        (1, 1, 1, False, False),
+        (9, 1, 2, True, False),
+        (9, 3, 1, True, True),  # the main process goes on: it is due in a later epoch
+        (121, 0, 1, True, True),  # a full one was just run: a script is just before it
+    ],
+)
+def test_workers_that_collect_once_can_meet_a_full_collection_that_is_due(
+    left: int, own: int, theirs: int, restarted: bool, expected: bool
 ) -> None:
     found = _run(
-        "gc.collect(); of = ForkedCollections(); of.postpone(); of.forked(); forked(1)\n"
-        f"collect({own}); print(of.go_on(workers=True, restarted={restarted}))"
+        f"{_DUE}collect(young_until_full() - {left} if {left} < 121 else young_until_full())\n"
+        f"of = ForkedCollections(); of.postpone(); of.forked(); forked({theirs}); collect({own})\n"
+        f"print(of.go_on(workers=True, restarted={restarted}))"
     )
     assert found == [str(expected)]
 

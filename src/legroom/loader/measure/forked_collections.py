@@ -18,9 +18,8 @@ import struct
 _NEVER = 1 << 30  # a threshold that is not reached
 _SLOTS = 512  # processes that are counted at once
 _OWN = struct.Struct("II")  # young and full collections of a process
-_INHERITED = 1  # young collection that comes because the inherited count is used up
-_AT_START = 2  # those that the start of a worker takes: it also imports modules
-_ALIKE = 5  # by so many collections at most, a program that imports the same differs from this one
+_AT_START = 2  # young collections that the start of a worker takes: the inherited count is used up, and imports
+_AHEAD, _ALIKE = 1, 5  # collections, at least and at most, by which a training script that imports the same is behind
 _CYCLE, _NONE = 150, 255  # young collections after which no full one is waited for; the exit status then
 
 
@@ -32,6 +31,9 @@ class ForkedCollections:
         self._main = os.getpid()
         self._thresholds = gc.get_threshold()
         self._full_after = young_until_full()
+        self._soonest = None if self._full_after is None else self._full_after + _AHEAD
+        if _young_since_full() <= _AHEAD:  # a script that imports the same is just before it
+            self._soonest = 1
         self._expedited = False
         self._again = {"main": False, "workers": False}
         gc.callbacks.append(self._count)
@@ -46,16 +48,20 @@ class ForkedCollections:
         self._begin()
 
     def go_on(self, *, workers: bool, restarted: bool) -> bool:
-        """Whether this process or (``workers``) one of its workers collects again and again.
+        """Whether full collections can come in this process or (``workers``) in its workers.
 
-        ``restarted``: workers live for an epoch. If this process goes on, those of some epoch start just before a full
-        collection is due, and the first one of theirs can be that.
+        They can where a process collects again and again, and where one that collects a few times reaches the next full
+        collection of a script that imports the same. ``restarted``: workers live for an epoch, and those of later
+        epochs inherit what this process has counted by then.
         """
         own, others = self._young()
         most = max(others, default=0)
-        theirs = most > _AT_START or (restarted and own > _INHERITED and most > 0)
-        self._again = {"main": own > _AT_START, "workers": workers and theirs}
+        theirs = most > 0 and self._reaches(most, own if restarted else 0)
+        self._again = {"main": self._reaches(own, 0), "workers": workers and theirs}
         return any(self._again.values())
+
+    def _reaches(self, young: int, inherited: int) -> bool:
+        return max(young, inherited) > _AT_START or (self._soonest is not None and young + inherited >= self._soonest)
 
     def expected(self, workers: int) -> bool:
         """Whether a program that imports what this one imports runs full collections in as many processes as can."""
@@ -109,6 +115,12 @@ class ForkedCollections:
             at = os.getpid() % _SLOTS * _OWN.size
             young, full = _OWN.unpack_from(self._counts, at)
             _OWN.pack_into(self._counts, at, young + 1, full + (about["generation"] == 2))
+
+
+def _young_since_full() -> int:
+    """Collections since the last full one."""
+    _, first, second = gc.get_count()
+    return first + second * (gc.get_threshold()[1] + 1)
 
 
 def young_until_full() -> int | None:
