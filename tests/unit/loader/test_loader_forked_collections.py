@@ -54,14 +54,14 @@ def test_none_is_predicted_where_none_comes(state: str) -> None:
 
 
 def test_full_collections_are_postponed_in_forked_processes() -> None:
-    assert _run(f"{_DUE}print(forked(40)); ForkedCollections().postpone(); print(forked(40))") == ["1", "0"]
+    assert _run(f"{_DUE}print(forked(40)); ForkedCollections(caller=False).postpone(); print(forked(40))") == ["1", "0"]
 
 
 @pytest.mark.parametrize(("own", "theirs", "expected"), [(0, 0, "00"), (0, 1, "00"), (9, 1, "10"), (0, 9, "01")])
 def test_those_that_collect_again_and_again_run_a_full_one_at_once(own: int, theirs: int, expected: str) -> None:
     """A worker that collects once or twice, at its start, is none of them."""
     found = _run(
-        "gc.collect(); collect(3); of = ForkedCollections(); of.postpone(); of.forked()\n"
+        "gc.collect(); collect(3); of = ForkedCollections(caller=False); of.postpone(); of.forked()\n"
         f"forked({theirs}); collect({own}); print(of.go_on(workers=True, restarted=False)); of.expedite(); of.forked()\n"
         "theirs = forked(2); print(of.full(1)); before = gc.get_stats()[2]['collections']; collect(2)\n"
         "print(gc.get_stats()[2]['collections'] - before, theirs, of.full(1))\n"
@@ -73,7 +73,7 @@ def test_those_that_collect_again_and_again_run_a_full_one_at_once(own: int, the
 @pytest.mark.parametrize(("times", "expected"), [(3, False), (40, True)])
 def test_workers_that_reach_the_next_full_collection_by_far_are_expected_to_run_it(times: int, expected: bool) -> None:
     found = _run(
-        f"{_DUE}of = ForkedCollections(); of.postpone(); of.forked(); forked({times}); forked({times})\n"
+        f"{_DUE}of = ForkedCollections(caller=False); of.postpone(); of.forked(); forked({times}); forked({times})\n"
         "print(of.go_on(workers=True, restarted=False), of.expected(2), of.expected(3), of.go_on(workers=False, restarted=False))"
     )
     assert found == ["True", str(expected), "False", "False"]
@@ -95,14 +95,23 @@ def test_workers_that_collect_once_can_meet_a_full_collection_that_is_due(
 ) -> None:
     found = _run(
         f"{_DUE}collect(young_until_full() - {left} if {left} < 121 else young_until_full())\n"
-        f"of = ForkedCollections(); of.postpone(); of.forked(); forked({theirs}); collect({own})\n"
+        f"of = ForkedCollections(caller=False); of.postpone(); of.forked(); forked({theirs}); collect({own})\n"
         f"print(of.go_on(workers=True, restarted={restarted}))"
+    )
+    assert found == [str(expected)]
+
+
+@pytest.mark.parametrize(("left", "expected"), [(7, True), (8, False)])
+def test_the_program_of_a_dataset_object_goes_on_before_it_starts_its_workers(left: int, expected: bool) -> None:
+    found = _run(
+        f"{_DUE}collect(young_until_full() - {left}); of = ForkedCollections(caller=True); of.postpone(); of.forked()\n"
+        "forked(2); print(of.go_on(workers=True, restarted=False))"
     )
     assert found == [str(expected)]
 
 
 def test_what_a_program_has_frozen_stays_frozen() -> None:
     assert _run(
-        "of = ForkedCollections(); gc.freeze(); before = gc.get_freeze_count(); of.postpone(); of.expedite()\n"
+        "of = ForkedCollections(caller=False); gc.freeze(); before = gc.get_freeze_count(); of.postpone(); of.expedite()\n"
         "print(before == gc.get_freeze_count() > 0)"
     ) == ["True"]

@@ -243,7 +243,7 @@ def test_a_trial_holds_as_many_batches_as_a_training_loop() -> None:
     """The new one and the one before: in short epochs, which are repeated, it held one more."""
     _Alive.most = 0
     dataloader_trial._loop(
-        [0, 1, 2], _Alive, lambda **_: None, loader_kind="torch", batch_size=1, num_workers=0, prefetch_factor=2,
+        [0, 1, 2], _Alive, lambda **_: None, caller=True, loader_kind="torch", batch_size=1, num_workers=0, prefetch_factor=2,
         persistent_workers=False, multiprocessing_context=None, seconds=30.0, batch_seconds=0.0, pause_seconds=0.0,
         longer_seconds=0.0,
     )  # fmt: skip

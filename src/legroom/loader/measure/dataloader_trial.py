@@ -58,7 +58,7 @@ def main(request: str, answer: str) -> None:
         named = find_dataset(settings.pop("spec"), settings.pop("collate"))
         return named.dataset, named.collate_fn
 
-    run(make, answer, settings)
+    run(make, answer, settings, caller=False)
     os._exit(0)  # threads or atexit hooks of a dataset may hang
 
 
@@ -77,8 +77,8 @@ class TensorsOfSize:
         return tuple(torch.ones(size, dtype=torch.uint8) for size in self._sizes)
 
 
-def run(make: Callable[[], tuple[Any, Any]], answer: str, settings: dict[str, Any]) -> None:
-    """In the child: run the loop and write every step to the file ``answer``."""
+def run(make: Callable[[], tuple[Any, Any]], answer: str, settings: dict[str, Any], *, caller: bool = True) -> None:
+    """In the child: run the loop and write every step to the file ``answer``; ``caller``: a fork of the caller."""
     prefer_kill()
     sink = os.open(answer, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
@@ -87,7 +87,7 @@ def run(make: Callable[[], tuple[Any, Any]], answer: str, settings: dict[str, An
 
     try:
         dataset, collate_fn = make()
-        _loop(dataset, collate_fn, note, **settings)
+        _loop(dataset, collate_fn, note, caller=caller, **settings)
     except BaseException as problem:  # SystemExit too: a script may exit while it is imported
         note(
             error=f"{type(problem).__name__}: {problem}"[:4000], pool=_pool(problem), lost=_lost(problem),
@@ -108,6 +108,7 @@ def _loop(
     collate_fn: Any,
     note: Note,
     *,
+    caller: bool,
     loader_kind: str,
     batch_size: int,
     num_workers: int,
@@ -137,9 +138,8 @@ def _loop(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of forking with threads, and of more workers than cores
         loader = new_loader()
-        collections = _collections(
-            num_workers, multiprocessing_context
-        )  # first: it sees the state of a training script
+        # First: it sees the state of a training script.
+        collections = _collections(num_workers, multiprocessing_context, caller)
         shm = _ShmUse()
         pauses = _Pauses(max(_STILL_S, 2 * batch_seconds), pause_seconds)
         copies = _Copies(dataset, num_workers, batch_size) if num_workers else None
@@ -198,7 +198,7 @@ def _loop(
             copies.note(note)
 
 
-def _collections(workers: int, method: str | None) -> ForkedCollections | None:
+def _collections(workers: int, method: str | None, caller: bool) -> ForkedCollections | None:
     """Postpones full garbage collections, if workers share the memory of this process: one would copy it."""
     from multiprocessing import get_start_method
 
@@ -206,7 +206,7 @@ def _collections(workers: int, method: str | None) -> ForkedCollections | None:
         return None
     from legroom.loader.measure.forked_collections import ForkedCollections
 
-    collections = ForkedCollections()
+    collections = ForkedCollections(caller=caller)
     collections.postpone()
     return collections
 

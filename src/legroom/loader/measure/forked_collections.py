@@ -19,20 +19,26 @@ _NEVER = 1 << 30  # a threshold that is not reached
 _SLOTS = 512  # processes that are counted at once
 _OWN = struct.Struct("II")  # young and full collections of a process
 _AT_START = 2  # young collections that the start of a worker takes: the inherited count is used up, and imports
-_AHEAD, _ALIKE = 1, 5  # collections, at least and at most, by which a training script that imports the same is behind
+_BEHIND = (
+    1  # collections, at least, by which a training script that imports the same is behind a trial in a new process
+)
+_ALIKE = 5  # collections, at most, by which the training program differs
 _CYCLE, _NONE = 150, 255  # young collections after which no full one is waited for; the exit status then
 
 
 class ForkedCollections:
     """Counts collections of this process and of those forked from it, and says when full ones come."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, caller: bool) -> None:
+        """``caller``: this is a fork of the training program, which goes on before it starts its workers."""
         self._counts = mmap.mmap(-1, _SLOTS * _OWN.size)  # shared with the workers
         self._main = os.getpid()
         self._thresholds = gc.get_threshold()
         self._full_after = young_until_full()
-        self._soonest = None if self._full_after is None else self._full_after + _AHEAD
-        if _young_since_full() <= _AHEAD:  # a script that imports the same is just before it
+        self._soonest = None
+        if self._full_after is not None:
+            self._soonest = max(1, self._full_after + (-_ALIKE if caller else _BEHIND))
+        if not caller and _young_since_full() <= _BEHIND:  # a script that imports the same is just before it
             self._soonest = 1
         self._expedited = False
         self._again = {"main": False, "workers": False}
