@@ -144,3 +144,28 @@ def test_the_need_of_a_yes_has_the_full_garbage_collection_of_a_long_run() -> No
         ran = check_rig.run(check_rig.check_command(setting), setting, 2 << 30, 1 << 30, 1024, 90)
         needs[batch] = json.loads(ran.output)["need"]["ram"]
     assert needs[512] - needs[16] > 3 * (25 << 20), needs
+
+
+def test_what_check_reads_beside_the_loop_costs_no_memory_of_the_loop() -> None:
+    """Imports after the fork ran a full garbage collection, which copied 35 MB that workers and process had shared."""
+    asked = {
+        **PLAIN,
+        "workers": 2,
+        "batch": 28,
+        "samples": 406,
+        "sample_bytes": 10 << 10,
+        "kind": "parts",
+        "tensors": 8,
+    }
+    loop = check_rig.run([sys.executable, str(check_rig.PLAYER)], asked, 2 << 30, 1 << 30, 1024)
+    ran = check_rig.run(check_rig.check_command(asked), asked, 2 << 30, 1 << 30, 1024, 90)
+    need = json.loads(ran.output)["need"]["ram"]
+    assert loop.peak_ram <= need <= loop.peak_ram + (20 << 20), (need, loop)
+
+
+def test_an_epoch_of_one_batch_needs_no_shared_memory_for_a_third() -> None:
+    """The loop holds the batch of the epoch before and the new one."""
+    asked = {**PLAIN, "workers": 2, "batch": 8, "samples": 8, "sample_bytes": 256 << 10, "persistent": True}
+    ran = check_rig.run(check_rig.check_command(asked), asked, 2 << 30, 1 << 30, 1024, 90)
+    need = json.loads(ran.output)["need"]["shm"]
+    assert 2 * (2 << 20) <= need < 3 * (2 << 20), need

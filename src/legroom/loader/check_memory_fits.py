@@ -282,10 +282,15 @@ def _judged_by_trial(
     demand: Demand, batch: Batch, trial: LoaderTrial, machine: Machine, seconds: tuple[float, float]
 ) -> tuple[Plan, Batch]:
     """The verdict by the memory of a trial run, and the batch with its measured need, for other settings."""
+    frozen = tried_need(demand, batch, without_overlap(demand, batch, trial), machine)
+    if trial.collection_expected:
+        trial = collected(trial)
     taken = tried_need(demand, batch, without_overlap(demand, batch, trial), machine)
     verdict = fit(taken, machine)
     batch = calibrated(demand, batch, taken)
     if verdict.verdict == "too-big":
+        if fit(frozen, machine).verdict != "too-big":
+            verdict = replace(verdict, fix=(_suggest_freeze(frozen), *verdict.fix))
         return verdict, batch
     if trial.unfinished is not None:
         why = say(
@@ -324,6 +329,14 @@ def _judged_by_trial(
     return verdict, batch
 
 
+def _suggest_freeze(frozen: Need) -> str:
+    return say(
+        "call gc.freeze() before the DataLoader starts: then its workers do not copy the memory of all Python objects "
+        "when they collect garbage, and {need} of RAM are enough",
+        need=format_size(frozen.ram),
+    )  # fmt: skip
+
+
 def _unknown_by_chance(verdict: Plan, taken: Need, most: Need, longer: Plan) -> Plan:
     """The verdict where a run fits that has no bad luck, and one that has does not."""
     if any(problem.pool == "shm" for problem in longer.problems):
@@ -334,9 +347,9 @@ def _unknown_by_chance(verdict: Plan, taken: Need, most: Need, longer: Plan) -> 
         )  # fmt: skip
         return _unknown(verdict, "shm", "batch-overlap", why)
     why = say(
-        "in a long run, a full garbage collection in a worker copies the memory of all Python objects that it "
-        "inherited: the need is {need} without it, and {most} with it. gc.freeze() before the DataLoader starts avoids "
-        "the copies",
+        "a full garbage collection in a worker copies the memory of all Python objects that it inherited, and whether "
+        "one runs is chance: the need is {need} without it, and {most} with it. gc.freeze() before the DataLoader "
+        "starts avoids the copies",
         need=format_size(taken.ram), most=format_size(most.ram),
     )  # fmt: skip
     return _unknown(verdict, "ram", "garbage-collection", why)

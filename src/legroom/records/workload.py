@@ -103,6 +103,7 @@ class LoaderTrial:
     forked: bool = False  # in a fork of the calling process, whose own memory is not included
     waiting_shm: int = 0  # of ``shm``, while the loop paused and every queue was full; 0: that was not seen
     collected: int = 0  # the same as ``ram``, if forked workers run a full garbage collection; 0: they run none
+    collection_expected: bool = False  # a program that imports the same runs it; else that is chance
     growth: int = 0  # growth of the peak in the last ``growth_batches`` of the first epoch
     growth_batches: int = 0
     short: str | None = None  # the pool that it ran out of: "ram", "shm" or "fds"

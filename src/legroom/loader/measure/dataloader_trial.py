@@ -14,20 +14,22 @@ import errno
 import faulthandler
 import gc
 import json
-import mmap
 import os
 import signal
-import struct
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from legroom.loader.measure.forked_collections import ForkedCollections
+    from legroom.probe.copy_on_write import CopiedMemory
 
 _STILL_S, _POLL_S = 0.1, 0.01  # without CPU time until a worker counts as waiting; between two checks
-_COLLECTED = 10  # batches of each worker within which a full garbage collection comes, if young ones continue
 _PEAK_READ_S = 0.05  # by then the guard has read the kernel's peak
 _COMPARED = 2048  # pages that a worker copied, compared at each reading
 _JUDGED = 256  # samples that show whether reading them copies; twice as many pages
@@ -56,7 +58,7 @@ def main(request: str, answer: str) -> None:
         named = find_dataset(settings.pop("spec"), settings.pop("collate"))
         return named.dataset, named.collate_fn
 
-    run(make, answer, settings)
+    run(make, answer, settings, caller=False)
     os._exit(0)  # threads or atexit hooks of a dataset may hang
 
 
@@ -75,8 +77,8 @@ class TensorsOfSize:
         return tuple(torch.ones(size, dtype=torch.uint8) for size in self._sizes)
 
 
-def run(make: Callable[[], tuple[Any, Any]], answer: str, settings: dict[str, Any]) -> None:
-    """In the child: run the loop and write every step to the file ``answer``."""
+def run(make: Callable[[], tuple[Any, Any]], answer: str, settings: dict[str, Any], *, caller: bool = True) -> None:
+    """In the child: run the loop and write every step to the file ``answer``; ``caller``: a fork of the caller."""
     prefer_kill()
     sink = os.open(answer, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
@@ -85,7 +87,7 @@ def run(make: Callable[[], tuple[Any, Any]], answer: str, settings: dict[str, An
 
     try:
         dataset, collate_fn = make()
-        _loop(dataset, collate_fn, note, **settings)
+        _loop(dataset, collate_fn, note, caller=caller, **settings)
     except BaseException as problem:  # SystemExit too: a script may exit while it is imported
         note(
             error=f"{type(problem).__name__}: {problem}"[:4000], pool=_pool(problem), lost=_lost(problem),
@@ -101,51 +103,12 @@ def prefer_kill() -> None:
     die_with_parent(signal.SIGKILL)
 
 
-def collect_early() -> None:
-    """Let full garbage collections follow after a few young ones, in this process and in those forked from it.
-
-    A full collection writes to every object, so a forked worker copies the pages of all that it inherited: 37 MB with
-    torch imported. It comes after 121 young collections, and only if the objects that survived since the last full one
-    are a quarter of the others. Both counts are inherited from the process that forks. So two epochs have one by
-    chance, and a run of hours has one sooner or later, if young collections continue. They do where a batch has more
-    than 700 objects at a time.
-    """
-    first = gc.get_threshold()[0]
-    if not gc.isenabled() or not first:
-        return
-    if not gc.get_freeze_count():  # keep a freeze of the program
-        # Counts over an empty heap, so that no full collection is postponed. It writes to no object.
-        gc.freeze()
-        gc.collect()
-        gc.unfreeze()
-    gc.set_threshold(first, 1, 1)
-
-
-class _YoungCollections:
-    """When a forked worker last ran a garbage collection; a worker of this process inherits the callback."""
-
-    def __init__(self) -> None:
-        self._seen = mmap.mmap(-1, mmap.PAGESIZE)  # shared with the workers
-        self._main = os.getpid()
-        gc.callbacks.append(self._note)
-
-    def _note(self, phase: str, _: dict[str, int]) -> None:
-        if phase == "start" and os.getpid() != self._main:
-            struct.pack_into("d", self._seen, 0, time.monotonic())
-
-    def after(self, moment: float) -> bool:
-        """Whether a worker ran one after that moment."""
-        return bool(struct.unpack_from("d", self._seen)[0] > moment)
-
-    def end(self) -> None:
-        gc.callbacks.remove(self._note)
-
-
 def _loop(
     dataset: Any,
     collate_fn: Any,
     note: Note,
     *,
+    caller: bool,
     loader_kind: str,
     batch_size: int,
     num_workers: int,
@@ -175,27 +138,28 @@ def _loop(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of forking with threads, and of more workers than cores
         loader = new_loader()
+        # First: it sees the state of a training script.
+        collections = _collections(num_workers, multiprocessing_context, caller)
         shm = _ShmUse()
-        note(step="start", process=_anonymous(), workers=num_workers)
-        collections = _YoungCollections()
         pauses = _Pauses(max(_STILL_S, 2 * batch_seconds), pause_seconds)
+        copies = _Copies(dataset, num_workers, batch_size) if num_workers else None
+        note(step="start", process=_anonymous(), workers=num_workers)
         least = num_workers * (prefetch_factor + 2) + 3  # by then every worker has made several batches
-        whole, begun = True, 0.0
-        copies: _Copies | None = None
+        whole, total = True, 0
         batch = None  # stays alive from one epoch to the next, as in a training loop
         for epoch, share in enumerate((0.6, 0.4)):
             done, until = 0, 0.0
             enough = least * (2 - epoch)  # twice in the first epoch: its second half shows whether memory grows
-            wanted = 0  # batches, if time allows
+            wanted = copies.batches_wanted if copies is not None and epoch == 0 else 0  # if time allows
             source = iter(loader)
-            if epoch == 0 and num_workers:
-                copies = _Copies(dataset, num_workers, batch_size)
-                wanted = copies.batches_wanted
+            if epoch == 0 and collections is not None:
+                collections.forked()
+            if epoch == 0 and copies is not None:
+                copies.forked()
             for batch in source:  # noqa: B007  kept alive
                 done += 1
                 if done == 1:  # without the start of the workers
-                    begun = time.monotonic()
-                    until = begun + share * seconds
+                    until = time.monotonic() + share * seconds
                 if done == least or done & (done - 1) == 0:  # early ones fill the queues, later ones show growth
                     full = None
                     if num_workers:
@@ -208,54 +172,93 @@ def _loop(
                     break
             if copies is not None and epoch == 0:
                 copies.read(done)
+            total += done
             del source  # its workers end before those of the next epoch start
             note(step="epoch", epoch=epoch, batches=done, fds=_open_files())
         if whole:
-            batch = _more_epochs(loader, batch, min(_MORE_S, seconds))
+            for batch in _more_batches(loader, min(_MORE_S, seconds)):  # noqa: B007  the last one is dropped by then
+                total += 1
         del batch, loader
-        collections.end()
         # The workers of legroom.DataLoader freeze what they inherit.
-        collects = loader_kind == "torch" and gc.isenabled() and collections.after(begun)
+        collects = collections is not None and collections.go_on(
+            workers=loader_kind == "torch", restarted=not persistent_workers
+        )
+        expected = collections is not None and collects and collections.expected(num_workers)
         time.sleep(_PEAK_READ_S)
-        note(step="end", whole=whole, collects=collects)  # what follows is not the loop's need
+        note(step="end", whole=whole, collects=collects, expected=expected)  # what follows is not the loop's need
+        if collections is not None and collects:
+            note(step="collecting")
+            in_time = _with_full_collections(
+                new_loader(), collections, pauses, workers=num_workers, torch=loader_kind == "torch", least=least,
+                most=total, seconds=seconds,
+            )  # fmt: skip
+            time.sleep(_PEAK_READ_S)
+            note(step="collected", whole=in_time)
         if copies is not None:
             copies.note(note)
-        if collects:
-            note(step="collected", whole=_with_full_collections(new_loader(), num_workers, persistent_workers, seconds))
 
 
-def _more_epochs(loader: Any, batch: Any, seconds: float) -> Any:
-    """Run further epochs for a moment: workers and the process copy more of the memory that they share."""
+def _collections(workers: int, method: str | None, caller: bool) -> ForkedCollections | None:
+    """Postpones full garbage collections, if workers share the memory of this process: one would copy it."""
+    from multiprocessing import get_start_method
+
+    if not workers or (method or get_start_method()) != "fork" or not gc.isenabled():
+        return None
+    from legroom.loader.measure.forked_collections import ForkedCollections
+
+    collections = ForkedCollections(caller=caller)
+    collections.postpone()
+    return collections
+
+
+def _more_batches(loader: Any, seconds: float) -> Iterator[Any]:
+    """Batches of further epochs, for a moment: workers and the process copy more of the memory that they share.
+
+    A generator, so that the caller holds one batch as a training loop does, and not one more in a frame below it.
+    """
     until = time.monotonic() + seconds
     for _ in range(_MORE_EPOCHS):
-        for batch in loader:  # kept alive
+        for batch in loader:
+            yield batch
             if time.monotonic() > until:
-                return batch
-    return batch
+                return
 
 
-def _with_full_collections(loader: Any, workers: int, persistent: bool, seconds: float) -> bool:
-    """Run batches in which every worker that keeps collecting runs a full collection; whether time was enough.
+def _with_full_collections(
+    loader: Any, collections: ForkedCollections, pauses: _Pauses, *, workers: int, torch: bool, least: int, most: int,
+    seconds: float,
+) -> bool:  # fmt: skip
+    """Run batches in which a process runs a full collection as soon as it collects; whether time was enough.
 
     Persistent workers live for all epochs, others for one.
     """
     done, until = 0, time.monotonic() + seconds
-    collect_early()
-    while done < workers * _COLLECTED:
-        before = done
-        for _batch in loader:
+    batch = None
+    collections.expedite()
+    while done < most:
+        before, source = done, iter(loader)
+        collections.forked()
+        for batch in source:  # noqa: B007  kept alive
             done += 1
-            if done >= workers * _COLLECTED:
-                break
+            enough = done >= most or (done >= least and collections.full(workers))
+            if done == 1 or enough:
+                pauses.wait(source if torch else None)
+            if enough:
+                return True
             if time.monotonic() > until:
                 return False
-        if not persistent or done == before:
+        del source
+        if not loader.persistent_workers or done == before:
             break
     return True
 
 
 class _Copies:
-    """What a forked worker copies of the dataset in the first epoch, by attribute."""
+    """What a forked worker copies of the dataset in the first epoch, by attribute.
+
+    No garbage is collected meanwhile: a full collection after the fork would copy the objects of this process, which
+    the loop of a training script does not do. Made before the fork, because it imports what it needs.
+    """
 
     def __init__(self, dataset: Any, workers: int, batch_size: int) -> None:
         from legroom.probe.copy_on_write import CopyReader
@@ -263,8 +266,15 @@ class _Copies:
 
         self._dataset, self._number, self._batch_size = dataset, workers, batch_size
         self._reader = CopyReader(Host(), os.getpid(), compare=True, pages=_COMPARED, since_fork=True)
-        self._workers = [int(pid) for pid in _children()][:1]  # one: they all read the same dataset
-        self._copied, self._samples = self._reader.read(self._workers, time.monotonic()), 0
+        self._workers: list[int] = []
+        self._copied: tuple[CopiedMemory, ...] = ()
+        self._samples = 0
+
+    def forked(self) -> None:
+        """The workers have been started."""
+        with _no_collection():
+            self._workers = [int(pid) for pid in _children()][:1]  # one: they all read the same dataset
+            self._copied = self._reader.read(self._workers, time.monotonic())
 
     @property
     def batches_wanted(self) -> int:
@@ -273,10 +283,11 @@ class _Copies:
 
     def read(self, batches: int) -> None:
         """Read it after so many batches, if the worker still exists: it ends with the epoch."""
-        copied = self._reader.read(self._workers, time.monotonic())
-        if any(one.copied is not None for one in copied):
-            self._copied = copied
-            self._samples = batches // self._number * self._batch_size
+        with _no_collection():
+            copied = self._reader.read(self._workers, time.monotonic())
+            if any(one.copied is not None for one in copied):
+                self._copied = copied
+                self._samples = batches // self._number * self._batch_size
 
     def note(self, note: Note) -> None:
         """Write it, after the loop: looking up attributes writes to every object, and takes memory of its own."""
@@ -285,6 +296,17 @@ class _Copies:
                 from legroom.cache.freeze_dataset_attributes import copied_parts
 
                 note(step="copied", attributes=copied_parts(self._dataset, one, self._samples))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _shuffled(dataset: Any) -> bool:
@@ -298,7 +320,10 @@ class _Pauses:
     """Waits until the workers have filled the queues, within a limit for all pauses together."""
 
     def __init__(self, still: float, together: float) -> None:
-        self._still, self._left = still, together
+        # Before the fork: what is imported after it is not shared with the workers, and starts garbage collections.
+        from legroom.loader.dataloader import torch_internals
+
+        self._still, self._left, self._torch = still, together, torch_internals
 
     def wait(self, source: Any) -> bool | None:
         """Wait until no worker has used a CPU for a while, and every requested batch is in the queue.
@@ -307,8 +332,7 @@ class _Pauses:
         stream has ended answers no request: if all have taken theirs and none is busy for longer than a batch takes,
         all that there are have been made. Without a source (legroom.DataLoader) that is all there is to go by.
         """
-        from legroom.loader.dataloader.torch_internals import all_batches_queued, all_requests_taken
-
+        all_batches_queued, all_requests_taken = self._torch.all_batches_queued, self._torch.all_requests_taken
         began = since = time.monotonic()
         last, full = _activity(), all_batches_queued(source)
         while (now := time.monotonic()) < began + self._left:

@@ -128,7 +128,12 @@ def _result(name: str, timeout: float, ran: GuardedRun, folder: Path) -> LoaderT
     )
     # A worker of a stream drops a batch that was refused, and the loop ends without an error.
     if ended is not None and ran.reported is None:
-        return replace(found, collected=_collected(found, ran, notes)) if ended["collects"] else found
+        if not ended["collects"]:
+            return found
+        tried = any(note.get("step") == "collecting" for note in notes)
+        return replace(
+            found, collected=_collected(found, ran, notes, tried=tried), collection_expected=tried and ended["expected"]
+        )
     if stopped == "time":
         why = say(
             "the trial run did not finish within {limit}; --timeout gives it more time", limit=format_duration(timeout)
@@ -158,10 +163,13 @@ def _result(name: str, timeout: float, ran: GuardedRun, folder: Path) -> LoaderT
     )
 
 
-def _collected(found: LoaderTrial, ran: GuardedRun, notes: list[dict[str, Any]]) -> int:
+def _collected(found: LoaderTrial, ran: GuardedRun, notes: list[dict[str, Any]], *, tried: bool) -> int:
     """The peak with full garbage collections; if that part was not finished, the most that it can be."""
-    if any(note.get("step") == "collected" and note["whole"] for note in notes):
-        return max(found.ram, ran.ram)
+    end = next((note for note in notes if note.get("step") == "collected"), None)
+    if end is not None and end["whole"]:
+        return max(found.ram, ran.peak_at(end["time"]))
+    if tried and end is None and (ran.stopped == "ram" or ran.killed):  # more than there is
+        return max(found.ram, ran.ram) + 2 * RESERVE
     workers: int = next(note["workers"] for note in notes if note.get("step") == "start")
     return max(found.ram + found.process * workers, ran.ram + 2 * RESERVE)
 
