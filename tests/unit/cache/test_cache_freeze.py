@@ -380,13 +380,12 @@ def grown_by_reading(data: Any, workers: int = 4) -> int:
 
 
 def test_forked_workers_share_a_frozen_list_and_copy_a_plain_one(shm: Path) -> None:
-    gc.collect()
-    before = pss(os.getpid())
     plain = records(15_000)
-    size = pss(os.getpid()) - before  # as Python objects
     view = legroom.freeze(plain)
-    assert grown_by_reading(plain) > 2.0 * size  # four workers copy most of it each
-    assert grown_by_reading(view) < 0.6 * size  # the shared copy is mapped, and each worker has a little of its own
+    copied = grown_by_reading(plain)
+    # Four workers copy most of the Python objects each, and those take more than pickled bytes.
+    assert copied > 4 * len(pickle.dumps(plain))
+    assert grown_by_reading(view) < 0.3 * copied  # the shared copy is mapped, and each worker has a little of its own
 
 
 class Folder:
