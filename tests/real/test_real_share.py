@@ -59,7 +59,15 @@ def test_batches_larger_than_shm_are_shared_without_it() -> None:
     assert found["mine"]["peak"] < MB // 4
 
 
+@pytest.fixture
+def own_stores(monkeypatch: pytest.MonkeyPatch, _stores: tuple[str, str]) -> None:
+    """Not the stores of the person who runs the test, for players that see the machine's own /dev/shm."""
+    for name, folder in zip(("LEGROOM_SHM", "LEGROOM_DIR"), _stores, strict=True):
+        monkeypatch.setenv(name, folder)
+
+
 @pytest.mark.real("cgroup")
+@pytest.mark.usefixtures("own_stores")
 def test_a_memory_cgroup_that_is_just_large_enough_for_one_window() -> None:
     """Beside two interpreters with torch and the copied pages of their forks: a window of two batches, for each worker
     a batch and its samples, for each trainer a batch that it makes itself, its samples and the batch before.
@@ -70,6 +78,7 @@ def test_a_memory_cgroup_that_is_just_large_enough_for_one_window() -> None:
 
 
 @pytest.mark.real("cgroup")
+@pytest.mark.usefixtures("own_stores")
 @pytest.mark.parametrize("megabytes", [270, 360])
 def test_in_a_memory_cgroup_that_is_too_small_a_trainer_gets_an_error_with_figures(megabytes: int) -> None:
     """The other one may fit when that is gone."""

@@ -232,7 +232,7 @@ def _put_order(rows: int, seed: int, epoch: int, into: SimpleQueue[NDArray | Non
     try:
         into.put(permutation(rows, seed, epoch))
     except BaseException:
-        into.put(None)  # too little memory: whoever needs it tries again, and gets the error
+        into.put(None)  # too little memory: take() computes it again, and raises the error
 
 
 VERSION = 1
