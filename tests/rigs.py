@@ -233,7 +233,17 @@ class Container:
         Everything that docker restricts by default is restricted: a PID namespace, read-only cgroups, no mounts,
         no kernel log. ``tmpfs`` are "path:size=6m" as podman takes them.
         """
-        run = ["podman", "run", "--rm", "--name", self.name, "--runtime", "runc", "--network=none", "--env-host"]
+        run = [
+            *_podman(self.root),
+            "run",
+            "--rm",
+            "--name",
+            self.name,
+            "--runtime",
+            "runc",
+            "--network=none",
+            "--env-host",
+        ]
         # podman's own defaults are above what a machine without CAP_SYS_RESOURCE may give.
         run += ["--ulimit", "nofile=4096:4096", "--ulimit", "nproc=10000:10000", "--workdir", str(cwd)]
         if memory is not None:
@@ -252,15 +262,27 @@ class Container:
         return [*private, *run, *options, "--rootfs", str(self.root), *command]
 
 
+def _settings(root: Path) -> Path:
+    return root.with_name("containers.conf")
+
+
+def _podman(root: Path) -> list[str]:
+    return ["env", f"CONTAINERS_CONF={_settings(root)}", "podman"]
+
+
 @contextlib.contextmanager
 def container() -> Iterator[Container]:
     """A real container for one command at a time."""
     name = f"legroom-test-{os.getpid()}-{next(_serial)}"
-    with tempfile.TemporaryDirectory(prefix="legroom-root-", dir="/var/tmp") as root:
+    with tempfile.TemporaryDirectory(prefix="legroom-root-", dir="/var/tmp") as folder:
+        root = Path(folder) / "root"
+        root.mkdir()
+        # Otherwise podman leaves /dev/shm/libpod_lock on the machine.
+        _settings(root).write_text('[engine]\nlock_type = "file"\n')
         try:
-            yield Container(name, Path(root))
+            yield Container(name, root)
         finally:
-            remove = ["podman", "rm", "--force", "--ignore", "--time=0", name]
+            remove = [*_podman(root), "rm", "--force", "--ignore", "--time=0", name]
             subprocess.run(remove, check=True, capture_output=True)
 
 
