@@ -371,7 +371,23 @@ def test_the_order_is_sent_to_the_gpu_once_per_epoch(stored: Stored) -> None:
         for first in range(0, len(order), 7):
             rows = order[first : first + 7]
             same(gatherer.gather(rows), stored.columns, rows)
-    assert driver.sent == ["consumer", "synchronize"] * 2
+    assert driver.sent == ["consumer"] * 2
+    gatherer.close()
+
+
+def test_other_streams_wait_for_the_order_and_keep_its_memory(stored: Stored) -> None:
+    """It was sent on one stream: another one could read it too early, or after its memory is used for something else."""
+    driver = FakeDriver()
+    gatherer = stored.open(driver, resident=True)
+    order = permutation(len(stored.columns["heat"]), 0, 0)
+    gatherer.gather(order[:7])
+    driver.log.clear()
+    with driver.on(FakeStream(driver.log, "another")):
+        for first in (7, 14):
+            rows = order[first : first + 7]
+            same(gatherer.gather(rows), stored.columns, rows)
+    assert driver.log.count(("another", "waits for", "consumer")) == 1
+    assert [(len(tensor), stream) for tensor, stream in driver.lent] == [(len(order), "another")]
     gatherer.close()
 
 

@@ -102,6 +102,71 @@ def test_an_order_that_was_not_prepared_is_computed(monkeypatch: pytest.MonkeyPa
     assert orders.take(1).tolist() == wanted
 
 
+class RecordingGatherer:
+    """Stands in for one of the GPU: the rows of each batch, and which batches were begun before they were asked for."""
+
+    path, why = "cuda-kernel", ""
+
+    def __init__(self, ahead: int) -> None:
+        self.ahead = ahead
+        self.begun: list[Any] = []
+        self.waited_for: list[list[int]] = []
+
+    def begin(self, rows: Any) -> None:
+        self.begun.append(rows)
+        assert len(self.begun) <= self.ahead
+
+    def gather(self, rows: Any) -> dict[str, Any]:
+        if any(begun is rows for begun in self.begun):
+            self.begun = [begun for begun in self.begun if begun is not rows]
+        else:
+            self.begun.clear()
+            self.waited_for.append(rows.tolist())
+        return {"labels": rows}
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> RecordingGatherer:
+    gatherer = RecordingGatherer(getattr(request, "param", 1))
+    monkeypatch.setattr(batch_iterator, "gatherer_for", lambda *_: gatherer)
+    return gatherer
+
+
+@pytest.mark.parametrize("on_gpu", [1, 2, 5, 12], indirect=True)
+@pytest.mark.parametrize("set_epochs", [False, True])
+def test_only_the_first_epoch_begins_with_a_wait(data: Data, on_gpu: RecordingGatherer, set_epochs: bool) -> None:
+    batches = data.batches(10, shuffle=True, device="cuda", epoch=0 if set_epochs else None)
+    for epoch in range(3):
+        if set_epochs:
+            batches.set_epoch(epoch)
+        found = [batch["labels"].tolist() for batch in batches]
+        assert flat(found) == permutation(ROWS, 0, epoch).tolist()
+        assert batches.state_dict()["position"] == 0
+    assert on_gpu.waited_for == [permutation(ROWS, 0, 0)[:10].tolist()]
+
+
+@pytest.mark.parametrize("change", ["an epoch again", "a state", "another loop over the data"])
+def test_an_epoch_that_does_not_follow_is_right_too(data: Data, on_gpu: RecordingGatherer, change: str) -> None:
+    batches = data.batches(10, shuffle=True, device="cuda", epoch=4 if change == "an epoch again" else None)
+    state = batches.state_dict()
+    first = [batch["labels"].tolist() for batch in batches]
+    if change == "a state":
+        batches.load_state_dict({**state, "epoch": 9, "position": 20})
+    elif change == "another loop over the data":
+        data.next_epoch = 7
+    expected = {"an epoch again": flat(first), "a state": permutation(ROWS, 0, 9)[20:].tolist()}
+    found = flat([batch["labels"].tolist() for batch in batches])
+    assert found == expected.get(change, permutation(ROWS, 0, 7).tolist())
+    assert on_gpu.begun == []  # a guess that was wrong is not repeated
+
+
+def test_rows_in_order_begin_no_next_epoch(data: Data, on_gpu: RecordingGatherer) -> None:
+    """An evaluation that is over must not keep a batch in GPU memory while the training continues."""
+    batches = data.batches(10, device="cuda")
+    for _ in range(2):
+        assert len(list(batches)) == 10 and on_gpu.begun == []
+
+
 def test_order_is_a_function_of_seed_and_epoch(data: Data) -> None:
     for _ in range(2):
         found = flat(labels(data.batches(7, shuffle=True, seed=3, epoch=4)))

@@ -108,18 +108,25 @@ class QueuedBatch:
 
 
 class EpochOrder:
-    """Row numbers in GPU memory. The order of an epoch is sent whole with its first batch; batches get views of it."""
+    """Row numbers in GPU memory. The order of an epoch is sent whole with its first batch; batches get views of it.
+
+    The order is used on the stream that was current when it was sent, and with ``several_streams`` on others too. Each
+    of these waits for the order once, and its memory is not reused before all of them have read it.
+    """
 
     def __init__(self, driver: Driver, *, several_streams: bool = False) -> None:
         self._driver, self._several_streams = driver, several_streams
         self._sent: tuple[NDArray, torch.Tensor] | None = None
         self._start = self._address = 0  # of the order, in host and in GPU memory
+        self._there: Any = None  # the event after which the order is in GPU memory
+        self._streams: set[int] = set()  # that wait for it
 
     def on_device(self, rows: NDArray) -> torch.Tensor:
         """The row numbers, usable on the current stream."""
         sent = self._whole(rows)
         if sent is None:
             return self._driver.row_numbers(rows)
+        self._use_on_current_stream()
         first = (rows.ctypes.data - self._start) // 8
         return sent[first : first + len(rows)]
 
@@ -127,6 +134,7 @@ class EpochOrder:
         """Where the row numbers are in GPU memory, if they were sent before. This takes a tenth of ``on_device``."""
         if self._sent is None or self._sent[0] is not rows.base or not _is_order(rows):
             return None
+        self._use_on_current_stream()
         return self._address + rows.ctypes.data - self._start
 
     def drop(self) -> None:
@@ -141,10 +149,20 @@ class EpochOrder:
         if self._sent is None or self._sent[0] is not whole:
             sent = self._driver.row_numbers(whole.view(np.int64))
             if self._several_streams:
-                self._driver.synchronize()  # also for the previous order, which is freed now
+                current = self._driver.current()
+                self._there, self._streams = self._driver.mark(current), {current.cuda_stream}
             self._sent = whole, sent
             self._start, self._address = whole.ctypes.data, sent.data_ptr()
         return self._sent[1]
+
+    def _use_on_current_stream(self) -> None:
+        if not self._several_streams or self._sent is None:
+            return
+        current = self._driver.current()
+        if current.cuda_stream not in self._streams:
+            self._streams.add(current.cuda_stream)
+            current.wait_event(self._there)
+            self._driver.record_use(self._sent[1], current)
 
 
 def _is_order(rows: NDArray) -> bool:
