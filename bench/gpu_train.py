@@ -141,7 +141,7 @@ def measure_paths(task: Task, path: Path, rounds: int, found: dict[str, Any]) ->
         options: dict[str, Any] = {"shuffle": True, "device": "cuda"}
         chosen = data.batches(task.batch, **options)
         kept = next(iter(chosen))
-        speed(task, step, _epochs(chosen), 200)  # the paths are compared
+        speed(task, step, _epochs(chosen), 320)  # the paths are compared: 200 batches, after 80 if they were before
         found |= {"chosen": chosen.path, "why": chosen.why, "launch_share": launch_share(task, step, kept)}
         contenders: dict[str, Callable[[], Iterator[Any]]] = {"no loading": lambda: _endless(kept)}
         for name in PATHS:
