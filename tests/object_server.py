@@ -118,11 +118,15 @@ def _handler(objects: Objects) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 256  # of five, the kernel drops what many nodes ask at once, and they ask again a second later
+
+
 @contextmanager
 def object_server(host: str = "127.0.0.1", **data: bytes) -> Iterator[Objects]:
     """Serve these objects; a name with "__" is one with a dot: ``x__npy`` is ``x.npy``."""
     objects = Objects({name.replace("__", "."): content for name, content in data.items()}, host=host)
-    server = ThreadingHTTPServer((host, 0), _handler(objects))
+    server = _Server((host, 0), _handler(objects))
     server.daemon_threads = True
     objects.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
