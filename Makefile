@@ -183,6 +183,7 @@ gpu: ## every GPU test, real rig, experiment and benchmark, with the machine's o
 	PYTHONPATH=$(CURDIR)/src python3 bench/gpu_memory.py
 	PYTHONPATH=$(CURDIR)/src python3 bench/gpu_train.py
 	PYTHONPATH=$(CURDIR)/src python3 bench/gpu_shared.py
+	PYTHONPATH=$(CURDIR)/src python3 bench/gpu_shared_batches.py
 	PYTHONPATH=$(CURDIR)/src python3 bench/weights.py
 
 docs: $(READY) ## build the documentation, warnings are errors

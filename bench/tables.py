@@ -139,6 +139,17 @@ SECTIONS = (
         "smaller parts, took 1.86 × with links of 100 MB/s and 1.15 × with links of 25 MB/s.",
     ),
     (
+        "nodes16",
+        "One object on four Ray nodes, on sixteen cores",
+        "The same benchmark on a machine with cores enough for four nodes. Links of 100 MB/s, three rounds.",
+    ),
+    (
+        "gpu_shared_batches",
+        "Trainers on one GPU that share workers (share=)",
+        "6 ms of CPU time per sample, batches of 64 images (38 MB), 16 workers on 16 cores. The contenders took turns, "
+        "and the median of five rounds counts. Images a second of all trainers together.",
+    ),
+    (
         "leak",
         "Overhead of legroom leak",
         "Turns of two seconds with and without recording alternate in one process. Single turns differ by more than "
