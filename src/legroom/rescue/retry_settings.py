@@ -1,7 +1,7 @@
 """The settings that a retry changes: find them on a job's command line, choose what to lower, rewrite them. Pure.
 
-Knows the usual flag names (records/training_flags.py) and those of --flag, in every spelling: ``--x 4``, ``--x=4``,
-``-b4``, ``data.batch_size=4``. Under torchrun and accelerate only the script's own words are read.
+Knows the usual flag names (records/loader_settings_and_flags.py) and those of --flag, in every spelling: ``--x 4``,
+``--x=4``, ``-b4``, ``data.batch_size=4``. Under torchrun and accelerate only the script's own words are read.
 
 What is lowered after a failure, one step at a time:
 
