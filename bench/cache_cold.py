@@ -20,7 +20,7 @@ from cache_rig import CHILD, ROW, Bench, Measured, preload
 from formats import by_legroom, images, write
 from legroom.cache.staging_directory import HugePages
 from legroom.formats.decompress_deflate import inflate
-from legroom.system.process_control import usable_cpus
+from legroom.system.processes_and_threads import usable_cpus
 from measure import Row, alternate, best, settle, spreads, timed, warm
 
 

@@ -26,7 +26,6 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 _ONE_LINE = frozenset(
     ("command", "file", "folder", "key", "name", "path", "pattern", "store", "target", "what", "where")
 )
-_IN_NAME = re.compile(f"[\t\n]|{CONTROL.pattern}")
 
 # Looks a template up; None until the first message, so that importing Legroom reads no catalogue.
 _look_up: Callable[[str], str] | None = None
@@ -44,7 +43,7 @@ def say(template: str, **values: object) -> str:
 
 def shown(name: object) -> str:
     """A name, path or value from outside, on one line, with control characters escaped as in JSON."""
-    return _IN_NAME.sub(_escape, str(name))
+    return harmless(str(name)).replace("\t", r"\u0009").replace("\n", r"\u000a")
 
 
 def harmless(text: str) -> str:
@@ -78,7 +77,7 @@ def _guarded(field: str, value: object) -> object:
     """Field values: names in files, paths and output of other programs may contain anything."""
     if isinstance(value, (str, os.PathLike)):
         if field in _ONE_LINE or not isinstance(value, str):
-            return _GuardedName(value) if _IN_NAME.search(str(value)) else value
+            return _GuardedName(value) if shown(value) != str(value) else value
         return _Guarded(value) if CONTROL.search(value) else value
     return _Guarded(value) if isinstance(value, Exception) and CONTROL.search(str(value)) else value
 

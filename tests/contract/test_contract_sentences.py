@@ -30,7 +30,7 @@ ALLOWED = {
     "rescue/log_reader.py": "patterns of what Python writes",
     "report/names_not_redacted.py: root user": "common names, which are not private",
     "report/redact.py: h5 hdf5": "suffixes of data files",
-    "records/training_flags.py: micro_batch_size": "names of options of training scripts",
+    "records/loader_settings_and_flags.py: micro_batch_size": "names of options of training scripts",
     "monitor/prometheus.py": "help of Prometheus metrics, the same in every scrape",
     "formats/base_reader.py: \x00 of \x00 is a": "misuse of a reader, by a developer",
     "formats/base_reader.py: cannot read \x00 into": "misuse of a reader, by a developer",

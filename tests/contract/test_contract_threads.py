@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SOURCES = Path(__file__).parents[2] / "src" / "legroom"
-HELPERS = SOURCES / "system" / "thread_limits.py"
+HELPERS = SOURCES / "system" / "processes_and_threads.py"
 ASKS = {"room_for_threads", "start_daemon_thread"}
 STARTS = {"Thread", "Timer", "ThreadPoolExecutor", "start_new_thread"}
 

@@ -29,8 +29,7 @@ from legroom.remote.object_store import ATTEMPTS, CONNECTIONS, BufferSink, Remot
 from legroom.remote.object_url import ObjectUrl
 from legroom.remote.object_version import ObjectStamp
 from legroom.remote.remote_errors import is_transient, short_read
-from legroom.system.process_control import lower_thread_priority
-from legroom.system.thread_limits import start_daemon_thread, why_no_thread
+from legroom.system.processes_and_threads import lower_thread_priority, start_daemon_thread, why_no_thread
 
 PIECE = 1 << 20
 _LARGEST = 8  # pieces in one request

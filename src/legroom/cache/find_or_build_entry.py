@@ -50,7 +50,7 @@ from legroom.formats.decoding_memory import release_freed_memory
 from legroom.messages import joined, listed, say
 from legroom.remote.object_url import ObjectUrl, SourcePath, is_url, local_path, object_url
 from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
-from legroom.system.process_control import legroom_disabled
+from legroom.system.processes_and_threads import legroom_disabled
 from legroom.units import format_size
 
 BACKINGS = ("auto", "shm", "disk", "inplace")

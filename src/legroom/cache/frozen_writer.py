@@ -24,8 +24,7 @@ from legroom.cache.manifest import Array, file_name, npy_header, stamp_of
 from legroom.cache.staging_directory import StagingDirectory
 from legroom.errors import UsageError
 from legroom.messages import say
-from legroom.system.process_control import usable_cpus
-from legroom.system.thread_limits import room_for_threads
+from legroom.system.processes_and_threads import room_for_threads, usable_cpus
 
 TYPES: dict[type, int] = {list: LIST, tuple: TUPLE, dict: DICT}
 _FEW, _MANY = 64, 1024  # in a container of few items, one with many is a view of its own

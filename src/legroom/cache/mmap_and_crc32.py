@@ -35,8 +35,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from legroom.system.lazy_and_optional_imports import import_lock
-from legroom.system.process_control import MAP_FAILED, last_error, libc, usable_cpus
-from legroom.system.thread_limits import room_for_threads, start_thread_at_once
+from legroom.system.processes_and_threads import (
+    MAP_FAILED,
+    last_error,
+    libc,
+    room_for_threads,
+    start_thread_at_once,
+    usable_cpus,
+)
 
 HUGE_PAGE = 2 << 20  # bytes of a huge page on x86 and arm64, and the alignment of its address
 _NORESERVE = {"linux": 0x4000}.get(sys.platform, 0)

@@ -34,8 +34,7 @@ from legroom.messages import say
 from legroom.remote.object_url import BOUND, ObjectUrl, SourcePath
 from legroom.remote.object_version import ObjectStamp
 from legroom.system.lazy_and_optional_imports import import_lock, lazy_import
-from legroom.system.process_control import usable_cpus
-from legroom.system.thread_limits import room_for_threads
+from legroom.system.processes_and_threads import room_for_threads, usable_cpus
 
 # "version" is the hash of a remote object's URL and version: of data that was read in part and not hashed.
 DIGITS = {"md5": 32, "blake3": 64, "xxh3": 32, "version": 32}

@@ -48,7 +48,7 @@ from legroom.cache.store_directories import (
 from legroom.errors import NoRoom
 from legroom.formats.decoding_memory import Allowed
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.system.process_control import libc
+from legroom.system.processes_and_threads import libc
 
 _CREDIT = 16 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT)  # no space, or no inode

@@ -34,8 +34,7 @@ from legroom.formats.base_reader import BaseReader, Extent, Slab
 from legroom.formats.data_file import wait_for_bytes, wrong_checksum
 from legroom.formats.decoding_memory import DecodingMemory, release_freed_memory
 from legroom.messages import say
-from legroom.system.process_control import lower_thread_priority, usable_cpus
-from legroom.system.thread_limits import room_for_threads
+from legroom.system.processes_and_threads import lower_thread_priority, room_for_threads, usable_cpus
 
 Progress = Callable[[int, int], None]  # (done, total) in bytes
 _POLL = 0.05

@@ -173,7 +173,7 @@ def command(
 
 
 def _pairs(texts: tuple[str, ...]) -> dict[str, Any]:
-    from legroom.records.loader_settings import read_word
+    from legroom.records.loader_settings_and_flags import read_word
 
     pairs: dict[str, Any] = {}
     for text in texts:

@@ -18,7 +18,7 @@ from legroom.cli.language_and_streams import write_line
 from legroom.cli.options import DURATION
 from legroom.errors import MissingPackage
 from legroom.messages import say
-from legroom.system.process_control import handling_signals
+from legroom.system.processes_and_threads import handling_signals
 
 if TYPE_CHECKING:
     from legroom.monitor.sampler import Sampler
@@ -262,7 +262,7 @@ def _screen() -> TerminalView | None:
     if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM", "") in ("", "dumb"):
         return None
     from legroom.monitor.tui import THREADS, TerminalView, require_textual
-    from legroom.system.thread_limits import room_for_threads, why_no_thread
+    from legroom.system.processes_and_threads import room_for_threads, why_no_thread
 
     try:
         require_textual()

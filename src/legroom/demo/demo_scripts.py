@@ -24,7 +24,7 @@ from typing import Any
 
 import legroom
 from legroom.system.atomic_file import replace_file
-from legroom.system.process_control import die_with_parent
+from legroom.system.processes_and_threads import die_with_parent
 
 IMAGE, CLASSES = (3, 64, 64), 8
 ROW_BYTES = IMAGE[0] * IMAGE[1] * IMAGE[2]

@@ -34,7 +34,7 @@ from legroom.records import Pool
 from legroom.rescue.newest_checkpoint import newest_complete
 from legroom.rescue.supervisor import remove_leftover_shm, shm_names
 from legroom.system.lazy_and_optional_imports import package_version
-from legroom.system.process_control import handling_signals
+from legroom.system.processes_and_threads import handling_signals
 from legroom.units import format_duration, format_size, size_or_unknown
 
 Result = dict[str, Any]

@@ -61,6 +61,27 @@ class ArraySpec:
         return prod(self.shape) * self.dtype.itemsize
 
 
+def native_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The same type in native byte order, without metadata; records keep their offsets and padding.
+
+    Saving an array whose dtype has metadata drops it with a warning, so it is removed here.
+    """
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return np.dtype((native_dtype(base), shape))
+    if dtype.names is None or dtype.fields is None:
+        return np.dtype(dtype.newbyteorder("=").str) if dtype.kind != "V" else np.dtype((np.void, dtype.itemsize))
+    fields = [dtype.fields[name] for name in dtype.names]
+    return np.dtype(
+        {
+            "names": list(dtype.names),
+            "formats": [native_dtype(field[0]) for field in fields],
+            "offsets": [field[1] for field in fields],
+            "itemsize": dtype.itemsize,
+        }
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class TableSpec:
     """One table, to be written as an Arrow IPC file."""

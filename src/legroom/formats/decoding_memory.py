@@ -26,7 +26,7 @@ import numpy as np
 
 from legroom.errors import NoRoom
 from legroom.messages import say
-from legroom.system.process_control import malloc_trim
+from legroom.system.processes_and_threads import malloc_trim
 from legroom.units import format_size
 
 _LARGE = 16 << 20  # bytes: free memory is measured again before that much is taken

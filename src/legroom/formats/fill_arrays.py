@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from legroom.formats.data_file import SourceFile
-from legroom.system.process_control import usable_cpus
-from legroom.system.thread_limits import room_for_threads
+from legroom.system.processes_and_threads import room_for_threads, usable_cpus
 
 PIECE = 8 << 20
 _MOST_THREADS = 8  # measured on 16 cores: more threads were slower for chunks that inflate fast
@@ -137,24 +136,3 @@ def sequential(file: SourceFile, offset: int) -> ReadNext:
         position += len(view)
 
     return read_next
-
-
-def native_dtype(dtype: DType) -> DType:
-    """The same type in native byte order, without metadata; records keep their offsets and padding.
-
-    Saving an array whose dtype has metadata drops it with a warning, so it is removed here.
-    """
-    if dtype.subdtype is not None:
-        base, shape = dtype.subdtype
-        return np.dtype((native_dtype(base), shape))
-    if dtype.names is None or dtype.fields is None:
-        return np.dtype(dtype.newbyteorder("=").str) if dtype.kind != "V" else np.dtype((np.void, dtype.itemsize))
-    fields = [dtype.fields[name] for name in dtype.names]
-    return np.dtype(
-        {
-            "names": list(dtype.names),
-            "formats": [native_dtype(field[0]) for field in fields],
-            "offsets": [field[1] for field in fields],
-            "itemsize": dtype.itemsize,
-        }
-    )

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import UnsupportedData
-from legroom.formats.fill_arrays import DType, native_dtype
+from legroom.formats.base_reader import native_dtype
+from legroom.formats.fill_arrays import DType
 from legroom.messages import say
 
 

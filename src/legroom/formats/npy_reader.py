@@ -22,19 +22,10 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import SourceError, UnsupportedData
-from legroom.formats.base_reader import ArraySpec, BaseReader, Checksum, Description, Extent, Selection
+from legroom.formats.base_reader import ArraySpec, BaseReader, Checksum, Description, Extent, Selection, native_dtype
 from legroom.formats.data_file import SourceFile, damaged, wrong_checksum
 from legroom.formats.decompress_deflate import zlib_module
-from legroom.formats.fill_arrays import (
-    PIECE,
-    Progress,
-    ReadNext,
-    bytes_of,
-    copy_raw,
-    fill_in_order,
-    native_dtype,
-    sequential,
-)
+from legroom.formats.fill_arrays import PIECE, Progress, ReadNext, bytes_of, copy_raw, fill_in_order, sequential
 from legroom.messages import say
 
 NAME = "array"  # a .npy file holds one array without a name

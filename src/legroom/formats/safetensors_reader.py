@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from legroom.errors import UnsupportedData
-from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection
+from legroom.formats.base_reader import ArraySpec, BaseReader, Description, Extent, Selection, native_dtype
 from legroom.formats.data_file import SourceFile, damaged
-from legroom.formats.fill_arrays import Progress, copy_raw, fill_in_order, native_dtype, sequential
+from legroom.formats.fill_arrays import Progress, copy_raw, fill_in_order, sequential
 from legroom.messages import say
 
 MOST_HEADER = 100_000_000  # the format's own limit

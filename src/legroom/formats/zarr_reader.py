@@ -27,10 +27,11 @@ from legroom.formats.base_reader import (
     Selection,
     TableSpec,
     as_json,
+    native_dtype,
     what_is_read,
 )
 from legroom.formats.data_file import alias, damaged, unreadable
-from legroom.formats.fill_arrays import PIECE, Array, Progress, native_dtype
+from legroom.formats.fill_arrays import PIECE, Array, Progress
 from legroom.messages import say
 from legroom.system.lazy_and_optional_imports import import_lock, require
 

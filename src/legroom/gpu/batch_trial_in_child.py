@@ -30,7 +30,7 @@ from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import memory
 from legroom.records.gpu_usage import Trial
 from legroom.system.atomic_file import replace_file
-from legroom.system.process_control import ExitStatus, prefer_oom_kill
+from legroom.system.processes_and_threads import ExitStatus, prefer_oom_kill
 
 _LAST_LINES = 8  # of a child's output, for its error
 _KILLED = -int(getattr(signal, "SIGKILL", 9))

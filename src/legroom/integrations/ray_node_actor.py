@@ -22,7 +22,7 @@ from legroom.errors import ClusterUnreachable, LegroomError
 from legroom.messages import say
 from legroom.remote.object_url import object_url, redacted
 from legroom.system.lazy_and_optional_imports import import_lock
-from legroom.system.thread_limits import start_daemon_thread, why_no_thread
+from legroom.system.processes_and_threads import start_daemon_thread, why_no_thread
 from legroom.version import VERSION
 
 GROUP = 8  # pieces at most that are read, hashed and passed on together

@@ -27,7 +27,7 @@ from legroom.leak.torch_step_hooks import TorchSteps, worker_dataset
 from legroom.messages import say
 from legroom.system import step_callbacks
 from legroom.system.lazy_and_optional_imports import import_lock
-from legroom.system.thread_limits import start_daemon_thread, why_no_thread
+from legroom.system.processes_and_threads import start_daemon_thread, why_no_thread
 
 _RANKS = {"script": 3, "optimizer": 2, "loader": 1, "worker": 1}  # which source counts where there are several
 _FIRST_STEPS = 2  # not sampled: the first batch, the optimizer's state

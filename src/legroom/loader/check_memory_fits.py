@@ -39,7 +39,7 @@ from legroom.probe.snapshot import snapshot
 from legroom.records import Finding, LoaderTrial, Machine, Measured, Need, Plan, Pool, Term
 from legroom.system.argument_checks import check_integer
 from legroom.system.lazy_and_optional_imports import import_lock
-from legroom.system.process_control import malloc_trim
+from legroom.system.processes_and_threads import malloc_trim
 from legroom.units import format_size, parse_size
 
 _TIMEOUT = 60.0

@@ -139,7 +139,7 @@ def bare_process(timeout: float = 120.0) -> BareProcess:
 def report_bare_process() -> None:
     """In the child: import torch and print what this process, and a worker that it forks, have allocated."""
     with import_lock:
-        from legroom.system.process_control import prefer_oom_kill
+        from legroom.system.processes_and_threads import prefer_oom_kill
 
     prefer_oom_kill()
     import torch.utils.data  # noqa: F401  the import is what is measured

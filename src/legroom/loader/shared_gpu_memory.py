@@ -30,7 +30,7 @@ from legroom.cache import list_gpu_copies, locks
 from legroom.cache.list_gpu_copies import FOLDER, MESSAGE, SOCKET, VERSION, ask_all, holders
 from legroom.gpu.cuda_driver_api import READ, READ_WRITE, CudaRefused
 from legroom.messages import say
-from legroom.system.thread_limits import start_daemon_thread
+from legroom.system.processes_and_threads import start_daemon_thread
 from legroom.system.unix_sockets import FOLDER_FLAGS, listen, open_private_folder, require_same_user, unlink
 
 __all__ = ["FOLDER", "Allocator", "SharedCopy", "holders", "share"]

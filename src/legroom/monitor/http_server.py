@@ -15,7 +15,7 @@ from typing import Any
 
 from legroom.errors import CannotListen
 from legroom.messages import say
-from legroom.system.thread_limits import start_daemon_thread, why_no_thread
+from legroom.system.processes_and_threads import start_daemon_thread, why_no_thread
 
 TEXT = "text/plain; charset=utf-8"
 LOOPBACK = "127.0.0.1"

@@ -20,8 +20,7 @@ from legroom.monitor.watch_log import alarm_object
 from legroom.records import Alarm, Moment
 from legroom.records.machine import heading
 from legroom.system.lazy_and_optional_imports import import_lock
-from legroom.system.process_control import ExitStatus
-from legroom.system.thread_limits import start_daemon_thread, why_no_thread
+from legroom.system.processes_and_threads import ExitStatus, start_daemon_thread, why_no_thread
 
 SCHEMA = "legroom.alarm/1"
 _COMMAND_TIMEOUT = 60.0

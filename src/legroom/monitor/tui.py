@@ -23,7 +23,7 @@ from legroom.monitor.timeline import Timeline
 from legroom.monitor.watch_loop import Output, feed_outputs
 from legroom.records import Moment, PoolPoint, Sample
 from legroom.system.lazy_and_optional_imports import require
-from legroom.system.thread_limits import start_daemon_thread, why_no_thread
+from legroom.system.processes_and_threads import start_daemon_thread, why_no_thread
 
 if TYPE_CHECKING:
     from textual.app import App

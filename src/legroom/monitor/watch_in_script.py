@@ -25,7 +25,7 @@ from legroom.monitor.watch_log import WatchLog
 from legroom.monitor.watch_loop import MomentStream, Output, sample_periodically
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.records import Alarm, Annotations, Moment
-from legroom.system.thread_limits import room_for_threads, start_daemon_thread, why_no_thread
+from legroom.system.processes_and_threads import room_for_threads, start_daemon_thread, why_no_thread
 from legroom.units import parse_duration
 
 SHORTEST_INTERVAL = 0.1  # seconds

@@ -17,7 +17,7 @@ from legroom.messages import say
 from legroom.monitor.alarms import AlarmTracker
 from legroom.monitor.history_and_trend import History
 from legroom.records import Moment, Sample
-from legroom.system.thread_limits import start_daemon_thread, why_no_thread
+from legroom.system.processes_and_threads import start_daemon_thread, why_no_thread
 
 _MOST_WAITING = 256  # moments queued for a slow output
 _LAST_WAIT = 2.0  # seconds for unwritten output once the watch is stopped

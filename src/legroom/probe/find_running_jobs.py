@@ -18,7 +18,7 @@ from legroom.probe.process_and_limits import arguments, holdings, matching, our_
 from legroom.probe.shm import makers_alive, on_its_way
 from legroom.probe.shm_segments import Segments, files_below
 from legroom.records import Job, Process
-from legroom.records.training_flags import Flag, training_flags
+from legroom.records.loader_settings_and_flags import Flag, training_flags
 from legroom.units import format_size
 
 

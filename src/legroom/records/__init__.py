@@ -1,15 +1,14 @@
 """Frozen records: the only data that is passed between layers.
 
-machine          the machine at one moment: memory pools, limits, processes, GPUs; findings and alarms
-workload         what a job does and takes: loaders, needs, plans, measurements; a running job
-loader_settings  DataLoader settings under torch's names; from the environment
-training_flags   the options of training scripts that set them, in every spelling; found on a command line
-chosen_settings  settings chosen for a job, with reasons and overrides
-cache_entry      entries of the cache, what was removed, verification; what happened on each node of a cluster
-gpu_usage        GPU limits, accounts, batch-size searches and estimates
-memory_growth    the lines that make memory grow, as `legroom leak` found them
-watch_sample     samples and annotations of `legroom watch`; which alarms were active when
-failure          evidence, verdicts and attempts of `legroom run`
+- machine: the machine at one moment: memory pools, limits, processes, GPUs; findings and alarms
+- workload: what a job does and takes: loaders, needs, plans, measurements; a running job
+- loader_settings_and_flags: DataLoader settings under torch's names, from the environment or a script's command line
+- chosen_settings: settings chosen for a job, with reasons and overrides
+- cache_entry: entries of the cache, what was removed, verification; what happened on each node of a cluster
+- gpu_usage: GPU limits, accounts, batch-size searches and estimates
+- memory_growth: the lines that make memory grow, as `legroom leak` found them
+- watch_sample: samples and annotations of `legroom watch`; which alarms were active when
+- failure: evidence, verdicts and attempts of `legroom run`
 
 Unknown is not zero: a number that could not be read is None, with the reason beside it, and no code may turn it into a
 figure.
@@ -28,7 +27,7 @@ from legroom.records.cache_entry import (
     Verification,
 )
 from legroom.records.chosen_settings import Lever, Settings
-from legroom.records.loader_settings import CompleteLoaderSettings, LoaderKind, LoaderSettings, SafeSettings
+from legroom.records.loader_settings_and_flags import CompleteLoaderSettings, LoaderKind, LoaderSettings, SafeSettings
 from legroom.records.machine import (
     Alarm,
     AlarmLevel,

@@ -11,7 +11,7 @@ from typing import Any
 
 from legroom.errors import UsageError
 from legroom.messages import say
-from legroom.records.loader_settings import LoaderKind, LoaderSettings, read_settings
+from legroom.records.loader_settings_and_flags import LoaderKind, LoaderSettings, read_settings
 from legroom.records.workload import Measured, Plan
 
 TOGETHER = ("batch_size", "accumulation")  # always changed together

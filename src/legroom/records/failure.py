@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 from legroom.messages import say
-from legroom.records.loader_settings import LoaderSettings
+from legroom.records.loader_settings_and_flags import LoaderSettings
 from legroom.records.machine import Alarm
-from legroom.system.process_control import ExitStatus
+from legroom.system.processes_and_threads import ExitStatus
 from legroom.units import format_size
 
 # Causes that mean a memory pool, file descriptors or disk ran out; the others do not.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from legroom.messages import say
-from legroom.records.loader_settings import CompleteLoaderSettings
+from legroom.records.loader_settings_and_flags import CompleteLoaderSettings
 from legroom.records.machine import Finding, Machine, Process
 
 if TYPE_CHECKING:

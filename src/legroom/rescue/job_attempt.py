@@ -40,7 +40,7 @@ from legroom.rescue.log_reader import WINDOW, facts_of, killed_in
 from legroom.rescue.retry_settings import SETTINGS, NamedFlag, command_settings
 from legroom.rescue.verdict import classify, with_fixes
 from legroom.rescue.verdict_from_exit import oom_lines
-from legroom.system.process_control import ExitStatus, handling_signals, signal_name
+from legroom.system.processes_and_threads import ExitStatus, handling_signals, signal_name
 from legroom.units import format_size
 
 _DRAIN = 2.0  # seconds for the last output after the end

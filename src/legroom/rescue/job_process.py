@@ -29,8 +29,7 @@ from legroom.messages import say
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup
 from legroom.rescue.log_reader import LogTail
-from legroom.system.process_control import ExitStatus, legroom_disabled
-from legroom.system.thread_limits import start_daemon_thread, why_no_thread
+from legroom.system.processes_and_threads import ExitStatus, legroom_disabled, start_daemon_thread, why_no_thread
 
 LOADER = "LEGROOM_LOADER"  # variable: which DataLoader a script gets
 _POSIX = os.name == "posix"

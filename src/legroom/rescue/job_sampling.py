@@ -28,7 +28,7 @@ from legroom.probe.process_and_limits import process_at
 from legroom.records import Alarm, CgroupLevel, MemoryEvents, Pool, ProcessRow, Sample
 from legroom.records.failure import Level, Reading
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup, OomVictims
-from legroom.system.thread_limits import start_daemon_thread, why_no_thread
+from legroom.system.processes_and_threads import start_daemon_thread, why_no_thread
 
 # Seconds between samples of /dev/shm, by the run's age: a loader fills it in the first seconds or not at all.
 PAUSES = ((5.0, 0.02), (30.0, 0.05), (float("inf"), 0.1))

@@ -1,7 +1,7 @@
 """The settings that a retry changes: find them on a job's command line, choose what to lower, rewrite them. Pure.
 
-Knows the usual flag names (records/training_flags.py) and those of --flag, in every spelling: ``--x 4``, ``--x=4``,
-``-b4``, ``data.batch_size=4``. Under torchrun and accelerate only the script's own words are read.
+Knows the usual flag names (records/loader_settings_and_flags.py) and those of --flag, in every spelling: ``--x 4``,
+``--x=4``, ``-b4``, ``data.batch_size=4``. Under torchrun and accelerate only the script's own words are read.
 
 What is lowered after a failure, one step at a time:
 
@@ -26,8 +26,7 @@ from legroom.errors import UsageError
 from legroom.messages import listed, say
 from legroom.records import LoaderSettings
 from legroom.records.failure import Cause, Verdict
-from legroom.records.loader_settings import ALIASES
-from legroom.records.training_flags import Flag, training_flags
+from legroom.records.loader_settings_and_flags import ALIASES, Flag, training_flags
 
 # What a retry may lower. `--flag` also takes the short names batch, workers and prefetch.
 SETTINGS = ("batch_size", "accumulation", "num_workers", "prefetch_factor", "pin_memory", "low_memory")

@@ -10,7 +10,7 @@ from legroom.advice.recommend_settings import TuneRequest, choose, climb
 from legroom.advice.settings_with_reasons import settle
 from legroom.errors import UsageError
 from legroom.records import CompleteLoaderSettings, LoaderSettings, Settings
-from legroom.records.loader_settings import VARIABLE, from_environment, read_word, to_environment
+from legroom.records.loader_settings_and_flags import VARIABLE, from_environment, read_word, to_environment
 
 
 def test_an_override_can_be_rolled_back_by_setting() -> None:

@@ -27,7 +27,7 @@ from legroom.cache import drop_and_gc, list_and_verify, mmap_and_crc32, remember
 from legroom.cache import store_directories as store_module
 from legroom.cache.manifest import is_key
 from legroom.errors import LegroomError
-from legroom.system.process_control import MAP_FAILED
+from legroom.system.processes_and_threads import MAP_FAILED
 
 ERRNOS = ("EMFILE", "ENFILE", "ENOMEM", "EACCES", "EPERM", "EIO", "ENOSPC", "EROFS", "EINTR", "EFBIG", "EDQUOT", "ELOOP")  # fmt: skip
 CALLS = (

@@ -23,7 +23,7 @@ from legroom.cache import mmap_and_crc32, staging_directory
 from legroom.cache.mmap_and_crc32 import HUGE_PAGE, MappedFile
 from legroom.cache.staging_directory import HugePages
 from legroom.probe.host_files_and_syscalls import Host
-from legroom.system.process_control import libc
+from legroom.system.processes_and_threads import libc
 
 MB = 1 << 20
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/shm and /proc/self/smaps")

@@ -25,7 +25,7 @@ from legroom.records.failure import Attempt, Level, Verdict
 from legroom.rescue.job_attempt import RunOptions
 from legroom.rescue.supervisor import Supervisor
 from legroom.rescue.verdict import fixes
-from legroom.system.process_control import ExitStatus
+from legroom.system.processes_and_threads import ExitStatus
 
 SOURCE = Path(legroom.__file__).parent
 KINDS = ("bare", "docker", "podman", "kubernetes", "slurm", "wsl", "container")

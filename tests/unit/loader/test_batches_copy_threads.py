@@ -96,7 +96,7 @@ import _thread, itertools, os, resource, sys
 import numpy as np
 from legroom.loader.batches import cpu_gather
 from legroom.loader.batches.batch_iterator import Prefetcher
-from legroom.system.thread_limits import start_daemon_thread
+from legroom.system.processes_and_threads import start_daemon_thread
 class Rows:
     path, why = "cpu", "test"
     def gather(self, rows): return {"rows": source[rows]}
@@ -106,8 +106,8 @@ started = []
 class Counted:
     def __getattr__(self, name): return getattr(_thread, name)
     def start_new_thread(self, *given): started.append(given); return _thread.start_new_thread(*given)
-from legroom.system import thread_limits
-thread_limits._thread = Counted()
+from legroom.system import processes_and_threads
+processes_and_threads._thread = Counted()
 import legroom.loader.batches.batch_iterator as prefetch
 prefetch.prefetch_pays = lambda *seconds: True
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

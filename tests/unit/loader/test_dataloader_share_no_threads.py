@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="slots need memfd")
 
-SITE = "import legroom.system.thread_limits as control\ncontrol.room_for_threads = lambda count: False\n"
+SITE = "import legroom.system.processes_and_threads as control\ncontrol.room_for_threads = lambda count: False\n"
 PROGRAM = """
 import time, warnings
 import torch, legroom

@@ -22,7 +22,7 @@ from legroom.loader.measure.dataloader_throughput import time_step
 from legroom.loader.tune.remembered_settings import remember
 from legroom.loader.tune.tuning import key_of, last_settings
 from legroom.records import Settings
-from legroom.records.loader_settings import VARIABLE
+from legroom.records.loader_settings_and_flags import VARIABLE
 
 
 @pytest.fixture(autouse=True)

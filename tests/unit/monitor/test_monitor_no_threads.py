@@ -84,14 +84,14 @@ socket.create_server(where).close()
 def test_a_client_is_answered_without_a_thread_of_its_own(tmp_path: Path) -> None:
     ran = run_program(
         """
-import http.client, urllib.request, legroom.system.thread_limits as thread_limits
+import http.client, urllib.request, legroom.system.processes_and_threads as control
 from legroom.monitor import http_server
 class Page(http_server.Handler):
     def page(self, path): self.respond_text(200, path)
 server = http_server.serve(("127.0.0.1", 0), Page)
 urllib.request.urlopen(server.url + "/before", timeout=30).read()
 leave_no_room_for_threads()
-print(thread_limits.room_for_threads(1))
+print(control.room_for_threads(1))
 for number in range(3):
     with urllib.request.urlopen(f"{server.url}/{number}", timeout=30) as answer:
         print(answer.status, answer.read().decode().strip())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legroom.records.training_flags import Flag, training_flags
+from legroom.records.loader_settings_and_flags import Flag, training_flags
 
 
 def values(command: str) -> dict[str, str]:

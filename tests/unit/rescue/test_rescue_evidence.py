@@ -28,7 +28,7 @@ from legroom.rescue.job_sampling import JobSampler, recent_rate, seconds_unread,
 from legroom.rescue.log_reader import facts_of
 from legroom.rescue.supervisor import remove_leftover_shm, shm_names
 from legroom.rescue.verdict import classify
-from legroom.system.process_control import ExitStatus
+from legroom.system.processes_and_threads import ExitStatus
 
 MB = 1 << 20
 

@@ -10,7 +10,7 @@ from legroom.records.failure import Attempt, Level, Reading, SupervisedRun
 from legroom.rescue.cgroup_and_oom_victims import JobCgroup
 from legroom.rescue.job_sampling import JobAlarms, JobSampler
 from legroom.rescue.run_report import run_object, run_page
-from legroom.system.process_control import ExitStatus
+from legroom.system.processes_and_threads import ExitStatus
 
 MB = 1 << 20
 SIZE = 4000 * MB

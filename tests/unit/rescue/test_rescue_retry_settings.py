@@ -24,7 +24,7 @@ from legroom.rescue.retry_settings import (
     with_settings,
 )
 from legroom.rescue.verdict import classify
-from legroom.system.process_control import ExitStatus
+from legroom.system.processes_and_threads import ExitStatus
 
 ACC = "--gradient_accumulation_steps"
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from legroom.records.failure import MEMORY_CAUSES, UNKNOWN, Evidence, Level, LogFacts, OomCount, Reading, Sign, Victim
 from legroom.rescue.log_reader import facts_of
 from legroom.rescue.verdict import LOG_ALONE, classify
-from legroom.system.process_control import ExitStatus
+from legroom.system.processes_and_threads import ExitStatus
 
 KILLED = ExitStatus(signal=9)
 MB = 1 << 20

@@ -39,7 +39,7 @@ from legroom.messages import listed, phrase, say
 from legroom.records import Entry
 from legroom.system import step_callbacks
 from legroom.system.argument_checks import check_integer
-from legroom.system.thread_limits import room_for_threads, start_thread_at_once
+from legroom.system.processes_and_threads import room_for_threads, start_thread_at_once
 
 if TYPE_CHECKING:
     from legroom.loader.batches.legroom_open import Data

@@ -20,8 +20,7 @@ import numpy as np
 
 from legroom.cache.cached_arrays_and_tables import Ragged
 from legroom.messages import say
-from legroom.system.process_control import usable_cpus
-from legroom.system.thread_limits import room_for_threads, start_thread_at_once
+from legroom.system.processes_and_threads import room_for_threads, start_thread_at_once, usable_cpus
 
 NDArray = np.ndarray[Any, Any]
 Column = NDArray | Ragged

@@ -21,7 +21,7 @@ from legroom.loader.batches.cuda_calls_for_gather import Driver
 from legroom.loader.batches.cuda_gather_base import CudaGatherer, QueuedBatch, RowLayout
 from legroom.loader.batches.gather_threads import RowThreads, TaskThread, take_rows
 from legroom.messages import say
-from legroom.system.process_control import usable_cpus
+from legroom.system.processes_and_threads import usable_cpus
 
 if TYPE_CHECKING:
     import torch

@@ -35,7 +35,7 @@ from legroom.loader.batches.cuda_gather_base import (
     RowLayout,
 )
 from legroom.messages import say
-from legroom.system.process_control import MAP_FAILED, last_error, libc
+from legroom.system.processes_and_threads import MAP_FAILED, last_error, libc
 
 if TYPE_CHECKING:
     import torch

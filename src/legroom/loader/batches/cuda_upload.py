@@ -25,8 +25,7 @@ import numpy as np
 from legroom.cache.mmap_and_crc32 import HUGE_PAGE, read_at
 from legroom.formats.base_reader import Extent
 from legroom.gpu.cuda_driver_api import CudaRefused
-from legroom.system.process_control import usable_cpus
-from legroom.system.thread_limits import room_for_threads
+from legroom.system.processes_and_threads import room_for_threads, usable_cpus
 
 if TYPE_CHECKING:
     import torch

@@ -17,8 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from legroom.system.process_control import usable_cpus
-from legroom.system.thread_limits import room_for_threads, start_daemon_thread
+from legroom.system.processes_and_threads import room_for_threads, start_daemon_thread, usable_cpus
 
 NDArray = np.ndarray[Any, Any]
 T = TypeVar("T")

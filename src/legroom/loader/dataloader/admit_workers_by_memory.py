@@ -45,7 +45,7 @@ from legroom.messages import counted, phrase, say
 from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.runtime_environment import environment
 from legroom.system.lazy_and_optional_imports import import_lock
-from legroom.system.process_control import libc, malloc_trim
+from legroom.system.processes_and_threads import libc, malloc_trim
 from legroom.units import format_size
 
 Init = Callable[[int], None]

@@ -36,7 +36,7 @@ from legroom.loader.dataloader.send import (  # fmt: skip
 from legroom.loader.dataloader.torch_internals import collate_call, current_fetcher, replace_tensor_collate
 from legroom.messages import say
 from legroom.system.lazy_and_optional_imports import require
-from legroom.system.process_control import legroom_disabled
+from legroom.system.processes_and_threads import legroom_disabled
 from legroom.units import format_size, parse_size
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from legroom.probe.host_files_and_syscalls import Host
 from legroom.probe.memory import memory, ram_pool
 from legroom.probe.runtime_environment import environment
 from legroom.records import Memory
-from legroom.system.process_control import signal_name
+from legroom.system.processes_and_threads import signal_name
 from legroom.units import format_size
 
 _TORCH_TEXT = re.compile(r"DataLoader worker \(pid(?:\(s\))? ?([\d, ]+)\)")

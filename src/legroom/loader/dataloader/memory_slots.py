@@ -50,7 +50,7 @@ from legroom.loader.dataloader.admit_workers_by_memory import does_not_fit
 from legroom.loader.dataloader.worker_process import must_end
 from legroom.loader.measure_process_memory import free_memory_now
 from legroom.messages import counted, phrase, say
-from legroom.system.process_control import MAP_FAILED, last_error, libc
+from legroom.system.processes_and_threads import MAP_FAILED, last_error, libc
 from legroom.units import exact_size, format_size
 
 FREE, SENT, HELD, RETIRED = range(4)

@@ -31,7 +31,7 @@ from legroom.loader.dataloader.memory_slots import FREE, HELD, RETIRED, NDArray,
 from legroom.loader.dataloader.send import ALIGN, Span
 from legroom.loader.dataloader.worker_process import exists
 from legroom.messages import say
-from legroom.system.process_control import malloc_trim
+from legroom.system.processes_and_threads import malloc_trim
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from legroom.loader.dataloader.torch_internals import add_liveness_check, workers_ending
-from legroom.system.thread_limits import start_daemon_thread
+from legroom.system.processes_and_threads import start_daemon_thread
 
 _PARENT_S = 1.0  # between two checks of the program
 _GRACE_S = 10.0  # for a worker to end by itself after its program: torch's loop checks every five

@@ -24,7 +24,7 @@ from legroom.loader.measure_process_memory import free_bytes, private_bytes, sta
 from legroom.messages import say
 from legroom.records import CompleteLoaderSettings, LoaderKind, Transport
 from legroom.system.lazy_and_optional_imports import import_lock
-from legroom.system.process_control import ExitStatus
+from legroom.system.processes_and_threads import ExitStatus
 
 _LIMIT_S = 60.0  # until a run in a child counts as failed
 _STEP_S = 1.5

@@ -97,7 +97,7 @@ def run(make: Callable[[], tuple[Any, Any]], answer: str, settings: dict[str, An
 
 def prefer_kill() -> None:
     """Let the OOM killer take this process and its workers first, and end it with its guard."""
-    from legroom.system.process_control import die_with_parent, prefer_oom_kill
+    from legroom.system.processes_and_threads import die_with_parent, prefer_oom_kill
 
     prefer_oom_kill()
     die_with_parent(signal.SIGKILL)

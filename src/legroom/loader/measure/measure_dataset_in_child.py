@@ -37,7 +37,7 @@ from legroom.loader.measure.run_under_memory_guard import (
 from legroom.messages import say
 from legroom.records import CompleteLoaderSettings, Measured, Transport
 from legroom.system.atomic_file import replace_file
-from legroom.system.process_control import ExitStatus
+from legroom.system.processes_and_threads import ExitStatus
 from legroom.units import format_duration, format_size
 
 

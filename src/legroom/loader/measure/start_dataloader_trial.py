@@ -25,7 +25,7 @@ from legroom.loader.measure.run_under_memory_guard import (
 from legroom.messages import say
 from legroom.records import CopiedAttribute, LoaderTrial, Measured
 from legroom.system.lazy_and_optional_imports import import_lock
-from legroom.system.process_control import ExitStatus
+from legroom.system.processes_and_threads import ExitStatus
 from legroom.units import format_duration
 
 _STEADY, _STEADY_BYTES = 0.01, 2 << 20  # growth in half of the batches that counts as none

@@ -18,7 +18,7 @@ from typing import Literal
 
 from legroom.errors import UsageError
 from legroom.records import LoaderSettings, Machine
-from legroom.records.loader_settings import read_settings
+from legroom.records.loader_settings_and_flags import read_settings
 from legroom.system.atomic_file import PRIVATE, replace_file
 
 _SCHEMA = "legroom.settings/1"

@@ -28,7 +28,7 @@ from legroom.loader.tune.remembered_settings import recall, remember
 from legroom.messages import say
 from legroom.probe.snapshot import snapshot
 from legroom.records import CompleteLoaderSettings, LoaderKind, Machine, Measured, Settings
-from legroom.records.loader_settings import from_environment, read_settings
+from legroom.records.loader_settings_and_flags import from_environment, read_settings
 from legroom.system.argument_checks import check_integer, check_seconds
 from legroom.system.lazy_and_optional_imports import require
 

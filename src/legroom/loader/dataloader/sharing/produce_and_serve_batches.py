@@ -36,8 +36,7 @@ from legroom.loader.dataloader.sharing.seeding import Orders, Position, SeededDa
 from legroom.loader.dataloader.sharing.start_producer_process import Recipe, loader_class
 from legroom.loader.dataloader.torch_internals import drop_iterator, workers
 from legroom.messages import say
-from legroom.system.process_control import die_with_parent
-from legroom.system.thread_limits import start_daemon_thread, why_no_thread
+from legroom.system.processes_and_threads import die_with_parent, start_daemon_thread, why_no_thread
 from legroom.system.unix_sockets import listen, require_same_user
 from legroom.units import exact_size, format_size
 

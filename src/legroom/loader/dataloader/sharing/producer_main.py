@@ -20,7 +20,7 @@ from legroom.loader.dataloader.sharing.seeding import Position
 from legroom.loader.dataloader.sharing.start_producer_process import Recipe, unpickled
 from legroom.loader.measure_process_memory import FreeMemory, free_memory_now, private_bytes
 from legroom.messages import say
-from legroom.system.thread_limits import start_daemon_thread
+from legroom.system.processes_and_threads import start_daemon_thread
 from legroom.system.unix_sockets import require_same_user
 from legroom.units import format_size
 

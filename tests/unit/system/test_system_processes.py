@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from legroom.system.process_control import ExitStatus, prefer_oom_kill, signal_name
+from legroom.system.processes_and_threads import ExitStatus, prefer_oom_kill, signal_name
 
 
 def test_signal_names() -> None:
@@ -46,7 +46,7 @@ def test_the_oom_killer_takes_this_process_first() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
 def test_a_child_ends_with_its_parent() -> None:
     child = (
-        "import signal, time; from legroom.system.process_control import die_with_parent\n"
+        "import signal, time; from legroom.system.processes_and_threads import die_with_parent\n"
         "die_with_parent(signal.SIGKILL); print('ready', flush=True); time.sleep(60)"
     )
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]); input()"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from legroom.system import thread_limits
+from legroom.system import processes_and_threads
 
 NO_MAPS = """
 import mmap, sys
-from legroom.system import thread_limits
-from legroom.system.thread_limits import room_for_threads, start_daemon_thread, why_no_thread
+from legroom.system import processes_and_threads
+from legroom.system.processes_and_threads import room_for_threads, start_daemon_thread, why_no_thread
 assert room_for_threads(4) and start_daemon_thread(lambda: None, "before") is not None
 held = []
 try:
@@ -21,7 +21,7 @@ try:
         held.append(mmap.mmap(-1, mmap.PAGESIZE))
 except OSError:
     pass
-thread_limits._maps_seen.clear()  # as a moment later
+processes_and_threads._maps_seen.clear()  # as a moment later
 for left in (0, 8):
     del held[len(held) - left:]
     assert not room_for_threads(1) and start_daemon_thread(lambda: None, "after") is None
@@ -45,19 +45,19 @@ EXIT = """
 import atexit, os, sys, time, types, _thread
 @atexit.register  # registered before legroom's, so it runs after that
 def report():
-    print("not begun:", len(thread_limits._not_begun), flush=True)
-from legroom.system import thread_limits
-from legroom.system.thread_limits import start_thread_at_once
+    print("not begun:", len(processes_and_threads._not_begun), flush=True)
+from legroom.system import processes_and_threads
+from legroom.system.processes_and_threads import start_thread_at_once
 
 def start_late(function, arguments):
     _thread.start_new_thread(lambda: (time.sleep(0.3), function(*arguments)), ())
 
-thread_limits._thread = types.SimpleNamespace(start_new_thread=start_late)
+processes_and_threads._thread = types.SimpleNamespace(start_new_thread=start_late)
 assert start_thread_at_once(time.sleep, 0)
 if "fork" in sys.argv:
     if os.fork():
         os._exit(0 if os.waitstatus_to_exitcode(os.wait()[1]) == 0 else 1)
-    thread_limits.time = types.SimpleNamespace(monotonic=time.monotonic)  # it cannot sleep
+    processes_and_threads.time = types.SimpleNamespace(monotonic=time.monotonic)  # it cannot sleep
 """
 
 
@@ -73,5 +73,5 @@ def test_a_thread_that_cannot_be_started_is_an_answer(monkeypatch: pytest.Monkey
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("_thread.start_new_thread", none_left)
-    assert not thread_limits.start_thread_at_once(print)
-    assert not thread_limits._not_begun
+    assert not processes_and_threads.start_thread_at_once(print)
+    assert not processes_and_threads._not_begun
