@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lmdb_files import write_lmdb
 
 from legroom.testing import Arrays
 from legroom.testing import FormatSample as Sample
@@ -274,6 +275,42 @@ def read_zarr(path: Path) -> Arrays:
     return found
 
 
+# LMDB.
+
+
+def lmdb_entries(value_bytes: int, rows: int = 170) -> dict[bytes, bytes]:
+    rng = np.random.default_rng(5)
+    made = {b"%08d" % row: rng.bytes(value_bytes + row % 7) for row in range(rows)}
+    return made | {b"empty": b"", b"k" * 511: b"the longest key", b"\xff": rng.bytes(9000)}
+
+
+def lmdb(entries: dict[bytes, bytes], directory: bool = False) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        write_lmdb(folder / "data.mdb", entries)
+        (folder / "lock.mdb").touch()
+        return folder if directory else folder / "data.mdb"
+
+    return write
+
+
+def ragged_pairs(entries: dict[bytes, bytes]) -> Arrays:
+    """Keys and values in the order of the keys."""
+    rows = sorted(entries.items())
+    found: Arrays = {}
+    for index, name in enumerate(("key", "value")):
+        parts = [row[index] for row in rows]
+        found[f"{name}/offsets"] = np.cumsum([0, *map(len, parts)]).astype(np.int64)
+        found[f"{name}/values"] = np.frombuffer(b"".join(parts), np.uint8)
+    return found
+
+
+def read_lmdb(path: Path) -> Arrays:
+    import lmdb
+
+    with lmdb.open(str(path), subdir=path.is_dir(), readonly=True, lock=False) as env, env.begin() as transaction:
+        return ragged_pairs({bytes(key): bytes(value) for key, value in transaction.cursor()})
+
+
 # Tables.
 
 
@@ -377,6 +414,10 @@ SAMPLES = [
     # zarr decodes what is there of a cut zstd frame of version 2, without an error.
     Sample("zarr-2", "zarr", lambda f: zarr_store(f, version=2), read_zarr, cut_shows=False),
     Sample("zarr-zip", "zarr", lambda f: zarr_store(f, zipped=True), read_zarr),
+    Sample("lmdb", "lmdb", lmdb(lmdb_entries(5000)), lambda _: ragged_pairs(lmdb_entries(5000))),
+    Sample("lmdb-directory", "lmdb", lmdb(lmdb_entries(5000), True), lambda _: ragged_pairs(lmdb_entries(5000))),
+    Sample("lmdb-small", "lmdb", lmdb(lmdb_entries(9, 3000)), lambda _: ragged_pairs(lmdb_entries(9, 3000)), large=False),
+    Sample("lmdb-empty", "lmdb", lmdb({}), lambda _: ragged_pairs({}), large=False),
     Sample("parquet", "parquet", parquet, table=read_parquet, attributes=NOTES),
     Sample("parquet-plain", "parquet", lambda f: parquet(f, use_dictionary=False, compression="none"), table=read_parquet, attributes=NOTES),
     Sample("arrow", "arrow", arrow_ipc, table=read_ipc, attributes=NOTES),

@@ -12,6 +12,7 @@ npy_reader           .npy and .npz
 safetensors_reader   .safetensors
 torch_reader         checkpoints of torch.save, without torch and without running pickled code
 zarr_reader          Zarr version 2 and 3
+lmdb_reader          LMDB, without its library
 parquet_reader       Parquet, its footer and page headers
 arrow_reader         Arrow IPC files and streams, Feather version 2
 hdf5_reader          HDF5: the reader itself, built from the following

@@ -158,6 +158,16 @@ FORMATS = (
         at_offsets=True,
         endings=(".safetensors",),
     ),
+    Format(
+        "lmdb",
+        "legroom.formats.lmdb_reader:LmdbReader",
+        "LMDB",
+        recognizes=lambda one: one.head[16:20] == b"\xde\xc0\xef\xbe",
+        recognizes_directory=_contains("data.mdb"),
+        directory_files=lambda path: [path / "data.mdb"],  # lock.mdb changes when the database is read
+        at_offsets=True,
+        endings=(".mdb", ".lmdb"),
+    ),
 )
 
 
